@@ -33,9 +33,9 @@ def promised_rows(dataset_id: str, use: RowUse, store: Store) -> DatasetRef | No
     if use == "prompts":
         hint = "its rows are answered prompts, and not there yet: once it has completed, name the dataset it registers"
         raise InvalidRequest(DATASET_ID, dataset_id, hint)
-    if METHODS[use].has_pairs:
-        title = METHODS[use].title
-        hint = f"its rows are prompts with one answer each, and {title} needs chosen and rejected ones: name another"
+    if METHODS[use].rows != "sft":
+        needed = "chosen and rejected ones" if METHODS[use].has_pairs else "a label for each"
+        hint = f"its rows are prompts with one answer each, and {METHODS[use].title} needs {needed}: name another"
         raise InvalidRequest(DATASET_ID, dataset_id, hint)
     rows = spec.checkpoint_dir / ROWS
     return DatasetRef(dataset_id=spec.work.output_dataset_id, path=rows, sha256="", num_rows=0, of_job=name)

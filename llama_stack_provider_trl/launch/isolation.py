@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import InvalidRequest
+from ..specs.model_source import reference_of
 from ..system.files import DATA_DIRECTORIES, RunDir
 from ..system.process import child_environment
 from .base import TaskSpec
@@ -212,7 +213,7 @@ def spec_paths(spec: Mapping[str, Any], directories: Sequence[Path]) -> SpecPath
     count only where they are directories with such files, outside of those in `directories` that hold our own."""
     found = SpecPaths()
     job = spec.get("job") or {}
-    reference = (job.get("dpo") or {}).get("reference") or {}
+    reference = reference_of(job)
     found.write += _paths(job.get("token_cache"))
     if not spec.get("preflight"):  # which writes nothing else
         found.write += _paths(job.get("checkpoint_dir"), reference.get("cache"))

@@ -19,7 +19,7 @@ from .data.chat import Chat
 from .data.lengths import histogram
 from .data.packing import IGNORED
 from .data.prepare import TruncationCounter, read_examples
-from .data.tokenize import SftEncoder, encode_pairs
+from .data.tokenize import SftEncoder, encode_labelled, encode_pairs
 from .model.loading import load_tokenizer, within_positions
 
 if TYPE_CHECKING:
@@ -123,7 +123,9 @@ def _rows(spec: JobSpec, first: int, chat: Chat, counter: TruncationCounter) -> 
     read = enumerate(read_examples(spec.dataset.path, spec.algorithm, spec.data_format))
     tokens = 0
     for chunk in batched(islice(read, first, first + _MOST_ROWS), _CHUNK):
-        if not spec.has_pairs:
+        if METHODS[spec.algorithm].rows == "kto":
+            rows = [_answer(prompt, ids, counter) for prompt, ids, _ in encode_labelled(chat, chunk)]  # type: ignore[arg-type]
+        elif not spec.has_pairs:
             encoded = SftEncoder(chat, spec.train_on_input).encode(chunk)  # type: ignore[arg-type]
             rows = [_sft_row(ids, labels, counter) for ids, labels in encoded]
         else:
@@ -164,6 +166,20 @@ def _pair(prompt: list[int], chosen: list[int], rejected: list[int], counter: Tr
         ],
         length,
     )
+
+
+def _answer(prompt: list[int], answer: list[int], counter: TruncationCounter) -> _MaskedRow:
+    length = len(prompt) + len(answer)
+    found = counter.cut_answer(prompt, answer)
+    if found is None:
+        why = f"within max_seq_length={counter.limit} tokens the prompt leaves none for the answer"
+        if not answer:
+            why = "the answer has no token"
+        parts = [("prompt", prompt), ("completion", answer)]
+        return _MaskedRow([_MaskedPart(name, ids, set(), set()) for name, ids in parts], length, why)
+    kept, trained = {*counter.cut([*range(len(prompt))], prompt, len(found[0]))}, {*range(len(found[1]))}
+    parts_kept = [_MaskedPart("prompt", prompt, kept, set()), _MaskedPart("completion", answer, trained, trained)]
+    return _MaskedRow(parts_kept, length)
 
 
 def _shown(row: _MaskedRow, number: int, counter: TruncationCounter, texts: _Texts, most: int) -> PreviewedRow:

@@ -172,6 +172,19 @@ class RewardConfig(_Body):
     """Weight of the squared sum of both rewards of a pair. Default 0."""
 
 
+class KTOConfig(_Body):
+    type: str
+    """kto."""
+    beta: float | None = Field(None, gt=0)
+    """How strongly the reference holds the model back. Default 0.1."""
+    loss_type: str | None = None
+    """kto (default) or apo_zero_unpaired."""
+    desirable_weight: float | None = Field(None, ge=0)
+    """Weight of the losses of rows with label true. Default 1."""
+    undesirable_weight: float | None = Field(None, ge=0)
+    """Weight of the losses of rows with label false. Default 1."""
+
+
 class _JobRequest(_Body):
     job_uuid: str
     """Name of the job: letters, digits, `.`, `_`, `-`, at most 128."""

@@ -49,7 +49,11 @@ def resolve_method(
         refuse_preference_options(options)
     elif chosen := resolve_preference(request, options, warnings):
         fields = {**chosen, "lora": resolve_dpo_lora(options, warnings)}
-        refuse_reference_options(options, METHODS[fields["algorithm"]].title)
+        if METHODS[fields["algorithm"]].has_reference:
+            given = {"reference": _reference(options, base, settings)}
+            fields["method"] = fields["method"].model_copy(update=given)
+        else:
+            refuse_reference_options(options, METHODS[fields["algorithm"]].title)
     else:
         dpo = resolve_dpo(request, options, settings, warnings, base)
         fields = {"algorithm": "dpo", "lora": resolve_dpo_lora(options, warnings), "dpo": dpo}

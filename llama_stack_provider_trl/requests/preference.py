@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
 from ..errors import InvalidRequest
 from ..specs.custom import custom_names
-from ..specs.methods import CpoSpec, MethodSpec, OrpoSpec, RewardSpec
-from .bodies import CPOConfig, ORPOConfig, PreferenceOptimizeRequest, RewardConfig, SimPOConfig
+from ..specs.methods import CpoSpec, KtoLoss, KtoSpec, MethodSpec, OrpoSpec, RewardSpec
+from .bodies import CPOConfig, KTOConfig, ORPOConfig, PreferenceOptimizeRequest, RewardConfig, SimPOConfig
 from .checks import nearest_choice, parse_fields, unknown_fields
 from .custom import resolve_custom, unknown_method
 from .options import ProviderOptions
@@ -57,6 +57,22 @@ def resolve_preference(
         hint = f"{REQUESTED[name].title} has no such field; its fields are: {', '.join(known)}"
         raise InvalidRequest(path + field, value, hint)
     return {"algorithm": name, "method": REQUESTED[name].resolve(config, options, where)}
+
+
+def check_step(fields: Mapping[str, Any]) -> None:
+    """Refuse KTO with one row per optimizer step.
+
+    Args:
+        fields: of the JobSpec.
+
+    Raises:
+        InvalidRequest: the only row would be its own estimate of the KL divergence.
+    """
+    method = fields.get("method")
+    rows = fields["batch_size"] * fields["gradient_accumulation_steps"] * fields["ranks"]
+    if isinstance(method, KtoSpec) and method.estimates_kl and rows == 1:
+        hint = "KTO gives each prompt the answer of another row of the optimizer step, which has one row: send at least"
+        raise InvalidRequest("training_config.data_config.batch_size", 1, f"{hint} 2, or loss_type 'apo_zero_unpaired'")
 
 
 def method_names() -> list[str]:
@@ -108,6 +124,19 @@ def _reward(config: RewardConfig, options: ProviderOptions, where: str) -> Rewar
     return RewardSpec(**_given(config, "center_rewards_coefficient"))
 
 
+def _kto(config: KTOConfig, options: ProviderOptions, where: str) -> KtoSpec:
+    _refuse_smoothing(options, "KTO")
+    loss = config.loss_type or "kto"
+    if loss not in get_args(KtoLoss):
+        raise InvalidRequest(f"{where}.loss_type", loss, nearest_choice(loss, get_args(KtoLoss)))
+    if config.desirable_weight == config.undesirable_weight == 0:
+        raise InvalidRequest(f"{where}.desirable_weight", 0.0, "with both weights 0 no row has a loss; raise one")
+    if options.precompute_reference:
+        hint = "KTO's reference also scores each prompt with another row's answer, which every epoch chooses anew"
+        raise InvalidRequest("provider_options.precompute_reference", True, f"{hint}; leave it out")
+    return KtoSpec(loss_type=loss, **_given(config, "beta", "desirable_weight", "undesirable_weight"))  # type: ignore[arg-type]
+
+
 _NOT_OF_REWARDS = {
     "samples": "a reward model writes no text",
     "adapter": "a reward model has a head of its own, which an adapter of another job lacks",
@@ -132,4 +161,5 @@ REQUESTED: dict[str, Requested] = {
     "cpo": Requested("CPO", CPOConfig, _cpo),
     "simpo": Requested("SimPO", SimPOConfig, _simpo),
     "reward": Requested("a reward model", RewardConfig, _reward),
+    "kto": Requested("KTO", KTOConfig, _kto),
 }

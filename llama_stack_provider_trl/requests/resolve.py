@@ -20,6 +20,7 @@ from .method import resolve_method
 from .options import ProviderOptions
 from .paths import resolve_paths
 from .placement import on_reserved_cores, resolve_placement
+from .preference import check_step
 from .settings import Request, Settings
 from .trackers import TrackerChoice, resolve_trackers
 from .training import resolve_training
@@ -75,5 +76,6 @@ def resolve(
         **resolve_placement(request, options, settings, base),
     }
     fields |= resolve_averaging(options, settings, fields)
+    check_step(fields)
     share = resolve_train_share(data)
     return Resolution(data.dataset_id, data.validation_dataset_id, fields, warnings, trackers, share)

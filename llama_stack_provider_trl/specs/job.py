@@ -20,7 +20,7 @@ from .averaging import AveragingSpec
 from .beginnings import AdapterSpec, BaseJob, Frozen
 from .beginnings import ResumeFrom as ResumeFrom
 from .kinds import Work
-from .methods import METHODS, MethodSpec
+from .methods import METHODS, KtoSpec, MethodSpec
 from .methods import Algorithm as Algorithm  # parts of JobSpec
 from .methods import DpoLoss as DpoLoss
 from .methods import DpoSpec as DpoSpec
@@ -313,15 +313,25 @@ class JobSpec(Frozen):
 
     @property
     def reference_source(self) -> ModelSource:
-        """Where DPO's reference is read from: the source of the base model where the job names no other."""
-        return (self.dpo and self.dpo.reference.source) or self.source
+        """Where the reference is read from: the source of the base model where the job names no other."""
+        return (self.reference and self.reference.source) or self.source
+
+    @property
+    def reference(self) -> ReferenceSpec | None:
+        """The reference of a method that has one."""
+        if self.dpo is not None:
+            return self.dpo.reference
+        return self.method.reference if isinstance(self.method, KtoSpec) else None
 
     def without_model_paths(self) -> JobSpec:
         """The job without what holds on one machine only: how checkpoints record it."""
-        dpo = self.dpo
-        if dpo is not None:
-            dpo = dpo.model_copy(update={"reference": dpo.reference.model_copy(update={"model_path": None})})
-        return self.model_copy(update={"model_path": None, "dpo": dpo})
+        changes: dict[str, Any] = {"model_path": None}
+        if self.reference is not None:
+            here = {"reference": self.reference.model_copy(update={"model_path": None})}
+            changes["dpo"] = self.dpo and self.dpo.model_copy(update=here)
+            if isinstance(self.method, KtoSpec):
+                changes["method"] = self.method.model_copy(update=here)
+        return self.model_copy(update=changes)
 
     @property
     def rows_per_step(self) -> int:

@@ -14,7 +14,7 @@ from pydantic import Field, JsonValue
 from .beginnings import Frozen
 from .model_source import ReferenceSpec
 
-Algorithm = Literal["sft", "dpo", "orpo", "cpo", "simpo", "reward", "custom_pairs", "custom_rows"]
+Algorithm = Literal["sft", "dpo", "orpo", "cpo", "simpo", "reward", "kto", "custom_pairs", "custom_rows"]
 """The last two: methods of installed packages, by the rows that they read."""
 RowUse = Literal[Algorithm, "prompts"]
 """What rows are read for: training by an algorithm, or prompts to answer."""
@@ -22,6 +22,7 @@ Call = Literal["sft", "dpo"]
 """The two calls of Llama Stack: supervised-fine-tune, and preference-optimize for every other method."""
 DpoLoss = Literal["sigmoid", "hinge", "ipo", "kto_pair"]
 CpoLoss = Literal["sigmoid", "hinge", "ipo", "simpo"]
+KtoLoss = Literal["kto", "apo_zero_unpaired"]
 
 
 class DpoSpec(Frozen):
@@ -76,6 +77,24 @@ class RewardSpec(Frozen):
     """Weight of the squared sum of both rewards (arXiv:2312.09244), which keeps their mean near 0."""
 
 
+class KtoSpec(Frozen):
+    """KTO on unpaired rows (arXiv:2402.01306): an answer is desirable or not. The loss of a row is its weight times
+    1 - sigmoid(beta * (log-ratio - KL)), of an undesirable one 1 - sigmoid(beta * (KL - log-ratio)), where KL is the
+    mean log-ratio, at least 0, of the step's prompts with answers of other rows. `apo_zero_unpaired`
+    (arXiv:2408.06266) has no KL."""
+
+    name: Literal["kto"] = "kto"
+    beta: float = Field(0.1, gt=0)
+    loss_type: KtoLoss = "kto"
+    desirable_weight: float = Field(1.0, ge=0)
+    undesirable_weight: float = Field(1.0, ge=0)
+    reference: ReferenceSpec = ReferenceSpec()
+
+    @property
+    def estimates_kl(self) -> bool:
+        return self.loss_type == "kto"
+
+
 class CustomSpec(Frozen):
     """A method of an installed package. It has all that processes need to know which lack that package."""
 
@@ -90,7 +109,7 @@ class CustomSpec(Frozen):
     """Its fields, as its own model has read them, defaults included."""
 
 
-MethodSpec = Annotated[OrpoSpec | CpoSpec | RewardSpec | CustomSpec, Field(discriminator="name")]
+MethodSpec = Annotated[OrpoSpec | CpoSpec | RewardSpec | KtoSpec | CustomSpec, Field(discriminator="name")]
 """Parameters of the methods that `specs.job` has no field of its own for."""
 
 
@@ -101,8 +120,8 @@ class Method:
     title: str
     """Its name in messages."""
     call: Call
-    rows: Literal["sft", "dpo"]
-    """The method whose rows it reads: conversations or texts, or preference pairs."""
+    rows: Literal["sft", "dpo", "kto"]
+    """The method whose rows it reads: conversations or texts, preference pairs, or labelled answers."""
     learning_rates: tuple[float, float]
     """Defaults: every weight, and adapters."""
     metrics: tuple[str, ...]
@@ -111,6 +130,8 @@ class Method:
     """Why its batches have padding; empty: that depends on the model."""
     trains_reward: bool = False
     """Its result is a reward model, which writes no text."""
+    has_reference: bool = False
+    """It compares the model with a reference."""
 
     @property
     def has_pairs(self) -> bool:
@@ -127,13 +148,14 @@ _PAIR_METRICS = ("eval_loss", "eval_rewards/accuracies", "eval_rewards/margins")
 _PREFERENCE_RATES = (1e-6, 1e-5)
 METHODS: dict[Algorithm, Method] = {
     "sft": Method("SFT", "sft", "sft", (2e-5, 2e-4), ("eval_loss", "eval_mean_token_accuracy")),
-    "dpo": Method("DPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS),
+    "dpo": Method("DPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS, has_reference=True),
     "orpo": Method("ORPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS, "ORPO's loss covers prompts too"),
     "cpo": Method("CPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS),
     "simpo": Method("SimPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS),
     "reward": Method(
         "a reward model", "dpo", "dpo", (1e-4, 1e-3), _PAIR_METRICS, "a reward is read at the end of a row", True
     ),
+    "kto": Method("KTO", "dpo", "kto", _PREFERENCE_RATES, ("eval_loss", "eval_rewards/margins"), has_reference=True),
     "custom_pairs": Method("a custom method on pairs", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS),
     "custom_rows": Method(
         "a custom method on conversations", "dpo", "sft", (2e-5, 2e-4), ("eval_loss", "eval_mean_token_accuracy")

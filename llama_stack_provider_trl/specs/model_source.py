@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from .beginnings import Frozen
 
@@ -26,7 +28,7 @@ class ModelSource(Frozen):
 
 
 class ReferenceSpec(Frozen):
-    """DPO's reference."""
+    """The frozen model that DPO or KTO compares with."""
 
     model: str | None = None
     """An absolute local path or a model id; None: the base model."""
@@ -48,3 +50,9 @@ class ReferenceSpec(Frozen):
         return ModelSource(
             model=self.model, revision=self.revision, trust_remote_code=self.trust_remote_code, path=self.model_path
         )
+
+
+def reference_of(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The reference in a job's specification as JSON; empty: its method has none."""
+    found = ((job.get(name) or {}).get("reference") for name in ("dpo", "method"))
+    return next((reference for reference in found if reference), {})

@@ -76,7 +76,16 @@ class PromptExample:
     messages: list[Message]
 
 
-Example = SftExample | PreferenceExample | PromptExample
+@dataclass(frozen=True, slots=True)
+class LabelledExample:
+    """An answer that is desirable or not."""
+
+    prompt: list[Message]
+    completion: list[Message]
+    label: bool
+
+
+Example = SftExample | PreferenceExample | LabelledExample | PromptExample
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +233,21 @@ def _ordinary(message: Any) -> Message | None:
 
 
 def _read_prompt_completion(row: _Row) -> SftExample:
-    prompt, completion = _prompt(row, "prompt"), row.turns("completion", "assistant")
-    if len(completion) > len(prompt) and completion[: len(prompt)] == prompt:
-        completion = completion[len(prompt) :]
-    return _prompted(prompt, _answer(row, "completion", completion))
+    prompt = _prompt(row, "prompt")
+    return _prompted(prompt, _completion(row, prompt))
+
+
+def _read_labelled(row: _Row) -> LabelledExample:
+    label = row.values["label"]
+    if not isinstance(label, bool):
+        raise row.refuse("label", _kind(label), "true (desirable) or false")
+    prompt = _prompt(row, "prompt")
+    return LabelledExample(prompt, _completion(row, prompt), label)
+
+
+def _completion(row: _Row, prompt: list[Message]) -> list[Message]:
+    completion = _without_prompt(prompt, row.turns("completion", "assistant"))
+    return _answer(row, "completion", completion)
 
 
 def _read_instruction(row: _Row) -> SftExample:
@@ -431,6 +451,13 @@ ROW_SHAPES: tuple[RowShape, ...] = (
         _read_implicit_preference,
     ),
     RowShape(
+        ("prompt", "completion", "label"),
+        "kto",
+        None,
+        "text or message lists, and whether the completion is desirable: true or false",
+        _read_labelled,
+    ),
+    RowShape(
         ("chat_completion_input",),
         "prompts",
         None,
@@ -528,12 +555,27 @@ def _no_shape(row: Mapping[str, Any], columns: frozenset[str], use: RowUse) -> s
     expected = "; ".join(shape.name for shape in ROW_SHAPES if shape.use == _rows_of(use))
     if use == "prompts":
         return f"found the columns {found or 'of an empty object'}, expected for prompts one of: {expected}"
-    method = METHODS[use]
-    other: RowUse = "sft" if method.has_pairs else "dpo"
+    title = METHODS[use].title
+    hint = _hint(columns, use)
+    return f"found the columns {found or 'of an empty object'}, expected for {title} one of: {expected}{hint}"
+
+
+def _hint(columns: frozenset[str], use: RowUse) -> str:
+    """What to do with rows of other methods; empty: they are nobody's."""
+    of = {name: _choose(columns, name, None) is not None for name in ("sft", "dpo", "kto")}  # type: ignore[arg-type]
+    rows = _rows_of(use)
+    if rows == "kto" and of["dpo"]:
+        return (
+            ". These are preference pairs: write each as two rows, prompt with completion and label, of which chosen "
+            "has the label true and rejected false; or train on the pairs with the type dpo"
+        )
+    if rows == "kto" and of["sft"]:
+        return ". These rows lack a label: true where the completion is desirable, else false"
+    if rows == "dpo" and of["kto"]:
+        return ". These are labelled answers: was the type kto meant?"
+    other = "sft" if rows == "dpo" else "dpo"
     call = "preference-optimize" if other == "dpo" else "supervised-fine-tune"
-    fits = _choose(columns, other, None) is not None
-    hint = f". These columns are {other.upper()}'s: was POST /v1/post-training/{call} meant?" if fits else ""
-    return f"found the columns {found or 'of an empty object'}, expected for {method.title} one of: {expected}{hint}"
+    return f". These columns are {other.upper()}'s: was POST /v1/post-training/{call} meant?" if of[other] else ""
 
 
 _Seen = Counter[tuple[RowShape, frozenset[str]]]

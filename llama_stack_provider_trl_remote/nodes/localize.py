@@ -17,6 +17,7 @@ from llama_stack_provider_trl.requests.bodies import JOB_UUID_PATTERN
 from llama_stack_provider_trl.specs.events import CHECKPOINT_PATHS
 from llama_stack_provider_trl.specs.job import ROWS
 from llama_stack_provider_trl.specs.model_files import MOST_FILES, check_model_names, files_digest
+from llama_stack_provider_trl.specs.model_source import reference_of
 from llama_stack_provider_trl.system.files import RunDir, resolve_under
 
 from ..wire import TaskOrder
@@ -119,7 +120,7 @@ class PathMap:
             job["resume_from"]["path"] = str(self.here(job["resume_from"]["path"]))
         if job.get("token_cache"):
             job["token_cache"] = str(self.data_dir / "tokens")
-        reference = (job.get("dpo") or {}).get("reference") or {}
+        reference = reference_of(job)
         for named in (job, reference):
             named.pop("model_path", None)
             if (directory := (models or {}).get(named.get("model") or "")) is not None:

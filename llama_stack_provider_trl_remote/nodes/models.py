@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from llama_stack_provider_trl.specs.model_source import reference_of
 from llama_stack_provider_trl.system.digests import KeptDigests
 from llama_stack_provider_trl.system.files import (
     atomic_write_json,
@@ -290,7 +291,7 @@ class Models:
 
 def models_of(job: Mapping[str, Any]) -> list[tuple[str, str | None]]:
     """Name and revision of the models that a job reads."""
-    reference = (job.get("dpo") or {}).get("reference") or {}
+    reference = reference_of(job)
     found = [(str(one["model"]), one.get("revision")) for one in (job, reference) if one.get("model")]
     return list(dict.fromkeys(found))
 

@@ -15,7 +15,7 @@ import pytest
 
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Evaluated, Failed, Prepared, Progress
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
-from llama_stack_provider_trl.specs.methods import CpoSpec, OrpoSpec, RewardSpec
+from llama_stack_provider_trl.specs.methods import CpoSpec, KtoSpec, OrpoSpec, RewardSpec
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import CHATML, tiny_model
 from tests.training import LORA, job_spec, of_kind, run
@@ -39,8 +39,16 @@ METHODS: dict[str, tuple[str, Any]] = {
     "simpo-with-alpha": ("simpo", SIMPO.model_copy(update={"alpha": 0.3})),
 }
 REWARDS = {"reward": RewardSpec(), "reward-centered": RewardSpec(center_rewards_coefficient=0.1)}
+UNPAIRED = [
+    {"prompt": row["prompt"], "completion": row["chosen" if n % 3 else "rejected"], "label": bool(n % 3)}
+    for n, row in enumerate(ROWS)
+]
+KTO = {
+    "kto": KtoSpec(beta=0.3, desirable_weight=1.5),
+    "kto-apo": KtoSpec(loss_type="apo_zero_unpaired", beta=0.2, undesirable_weight=0.5),
+}
 CASES = [*METHODS] if FULL else ["orpo", "cpo", "simpo"]
-ON_RANKS = ["orpo", "cpo", "simpo", "reward-centered"] if FULL else ["orpo"]
+ON_RANKS = ["orpo", "cpo", "simpo", "reward-centered", *KTO] if FULL else ["kto"]
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +92,7 @@ def trl_trainer(model: Path, root: Path, parameters: Any) -> Any:
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-    from trl import RewardConfig, RewardTrainer
+    from trl import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
     from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -113,6 +121,9 @@ def trl_trainer(model: Path, root: Path, parameters: Any) -> Any:
             parameters.center_rewards_coefficient,
         )
         config = RewardConfig(**arguments, center_rewards_coefficient=coefficient or None)
+    elif isinstance(parameters, KtoSpec):
+        fields = ("beta", "loss_type", "desirable_weight", "undesirable_weight")
+        kind, config = KTOTrainer, KTOConfig(**arguments, **{name: getattr(parameters, name) for name in fields})
     elif isinstance(parameters, OrpoSpec):
         kind, config = ORPOTrainer, ORPOConfig(**arguments, beta=parameters.beta)
     else:
@@ -130,13 +141,15 @@ def trl_trainer(model: Path, root: Path, parameters: Any) -> Any:
         model=auto.from_pretrained(model, dtype="float32"),
         args=config,
         processing_class=AutoTokenizer.from_pretrained(model),
-        train_dataset=Dataset.from_list([as_chat(row) for row in ROWS[: 2 * STEPS]]),
+        train_dataset=Dataset.from_list(
+            [as_chat(row) for row in (UNPAIRED if isinstance(parameters, KtoSpec) else ROWS)[: 2 * STEPS]]
+        ),
     )
 
 
-def as_chat(row: dict[str, str]) -> dict[str, Any]:
-    answers = {name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")}
-    return {"prompt": [{"role": "user", "content": row["prompt"]}], **answers}
+def as_chat(row: dict[str, Any]) -> dict[str, Any]:
+    roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant", "completion": "assistant"}
+    return {name: [{"role": roles[name], "content": value}] if name in roles else value for name, value in row.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -154,6 +167,27 @@ def test_a_method_gives_the_losses_of_trl_called_directly(model: Path, tmp_path:
         if metric != "nll_loss" or not isinstance(parameters, CpoSpec) or parameters.alpha:
             found = [point.metrics[metric] for point in of_kind(events, Progress)]
             assert found == pytest.approx([entry[metric] for entry in expected], rel=1e-4, abs=1e-5), metric
+
+
+@pytest.mark.parametrize("name", KTO if FULL else ["kto"])
+def test_kto_gives_the_losses_of_trl_called_directly(model: Path, tmp_path: Path, name: str) -> None:
+    trainer = trl_trainer(model, tmp_path, KTO[name])
+    trainer.train()
+    expected = [entry for entry in trainer.state.log_history if "loss" in entry]
+    rows = UNPAIRED[: 2 * STEPS]
+    spec = job_spec(tmp_path, model, "kto", rows=rows, shuffle=False, batch_size=2, method=KTO[name])
+    status, events = run(tmp_path, spec)
+    assert status == 0
+    assert len(expected) == STEPS
+    assert losses(events) == pytest.approx([entry["loss"] for entry in expected], rel=1e-4)
+    if name == "kto":
+        assert any(entry["kl"] > 0 for entry in expected)
+    for point, entry in zip(of_kind(events, Progress), expected, strict=True):
+        common = {name for name in ("kl", "num_tokens") if name in point.metrics}
+        common |= {name for name in point.metrics if name.startswith(("rewards/", "logps/"))}
+        assert {name: point.metrics[name] for name in common} == pytest.approx(
+            {name: entry[name] for name in common}, rel=1e-4, abs=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", REWARDS if FULL else ["reward-centered"])
@@ -223,11 +257,13 @@ def numbers(events: list[Any]) -> list[dict[str, float]]:
 
 
 def spec_of(root: Path, name: str, ranks: int = 1, **changes: Any) -> JobSpec:
-    """Eleven pairs in steps of four, two epochs: the last batch of an epoch is not full."""
-    algorithm, parameters = METHODS[name] if name in METHODS else ("reward", REWARDS[name])
+    """Eleven rows in steps of four, two epochs: the last batch of an epoch is not full."""
+    others = ("kto", KTO[name]) if name in KTO else ("reward", REWARDS.get(name))
+    algorithm, parameters = METHODS.get(name, others)
+    rows = UNPAIRED if name in KTO else ROWS
     fields = {
-        "rows": ROWS[:11],
-        "validation_rows": ROWS[11:16],
+        "rows": rows[:11],
+        "validation_rows": rows[11:16],
         "n_epochs": 2,
         "ranks": ranks,
         "batch_size": 2 // ranks,
@@ -262,7 +298,7 @@ def test_two_sharded_ranks_train_what_one_process_trains_and_continue_exactly(
     assert (spec.checkpoint_dir / "final" / "model.safetensors").read_bytes() == weights
 
 
-@pytest.mark.parametrize("name", ["orpo", "cpo", "simpo"])
+@pytest.mark.parametrize("name", ["orpo", "cpo", "simpo", "kto"])
 def test_the_split_into_batches_changes_no_number_and_the_export_loads(tmp_path: Path, name: str) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -273,7 +309,8 @@ def test_the_split_into_batches_changes_no_number_and_the_export_loads(tmp_path:
     for point, other in zip(numbers(whole), numbers(parts), strict=True):
         assert point == pytest.approx(other, rel=1e-4, abs=1e-5)
     (evaluation, *_) = of_kind(whole, Evaluated)
-    assert {"eval_loss", "eval_rewards/accuracies", "eval_rewards/margins"} <= evaluation.metrics.keys()
+    measured = "eval_kl" if name == "kto" else "eval_rewards/accuracies"
+    assert {"eval_loss", measured, "eval_rewards/margins"} <= evaluation.metrics.keys()
     effective = of_kind(whole, Prepared)[0].effective
     expected = "not used: ORPO's loss covers prompts too" if name == "orpo" else "used"
     assert effective["padding_free"] == expected

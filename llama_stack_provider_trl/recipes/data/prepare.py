@@ -26,14 +26,15 @@ from datasets import Dataset, concatenate_datasets
 from ...errors import InvalidRows, JobFailure
 from ...specs.events import Reason
 from ...specs.job import DataFormat, DatasetRef, JobSpec, RowUse, TruncationSide
-from ...specs.rows import Example, PreferenceExample, PromptExample, SftExample, parse_row
+from ...specs.methods import METHODS
+from ...specs.rows import Example, LabelledExample, PreferenceExample, PromptExample, SftExample, parse_row
 from .packing import IGNORED, pack
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 from .chat import Chat
-from .tables import DPO_COLUMNS, SFT_COLUMNS, in_memory, table
-from .tokenize import SftEncoder, encode_pairs
+from .tables import DPO_COLUMNS, KTO_COLUMNS, SFT_COLUMNS, in_memory, table
+from .tokenize import SftEncoder, encode_labelled, encode_pairs
 
 _CHUNK = 1000
 """Rows tokenized at once: enough to amortize a call, with Python lists below 100 MB."""
@@ -66,6 +67,12 @@ def read_examples(path: Path, use: Literal["sft"], data_format: DataFormat | Non
 def read_examples(
     path: Path, use: Literal["dpo"], data_format: DataFormat | None = None
 ) -> Iterator[PreferenceExample]: ...
+
+
+@overload
+def read_examples(
+    path: Path, use: Literal["kto"], data_format: DataFormat | None = None
+) -> Iterator[LabelledExample]: ...
 
 
 @overload
@@ -128,6 +135,8 @@ def tokenize(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerB
     """Tokenize a dataset of the job for its trainer."""
     if spec.has_pairs:
         return tokenize_dpo(read_examples(dataset.path, "dpo"), tokenizer, spec.max_seq_length, spec.truncation_side)
+    if METHODS[spec.algorithm].rows == "kto":
+        return tokenize_kto(read_examples(dataset.path, "kto"), tokenizer, spec.max_seq_length, spec.truncation_side)
     examples = read_examples(dataset.path, "sft", spec.data_format)
     return tokenize_sft(examples, tokenizer, spec.max_seq_length, spec.train_on_input, spec.truncation_side)
 
@@ -189,10 +198,34 @@ def tokenize_dpo(
     return Tokenization(tables, DPO_COLUMNS, chat, "pair", counter)
 
 
+def tokenize_kto(
+    rows: Iterable[LabelledExample],
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    side: TruncationSide = "right",
+) -> Tokenization:
+    """Tokenize for `KTOTrainer`, a part at a time, with its `_prepare_dataset` switched off: as `tokenize_dpo`, with
+    one answer.
+
+    Returns:
+        Tables with the columns `prompt_ids`, `completion_ids` and `label`; after the last one, the report.
+    """
+    chat = Chat(tokenizer)
+    counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
+    tables = (
+        table(
+            [(*cut, label) for *ids, label in encode_labelled(chat, chunk) if (cut := counter.cut_answer(*ids))],
+            KTO_COLUMNS,
+        )
+        for chunk in batched(enumerate(rows), _CHUNK)
+    )
+    return Tokenization(tables, KTO_COLUMNS, chat, "row", counter)
+
+
 def with_filler(dataset: Dataset) -> Dataset:
     """The dataset with one filler row, which has no loss, at its end. It fills up incomplete batches.
 
-    An SFT row of which nothing is trained, or a pair with two empty completions.
+    An SFT row of which nothing is trained, or a prompt with empty answers.
     """
     first = dataset[0]
     if "labels" in first:
@@ -200,6 +233,9 @@ def with_filler(dataset: Dataset) -> Dataset:
         filler = in_memory([table([(ids, [IGNORED] * len(ids))], SFT_COLUMNS)])
         if "seq_lengths" in first:
             filler = pack(filler, len(ids))
+    elif "label" in first:
+        ids = first["prompt_ids"][:2] or first["completion_ids"][:2]
+        filler = in_memory([table([(ids, [], False)], KTO_COLUMNS)])
     else:
         filler = in_memory([table([(first["prompt_ids"][:2] or first["chosen_ids"][:2], [], [])], DPO_COLUMNS)])
     return concatenate_datasets([dataset, filler])
@@ -252,6 +288,18 @@ class TruncationCounter:
         trained = len(one) + len(other)
         self._keep(2 * len(prompt) + trained, trained, length > self.limit, chosen)
         return prompt, one, other
+
+    def cut_answer(self, prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]] | None:
+        """The prompt and its only answer, cut as a pair is; None if they are dropped."""
+        length = len(prompt) + len(answer)
+        self._count(length)
+        if self.side == "left":
+            prompt = self.cut(prompt, prompt, max(self.limit - len(answer), 1))
+        kept = answer[: max(self.limit - len(prompt), 0)]
+        if not kept:
+            return None
+        self._keep(len(prompt) + len(kept), len(kept), length > self.limit, answer)
+        return prompt, kept
 
     def cut(self, values: list[int], ids: list[int], limit: int) -> list[int]:
         """The `values`, one per token of `ids`, of the tokens that are kept."""

@@ -162,3 +162,28 @@ class EpochSampler(Sampler[int]):
         # On the CPU, so that the numbers do not depend on the training device.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         return torch.randperm(self.num_rows, generator=generator)[: self.rows_per_epoch]
+
+
+class MismatchingSampler(EpochSampler):
+    """Pairs each row of an optimizer step with another one of the same step, whose answer its prompt does not have.
+
+    In the order of the dataset each row gets the one before it, and the first one the last: every answer once. Which
+    ranks and micro steps the rows are in changes nothing. An evaluation is one such step. Yields `number_of_pair`.
+    """
+
+    def _steps(self) -> Iterator[list[int]]:
+        for of_step in super()._steps():
+            ordered = sorted(of_step)
+            before = dict(zip(ordered, [ordered[-1], *ordered[:-1]], strict=True))
+            yield [number_of_pair(row, before[row], self.num_rows) for row in of_step]
+
+
+def number_of_pair(row: int, other: int, num_rows: int) -> int:
+    """One number for two rows: what a sampler may yield. A filler, row `num_rows`, is its own number."""
+    return row + other * (num_rows + 1)
+
+
+def pair_of_number(number: int, num_rows: int) -> tuple[int, int]:
+    """The two rows of `number_of_pair`."""
+    other, row = divmod(number, num_rows + 1)
+    return row, other

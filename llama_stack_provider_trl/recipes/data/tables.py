@@ -13,19 +13,25 @@ from datasets.table import InMemoryTable
 SFT_COLUMNS = ("input_ids", "labels")
 PACKED_COLUMNS = (*SFT_COLUMNS, "seq_lengths")
 DPO_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
+KTO_COLUMNS = ("prompt_ids", "completion_ids", "label")
+COLUMNS = {"sft": SFT_COLUMNS, "dpo": DPO_COLUMNS, "kto": KTO_COLUMNS}
+"""By `specs.methods.Method.rows`."""
 
 
 def schema(columns: Sequence[str]) -> pa.Schema:
-    """Columns of lists of numbers."""
+    """Columns of lists of numbers, and `label`, a boolean."""
     # int32 holds every vocabulary and takes half the memory; the collators make int64 tensors of it.
-    return Features({column: List(Value("int32")) for column in columns}).arrow_schema
+    of = {column: Value("bool") if column == "label" else List(Value("int32")) for column in columns}
+    return Features(of).arrow_schema
 
 
 def table(rows: Sequence[Sequence[Any]], columns: Sequence[str]) -> pa.Table:
-    """Rows, each a list of numbers per column, as a table."""
+    """Rows, each with a value per column, as a table."""
     values = zip(*rows, strict=True) if rows else ((),) * len(columns)
     of = schema(columns)
-    return pa.Table.from_arrays([pa.array(value, type=of.field(0).type) for value in values], schema=of)
+    return pa.Table.from_arrays(
+        [pa.array(value, type=field.type) for value, field in zip(values, of, strict=True)], schema=of
+    )
 
 
 def in_memory(tables: Iterable[pa.Table]) -> Dataset:

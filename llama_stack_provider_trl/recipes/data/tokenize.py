@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ...specs.rows import PreferenceExample, SftExample
+from ...specs.rows import LabelledExample, PreferenceExample, SftExample
 from .chat import Chat, answer_spans, call_tokenizer
 from .packing import IGNORED
 
@@ -77,6 +77,17 @@ def encode_pairs(
     for prompt, one, other in zip(prompts, chosen, rejected, strict=True):
         length = chat.prompt_length(prompt, one, other)
         yield prompt[:length], one[length:], other[length:]
+
+
+def encode_labelled(
+    chat: Chat, chunk: Sequence[tuple[int, LabelledExample]]
+) -> Iterator[tuple[list[int], list[int], bool]]:
+    """Prompt and completion ids of each row, not yet cut, and its label."""
+    texts = chat.tokenize([chat.render(example.prompt + example.completion, row) for row, example in chunk])
+    prompts = chat.tokenize([chat.render(example.prompt, row, add_generation_prompt=True) for row, example in chunk])
+    for prompt, ids, (_, example) in zip(prompts, texts, chunk, strict=True):
+        length = chat.prompt_length(prompt, ids)
+        yield prompt[:length], ids[length:], example.label
 
 
 def _is_dialog(example: SftExample) -> bool:

@@ -34,6 +34,26 @@ def collate_rows(rows: Sequence[Mapping[str, Any]]) -> Inputs:
     return {**inputs, "labels": inputs["shift_labels"], "num_tokens": torch.tensor(tokens)}
 
 
+class FlatAnswers:
+    """Batches of prompts with one answer each, in one sequence; `recipes.trainer.kto` has padded ones."""
+
+    def collate(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Inputs:
+        """The inputs of a batch of prompts and answers, and `counts`, the scored tokens of each answer."""
+        sequence = _Sequence()
+        for prompt, answer in rows:
+            sequence.add((), [([*prompt, *answer], [*([IGNORED] * len(prompt)), *answer])])
+        return {**sequence.inputs(), "counts": tuple(sequence.counts)}
+
+    def forward_arguments(self, model: torch.nn.Module, inputs: Inputs) -> Inputs:
+        """Arguments of a forward of `model` that scores the answers."""
+        return forward_arguments(inputs)
+
+    def log_probs(self, outputs: Any, inputs: Inputs) -> torch.Tensor:
+        """Log-probabilities of whole answers, shape (rows,)."""
+        scored = outputs.log_probs[0, : sum(inputs["counts"])]
+        return torch.stack([part.sum() for part in scored.split(inputs["counts"])])
+
+
 def forward_arguments(inputs: Inputs) -> Inputs:
     """Arguments of a forward that scores a batch: log-probabilities have shape (1, scored)."""
     names = ("input_ids", "position_ids", "scored", "last_tokens", "shift_labels", "layout")
@@ -83,11 +103,16 @@ class FlatPairs:
 
 def largest_groups(dataset: Dataset, rows: int) -> tuple[tuple[Group, ...], int]:
     """The groups of a batch of the `rows` rows (or pairs) with the most tokens, and its scored tokens."""
-    columns = [name for name in ("input_ids", "prompt_ids", *_ANSWERS) if name in dataset.column_names]
+    columns = [
+        name for name in ("input_ids", "prompt_ids", *_ANSWERS, "completion_ids") if name in dataset.column_names
+    ]
     tokens = torch.stack([list_lengths(dataset, name) for name in columns]).sum(dim=0)
     largest = first_largest(tokens, rows)
     batch = [dataset[number] for number in largest]
-    inputs = collate_rows(batch) if columns == ["input_ids"] else FlatPairs().collate(batch)
+    if "completion_ids" in columns:
+        inputs = FlatAnswers().collate([(row["prompt_ids"], row["completion_ids"]) for row in batch])
+    else:
+        inputs = collate_rows(batch) if columns == ["input_ids"] else FlatPairs().collate(batch)
     return inputs["layout"].groups, len(inputs["scored"])
 
 

@@ -39,6 +39,8 @@ def in_parts(spec: JobSpec, batch_plan: BatchPlan, dataset: Dataset, device: str
 def _mean_tokens(dataset: Dataset) -> float:
     """Tokens of a row, or of a pair with its prompt once."""
     columns = [
-        name for name in ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids") if name in dataset.column_names
+        name
+        for name in ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids", "completion_ids")
+        if name in dataset.column_names
     ]
     return sum(float(list_lengths(dataset, name).double().mean()) for name in columns)

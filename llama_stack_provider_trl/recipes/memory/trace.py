@@ -45,8 +45,8 @@ from ..model.loading import (
     quantize,
     with_depth,
 )
-from ..trainer.dpo import no_recomputation
 from ..trainer.reference import is_needed, precomputes
+from ..trainer.scoring import no_recomputation
 from ..trainer.trl_patches import (
     fuse_head,
     keeping_logits,
@@ -145,9 +145,9 @@ class Traced:
 
 def loads_reference(spec: JobSpec) -> bool:
     """Whether DPO loads a separate reference; before training, one process scores with the policy itself."""
-    if spec.dpo is None or not is_needed(spec):
+    if spec.reference is None or not is_needed(spec):
         return False
-    return not precomputes(spec) or is_sharded(spec) or spec.dpo.reference.model is not None
+    return not precomputes(spec) or is_sharded(spec) or spec.reference.model is not None
 
 
 def is_quantized(spec: JobSpec) -> bool:
@@ -261,7 +261,7 @@ def _key(spec: JobSpec) -> str:
         "qat",
     }
     accumulates, sharded = spec.gradient_accumulation_steps > 1, (num_shards(spec), keeps_whole_gradients(spec))
-    reference = spec.dpo and spec.dpo.reference.model_dump_json(exclude={"cache"})
+    reference = spec.reference and spec.reference.model_dump_json(exclude={"cache"})
     return f"{spec.model_dump_json(include=relevant)}{accumulates}{sharded}{reference}"
 
 
@@ -313,7 +313,7 @@ def _depths(depth: int, period: int) -> tuple[int, int]:
 
 
 def _has_other_reference(spec: JobSpec) -> bool:
-    return spec.dpo is not None and spec.dpo.reference.model is not None
+    return spec.reference is not None and spec.reference.model is not None
 
 
 def _sizes(source: ModelSource, spec: JobSpec) -> Traced:
@@ -547,7 +547,7 @@ def _make_fake(model: torch.nn.Module) -> None:
 def _step(model: Any, spec: JobSpec, batch: Batch, kind: str, reference: Any = None) -> None:
     """Run the step of `recipes.trainer.sft` or `recipes.trainer.dpo` on a batch."""
     loss = _score(model, spec, batch, kind)
-    if spec.dpo is not None and not precomputes(spec):
+    if spec.reference is not None and not precomputes(spec):
         loss = loss - _score_reference(model, spec, batch, kind, reference)
     loss.backward()
 

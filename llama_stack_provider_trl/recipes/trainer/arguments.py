@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import torch
-from trl import DPOConfig, RewardConfig, SFTConfig
+from trl import DPOConfig, KTOConfig, RewardConfig, SFTConfig
 
 from ...errors import JobFailure
 from ...specs.events import Reason
@@ -43,6 +43,17 @@ def pair_arguments(spec: JobSpec, device: torch.device) -> DPOConfig:
 def reward_arguments(spec: JobSpec, device: torch.device) -> RewardConfig:
     """Arguments for TRL's RewardTrainer; `recipes.trainer.reward` collates pairs and computes the loss."""
     return RewardConfig(**_common(spec, device), disable_dropout=True, remove_unused_columns=False)
+
+
+def kto_arguments(spec: JobSpec, device: torch.device) -> KTOConfig:
+    """Arguments for TRL's KTOTrainer; `recipes.trainer.kto` pairs rows, collates them and computes the loss."""
+    return KTOConfig(
+        **_common(spec, device),
+        loss_type="apo_zero_unpaired",  # never called; with the other one TRL refuses a batch_size of 1
+        disable_dropout=True,
+        remove_unused_columns=False,
+        precompute_ref_log_probs=False,
+    )
 
 
 def optimizer_class(spec: JobSpec, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

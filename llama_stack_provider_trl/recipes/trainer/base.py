@@ -66,6 +66,7 @@ class RecipeTrainer(Trainer):
     """The checkpoint that training resumes from."""
     _evaluation_sums: dict[str, list[torch.Tensor]]
     _train_sampler: EpochSampler
+    sampler_class: type[EpochSampler] = EpochSampler
 
     def __init__(
         self,
@@ -257,7 +258,7 @@ class RecipeTrainer(Trainer):
     ) -> EpochSampler:
         world = self.args.world_size
         multiple = world * self.spec.batch_size if world > 1 else 1
-        return EpochSampler(
+        return self.sampler_class(
             self.rows_of(dataset),
             cap,
             shuffle=shuffle,

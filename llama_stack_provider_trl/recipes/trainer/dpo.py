@@ -7,20 +7,15 @@ two step by step).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import is_peft_model
 
 from ...specs.job import DpoSpec, JobSpec
-from ..model.adapters import REFERENCE
-from ..model.fsdp import is_sharded
 from .pairs import PairRecipe, real_pairs
 from .reference import is_needed, load_reference, precomputes
-from .trl_patches import with_adapter, without_adapter
+from .scoring import ScoresReference
 
 
 def preference_loss(logratios: torch.Tensor, lengths: torch.Tensor, spec: DpoSpec) -> torch.Tensor:
@@ -68,20 +63,7 @@ def _margin(difference: torch.Tensor, spec: DpoSpec) -> torch.Tensor:
     return margin if spec.reward_clip is None else margin.clamp(-spec.reward_clip, spec.reward_clip)
 
 
-@contextmanager
-def no_recomputation(model: torch.nn.Module) -> Iterator[None]:
-    """Switch activation checkpointing off while this is open. TRL's own context would switch it on in every block."""
-    recomputed = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    try:
-        for module in recomputed:
-            module.gradient_checkpointing = False
-        yield
-    finally:
-        for module in recomputed:
-            module.gradient_checkpointing = True
-
-
-class DpoRecipe(PairRecipe):
+class DpoRecipe(ScoresReference, PairRecipe):
     """DPO whose reference is the base model: a frozen copy, or under LoRA the model with its adapter switched off, or
     as it was in the beginning where that was trained before.
     """
@@ -141,23 +123,7 @@ class DpoRecipe(PairRecipe):
         """log pi_ref(completion|prompt) of a collated batch, chosen then rejected, shape (2 * pairs,)."""
         if "ref_chosen_logps" in inputs:
             return torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
-        model = self.model if self.ref_model is None else self.ref_model
-        forward = self._batches.forward_arguments(model, inputs)
-        adapter_off: AbstractContextManager[Any] = nullcontext()
-        if self.ref_model is None and is_peft_model(self.model):
-            policy = self.accelerator.unwrap_model(self.model)
-            adapter_off = (
-                with_adapter(policy, REFERENCE) if REFERENCE in policy.peft_config else without_adapter(policy)
-            )
-        elif self.ref_model is None and self.state.global_step > 0:  # at step 0 it is still the base model
-            raise AssertionError("full fine-tuning without a reference model")
-        with torch.no_grad(), no_recomputation(self.model), self._precision(), adapter_off, self.scoring():
-            return self._batches.log_probs(model(**forward), inputs).float()
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        """The precision of the policy's forward, so that a policy equal to its reference has log-ratios of exactly 0:
-        autocast in one process and under DDP, the mixed precision of its units under FSDP2."""
-        return nullcontext() if is_sharded(self.spec) else self.accelerator.autocast()
+        return self.score_reference(inputs)
 
     def _note(
         self,

@@ -9,10 +9,11 @@ import torch
 
 from ...specs.job import Algorithm, JobSpec
 from ...specs.methods import METHODS, CustomSpec
-from .arguments import pair_arguments, reward_arguments, sft_arguments
+from .arguments import kto_arguments, pair_arguments, reward_arguments, sft_arguments
 from .base import RecipeTrainer
 from .custom import custom_trainer
 from .dpo import DpoRecipe
+from .kto import KtoRecipe
 from .preference import CpoRecipe, OrpoRecipe
 from .reward import RewardRecipe
 from .sft import SftRecipe
@@ -40,5 +41,6 @@ TRAINERS: dict[Algorithm, tuple[type[RecipeTrainer], _Arguments]] = {
     "cpo": (CpoRecipe, pair_arguments),
     "simpo": (CpoRecipe, pair_arguments),
     "reward": (RewardRecipe, reward_arguments),
+    "kto": (KtoRecipe, kto_arguments),
 }
 """Those of this project; `trainer_of` has the methods of packages, too."""

@@ -84,7 +84,7 @@ class PairRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
         )
         self.ref_model = None
         if spec.lora:
-            _set_adapter_dropout(self.model, spec.lora.dropout)
+            set_adapter_dropout(self.model, spec.lora.dropout)
 
     def batches(self, spec: JobSpec) -> FlatPairs | PaddedPairs:
         """The kind of batches that the job is trained on."""
@@ -100,7 +100,7 @@ def real_pairs(lengths: torch.Tensor) -> torch.Tensor:
     return (lengths.view(2, -1).sum(dim=0) > 0).float()
 
 
-def _set_adapter_dropout(model: torch.nn.Module, probability: float) -> None:
+def set_adapter_dropout(model: torch.nn.Module, probability: float) -> None:
     """TRL switches off all dropout. The policy differs from its reference by the adapter, so that of adapters stays."""
     for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
         dropout = dict(layer.lora_dropout).get(DEFAULT)

@@ -46,7 +46,7 @@ class NoReference(PreTrainedModel):
 
 def is_needed(spec: JobSpec) -> bool:
     """Whether the reference is a model of its own, rather than the policy without its adapter."""
-    return spec.dpo is not None and (spec.lora is None or spec.dpo.reference.model is not None)
+    return spec.reference is not None and (spec.lora is None or spec.reference.model is not None)
 
 
 def check_vocabulary(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -97,7 +97,7 @@ def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator
 
 def precomputes(spec: JobSpec) -> bool:
     """Whether the reference's log-probabilities are computed once, before training."""
-    return spec.dpo is not None and spec.dpo.reference.precompute
+    return spec.reference is not None and spec.reference.precompute
 
 
 class Precomputation:

@@ -41,6 +41,14 @@ OVERRIDDEN_DPO = ("_compute_loss", "_get_num_items_in_batch", "_prepare_dataset"
 """Methods of `trl.DPOTrainer` that `PairRecipe` and its subclasses override."""
 OVERRIDDEN_REWARD = ("_prepare_dataset",)
 """Methods of `trl.RewardTrainer` that `RewardRecipe` overrides."""
+OVERRIDDEN_KTO = (
+    "_compute_loss",
+    "_get_dataloader",
+    "_get_num_items_in_batch",
+    "_get_train_sampler",
+    "_prepare_dataset",
+)
+"""Methods of `trl.KTOTrainer` that `KtoRecipe` overrides."""
 
 
 def require_releases() -> None:
@@ -61,6 +69,7 @@ def require_releases() -> None:
         (transformers.Trainer, OVERRIDDEN),
         (trl.DPOTrainer, OVERRIDDEN_DPO),
         (trl.RewardTrainer, OVERRIDDEN_REWARD),
+        (trl.KTOTrainer, OVERRIDDEN_KTO),
     )
     for owner, names in overridden:
         if missing := [name for name in names if not hasattr(owner, name)]:
@@ -204,8 +213,8 @@ def with_adapter(model: Any, name: str) -> Iterator[None]:
 
 
 class PreparedDatasets:
-    """A mixin before `trl.DPOTrainer` and `trl.RewardTrainer`, whose datasets are tokenized already. SFTTrainer has an
-    argument for that."""
+    """A mixin before `trl.DPOTrainer`, `RewardTrainer` and `KTOTrainer`, whose datasets are tokenized already.
+    SFTTrainer has an argument for that."""
 
     def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         return dataset

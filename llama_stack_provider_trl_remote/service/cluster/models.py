@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llama_stack_provider_trl.specs.model_files import INDEX, MOST_INDEX, NotSent, chosen_files, files_digest
+from llama_stack_provider_trl.specs.model_source import reference_of
 from llama_stack_provider_trl.system.digests import KeptDigests
 from llama_stack_provider_trl.system.files import atomic_write_json, private_directory, read_regular
 from llama_stack_provider_trl.system.model_directory import ModelDirectory, find_model
@@ -207,7 +208,7 @@ class ServedModels:
 
 
 def _wanted(job: Mapping[str, Any]) -> Sequence[_Wanted]:
-    reference = (job.get("dpo") or {}).get("reference") or {}
+    reference = reference_of(job)
     given = [job, reference] if reference.get("model") else [job]
     found = [_Wanted(one["model"], one.get("revision"), bool(one.get("trust_remote_code"))) for one in given]
     return list(dict.fromkeys(found))
