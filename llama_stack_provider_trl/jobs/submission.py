@@ -22,6 +22,8 @@ from ..requests.settings import Request, Settings
 from ..requests.trackers import TrackerChoice
 from ..specs.job import DataFormat, DatasetRef, JobSpec, RowUse
 from ..specs.kinds import Work
+from ..specs.methods import GrpoSpec
+from ..specs.rewards import check_columns
 from ..specs.rows import check_rows
 from ..system.files import put_lines, put_rows
 from .bases import find_base
@@ -195,6 +197,7 @@ async def resolved(
     use: RowUse = "prompts" if reads_prompts(work) else resolution.fields["algorithm"]
     data_format: DataFormat | None = resolution.fields["data_format"]
     dataset, warnings = await datasets(resolution.dataset_id, use, data_format)
+    await asyncio.to_thread(_check_rewards, resolution.fields.get("method"), dataset)
     validation = None
     if resolution.validation_dataset_id is not None:
         validation, more = await datasets(resolution.validation_dataset_id, use, data_format)
@@ -213,6 +216,16 @@ async def resolved(
         spec = after_all(spec, merged)
     refuse_unknown_rows(spec)
     return ResolvedJob(spec, [*resolution.warnings, *warnings], resolution.trackers)
+
+
+def _check_rewards(method: Any, dataset: DatasetRef) -> None:
+    """Have rows that are known what GRPO's rewards read. Raises InvalidRows."""
+    if not isinstance(method, GrpoSpec) or dataset.of_job is not None:
+        return  # the training checks rows that another job makes
+    try:
+        check_columns(method.rewards, dataset.path)
+    except InvalidRows as error:
+        raise InvalidRows(f"dataset {dataset.dataset_id!r}, {error}") from error
 
 
 def split_rows(dataset: DatasetRef, share: float, seed: int) -> tuple[DatasetRef, DatasetRef]:

@@ -10,8 +10,9 @@ from pydantic import BaseModel
 
 from ..errors import InvalidRequest
 from ..specs.methods import METHODS, CpoSpec, MethodSpec, OrpoSpec, RewardSpec
-from .bodies import CPOConfig, ORPOConfig, PreferenceOptimizeRequest, RewardConfig, SimPOConfig
+from .bodies import CPOConfig, GRPOConfig, ORPOConfig, PreferenceOptimizeRequest, RewardConfig, SimPOConfig
 from .checks import nearest_choice, parse_fields, unknown_fields
+from .grpo import resolve_grpo
 from .options import ProviderOptions
 
 CPO_LOSSES = ("sigmoid", "hinge", "ipo")
@@ -126,4 +127,5 @@ REQUESTED: dict[str, Requested] = {
     "cpo": Requested("CPO", CPOConfig, _cpo),
     "simpo": Requested("SimPO", SimPOConfig, _simpo),
     "reward": Requested("a reward model", RewardConfig, _reward),
+    "grpo": Requested("GRPO", GRPOConfig, resolve_grpo),
 }

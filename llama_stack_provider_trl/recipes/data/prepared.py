@@ -12,12 +12,13 @@ from datasets import Dataset
 
 from ...specs.events import EventWriter, Tokenizing, Warned
 from ...specs.job import DatasetRef, JobSpec
+from ...specs.methods import METHODS
 from .cache import Add, CachedRows, NotCached, TokenCache
 from .chat import DEFAULT_TEMPLATE_WARNING, ensure_chat_template
 from .keys import RowKeys
 from .packing import pack, packed_tables
 from .prepare import DataReport, Tokenization, tokenize
-from .tables import DPO_COLUMNS, PACKED_COLUMNS, SFT_COLUMNS, in_memory
+from .tables import COLUMNS, PACKED_COLUMNS, in_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,7 +99,7 @@ class Preparation:
         return PreparedRows(rows, self._report(entry.notes), "cache" if entry.was_found else "computed")
 
     def _tokens(self, cache: TokenCache, key: str, dataset: DatasetRef) -> CachedRows:
-        columns = DPO_COLUMNS if self._spec.has_pairs else SFT_COLUMNS
+        columns = COLUMNS[METHODS[self._spec.algorithm].rows]
         return cache.get(key, columns, partial(self._write_tokens, cache, dataset))
 
     def _write_tokens(self, cache: TokenCache, dataset: DatasetRef, add: Add) -> dict[str, Any]:

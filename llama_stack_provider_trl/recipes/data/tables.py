@@ -12,7 +12,11 @@ from datasets.table import InMemoryTable
 
 SFT_COLUMNS = ("input_ids", "labels")
 PACKED_COLUMNS = (*SFT_COLUMNS, "seq_lengths")
+PROMPT_COLUMNS = ("prompt_ids", "row")
+"""`row`: one number, that of the row in its file."""
 DPO_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
+COLUMNS = {"sft": SFT_COLUMNS, "dpo": DPO_COLUMNS, "prompts": PROMPT_COLUMNS}
+"""By what rows are read for (`specs.methods.Method.rows`)."""
 
 
 def schema(columns: Sequence[str]) -> pa.Schema:

@@ -145,9 +145,9 @@ class Traced:
 
 def loads_reference(spec: JobSpec) -> bool:
     """Whether DPO loads a separate reference; before training, one process scores with the policy itself."""
-    if spec.dpo is None or not is_needed(spec):
+    if not is_needed(spec):
         return False
-    return not precomputes(spec) or is_sharded(spec) or spec.dpo.reference.model is not None
+    return spec.dpo is None or not precomputes(spec) or is_sharded(spec) or spec.dpo.reference.model is not None
 
 
 def is_quantized(spec: JobSpec) -> bool:

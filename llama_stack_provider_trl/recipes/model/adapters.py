@@ -30,8 +30,8 @@ def continues(spec: JobSpec) -> bool:
 
 
 def has_reference_adapter(spec: JobSpec) -> bool:
-    """Whether DPO's reference is the adapter as it was in the beginning."""
-    return continues(spec) and spec.dpo is not None and spec.dpo.reference.model is None
+    """Whether the reference is the adapter as it was in the beginning."""
+    return continues(spec) and (spec.kl_weight > 0 or (spec.dpo is not None and spec.dpo.reference.model is None))
 
 
 def continued(spec: JobSpec, model: PreTrainedModel, config: PeftConfig, *, reference: bool) -> PeftModel:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from ...specs.job import Algorithm, JobSpec
-from .arguments import pair_arguments, reward_arguments, sft_arguments
+from .arguments import pair_arguments, prompt_arguments, reward_arguments, sft_arguments
 from .base import RecipeTrainer
 from .dpo import DpoRecipe
+from .grpo import GrpoRecipe
 from .preference import CpoRecipe, OrpoRecipe
 from .reward import RewardRecipe
 from .sft import SftRecipe
@@ -22,4 +23,5 @@ TRAINERS: dict[Algorithm, tuple[type[RecipeTrainer], Callable[[JobSpec, torch.de
     "cpo": (CpoRecipe, pair_arguments),
     "simpo": (CpoRecipe, pair_arguments),
     "reward": (RewardRecipe, reward_arguments),
+    "grpo": (GrpoRecipe, prompt_arguments),
 }
