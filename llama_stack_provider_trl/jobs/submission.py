@@ -23,7 +23,8 @@ from ..requests.trackers import TrackerChoice
 from ..specs.custom import check_custom_rows
 from ..specs.job import DataFormat, DatasetRef, JobSpec, RowUse
 from ..specs.kinds import Work
-from ..specs.methods import MethodSpec
+from ..specs.methods import GrpoSpec, MethodSpec
+from ..specs.rewards import check_columns
 from ..specs.rows import check_rows
 from ..system.files import put_lines, put_rows
 from .bases import find_base
@@ -198,6 +199,7 @@ async def resolved(
     data_format: DataFormat | None = resolution.fields["data_format"]
     dataset, warnings = await datasets(resolution.dataset_id, use, data_format)
     await _check_custom(resolution, dataset, use)
+    await asyncio.to_thread(_check_rewards, resolution.fields.get("method"), dataset)
     validation = None
     if resolution.validation_dataset_id is not None:
         validation, more = await datasets(resolution.validation_dataset_id, use, data_format)
@@ -228,6 +230,16 @@ async def _check_custom(resolution: Resolution, dataset: DatasetRef, use: RowUse
         await asyncio.to_thread(check_custom_rows, method, dataset, use, resolution.fields["data_format"])
     except MethodUnavailable as error:
         raise InvalidRequest("algorithm_config.type", getattr(method, "type", None), str(error)) from error
+
+
+def _check_rewards(method: Any, dataset: DatasetRef) -> None:
+    """Have rows that are known what GRPO's rewards read. Raises InvalidRows."""
+    if not isinstance(method, GrpoSpec) or dataset.of_job is not None:
+        return  # the training checks rows that another job makes
+    try:
+        check_columns(method.rewards, dataset.path)
+    except InvalidRows as error:
+        raise InvalidRows(f"dataset {dataset.dataset_id!r}, {error}") from error
 
 
 def split_rows(dataset: DatasetRef, share: float, seed: int) -> tuple[DatasetRef, DatasetRef]:

@@ -22,10 +22,8 @@ import torch
 from peft import PeftConfig, PeftModel
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
 from .. import faults
@@ -40,6 +38,8 @@ from .data.prepare import read_examples
 from .distributed import ranks
 from .distributed.heartbeat import heartbeat
 from .model.adapters import continued
+from .model.generation import Sampler as Sampler
+from .model.generation import answer_ends
 from .model.loading import (
     DTYPES,
     WeightStorage,
@@ -60,44 +60,6 @@ class Answered(NamedTuple):
     """Whether the model ended it; False: it has `max_new_tokens`."""
 
 
-class Sampler(LogitsProcessor):
-    """Chooses the next token of each sequence of a batch with random numbers of its own, whatever the others are.
-
-    It leaves the chosen token as the only possible one, and greedy decoding takes it.
-
-    Args:
-        sources: of each sequence.
-        on_token: called after each choice.
-    """
-
-    def __init__(self, work: GenerateSpec, sources: list[random.Random], on_token: Callable[[], None]) -> None:
-        self._work, self._sources, self._on_token = work, sources, on_token
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        self._on_token()
-        if not self._work.temperature:
-            return scores
-        logits = scores.detach().to("cpu", torch.float64) / self._work.temperature
-        ordered, tokens = torch.sort(torch.softmax(logits, dim=-1), dim=-1, descending=True, stable=True)
-        reached = ordered.cumsum(dim=-1)
-        chosen = torch.full_like(scores, -torch.inf)
-        for row, source in enumerate(self._sources):
-            chosen[row, tokens[row, self._choice(reached[row], source.random())]] = 0.0
-        return chosen
-
-    def _choice(self, reached: torch.Tensor, number: float) -> int:
-        """The position of a token among those in order of their probability.
-
-        Args:
-            reached: sum of the probabilities up to each.
-            number: at least 0, less than 1.
-        """
-        # The fewest tokens that reach top_p; all where rounding leaves the sum below it.
-        last = min(int((reached < self._work.top_p).sum()), len(reached) - 1)
-        limit = number * float(reached[last])
-        return min(int((reached <= limit).sum()), last)
-
-
 class Answerer:
     """A model that answers prompts in batches.
 
@@ -110,7 +72,7 @@ class Answerer:
         self.tokenizer = load_tokenizer(spec.source)
         self.chat = Chat(self.tokenizer)
         self.model = _load(spec, device)
-        self._ends = _ends(self.model, self.tokenizer)
+        self._ends = answer_ends(self.model, self.tokenizer)
         # In place of the model's own, whose penalties and limits would change the answers.
         self._generation = GenerationConfig(
             max_new_tokens=work.max_new_tokens,
@@ -280,13 +242,6 @@ def _load(spec: JobSpec, device: torch.device) -> PreTrainedModel:
     if spec.adapter is not None:
         model = continued(spec, model, PeftConfig.from_pretrained(spec.adapter.path), reference=False)
     return model.eval()
-
-
-def _ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end an answer. Chat models name that of a turn in their generation configuration."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    several = configured if isinstance(configured, list) else [configured]
-    return sorted({token for token in (*several, tokenizer.eos_token_id) if token is not None})
 
 
 def _report_prepared(answerer: Answerer, rows: int, total: int, done: int, writer: EventWriter) -> None:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from ..errors import JobFailure
 from ..specs.events import EventWriter, Finished, Previewed, PreviewedRow, Reason
 from ..specs.job import JobSpec
-from ..specs.methods import METHODS
+from ..specs.methods import METHODS, GrpoSpec
 from ..specs.preflight import PreviewSpec
 from .data.chat import Chat
 from .data.lengths import histogram
 from .data.packing import IGNORED
 from .data.prepare import TruncationCounter, read_examples
-from .data.tokenize import SftEncoder, encode_labelled, encode_pairs
+from .data.tokenize import SftEncoder, encode_chats, encode_labelled, encode_pairs
 from .model.loading import load_tokenizer, within_positions
 
 if TYPE_CHECKING:
@@ -125,6 +125,9 @@ def _rows(spec: JobSpec, first: int, chat: Chat, counter: TruncationCounter) -> 
     for chunk in batched(islice(read, first, first + _MOST_ROWS), _CHUNK):
         if METHODS[spec.algorithm].rows == "kto":
             rows = [_answer(prompt, ids, counter) for prompt, ids, _ in encode_labelled(chat, chunk)]  # type: ignore[arg-type]
+        elif isinstance(spec.method, GrpoSpec):
+            answer = spec.method.max_completion_length
+            rows = [_prompt(ids, answer, counter) for _, ids in encode_chats(chat, chunk)]  # type: ignore[arg-type]
         elif not spec.has_pairs:
             encoded = SftEncoder(chat, spec.train_on_input).encode(chunk)  # type: ignore[arg-type]
             rows = [_sft_row(ids, labels, counter) for ids, labels in encoded]
@@ -146,6 +149,13 @@ def _sft_row(ids: list[int], labels: list[int], counter: TruncationCounter) -> _
     # Nothing predicts the first token.
     trained = {position for position in kept[1:] if labels[position] != IGNORED}
     return _MaskedRow([_MaskedPart("sequence", ids, {*kept}, trained)], len(ids))
+
+
+def _prompt(ids: list[int], answer: int, counter: TruncationCounter) -> _MaskedRow:
+    if counter.keeps(ids, answer):
+        return _MaskedRow([_MaskedPart("prompt", ids, {*range(len(ids))}, set())], len(ids))
+    why = f"within max_seq_length={counter.limit} tokens it leaves fewer than the {answer} of an answer"
+    return _MaskedRow([_MaskedPart("prompt", ids, set(), set())], len(ids), why)
 
 
 def _pair(prompt: list[int], chosen: list[int], rejected: list[int], counter: TruncationCounter) -> _MaskedRow:

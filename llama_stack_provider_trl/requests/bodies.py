@@ -185,6 +185,47 @@ class KTOConfig(_Body):
     """Weight of the losses of rows with label false. Default 1."""
 
 
+class GRPOReward(BaseModel):
+    """A part of GRPO's reward."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    check: str | None = None
+    """exact, regex, json or json_schema."""
+    function: str | None = None
+    """Name of an installed package's function."""
+    model: str | None = None
+    """Refused."""
+    weight: float | None = None
+    """Factor of the reward. Default 1."""
+    column: str | None = Field(None, min_length=1, max_length=512)
+    """Of the row, that the answer is compared with."""
+    pattern: str | None = Field(None, max_length=10**4)
+    """A regular expression of Python."""
+    json_schema: dict[str, Any] | None = None
+    """A JSON schema."""
+
+
+class GRPOConfig(_Body):
+    type: str
+    """grpo."""
+    rewards: list[dict[str, Any]] | None = Field(None, max_length=100)
+    """What an answer is rewarded for: a list of {check or function, weight, ...}. Required."""
+    num_generations: int | None = Field(None, ge=2, le=1000)
+    """Answers to each prompt. Default 8."""
+    max_completion_length: int | None = Field(None, gt=0, le=10**5)
+    """Tokens of an answer at most. Default 256."""
+    temperature: float | None = Field(None, gt=0, le=100)
+    """Divides the logits before a token is chosen. Default 1."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Each token is chosen among the most likely ones that reach this. Default 1."""
+    beta: float | None = Field(None, ge=0)
+    """Weight of the KL divergence from the model as it begins. Default 0."""
+    loss_type: str | None = None
+    """grpo, bnpo, dr_grpo or dapo (default)."""
+    scale_rewards: str | None = None
+    """group (default), batch or none."""
+
+
 class _JobRequest(_Body):
     job_uuid: str
     """Name of the job: letters, digits, `.`, `_`, `-`, at most 128."""

@@ -83,7 +83,7 @@ def resolve_data_format(data: DataConfig, is_sft: bool, warnings: list[str]) -> 
 
 def resolve_train_on_input(data: DataConfig, algorithm: Algorithm) -> bool:
     if data.train_on_input and METHODS[algorithm].rows != "sft":
-        hint = f"{METHODS[algorithm].title} compares completions only; set false"
+        hint = f"{METHODS[algorithm].title} trains completions only; set false"
         raise InvalidRequest("training_config.data_config.train_on_input", True, hint)
     return bool(data.train_on_input)
 

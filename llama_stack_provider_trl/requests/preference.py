@@ -11,9 +11,10 @@ from pydantic import BaseModel
 from ..errors import InvalidRequest
 from ..specs.custom import custom_names
 from ..specs.methods import CpoSpec, KtoLoss, KtoSpec, MethodSpec, OrpoSpec, RewardSpec
-from .bodies import CPOConfig, KTOConfig, ORPOConfig, PreferenceOptimizeRequest, RewardConfig, SimPOConfig
+from .bodies import CPOConfig, GRPOConfig, KTOConfig, ORPOConfig, PreferenceOptimizeRequest, RewardConfig, SimPOConfig
 from .checks import nearest_choice, parse_fields, unknown_fields
 from .custom import resolve_custom, unknown_method
+from .grpo import resolve_grpo
 from .options import ProviderOptions
 
 CPO_LOSSES = ("sigmoid", "hinge", "ipo")
@@ -162,4 +163,5 @@ REQUESTED: dict[str, Requested] = {
     "simpo": Requested("SimPO", SimPOConfig, _simpo),
     "reward": Requested("a reward model", RewardConfig, _reward),
     "kto": Requested("KTO", KTOConfig, _kto),
+    "grpo": Requested("GRPO", GRPOConfig, resolve_grpo),
 }

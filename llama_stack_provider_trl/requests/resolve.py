@@ -15,6 +15,7 @@ from .averaging import resolve_averaging
 from .bases import NamedJob, resolve_base
 from .checks import refuse_infinite, refuse_unknown, refuse_unsupported
 from .data import resolve_data, resolve_data_config, resolve_train_share
+from .grpo import check_grpo
 from .lifecycle import resolve_lifecycle
 from .method import resolve_method
 from .options import ProviderOptions
@@ -77,5 +78,6 @@ def resolve(
     }
     fields |= resolve_averaging(options, settings, fields)
     check_step(fields)
+    check_grpo(fields.get("method"), fields, data)
     share = resolve_train_share(data)
     return Resolution(data.dataset_id, data.validation_dataset_id, fields, warnings, trackers, share)

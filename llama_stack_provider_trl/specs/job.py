@@ -20,7 +20,7 @@ from .averaging import AveragingSpec
 from .beginnings import AdapterSpec, BaseJob, Frozen
 from .beginnings import ResumeFrom as ResumeFrom
 from .kinds import Work
-from .methods import METHODS, KtoSpec, MethodSpec
+from .methods import METHODS, GrpoSpec, KtoSpec, MethodSpec
 from .methods import Algorithm as Algorithm  # parts of JobSpec
 from .methods import DpoLoss as DpoLoss
 from .methods import DpoSpec as DpoSpec
@@ -342,6 +342,16 @@ class JobSpec(Frozen):
     def has_pairs(self) -> bool:
         """Whether its rows are preference pairs."""
         return METHODS[self.algorithm].has_pairs
+
+    @property
+    def sequences_per_row(self) -> int:
+        """Sequences that a row is trained on: two of a pair, as many as a prompt has answers."""
+        return self.method.num_generations if isinstance(self.method, GrpoSpec) else 2 if self.has_pairs else 1
+
+    @property
+    def kl_weight(self) -> float:
+        """GRPO: weight of the KL divergence from the reference; 0: there is none."""
+        return self.method.beta if isinstance(self.method, GrpoSpec) else 0.0
 
     @property
     def trains_reward(self) -> bool:

@@ -13,8 +13,9 @@ from pydantic import Field, JsonValue
 
 from .beginnings import Frozen
 from .model_source import ReferenceSpec
+from .rewards import RewardSource
 
-Algorithm = Literal["sft", "dpo", "orpo", "cpo", "simpo", "reward", "kto", "custom_pairs", "custom_rows"]
+Algorithm = Literal["sft", "dpo", "orpo", "cpo", "simpo", "reward", "kto", "grpo", "custom_pairs", "custom_rows"]
 """The last two: methods of installed packages, by the rows that they read."""
 RowUse = Literal[Algorithm, "prompts"]
 """What rows are read for: training by an algorithm, or prompts to answer."""
@@ -23,6 +24,8 @@ Call = Literal["sft", "dpo"]
 DpoLoss = Literal["sigmoid", "hinge", "ipo", "kto_pair"]
 CpoLoss = Literal["sigmoid", "hinge", "ipo", "simpo"]
 KtoLoss = Literal["kto", "apo_zero_unpaired"]
+GrpoLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+RewardScale = Literal["group", "batch", "none"]
 
 
 class DpoSpec(Frozen):
@@ -77,6 +80,33 @@ class RewardSpec(Frozen):
     """Weight of the squared sum of both rewards (arXiv:2312.09244), which keeps their mean near 0."""
 
 
+class GrpoSpec(Frozen):
+    """Group relative policy optimization (arXiv:2402.03300): the model answers each prompt several times, and an
+    answer's advantage is its reward compared with those of its group. Each answer is trained on once, with the weights
+    that gave it: the ratio of both policies is 1, and nothing is clipped."""
+
+    name: Literal["grpo"] = "grpo"
+    rewards: tuple[RewardSource, ...] = Field(min_length=1)
+    """An answer's reward is their weighted sum."""
+    num_generations: int = Field(8, gt=1)
+    """Answers to each prompt."""
+    max_completion_length: int = Field(256, gt=0)
+    """Tokens of an answer at most."""
+    temperature: float = Field(1.0, gt=0)
+    """Divides the logits before a token is chosen, and where answers are scored."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Each token is chosen among the most likely ones whose probabilities together reach this."""
+    beta: float = Field(0.0, ge=0)
+    """Weight of the KL divergence from the model as it began; 0: no reference is loaded."""
+    loss_type: GrpoLoss = "dapo"
+    """Over what the tokens' losses are averaged. grpo: the tokens of an answer, then the answers. bnpo: the tokens of a
+    micro batch. dr_grpo: answers of `max_completion_length` tokens (arXiv:2503.20783). dapo: the tokens of the whole
+    optimizer step (arXiv:2503.14476)."""
+    scale_rewards: RewardScale = "group"
+    """Standard deviation of the rewards that divides an advantage: of the prompt's answers, of all of the optimizer
+    step, or none."""
+
+
 class KtoSpec(Frozen):
     """KTO on unpaired rows (arXiv:2402.01306): an answer is desirable or not. The loss of a row is its weight times
     1 - sigmoid(beta * (log-ratio - KL)), of an undesirable one 1 - sigmoid(beta * (KL - log-ratio)), where KL is the
@@ -109,7 +139,7 @@ class CustomSpec(Frozen):
     """Its fields, as its own model has read them, defaults included."""
 
 
-MethodSpec = Annotated[OrpoSpec | CpoSpec | RewardSpec | KtoSpec | CustomSpec, Field(discriminator="name")]
+MethodSpec = Annotated[OrpoSpec | CpoSpec | RewardSpec | KtoSpec | GrpoSpec | CustomSpec, Field(discriminator="name")]
 """Parameters of the methods that `specs.job` has no field of its own for."""
 
 
@@ -120,8 +150,8 @@ class Method:
     title: str
     """Its name in messages."""
     call: Call
-    rows: Literal["sft", "dpo", "kto"]
-    """The method whose rows it reads: conversations or texts, preference pairs, or labelled answers."""
+    rows: Literal["sft", "dpo", "kto", "prompts"]
+    """The method whose rows it reads: conversations or texts, preference pairs, or labelled answers; or prompts."""
     learning_rates: tuple[float, float]
     """Defaults: every weight, and adapters."""
     metrics: tuple[str, ...]
@@ -140,7 +170,7 @@ class Method:
     @property
     def unit(self) -> str:
         """What one of its rows is called in messages."""
-        return "pair" if self.has_pairs else "row"
+        return "pair" if self.has_pairs else "prompt" if self.rows == "prompts" else "row"
 
 
 _PAIR_METRICS = ("eval_loss", "eval_rewards/accuracies", "eval_rewards/margins")
@@ -160,4 +190,5 @@ METHODS: dict[Algorithm, Method] = {
     "custom_rows": Method(
         "a custom method on conversations", "dpo", "sft", (2e-5, 2e-4), ("eval_loss", "eval_mean_token_accuracy")
     ),
+    "grpo": Method("GRPO", "dpo", "prompts", _PREFERENCE_RATES, (), "it trains on answers that differ in each step"),
 }

@@ -584,7 +584,8 @@ _Seen = Counter[tuple[RowShape, frozenset[str]]]
 
 def _warnings(seen: _Seen, notes: _Notes, use: RowUse, data_format: DataFormat | None) -> list[str]:
     warnings = []
-    if unread := {column for shape, columns in seen for column in columns.difference(shape.columns, shape.optional)}:
+    unread = {column for shape, columns in seen for column in columns.difference(shape.columns, shape.optional)}
+    if unread and use != "grpo":  # rewards get whole rows
         warnings.append(f"columns never read: {_listed(unread)}")
     if notes.message_keys:
         warnings.append(f"message keys never read: {_listed(notes.message_keys)}")

@@ -129,6 +129,14 @@ def test_a_row_is_honoured_refused_or_noted() -> None:
 # --- the second column ------------------------------------------------------------------------------------------------
 
 LORA = {"type": "LoRA"}
+IS_JSON = {"check": "json"}
+GRPO: Json = {
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "scale_rewards": "none",
+}
 QAT = {"type": "QAT", "quantizer_name": "Int8DynActInt4WeightQATQuantizer", "group_size": 32}
 INT4 = "Int4WeightOnlyQATQuantizer"
 DATA, TRAINING = "training_config.data_config.", "training_config."
@@ -192,6 +200,13 @@ ASKS: dict[str, Try] = {
     "algorithm_config.reward_scale": Try(2.0, "dpo"),
     "algorithm_config.reward_clip": Try(5.0, "dpo"),
     "algorithm_config.center_rewards_coefficient": Try(0.1, "dpo", around={"algorithm_config": {"type": "reward"}}),
+    "algorithm_config.rewards": Try([IS_JSON], "dpo", around={"algorithm_config": {"type": "grpo"}}),
+    **{
+        f"algorithm_config.{name}": Try(
+            value, "dpo", around={"algorithm_config": {"type": "grpo", "rewards": [IS_JSON]}}
+        )
+        for name, value in GRPO.items()
+    },
     "algorithm_config.epsilon": Try(0.1, "dpo"),
     "algorithm_config.gamma": Try(0.99, "dpo"),
 }

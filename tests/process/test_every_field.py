@@ -68,7 +68,13 @@ def every_field() -> set[str]:
     bodies: list[type[BaseModel]] = [requests.SupervisedFineTuneRequest, requests.PreferenceOptimizeRequest]
     algorithms: list[type[BaseModel]]
     algorithms = [requests.LoraFinetuningConfig, requests.QATFinetuningConfig, requests.DPOAlignmentConfig]
-    algorithms += [requests.ORPOConfig, requests.CPOConfig, requests.SimPOConfig, requests.RewardConfig]
+    algorithms += [
+        requests.ORPOConfig,
+        requests.CPOConfig,
+        requests.SimPOConfig,
+        requests.RewardConfig,
+        requests.GRPOConfig,
+    ]
     names = {name for body in bodies for name in leaves(body)} - {"algorithm_config"}
     names |= {name for algorithm in algorithms for name in leaves(algorithm, ALGORITHM)}
     return names | set(leaves(ProviderOptions, OPTION))
@@ -330,6 +336,11 @@ ELSEWHERE: dict[str, str] = {
     ALGORITHM + "quantize_base": QUANTIZED,
     ALGORITHM + "quantizer_name": QUANTIZED,
     ALGORITHM + "group_size": QUANTIZED,
+    **{
+        ALGORITHM + name: "answers to prompts: tests/unit/test_grpo.py, tests/process/test_grpo.py"
+        for name in requests.GRPOConfig.model_fields
+        if name not in ("type", "beta", "loss_type")
+    },
     ALGORITHM + "epsilon": "noted, without meaning in DPO: tests/contract/test_api_table.py",
     ALGORITHM + "gamma": "noted, without meaning in DPO: tests/contract/test_api_table.py",
     OPTION + "samples.prompts": "changes nothing in the training: tests/process/test_samples.py, test_resolve.py",

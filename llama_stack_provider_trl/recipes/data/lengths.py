@@ -9,11 +9,14 @@ from datasets import Dataset
 
 
 def row_lengths(dataset: Dataset) -> torch.Tensor:
-    """Tokens of each prepared row, or packed sequence, shape (rows,); of a pair, of its longer half with the prompt."""
+    """Tokens of each prepared row, or packed sequence, shape (rows,); of a pair, of its longer half with the prompt;
+    of a prompt to answer, without the answer."""
     if "input_ids" in dataset.column_names:
         return list_lengths(dataset, "input_ids")
     if "completion_ids" in dataset.column_names:
         return list_lengths(dataset, "prompt_ids") + list_lengths(dataset, "completion_ids")
+    if "chosen_ids" not in dataset.column_names:
+        return list_lengths(dataset, "prompt_ids")
     prompt, chosen, rejected = (list_lengths(dataset, name) for name in ("prompt_ids", "chosen_ids", "rejected_ids"))
     return prompt + torch.maximum(chosen, rejected)
 

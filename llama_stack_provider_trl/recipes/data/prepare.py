@@ -26,15 +26,15 @@ from datasets import Dataset, concatenate_datasets
 from ...errors import InvalidRows, JobFailure
 from ...specs.events import Reason
 from ...specs.job import DataFormat, DatasetRef, JobSpec, RowUse, TruncationSide
-from ...specs.methods import METHODS
+from ...specs.methods import METHODS, GrpoSpec
 from ...specs.rows import Example, LabelledExample, PreferenceExample, PromptExample, SftExample, parse_row
 from .packing import IGNORED, pack
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 from .chat import Chat
-from .tables import DPO_COLUMNS, KTO_COLUMNS, SFT_COLUMNS, in_memory, table
-from .tokenize import SftEncoder, encode_labelled, encode_pairs
+from .tables import DPO_COLUMNS, KTO_COLUMNS, PROMPT_COLUMNS, SFT_COLUMNS, in_memory, table
+from .tokenize import SftEncoder, encode_chats, encode_labelled, encode_pairs
 
 _CHUNK = 1000
 """Rows tokenized at once: enough to amortize a call, with Python lists below 100 MB."""
@@ -133,6 +133,9 @@ class Tokenization:
 
 def tokenize(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerBase) -> Tokenization:
     """Tokenize a dataset of the job for its trainer."""
+    if isinstance(spec.method, GrpoSpec):
+        prompts = read_examples(dataset.path, "prompts")
+        return tokenize_prompts(prompts, tokenizer, spec.max_seq_length, spec.method.max_completion_length)
     if spec.has_pairs:
         return tokenize_dpo(read_examples(dataset.path, "dpo"), tokenizer, spec.max_seq_length, spec.truncation_side)
     if METHODS[spec.algorithm].rows == "kto":
@@ -222,6 +225,28 @@ def tokenize_kto(
     return Tokenization(tables, KTO_COLUMNS, chat, "row", counter)
 
 
+def tokenize_prompts(
+    prompts: Iterable[PromptExample], tokenizer: PreTrainedTokenizerBase, max_seq_length: int, answer: int
+) -> Tokenization:
+    """Tokenize prompts that are answered while a job trains, with the header of their answer, a part at a time.
+
+    Arguments, errors and the report are those of `tokenize_sft`.
+
+    Args:
+        answer: tokens of an answer at most; a prompt that leaves fewer within `max_seq_length` is dropped.
+
+    Returns:
+        Tables with the columns `prompt_ids` and `row`; after the last one, the report on their rows.
+    """
+    chat = Chat(tokenizer)
+    counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length)
+    tables = (
+        table([(ids, [row]) for row, ids in encode_chats(chat, chunk) if counter.keeps(ids, answer)], PROMPT_COLUMNS)
+        for chunk in batched(enumerate(prompts), _CHUNK)
+    )
+    return Tokenization(tables, PROMPT_COLUMNS, chat, "prompt", counter)
+
+
 def with_filler(dataset: Dataset) -> Dataset:
     """The dataset with one filler row, which has no loss, at its end. It fills up incomplete batches.
 
@@ -300,6 +325,14 @@ class TruncationCounter:
             return None
         self._keep(len(prompt) + len(kept), len(kept), length > self.limit, answer)
         return prompt, kept
+
+    def keeps(self, prompt: list[int], answer: int) -> bool:
+        """Whether the prompt leaves `answer` tokens for its answer: it is never cut."""
+        self._count(len(prompt) + answer)
+        if not prompt or len(prompt) + answer > self.limit:
+            return False
+        self._keep(len(prompt), answer, False, [])
+        return True
 
     def cut(self, values: list[int], ids: list[int], limit: int) -> list[int]:
         """The `values`, one per token of `ids`, of the tokens that are kept."""

@@ -12,9 +12,11 @@ from datasets.table import InMemoryTable
 
 SFT_COLUMNS = ("input_ids", "labels")
 PACKED_COLUMNS = (*SFT_COLUMNS, "seq_lengths")
+PROMPT_COLUMNS = ("prompt_ids", "row")
+"""`row`: one number, that of the row in its file."""
 DPO_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
 KTO_COLUMNS = ("prompt_ids", "completion_ids", "label")
-COLUMNS = {"sft": SFT_COLUMNS, "dpo": DPO_COLUMNS, "kto": KTO_COLUMNS}
+COLUMNS = {"sft": SFT_COLUMNS, "dpo": DPO_COLUMNS, "kto": KTO_COLUMNS, "prompts": PROMPT_COLUMNS}
 """By `specs.methods.Method.rows`."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ...specs.rows import LabelledExample, PreferenceExample, SftExample
+from ...specs.rows import LabelledExample, PreferenceExample, PromptExample, SftExample
 from .chat import Chat, answer_spans, call_tokenizer
 from .packing import IGNORED
 
@@ -88,6 +88,12 @@ def encode_labelled(
     for prompt, ids, (_, example) in zip(prompts, texts, chunk, strict=True):
         length = chat.prompt_length(prompt, ids)
         yield prompt[:length], ids[length:], example.label
+
+
+def encode_chats(chat: Chat, chunk: Sequence[tuple[int, PromptExample]]) -> Iterator[tuple[int, list[int]]]:
+    """Number and ids of each prompt, with the header of its answer."""
+    texts = [chat.render(prompt.messages, row, add_generation_prompt=True) for row, prompt in chunk]
+    return zip((row for row, _ in chunk), chat.tokenize(texts), strict=True)
 
 
 def _is_dialog(example: SftExample) -> bool:

@@ -66,7 +66,7 @@ def nearest(spec: JobSpec, batch: Batch, device: str, capacity: Capacity) -> Pro
     def proposed(candidate: _Changes) -> Proposal:
         changed = spec.model_copy(update={name: value for change in candidate for name, value in change.fields})
         tokens = min(batch.tokens, changed.max_seq_length)
-        sequences = max(batch.sequences * changed.batch_size // spec.batch_size, 2 if spec.has_pairs else 1)
+        sequences = max(batch.sequences * changed.batch_size // spec.batch_size, spec.sequences_per_row)
         changes = {name: value for change in candidate for name, value in change.request}
         reduced = batch.reduced(sequences, tokens)
         return Proposal(changed, changes, estimate(changed, reduced, device, capacity.baseline))

@@ -145,8 +145,10 @@ class Traced:
 
 def loads_reference(spec: JobSpec) -> bool:
     """Whether DPO loads a separate reference; before training, one process scores with the policy itself."""
-    if spec.reference is None or not is_needed(spec):
+    if not is_needed(spec):
         return False
+    if spec.reference is None:
+        return True  # of GRPO's KL divergence
     return not precomputes(spec) or is_sharded(spec) or spec.reference.model is not None
 
 

@@ -40,6 +40,13 @@ def pair_arguments(spec: JobSpec, device: torch.device) -> DPOConfig:
     )
 
 
+def prompt_arguments(spec: JobSpec, device: torch.device) -> DPOConfig:
+    """Arguments for TRL's DPOTrainer whose rows are prompts: `recipes.trainer.grpo` collates them and has the loss."""
+    arguments = pair_arguments(spec, device)
+    arguments.remove_unused_columns = False
+    return arguments
+
+
 def reward_arguments(spec: JobSpec, device: torch.device) -> RewardConfig:
     """Arguments for TRL's RewardTrainer; `recipes.trainer.reward` collates pairs and computes the loss."""
     return RewardConfig(**_common(spec, device), disable_dropout=True, remove_unused_columns=False)

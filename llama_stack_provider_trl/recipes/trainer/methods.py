@@ -9,10 +9,11 @@ import torch
 
 from ...specs.job import Algorithm, JobSpec
 from ...specs.methods import METHODS, CustomSpec
-from .arguments import kto_arguments, pair_arguments, reward_arguments, sft_arguments
+from .arguments import kto_arguments, pair_arguments, prompt_arguments, reward_arguments, sft_arguments
 from .base import RecipeTrainer
 from .custom import custom_trainer
 from .dpo import DpoRecipe
+from .grpo import GrpoRecipe
 from .kto import KtoRecipe
 from .preference import CpoRecipe, OrpoRecipe
 from .reward import RewardRecipe
@@ -42,5 +43,6 @@ TRAINERS: dict[Algorithm, tuple[type[RecipeTrainer], _Arguments]] = {
     "simpo": (CpoRecipe, pair_arguments),
     "reward": (RewardRecipe, reward_arguments),
     "kto": (KtoRecipe, kto_arguments),
+    "grpo": (GrpoRecipe, prompt_arguments),
 }
 """Those of this project; `trainer_of` has the methods of packages, too."""

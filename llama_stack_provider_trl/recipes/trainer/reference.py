@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import JobSpec
+from ...specs.methods import GrpoSpec
 from ..distributed import ranks
 from ..fast.model import use_rows
 from ..model.adapters import frozen, has_reference_adapter
@@ -46,6 +47,8 @@ class NoReference(PreTrainedModel):
 
 def is_needed(spec: JobSpec) -> bool:
     """Whether the reference is a model of its own, rather than the policy without its adapter."""
+    if spec.kl_weight:
+        return spec.lora is None
     return spec.reference is not None and (spec.lora is None or spec.reference.model is not None)
 
 
@@ -85,7 +88,7 @@ def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator
     if spec.padding_free:
         use_rows(model)
     check_length(model, spec.max_seq_length)
-    fuse_head(model, outputs=("log_probs",))
+    fuse_head(model, outputs=("log_probs",), temperature=temperature_of(spec))
     deferred = DeferredWeights(model, storage.dtype, device) if storage.is_deferred else None
     scored = frozen(spec, model).eval() if has_reference_adapter(spec) else model
     if not is_sharded(spec):
@@ -93,6 +96,11 @@ def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator
     sharded = shard_frozen(scored, accelerator, deferred.fully_shard) if deferred else shard_frozen(scored, accelerator)
     move_constants(sharded, device)
     return sharded
+
+
+def temperature_of(spec: JobSpec) -> float:
+    """What divides the logits where answers are scored: GRPO scores the distribution that they were chosen from."""
+    return spec.method.temperature if isinstance(spec.method, GrpoSpec) else 1.0
 
 
 def precomputes(spec: JobSpec) -> bool:

@@ -57,7 +57,7 @@ class PromptAnswers:
         """Answer all prompts. A collective."""
         trainer = self._trainer
         model = trainer.accelerator.unwrap_model(trainer.model)
-        with torch.no_grad(), _undisturbed(model, trainer.args.device):
+        with torch.no_grad(), undisturbed(model, trainer.args.device):
             if is_sharded(trainer.spec):
                 answers = [self._answer(model, ids) for ids in self._prompts]
                 reshard(model)
@@ -116,7 +116,7 @@ class _Forward:
 
 
 @contextmanager
-def _undisturbed(model: Any, device: torch.device) -> Iterator[None]:
+def undisturbed(model: Any, device: torch.device) -> Iterator[None]:
     """While this is open, the model evaluates; then its mode, the random numbers and what rotary embeddings remember
     of the longest sequence are as before."""
     random = random_state.capture(device)

@@ -119,15 +119,16 @@ def _never(device: Any) -> bool:
     return False
 
 
-def fuse_head(model: Any, outputs: tuple[str, ...]) -> None:
+def fuse_head(model: Any, outputs: tuple[str, ...], temperature: float = 1.0) -> None:
     """Have the model compute log-probabilities in its head, in tiles: no tensor of all logits is ever made.
 
     Args:
         outputs: what is computed per token. TRL itself also asks for entropy, one more pass over the vocabulary.
+        temperature: divides the logits.
     """
     from trl.trainer.utils import add_fused_lm_head
 
-    add_fused_lm_head(model, outputs=outputs)
+    add_fused_lm_head(model, temperature=temperature, outputs=outputs)
 
 
 def keeps_logits(spec: JobSpec, kind: str) -> bool:

@@ -1,0 +1,113 @@
+"""Chooses the tokens of answers, each with random numbers of its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
+
+
+class Sampling(Protocol):
+    """How a token is chosen."""
+
+    @property
+    def temperature(self) -> float:
+        """Divides the logits; 0: the most likely token each time."""
+
+    @property
+    def top_p(self) -> float:
+        """A token is chosen among the most likely ones whose probabilities together reach this."""
+
+
+class Sampler(LogitsProcessor):
+    """Chooses the next token of each sequence of a batch with random numbers of its own, whatever the others are.
+
+    It leaves the chosen token as the only possible one, and greedy decoding takes it.
+
+    Args:
+        sources: of each sequence.
+        on_token: called after each choice.
+    """
+
+    def __init__(self, work: Sampling, sources: list[random.Random], on_token: Callable[[], None]) -> None:
+        self._work, self._sources, self._on_token = work, sources, on_token
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        self._on_token()
+        if not self._work.temperature:
+            return scores
+        logits = scores.detach().to("cpu", torch.float64) / self._work.temperature
+        ordered, tokens = torch.sort(torch.softmax(logits, dim=-1), dim=-1, descending=True, stable=True)
+        reached = ordered.cumsum(dim=-1)
+        chosen = torch.full_like(scores, -torch.inf)
+        for row, source in enumerate(self._sources):
+            chosen[row, tokens[row, self._choice(reached[row], source.random())]] = 0.0
+        return chosen
+
+    def _choice(self, reached: torch.Tensor, number: float) -> int:
+        """The position of a token among those in order of their probability.
+
+        Args:
+            reached: sum of the probabilities up to each.
+            number: at least 0, less than 1.
+        """
+        # The fewest tokens that reach top_p; all where rounding leaves the sum below it.
+        last = min(int((reached < self._work.top_p).sum()), len(reached) - 1)
+        limit = number * float(reached[last])
+        return min(int((reached <= limit).sum()), last)
+
+
+def answer_ends(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that end an answer. Chat models name that of a turn in their generation configuration."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    several = configured if isinstance(configured, list) else [configured]
+    return sorted({token for token in (*several, tokenizer.eos_token_id) if token is not None})
+
+
+def answer_ids(
+    model: Any,
+    prompts: Sequence[list[int]],
+    sampler: Sampler,
+    *,
+    most: int,
+    ends: list[int],
+    pad: int,
+    device: torch.device,
+) -> list[list[int]]:
+    """Token ids of the answers to prompts, which are answered together: each with the token that ends it.
+
+    Args:
+        most: tokens of an answer.
+        ends: tokens that end one.
+        pad: stands before shorter prompts.
+    """
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    # In place of the model's own, whose penalties and limits would change the answers. What it leaves open would be
+    # read from the model's own, so that is put aside.
+    config = GenerationConfig(max_new_tokens=most, do_sample=False, eos_token_id=ends, pad_token_id=pad, use_cache=True)
+    plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+    own = [(one, one.generation_config) for one in dict.fromkeys((model, plain)) if hasattr(one, "generation_config")]
+    try:
+        for one, _ in own:
+            one.generation_config = config
+        with torch.no_grad():
+            found = model.generate(
+                generation_config=config,
+                input_ids=ids,
+                attention_mask=mask,
+                logits_processor=LogitsProcessorList([sampler]),
+            )
+    finally:
+        for one, before in own:
+            one.generation_config = before
+    return [_until_end(tokens, ends) for tokens in found[:, longest:].tolist()]
+
+
+def _until_end(tokens: list[int], ends: list[int]) -> list[int]:
+    end = next((number for number, token in enumerate(tokens) if token in ends), None)
+    return tokens if end is None else tokens[: end + 1]

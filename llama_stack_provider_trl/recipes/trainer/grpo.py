@@ -1,0 +1,238 @@
+"""Group relative policy optimization (arXiv:2402.03300): the model answers prompts, and its rewarded answers train it.
+
+TRL's GRPOTrainer keeps batches in a buffer of its own and repeats rows by a sampler of its own, neither of which a
+checkpoint holds. Here an optimizer step answers the prompts of its rows, and the random numbers of an answer follow
+from the seed, the step, the row and the number of the answer: a resumed job trains on the same answers. The losses are
+TRL's, on given answers (tests/process/test_grpo.py).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from peft import PeftConfig
+from torch.nn.utils.rnn import pad_sequence
+from trl import DPOTrainer
+
+from ...specs.job import JobSpec
+from ...specs.methods import GrpoSpec
+from ...specs.rewards import check_columns
+from ...specs.rows import Message, PromptExample, parse_row
+from ..model.adapters import REFERENCE
+from ..model.generation import Sampler, answer_ends, answer_ids
+from .base import RecipeTrainer
+from .dpo import no_recomputation
+from .pairs import PaddedPairs
+from .reference import NoReference, is_needed, load_reference
+from .rewards import Rewards
+from .samples import undisturbed
+from .trl_patches import PreparedDatasets, fuse_head, with_adapter, without_adapter
+
+_EPSILON = 1e-4
+"""Added to a standard deviation of rewards, as TRL does."""
+
+
+def advantages_of(rewards: torch.Tensor, spec: GrpoSpec) -> torch.Tensor:
+    """How much better each answer is than its group, shape (prompts, num_generations).
+
+    Args:
+        rewards: of the answers of an optimizer step, same shape.
+    """
+    differences = rewards - rewards.mean(dim=1, keepdim=True)
+    if spec.scale_rewards == "none":
+        return differences
+    deviation = rewards.std(dim=1, keepdim=True) if spec.scale_rewards == "group" else rewards.std()
+    return differences / (deviation + _EPSILON)
+
+
+def kl_divergence(log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """An estimate per token, at least 0 (http://joschu.net/blog/kl-approx.html, k3)."""
+    difference = reference - log_probs
+    return torch.exp(difference) - difference - 1
+
+
+def collate_prompts(prompts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Prompts as they are: they are answered before they become tensors."""
+    return {
+        "prompts": [list(prompt["prompt_ids"]) for prompt in prompts],
+        "rows": [prompt["row"][0] for prompt in prompts],
+    }
+
+
+class GrpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
+    """Trains on answers to prompts, in one process. Datasets have the columns prompt_ids and row."""
+
+    head_outputs = ()  # its head has a temperature
+
+    def __init__(self, *, spec: JobSpec, peft_config: PeftConfig | None = None, **arguments: Any) -> None:
+        if not isinstance(spec.method, GrpoSpec):
+            raise AssertionError("a GRPO job without a GrpoSpec")
+        self._grpo = spec.method
+        self._rewards = Rewards(spec.method)
+        check_columns(spec.method.rewards, spec.dataset.path)
+        self._rows = _Rows(spec.dataset.path)
+        self._batches = PaddedPairs(spec)
+        super().__init__(
+            spec=spec,
+            ref_model=None if peft_config else NoReference(),
+            peft_config=peft_config,
+            data_collator=collate_prompts,
+            **arguments,
+        )
+        policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        fuse_head(policy, outputs=("log_probs",), temperature=spec.method.temperature)
+        self.ref_model = load_reference(spec, self.args.device, self.accelerator) if is_needed(spec) else None
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Trainer's, which sees all batches of an optimizer step before the first of them is computed: they are
+        answered here, by the weights that the step changes."""
+        self.model.train()  # as in the step itself: metrics of the first one would count as an evaluation's
+        answers = [self.answer(inputs["prompts"], inputs["rows"]) for inputs in batch_samples]
+        rewards = [self._score(inputs["rows"], ids) for inputs, ids in zip(batch_samples, answers, strict=True)]
+        sizes = [len(inputs["rows"]) for inputs in batch_samples]
+        weighted = (torch.cat(rewards) @ self._rewards.weights).view(-1, self._grpo.num_generations)
+        advantages = advantages_of(weighted, self._grpo).split(sizes)
+        self._note_rewards(torch.cat(rewards), weighted, [one for ids in answers for one in ids])
+        for inputs, ids, one in zip(batch_samples, answers, advantages, strict=True):
+            prompts = [prompt for prompt in inputs["prompts"] for _ in range(self._grpo.num_generations)]
+            inputs.clear()
+            inputs.update(self._collated(prompts, ids), advantages=one.reshape(-1))
+        self._tokens_of_step = sum(len(one) for ids in answers for one in ids)
+        self._micro_steps = len(batch_samples)
+        return None
+
+    def answer(self, prompts: list[list[int]], rows: list[int]) -> list[list[int]]:
+        """Token ids of `num_generations` answers to each prompt, by the weights as they are."""
+        model, count = self.accelerator.unwrap_model(self.model), self._grpo.num_generations
+        sources = [
+            random.Random(f"{self.spec.seed}/{self.state.global_step}/{row}/{number}")
+            for row in rows
+            for number in range(count)
+        ]
+        with undisturbed(model, self.args.device):
+            return answer_ids(
+                model,
+                [prompt for prompt in prompts for _ in range(count)],
+                Sampler(self._grpo, sources, self._writer.heartbeat),
+                most=self._grpo.max_completion_length,
+                ends=self._ends(),
+                pad=self.processing_class.pad_token_id,
+                device=self.args.device,
+            )
+
+    def _ends(self) -> list[int]:
+        return answer_ends(self.accelerator.unwrap_model(self.model), self.processing_class)
+
+    def _score(self, rows: list[int], answers: list[list[int]]) -> torch.Tensor:
+        """Rewards, shape (answers, sources)."""
+        numbers = [row for row in rows for _ in range(self._grpo.num_generations)]
+        texts = [self.processing_class.decode(ids, skip_special_tokens=True) for ids in answers]
+        prompts = [self._rows.prompt(number) for number in numbers]
+        return self._rewards.score(prompts, texts, [self._rows.columns(number) for number in numbers])
+
+    def _collated(self, prompts: list[list[int]], answers: list[list[int]]) -> dict[str, torch.Tensor]:
+        """Prompts with their answers, padded behind; `completion_mask` is 1 for the answers' tokens."""
+        pairs = list(zip(prompts, answers, strict=True))
+        pad = self.processing_class.pad_token_id
+        ids = [torch.tensor(prompt + answer) for prompt, answer in pairs]
+        scored = [torch.tensor([0] * len(prompt) + [1] * len(answer)) for prompt, answer in pairs]
+        return {
+            "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad),
+            "attention_mask": pad_sequence([torch.ones_like(one) for one in ids], batch_first=True),
+            "completion_mask": pad_sequence(scored, batch_first=True),
+        }
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The policy gradient of a micro batch, divided so that Trainer's mean over micro steps is the step's."""
+        router = {"output_router_logits": True} if self.aux_loss_enabled else {}
+        reference = self._reference_log_probs(inputs) if self._grpo.beta else None
+        outputs = model(**self._batches.forward_arguments(self.model, inputs), **router)
+        log_probs, mask = outputs.log_probs.float(), inputs["completion_mask"][:, 1:]
+        # The weights gave these answers: the ratio is 1, and its gradient that of the log-probability.
+        ratio = torch.exp(log_probs - log_probs.detach())
+        losses = -ratio * inputs["advantages"].to(log_probs)[:, None]
+        if reference is not None:
+            kl = kl_divergence(log_probs, reference)
+            # With the ratio its gradient is that of the reverse KL divergence, without a bias (arXiv:2512.02556).
+            losses = losses + self._grpo.beta * kl * ratio
+            self.add_metrics({"kl": (kl.detach() * mask).sum()}, mask.sum())
+        loss = self._mean(losses * mask, mask)
+        if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss
+        self._total_train_tokens += inputs["attention_mask"].sum()
+        return loss
+
+    def _mean(self, losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The mean of the tokens' losses by `loss_type`, as a part of the mean over all micro steps.
+
+        Args:
+            losses: 0 where `mask` is, shape (answers, tokens).
+        """
+        kind, of_answers = self._grpo.loss_type, self.rows_of_step * self._grpo.num_generations
+        if kind == "grpo":
+            return (losses.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).sum() * self._micro_steps / of_answers
+        if kind == "bnpo":
+            return losses.sum() / mask.sum().clamp(min=1)
+        if kind == "dr_grpo":
+            return losses.sum() * self._micro_steps / (of_answers * self._grpo.max_completion_length)
+        return losses.sum() * self._micro_steps / max(1, self._tokens_of_step)
+
+    def _reference_log_probs(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Of each token of the answers, by the model as it began; shape (answers, tokens)."""
+        adapter_off: AbstractContextManager[Any] = nullcontext()
+        if self.ref_model is None:
+            policy = self.accelerator.unwrap_model(self.model)
+            has_copy = REFERENCE in policy.peft_config
+            adapter_off = with_adapter(policy, REFERENCE) if has_copy else without_adapter(policy)
+        model = self.model if self.ref_model is None else self.ref_model
+        forward = self._batches.forward_arguments(model, inputs)
+        with torch.no_grad(), no_recomputation(self.model), self.accelerator.autocast(), adapter_off:
+            found: torch.Tensor = model(**forward).log_probs
+        return found.float()
+
+    def _note_rewards(self, rewards: torch.Tensor, weighted: torch.Tensor, answers: list[list[int]]) -> None:
+        """Add the answers of an optimizer step to the metrics, under TRL's names."""
+        ends, deviations = self._ends(), weighted.std(dim=1)
+        count, device = len(answers), self.args.device
+        means = {f"rewards/{name}/mean": one.sum() for name, one in zip(self._rewards.names, rewards.T, strict=True)}
+        of_answers = {
+            "reward": weighted.sum(),
+            **means,
+            "completions/mean_length": torch.tensor(float(sum(map(len, answers)))),
+            "completions/clipped_ratio": torch.tensor(float(sum(ids[-1] not in ends for ids in answers))),
+        }
+        of_prompts = {"reward_std": deviations.sum(), "frac_reward_zero_std": (deviations < 1e-8).float().sum()}
+        for sums, number in ((of_answers, count), (of_prompts, len(weighted))):
+            moved = {name: value.to(device) for name, value in sums.items()}
+            self.add_metrics(moved, torch.tensor(float(number), device=device))
+
+
+class _Rows:
+    """The rows of a dataset as they were sent, which rewards read."""
+
+    def __init__(self, path: Path) -> None:
+        with open(path, encoding="utf-8") as file:
+            self._lines = file.readlines()
+
+    def columns(self, number: int) -> dict[str, Any]:
+        row: dict[str, Any] = json.loads(self._lines[number])
+        return row
+
+    def prompt(self, number: int) -> list[Message]:
+        """The turns of a row's prompt."""
+        example = parse_row(self.columns(number), number, "prompts")
+        assert isinstance(example, PromptExample)
+        return example.messages

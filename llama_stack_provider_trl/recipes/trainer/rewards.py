@@ -1,0 +1,88 @@
+"""Scores the answers of a GRPO job: its checks, and the functions of installed packages."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import JobFailure
+from ...specs.events import Reason
+from ...specs.methods import GrpoSpec
+from ...specs.reward_checks import score
+from ...specs.rewards import GROUP, RewardSource, installed_rewards
+from ...specs.rows import Message
+
+Function = Callable[[list[list[Message]], list[str], list[dict[str, Any]]], Iterable[float]]
+
+
+class Rewards:
+    """The rewards of a job. Functions are imported here, before a model is loaded.
+
+    Raises:
+        JobFailure: a function is not installed, or cannot be imported.
+    """
+
+    def __init__(self, spec: GrpoSpec) -> None:
+        self._sources = spec.rewards
+        self._functions = {source.name: _load(source) for source in spec.rewards if source.function is not None}
+        self.names = [source.name for source in spec.rewards]
+        self.weights = torch.tensor([source.weight for source in spec.rewards], dtype=torch.float32)
+
+    def score(self, prompts: list[list[Message]], completions: list[str], rows: list[dict[str, Any]]) -> torch.Tensor:
+        """Rewards of completions, shape (completions, sources), not weighted.
+
+        Raises:
+            JobFailure: a function raises, or does not return a finite number for each completion.
+        """
+        return torch.tensor(
+            [self._scores(source, prompts, completions, rows) for source in self._sources], dtype=torch.float32
+        ).T
+
+    def _scores(
+        self, source: RewardSource, prompts: list[list[Message]], completions: list[str], rows: list[dict[str, Any]]
+    ) -> list[float]:
+        if source.function is None:
+            return [score(source, answer, row) for answer, row in zip(completions, rows, strict=True)]
+        try:
+            given = list(self._functions[source.name]([*prompts], [*completions], [dict(row) for row in rows]))
+            found = [float(value) for value in given]
+        except Exception as error:
+            text = " ".join(str(error).split())[:300]
+            raise _failure(source, f"raised {type(error).__name__}{f': {text}' if text else ''}") from error
+        _check_numbers(source, found, len(completions))
+        return found
+
+
+def _check_numbers(source: RewardSource, found: Sequence[float], expected: int) -> None:
+    if len(found) != expected:
+        raise _failure(source, f"returned {len(found)} rewards for {expected} completions")
+    if wrong := [value for value in found if not math.isfinite(value)]:
+        raise _failure(source, f"returned {wrong[0]} as a reward, expected finite numbers")
+
+
+def _load(source: RewardSource) -> Function:
+    point = installed_rewards().get(source.function or "")
+    if point is None:
+        raise JobFailure(
+            Reason.launch_failed,
+            f"the reward function {source.function!r} is not installed in the environment that trains "
+            f"({sys.executable}): install the package whose entry point of the group {GROUP} it is",
+        )
+    try:
+        function: Function = point.load()
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        raise _failure(source, f"cannot be imported ({type(error).__name__}: {text})") from error
+    if not callable(function):
+        raise _failure(source, f"is a {type(function).__name__}, expected function(prompts, completions, rows)")
+    return function
+
+
+def _failure(source: RewardSource, found: str) -> JobFailure:
+    return JobFailure(
+        Reason.invalid_request, f"the reward function {source.function!r} {found}. Its author has to correct it"
+    )

@@ -1,0 +1,135 @@
+"""Resolves GRPO: its parameters, its rewards, and what such a job cannot do."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from ..errors import InvalidRequest
+from ..specs.methods import GrpoLoss, GrpoSpec, RewardScale
+from ..specs.reward_checks import schema_problem
+from ..specs.rewards import GROUP, Check, RewardSource, installed_rewards
+from .bodies import DataConfig, GRPOConfig, GRPOReward
+from .checks import nearest_choice, parse_fields
+from .options import ProviderOptions
+
+_READS: dict[str, tuple[set[str], set[str]]] = {
+    "exact": ({"column"}, set()),
+    "regex": ({"pattern"}, {"column"}),
+    "json": (set(), {"column"}),
+    "json_schema": ({"json_schema"}, set()),
+}
+"""Check -> the fields that it needs, and those that it may have."""
+_ONE_PROCESS = "GRPO answers prompts and trains in one process"
+
+
+def resolve_grpo(config: GRPOConfig, options: ProviderOptions, where: str) -> GrpoSpec:
+    """The parameters of a job. Raises InvalidRequest."""
+    _refuse_options(options)
+    for name, choices in (("loss_type", get_args(GrpoLoss)), ("scale_rewards", get_args(RewardScale))):
+        value = getattr(config, name)
+        if value is not None and value not in choices:
+            raise InvalidRequest(f"{where}.{name}", value, nearest_choice(value, choices))
+    given = {name: value for name in GrpoSpec.model_fields if (value := getattr(config, name, None)) is not None}
+    return GrpoSpec(**{**given, "rewards": _rewards(config.rewards, f"{where}.rewards")})
+
+
+def check_grpo(method: Any, fields: Mapping[str, Any], data: DataConfig) -> None:
+    """Refuse what a GRPO job cannot do, by its resolved fields and its data.
+
+    Raises:
+        InvalidRequest: names the field.
+    """
+    if not isinstance(method, GrpoSpec):
+        return
+    resources = fields["resources"]
+    if resources is not None and resources.nodes > 1:
+        hint = f"{_ONE_PROCESS}: send 1"
+        raise InvalidRequest("provider_options.resources.nodes", resources.nodes, hint)
+    if fields["ranks"] > 1:
+        raise InvalidRequest("provider_options.nproc_per_node", fields["ranks"], f"{_ONE_PROCESS}: send 1")
+    held_out = "GRPO evaluates on no held-out rows: its rewards are metrics of each step; leave it out"
+    for name in ("validation_dataset_id", "train_split_percentage"):
+        value = getattr(data, name)
+        if value is not None and value != 1.0:
+            raise InvalidRequest(f"training_config.data_config.{name}", value, held_out)
+    if method.max_completion_length >= fields["max_seq_length"]:
+        hint = (
+            f"it leaves no token for a prompt within max_seq_length {fields['max_seq_length']}: lower it, or raise that"
+        )
+        raise InvalidRequest("algorithm_config.max_completion_length", method.max_completion_length, hint)
+
+
+def _refuse_options(options: ProviderOptions) -> None:
+    if options.label_smoothing:
+        hint = "GRPO has no form with smoothed labels; leave it out"
+        raise InvalidRequest("provider_options.label_smoothing", options.label_smoothing, hint)
+    for name in ("reference_model", "precompute_reference"):
+        if value := getattr(options, name):
+            hint = "GRPO's reference is the model as it begins, and answers are not known before; leave it out"
+            raise InvalidRequest(f"provider_options.{name}", value, hint)
+    if options.lora and options.lora.quantize_base:
+        hint = "GRPO has not been tried with a base in 4 bits; leave it out"
+        raise InvalidRequest("provider_options.lora.quantize_base", True, hint)
+
+
+def _rewards(given: list[dict[str, Any]] | None, where: str) -> tuple[RewardSource, ...]:
+    if not given:
+        hint = 'send at least one, such as {"check": "exact", "column": "answer"} or {"function": NAME}'
+        raise InvalidRequest(where, given, hint)
+    parsed = [parse_fields(GRPOReward, one, f"{where}[{number}]") for number, one in enumerate(given)]
+    names: list[str] = []
+    for one in parsed:
+        name = one.function or one.check or ""
+        count = sum(other == name or other.startswith(f"{name}_") for other in names)
+        names.append(f"{name}_{count + 1}" if name in names else name)
+    return tuple(_source(one, names[number], f"{where}[{number}]") for number, one in enumerate(parsed))
+
+
+def _source(given: GRPOReward, name: str, where: str) -> RewardSource:
+    if given.model is not None:
+        hint = "rewards by another job's reward model are not supported: send a check or a function"
+        raise InvalidRequest(f"{where}.model", given.model, hint)
+    if (given.check is None) == (given.function is None):
+        raise InvalidRequest(where, given.model_dump(exclude_none=True), "send either a check or a function")
+    if given.weight == 0:
+        raise InvalidRequest(f"{where}.weight", 0, "a reward without a weight teaches nothing; leave it out")
+    needed, allowed = _READS[_check(given.check, where)] if given.check else (set(), set())
+    for field in ("column", "pattern", "json_schema"):
+        value, path = getattr(given, field), f"{where}.{field}"
+        if field in needed and value is None:
+            raise InvalidRequest(path, None, f"the check {given.check!r} needs it")
+        if value is not None and field not in needed | allowed:
+            what = f"the check {given.check!r}" if given.check else "a function"
+            raise InvalidRequest(path, value, f"{what} does not read it; leave it out")
+    if given.function is not None:
+        _check_installed(given.function, where)
+    _check_rule(given, where)
+    schema = None if given.json_schema is None else json.dumps(given.json_schema, sort_keys=True)
+    fields = given.model_dump(include={"check", "column", "pattern", "function"})
+    return RewardSource(name=name, weight=1.0 if given.weight is None else given.weight, json_schema=schema, **fields)
+
+
+def _check(name: str, where: str) -> str:
+    if name not in get_args(Check):
+        raise InvalidRequest(f"{where}.check", name, nearest_choice(name, get_args(Check)))
+    return name
+
+
+def _check_installed(name: str, where: str) -> None:
+    installed = installed_rewards()
+    if name not in installed:
+        those = nearest_choice(name, sorted(installed)) if installed else "no installed package adds one"
+        hint = f"{those}; a package adds functions by entry points of the group {GROUP}"
+        raise InvalidRequest(f"{where}.function", name, hint)
+
+
+def _check_rule(given: GRPOReward, where: str) -> None:
+    try:
+        re.compile(given.pattern or "")
+    except re.error as error:
+        raise InvalidRequest(f"{where}.pattern", given.pattern, f"it is no regular expression: {error}") from error
+    if given.json_schema is not None and (problem := schema_problem(given.json_schema)):
+        raise InvalidRequest(f"{where}.json_schema", given.json_schema, problem)

@@ -1,0 +1,234 @@
+"""GRPO: its losses are those of TRL's own trainer on given answers, and it learns, resumes and fails as it should.
+
+CI compares two losses in few steps; `TRL_METHODS=full` compares every one for 20 steps.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.recipes.trainer.grpo import GrpoRecipe
+from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Prepared, Progress
+from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
+from llama_stack_provider_trl.specs.methods import GrpoSpec
+from llama_stack_provider_trl.specs.rewards import RewardSource
+from tests.tiny import tiny_model
+from tests.training import LORA, job_spec, of_kind, run
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+FULL = os.environ.get("TRL_METHODS") == "full"
+STEPS = 20 if FULL else 4
+ROWS = [{"prompt": f"What is {n} plus {n}?" + " Please." * (n % 3), "answer": str(2 * n)} for n in range(2 * STEPS)]
+DIGITS = RewardSource(name="regex", check="regex", pattern="[0-9]")
+LETTER = RewardSource(name="regex_2", check="regex", pattern="[ea]", weight=0.5)
+CASES: dict[str, dict[str, Any]] = {
+    "dapo-kl": {"loss_type": "dapo", "beta": 0.3, "temperature": 0.8},
+    "grpo-batch": {"loss_type": "grpo", "scale_rewards": "batch"},
+    "bnpo": {"loss_type": "bnpo"},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.1},
+}
+SOME = [*CASES] if FULL else ["dapo-kl", "grpo-batch"]
+
+
+def spec_of(root: Path, method: GrpoSpec, **changes: Any) -> JobSpec:
+    fields = {
+        "rows": ROWS,
+        "batch_size": 2,
+        "optimizer": OptimizerSpec(name="sgd", learning_rate=0.05),
+        "method": method,
+    }
+    return job_spec(root, tiny_model(), "grpo", **{**fields, **changes})
+
+
+def given_answers(prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Answers that follow from the prompts: of several lengths, some with digits or letters, some ended by eos."""
+    eos = 2
+    found = []
+    for prompt in prompts:
+        for number in range(count):
+            base = sum(prompt) * 7 + number * 13
+            ids = [3 + (base + 31 * at) % 250 for at in range(1 + (base + number) % 6)]
+            found.append([*ids, eos] if base % 2 else ids)
+    return found
+
+
+def metric(events: list[Any], name: str) -> list[float]:
+    return [event.metrics[name] for event in of_kind(events, Progress)]
+
+
+def trl_history(root: Path, method: GrpoSpec) -> list[dict[str, float]]:
+    """What TRL's own trainer reports of the same rows and answers, in order."""
+    import re
+
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Given(GRPOTrainer):  # type: ignore[misc]
+        def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            # Each prompt is repeated num_generations times already.
+            return given_answers(prompt_ids[:: method.num_generations], method.num_generations), None
+
+    def digits(completions: list[Any], **_: Any) -> list[float]:
+        return [float(bool(re.search("[0-9]", one[0]["content"]))) for one in completions]
+
+    def letters(completions: list[Any], **_: Any) -> list[float]:
+        return [float(bool(re.search("[ea]", one[0]["content"]))) for one in completions]
+
+    arguments = GRPOConfig(
+        output_dir=str(root / "trl"),
+        num_train_epochs=1,
+        per_device_train_batch_size=method.num_generations,
+        gradient_accumulation_steps=2,
+        optim="sgd",
+        learning_rate=0.05,
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=None,
+        activation_checkpointing=False,
+        dataloader_pin_memory=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        shuffle_dataset=False,
+        num_generations=method.num_generations,
+        max_completion_length=method.max_completion_length,
+        temperature=method.temperature,
+        beta=method.beta,
+        loss_type=method.loss_type,
+        scale_rewards=method.scale_rewards,
+        reward_weights=[1.0, 0.5],
+    )
+    trainer = Given(
+        model=AutoModelForCausalLM.from_pretrained(tiny_model(), dtype="float32"),
+        args=arguments,
+        reward_funcs=[digits, letters],
+        processing_class=AutoTokenizer.from_pretrained(tiny_model()),
+        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]),
+    )
+    trainer.train()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_given_answers_have_the_losses_of_trl_called_directly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    method = GrpoSpec(rewards=(DIGITS, LETTER), num_generations=4, max_completion_length=8, **CASES[name])
+    expected = trl_history(tmp_path, method)
+    monkeypatch.setattr(
+        GrpoRecipe, "answer", lambda self, prompts, rows: given_answers(prompts, self._grpo.num_generations)
+    )
+    spec = spec_of(tmp_path, method, batch_size=1, gradient_accumulation_steps=2, shuffle=False)
+    status, events = run(tmp_path, spec)
+    assert status == 0, [event.message for event in of_kind(events, Failed)]
+    assert len(expected) == STEPS
+    # The gradient too: TRL's `kl` is a mean of the micro batches' means.
+    for metric_name in ("loss", "grad_norm", "reward", "completions/mean_length", "frac_reward_zero_std"):
+        found = metric(events, metric_name)
+        assert found == pytest.approx([entry[metric_name] for entry in expected], rel=1e-4, abs=1e-6), metric_name
+    assert any(abs(value) > 1e-3 for value in metric(events, "grad_norm"))
+
+
+TOY = GrpoSpec(rewards=(DIGITS,), num_generations=8, max_completion_length=4, beta=0.01)
+MORE = [{"prompt": f"Name a number above {n}."} for n in range(8)]
+
+
+def toy(root: Path, method: GrpoSpec = TOY, **changes: Any) -> JobSpec:
+    fields = {"rows": MORE, "n_epochs": 5, "optimizer": OptimizerSpec(learning_rate=1e-2), "save_steps": 10}
+    return spec_of(root, method, **{**fields, **changes})
+
+
+def test_20_steps_raise_a_reward_and_a_job_that_continues_gives_the_same_answers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    spec = toy(tmp_path)
+    status, events = run(tmp_path, spec)
+    assert status == 0, [event.message for event in of_kind(events, Failed)]
+    rewards = metric(events, "reward")
+    assert len(rewards) == 20
+    assert sum(rewards[-5:]) > sum(rewards[:5]) + 1.0
+    assert {"kl", "rewards/regex/mean", "completions/mean_length", "completions/clipped_ratio"} <= of_kind(
+        events, Progress
+    )[0].metrics.keys()
+    effective = of_kind(events, Prepared)[0].effective
+    assert effective["padding_free"] == "not used: it trains on answers that differ in each step"
+    assert effective["memory"]["fits"]
+    final = spec.checkpoint_dir / "final"
+    assert AutoModelForCausalLM.from_pretrained(final).config.model_type == "llama"
+    weights = (final / "model.safetensors").read_bytes()
+    final.rename(tmp_path / "first-final")
+    resumed = run(tmp_path / "resumed", spec, spec.checkpoint_dir / "checkpoint-10")[1]
+    for name in ("loss", "reward", "kl", "completions/mean_length"):
+        assert metric(resumed, name) == metric(events, name)[10:], name
+    assert (final / "model.safetensors").read_bytes() == weights
+
+
+PLUGIN = """
+def length(prompts, completions, rows):
+    assert prompts[0][-1]["role"] == "user" and "answer" in rows[0]
+    return [len(completion) / 10 for completion in completions]
+
+def broken(prompts, completions, rows):
+    raise LookupError("no judge today")
+
+def short(prompts, completions, rows):
+    return [1.0]
+
+def not_a_number(prompts, completions, rows):
+    return [float("nan")] * len(completions)
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package with reward functions, as pip installs it: a module, and the metadata with its entry points."""
+    site = tmp_path / "site"
+    metadata = site / "toy_rewards-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (site / "toy_rewards.py").write_text(PLUGIN)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-rewards\nVersion: 1.0\n")
+    names = ("length", "broken", "short", "not_a_number")
+    points = "".join(f"{name} = toy_rewards:{name}\n" for name in names)
+    (metadata / "entry_points.txt").write_text(f"[llama_stack_provider_trl.rewards]\n{points}")
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.delitem(sys.modules, "toy_rewards", raising=False)
+
+
+def of_function(name: str) -> GrpoSpec:
+    source = RewardSource(name=name, function=name, weight=2.0)
+    return GrpoSpec(rewards=(source, DIGITS), num_generations=2, max_completion_length=4)
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_function_of_an_installed_package_rewards_adapters(tmp_path: Path) -> None:
+    rows = [{**row, "answer": "7"} for row in MORE[:2]]
+    status, events = run(tmp_path, toy(tmp_path, of_function("length"), rows=rows, n_epochs=1, lora=LORA))
+    assert status == 0, [event.message for event in of_kind(events, Failed)]
+    (values,) = [event.metrics for event in of_kind(events, Progress)]
+    assert values["rewards/length/mean"] > 0
+    assert values["reward"] == pytest.approx(2 * values["rewards/length/mean"] + values["rewards/regex/mean"])
+    assert of_kind(events, CheckpointSaved)[-1].kind == "final"
+
+
+@pytest.mark.usefixtures("plugin")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("broken", "the reward function 'broken' raised LookupError: no judge today"),
+        ("short", "the reward function 'short' returned 1 rewards for 4 completions"),
+        ("not_a_number", "the reward function 'not_a_number' returned nan as a reward"),
+        ("absent", "the reward function 'absent' is not installed in the environment that trains"),
+    ],
+)
+def test_a_function_that_cannot_reward_fails_the_job_with_one_sentence(tmp_path: Path, name: str, message: str) -> None:
+    status, events = run(tmp_path, toy(tmp_path, of_function(name), rows=MORE[:2], n_epochs=1))
+    (failed,) = of_kind(events, Failed)
+    assert (status, failed.reason) == (1, "launch_failed" if name == "absent" else "invalid_request")
+    assert failed.message.startswith(message)
