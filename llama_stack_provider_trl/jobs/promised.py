@@ -30,7 +30,7 @@ def promised_rows(dataset_id: str, use: RowUse, store: Store) -> DatasetRef | No
     if not isinstance(spec.work, GenerateSpec):
         hint = f"job {name!r} makes no dataset: name a job of POST /v1/post-training/generate, or a registered dataset"
         raise InvalidRequest(DATASET_ID, dataset_id, hint)
-    if use == "prompts":
+    if use == "prompts" or METHODS[use].rows == "prompts":
         hint = "its rows are answered prompts, and not there yet: once it has completed, name the dataset it registers"
         raise InvalidRequest(DATASET_ID, dataset_id, hint)
     if METHODS[use].rows != "sft":
