@@ -1,8 +1,9 @@
 """Several jobs of one file, in the order in which they depend on one another, each under a name that its inputs decide.
 
-A pipeline is `{"jobs": {NAME: REQUEST, ...}}`. In a request, `after`, `model: job:NAME` and `dataset_id: job:NAME` name
-jobs of the file. The job_uuid of each is its name with a digest of its request, of the rows that it names and of the
-jobs before it. So what was trained already is found by its name, and is not trained again.
+A pipeline is `{"jobs": {NAME: REQUEST, ...}}`, with a section `teacher_student` beside the jobs or in their place. In a
+request, `after`, `model: job:NAME` and `dataset_id: job:NAME` name jobs of the file. The job_uuid of each is its name
+with a digest of its request, of the rows that it names and of the jobs before it. So what was trained already is found
+by its name, and is not trained again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from llama_stack_provider_trl.errors import InvalidRequest, ServiceRefusal
 from llama_stack_provider_trl.jobs.graph import cycle
 
 from .client import ServiceClient
-from .trl_client import submit_request
+from .submitting import submit_request
+from .teacher_student import SECTION, expanded
 
 Json = dict[str, Any]
 JOBS = "jobs"
@@ -58,7 +60,7 @@ class Placed:
 
 
 def is_pipeline(body: Mapping[str, Any]) -> bool:
-    return JOBS in body
+    return JOBS in body or SECTION in body
 
 
 def steps_of(body: Mapping[str, Any]) -> list[PipelineJob]:
@@ -67,11 +69,7 @@ def steps_of(body: Mapping[str, Any]) -> list[PipelineJob]:
     Raises:
         InvalidRequest: names the job and the field.
     """
-    if unknown := sorted(body.keys() - {JOBS}):
-        raise InvalidRequest(unknown[0], "...", f"a pipeline has the key {JOBS!r} and no other")
-    jobs = body[JOBS]
-    if not isinstance(jobs, Mapping) or not jobs:
-        raise InvalidRequest(JOBS, jobs, "expected an object: the name of each job, and its request")
+    jobs = _jobs(body)
     steps = {name: _step(name, request, jobs.keys()) for name, request in jobs.items()}
     if found := cycle({name: step.after for name, step in steps.items()}):
         raise InvalidRequest(
@@ -82,6 +80,22 @@ def steps_of(body: Mapping[str, Any]) -> list[PipelineJob]:
         done = {step.name for step in ordered}
         ordered += [step for step in steps.values() if step.name not in done and done.issuperset(step.after)]
     return ordered
+
+
+def _jobs(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The jobs of a pipeline, those of its section `teacher_student` among them."""
+    if unknown := sorted(body.keys() - {JOBS, SECTION}):
+        raise InvalidRequest(unknown[0], "...", f"a pipeline has the key {JOBS!r} or {SECTION!r}, and no other")
+    jobs = body.get(JOBS)
+    if not isinstance(jobs, Mapping) or not jobs:
+        if jobs is not None or SECTION not in body:
+            raise InvalidRequest(JOBS, jobs, "expected an object: the name of each job, and its request")
+        jobs = {}
+    found = expanded(body[SECTION]) if SECTION in body else {}
+    if taken := [name for name in jobs if name in found]:
+        hint = f"{SECTION} has a job of this name: choose another one"
+        raise InvalidRequest(f"{JOBS}.{taken[0]}", "...", hint)
+    return {**found, **jobs}
 
 
 def digest_of(step: PipelineJob, rows: Mapping[str, Any], before: Mapping[str, str]) -> str:

@@ -23,36 +23,23 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.requests.bodies import algorithm_of
 
-from .client import (
-    EVALUATE,
-    GENERATE,
-    JOBS,
-    MERGE,
-    PREFERENCE_OPTIMIZE,
-    PREFLIGHT,
-    PREVIEW,
-    SUPERVISED_FINE_TUNE,
-    ServiceClient,
-    Timeouts,
-    job_path,
-)
+from .client import JOBS, PREFLIGHT, PREVIEW, ServiceClient, Timeouts, job_path
 from .config import DEFAULT_URL, checked_token, checked_url
 from .follow import JobEvent, Note, events, statuses
+from .pipeline import place, steps_of
 from .plots.curves import LOSS, SMOOTHING, Axis, curves_of
 from .plots.files import check_output, write_plot
 from .plots.points import fetch_points
 from .pull import pull
 from .row_files import UploadedRows, name_by_content, register_rows, stored_rows
+from .submitting import submit_request
 
 Algorithm = Literal["sft", "dpo"]
 Json = dict[str, Any]
 _PAGE = 200
 _SETS = 20
-KINDS = {"generate": GENERATE, "evaluate": EVALUATE, "merge": MERGE}
-"""Kind of a job that does not train -> its call."""
 PREFLIGHT_TIMEOUTS = Timeouts(read=3600.0, total=3600.0)
 """The service itself bounds a preflight (`preflight_timeout`)."""
 
@@ -127,6 +114,30 @@ class AsyncTrlClient:
             job: `job_uuid`, `models` ([{"model", "weight"}]) and more (docs/how-to/merge.md).
         """
         return str((await submit_request(self._service, {**job, "kind": "merge"}))["job_uuid"])
+
+    async def run(self, pipeline: Mapping[str, Any]) -> dict[str, str]:
+        """Queue the jobs of a pipeline that the service does not have yet; returns the `job_uuid` of each by its name
+        in the pipeline, those that others depend on first.
+
+        Args:
+            pipeline: what `trl-remote run` reads (docs/how-to/chains.md): `jobs`, `teacher_student`.
+
+        Raises:
+            InvalidRequest: a job, or a dataset, cannot be used; nothing was queued then.
+        """
+        return {one.name: one.job_uuid for one in await place(self._service, steps_of(pipeline))}
+
+    async def teacher_student(
+        self, section: Mapping[str, Any], jobs: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> dict[str, str]:
+        """Queue a distillation: a teacher's answers, the students that learn them, their average, and the evaluation of
+        each. As `run`.
+
+        Args:
+            section: `teacher`, `prompts`, `held_out`, `students` and more (docs/how-to/distillation.md).
+            jobs: others of the same pipeline, such as the one that trains the teacher.
+        """
+        return await self.run({"teacher_student": section, **({"jobs": jobs} if jobs else {})})
 
     async def preflight(self, job: Mapping[str, Any], algorithm: Algorithm | None = None) -> Json:
         """What a job would do, and whether it fits (`fits`). Queues nothing."""
@@ -289,6 +300,16 @@ class TrlClient:
         """As `AsyncTrlClient.merge`."""
         return _run(self._client.merge(job))
 
+    def run(self, pipeline: Mapping[str, Any]) -> dict[str, str]:
+        """As `AsyncTrlClient.run`."""
+        return _run(self._client.run(pipeline))
+
+    def teacher_student(
+        self, section: Mapping[str, Any], jobs: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> dict[str, str]:
+        """As `AsyncTrlClient.teacher_student`."""
+        return _run(self._client.teacher_student(section, jobs))
+
     def preflight(self, job: Mapping[str, Any], algorithm: Algorithm | None = None) -> Json:
         """As `AsyncTrlClient.preflight`."""
         return _run(self._client.preflight(job, algorithm))
@@ -363,26 +384,6 @@ class TrlClient:
     ) -> Path:
         """As `AsyncTrlClient.plot`."""
         return _run(self._client.plot(*job_uuids, output=output, metrics=metrics, x=x, smoothing=smoothing))
-
-
-async def submit_request(service: ServiceClient, job: Mapping[str, Any], algorithm: str | None = None) -> Json:
-    """POST a job to the call of its algorithm; None: the one that its fields are meant for.
-
-    Args:
-        job: with a field `kind` where it does not train: `generate`, `evaluate`, `merge`.
-
-    Raises:
-        InvalidRequest: there is no such kind.
-    """
-    if "kind" in job:
-        body = dict(job)
-        kind = body.pop("kind")
-        if kind not in KINDS or algorithm is not None:
-            hint = "a job that trains has no kind; others are: " + ", ".join(KINDS)
-            raise InvalidRequest("kind", kind, hint)
-        return dict(await service.submit(KINDS[kind], body))
-    paths = {"sft": SUPERVISED_FINE_TUNE, "dpo": PREFERENCE_OPTIMIZE}
-    return dict(await service.submit(paths[algorithm or algorithm_of(job)], dict(job)))
 
 
 async def preflight_request(service: ServiceClient, job: Mapping[str, Any], algorithm: str | None = None) -> Json:

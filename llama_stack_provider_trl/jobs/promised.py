@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..errors import InvalidRequest, InvalidRows, JobNotFound
+from ..errors import InvalidRequest, InvalidRows, JobNotFound, StoreError
 from ..requests.data import DATASET_ID, TRAIN_SHARE, rows_job_of
-from ..specs.job import DatasetRef, JobSpec, RowUse
+from ..specs.job import DatasetRef, JobSpec, RowUse, ShardSpec
 from ..specs.kinds import ROWS, GenerateSpec
 from ..specs.methods import METHODS
 from ..system.files import touched
+from .row_shards import refuse_more_shards, stored_shard
 from .store import Store
 
 
@@ -41,6 +42,25 @@ def promised_rows(dataset_id: str, use: RowUse, store: Store) -> DatasetRef | No
     return DatasetRef(dataset_id=spec.work.output_dataset_id, path=rows, sha256="", num_rows=0, of_job=name)
 
 
+def shard_of(dataset: DatasetRef, shard: ShardSpec, store: Store | None) -> DatasetRef:
+    """The part of a dataset that a job has. Rows that another job makes are divided when an attempt starts.
+
+    Raises:
+        InvalidRequest: there are more parts than rows.
+        StoreError: the part cannot be stored.
+    """
+    if dataset.of_job is not None:
+        assert store is not None
+        maker = store.get(dataset.of_job).spec
+        assert isinstance(maker.work, GenerateSpec)
+        refuse_more_shards(dataset.dataset_id, shard, maker.dataset.num_rows * maker.work.samples_per_prompt)
+        return dataset.model_copy(update={"shard": shard})
+    try:
+        return stored_shard(dataset, shard)
+    except OSError as error:
+        raise StoreError(f"a part of dataset {dataset.dataset_id!r} cannot be stored: {error}") from error
+
+
 def maker_of(dataset_id: str, store: Store) -> str | None:
     """A job that has not ended and is to make a dataset of this name; None: there is none."""
     rows = store.database.select("select_maker", {"dataset_id": dataset_id})
@@ -52,6 +72,8 @@ def with_known_rows(spec: JobSpec, store: Store, data_dir: Path) -> JobSpec:
 
     Raises:
         InvalidRows: they are gone.
+        InvalidRequest: they are fewer than the parts into which they are divided.
+        OSError: their part cannot be written.
     """
     name = spec.dataset.of_job
     if name is None:
@@ -64,6 +86,7 @@ def with_known_rows(spec: JobSpec, store: Store, data_dir: Path) -> JobSpec:
             "job again under another job_uuid"
         )
     known = spec.dataset.model_copy(update={"path": path, **made})
+    known = stored_shard(known, known.shard) if known.shard is not None else known
     return spec.model_copy(update={"dataset": known})
 
 

@@ -30,7 +30,7 @@ from ..system.files import put_lines, put_rows
 from .bases import find_base
 from .merges import after_all
 from .ownership import Ownership
-from .promised import refuse_split, refuse_unknown_rows
+from .promised import refuse_split, refuse_unknown_rows, shard_of
 from .resume_from import copy_checkpoint, discard_checkpoint
 from .searches import NewTrial
 from .store import NewJob, Store
@@ -200,6 +200,8 @@ async def resolved(
     dataset, warnings = await datasets(resolution.dataset_id, use, data_format)
     await _check_custom(resolution, dataset, use)
     await asyncio.to_thread(_check_rewards, resolution.fields.get("method"), dataset)
+    if resolution.shard is not None:
+        dataset = await asyncio.to_thread(shard_of, dataset, resolution.shard, store)
     validation = None
     if resolution.validation_dataset_id is not None:
         validation, more = await datasets(resolution.validation_dataset_id, use, data_format)

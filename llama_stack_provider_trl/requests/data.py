@@ -12,6 +12,7 @@ from ..specs.job import (
     EarlyStoppingSpec,
     SampleMessage,
     SamplesSpec,
+    ShardSpec,
 )
 from ..specs.methods import METHODS
 from .bodies import (
@@ -25,6 +26,7 @@ from .settings import Settings
 
 DATASET_ID = "training_config.data_config.dataset_id"
 TRAIN_SHARE = "training_config.data_config.train_split_percentage"
+SHARDS = "provider_options.shard.count"
 _OF_JOB = re.compile(f"job:({JOB_UUID_PATTERN[1:-1]})")
 
 
@@ -119,6 +121,10 @@ def resolve_train_share(data: DataConfig) -> float:
             f"validation_dataset_id names the rows to evaluate on, {data.validation_dataset_id!r}; send one of them",
         )
     return data.train_split_percentage or 1.0
+
+
+def resolve_shard(options: ProviderOptions) -> ShardSpec | None:
+    return options.shard and ShardSpec(index=options.shard.index, count=options.shard.count)
 
 
 def resolve_evaluations(options: ProviderOptions, data: DataConfig, algorithm: Algorithm) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from ..documented import Documented
 from ..errors import InvalidRequest
@@ -82,6 +82,23 @@ class Resources(Documented):
     """Only nodes with the model in their local cache."""
 
 
+class Shard(Documented):
+    """A part of the rows of a dataset."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    index: int = Field(ge=0, lt=10**6)
+    """Number of the part, from 0."""
+    count: int = Field(gt=0, le=10**6)
+    """Parts of the dataset."""
+
+    @model_validator(mode="after")
+    def _check_index(self) -> Shard:
+        if self.index >= self.count:
+            raise ValueError(f"index is {self.index}: with count {self.count} it is 0 to {self.count - 1}")
+        return self
+
+
 SAMPLE_ROLES = ("system", "user", "assistant", "tool")
 SAMPLE_CHARACTERS = 32_000
 """Of all prompts together."""
@@ -145,6 +162,7 @@ _BLOCKS: dict[str, type[Documented]] = {
     "early_stopping": EarlyStopping,
     "resources": Resources,
     "samples": Samples,
+    "shard": Shard,
 }
 
 
@@ -231,6 +249,8 @@ class ProviderOptions(Documented):
     """A metric point every so many optimizer steps."""
     seed: int = Field(42, ge=0, lt=2**31)
     """Decides shuffling and the initial values of adapters."""
+    shard: Shard | None = None
+    """Train on the rows whose number modulo `count` is `index`: {index, count}. Default: all rows."""
     nproc_per_node: int | None = Field(None, gt=0, le=1024)
     """Processes that train together (torchrun), each on a GPU of its own; on a CPU they share it. The inline provider
     trains in one. Default: the configuration's."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..specs.job import DatasetRef, JobSpec
+from ..specs.job import DatasetRef, JobSpec, ShardSpec
 from .averaging import resolve_averaging
 from .bases import NamedJob, resolve_base
 from .checks import refuse_infinite, refuse_unknown, refuse_unsupported
-from .data import resolve_data, resolve_data_config, resolve_train_share
+from .data import resolve_data, resolve_data_config, resolve_shard, resolve_train_share
 from .grpo import check_grpo
 from .lifecycle import resolve_lifecycle
 from .method import resolve_method
@@ -39,6 +39,8 @@ class Resolution:
     """They get the job's points."""
     train_share: float = 1.0
     """Share of the rows to train on; the others are held out for validation."""
+    shard: ShardSpec | None = None
+    """The part of the rows that the job has; None: all."""
 
     def spec(self, dataset: DatasetRef, validation: DatasetRef | None) -> JobSpec:
         return JobSpec(dataset=dataset, validation=validation, **self.fields)
@@ -79,5 +81,5 @@ def resolve(
     fields |= resolve_averaging(options, settings, fields)
     check_step(fields)
     check_grpo(fields.get("method"), fields, data)
-    share = resolve_train_share(data)
-    return Resolution(data.dataset_id, data.validation_dataset_id, fields, warnings, trackers, share)
+    share, shard = resolve_train_share(data), resolve_shard(options)
+    return Resolution(data.dataset_id, data.validation_dataset_id, fields, warnings, trackers, share, shard)

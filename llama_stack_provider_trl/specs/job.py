@@ -51,6 +51,13 @@ def default_dtype(device: str) -> Dtype:
     return "bf16" if device.startswith("cuda") else "fp32"
 
 
+class ShardSpec(Frozen):
+    """The rows of a dataset whose number modulo `count` is `index`."""
+
+    index: int = Field(ge=0)
+    count: int = Field(gt=0)
+
+
 class DatasetRef(Frozen):
     """A dataset as a content-addressed NDJSON file: one JSON object per line, absent values left out."""
 
@@ -61,6 +68,8 @@ class DatasetRef(Frozen):
     of_job: str | None = None
     """The job that makes these rows, where they are not known before it has completed: `path`, `sha256` and `num_rows`
     are then decided when an attempt starts (`jobs.promised`)."""
+    shard: ShardSpec | None = None
+    """The part of the rows of `of_job` that is meant; None: all."""
 
 
 class OptimizerSpec(Frozen):

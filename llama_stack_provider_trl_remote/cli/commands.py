@@ -21,7 +21,8 @@ from ..plots.points import fetch_points, newest_job, stored_points
 from ..pull import pull
 from ..request_files import read_request
 from ..row_files import register_rows, register_uri, stored_rows
-from ..trl_client import list_jobs, preflight_request, submit_request
+from ..submitting import submit_request
+from ..trl_client import list_jobs, preflight_request
 from . import advise, found_machines, node_lines, nodes_ssh, one_line
 from .preview import preview
 from .samples import samples

@@ -22,7 +22,7 @@ from ..pipeline import is_pipeline, place, steps_of
 from ..pull import pull
 from ..request_files import read_request
 from ..row_files import has_preferences, name_by_content, register_rows, stored_rows
-from ..trl_client import submit_request
+from ..submitting import submit_request
 from .terminal import emit, table
 from .watch import exit_status, watch
 

@@ -18,6 +18,7 @@ import pytest
 from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.jobs.row_shards import stored_shard
 from llama_stack_provider_trl.jobs.submission import split_rows
 from llama_stack_provider_trl.requests import bodies as requests
 from llama_stack_provider_trl.requests.options import ProviderOptions
@@ -310,6 +311,8 @@ CASES: dict[str, Case] = {
         2, ("logging_steps",), lambda base, changed: (len(base.losses), len(changed.losses)) == (4, 2)
     ),
     OPTION + "seed": Case(3, ("seed",), first_loss),
+    OPTION + "shard.index": Case(1, ("dataset",), first_loss, around={OPTION + "shard": {"index": 0, "count": 2}}),
+    OPTION + "shard.count": Case(4, ("dataset",), steps(1), around={OPTION + "shard": {"index": 0, "count": 2}}),
     OPTION + "label_smoothing": Case(0.3, ("dpo.label_smoothing",), losses, "dpo", FAST),
     OPTION + "reference_model": Case(
         str(tiny_model(tied=False)), ("dpo.reference.model",), first_loss, "dpo", {"model": str(tiny_model())}
@@ -428,9 +431,12 @@ def job(call: str, fields: Json, root: Path) -> JobSpec:
         return dataset(root, ROWS[dataset_id]).model_copy(update={"dataset_id": dataset_id})
 
     validation = found.validation_dataset_id
+    rows = ref(found.dataset_id)
+    if found.shard is not None:
+        rows = stored_shard(rows, found.shard)
     if found.train_share < 1.0:
-        return found.spec(*split_rows(ref(found.dataset_id), found.train_share, found.fields["seed"]))
-    return found.spec(ref(found.dataset_id), ref(validation) if validation else None)
+        return found.spec(*split_rows(rows, found.train_share, found.fields["seed"]))
+    return found.spec(rows, ref(validation) if validation else None)
 
 
 @pytest.fixture(scope="module")
