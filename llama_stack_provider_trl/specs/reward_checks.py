@@ -1,4 +1,7 @@
-"""Scores of answers that need no model and no code of others: whether an answer is what a row or a rule expects."""
+"""Scores of answers that need no model and no code of others: whether an answer is what a row or a rule expects.
+
+Patterns are searched with `regex`, which has timeouts: one that backtracks without end would hang a training.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 _NO_VALUE = object()
 """What text that is not JSON stands for."""
+_SECONDS = 1.0
+"""That the search of a pattern may take; the answer does not pass then."""
 _ANNOTATIONS = {"$schema", "title", "description", "default", "examples"}
 
 
@@ -27,7 +32,10 @@ def score(source: RewardSource, answer: str, row: Mapping[str, Any]) -> float:
     """1.0 where the answer passes the check of the source, else 0.0."""
     if source.check is None:
         raise AssertionError("a reward without a check")
-    return float(_CHECKS[source.check](source, answer, row))
+    try:
+        return float(_CHECKS[source.check](source, answer, row))
+    except TimeoutError:
+        return 0.0
 
 
 def schema_problem(schema: Any, where: str = "") -> str:
@@ -130,7 +138,7 @@ _KEYWORDS: dict[str, Callable[[Any, Any, Mapping[str, Any]], bool]] = {
     "maxItems": lambda value, given, _: not isinstance(value, list) or len(value) <= given,
     "minLength": lambda value, given, _: not isinstance(value, str) or len(value) >= given,
     "maxLength": lambda value, given, _: not isinstance(value, str) or len(value) <= given,
-    "pattern": lambda value, given, _: not isinstance(value, str) or re.search(given, value) is not None,
+    "pattern": lambda value, given, _: not isinstance(value, str) or _search(given, value) is not None,
     "minimum": lambda value, given, _: not _is_number(value) or value >= given,
     "maximum": lambda value, given, _: not _is_number(value) or value <= given,
     "exclusiveMinimum": lambda value, given, _: not _is_number(value) or value > given,
@@ -140,6 +148,13 @@ _KEYWORDS: dict[str, Callable[[Any, Any, Mapping[str, Any]], bool]] = {
     "not": lambda value, given, _: not matches(value, given),
 }
 """Keyword -> whether a value satisfies it, with the schema that it is in."""
+
+
+def _search(pattern: str, text: str) -> Any:
+    """Where a pattern is found first; None: nowhere. Raises TimeoutError."""
+    import regex  # a requirement of transformers, thus where jobs train
+
+    return regex.search(pattern, text, timeout=_SECONDS)
 
 
 def _text(value: Any) -> str:
@@ -163,7 +178,7 @@ def _exact(source: RewardSource, answer: str, row: Mapping[str, Any]) -> bool:
 
 
 def _regex(source: RewardSource, answer: str, row: Mapping[str, Any]) -> bool:
-    found = re.search(source.pattern or "", answer)
+    found = _search(source.pattern or "", answer)
     if found is None or source.column is None:
         return found is not None
     text = found[1] if found.re.groups else found[0]

@@ -14,6 +14,7 @@ from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs import reward_checks
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, ShardingSpec
 from llama_stack_provider_trl.specs.methods import GrpoSpec
 from llama_stack_provider_trl.specs.reward_checks import matches, schema_problem, score
@@ -62,6 +63,17 @@ def spec_of(config: dict[str, Any], *, sharding: bool = False, data: Any = None,
 def test_a_check_gives_an_answer_1_or_0(fields: dict[str, Any], answer: str, expected: float) -> None:
     (source,) = _sources(spec_of({"rewards": [fields]}))
     assert score(source, answer, {"answer": 42, "data": '{"a": null, "b": [1, true]}'}) == expected
+
+
+@pytest.mark.parametrize("fields", [{"check": "regex"}, {"check": "json_schema"}])
+def test_a_pattern_that_backtracks_without_end_does_not_pass(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_checks, "_SECONDS", 0.05)
+    pattern = r"^(\w+\s?)*x$"
+    rule = {"pattern": pattern} if fields["check"] == "regex" else {"json_schema": {"not": {"pattern": pattern}}}
+    (source,) = _sources(spec_of({"rewards": [{**fields, **rule}]}))
+    assert score(source, json.dumps("ab " * 40), {}) == 0.0
 
 
 def _sources(spec: JobSpec) -> tuple[RewardSource, ...]:

@@ -28,7 +28,7 @@ from ...specs.rows import Message, PromptExample, parse_row
 from ..model.adapters import REFERENCE
 from ..model.generation import Sampler, answer_ends, answer_ids
 from .base import RecipeTrainer
-from .dpo import no_recomputation
+from .scoring import no_recomputation
 from .pairs import PaddedPairs
 from .reference import NoReference, is_needed, load_reference
 from .rewards import Rewards
