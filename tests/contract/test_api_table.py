@@ -200,6 +200,8 @@ ASKS: dict[str, Try] = {
     "algorithm_config.reward_scale": Try(2.0, "dpo"),
     "algorithm_config.reward_clip": Try(5.0, "dpo"),
     "algorithm_config.center_rewards_coefficient": Try(0.1, "dpo", around={"algorithm_config": {"type": "reward"}}),
+    "algorithm_config.desirable_weight": Try(0.5, "dpo", around={"algorithm_config": {"type": "kto"}}),
+    "algorithm_config.undesirable_weight": Try(0.5, "dpo", around={"algorithm_config": {"type": "kto"}}),
     "algorithm_config.rewards": Try([IS_JSON], "dpo", around={"algorithm_config": {"type": "grpo"}}),
     **{
         f"algorithm_config.{name}": Try(

@@ -225,6 +225,16 @@ CASES: dict[str, Case] = {
     ALGORITHM + "center_rewards_coefficient": Case(
         0.5, ("method.center_rewards_coefficient",), first_loss, "dpo", {ALGORITHM + "type": "reward"}
     ),
+    **{
+        f"{ALGORITHM}{label}_weight": Case(
+            0.5,
+            (f"method.{label}_weight",),
+            first_loss,
+            "dpo",
+            {ALGORITHM + "type": "kto"},
+        )
+        for label in ("desirable", "undesirable")
+    },
     OPTION + "method": Case({"type": "orpo"}, ("algorithm", "dpo", "method"), first_loss, "dpo"),
     OPTION + "lora": Case({"rank": 4}, ("lora", "optimizer.learning_rate"), trainable, "dpo"),
     OPTION + "peft_method": Case("ia3", ("lora.method", "lora.rank", "lora.alpha"), trainable, around=LORA),

@@ -21,10 +21,13 @@ from llama_stack_provider_trl.requests.resolve import Resolution, resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.custom import ALGORITHMS
 from llama_stack_provider_trl.specs.job import Algorithm, DatasetRef, JobSpec
-from llama_stack_provider_trl.specs.methods import METHODS, CpoSpec, OrpoSpec, RewardSpec
+from llama_stack_provider_trl.specs.methods import METHODS, CpoSpec, KtoSpec, OrpoSpec, RewardSpec
+from llama_stack_provider_trl.specs.model_source import reference_of
 from llama_stack_provider_trl.specs.rows import check_rows
 from llama_stack_provider_trl_remote.service.http.bodies import PreflightBody
 from tests.tiny import REPOSITORY
+
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
 
 def request(config: Any = None, kind: Any = PreferenceOptimizeRequest, **data: Any) -> Any:
@@ -72,6 +75,49 @@ def test_a_reward_model_gets_its_parameter_and_its_own_learning_rates() -> None:
     assert spec_of({"type": "reward"}, lora={"rank": 4}).optimizer.learning_rate == 1e-3
 
 
+def test_kto_gets_its_parameters_and_the_reference_of_dpo(tmp_path: Path) -> None:
+    given = {"type": "kto", "beta": 0.3, "desirable_weight": 2.0, "undesirable_weight": 0.0}
+    spec = spec_of(given, reference_model="org/reference")
+    assert spec.algorithm == "kto"
+    assert isinstance(spec.method, KtoSpec)
+    assert spec.method.model_dump(exclude={"name", "loss_type", "reference"}) == {
+        name: value for name, value in given.items() if name != "type"
+    }
+    assert spec.reference_source.model == "org/reference"
+    on_node = spec.method.reference.model_copy(update={"model_path": tmp_path})
+    moved = spec.model_copy(update={"method": spec.method.model_copy(update={"reference": on_node})})
+    assert reference_of(moved.model_dump(mode="json"))["model_path"] == str(tmp_path)
+    assert moved.without_model_paths() == spec
+    assert spec_of({"type": "kto"}).method == KtoSpec()
+    assert spec_of({"type": "kto", "loss_type": "apo_zero_unpaired"}).method == KtoSpec(loss_type="apo_zero_unpaired")
+
+
+def test_kto_reads_labelled_answers_and_names_what_other_rows_lack() -> None:
+    chat = {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]}
+    rows = [{"prompt": "a", "completion": "b", "label": False}, {**chat, "label": True}]
+    assert check_rows(rows, "kto").shapes == {"prompt + completion + label": 2}
+    for row, use, words in (
+        (PAIR, "kto", "write each as two rows"),
+        ({"prompt": "a", "completion": "b"}, "kto", "These rows lack a label"),
+        ({"prompt": "a", "completion": "b", "label": 1}, "kto", "column label: found a number 1, expected true"),
+        ({"prompt": "a", "completion": "b", "label": "true"}, "kto", "found text 'true', expected true"),
+        ({"prompt": "a", "completion": "", "label": True}, "kto", "column completion: found blank text"),
+        ({"prompt": "a", "completion": "b", "label": True}, "dpo", "was the type kto meant"),
+    ):
+        with pytest.raises(InvalidRows, match="row 1") as refused:
+            check_rows([rows[0] if use == "kto" else PAIR, row], use)  # type: ignore[arg-type]
+        assert words in str(refused.value)
+
+
+def test_kto_refuses_a_step_of_one_row() -> None:
+    settings = Settings(data_dir=Path("/data"), devices=("cpu",))
+    with pytest.raises(InvalidRequest, match="answer of another row") as refused:
+        resolve(request({"type": "kto"}, batch_size=1), ProviderOptions(), settings)
+    assert refused.value.field == "training_config.data_config.batch_size"
+    without_kl = {"type": "kto", "loss_type": "apo_zero_unpaired"}
+    assert resolve(request(without_kl, batch_size=1), ProviderOptions(), settings).fields["batch_size"] == 1
+
+
 def test_smoothed_labels_reach_the_losses_that_have_them() -> None:
     for config in ({"type": "cpo"}, {"type": "simpo"}):
         method = spec_of(config, label_smoothing=0.1).method
@@ -106,6 +152,22 @@ def test_smoothed_labels_reach_the_losses_that_have_them() -> None:
             "provider_options.precompute_reference",
             "SimPO has no reference model",
         ),
+        ({"type": "kto", "gamma": 0.1}, {}, "algorithm_config.gamma", "KTO has no such field"),
+        ({"type": "kto", "loss_type": "bco"}, {}, "algorithm_config.loss_type", "'kto'"),
+        ({"type": "kto", "desirable_weight": -1}, {}, "algorithm_config.desirable_weight", "greater than or equal"),
+        (
+            {"type": "kto", "desirable_weight": 0, "undesirable_weight": 0},
+            {},
+            "algorithm_config.desirable_weight",
+            "no row has a loss",
+        ),
+        ({"type": "kto"}, {"label_smoothing": 0.1}, "provider_options.label_smoothing", "KTO has no form"),
+        (
+            {"type": "kto"},
+            {"precompute_reference": True},
+            "provider_options.precompute_reference",
+            "which every epoch chooses anew",
+        ),
         ({"type": "reward", "beta": 0.1}, {}, "algorithm_config.beta", "a reward model has no such field"),
         (
             {"type": "reward"},
@@ -124,7 +186,12 @@ def test_smoothed_labels_reach_the_losses_that_have_them() -> None:
             "plain LoRA only",
         ),
         ({"type": "reward"}, {"lora": {"use_dora": True}}, "provider_options.lora.use_dora", "plain LoRA only"),
-        (None, {"method": {"beta": 0.1}}, "provider_options.method.type", "expected one of orpo, cpo, simpo, reward"),
+        (
+            None,
+            {"method": {"beta": 0.1}},
+            "provider_options.method.type",
+            "expected one of orpo, cpo, simpo, reward, kto",
+        ),
         (None, {"method": {"type": "dpo"}}, "provider_options.method.type", "DPO has its fields in algorithm_config"),
         (None, {"method": {"type": "orpo", "gama": 1}}, "provider_options.method.gama", "ORPO has no such field"),
         ({"type": "cpo"}, {"method": {"type": "orpo"}}, "algorithm_config.type", "send one of them"),
