@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +14,10 @@ import pytest
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, MethodUnavailable
 from llama_stack_provider_trl.requests.bodies import algorithm_of
 from llama_stack_provider_trl.specs import custom
-from llama_stack_provider_trl.specs.custom import check_custom_rows, find_method, problems
+from llama_stack_provider_trl.specs.custom import CustomMethod, check_custom_rows, find_method, problems
 from llama_stack_provider_trl.specs.methods import CustomSpec
 from tests.plugins import install, install_example
+from tests.tiny import REPOSITORY
 from tests.training import dataset
 from tests.unit.test_preference_methods import resolved, spec_of
 
@@ -148,3 +151,12 @@ def test_a_method_checks_rows_and_a_refused_one_is_named(site: Path, tmp_path: P
     install(site, "bad", {"bad": "bad_check:method"}, {"bad_check": METHOD + "method = make(check_row=check)"})
     with pytest.raises(MethodUnavailable, match=r"method 'bad' of bad 1\.0 failed on row 0: AttributeError"):
         check_custom_rows(spec_of({"type": "bad"}).method, dataset(tmp_path, pairs), "custom_pairs", None)
+
+
+def test_the_page_lists_every_attribute_of_a_method() -> None:
+    text = (REPOSITORY / "docs" / "how-to" / "custom-trainers.md").read_text(encoding="utf-8")
+    table = text.split("<!-- method -->")[1].split("<!-- /method -->")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [
+        field.name for field in dataclasses.fields(CustomMethod)
+    ]
+    assert f'"{custom.GROUP}"' in text
