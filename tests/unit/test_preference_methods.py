@@ -170,7 +170,7 @@ def test_smoothed_labels_reach_the_losses_that_have_them() -> None:
             {"type": "kto"},
             {"precompute_reference": True},
             "provider_options.precompute_reference",
-            "which every epoch chooses anew",
+            "which differs in every epoch",
         ),
         ({"type": "reward", "beta": 0.1}, {}, "algorithm_config.beta", "a reward model has no such field"),
         (
