@@ -133,7 +133,7 @@ def _kto(config: KTOConfig, options: ProviderOptions, where: str) -> KtoSpec:
     if config.desirable_weight == config.undesirable_weight == 0:
         raise InvalidRequest(f"{where}.desirable_weight", 0.0, "with both weights 0 no row has a loss; raise one")
     if options.precompute_reference:
-        hint = "KTO's reference also scores each prompt with another row's answer, which every epoch chooses anew"
+        hint = "KTO's reference also scores each prompt with another row's answer, which differs in every epoch"
         raise InvalidRequest("provider_options.precompute_reference", True, f"{hint}; leave it out")
     return KtoSpec(loss_type=loss, **_given(config, "beta", "desirable_weight", "undesirable_weight"))  # type: ignore[arg-type]
 

@@ -561,7 +561,7 @@ def _no_shape(row: Mapping[str, Any], columns: frozenset[str], use: RowUse) -> s
 
 
 def _hint(columns: frozenset[str], use: RowUse) -> str:
-    """What to do with rows of other methods; empty: they are nobody's."""
+    """What to do with rows of other methods; empty: no method reads them."""
     of = {name: _choose(columns, name, None) is not None for name in ("sft", "dpo", "kto")}
     rows = _rows_of(use)
     if rows == "kto" and of["dpo"]:

@@ -231,7 +231,7 @@ CASES: dict[str, Case] = {
             (f"method.{label}_weight",),
             first_loss,
             "dpo",
-            {ALGORITHM + "type": "kto"},
+            {ALGORITHM + "type": "kto", DATA + "dataset_id": "labelled"},
         )
         for label in ("desirable", "undesirable")
     },
@@ -409,6 +409,7 @@ ROWS: dict[str, list[Json]] = {
     "held-out": SFT_ROWS[8:12],
     "two-shapes": BOTH_SHAPES,
     "pairs": DPO_ROWS[:8],
+    "labelled": [{**row, "label": number % 2 == 0} for number, row in enumerate(SFT_ROWS[:8])],
 }
 
 

@@ -153,7 +153,12 @@ def test_smoothed_labels_reach_the_losses_that_have_them() -> None:
             "SimPO has no reference model",
         ),
         ({"type": "kto", "gamma": 0.1}, {}, "algorithm_config.gamma", "KTO has no such field"),
-        ({"type": "kto", "loss_type": "bco"}, {}, "algorithm_config.loss_type", "'kto'"),
+        (
+            {"type": "kto", "loss_type": "bco"},
+            {},
+            "algorithm_config.loss_type",
+            "expected one of kto, apo_zero_unpaired",
+        ),
         ({"type": "kto", "desirable_weight": -1}, {}, "algorithm_config.desirable_weight", "greater than or equal"),
         (
             {"type": "kto", "desirable_weight": 0, "undesirable_weight": 0},
@@ -166,7 +171,7 @@ def test_smoothed_labels_reach_the_losses_that_have_them() -> None:
             {"type": "kto"},
             {"precompute_reference": True},
             "provider_options.precompute_reference",
-            "which every epoch chooses anew",
+            "which differs in every epoch",
         ),
         ({"type": "reward", "beta": 0.1}, {}, "algorithm_config.beta", "a reward model has no such field"),
         (

@@ -12,6 +12,7 @@ from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.trainer.trl_patches import (
     OVERRIDDEN,
     OVERRIDDEN_DPO,
+    OVERRIDDEN_KTO,
     OVERRIDDEN_REWARD,
     require_releases,
 )
@@ -24,8 +25,9 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     trainer: Any = type("Trainer", (), dict.fromkeys(OVERRIDDEN))
     dpo: Any = type("DPOTrainer", (), dict.fromkeys(OVERRIDDEN_DPO))
     reward: Any = type("RewardTrainer", (), dict.fromkeys(OVERRIDDEN_REWARD))
+    kto: Any = type("KTOTrainer", (), dict.fromkeys(OVERRIDDEN_KTO))
     found = SimpleNamespace(
-        trl=SimpleNamespace(__version__="1.16.3", DPOTrainer=dpo, RewardTrainer=reward),
+        trl=SimpleNamespace(__version__="1.16.3", DPOTrainer=dpo, RewardTrainer=reward, KTOTrainer=kto),
         transformers=SimpleNamespace(__version__="5.23.0", Trainer=trainer),
     )
     monkeypatch.setitem(sys.modules, "trl", found.trl)
