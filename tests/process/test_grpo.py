@@ -29,8 +29,7 @@ LETTER = RewardSource(name="regex_2", check="regex", pattern="[ea]", weight=0.5)
 CASES: dict[str, dict[str, Any]] = {
     "dapo-kl": {"loss_type": "dapo", "beta": 0.3, "temperature": 0.8},
     "grpo-batch": {"loss_type": "grpo", "scale_rewards": "batch"},
-    "bnpo": {"loss_type": "bnpo"},
-    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.1},
+    "grpo-unscaled": {"loss_type": "grpo", "scale_rewards": "none", "beta": 0.1},
 }
 SOME = [*CASES] if FULL else ["dapo-kl", "grpo-batch"]
 
