@@ -97,7 +97,7 @@ class GrpoSpec(Frozen):
     beta: float = Field(0.0, ge=0)
     """Weight of the KL divergence from the model as it began; 0: no reference is loaded."""
     loss_type: GrpoLoss = "dapo"
-    """How the losses of tokens are averaged. grpo: over the tokens of an answer, then the answers. dapo: over those of the
+    """How the tokens' losses are averaged. grpo: over the tokens of an answer, then the answers. dapo: over all of the
     whole optimizer step (arXiv:2503.14476)."""
     scale_rewards: RewardScale = "group"
     """Standard deviation of the rewards that divides an advantage: of the prompt's answers, of all of the optimizer
