@@ -221,7 +221,7 @@ class GRPOConfig(_Body):
     beta: float | None = Field(None, ge=0)
     """Weight of the KL divergence from the model as it begins. Default 0."""
     loss_type: str | None = None
-    """grpo, bnpo, dr_grpo or dapo (default)."""
+    """grpo or dapo (default)."""
     scale_rewards: str | None = None
     """group (default), batch or none."""
 

@@ -24,7 +24,7 @@ Call = Literal["sft", "dpo"]
 DpoLoss = Literal["sigmoid", "hinge", "ipo", "kto_pair"]
 CpoLoss = Literal["sigmoid", "hinge", "ipo", "simpo"]
 KtoLoss = Literal["kto", "apo_zero_unpaired"]
-GrpoLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+GrpoLoss = Literal["grpo", "dapo"]
 RewardScale = Literal["group", "batch", "none"]
 
 
@@ -99,9 +99,8 @@ class GrpoSpec(Frozen):
     beta: float = Field(0.0, ge=0)
     """Weight of the KL divergence from the model as it began; 0: no reference is loaded."""
     loss_type: GrpoLoss = "dapo"
-    """Over what the tokens' losses are averaged. grpo: the tokens of an answer, then the answers. bnpo: the tokens of a
-    micro batch. dr_grpo: answers of `max_completion_length` tokens (arXiv:2503.20783). dapo: the tokens of the whole
-    optimizer step (arXiv:2503.14476)."""
+    """How the tokens' losses are averaged. grpo: over the tokens of an answer, then the answers. dapo: over all of the
+    whole optimizer step (arXiv:2503.14476)."""
     scale_rewards: RewardScale = "group"
     """Standard deviation of the rewards that divides an advantage: of the prompt's answers, of all of the optimizer
     step, or none."""

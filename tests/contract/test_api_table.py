@@ -98,6 +98,7 @@ def fields_of_ours() -> set[str]:
         our_requests.CPOConfig,
         our_requests.SimPOConfig,
         our_requests.RewardConfig,
+        our_requests.GRPOConfig,
     ]
     inside = {leaf for algorithm in algorithms for leaf in leaves("algorithm_config", algorithm)}
     return (top - {"algorithm_config"}) | inside  # a dict on the wire, so that one method takes all of them
@@ -202,7 +203,9 @@ ASKS: dict[str, Try] = {
     "algorithm_config.center_rewards_coefficient": Try(0.1, "dpo", around={"algorithm_config": {"type": "reward"}}),
     "algorithm_config.desirable_weight": Try(0.5, "dpo", around={"algorithm_config": {"type": "kto"}}),
     "algorithm_config.undesirable_weight": Try(0.5, "dpo", around={"algorithm_config": {"type": "kto"}}),
-    "algorithm_config.rewards": Try([IS_JSON], "dpo", around={"algorithm_config": {"type": "grpo"}}),
+    "algorithm_config.rewards": Try(
+        [IS_JSON, IS_JSON], "dpo", around={"algorithm_config": {"type": "grpo", "rewards": [IS_JSON]}}
+    ),
     **{
         f"algorithm_config.{name}": Try(
             value, "dpo", around={"algorithm_config": {"type": "grpo", "rewards": [IS_JSON]}}

@@ -129,7 +129,7 @@ def test_a_method_gets_its_parameters_and_names_its_rewards_apart() -> None:
             "rewards[0].json_schema",
             "items.$ref is not among the supported keywords",
         ),
-        ({"rewards": [EXACT], "loss_type": "sapo"}, {}, "loss_type", "the nearest is 'dapo'"),
+        ({"rewards": [EXACT], "loss_type": "dr_grpo"}, {}, "loss_type", "expected one of grpo, dapo"),
         ({"rewards": [EXACT], "scale_rewards": "std"}, {}, "scale_rewards", "expected one of group, batch, none"),
         ({"rewards": [EXACT], "epsilon": 0.2}, {}, "epsilon", "GRPO has no such field"),
         ({"rewards": [EXACT], "max_completion_length": 64}, {"max_seq_length": 64}, "max_completion_length", "prompt"),

@@ -184,10 +184,6 @@ class GrpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
         kind, of_answers = self._grpo.loss_type, self.rows_of_step * self._grpo.num_generations
         if kind == "grpo":
             return (losses.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).sum() * self._micro_steps / of_answers
-        if kind == "bnpo":
-            return losses.sum() / mask.sum().clamp(min=1)
-        if kind == "dr_grpo":
-            return losses.sum() * self._micro_steps / (of_answers * self._grpo.max_completion_length)
         return losses.sum() * self._micro_steps / max(1, self._tokens_of_step)
 
     def _reference_log_probs(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
