@@ -14,15 +14,16 @@ from weakref import WeakValueDictionary
 
 from ..errors import InvalidRequest, InvalidRows, StoreError
 from ..requests.bases import Base
-from ..requests.kinds import for_work, reads_prompts, with_work
+from ..requests.kinds import answering_of, for_work, with_work
 from ..requests.options import ProviderOptions
 from ..requests.resolve import resolve
 from ..requests.search import RequestedSearch, in_trial, resolve_search
 from ..requests.settings import Request, Settings
 from ..requests.trackers import TrackerChoice
+from ..specs.answer_rows import refuse_unchecked_rows
 from ..specs.job import DataFormat, DatasetRef, JobSpec, RowUse
-from ..specs.kinds import Work
-from ..specs.rows import check_rows
+from ..specs.kinds import CheckedAnswering, Work
+from ..specs.rows import UNREAD, check_rows
 from ..system.files import put_lines, put_rows
 from .bases import find_base
 from .merges import after_all
@@ -192,9 +193,13 @@ async def resolved(
         options, settings = for_work(request, options, settings, named)
     resolution = resolve(request, options, settings, named)
     await asyncio.to_thread(_refuse_foreign, settings.data_dir, resolution.fields["checkpoint_dir"])
-    use: RowUse = "prompts" if reads_prompts(work) else resolution.fields["algorithm"]
+    answering = answering_of(work)
+    use: RowUse = "prompts" if answering is not None else resolution.fields["algorithm"]
     data_format: DataFormat | None = resolution.fields["data_format"]
     dataset, warnings = await datasets(resolution.dataset_id, use, data_format)
+    if isinstance(answering, CheckedAnswering):
+        await asyncio.to_thread(refuse_unchecked_rows, dataset, answering)
+        warnings = [message for message in warnings if not message.startswith(UNREAD)]  # which checks may read
     validation = None
     if resolution.validation_dataset_id is not None:
         validation, more = await datasets(resolution.validation_dataset_id, use, data_format)

@@ -94,6 +94,7 @@ def refuse_unusable(checks: Sequence[AnswerCheck], field: str) -> None:
         _refuse_fields(check, f"{field}.{number}")
         if check.given is not None:
             try:
+                json.dumps(check.given, allow_nan=False)  # which JSON reads of 1e999, and cannot write
                 reference(check, check.given)
             except ValueError as error:
                 raise InvalidRequest(f"{field}.{number}.{_VALUES[check.type]}", check.given, str(error)) from error
