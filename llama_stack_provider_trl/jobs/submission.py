@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from ..errors import InvalidRequest, InvalidRows, StoreError
-from ..requests.bases import Base
-from ..requests.kinds import answering_of, for_work, with_work
+from ..requests.bases import Base, NamedJob
+from ..requests.kinds import EVALUATE, answering_of, evaluation_after, for_work, in_its_terms, with_work
 from ..requests.options import ProviderOptions
 from ..requests.resolve import resolve
 from ..requests.search import RequestedSearch, in_trial, resolve_search
@@ -102,16 +102,20 @@ async def submit(
     if store.holds(request.job_uuid, digest):
         return False
     if (search := await asyncio.to_thread(resolve_search, request, options)) is not None:
+        if options.evaluate is not None:
+            hint = "a search is no model: leave it out, and evaluate the result with a job of its own, model job:NAME"
+            raise InvalidRequest(EVALUATE, options.evaluate, hint)
         return await submit_search(request.job_uuid, search, digest, settings, store, datasets, owner)
     job = await resolved(request, options, settings, datasets, store, work, merged=merged)
+    evaluation = await _resolved_evaluation(job.spec, options, settings, datasets)
     if job.spec.resume_from is None:
-        return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner)
+        return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner, evaluation)
     # One at a time: a POST that is repeated after a timeout of its client finds what the first one has stored, and does
     # not copy a large checkpoint again.
     async with _copying.setdefault((store.path, job.spec.job_uuid), asyncio.Lock()):
         if store.holds(job.spec.job_uuid, digest):
             return False
-        return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner)
+        return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner, evaluation)
 
 
 async def submit_search(
@@ -154,12 +158,20 @@ def _new(job: ResolvedJob, digest: str) -> NewJob:
     return NewJob(job.spec, digest, job.warnings, needed, job.trackers)
 
 
-def _stored(job: ResolvedJob, digest: str, store: Store, data_dir: Path, owner: Submitter | None = None) -> bool:
+def _stored(
+    job: ResolvedJob,
+    digest: str,
+    store: Store,
+    data_dir: Path,
+    owner: Submitter | None = None,
+    evaluation: ResolvedJob | None = None,
+) -> bool:
     spec = copy_checkpoint(job.spec, store, data_dir)
     new, by = _new(job._replace(spec=spec), digest), owner or Submitter()
+    then = evaluation and _new(evaluation, f"{digest}:evaluation")
     created = False
     try:
-        created = store.add_job(spec, digest, new.warnings, new.needed, by.name, by.max_waiting, new.trackers)
+        created = store.add_job(spec, digest, new.warnings, new.needed, by.name, by.max_waiting, new.trackers, then)
     finally:
         if not created:
             discard_checkpoint(spec)
@@ -175,6 +187,7 @@ async def resolved(
     work: Work | None = None,
     splits: dict[Split, tuple[DatasetRef, DatasetRef]] | None = None,
     merged: list[Base] | None = None,
+    named: NamedJob | None = None,
 ) -> ResolvedJob:
     """Resolve a request to a job with its rows.
 
@@ -183,12 +196,14 @@ async def resolved(
         work: what it does in place of training; None: it trains.
         splits: those that were made for the same submission.
         merged: of a merge: what its models are.
+        named: the job that the request names as its base, in place of one that is stored.
 
     Raises:
         InvalidRequest: a field, a value or a row that cannot be honoured.
         StoreError: the rows cannot be stored.
     """
-    named = await asyncio.to_thread(find_base, request, store) if store is not None else None
+    if store is not None:
+        named = await asyncio.to_thread(find_base, request, store)
     if work is not None:
         options, settings = for_work(request, options, settings, named)
     resolution = resolve(request, options, settings, named)
@@ -218,6 +233,31 @@ async def resolved(
         spec = after_all(spec, merged)
     refuse_unknown_rows(spec)
     return ResolvedJob(spec, [*resolution.warnings, *warnings], resolution.trackers)
+
+
+async def _resolved_evaluation(
+    job: JobSpec, options: ProviderOptions, settings: Settings, datasets: Datasets
+) -> ResolvedJob | None:
+    """The job that evaluates the result of another one, which is not stored yet; None: none does.
+
+    Raises:
+        InvalidRequest, StoreError: as `resolved`.
+    """
+    if options.evaluate is None:
+        return None
+    own = {name: getattr(options, name) for name in ("priority", "device", "retries")}
+    given = ProviderOptions(cancel_with=True, **{name: value for name, value in own.items() if value is not None})
+    try:
+        body = evaluation_after(job.job_uuid, options.evaluate)
+        work = await asyncio.to_thread(body.work)
+        request, named = body.as_training(), NamedJob(job, False, ())
+        return await resolved(request, body.with_options(given), settings, datasets, None, work, named=named)
+    except InvalidRows:
+        raise
+    except InvalidRequest as error:
+        if error.field.startswith(EVALUATE):
+            raise
+        raise InvalidRequest(f"{EVALUATE}.{in_its_terms(error).field}", error.value, error.hint) from error
 
 
 def split_rows(dataset: DatasetRef, share: float, seed: int) -> tuple[DatasetRef, DatasetRef]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationError
 
 from ..documented import Documented
 from ..errors import InvalidRequest, InvalidRows
@@ -29,11 +29,13 @@ from ..specs.merge import ADAPTER_METHODS, MODEL_METHODS, PRUNING_METHODS, Merge
 from ..specs.methods import Call
 from .bases import Base, NamedJob, is_adapter
 from .bodies import COUNT, PreferenceOptimizeRequest, SupervisedFineTuneRequest
+from .lifecycle import evaluation_name
 from .options import ProviderOptions
 from .settings import Request, Settings
 
 OPTIONS = ("after", "cancel_with", "device", "max_duration", "priority", "retries")
 """Provider options of jobs that do not train."""
+EVALUATE = "provider_options.evaluate"
 NO_ROWS = "none"
 """The dataset of a job that reads no rows."""
 _DATA = "training_config.data_config."
@@ -293,6 +295,27 @@ def check_options(options: ProviderOptions) -> None:
     if others := sorted(options.model_fields_set - set(OPTIONS)):
         hint = f"it is an option of training; a job that does not train has {', '.join(OPTIONS)}"
         raise InvalidRequest(f"provider_options.{others[0]}", getattr(options, others[0]), hint)
+
+
+def evaluation_after(job_uuid: str, given: dict[str, Any]) -> EvaluateRequest:
+    """The request for the evaluation of a job's result.
+
+    Args:
+        given: the provider option `evaluate`.
+
+    Raises:
+        InvalidRequest: names a field of `given`, from `provider_options.evaluate`.
+    """
+    own = {"job_uuid": evaluation_name(job_uuid), "model": f"{OF_JOB}{job_uuid}"}
+    if taken := [name for name in own if name in given]:
+        hint = f"it is {own[taken[0]]!r}, since this job is evaluated: leave it out"
+        raise InvalidRequest(f"{EVALUATE}.{taken[0]}", given[taken[0]], hint)
+    try:
+        return EvaluateRequest.model_validate({**own, **given})
+    except ValidationError as error:
+        first = error.errors()[0]
+        hint = f"{first['msg']}; the fields are those of POST /v1/post-training/evaluate (docs/how-to/evaluate.md)"
+        raise InvalidRequest(".".join([EVALUATE, *map(str, first["loc"])]), first["input"], hint) from error
 
 
 def for_work(

@@ -122,7 +122,7 @@ def test_measures_are_those_of_the_command_over_a_kill_and_of_adapters(
         }
         tuned = {**sft("tune", "rows"), "algorithm_config": LORA}
         tuned["training_config"]["data_config"]["validation_dataset_id"] = "rows"
-        server.submit(SFT, tuned)
+        server.submit(SFT, tuned, options={"evaluate": {"dataset_id": "rows"}})
         client.evaluate(request("after", model="job:tune"))
         preferring = {"algorithm": "dpo", "reference_model": str(tiny_model())}
         client.evaluate(request("pairs", dataset_id="pairs", model="job:tune", **preferring))
@@ -131,6 +131,11 @@ def test_measures_are_those_of_the_command_over_a_kill_and_of_adapters(
         after = server.status("after")["resources_allocated"]["result"]
         assert after["loss"] == pytest.approx(last["training_metrics"]["validation_loss"], abs=1e-5)
         assert after["loss"] < found["loss"]
+        server.wait("tune-evaluation", "completed", timeout=server.patience)
+        assert server.status("tune-evaluation")["resources_allocated"]["result"] == after
+        shown = server.status("tune")["resources_allocated"]
+        assert shown["effective_config"]["evaluation"] == "tune-evaluation"
+        assert {"job_uuid": "tune-evaluation", "state": "completed"} in shown["before"]
         points = client.metrics("after")
         assert [(point["kind"], point["metrics"]["eval_loss"]) for point in points] == [("validation", after["loss"])]
         server.wait("pairs", "completed", timeout=server.patience)
