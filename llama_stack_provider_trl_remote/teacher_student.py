@@ -202,6 +202,8 @@ def _merged(common: Mapping[str, Any], changes: Mapping[str, Any]) -> Json:
     found = copy.deepcopy(dict(common))
     for name, value in changes.items():
         inner = found.get(name)
-        both = isinstance(inner, dict) and isinstance(value, Mapping)
-        found[name] = _merged(inner, value) if both else copy.deepcopy(value)
+        if isinstance(inner, dict) and isinstance(value, Mapping):
+            found[name] = _merged(inner, value)
+        else:
+            found[name] = copy.deepcopy(value)
     return found

@@ -13,7 +13,7 @@ CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 CONSTRAINTS=constraints/llama-stack-0.3.5.txt
 # The project brings what a service needs by its own metadata: a list beside it would miss what that gains.
 PROJECT='.[service,ssh,discovery]'
-PACKAGES='jinja2 kubernetes-validate numpy pytest pytest-timeout pytest-xdist regex requests schemathesis'
+PACKAGES='jinja2 kubernetes-validate numpy pytest pytest-timeout pytest-xdist requests schemathesis'
 unset PYTHONHOME PYTHONPATH
 export HF_HUB_OFFLINE=1
 

@@ -101,6 +101,7 @@ class Store(JobReader):
         created_by: str = "",
         max_waiting: int | None = None,
         trackers: Iterable[TrackerChoice] = (),
+        then: NewJob | None = None,
     ) -> bool:
         """Queue a job. A repeated POST with the same digest changes nothing.
 
@@ -110,6 +111,7 @@ class Store(JobReader):
             created_by: name of the caller's token.
             max_waiting: limit for the waiting jobs of `created_by`, this one included; None: any number.
             trackers: get its points.
+            then: a job that comes after it, queued with it or not at all.
 
         Returns:
             Whether the job is new.
@@ -122,7 +124,11 @@ class Store(JobReader):
             StoreError: some of `needed` are gone.
         """
         with self.database.transaction() as execute:
-            return self._add(execute, NewJob(spec, request_digest, warnings, needed, trackers), created_by, max_waiting)
+            new = NewJob(spec, request_digest, warnings, needed, trackers)
+            created = self._add(execute, new, created_by, max_waiting)
+            if created and then is not None and not self._add(execute, then, created_by, max_waiting):
+                raise digest_conflict(then.spec.job_uuid)
+            return created
 
     def add_search(
         self,

@@ -13,19 +13,20 @@ from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from ..errors import InvalidRequest, InvalidRows, MethodUnavailable, StoreError
-from ..requests.bases import Base
-from ..requests.kinds import for_work, reads_prompts, with_work
+from ..requests.bases import Base, NamedJob
+from ..requests.kinds import EVALUATE, answering_of, evaluation_after, for_work, in_its_terms, with_work
 from ..requests.options import ProviderOptions
 from ..requests.resolve import Resolution, resolve
 from ..requests.search import RequestedSearch, in_trial, resolve_search
 from ..requests.settings import Request, Settings
 from ..requests.trackers import TrackerChoice
+from ..specs.answer_rows import refuse_unchecked_rows
 from ..specs.custom import check_custom_rows
 from ..specs.job import DataFormat, DatasetRef, JobSpec, RowUse
-from ..specs.kinds import Work
+from ..specs.kinds import CheckedAnswering, Work
 from ..specs.methods import GrpoSpec, MethodSpec
 from ..specs.rewards import check_columns
-from ..specs.rows import check_rows
+from ..specs.rows import UNREAD, check_rows
 from ..system.files import put_lines, put_rows
 from .bases import find_base
 from .merges import after_all
@@ -104,16 +105,20 @@ async def submit(
     if store.holds(request.job_uuid, digest):
         return False
     if (search := await asyncio.to_thread(resolve_search, request, options)) is not None:
+        if options.evaluate is not None:
+            hint = "a search is no model: leave it out, and evaluate the result with a job of its own, model job:NAME"
+            raise InvalidRequest(EVALUATE, options.evaluate, hint)
         return await submit_search(request.job_uuid, search, digest, settings, store, datasets, owner)
     job = await resolved(request, options, settings, datasets, store, work, merged=merged)
+    evaluation = await _resolved_evaluation(job.spec, options, settings, datasets)
     if job.spec.resume_from is None:
-        return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner)
+        return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner, evaluation)
     # One at a time: a POST that is repeated after a timeout of its client finds what the first one has stored, and does
     # not copy a large checkpoint again.
     async with _copying.setdefault((store.path, job.spec.job_uuid), asyncio.Lock()):
         if store.holds(job.spec.job_uuid, digest):
             return False
-        return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner)
+        return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner, evaluation)
 
 
 async def submit_search(
@@ -156,12 +161,20 @@ def _new(job: ResolvedJob, digest: str) -> NewJob:
     return NewJob(job.spec, digest, job.warnings, needed, job.trackers)
 
 
-def _stored(job: ResolvedJob, digest: str, store: Store, data_dir: Path, owner: Submitter | None = None) -> bool:
+def _stored(
+    job: ResolvedJob,
+    digest: str,
+    store: Store,
+    data_dir: Path,
+    owner: Submitter | None = None,
+    evaluation: ResolvedJob | None = None,
+) -> bool:
     spec = copy_checkpoint(job.spec, store, data_dir)
     new, by = _new(job._replace(spec=spec), digest), owner or Submitter()
+    then = evaluation and _new(evaluation, f"{digest}:evaluation")
     created = False
     try:
-        created = store.add_job(spec, digest, new.warnings, new.needed, by.name, by.max_waiting, new.trackers)
+        created = store.add_job(spec, digest, new.warnings, new.needed, by.name, by.max_waiting, new.trackers, then)
     finally:
         if not created:
             discard_checkpoint(spec)
@@ -177,6 +190,7 @@ async def resolved(
     work: Work | None = None,
     splits: dict[Split, tuple[DatasetRef, DatasetRef]] | None = None,
     merged: list[Base] | None = None,
+    named: NamedJob | None = None,
 ) -> ResolvedJob:
     """Resolve a request to a job with its rows.
 
@@ -185,19 +199,25 @@ async def resolved(
         work: what it does in place of training; None: it trains.
         splits: those that were made for the same submission.
         merged: of a merge: what its models are.
+        named: the job that the request names as its base, in place of one that is stored.
 
     Raises:
         InvalidRequest: a field, a value or a row that cannot be honoured.
         StoreError: the rows cannot be stored.
     """
-    named = await asyncio.to_thread(find_base, request, store) if store is not None else None
+    if store is not None:
+        named = await asyncio.to_thread(find_base, request, store)
     if work is not None:
         options, settings = for_work(request, options, settings, named)
     resolution = resolve(request, options, settings, named)
     await asyncio.to_thread(_refuse_foreign, settings.data_dir, resolution.fields["checkpoint_dir"])
-    use: RowUse = "prompts" if reads_prompts(work) else resolution.fields["algorithm"]
+    answering = answering_of(work)
+    use: RowUse = "prompts" if answering is not None else resolution.fields["algorithm"]
     data_format: DataFormat | None = resolution.fields["data_format"]
     dataset, warnings = await datasets(resolution.dataset_id, use, data_format)
+    if isinstance(answering, CheckedAnswering):
+        await asyncio.to_thread(refuse_unchecked_rows, dataset, answering)
+        warnings = [message for message in warnings if not message.startswith(UNREAD)]  # which checks may read
     await _check_custom(resolution, dataset, use)
     await asyncio.to_thread(_check_rewards, resolution.fields.get("method"), dataset)
     if resolution.shard is not None:
@@ -242,6 +262,31 @@ def _check_rewards(method: Any, dataset: DatasetRef) -> None:
         check_columns(method.rewards, dataset.path)
     except InvalidRows as error:
         raise InvalidRows(f"dataset {dataset.dataset_id!r}, {error}") from error
+
+
+async def _resolved_evaluation(
+    job: JobSpec, options: ProviderOptions, settings: Settings, datasets: Datasets
+) -> ResolvedJob | None:
+    """The job that evaluates the result of another one, which is not stored yet; None: none does.
+
+    Raises:
+        InvalidRequest, StoreError: as `resolved`.
+    """
+    if options.evaluate is None:
+        return None
+    own = {name: getattr(options, name) for name in ("priority", "device", "retries")}
+    given = ProviderOptions(cancel_with=True, **{name: value for name, value in own.items() if value is not None})
+    try:
+        body = evaluation_after(job.job_uuid, options.evaluate)
+        work = await asyncio.to_thread(body.work)
+        request, named = body.as_training(), NamedJob(job, False, ())
+        return await resolved(request, body.with_options(given), settings, datasets, None, work, named=named)
+    except InvalidRows:
+        raise
+    except InvalidRequest as error:
+        if error.field.startswith(EVALUATE):
+            raise
+        raise InvalidRequest(f"{EVALUATE}.{in_its_terms(error).field}", error.value, error.hint) from error
 
 
 def split_rows(dataset: DatasetRef, share: float, seed: int) -> tuple[DatasetRef, DatasetRef]:

@@ -14,7 +14,16 @@ from ..errors import InvalidRequest
 from ..specs.schema import schema_digest
 from ..system.process import child_environment
 
-NEEDED = {"torch": "2.", "trl": "1.16.", "transformers": "5.", "peft": "", "accelerate": "", "datasets": ""}
+NEEDED = {
+    "torch": "2.",
+    "trl": "1.16.",
+    "transformers": "5.",
+    "peft": "",
+    "accelerate": "",
+    "datasets": "",
+    "jsonschema": "",
+    "regex": "",
+}
 """Distribution -> prefix of its version, for the releases that `recipes` is written for."""
 _MINORS = {"transformers": 23}
 """Distribution -> its first minor release within that."""

@@ -1,4 +1,5 @@
-"""Answers the prompts of a dataset: the recipe of `generate` jobs. `recipes.train` is the entry point.
+"""Answers the prompts of a dataset: the recipe of `generate` jobs, and the answers of `evaluate` jobs that are checked
+(`recipes.checked_answers`). `recipes.train` is the entry point.
 
 Answers are appended to a file in the job's checkpoint directory, a batch per write. A batch is always the same answers,
 by their number, and the random numbers of an answer follow from the seed, its row and its sample. So an attempt that
@@ -30,7 +31,7 @@ from .. import faults
 from ..errors import JobFailure
 from ..specs.events import EventWriter, Finished, Paused, Prepared, Progress, Reason, Started, Warned
 from ..specs.job import AttemptSpec, JobSpec
-from ..specs.kinds import ANSWERS, ROWS, GenerateSpec
+from ..specs.kinds import ANSWERS, ROWS, Answering, GenerateSpec
 from ..specs.rows import Message
 from ..system.files import RunDir
 from .data.chat import Chat
@@ -67,7 +68,7 @@ class Answerer:
         JobFailure: the model, or a prompt, cannot be used.
     """
 
-    def __init__(self, spec: JobSpec, work: GenerateSpec, device: torch.device) -> None:
+    def __init__(self, spec: JobSpec, work: Answering, device: torch.device) -> None:
         self.spec, self.work, self.device = spec, work, device
         self.tokenizer = load_tokenizer(spec.source)
         self.chat = Chat(self.tokenizer)
@@ -127,6 +128,15 @@ class Answerer:
         return Answered(text, len(kept), end is not None)
 
 
+class Questions(NamedTuple):
+    """What a job answers."""
+
+    prompts: list[list[Message]]
+    """One per row of the dataset."""
+    describe: Callable[[int, str], dict[str, Any]] = lambda row, text: {}
+    """What the line of an answer has besides, by its row and its text. The same at each call."""
+
+
 class AnswerFile:
     """The answers of a job in a file, one per line, in their order.
 
@@ -177,9 +187,36 @@ def generate_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     Raises:
         JobFailure: a failure that the user can correct; any other exception is a bug or a limit of the machine.
     """
-    ranks.check_world_size(attempt.world_size)
     spec, work = attempt.job, attempt.job.work
     assert isinstance(work, GenerateSpec)
+    path = spec.dataset.path
+    answer_attempt(
+        attempt,
+        writer,
+        work,
+        lambda: Questions([example.messages for example in read_examples(path, "prompts")]),
+        lambda answers: _make_dataset(spec, answers, writer),
+    )
+
+
+def answer_attempt(
+    attempt: AttemptSpec,
+    writer: EventWriter,
+    work: Answering,
+    read: Callable[[], Questions],
+    finish: Callable[[AnswerFile], dict[str, Any]],
+) -> None:
+    """Answer the questions that earlier attempts have not.
+
+    Args:
+        read: the questions; called once the attempt has started.
+        finish: makes the job's result of all answers.
+
+    Raises:
+        JobFailure: as `generate_attempt`.
+    """
+    ranks.check_world_size(attempt.world_size)
+    spec = attempt.job
     device = choose_device(spec.device)
     writer.write(Started(pid=os.getpid(), device=str(device), versions={"torch": torch.__version__}))
     if spec.num_threads:
@@ -188,26 +225,26 @@ def generate_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     spec.checkpoint_dir.mkdir(parents=True, exist_ok=True)
     with heartbeat(writer):
         answerer = Answerer(spec, work, device)
-        prompts = [example.messages for example in read_examples(spec.dataset.path, "prompts")]
-        encoded = [answerer.encode(prompt, row) for row, prompt in enumerate(prompts)]
-    total = len(prompts) * work.samples_per_prompt
+        questions = read()
+        encoded = [answerer.encode(prompt, row) for row, prompt in enumerate(questions.prompts)]
+    total = len(encoded) * work.samples_per_prompt
     with closing(AnswerFile(spec.checkpoint_dir / ANSWERS, spec.batch_size, total)) as answers:
-        _report_prepared(answerer, len(prompts), total, answers.count, writer)
+        _report_prepared(answerer, len(encoded), total, answers.count, writer)
         faults.reach("prepared")
         control = RunDir(attempt.run_dir).control
         while answers.count < total:
             if control.exists():
                 return writer.write(Paused(step=answers.count), durable=True)
-            _answer_batch(answerer, prompts, encoded, answers, total, writer)
+            _answer_batch(answerer, questions, encoded, answers, total, writer)
             faults.reach(f"step-{answers.count}")
-        result = _make_dataset(spec, answers, writer)
+        result = finish(answers)
     faults.reach("finishing")
     writer.write(Finished(step=total, result=result), durable=True)
 
 
 def _answer_batch(
     answerer: Answerer,
-    prompts: list[list[Message]],
+    questions: Questions,
     encoded: list[list[int]],
     answers: AnswerFile,
     total: int,
@@ -226,7 +263,10 @@ def _answer_batch(
     seconds = time.monotonic() - began
     answers.append(
         [
-            {"row": row, "sample": sample, "prompt": prompts[row], **answer._asdict()}
+            {
+                **{"row": row, "sample": sample, "prompt": questions.prompts[row], **answer._asdict()},
+                **questions.describe(row, answer.text),
+            }
             for (row, sample), answer in zip(places, found, strict=True)
         ]
     )

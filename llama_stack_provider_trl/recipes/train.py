@@ -19,7 +19,7 @@ from typing import Any
 
 from ..specs.events import EventWriter, NullEventWriter
 from ..specs.job import AttemptSpec, JobSpec
-from ..specs.kinds import EvaluateSpec, GenerateSpec, MergeWork
+from ..specs.kinds import CheckedAnswering, EvaluateSpec, GenerateSpec, MergeWork
 from ..system import fork
 from ..system.files import RunDir
 from ..system.process import die_with_parent
@@ -80,6 +80,10 @@ def _import_task(attempt: AttemptSpec) -> Callable[[AttemptSpec, EventWriter], N
             from .generate import generate_attempt
 
             return generate_attempt
+        case EvaluateSpec(answers=CheckedAnswering()):
+            from .checked_answers import check_attempt
+
+            return check_attempt
         case EvaluateSpec():
             from .evaluate import evaluate_attempt
 

@@ -124,7 +124,9 @@ def resolve_train_share(data: DataConfig) -> float:
 
 
 def resolve_shard(options: ProviderOptions) -> ShardSpec | None:
-    return options.shard and ShardSpec(index=options.shard.index, count=options.shard.count)
+    if options.shard is None:
+        return None
+    return ShardSpec(index=options.shard.index, count=options.shard.count)
 
 
 def resolve_evaluations(options: ProviderOptions, data: DataConfig, algorithm: Algorithm) -> dict[str, Any]:

@@ -9,26 +9,40 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationError
 
 from ..documented import Documented
 from ..errors import InvalidRequest, InvalidRows
+from ..specs.answer_checks import AnswerCheck, refuse_unusable
 from ..specs.job import JobSpec
-from ..specs.kinds import MERGING, OF_JOB, EvaluateSpec, GenerateSpec, MergeWork, Work
+from ..specs.kinds import (
+    MERGING,
+    OF_JOB,
+    Answering,
+    CheckedAnswering,
+    EvaluateSpec,
+    GenerateSpec,
+    MergeWork,
+    Work,
+)
 from ..specs.merge import ADAPTER_METHODS, MODEL_METHODS, PRUNING_METHODS, MergeInput, MergeMethod, MergeSpec
 from ..specs.methods import Call
 from .bases import Base, NamedJob, is_adapter
 from .bodies import COUNT, PreferenceOptimizeRequest, SupervisedFineTuneRequest
+from .lifecycle import evaluation_name
 from .options import ProviderOptions
 from .settings import Request, Settings
 
 OPTIONS = ("after", "cancel_with", "device", "max_duration", "priority", "retries")
 """Provider options of jobs that do not train."""
+EVALUATE = "provider_options.evaluate"
 NO_ROWS = "none"
 """The dataset of a job that reads no rows."""
 _DATA = "training_config.data_config."
 _MOST_SAMPLES = 1000
 _MOST_ANSWERS = 10**6
+_OF_ANSWERS = ("max_new_tokens", "temperature", "top_p", "seed", "checkpoint_dir")
+"""Fields of an evaluation that only checks of answers read."""
 
 
 class _Kind(Documented):
@@ -80,10 +94,7 @@ class GenerateRequest(_Kind):
         if self.output.dataset_id.startswith(OF_JOB):
             hint = f"{OF_JOB}NAME means the rows that the job NAME makes: choose another name"
             raise InvalidRequest("output.dataset_id", self.output.dataset_id, hint)
-        for name, without in (("top_p", 1.0), ("samples_per_prompt", 1)):
-            if not self.temperature and (value := getattr(self, name)) != without:
-                hint = "at temperature 0 every answer is made of the most likely tokens: leave it out, or set one"
-                raise InvalidRequest(name, value, hint)
+        _refuse_ignored_sampling(self.temperature, top_p=self.top_p, samples_per_prompt=self.samples_per_prompt)
         return GenerateSpec(
             output_dataset_id=self.output.dataset_id,
             max_new_tokens=self.max_new_tokens,
@@ -119,7 +130,8 @@ class EvaluateRequest(_Kind):
     model: str
     """What is evaluated: a model id, a directory of a model or an adapter, or `job:NAME`, `job:NAME/CHECKPOINT`."""
     dataset_id: str = Field(max_length=512)
-    """The registered dataset with the rows, or with algorithm sft `job:NAME`, those that a job will have made."""
+    """The registered dataset with the rows, or with algorithm sft and no checks `job:NAME`, those that a job will have
+    made."""
     algorithm: Call = "sft"
     """sft: loss, perplexity and accuracy of tokens; dpo: preferences, against `reference_model`."""
     reference_model: str | None = Field(None, min_length=1)
@@ -130,9 +142,31 @@ class EvaluateRequest(_Kind):
     """Rows, or pairs, that are computed together."""
     dtype: str | None = None
     """bf16, fp32 or, on cuda, fp16. Default: bf16 on cuda, else fp32."""
+    checks: list[AnswerCheck] | None = Field(None, min_length=1, max_length=32)
+    """Not the loss is measured: the prompts are answered, and each answer is checked."""
+    max_new_tokens: int = Field(256, gt=0, le=10**5)
+    """Checks: tokens of an answer at most."""
+    temperature: float = Field(0.0, ge=0, le=100)
+    """Checks: divides the logits before a token is chosen; 0: the most likely token each time."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Checks: each token is chosen among the most likely ones whose probabilities together reach this."""
+    seed: int = Field(42, ge=0, lt=2**31)
+    """Checks: with the number of the row it decides every choice."""
+    checkpoint_dir: str | None = None
+    """Checks: where the answers are written, relative to the data directory, or absolute inside an allowed root."""
 
     def work(self) -> EvaluateSpec:
-        """What the job does. Raises InvalidRequest: the reference is missing, or would be ignored."""
+        """What the job does.
+
+        Raises:
+            InvalidRequest: the reference is missing, a field would be ignored, or a check cannot be made.
+        """
+        if self.checks is not None:
+            return EvaluateSpec(answers=self._answering(self.checks))
+        for name in _OF_ANSWERS:
+            if name in self.model_fields_set:
+                hint = "it concerns answers, and without checks none are made: leave it out, or send checks"
+                raise InvalidRequest(name, getattr(self, name), hint)
         if self.algorithm == "dpo" and self.reference_model in (None, self.model):
             hint = "preferences are measured against another model: name the one before training"
             raise InvalidRequest("reference_model", self.reference_model, hint)
@@ -140,6 +174,16 @@ class EvaluateRequest(_Kind):
             hint = "only pairs with chosen and rejected are compared with one: leave it out, or set algorithm to dpo"
             raise InvalidRequest("reference_model", self.reference_model, hint)
         return EvaluateSpec()
+
+    def _answering(self, checks: list[AnswerCheck]) -> CheckedAnswering:
+        for name in ("algorithm", "reference_model", "max_seq_length"):
+            if (value := getattr(self, name)) not in ("sft", None):
+                hint = "with checks answers to whole prompts are measured, and nothing else: leave it out"
+                raise InvalidRequest(name, value, hint)
+        _refuse_ignored_sampling(self.temperature, top_p=self.top_p)
+        refuse_unusable(checks, "checks")
+        sampling = {name: getattr(self, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
+        return CheckedAnswering(**sampling, samples_per_prompt=1, checks=tuple(checks))
 
     def with_options(self, options: ProviderOptions) -> ProviderOptions:
         """The options with what the request itself has of them."""
@@ -153,6 +197,7 @@ class EvaluateRequest(_Kind):
             "job_uuid": self.job_uuid,
             "model": self.model,
             "training_config": {"n_epochs": 1, "dtype": self.dtype, "data_config": data},
+            "checkpoint_dir": self.checkpoint_dir,
         }
         if self.algorithm == "dpo":
             return PreferenceOptimizeRequest.model_validate(given)
@@ -252,6 +297,27 @@ def check_options(options: ProviderOptions) -> None:
         raise InvalidRequest(f"provider_options.{others[0]}", getattr(options, others[0]), hint)
 
 
+def evaluation_after(job_uuid: str, given: dict[str, Any]) -> EvaluateRequest:
+    """The request for the evaluation of a job's result.
+
+    Args:
+        given: the provider option `evaluate`.
+
+    Raises:
+        InvalidRequest: names a field of `given`, from `provider_options.evaluate`.
+    """
+    own = {"job_uuid": evaluation_name(job_uuid), "model": f"{OF_JOB}{job_uuid}"}
+    if taken := [name for name in own if name in given]:
+        hint = f"it is {own[taken[0]]!r}, since this job is evaluated: leave it out"
+        raise InvalidRequest(f"{EVALUATE}.{taken[0]}", given[taken[0]], hint)
+    try:
+        return EvaluateRequest.model_validate({**own, **given})
+    except ValidationError as error:
+        first = error.errors()[0]
+        hint = f"{first['msg']}; the fields are those of POST /v1/post-training/evaluate (docs/how-to/evaluate.md)"
+        raise InvalidRequest(".".join([EVALUATE, *map(str, first["loc"])]), first["input"], hint) from error
+
+
 def for_work(
     request: Request, options: ProviderOptions, settings: Settings, named: NamedJob | None
 ) -> tuple[ProviderOptions, Settings]:
@@ -269,11 +335,11 @@ def for_work(
 def with_work(spec: JobSpec, work: Work) -> JobSpec:
     """The job, which does this in place of training. Raises InvalidRequest: it is too much."""
     untrained: dict[str, Any] = {"preflight": "off", "resources": None, "oom_retry": False}
-    if isinstance(work, GenerateSpec):
-        answers = spec.dataset.num_rows * work.samples_per_prompt
+    if (answering := answering_of(work)) is not None:
+        answers = spec.dataset.num_rows * answering.samples_per_prompt
         if answers > _MOST_ANSWERS:
             hint = f"with {spec.dataset.num_rows} prompts that are {answers} answers, at most {_MOST_ANSWERS} are made"
-            raise InvalidRequest("samples_per_prompt", work.samples_per_prompt, f"{hint}: divide the dataset")
+            raise InvalidRequest("samples_per_prompt", answering.samples_per_prompt, f"{hint}: divide the dataset")
         untrained |= {"lora": None, "token_cache": None}
     if isinstance(work, MergeWork):
         merge = work.merge.model_copy(update={"output": spec.checkpoint_dir / MERGING})
@@ -282,9 +348,17 @@ def with_work(spec: JobSpec, work: Work) -> JobSpec:
     return spec.model_copy(update={**untrained, "work": work})
 
 
-def reads_prompts(work: Work | None) -> bool:
-    """Whether a job's rows are prompts to answer."""
-    return isinstance(work, GenerateSpec)
+def answering_of(work: Work | None) -> Answering | None:
+    """How a job answers the prompts that its rows are; None: they are read for something else."""
+    return work.answers if isinstance(work, EvaluateSpec) else work if isinstance(work, GenerateSpec) else None
+
+
+def _refuse_ignored_sampling(temperature: float, **given: float) -> None:
+    """Refuse what a greedy choice ignores. Raises InvalidRequest."""
+    for name, value in given.items():
+        if not temperature and value != 1:
+            hint = "at temperature 0 every answer is made of the most likely tokens: leave it out, or set one"
+            raise InvalidRequest(name, value, hint)
 
 
 def in_its_terms(error: InvalidRequest) -> InvalidRequest:

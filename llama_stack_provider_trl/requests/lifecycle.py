@@ -26,8 +26,14 @@ def resolve_lifecycle(request: Request, options: ProviderOptions, settings: Sett
         "oom_retry": settings.oom_retry if options.oom_retry is None else options.oom_retry,
         "failover": options.failover,
         "max_duration": options.max_duration or settings.max_duration,
+        "evaluation": None if options.evaluate is None else evaluation_name(request.job_uuid),
         **resolve_after(request, options, base),
     }
+
+
+def evaluation_name(job_uuid: str) -> str:
+    """The job that evaluates another one's result."""
+    return f"{job_uuid}-evaluation"
 
 
 def resolve_after(request: Request, options: ProviderOptions, base: Base) -> dict[str, Any]:

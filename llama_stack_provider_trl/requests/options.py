@@ -266,6 +266,8 @@ class ProviderOptions(Documented):
     """Jobs that must have completed before this one starts; one that fails, or is cancelled, fails this one."""
     cancel_with: bool = False
     """With `after`: this job is cancelled, and does not fail, where one of those is cancelled."""
+    evaluate: dict[str, Any] | None = None
+    """A job `JOB_UUID-evaluation` that comes after this one evaluates its result: {dataset_id, checks ...}."""
     preflight: PreflightMode = "refuse"
     """Where the estimated memory does not fit: `refuse` fails the job before it loads its model, `warn`, `off`."""
     device: str | None = None

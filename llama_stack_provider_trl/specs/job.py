@@ -299,6 +299,8 @@ class JobSpec(Frozen):
     """Jobs that must have completed before this one starts."""
     cancel_with: bool = False
     """A cancel of one of these cancels this job; False: it fails."""
+    evaluation: str | None = None
+    """Name of the job, stored with this one, that evaluates its result; None: none does."""
     search: SearchSpec | None = None
     """Not None: it is not trained itself, its trials are; the other fields are those of its first trial."""
     pruning: PruningSpec | None = None

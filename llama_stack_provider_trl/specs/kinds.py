@@ -7,23 +7,22 @@ from typing import Literal
 
 from pydantic import Field
 
+from .answer_checks import AnswerCheck
 from .beginnings import Frozen
 from .merge import MergeSpec
 
 ANSWERS, ROWS = "answers.jsonl", "rows.jsonl"
-"""Files in the checkpoint directory of a `generate` job: every answer with its row, and the dataset made of them."""
+"""Files in the checkpoint directory of a `generate` job: every answer with its row, and the dataset made of them. An
+`evaluate` job with checks has the first, with what each answer passes."""
 OF_JOB = "job:"
 """Before the name of a job, in place of a dataset id: the rows that this job makes."""
 MERGING = "merging"
 """Directory in the checkpoint directory of a `merge` job: the result while it is not whole."""
 
 
-class GenerateSpec(Frozen):
-    """Answers the prompts of the job's dataset."""
+class Answering(Frozen):
+    """How a model answers prompts."""
 
-    kind: Literal["generate"] = "generate"
-    output_dataset_id: str
-    """The dataset that the answers become."""
     max_new_tokens: int = Field(gt=0)
     temperature: float = Field(ge=0)
     """0: the most likely token each time."""
@@ -33,10 +32,26 @@ class GenerateSpec(Frozen):
     samples_per_prompt: int = Field(gt=0)
 
 
+class GenerateSpec(Answering):
+    """Answers the prompts of the job's dataset."""
+
+    kind: Literal["generate"] = "generate"
+    output_dataset_id: str
+    """The dataset that the answers become."""
+
+
+class CheckedAnswering(Answering):
+    """Answers that are checked."""
+
+    checks: tuple[AnswerCheck, ...]
+
+
 class EvaluateSpec(Frozen):
-    """Evaluates the job's model on its dataset: SFT's measures, or DPO's against the reference."""
+    """Evaluates the job's model on its dataset: SFT's measures, or DPO's against the reference, or its answers."""
 
     kind: Literal["evaluate"] = "evaluate"
+    answers: CheckedAnswering | None = None
+    """Not None: the measures are those of answers to the dataset's prompts."""
 
 
 class MergeWork(Frozen):

@@ -152,7 +152,7 @@ _KEYWORDS: dict[str, Callable[[Any, Any, Mapping[str, Any]], bool]] = {
 
 def _search(pattern: str, text: str) -> Any:
     """Where a pattern is found first; None: nowhere. Raises TimeoutError."""
-    import regex  # a requirement of transformers, thus where jobs train
+    import regex
 
     return regex.search(pattern, text, timeout=_SECONDS)
 

@@ -48,6 +48,8 @@ _TOOLS = ("tools", "functions")
 """Columns with the tools that a conversation may call, which some chat templates render."""
 _LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from)['"]\s*:""")
 _NAMES_SHOWN = 12
+UNREAD = "columns never read: "
+"""How the warning about these begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -586,7 +588,7 @@ def _warnings(seen: _Seen, notes: _Notes, use: RowUse, data_format: DataFormat |
     warnings = []
     unread = {column for shape, columns in seen for column in columns.difference(shape.columns, shape.optional)}
     if unread and use != "grpo":  # rewards get whole rows
-        warnings.append(f"columns never read: {_listed(unread)}")
+        warnings.append(f"{UNREAD}{_listed(unread)}")
     if notes.message_keys:
         warnings.append(f"message keys never read: {_listed(notes.message_keys)}")
     if _rows_of(use) == "sft" and data_format is not None:

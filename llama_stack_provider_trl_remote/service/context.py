@@ -262,7 +262,7 @@ class Service(StoredJobs):
             work: Work = body.work(merged)
             rows = self._no_rows
         else:
-            work = body.work()
+            work = await asyncio.to_thread(body.work)
         if isinstance(work, GenerateSpec):
             self._check_output(work.output_dataset_id)
         owner = Submitter(caller.name, caller.limits.max_queued_jobs)

@@ -412,6 +412,7 @@ OPTION_ASKS: dict[str, Try] = {
     "resume_from": Try("job-0/checkpoint-6"),
     "after": Try(["job-0"]),
     "cancel_with": Try(True, options={"after": ["job-0"]}),
+    "evaluate": Try({"dataset_id": "held-out"}),
     "preflight": Try("warn"),
     "device": Try("cuda:1"),
 }

@@ -6,6 +6,9 @@ They take a minute: `TRL_CLUSTER=full ./scripts/test.sh tests/contract/test_eval
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import pytest
 
 from llama_stack_provider_trl_remote.cli.main import main
 from llama_stack_provider_trl_remote.trl_client import TrlClient
+from tests.census import census
 from tests.cluster.jobs import IN_FULL
 from tests.contract.crashing import CrashingService
 from tests.contract.payloads import LORA, PAIRS, QUESTIONS, sft
@@ -26,6 +30,72 @@ pytestmark = [pytest.mark.contract, pytest.mark.timeout(400), IN_FULL]
 
 def request(job_uuid: str, **changes: Any) -> Json:
     return {"job_uuid": job_uuid, "model": str(tiny_model()), "dataset_id": "rows", **changes}
+
+
+CHECKS: list[Json] = [
+    {"type": "exact", "normalize": True},
+    {"type": "regex", "pattern": "[aeiou].*e"},
+    {"type": "json_schema", "column": "shape"},
+]
+
+
+def test_answers_are_checked_once_each_whatever_was_killed_in_between(tmp_path: Path) -> None:
+    """8 answers in batches of 2. The trainer dies while it writes the second batch; its runner dies with all its
+    processes, and the service, after the third."""
+    rows = [{**row, "shape": '{"type": "object"}'} for row in QUESTIONS]
+    server = CrashingService(tmp_path)
+    with closing(server.store), running(server):
+        server.register("rows", rows)
+        server.register("bare", QUESTIONS)
+        client = TrlClient(server.url)
+        checked = {"checks": CHECKS, "max_new_tokens": 12, "temperature": 1.0, "batch_size": 2}
+        client.evaluate(request("undisturbed", **checked))
+        server.wait("undisturbed", "completed", timeout=server.patience)
+        server.arm("answering-2", "kill")
+        server.arm("step-6", "hold")
+        client.evaluate(request("killed", **checked, provider_options={"retries": 3}))
+        server.wait_taken("step-6", server.patience)
+        server.kill()
+        for process in census(server.data_dir).running:
+            os.kill(process.pid, signal.SIGKILL)
+        server.launch()
+        server.wait_until_it_answers()
+        server.wait("killed", "completed", timeout=server.patience)
+        found, expected = (server.status(name)["resources_allocated"]["result"] for name in ("killed", "undisturbed"))
+        answers = answers_of(server, "killed")
+        assert found.pop("answers") == {**expected.pop("answers"), "path": str(answers)}
+        assert found == expected
+        lines = [json.loads(line) for line in answers.read_text().splitlines()]
+        assert [line["row"] for line in lines] == list(range(8))
+        assert found["checks"] == {
+            name: sum(line["passed"][name] for line in lines) / 8 for name in ("exact", "regex", "json_schema")
+        }
+        assert [line["passed"]["regex"] for line in lines] == [
+            re.search("[aeiou].*e", line["text"]) is not None for line in lines
+        ]
+        (point,) = client.metrics("killed")[-1:]
+        assert (point["kind"], point["metrics"]["eval_passed_regex"]) == ("validation", found["checks"]["regex"])
+        assert "checks.regex" in server.get("/jobs/killed", prefix="").text
+        for changes, sentence in (
+            ({"checks": [{"type": "bleu"}]}, "checks.0.type"),
+            ({"checks": [{"type": "json", "colum": "a"}]}, "checks.0.colum"),
+            ({"checks": [{"type": "regex", "pattern": "("}]}, "checks.0.pattern='(' is not supported: it is not a reg"),
+            ({"checks": [{"type": "json_schema", "json_schema": {"type": 3}}]}, "checks.0.json_schema="),
+            (
+                {"checks": CHECKS, "dataset_id": "bare"},
+                "dataset 'bare', row 0: no column 'shape', which checks.2.column",
+            ),
+            ({"checks": []}, "checks"),
+            ({"seed": 3}, "seed=3 is not supported: it concerns answers"),
+        ):
+            answer = server.post("/post-training/evaluate", request("bad", **changes))
+            assert answer.status_code == 400, answer.text
+            assert sentence in answer.json()["detail"], answer.text
+
+
+def answers_of(server: CrashingService, job_uuid: str) -> Path:
+    directory = server.status(job_uuid)["resources_allocated"]["effective_config"]["checkpoint_dir"]
+    return Path(directory) / "answers.jsonl"
 
 
 def test_measures_are_those_of_the_command_over_a_kill_and_of_adapters(
@@ -52,7 +122,7 @@ def test_measures_are_those_of_the_command_over_a_kill_and_of_adapters(
         }
         tuned = {**sft("tune", "rows"), "algorithm_config": LORA}
         tuned["training_config"]["data_config"]["validation_dataset_id"] = "rows"
-        server.submit(SFT, tuned)
+        server.submit(SFT, tuned, options={"evaluate": {"dataset_id": "rows"}})
         client.evaluate(request("after", model="job:tune"))
         preferring = {"algorithm": "dpo", "reference_model": str(tiny_model())}
         client.evaluate(request("pairs", dataset_id="pairs", model="job:tune", **preferring))
@@ -61,6 +131,11 @@ def test_measures_are_those_of_the_command_over_a_kill_and_of_adapters(
         after = server.status("after")["resources_allocated"]["result"]
         assert after["loss"] == pytest.approx(last["training_metrics"]["validation_loss"], abs=1e-5)
         assert after["loss"] < found["loss"]
+        server.wait("tune-evaluation", "completed", timeout=server.patience)
+        assert server.status("tune-evaluation")["resources_allocated"]["result"] == after
+        shown = server.status("tune")["resources_allocated"]
+        assert shown["effective_config"]["evaluation"] == "tune-evaluation"
+        assert {"job_uuid": "tune-evaluation", "state": "completed"} in shown["before"]
         points = client.metrics("after")
         assert [(point["kind"], point["metrics"]["eval_loss"]) for point in points] == [("validation", after["loss"])]
         server.wait("pairs", "completed", timeout=server.patience)

@@ -366,6 +366,7 @@ ELSEWHERE: dict[str, str] = {
     OPTION + "adapter": "needs an adapter before it: tests/process/test_adapter_bases.py, tests/unit/test_bases.py",
     OPTION + "after": NO_TRAINING + "tests/unit/test_chains.py, tests/contract/test_jobs_in_chains.py",
     OPTION + "cancel_with": NO_TRAINING + "tests/unit/test_chains.py",
+    OPTION + "evaluate": NO_TRAINING + "tests/unit/test_evaluation_after.py",
     OPTION + "preflight": "tests/process/test_preflight.py",
     OPTION + "max_duration": NO_TRAINING + "tests/unit/test_supervisor.py",
     OPTION + "priority": NO_TRAINING + "tests/unit/test_placement.py",

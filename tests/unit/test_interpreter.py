@@ -24,6 +24,8 @@ GOOD = {
     "peft": "0.21",
     "accelerate": "1",
     "datasets": "5",
+    "jsonschema": "4.26.0",
+    "regex": "2026.11.15",
     "specs": schema_digest(),
 }
 
@@ -64,7 +66,7 @@ def test_an_interpreter_with_all_that_training_needs_is_taken(python) -> None:  
         (
             (3, 12),
             {"ours": __version__, "torch": "2.13.0"},
-            "has no trl, transformers, peft, accelerate, datasets; run",
+            "has no trl, transformers, peft, accelerate, datasets, jsonschema, regex; run",
         ),
         (
             (3, 12),

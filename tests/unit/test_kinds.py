@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,10 @@ from llama_stack_provider_trl.requests.kinds import (
     in_its_terms,
 )
 from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
+from llama_stack_provider_trl.specs.answer_rows import CheckedRow, read_checked_rows
 from llama_stack_provider_trl.specs.rows import PromptExample, check_rows, parse_row
+from llama_stack_provider_trl.system.files import put_rows
 from llama_stack_provider_trl_remote.pipeline import resolved, steps_of
 from llama_stack_provider_trl_remote.service.http.bodies import EvaluateBody, GenerateBody, MergeBody
 from tests.tiny import REPOSITORY
@@ -56,6 +60,65 @@ def test_a_reference_belongs_to_preferences() -> None:
     given = EvaluateRequest.model_validate({**body, "algorithm": "dpo", "reference_model": "b", "max_seq_length": 9})
     options = given.with_options(ProviderOptions(priority="low"))
     assert (options.reference_model, options.max_seq_length, options.priority) == ("b", 9, "low")
+
+
+CHECKED: dict[str, Any] = {"job_uuid": "e", "model": "m", "dataset_id": "d", "checks": [{"type": "json"}]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"checks": None, "max_new_tokens": 256}, "max_new_tokens"),
+        ({"checks": None, "checkpoint_dir": "here"}, "checkpoint_dir"),
+        ({"algorithm": "dpo"}, "algorithm"),
+        ({"reference_model": "b"}, "reference_model"),
+        ({"max_seq_length": 9}, "max_seq_length"),
+        ({"top_p": 0.5}, "top_p"),
+        ({"checks": [{"type": "regex", "pattern": "["}]}, "checks.0.pattern"),
+    ],
+)
+def test_fields_of_an_evaluation_that_would_be_ignored_are_refused_by_name(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        EvaluateRequest.model_validate({**CHECKED, **changes}).work()
+    assert caught.value.field == field
+    work = EvaluateRequest.model_validate({**CHECKED, "temperature": 1, "top_p": 0.5}).work()
+    assert work.answers is not None
+    assert (work.answers.top_p, work.answers.samples_per_prompt) == (0.5, 1)
+
+
+def test_rows_are_read_for_checks_or_refused_by_name(tmp_path: Path) -> None:
+    def read(checks: list[dict[str, Any]], *rows: dict[str, Any]) -> list[CheckedRow]:
+        blob = put_rows(tmp_path, rows)
+        return list(read_checked_rows(blob.path, [AnswerCheck.model_validate(check) for check in checks]))
+
+    own, by_column = {"type": "exact", "normalize": True}, {"type": "json", "name": "b", "column": "expected"}
+    turns = [{"role": role, "content": role} for role in ("system", "user", "assistant", "user")]
+    answered = [*turns, {"role": "assistant", "content": " YES "}]
+    (found,) = read([own, by_column, {"type": "json"}], {"messages": answered, "expected": '{"a": 1}'})
+    assert found == CheckedRow(turns, ["yes", {"a": 1}, None])
+    assert read([by_column], {"prompt": "a", "expected": [1]})[0].messages == [{"role": "user", "content": "a"}]
+    good = {"prompt": "a", "completion": "b", "expected": 1}
+    for checks, row, sentence in (
+        (
+            [by_column],
+            {"prompt": "a", "kind": 1},
+            "row 1: no column 'expected', which checks.0.column names.*kind, prompt",
+        ),
+        ([own, by_column], {**good, "expected": "{"}, r"row 1: column expected \(checks.1.column\): .*not JSON"),
+        ([own], {"prompt": "a"}, "row 1: found the columns prompt, expected for SFT"),
+        ([own], {"messages": turns}, "row 1: a last turn of role user"),
+        ([own], {"text": "a"}, "row 1: plain text, and a check of type exact expects the row's own answer"),
+    ):
+        with pytest.raises(InvalidRows, match=sentence):
+            read(checks, good, row)
+
+
+def test_the_documented_fields_of_a_check_are_its_own() -> None:
+    text = (REPOSITORY / "docs" / "how-to" / "evaluate.md").read_text()
+    table = text.split("<!-- checks -->")[1].split("<!-- /checks -->")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*?) *\|", table, re.MULTILINE))
+    assert list(rows) == list(AnswerCheck.model_fields)
+    assert (rows["normalize"], rows["extract"]) == ("False", "False")
 
 
 def test_options_of_training_are_refused_by_name() -> None:

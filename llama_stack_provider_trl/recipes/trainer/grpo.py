@@ -28,11 +28,11 @@ from ...specs.rows import Message, PromptExample, parse_row
 from ..model.adapters import REFERENCE
 from ..model.generation import Sampler, answer_ends, answer_ids
 from .base import RecipeTrainer
-from .scoring import no_recomputation
 from .pairs import PaddedPairs
 from .reference import NoReference, is_needed, load_reference
 from .rewards import Rewards
 from .samples import undisturbed
+from .scoring import no_recomputation
 from .trl_patches import PreparedDatasets, fuse_head, with_adapter, without_adapter
 
 _EPSILON = 1e-4

@@ -13,6 +13,7 @@ from llama_stack_provider_trl.jobs.tokens import Role
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse
 
 from ..views.logs import LAUNCHER
+from . import rendering
 
 _LONGEST_LINE = 2000
 _STEP = re.compile(r"checkpoint-(\d+)$")
@@ -88,6 +89,7 @@ def values(
         "ribbon": RIBBON,
         "settings": settings_of(found["effective_config"]),
         "logs": logs_of(status),
+        "result": result_of(found.get("result") or {}),
         "is_running": state in ACTIVE,
         "has_ended": state in TERMINAL,
         "can": {
@@ -99,6 +101,17 @@ def values(
         "warned_at": {message: step for step, message in warnings},
         "marks": [mark._asdict() for mark in marks_of(status, attempts, warnings)],
     }
+
+
+def result_of(result: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]:
+    """What a job that does not train has found: each value by its dotted name, in the result's order."""
+    found: list[tuple[str, str]] = []
+    for name, value in result.items():
+        if isinstance(value, Mapping):
+            found += result_of(value, f"{above}{name}.")
+        else:
+            found.append((f"{above}{name}", rendering.number(value) if isinstance(value, float) else str(value)))
+    return found
 
 
 def marks_of(

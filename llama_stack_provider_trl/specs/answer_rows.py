@@ -1,0 +1,86 @@
+"""Reads rows for checks: the prompt of each, and what its answer is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import InvalidRows
+from .answer_checks import AnswerCheck, reference
+from .job import DatasetRef
+from .kinds import CheckedAnswering
+from .row_files import read_ndjson
+from .rows import Message, PromptExample, SftExample, parse_row
+
+
+class CheckedRow(NamedTuple):
+    """A row whose answer is checked."""
+
+    messages: list[Message]
+    """Its prompt."""
+    references: list[Any]
+    """One per check, in their order."""
+
+
+def read_checked_rows(path: Path, checks: Sequence[AnswerCheck]) -> Iterator[CheckedRow]:
+    """The rows of a stored dataset.
+
+    Raises:
+        InvalidRows: a row asks nothing, lacks a column or an answer that a check reads, or its value cannot be read.
+    """
+    for_all = {number: reference(check, check.given) for number, check in enumerate(checks) if check.given is not None}
+    with open(path, "rb") as file:
+        for index, row in enumerate(read_ndjson(file)):
+            messages, answer = _question(row, index, any(check.reads_answers for check in checks))
+            found = [
+                for_all[number] if number in for_all else _reference(check, f"checks.{number}", row, index, answer)
+                for number, check in enumerate(checks)
+            ]
+            yield CheckedRow(messages, found)
+
+
+def refuse_unchecked_rows(dataset: DatasetRef, work: CheckedAnswering) -> None:
+    """Read all rows of a dataset as the job will. Raises InvalidRows."""
+    try:
+        for _ in read_checked_rows(dataset.path, work.checks):
+            pass
+    except InvalidRows as error:
+        raise InvalidRows(f"dataset {dataset.dataset_id!r}, {error}") from error
+
+
+def _question(row: Mapping[str, Any], index: int, has_answer: bool) -> tuple[list[Message], str | None]:
+    """The prompt of a row, and its own answer where that is read: both of the same columns."""
+    if not has_answer:
+        prompt = parse_row(row, index, "prompts")
+        assert isinstance(prompt, PromptExample)
+        return prompt.messages, None
+    example = parse_row(row, index, "sft")
+    assert isinstance(example, SftExample)
+    messages = example.messages or []
+    if not messages or messages[-1]["role"] != "assistant":
+        found = f"a last turn of role {messages[-1]['role']}" if messages else "plain text"
+        raise InvalidRows(f"{found}, and a check of type exact expects the row's own answer", row=index)
+    turns = example.prompt_turns
+    if turns is None:
+        turns = len(messages) - 1
+    if not any(message["role"] != "assistant" for message in messages[:turns]):
+        raise InvalidRows("assistant turns only, expected a turn that asks for an answer", row=index)
+    return messages[:turns], messages[-1]["content"]
+
+
+def _reference(check: AnswerCheck, field: str, row: Mapping[str, Any], index: int, answer: str | None) -> Any:
+    if check.reads_answers:
+        return reference(check, answer)
+    if check.column is None:
+        return None
+    value = row.get(check.column)
+    if value is None or value != value:
+        raise InvalidRows(
+            f"no column {check.column!r}, which {field}.column names; its columns are {', '.join(sorted(row))[:500]}",
+            row=index,
+        )
+    try:
+        return reference(check, value)
+    except ValueError as error:
+        raise InvalidRows(f"column {check.column} ({field}.column): {error}", row=index) from error
