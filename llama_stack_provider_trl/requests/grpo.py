@@ -36,12 +36,13 @@ def resolve_grpo(config: GRPOConfig, options: ProviderOptions, where: str) -> Gr
     return GrpoSpec(**{**given, "rewards": _rewards(config.rewards, f"{where}.rewards")})
 
 
-def check_grpo(method: Any, fields: Mapping[str, Any], data: DataConfig) -> None:
+def check_grpo(fields: Mapping[str, Any], data: DataConfig) -> None:
     """Refuse what a GRPO job cannot do, by its resolved fields and its data.
 
     Raises:
         InvalidRequest: names the field.
     """
+    method = fields.get("method")
     if not isinstance(method, GrpoSpec):
         return
     resources = fields["resources"]

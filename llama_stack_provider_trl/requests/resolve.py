@@ -80,6 +80,6 @@ def resolve(
     }
     fields |= resolve_averaging(options, settings, fields)
     check_step(fields)
-    check_grpo(fields.get("method"), fields, data)
+    check_grpo(fields, data)
     share, shard = resolve_train_share(data), resolve_shard(options)
     return Resolution(data.dataset_id, data.validation_dataset_id, fields, warnings, trackers, share, shard)

@@ -64,6 +64,7 @@ def test_the_spec_above_sets_every_path_that_a_spec_may_have() -> None:
         *("run_dir", "turn", "resume_from", "fall_back_to", "job.checkpoint_dir", "job.resume_from.path"),
         *("job.dataset.path", "job.validation.path", "job.token_cache", "job.dpo.reference.cache"),
         *("job.model_path", "job.dpo.reference.model_path"),
+        *("job.method.reference.cache", "job.method.reference.model_path"),  # KTO's, read as DPO's
         "job.adapter.path",  # no order has one: the next test
         *("job.work.from_jobs", "job.work.merge.output"),  # nor work: the test after that
     }

@@ -301,7 +301,7 @@ def test_the_real_datasets_are_read_to_the_last_row(name: str, algorithm: Any, s
 
 def test_the_documented_table_is_the_one_in_the_code() -> None:
     text = Path(REPOSITORY / "docs" / "reference" / "data-formats.md").read_text(encoding="utf-8")
-    documented = [line for line in text.splitlines() if re.match(r"\| `.*\| (SFT|DPO|PROMPTS) \|", line)]
+    documented = [line for line in text.splitlines() if re.match(r"\| `.*\| (SFT|DPO|KTO|PROMPTS) \|", line)]
     assert documented == [
         f"| {_columns(shape.columns, shape.optional)} | {shape.use.upper()} | {shape.data_format or '-'} "
         f"| {shape.meaning} |"
