@@ -23,6 +23,7 @@ MOST_LINES, MOST_METHODS = 500, 30
 HEAVY = ("torch", "trl", "transformers", "peft", "datasets", "accelerate")
 
 
+@cache
 def packages() -> dict[str, tuple[list[str], list[str]]]:
     """Package -> (patterns of its modules, patterns of what it may import), from the table in the docs."""
     text = (REPOSITORY / "docs" / "explanation" / "architecture.md").read_text()
@@ -48,6 +49,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
 def package_of(module: str) -> str:
     homes = [
         name for name, (patterns, _) in packages().items() if any(fnmatch(module, pattern) for pattern in patterns)
@@ -56,10 +58,20 @@ def package_of(module: str) -> str:
     return homes[0]
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
     """Top-level packages that a module imports; modules of ours as `our:` and their name in the table."""
+    return frozenset(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     package = path.relative_to(REPOSITORY).parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield _ours(alias.name) or alias.name.partition(".")[0]
@@ -146,7 +158,7 @@ def test_large_modules_and_classes_have_their_reason_in_the_docs() -> None:
         source = path.read_text()
         if source.count("\n") > MOST_LINES:
             large.add(name)
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.ClassDef):
                 methods = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
                 large |= {f"{name}.{node.name}"} if len(methods) > MOST_METHODS else set()
@@ -156,7 +168,7 @@ def test_large_modules_and_classes_have_their_reason_in_the_docs() -> None:
 def classes() -> Iterator[tuple[str, str]]:
     """(class, module) for each class at the top of a module; private classes too."""
     for name, path in modules().items():
-        for node in ast.parse(path.read_text()).body:
+        for node in tree(path).body:
             if isinstance(node, ast.ClassDef):
                 yield node.name, name
 
@@ -170,7 +182,7 @@ def test_two_classes_never_share_a_name() -> None:
 
 def test_only_compat_imports_llama_stack() -> None:
     stacks = {"llama_stack", "llama_stack_api", "ogx", "ogx_api"}
-    users = {name for name, path in modules().items() if stacks & set(imports(path))}
+    users = {name for name, path in modules().items() if stacks & imports(path)}
     assert users == {"stack.compat", "stack.external"}
 
 
