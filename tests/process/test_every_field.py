@@ -74,6 +74,7 @@ def every_field() -> set[str]:
         requests.CPOConfig,
         requests.SimPOConfig,
         requests.RewardConfig,
+        requests.KTOConfig,
         requests.GRPOConfig,
     ]
     names = {name for body in bodies for name in leaves(body)} - {"algorithm_config"}

@@ -12,6 +12,7 @@ from llama_stack_provider_trl.recipes.data.sampling import BatchPlan, Mismatchin
 from llama_stack_provider_trl.recipes.trainer.kto import kto_loss
 from llama_stack_provider_trl.specs.methods import KtoSpec
 
+pytestmark = pytest.mark.process
 LOGRATIOS, LABELS = [0.5, -2.0, 3.0, 0.0], [True, False, False, True]
 
 
