@@ -351,7 +351,7 @@ ELSEWHERE: dict[str, str] = {
     ALGORITHM + "quantizer_name": QUANTIZED,
     ALGORITHM + "group_size": QUANTIZED,
     **{
-        ALGORITHM + name: "answers to prompts: tests/unit/test_grpo.py, tests/process/test_grpo.py"
+        ALGORITHM + name: "answers to prompts: tests/unit/test_grpo_request.py, tests/process/test_grpo.py"
         for name in requests.GRPOConfig.model_fields
         if name not in ("type", "beta", "loss_type")
     },
