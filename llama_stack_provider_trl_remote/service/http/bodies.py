@@ -83,7 +83,12 @@ class PreflightBody(PreferenceOptimizeBody):
     `algorithm_config` of their type, or the provider option `method`."""
 
 
-class RowCounts(BaseModel):
+class _Answer(BaseModel):
+    # Llama Stack's process imports these models with the inline engine, and answers with few of them.
+    model_config = ConfigDict(defer_build=True)
+
+
+class RowCounts(_Answer):
     """Of a dataset's rows, as a job would train on them."""
 
     num_rows: int
@@ -108,20 +113,20 @@ class DataVerdict(RowCounts):
     max_tokens: int
 
 
-class StepsVerdict(BaseModel):
+class StepsVerdict(_Answer):
     epochs: int
     steps_per_epoch: int
     total_steps: int
     global_batch: int
 
 
-class Nearest(BaseModel):
+class Nearest(_Answer):
     changes: dict[str, Any]
     """Field of the request -> value."""
     estimate_bytes: int
 
 
-class MemoryVerdict(BaseModel):
+class MemoryVerdict(_Answer):
     fits: bool
     """estimate x 1.1 <= limit, and machine x 1.1 <= machine_limit."""
     device: str
@@ -162,7 +167,7 @@ class MemoryVerdict(BaseModel):
     message: str | None = None
 
 
-class DiskVerdict(BaseModel):
+class DiskVerdict(_Answer):
     fits: bool
     needed_bytes: int
     free_bytes: int
@@ -173,7 +178,7 @@ class DiskVerdict(BaseModel):
     merged_bytes: int
 
 
-class PreflightResponse(BaseModel):
+class PreflightResponse(_Answer):
     fits: bool
     """Memory and disk."""
     message: str
@@ -241,7 +246,7 @@ class RegisterDataset(_RequestBody):
     """Kept in the metadata."""
 
 
-class Dataset(BaseModel):
+class Dataset(_Answer):
     """Llama Stack's own shape of a dataset."""
 
     identifier: str
@@ -254,11 +259,11 @@ class Dataset(BaseModel):
     metadata: dict[str, Any]
 
 
-class ListDatasetsResponse(BaseModel):
+class ListDatasetsResponse(_Answer):
     data: list[Dataset]
 
 
-class JobRow(BaseModel):
+class JobRow(_Answer):
     """One job of the list; all but the name only with `full=true`."""
 
     job_uuid: str
@@ -288,13 +293,13 @@ class QueueRow(JobRow):
     """Why the start of a waiting job cannot be predicted."""
 
 
-class ListJobsResponse(BaseModel):
+class ListJobsResponse(_Answer):
     data: list[JobRow]
     next: str | None
     """Cursor: pass it as `after` for the next page; null: this is the last one."""
 
 
-class QueueResponse(BaseModel):
+class QueueResponse(_Answer):
     data: list[QueueRow]
     matching: int
     """Jobs with this status and name, on all pages."""
@@ -302,31 +307,31 @@ class QueueResponse(BaseModel):
     """State -> jobs, of all jobs; states without any are left out."""
 
 
-class JobStateRow(BaseModel):
+class JobStateRow(_Answer):
     job_uuid: str
     state: str
 
 
-class JobStatesResponse(BaseModel):
+class JobStatesResponse(_Answer):
     data: list[JobStateRow]
     """In the order in which the jobs were requested."""
     next: str
     """Pass it as `after` for the events that follow."""
 
 
-class EventLine(BaseModel):
+class EventLine(_Answer):
     id: str
     """Cursor behind this event: pass it as `after` to get those that follow."""
     event: dict[str, Any]
 
 
-class EventsResponse(BaseModel):
+class EventsResponse(_Answer):
     data: list[EventLine]
     next: str
     """Pass it as `after` for what follows."""
 
 
-class Point(BaseModel):
+class Point(_Answer):
     kind: Literal["train", "validation"]
     step: int
     epoch: float
@@ -334,11 +339,11 @@ class Point(BaseModel):
     metrics: dict[str, float | None]
 
 
-class MetricsResponse(BaseModel):
+class MetricsResponse(_Answer):
     data: list[Point]
 
 
-class Curve(BaseModel):
+class Curve(_Answer):
     """The points of one metric, by step. The lists are equally long."""
 
     step: list[int]
@@ -348,7 +353,7 @@ class Curve(BaseModel):
     value: list[float | None]
 
 
-class SeriesResponse(BaseModel):
+class SeriesResponse(_Answer):
     train: dict[str, Curve]
     """Metric -> its points."""
     validation: dict[str, Curve]
@@ -358,18 +363,18 @@ class SeriesResponse(BaseModel):
     """Cursor behind the last point that the series could have: events that follow it are not in the series."""
 
 
-class ListCheckpointsResponse(BaseModel):
+class ListCheckpointsResponse(_Answer):
     data: list[Checkpoint]
 
 
-class CheckpointFile(BaseModel):
+class CheckpointFile(_Answer):
     path: str
     """Relative to the checkpoint's directory."""
     size: int
     sha256: str
 
 
-class CheckpointFiles(BaseModel):
+class CheckpointFiles(_Answer):
     identifier: str
     path: str
     files: list[CheckpointFile]
@@ -393,7 +398,7 @@ class CreateToken(_RequestBody):
     """Priorities that its jobs may have; null: all."""
 
 
-class TokenRow(BaseModel):
+class TokenRow(_Answer):
     name: str
     role: Role
     source: str
@@ -415,11 +420,11 @@ class CreatedToken(TokenRow):
     """false: the service has no configured token and requires none, this one included."""
 
 
-class ListTokensResponse(BaseModel):
+class ListTokensResponse(_Answer):
     data: list[TokenRow]
 
 
-class AuditLine(BaseModel):
+class AuditLine(_Answer):
     """One line of the audit log; what does not apply is left out."""
 
     seq: int
@@ -452,7 +457,7 @@ class AuditLine(BaseModel):
     """Bytes of a torn last line that the start removed."""
 
 
-class AuditPage(BaseModel):
+class AuditPage(_Answer):
     data: list[AuditLine]
     next: int
     """Pass it as `after` for what follows. The same as `after`: there is nothing yet."""
@@ -460,7 +465,7 @@ class AuditPage(BaseModel):
     """Number of the newest line."""
 
 
-class Health(BaseModel):
+class Health(_Answer):
     status: Literal["OK"]
     version: str
     supervising: bool
