@@ -14,8 +14,8 @@ from pydantic_core import CoreSchema
 
 class Documented(BaseModel):
     """The strings are read when a schema is requested. pydantic's `use_attribute_docstrings` reads them at the
-    definition of the class, which takes 0.3 s of CPU time at every start of Llama Stack. A model's validator is built when
-    it is first used: most starts use few of them."""
+    definition of the class, which takes 0.3 s of CPU time at every start of Llama Stack. A model's validator is built
+    when it is first used: most starts use few of them."""
 
     model_config = ConfigDict(defer_build=True)
 
