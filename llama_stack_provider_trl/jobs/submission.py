@@ -25,7 +25,7 @@ from ..specs.custom import check_custom_rows
 from ..specs.job import DataFormat, DatasetRef, JobSpec, RowUse
 from ..specs.kinds import CheckedAnswering, Work
 from ..specs.methods import GrpoSpec, MethodSpec
-from ..specs.rewards import check_columns
+from ..specs.rewards import checks_of
 from ..specs.rows import UNREAD, check_rows
 from ..system.files import put_lines, put_rows
 from .bases import find_base
@@ -216,7 +216,7 @@ async def resolved(
     data_format: DataFormat | None = resolution.fields["data_format"]
     dataset, warnings = await datasets(resolution.dataset_id, use, data_format)
     if isinstance(answering, CheckedAnswering):
-        await asyncio.to_thread(refuse_unchecked_rows, dataset, answering)
+        await asyncio.to_thread(refuse_unchecked_rows, dataset, answering.checks)
         warnings = [message for message in warnings if not message.startswith(UNREAD)]  # which checks may read
     await _check_custom(resolution, dataset, use)
     await asyncio.to_thread(_check_rewards, resolution.fields.get("method"), dataset)
@@ -256,12 +256,8 @@ async def _check_custom(resolution: Resolution, dataset: DatasetRef, use: RowUse
 
 def _check_rewards(method: Any, dataset: DatasetRef) -> None:
     """Have rows that are known what GRPO's rewards read. Raises InvalidRows."""
-    if not isinstance(method, GrpoSpec) or dataset.of_job is not None:
-        return  # the training checks rows that another job makes
-    try:
-        check_columns(method.rewards, dataset.path)
-    except InvalidRows as error:
-        raise InvalidRows(f"dataset {dataset.dataset_id!r}, {error}") from error
+    if isinstance(method, GrpoSpec) and dataset.of_job is None:  # the training reads rows that another job makes
+        refuse_unchecked_rows(dataset, checks_of(method.rewards))
 
 
 async def _resolved_evaluation(

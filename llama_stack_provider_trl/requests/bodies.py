@@ -189,20 +189,14 @@ class GRPOReward(BaseModel):
     """A part of GRPO's reward."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
-    check: str | None = None
-    """exact, regex, json or json_schema."""
+    check: dict[str, Any] | None = None
+    """A check as those of evaluations: {type, ...}."""
     function: str | None = None
     """Name of an installed package's function."""
     model: str | None = None
     """Refused."""
     weight: float | None = None
     """Factor of the reward. Default 1."""
-    column: str | None = Field(None, min_length=1, max_length=512)
-    """Of the row, that the answer is compared with."""
-    pattern: str | None = Field(None, max_length=10**4)
-    """A regular expression of Python."""
-    json_schema: dict[str, Any] | None = None
-    """A JSON schema."""
 
 
 class GRPOConfig(_Body):

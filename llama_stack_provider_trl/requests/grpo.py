@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from typing import Any, get_args
 
 from ..errors import InvalidRequest
+from ..specs.answer_checks import AnswerCheck, refuse_unusable_check
 from ..specs.methods import GrpoLoss, GrpoSpec, RewardScale
-from ..specs.reward_checks import schema_problem
-from ..specs.rewards import GROUP, Check, RewardSource, installed_rewards
+from ..specs.rewards import GROUP, RewardSource, installed_rewards
 from .bodies import DataConfig, GRPOConfig, GRPOReward
 from .checks import nearest_choice, parse_fields
 from .options import ProviderOptions
 
-_READS: dict[str, tuple[set[str], set[str]]] = {
-    "exact": ({"column"}, set()),
-    "regex": ({"pattern"}, {"column"}),
-    "json": (set(), {"column"}),
-    "json_schema": ({"json_schema"}, set()),
-}
-"""Check -> the fields that it needs, and those that it may have."""
 _ONE_PROCESS = "GRPO answers prompts and trains in one process"
 
 
@@ -78,18 +69,19 @@ def _refuse_options(options: ProviderOptions) -> None:
 
 def _rewards(given: list[dict[str, Any]] | None, where: str) -> tuple[RewardSource, ...]:
     if not given:
-        hint = 'send at least one, such as {"check": "exact", "column": "answer"} or {"function": NAME}'
+        hint = 'send at least one, such as {"check": {"type": "exact", "column": "answer"}} or {"function": NAME}'
         raise InvalidRequest(where, given, hint)
-    parsed = [parse_fields(GRPOReward, one, f"{where}[{number}]") for number, one in enumerate(given)]
-    names: list[str] = []
-    for one in parsed:
-        name = one.function or one.check or ""
-        count = sum(other == name or other.startswith(f"{name}_") for other in names)
-        names.append(f"{name}_{count + 1}" if name in names else name)
-    return tuple(_source(one, names[number], f"{where}[{number}]") for number, one in enumerate(parsed))
+    sources: list[RewardSource] = []
+    for number, one in enumerate(given):
+        source = _source(parse_fields(GRPOReward, one, f"{where}.{number}"), f"{where}.{number}")
+        if source.name in {other.name for other in sources}:
+            hint = "another reward has this name: give each check a name of its own, and name a function once"
+            raise InvalidRequest(f"{where}.{number}", source.name, hint)
+        sources.append(source)
+    return tuple(sources)
 
 
-def _source(given: GRPOReward, name: str, where: str) -> RewardSource:
+def _source(given: GRPOReward, where: str) -> RewardSource:
     if given.model is not None:
         hint = "rewards by another job's reward model are not supported: send a check or a function"
         raise InvalidRequest(f"{where}.model", given.model, hint)
@@ -97,26 +89,13 @@ def _source(given: GRPOReward, name: str, where: str) -> RewardSource:
         raise InvalidRequest(where, given.model_dump(exclude_none=True), "send either a check or a function")
     if given.weight == 0:
         raise InvalidRequest(f"{where}.weight", 0, "a reward without a weight teaches nothing; leave it out")
-    needed, allowed = _READS[_check(given.check, where)] if given.check else (set(), set())
-    for field in ("column", "pattern", "json_schema"):
-        value, path = getattr(given, field), f"{where}.{field}"
-        if field in needed and value is None:
-            raise InvalidRequest(path, None, f"the check {given.check!r} needs it")
-        if value is not None and field not in needed | allowed:
-            what = f"the check {given.check!r}" if given.check else "a function"
-            raise InvalidRequest(path, value, f"{what} does not read it; leave it out")
-    if given.function is not None:
-        _check_installed(given.function, where)
-    _check_rule(given, where)
-    schema = None if given.json_schema is None else json.dumps(given.json_schema, sort_keys=True)
-    fields = given.model_dump(include={"check", "column", "pattern", "function"})
-    return RewardSource(name=name, weight=1.0 if given.weight is None else given.weight, json_schema=schema, **fields)
-
-
-def _check(name: str, where: str) -> str:
-    if name not in get_args(Check):
-        raise InvalidRequest(f"{where}.check", name, nearest_choice(name, get_args(Check)))
-    return name
+    weight = 1.0 if given.weight is None else given.weight
+    if given.check is None:
+        _check_installed(given.function or "", where)
+        return RewardSource(name=given.function or "", weight=weight, function=given.function)
+    check = parse_fields(AnswerCheck, given.check, f"{where}.check")
+    refuse_unusable_check(check, f"{where}.check")
+    return RewardSource(name=check.measure, weight=weight, check=check)
 
 
 def _check_installed(name: str, where: str) -> None:
@@ -125,12 +104,3 @@ def _check_installed(name: str, where: str) -> None:
         those = nearest_choice(name, sorted(installed)) if installed else "no installed package adds one"
         hint = f"{those}; a package adds functions by entry points of the group {GROUP}"
         raise InvalidRequest(f"{where}.function", name, hint)
-
-
-def _check_rule(given: GRPOReward, where: str) -> None:
-    try:
-        re.compile(given.pattern or "")
-    except re.error as error:
-        raise InvalidRequest(f"{where}.pattern", given.pattern, f"it is no regular expression: {error}") from error
-    if given.json_schema is not None and (problem := schema_problem(given.json_schema)):
-        raise InvalidRequest(f"{where}.json_schema", given.json_schema, problem)

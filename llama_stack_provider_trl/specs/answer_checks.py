@@ -91,16 +91,21 @@ def refuse_unusable(checks: Sequence[AnswerCheck], field: str) -> None:
             read, a name that two checks have.
     """
     for number, check in enumerate(checks):
-        _refuse_fields(check, f"{field}.{number}")
-        if check.given is not None:
-            try:
-                json.dumps(check.given, allow_nan=False)  # which JSON reads of 1e999, and cannot write
-                reference(check, check.given)
-            except ValueError as error:
-                raise InvalidRequest(f"{field}.{number}.{_VALUES[check.type]}", check.given, str(error)) from error
+        refuse_unusable_check(check, f"{field}.{number}")
         if check.measure in {other.measure for other in checks[:number]}:
             hint = "another check has this name: give each check a name of its own"
             raise InvalidRequest(f"{field}.{number}.name", check.name, hint)
+
+
+def refuse_unusable_check(check: AnswerCheck, field: str) -> None:
+    """As `refuse_unusable`, of one check: `field` has it."""
+    _refuse_fields(check, field)
+    if check.given is not None:
+        try:
+            json.dumps(check.given, allow_nan=False)  # which JSON reads of 1e999, and cannot write
+            reference(check, check.given)
+        except ValueError as error:
+            raise InvalidRequest(f"{field}.{_VALUES[check.type]}", check.given, str(error)) from error
 
 
 def _refuse_fields(check: AnswerCheck, field: str) -> None:

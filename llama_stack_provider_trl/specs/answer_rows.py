@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from ..errors import InvalidRows
 from .answer_checks import AnswerCheck, reference
 from .job import DatasetRef
-from .kinds import CheckedAnswering
 from .row_files import read_ndjson
 from .rows import Message, PromptExample, SftExample, parse_row
 
@@ -40,10 +39,10 @@ def read_checked_rows(path: Path, checks: Sequence[AnswerCheck]) -> Iterator[Che
             yield CheckedRow(messages, found)
 
 
-def refuse_unchecked_rows(dataset: DatasetRef, work: CheckedAnswering) -> None:
+def refuse_unchecked_rows(dataset: DatasetRef, checks: Sequence[AnswerCheck]) -> None:
     """Read all rows of a dataset as the job will. Raises InvalidRows."""
     try:
-        for _ in read_checked_rows(dataset.path, work.checks):
+        for _ in read_checked_rows(dataset.path, checks):
             pass
     except InvalidRows as error:
         raise InvalidRows(f"dataset {dataset.dataset_id!r}, {error}") from error

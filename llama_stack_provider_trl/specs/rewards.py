@@ -7,19 +7,12 @@ bring code of their own.
 from __future__ import annotations
 
 import importlib
-import json
-from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
-from typing import Any, Literal
 
-from pydantic import Field
-
-from ..errors import InvalidRows
+from .answer_checks import AnswerCheck
 from .beginnings import Frozen
 
 GROUP = "llama_stack_provider_trl.rewards"
-Check = Literal["exact", "regex", "json", "json_schema"]
 
 
 class RewardSource(Frozen):
@@ -28,15 +21,15 @@ class RewardSource(Frozen):
     name: str
     """In metrics, one of its own."""
     weight: float = 1.0
-    check: Check | None = None
-    column: str | None = None
-    """Of the row, that the answer is compared with."""
-    pattern: str | None = None
-    """`regex`: what is searched in the answer; its first group, or all of it, is compared with the column."""
-    json_schema: str | None = None
-    """`json_schema`: JSON text."""
-    function: str | None = Field(None)
+    check: AnswerCheck | None = None
+    """An answer that passes has 1, any other one 0."""
+    function: str | None = None
     """Name of an entry point: `function(prompts, completions, rows)` returns a number for each completion."""
+
+
+def checks_of(rewards: tuple[RewardSource, ...]) -> tuple[AnswerCheck, ...]:
+    """The checks among the parts of a reward, in their order."""
+    return tuple(source.check for source in rewards if source.check is not None)
 
 
 def installed_rewards() -> dict[str, EntryPoint]:
@@ -46,25 +39,3 @@ def installed_rewards() -> dict[str, EntryPoint]:
     """
     importlib.invalidate_caches()
     return {point.name: point for point in entry_points(group=GROUP)}
-
-
-def check_columns(rewards: tuple[RewardSource, ...], path: Path) -> None:
-    """Return if every row has the columns that the rewards read.
-
-    Args:
-        path: NDJSON, whose rows have a prompt.
-
-    Raises:
-        InvalidRows: the first row that lacks one.
-    """
-    columns = {source.column: source.name for source in rewards if source.column is not None}
-    if not columns:
-        return
-    with open(path, encoding="utf-8") as file:
-        for index, line in enumerate(file):
-            row: Mapping[str, Any] = json.loads(line)
-            for column, name in columns.items():
-                if row.get(column) is None:
-                    found = ", ".join(key for key, value in row.items() if value is not None)
-                    expected = f"the column {column!r}, which the reward {name!r} reads"
-                    raise InvalidRows(f"found the columns {found}, expected {expected}", row=index)

@@ -131,7 +131,8 @@ def test_a_row_is_honoured_refused_or_noted() -> None:
 # --- the second column ------------------------------------------------------------------------------------------------
 
 LORA = {"type": "LoRA"}
-IS_JSON = {"check": "json"}
+IS_JSON = {"check": {"type": "json"}}
+IS_WORD = {"check": {"type": "regex", "pattern": "[a-z]"}}
 GRPO: Json = {
     "num_generations": 4,
     "max_completion_length": 8,
@@ -205,7 +206,7 @@ ASKS: dict[str, Try] = {
     "algorithm_config.desirable_weight": Try(0.5, "dpo", around={"algorithm_config": {"type": "kto"}}),
     "algorithm_config.undesirable_weight": Try(0.5, "dpo", around={"algorithm_config": {"type": "kto"}}),
     "algorithm_config.rewards": Try(
-        [IS_JSON, IS_JSON], "dpo", around={"algorithm_config": {"type": "grpo", "rewards": [IS_JSON]}}
+        [IS_JSON, IS_WORD], "dpo", around={"algorithm_config": {"type": "grpo", "rewards": [IS_JSON]}}
     ),
     **{
         f"algorithm_config.{name}": Try(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.recipes.trainer.grpo import GrpoRecipe
+from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Prepared, Progress
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.methods import GrpoSpec
@@ -24,8 +25,8 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 FULL = os.environ.get("TRL_METHODS") == "full"
 STEPS = 20 if FULL else 4
 ROWS = [{"prompt": f"What is {n} plus {n}?" + " Please." * (n % 3), "answer": str(2 * n)} for n in range(2 * STEPS)]
-DIGITS = RewardSource(name="regex", check="regex", pattern="[0-9]")
-LETTER = RewardSource(name="regex_2", check="regex", pattern="[ea]", weight=0.5)
+DIGITS = RewardSource(name="regex", check=AnswerCheck(type="regex", pattern="[0-9]"))
+LETTER = RewardSource(name="letter", check=AnswerCheck(type="regex", pattern="[ea]"), weight=0.5)
 CASES: dict[str, dict[str, Any]] = {
     "dapo-kl": {"loss_type": "dapo", "beta": 0.3, "temperature": 0.8},
     "grpo-batch": {"loss_type": "grpo", "scale_rewards": "batch"},

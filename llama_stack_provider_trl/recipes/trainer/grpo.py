@@ -21,10 +21,10 @@ from peft import PeftConfig
 from torch.nn.utils.rnn import pad_sequence
 from trl import DPOTrainer
 
+from ...specs.answer_rows import CheckedRow, read_checked_rows
 from ...specs.job import JobSpec
 from ...specs.methods import GrpoSpec
-from ...specs.rewards import check_columns
-from ...specs.rows import Message, PromptExample, parse_row
+from ...specs.rewards import checks_of
 from ..model.adapters import REFERENCE
 from ..model.generation import Sampler, answer_ends, answer_ids
 from .base import RecipeTrainer
@@ -76,8 +76,7 @@ class GrpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
             raise AssertionError("a GRPO job without a GrpoSpec")
         self._grpo = spec.method
         self._rewards = Rewards(spec.method)
-        check_columns(spec.method.rewards, spec.dataset.path)
-        self._rows = _Rows(spec.dataset.path)
+        self._rows = _Rows(spec.dataset.path, spec.method)
         self._batches = PaddedPairs(spec)
         super().__init__(
             spec=spec,
@@ -134,8 +133,8 @@ class GrpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
         """Rewards, shape (answers, sources)."""
         numbers = [row for row in rows for _ in range(self._grpo.num_generations)]
         texts = [self.processing_class.decode(ids, skip_special_tokens=True) for ids in answers]
-        prompts = [self._rows.prompt(number) for number in numbers]
-        return self._rewards.score(prompts, texts, [self._rows.columns(number) for number in numbers])
+        checked = [self._rows.checked[number] for number in numbers]
+        return self._rewards.score(checked, texts, [self._rows.columns(number) for number in numbers])
 
     def _collated(self, prompts: list[list[int]], answers: list[list[int]]) -> dict[str, torch.Tensor]:
         """Prompts with their answers, padded behind; `completion_mask` is 1 for the answers' tokens."""
@@ -217,18 +216,13 @@ class GrpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
 
 
 class _Rows:
-    """The rows of a dataset as they were sent, which rewards read."""
+    """The rows of a dataset as rewards read them: with all columns, and with what checks compare answers with."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, method: GrpoSpec) -> None:
+        self.checked: list[CheckedRow] = list(read_checked_rows(path, checks_of(method.rewards)))
         with open(path, encoding="utf-8") as file:
             self._lines = file.readlines()
 
     def columns(self, number: int) -> dict[str, Any]:
         row: dict[str, Any] = json.loads(self._lines[number])
         return row
-
-    def prompt(self, number: int) -> list[Message]:
-        """The turns of a row's prompt."""
-        example = parse_row(self.columns(number), number, "prompts")
-        assert isinstance(example, PromptExample)
-        return example.messages

@@ -1,4 +1,4 @@
-"""Scores the answers of a GRPO job: its checks, and the functions of installed packages."""
+"""Rewards the answers of a GRPO job: its checks, and the functions of installed packages."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from ...errors import JobFailure
+from ...specs.answer_checks import AnswerCheck, passes
+from ...specs.answer_rows import CheckedRow
 from ...specs.events import Reason
 from ...specs.methods import GrpoSpec
-from ...specs.reward_checks import score
 from ...specs.rewards import GROUP, RewardSource, installed_rewards
 from ...specs.rows import Message
 
@@ -32,21 +33,28 @@ class Rewards:
         self.names = [source.name for source in spec.rewards]
         self.weights = torch.tensor([source.weight for source in spec.rewards], dtype=torch.float32)
 
-    def score(self, prompts: list[list[Message]], completions: list[str], rows: list[dict[str, Any]]) -> torch.Tensor:
+    def score(self, checked: list[CheckedRow], completions: list[str], rows: list[dict[str, Any]]) -> torch.Tensor:
         """Rewards of completions, shape (completions, sources), not weighted.
+
+        Args:
+            checked: of each completion, its prompt and what its checks compare it with.
+            rows: of each completion, with all columns.
 
         Raises:
             JobFailure: a function raises, or does not return a finite number for each completion.
         """
-        return torch.tensor(
-            [self._scores(source, prompts, completions, rows) for source in self._sources], dtype=torch.float32
-        ).T
+        numbers = iter(range(len(self._sources)))
+        found = [
+            self._of_function(source, [row.messages for row in checked], completions, rows)
+            if source.check is None
+            else _of_check(source.check, next(numbers), checked, completions)
+            for source in self._sources
+        ]
+        return torch.tensor(found, dtype=torch.float32).T
 
-    def _scores(
+    def _of_function(
         self, source: RewardSource, prompts: list[list[Message]], completions: list[str], rows: list[dict[str, Any]]
     ) -> list[float]:
-        if source.function is None:
-            return [score(source, answer, row) for answer, row in zip(completions, rows, strict=True)]
         try:
             given = list(self._functions[source.name]([*prompts], [*completions], [dict(row) for row in rows]))
             found = [float(value) for value in given]
@@ -55,6 +63,22 @@ class Rewards:
             raise _failure(source, f"raised {type(error).__name__}{f': {text}' if text else ''}") from error
         _check_numbers(source, found, len(completions))
         return found
+
+
+def _of_check(check: AnswerCheck, number: int, checked: Sequence[CheckedRow], completions: list[str]) -> list[float]:
+    """1.0 for each completion that passes a check.
+
+    Args:
+        number: of the check among the job's.
+    """
+    return [_passes(check, text, row.references[number]) for row, text in zip(checked, completions, strict=True)]
+
+
+def _passes(check: AnswerCheck, text: str, reference: Any) -> float:
+    try:
+        return float(passes(check, text, reference))
+    except TimeoutError:
+        return 0.0
 
 
 def _check_numbers(source: RewardSource, found: Sequence[float], expected: int) -> None:
