@@ -199,7 +199,7 @@ def test_the_best_checkpoint_is_taken_from_the_disk_that_has_it(ranks: Ranks, tm
         save_steps=2,
         validation_rows=SFT_ROWS[:5],
         best_checkpoint="eval_loss",
-        optimizer=OptimizerSpec(learning_rate=1.0),  # makes it worse in the end
+        optimizer=OptimizerSpec(learning_rate=1.0, warmup_steps=6),  # makes it worse and worse
     )
     codes, events, (here, _) = train_apart(ranks, tmp_path, spec)
     assert codes == [0, 0], [event.message for event in of_kind(events, Failed)]
