@@ -55,7 +55,7 @@ _SmallJson = Annotated[dict[str, Any], AfterValidator(_small)]
 
 
 class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class DeviceReport(_Message):

@@ -260,6 +260,8 @@ class Supervisor:
         # Poll before reading: a process that has exited by now has written all its events.
         seen = self._launcher.poll(task)
         job = self._ingest_events(job)
+        if job.state in TERMINAL:
+            return  # another process has ended it since this pass began
         if seen.state is TaskState.exited:
             self._conclude(job, task, seen)
         elif job.state is JobState.cancelling:

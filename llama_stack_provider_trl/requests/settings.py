@@ -30,7 +30,8 @@ TrustedModel = Annotated[str, AfterValidator(_trusted)]
 class JobSettings(Documented):
     """Settings of both providers that `resolve` reads, most of them the default of a job that sets none."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True)
+    # A process that only imports the settings of a provider, or has no pools, builds no validator of them.
+    model_config = ConfigDict(extra="forbid", validate_default=True, defer_build=True)
 
     data_dir: Path
     """Job database, datasets, run directories, checkpoints."""

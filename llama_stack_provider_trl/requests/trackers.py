@@ -41,7 +41,9 @@ Directory = Annotated[Path | None, AfterValidator(_absolute)]
 
 
 class _TrackerBlock(Documented):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True, defer_build=True
+    )
 
     project: Project = "llama-stack-trl"
     """Project (MLflow: experiment) of jobs that name none."""
@@ -122,7 +124,9 @@ class TrackioSettings(_TrackerBlock):
 class TrackerSettings(Documented):
     """The trackers that jobs may use; one that is null may not be used."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True, defer_build=True
+    )
 
     default: tuple[TrackerName, ...] = ()
     """Trackers of jobs that do not mention them."""

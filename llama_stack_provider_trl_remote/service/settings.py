@@ -37,7 +37,9 @@ class SettingsError(TrlError, ValueError):
 
 
 class _Block(Documented):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True, defer_build=True
+    )
 
 
 class FsdpConfig(_Block):

@@ -129,6 +129,21 @@ def test_the_training_process_finds_its_spec_with_the_device_filled_in(world: Wo
     assert world.job().spec.device == "auto"  # what was requested stays on record
 
 
+def test_a_job_that_another_process_ends_during_a_pass_is_left_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.run()
+
+    def poll(task: TaskSpec) -> Observation:
+        world.store.transition("a", 1, JobState.in_progress, JobState.failed, Reason.internal, "ended elsewhere")
+        return Observation(TaskState.exited, 1)
+
+    monkeypatch.setattr(world.launcher, "poll", poll)
+    world.supervisor.tick()
+    assert (world.state(), world.job().message) == (JobState.failed, "ended elsewhere")
+    assert "could not be handled" not in caplog.text
+
+
 def test_a_job_that_ends_between_two_polls_is_completed_all_the_same(world: World) -> None:
     world.add("a")
     world.tick()

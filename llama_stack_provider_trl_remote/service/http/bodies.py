@@ -83,12 +83,7 @@ class PreflightBody(PreferenceOptimizeBody):
     `algorithm_config` of their type, or the provider option `method`."""
 
 
-class _Answer(BaseModel):
-    # Llama Stack's process imports these models with the inline engine, and answers with few of them.
-    model_config = ConfigDict(defer_build=True)
-
-
-class RowCounts(_Answer):
+class RowCounts(BaseModel):
     """Of a dataset's rows, as a job would train on them."""
 
     num_rows: int
@@ -113,20 +108,20 @@ class DataVerdict(RowCounts):
     max_tokens: int
 
 
-class StepsVerdict(_Answer):
+class StepsVerdict(BaseModel):
     epochs: int
     steps_per_epoch: int
     total_steps: int
     global_batch: int
 
 
-class Nearest(_Answer):
+class Nearest(BaseModel):
     changes: dict[str, Any]
     """Field of the request -> value."""
     estimate_bytes: int
 
 
-class MemoryVerdict(_Answer):
+class MemoryVerdict(BaseModel):
     fits: bool
     """estimate x 1.1 <= limit, and machine x 1.1 <= machine_limit."""
     device: str
@@ -167,7 +162,7 @@ class MemoryVerdict(_Answer):
     message: str | None = None
 
 
-class DiskVerdict(_Answer):
+class DiskVerdict(BaseModel):
     fits: bool
     needed_bytes: int
     free_bytes: int
@@ -178,7 +173,7 @@ class DiskVerdict(_Answer):
     merged_bytes: int
 
 
-class PreflightResponse(_Answer):
+class PreflightResponse(BaseModel):
     fits: bool
     """Memory and disk."""
     message: str
@@ -246,7 +241,7 @@ class RegisterDataset(_RequestBody):
     """Kept in the metadata."""
 
 
-class Dataset(_Answer):
+class Dataset(BaseModel):
     """Llama Stack's own shape of a dataset."""
 
     identifier: str
@@ -259,11 +254,11 @@ class Dataset(_Answer):
     metadata: dict[str, Any]
 
 
-class ListDatasetsResponse(_Answer):
+class ListDatasetsResponse(BaseModel):
     data: list[Dataset]
 
 
-class JobRow(_Answer):
+class JobRow(BaseModel):
     """One job of the list; all but the name only with `full=true`."""
 
     job_uuid: str
@@ -293,13 +288,13 @@ class QueueRow(JobRow):
     """Why the start of a waiting job cannot be predicted."""
 
 
-class ListJobsResponse(_Answer):
+class ListJobsResponse(BaseModel):
     data: list[JobRow]
     next: str | None
     """Cursor: pass it as `after` for the next page; null: this is the last one."""
 
 
-class QueueResponse(_Answer):
+class QueueResponse(BaseModel):
     data: list[QueueRow]
     matching: int
     """Jobs with this status and name, on all pages."""
@@ -307,31 +302,31 @@ class QueueResponse(_Answer):
     """State -> jobs, of all jobs; states without any are left out."""
 
 
-class JobStateRow(_Answer):
+class JobStateRow(BaseModel):
     job_uuid: str
     state: str
 
 
-class JobStatesResponse(_Answer):
+class JobStatesResponse(BaseModel):
     data: list[JobStateRow]
     """In the order in which the jobs were requested."""
     next: str
     """Pass it as `after` for the events that follow."""
 
 
-class EventLine(_Answer):
+class EventLine(BaseModel):
     id: str
     """Cursor behind this event: pass it as `after` to get those that follow."""
     event: dict[str, Any]
 
 
-class EventsResponse(_Answer):
+class EventsResponse(BaseModel):
     data: list[EventLine]
     next: str
     """Pass it as `after` for what follows."""
 
 
-class Point(_Answer):
+class Point(BaseModel):
     kind: Literal["train", "validation"]
     step: int
     epoch: float
@@ -339,11 +334,11 @@ class Point(_Answer):
     metrics: dict[str, float | None]
 
 
-class MetricsResponse(_Answer):
+class MetricsResponse(BaseModel):
     data: list[Point]
 
 
-class Curve(_Answer):
+class Curve(BaseModel):
     """The points of one metric, by step. The lists are equally long."""
 
     step: list[int]
@@ -353,7 +348,7 @@ class Curve(_Answer):
     value: list[float | None]
 
 
-class SeriesResponse(_Answer):
+class SeriesResponse(BaseModel):
     train: dict[str, Curve]
     """Metric -> its points."""
     validation: dict[str, Curve]
@@ -363,18 +358,18 @@ class SeriesResponse(_Answer):
     """Cursor behind the last point that the series could have: events that follow it are not in the series."""
 
 
-class ListCheckpointsResponse(_Answer):
+class ListCheckpointsResponse(BaseModel):
     data: list[Checkpoint]
 
 
-class CheckpointFile(_Answer):
+class CheckpointFile(BaseModel):
     path: str
     """Relative to the checkpoint's directory."""
     size: int
     sha256: str
 
 
-class CheckpointFiles(_Answer):
+class CheckpointFiles(BaseModel):
     identifier: str
     path: str
     files: list[CheckpointFile]
@@ -398,7 +393,7 @@ class CreateToken(_RequestBody):
     """Priorities that its jobs may have; null: all."""
 
 
-class TokenRow(_Answer):
+class TokenRow(BaseModel):
     name: str
     role: Role
     source: str
@@ -420,11 +415,11 @@ class CreatedToken(TokenRow):
     """false: the service has no configured token and requires none, this one included."""
 
 
-class ListTokensResponse(_Answer):
+class ListTokensResponse(BaseModel):
     data: list[TokenRow]
 
 
-class AuditLine(_Answer):
+class AuditLine(BaseModel):
     """One line of the audit log; what does not apply is left out."""
 
     seq: int
@@ -457,7 +452,7 @@ class AuditLine(_Answer):
     """Bytes of a torn last line that the start removed."""
 
 
-class AuditPage(_Answer):
+class AuditPage(BaseModel):
     data: list[AuditLine]
     next: int
     """Pass it as `after` for what follows. The same as `after`: there is nothing yet."""
@@ -465,7 +460,7 @@ class AuditPage(_Answer):
     """Number of the newest line."""
 
 
-class Health(_Answer):
+class Health(BaseModel):
     status: Literal["OK"]
     version: str
     supervising: bool
