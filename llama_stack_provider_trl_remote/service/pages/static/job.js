@@ -58,7 +58,8 @@ function onEvent(_, event) {
     if (typeof value === "number") document.getElementById(`now-${name}`).textContent = text(value);
   }
   const bar = document.getElementById("progress");
-  if (!bar) return;
+  // The service had not read how many steps there are when it rendered the page.
+  if (!bar) return parts.refresh();
   bar.value = event.step;
   document.getElementById("steps").textContent = `${event.step} of ${bar.max} steps`;
   document.getElementById("now-eta").textContent = left(bar.max - event.step);
