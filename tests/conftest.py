@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Imported modules and collected tests are a million objects, none of them garbage: without the collector each worker
+# collects its tests in 20 s of CPU time where it took 25.
+gc.disable()
 
 
 @pytest.fixture(autouse=True)
@@ -15,6 +20,11 @@ def umask_and_working_directory_are_kept() -> Iterator[None]:
     before = _umask(), Path.cwd()
     yield
     assert (_umask(), Path.cwd()) == before, "this test has changed the umask or working directory of the process"
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def _umask() -> int:
