@@ -44,7 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sft-full": {"algorithm": "sft", "gradient_accumulation_steps": 2, "n_epochs": 6},
     "dpo-lora": {"algorithm": "dpo", "lora": LORA, "samples": SAMPLES},
 }
-KILLS = int(os.environ.get("TRL_TEST_KILLS", "10"))
+KILLS = int(os.environ.get("TRL_TEST_KILLS", "6"))
 """Interruptions per signal; more by command: TRL_TEST_KILLS=200."""
 
 
