@@ -34,11 +34,11 @@ from .store import NewJob, Store
 
 log = logging.getLogger(__name__)
 
-WAITS = (0.0, 2.0, 20.0)
-"""Seconds before each try; then the search fails."""
+WAITS = (2.0, 20.0)
+"""Seconds before the second and the third try, after which the search fails."""
 
 
-class _Asked(NamedTuple):
+class _Pending(NamedTuple):
     """The question about a generation of a search."""
 
     generation: Generation
@@ -69,7 +69,7 @@ class Proposals:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._settings, self._start, self._clock = store, settings, start, clock
-        self._asked: dict[str, _Asked] = {}
+        self._pending: dict[str, _Pending] = {}
 
     def tend(self, name: str, search: SearchSpec, trials: Sequence[Trial], generation: Generation) -> Ending | None:
         """Store the trials of a generation once they are known, without waiting for that.
@@ -80,8 +80,8 @@ class Proposals:
         Returns:
             How the search ends, where its next trials cannot be made; else None.
         """
-        values = drawn_values(search, generation.first, generation.last)
         try:
+            values = drawn_values(search, generation.first, generation.last)
             if values is None:
                 values = self._proposed(name, search, trials, generation)
             if values is not None:
@@ -102,45 +102,45 @@ class Proposals:
 
     def end_others(self, names: Iterable[str]) -> None:
         """End the proposers of all searches but these."""
-        for name in set(self._asked).difference(names):
-            self._asked.pop(name).end()
+        for name in set(self._pending).difference(names):
+            self._pending.pop(name).end()
 
     def _proposed(
         self, name: str, search: SearchSpec, trials: Sequence[Trial], generation: Generation
     ) -> list[dict[str, Any]] | None:
         """The values that the proposer has answered; None: not yet. Raises ProposerFailed."""
-        asked = self._asked.get(name)
-        if asked is None or asked.generation != generation:
-            if asked is not None:
-                asked.end()
-            asked = self._asked[name] = _Asked(generation)
-        if asked.running is None and self._clock() < asked.next_try:
+        pending = self._pending.get(name)
+        if pending is None or pending.generation != generation:
+            if pending is not None:
+                pending.end()
+            pending = self._pending[name] = _Pending(generation)
+        if pending.running is None and self._clock() < pending.next_try:
             return None
         try:
-            if asked.running is None:
-                text = json.dumps(_question(search, trials, generation)).encode()
-                self._asked[name] = asked._replace(running=self._start(text))
+            if pending.running is None:
+                text = json.dumps(proposal_question(search, trials, generation)).encode()
+                self._pending[name] = pending._replace(running=self._start(text))
                 faults.reach("search-proposing")
                 return None
-            if (answer := asked.running.answer()) is None:
+            if (answer := pending.running.answer()) is None:
                 return None
             found = answered_values(search, answer, generation.size)
         except (ValueError, OSError) as error:
             if is_exhausted(error):
                 raise
-            self._note_failure(name, asked, str(error))
+            self._note_failure(name, pending, str(error))
             return None
-        del self._asked[name]
+        del self._pending[name]
         return found
 
-    def _note_failure(self, name: str, asked: _Asked, why: str) -> None:
+    def _note_failure(self, name: str, pending: _Pending, why: str) -> None:
         """Have another try follow. Raises ProposerFailed: there were enough."""
-        failed = asked.failed + 1
-        log.warning("search %s: its proposer failed (try %d of %d): %s", name, failed, len(WAITS), why)
-        if failed == len(WAITS):
-            del self._asked[name]
+        failed = pending.failed + 1
+        log.warning("search %s: its proposer failed (try %d of %d): %s", name, failed, len(WAITS) + 1, why)
+        if failed > len(WAITS):
+            del self._pending[name]
             raise ProposerFailed(f"the process that chooses the next trials failed {failed} times: {why}")
-        self._asked[name] = _Asked(asked.generation, None, failed, self._clock() + WAITS[failed])
+        self._pending[name] = _Pending(pending.generation, None, failed, self._clock() + WAITS[failed - 1])
 
     def _store_trials(
         self, name: str, search: SearchSpec, first: Trial, number: int, values: Sequence[dict[str, Any]]
@@ -175,7 +175,8 @@ class ProposerFailed(Exception):
     """The next trials of a search are not known, and are not requested again."""
 
 
-def _question(search: SearchSpec, trials: Sequence[Trial], generation: Generation) -> dict[str, Any]:
+def proposal_question(search: SearchSpec, trials: Sequence[Trial], generation: Generation) -> dict[str, Any]:
+    """What the proposer is to answer about a generation, from all earlier trials."""
     ended = [ValuedTrial(one.values, _objective(search, one)) for one in trials]
     digest = hashlib.sha256(f"{search.seed}:{generation.first}".encode()).digest()
     return question(search, ended, generation.size, int.from_bytes(digest[:4]))

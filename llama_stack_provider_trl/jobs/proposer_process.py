@@ -1,4 +1,4 @@
-"""Has a proposer answer a question in a process of its own, which nobody waits for."""
+"""Has a proposer answer a question in a process of its own, without waiting for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
 class Proposer(Protocol):
-    """A question that was asked."""
+    """A proposer at work."""
 
     def answer(self) -> bytes | None:
         """The answer; None: there is none yet. Raises ValueError: there will be none."""

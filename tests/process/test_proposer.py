@@ -57,21 +57,19 @@ def test_what_is_proposed_is_better_than_what_was_drawn_and_follows_from_the_see
         assert min(losses[10:]) < min(losses[:10]) / 2, losses
         assert sorted(losses[20:])[5] < sorted(losses[:10])[5]  # not only by luck
         assert all(1e-6 <= one.values[LR] <= 1e-1 and one.values[RANK] in range(1, 129) for one in found)
-    again = searched(search())
-    assert again == searched(search())
-    assert again[:10] == searched(search(seed=3, trials=30))[:10]
+    assert searched(search(trials=15)) == searched(search(trials=15)) != searched(search(trials=15, seed=4))
 
 
 def test_a_process_answers_as_the_function_does_for_a_whole_generation() -> None:
     spec = search(parallel=3)
     drawn = drawn_values(spec, 1, 10)
     assert drawn is not None
-    asked = question(spec, [ValuedTrial(values, loss(values)) for values in drawn], 3, seed=2**32 - 1)
-    process = ProposerProcess(json.dumps(asked).encode())
+    posed = question(spec, [ValuedTrial(values, loss(values)) for values in drawn], 3, seed=2**32 - 1)
+    process = ProposerProcess(json.dumps(posed).encode())
     answer = poll(process.answer, "the proposer answers", timeout=60, pause=0.05)
     assert answer is not None
     values = answered_values(spec, answer, 3)
-    assert values == answered_values(spec, json.dumps(propose(asked)).encode(), 3)
+    assert values == answered_values(spec, json.dumps(propose(posed)).encode(), 3)
     assert len({json.dumps(one) for one in values}) == 3  # trials that train at once are not the same one
 
 

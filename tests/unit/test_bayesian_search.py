@@ -65,13 +65,13 @@ class Searching(World):
     start: Callable[[bytes], Proposer]
 
     def __init__(self, root: Path) -> None:
-        self.asked: list[Answering] = []
+        self.posed: list[Answering] = []
         self.start = self._ask
         super().__init__(root)
 
     def _ask(self, question: bytes) -> Proposer:
-        self.asked.append(Answering(question))
-        return self.asked[-1]
+        self.posed.append(Answering(question))
+        return self.posed[-1]
 
     def restart(self) -> None:
         super().restart()
@@ -132,7 +132,7 @@ def undisturbed(root: Path, **changes: Any) -> tuple[list[dict[str, Any]], list[
     made = Searching(root)
     made.begin(**changes)
     made.finish(loss_of)
-    questions = [one.question for one in made.asked]
+    questions = [one.question for one in made.posed]
     made.store.close()
     return made.table(), questions
 
@@ -151,19 +151,19 @@ def test_the_first_third_is_drawn_as_by_random_and_the_others_are_proposed_from_
     drawn = trials_of({**bayesian(), "method": "random", "parallel": None})
     assert [one["values"] for one in table[:4]] == drawn[:4]
     assert [one["values"] for one in table[4:]] != drawn[4:]
-    assert [(len(one.question["trials"]), one.question["count"]) for one in world.asked] == [(4, 2), (6, 2), (8, 1)]
-    assert len({one.question["seed"] for one in world.asked}) == 3
-    last = world.asked[-1].question
+    assert [(len(one.question["trials"]), one.question["count"]) for one in world.posed] == [(4, 2), (6, 2), (8, 1)]
+    assert len({one.question["seed"] for one in world.posed}) == 3
+    last = world.posed[-1].question
     assert last["direction"] == "minimize"
     assert last["space"] == {
         LR: {"min": 1e-5, "max": 1e-2, "log": True, "integer": False},
         RANK: {"min": 4, "max": 64, "log": False, "integer": True},
         ALPHA: {"choices": 2},
     }
-    for shown, told in zip(table, last["trials"], strict=False):
+    for shown, found in zip(table, last["trials"], strict=False):
         values = shown["values"]
-        assert told["numbers"] == {LR: values[LR], RANK: values[RANK], ALPHA: [8, 16].index(values[ALPHA])}
-        assert told["value"] == pytest.approx(loss_of(values))
+        assert found["numbers"] == {LR: values[LR], RANK: values[RANK], ALPHA: [8, 16].index(values[ALPHA])}
+        assert found["value"] == pytest.approx(loss_of(values))
         assert float(f"{values[LR]:.6g}") == values[LR]
         spec = world.store.get(shown["job_uuid"]).spec
         assert spec.lora is not None
@@ -192,9 +192,9 @@ def test_neither_the_order_of_trials_nor_a_kill_at_any_pass_changes_the_table(wo
 
     world.finish(loss_of, disturb)
     assert world.table() == expected
-    assert [one for one in questions if one not in [asked.question for asked in world.asked]] == []
-    assert [asked.question for asked in world.asked if asked.question not in questions] == []
-    assert len(world.asked) > len(questions)  # some were repeated
+    assert [one for one in questions if one not in [posed.question for posed in world.posed]] == []
+    assert [posed.question for posed in world.posed if posed.question not in questions] == []
+    assert len(world.posed) > len(questions)  # some were repeated
 
 
 def test_another_seed_gives_another_table(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_trials_that_failed_or_were_cancelled_are_reported_without_a_value(world
     world.store.request_cancel("s-trial-2")
     world.tick()
     world.tick()
-    assert [one["value"] for one in world.asked[0].question["trials"]] == [None, None]
+    assert [one["value"] for one in world.posed[0].question["trials"]] == [None, None]
     world.finish(loss_of)
     assert [one["state"] for one in world.table()] == ["failed", "cancelled", "completed", "completed"]
 
@@ -223,7 +223,7 @@ def test_a_cancel_while_trials_are_proposed_ends_the_search_and_the_proposer(wor
     assert "2 of 4 trials have ended" in world.store.get("s").detail
     world.store.request_cancel("s")
     world.tick()
-    assert (world.state(), len(world.table()), world.asked[0].ended) == (JobState.cancelled, 2, True)
+    assert (world.state(), len(world.table()), world.posed[0].ended) == (JobState.cancelled, 2, True)
 
 
 def test_a_search_is_deleted_with_its_later_trials(world: Searching) -> None:
@@ -281,7 +281,7 @@ def test_a_proposer_that_fails_is_tried_again_and_then_the_search_names_what_is_
     for _ in range(20):
         world.tick()
     job = world.store.get("s")
-    assert (job.state, job.reason, len(tries)) == (JobState.failed, Reason.no_proposal, len(proposals.WAITS))
+    assert (job.state, job.reason, len(tries)) == (JobState.failed, Reason.no_proposal, len(proposals.WAITS) + 1)
     assert "failed 3 times: it ended with 1: ModuleNotFoundError: No module named 'optuna'" in job.message
     assert f"the best of the 2 trials before is {best[:-1]}" in job.message
     assert "extra `search`" in job.advice
