@@ -89,7 +89,8 @@ class Searching(World):
         number = int(name.rpartition("-")[2])
         values = self.table()[number - 1]["values"]
         if loss is None:
-            self.run(number, prepared(), Failed(reason=Reason.diverged, message="the loss is nan", step=1))
+            half_way = Evaluated(step=4, epoch=0.5, metrics={"eval_loss": 0.1})
+            self.run(number, prepared(), half_way, Failed(reason=Reason.diverged, message="the loss is nan", step=5))
         else:
             metrics = {"eval_loss": loss(values)}
             self.run(number, prepared(), Evaluated(step=8, epoch=1.0, metrics=metrics), Finished(step=8))
@@ -224,6 +225,19 @@ def test_a_cancel_while_trials_are_proposed_ends_the_search_and_the_proposer(wor
     world.store.request_cancel("s")
     world.tick()
     assert (world.state(), len(world.table()), world.posed[0].ended) == (JobState.cancelled, 2, True)
+
+
+def test_trials_that_are_known_after_a_cancel_are_not_queued(world: Searching) -> None:
+    class Late(Answering):
+        def proposed(self, source: random.Random) -> list[dict[str, Any]]:
+            world.store.request_cancel("s")
+            return super().proposed(source)
+
+    world.start = Late
+    world.begin(trials=4)
+    world.finish(loss_of)
+    world.tick()
+    assert (world.state(), len(world.table())) == (JobState.cancelled, 2)
 
 
 def test_a_search_is_deleted_with_its_later_trials(world: Searching) -> None:
@@ -386,6 +400,7 @@ SPLIT = {"n_epochs": 1, "data_config": {"dataset_id": "rows", "batch_size": 2, "
         (DATA + "dataset_id", ["rows", "other"], None),
         (DATA + "train_split_percentage", {"min": 0.3, "max": 0.9}, SPLIT),
         ("provider_options.seed", {"min": 0, "max": 1}, SPLIT),
+        ("provider_options.seed", [7, 8], SPLIT),  # by chance these hold out the same rows
         ("provider_options.shard", [{"index": 0, "count": 2}, {"index": 1, "count": 2}], None),
     ],
 )
