@@ -51,7 +51,7 @@ class ProposerProcess:
                 stdin=given,
                 stdout=self._answer,
                 stderr=self._errors,
-                env=child_environment(environ, _ONE_THREAD),
+                env={k: v for k, v in child_environment(environ, _ONE_THREAD).items() if "TOKEN" not in k},
             )
 
     def answer(self) -> bytes | None:
