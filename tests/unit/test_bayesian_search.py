@@ -198,6 +198,37 @@ def test_neither_the_order_of_trials_nor_a_kill_at_any_pass_changes_the_table(wo
     assert len(world.posed) > len(questions)  # some were repeated
 
 
+class Killed(BaseException):
+    """What a kill is to the code: no handler sees it."""
+
+
+def test_a_kill_at_each_step_of_a_proposal_repeats_no_more_than_the_question(
+    world: Searching, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    expected, questions = undisturbed(tmp_path / "other")
+    left = ["search-proposing", "search-proposed", "search-trials-stored"]
+
+    def reach(point: str) -> None:
+        if world.posed and point in left:
+            left.remove(point)
+            raise Killed
+
+    def tick() -> None:
+        try:
+            Searching.tick(world)
+        except Killed:
+            world.restart()
+
+    monkeypatch.setattr(proposals.faults, "reach", reach)
+    monkeypatch.setattr(world, "tick", tick)
+    world.begin()
+    world.finish(loss_of)
+    assert (left, world.table()) == ([], expected)
+    repeated = [questions[0]] * 3  # of the generation that was killed twice before its trials were stored
+    assert [one.question for one in world.posed] == [*repeated, *questions[1:]]
+
+
 def test_another_seed_gives_another_table(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
