@@ -122,7 +122,8 @@ def decide(search: SearchSpec, state: JobState, trials: Sequence[Trial]) -> Sear
             return SearchDecisions(ending=Ending(JobState.cancelled))
         return SearchDecisions(cancel=_to_cancel(live), detail=f"{len(live)} trials are being cancelled")
     if not live and (generation := _next_generation(search, trials)) is not None:
-        return SearchDecisions(generation=generation, detail=_detail(search, trials))
+        detail = f"{_detail(search, trials)}, the next ones are being chosen"
+        return SearchDecisions(generation=generation, detail=detail)
     if not live:
         return SearchDecisions(ending=_ending(search, trials))
     promoted, pruned = _rung(search, trials)

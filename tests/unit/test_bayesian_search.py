@@ -252,7 +252,7 @@ def test_a_cancel_while_trials_are_proposed_ends_the_search_and_the_proposer(wor
     world.end_next(loss_of)
     world.end_next(loss_of)
     world.tick()
-    assert "2 of 4 trials have ended" in world.store.get("s").detail
+    assert world.store.get("s").detail == "2 of 4 trials have ended, the next ones are being chosen"
     world.store.request_cancel("s")
     world.tick()
     assert (world.state(), len(world.table()), world.posed[0].ended) == (JobState.cancelled, 2, True)
