@@ -10,6 +10,7 @@ from typing import Any
 from .config import TrlConfig
 from .export.process import ExporterProcess
 from .jobs.database import DATABASE
+from .jobs.proposals import Proposals
 from .jobs.store import Store
 from .jobs.submission import keep_rows, submit
 from .jobs.supervisor import Supervisor
@@ -63,6 +64,7 @@ class TrlPostTraining(SubmittingCalls):
             ports=PortRange(),
             blob_retention=config.blob_retention,
             beside=self.exporter.tend,
+            proposing=Proposals(self.store, self.settings),
         )
 
     async def initialize(self) -> None:

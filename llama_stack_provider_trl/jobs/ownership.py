@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
 
-from ..errors import JobConflict
+from ..errors import InvalidRequest, JobConflict
 from ..system.files import atomic_write_json
 
 IDENTITY = "identity"
@@ -187,3 +187,12 @@ def _identity(data_dir: Path, make: bool = False) -> str:
     data_dir.mkdir(parents=True, exist_ok=True)
     atomic_write_json(path, name)
     return name
+
+
+def refuse_foreign(data_dir: Path, checkpoint_dir: Path) -> None:
+    """Return if a new job may use a checkpoint directory. Raises JobConflict, InvalidRequest."""
+    try:
+        Ownership(data_dir).check_unused(checkpoint_dir)
+    except OSError as error:
+        hint = f"it cannot be read: {error}"
+        raise InvalidRequest("checkpoint_dir", str(checkpoint_dir.parent), hint) from error

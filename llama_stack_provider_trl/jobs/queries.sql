@@ -192,6 +192,11 @@ UPDATE jobs SET state = 'in_progress', started_at = :now WHERE job_uuid = :job_u
 -- name: insert_trial
 INSERT INTO trials (search, number, job_uuid, parameters) VALUES (:search, :number, :job_uuid, :parameters);
 
+-- name: count_trials
+-- Of a search that is in progress; 0: it is not.
+SELECT count(*) AS trials FROM trials JOIN jobs ON jobs.job_uuid = trials.search
+WHERE trials.search = :job_uuid AND state = 'in_progress';
+
 -- name: select_searches
 -- The searches that have not ended, oldest first. Runs at every pass.
 SELECT job_uuid, state, detail, CASE WHEN json_valid(spec) THEN json_extract(spec, '$.search') END AS search

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from .. import faults
@@ -13,7 +13,17 @@ from ..specs.job import JobSpec
 from ..specs.search import SearchSpec
 from .database import Database, Execute
 from .records import JobRecord
-from .searching import NOT_SEARCHED, Ending, SearchDecisions, Searched, Trial, best_trial, decide, waits_at
+from .searching import (
+    NOT_SEARCHED,
+    Ending,
+    Generation,
+    SearchDecisions,
+    Searched,
+    Trial,
+    best_trial,
+    decide,
+    waits_at,
+)
 from .states import JobState
 
 log = logging.getLogger(__name__)
@@ -31,6 +41,14 @@ class Jobs(Protocol):
     """What a pass does to the trials."""
 
     def request_cancel(self, job_uuid: str, message: str = "") -> JobRecord: ...
+
+
+class Proposing(Protocol):
+    """Adds the later trials of Bayesian searches."""
+
+    def tend(self, name: str, search: SearchSpec, trials: Sequence[Trial], generation: Generation) -> Ending | None: ...
+
+    def end_others(self, names: Iterable[str]) -> None: ...
 
 
 class Searches:
@@ -78,9 +96,14 @@ class Searches:
         found = best_trial(search, self.of_job(job_uuid).trials)
         return found and found.job_uuid
 
-    def advance(self, jobs: Jobs) -> None:
-        """Decide about every search that has not ended, record that, and act on it."""
+    def advance(self, jobs: Jobs, proposing: Proposing | None = None) -> None:
+        """Decide about every search that has not ended, record that, and act on it.
+
+        Args:
+            proposing: None: no trial is added.
+        """
         live = self._database.select("select_searches", {})
+        waiting: set[str] = set()
         for row in live:
             name = row["job_uuid"]
             try:
@@ -90,30 +113,40 @@ class Searches:
                     self._damaged.add(name)
                     log.error("job %s: its record cannot be read, so nothing is decided about it: %s", name, error)
                 continue
-            while self._advance(name, JobState(row["state"]), search, row["detail"], jobs):
+            state = JobState(row["state"])
+            while (decided := self._advance(name, state, search, row["detail"], jobs)) is None:
                 pass  # what was recorded is acted on at once
+            if decided.generation is not None and proposing is not None:
+                waiting.add(name)
+                trials = self.of_job(name).trials
+                if (ending := proposing.tend(name, search, trials, decided.generation)) is not None:
+                    self._end(name, state, ending)
+        if proposing is not None:
+            proposing.end_others(waiting)
 
-    def _advance(self, name: str, state: JobState, search: SearchSpec, detail: str, jobs: Jobs) -> bool:
-        """Returns whether a rung was decided."""
+    def _advance(
+        self, name: str, state: JobState, search: SearchSpec, detail: str, jobs: Jobs
+    ) -> SearchDecisions | None:
+        """Returns what was decided; None: about a rung, which is recorded and not acted on yet."""
         rows = self._database.select("select_trials", {"search": name})
         seen = (state, tuple(map(tuple, rows)))
         if self._settled.get(name) == seen:
-            return False
+            return SearchDecisions()
         decided = decide(search, state, self._with_evaluations(rows))
         if decided.promoted or decided.pruned:
             self._record(name, decided)
-            return True
+            return None
         self._act(name, decided, jobs)
         if decided.ending is not None:
             self._end(name, state, decided.ending)
             self._settled.pop(name, None)
-            return False
+            return decided
         if decided.detail != detail:
             with self._database.transaction() as execute:
                 execute("change_detail", {"job_uuid": name, "state": state, "detail": decided.detail})
-        if not decided.resume and not decided.cancel:
+        if not decided.resume and not decided.cancel and not decided.generation:
             self._settled[name] = seen
-        return False
+        return decided
 
     def _record(self, name: str, decided: SearchDecisions) -> None:
         faults.reach("search-rung-decided")

@@ -80,6 +80,17 @@ class Ending(NamedTuple):
     message: str = ""
 
 
+class Generation(NamedTuple):
+    """Trials that are added to a Bayesian search at once, by number."""
+
+    first: int
+    last: int
+
+    @property
+    def size(self) -> int:
+        return self.last - self.first + 1
+
+
 class SearchDecisions(NamedTuple):
     """What follows for a search."""
 
@@ -92,6 +103,8 @@ class SearchDecisions(NamedTuple):
     cancel: tuple[Trial, ...] = ()
     """They have not ended, and do not continue."""
     ending: Ending | None = None
+    generation: Generation | None = None
+    """To be added: all earlier trials have ended, and these are still to come."""
     detail: str = ""
     """How far the search is."""
 
@@ -108,6 +121,9 @@ def decide(search: SearchSpec, state: JobState, trials: Sequence[Trial]) -> Sear
         if not live:
             return SearchDecisions(ending=Ending(JobState.cancelled))
         return SearchDecisions(cancel=_to_cancel(live), detail=f"{len(live)} trials are being cancelled")
+    if not live and (generation := _next_generation(search, trials)) is not None:
+        detail = f"{_detail(search, trials)}, the next ones are being chosen"
+        return SearchDecisions(generation=generation, detail=detail)
     if not live:
         return SearchDecisions(ending=_ending(search, trials))
     promoted, pruned = _rung(search, trials)
@@ -143,6 +159,13 @@ def waits_at(pruning: PruningSpec, trial: Trial) -> int | None:
     steps = () if trial.total_steps is None else rung_steps(pruning, trial.total_steps)
     undecided = not trial.pruned and trial.rung < len(steps) and trial.paused_at_step == steps[trial.rung]
     return trial.paused_at_step if undecided and trial.state is JobState.paused else None
+
+
+def _next_generation(search: SearchSpec, trials: Sequence[Trial]) -> Generation | None:
+    """The generation after these trials; None: they are all."""
+    first = len(trials) + 1
+    is_next = search.method == "bayesian" and first <= search.trials
+    return Generation(first, min(first + search.parallel - 1, search.trials)) if is_next else None
 
 
 def _rung(search: SearchSpec, trials: Sequence[Trial]) -> tuple[tuple[Trial, ...], tuple[tuple[Trial, str], ...]]:
@@ -223,5 +246,5 @@ def _ending(search: SearchSpec, trials: Sequence[Trial]) -> Ending:
 def _detail(search: SearchSpec, trials: Sequence[Trial]) -> str:
     ended = sum(one.state in TERMINAL for one in trials)
     pruned = sum(bool(one.pruned) for one in trials)
-    text = f"{ended} of {len(trials)} trials have ended"
+    text = f"{ended} of {max(len(trials), search.trials)} trials have ended"
     return f"{text}, {pruned} of them pruned" if pruned else text

@@ -119,6 +119,11 @@ REASONS: dict[Reason, Remedy] = {
     Reason.no_trial_completed: Remedy(
         None, "Read why its trials ended (their own status), correct the request and submit it under another job_uuid."
     ),
+    Reason.no_proposal: Remedy(
+        None,
+        "Correct what the message names (such as the extra `search`, which installs Optuna) and submit it again under "
+        "another job_uuid.",
+    ),
     Reason.no_result: Remedy(
         None, "The training process ended early by itself: read the end of the log file (log_path)."
     ),

@@ -148,6 +148,26 @@ class Store(JobReader):
                 insert_trial(execute, search.spec, job.spec, new)
         return True
 
+    def add_trials(self, search: JobRecord, trials: Sequence[tuple[NewTrial, NewJob]]) -> bool:
+        """Queue further trials of a search, all or none of them. They count as waiting jobs of its owner, without a
+        limit: one of their number was allowed when the search was stored.
+
+        Returns:
+            False, and nothing changes, if the search is not in progress, or has these trials.
+
+        Raises:
+            InvalidRequest, JobConflict, StoreError: as `add_job`.
+        """
+        with self.database.transaction() as execute:
+            found = execute("count_trials", {"job_uuid": search.job_uuid}).fetchone()["trials"]
+            if found != trials[0][0].number - 1:
+                return False
+            for new, job in trials:
+                if not self._add(execute, job, search.created_by, None):
+                    raise digest_conflict(job.spec.job_uuid)
+                insert_trial(execute, search.spec, job.spec, new)
+        return True
+
     def _add(self, execute: Execute, job: NewJob, created_by: str, max_waiting: int | None) -> bool:
         """See `add_job`."""
         spec, request_digest = job.spec, job.request_digest

@@ -30,8 +30,9 @@ from ..specs.rows import UNREAD, check_rows
 from ..system.files import put_lines, put_rows
 from .bases import find_base
 from .merges import after_all
-from .ownership import Ownership
+from .ownership import refuse_foreign
 from .promised import refuse_split, refuse_unknown_rows, shard_of
+from .reader import digest_conflict
 from .resume_from import copy_checkpoint, discard_checkpoint
 from .searches import NewTrial
 from .store import NewJob, Store
@@ -148,7 +149,16 @@ async def submit_search(
             raise in_trial(trial, error) from error
         spec = search.trial_spec(trial, job.spec, trials[0][1].spec if trials else job.spec)
         trials.append((NewTrial(trial.number, trial.values), _new(job._replace(spec=spec), f"{digest}:{trial.number}")))
-    own = search.own_spec(job_uuid, trials[0][1].spec)
+    first = trials[0][1].spec
+    for probe in search.probes:
+        try:
+            job = await resolved(probe.trial.request, probe.trial.options, settings, rows, store, splits=splits)
+        except InvalidRequest as error:
+            raise in_trial(probe.trial, error) from error
+        probe.refuse_other_rows(job.spec, first)
+    if search.probes and (taken := set(search.names(job_uuid)) & set(await asyncio.to_thread(store.names))):
+        raise digest_conflict(min(taken))
+    own = search.own_spec(job_uuid, first)
     warnings = list(dict.fromkeys(message for _, job in trials for message in job.warnings))
     by = owner or Submitter()
     return await asyncio.to_thread(store.add_search, NewJob(own, digest, warnings), trials, by.name, by.max_waiting)
@@ -210,7 +220,7 @@ async def resolved(
     if work is not None:
         options, settings = for_work(request, options, settings, named)
     resolution = resolve(request, options, settings, named)
-    await asyncio.to_thread(_refuse_foreign, settings.data_dir, resolution.fields["checkpoint_dir"])
+    await asyncio.to_thread(refuse_foreign, settings.data_dir, resolution.fields["checkpoint_dir"])
     answering = answering_of(work)
     use: RowUse = "prompts" if answering is not None else resolution.fields["algorithm"]
     data_format: DataFormat | None = resolution.fields["data_format"]
@@ -315,14 +325,6 @@ def split_rows(dataset: DatasetRef, share: float, seed: int) -> tuple[DatasetRef
         return stored(False), stored(True)
     except OSError as error:
         raise StoreError(f"the split of dataset {dataset.dataset_id!r} cannot be stored: {error}") from error
-
-
-def _refuse_foreign(data_dir: Path, checkpoint_dir: Path) -> None:
-    try:
-        Ownership(data_dir).check_unused(checkpoint_dir)
-    except OSError as error:
-        hint = f"it cannot be read: {error}"
-        raise InvalidRequest("checkpoint_dir", str(checkpoint_dir.parent), hint) from error
 
 
 def keep_rows(

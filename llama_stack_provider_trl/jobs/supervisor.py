@@ -33,6 +33,7 @@ from .placement import Node, is_remote, place, why_waits
 from .pooling import Kind, kind_of_job
 from .records import JobRecord
 from .retries import Retries
+from .searches import Proposing
 from .states import ACTIVE, TERMINAL, JobState
 from .step_checkpoints import delete_superfluous
 from .store import Store
@@ -64,6 +65,7 @@ class Supervisor:
         notes: returns what was requested of pools for each kind of waiting jobs.
         completing: called before a job becomes completed, and again after a crash: keeps its result. InvalidRequest and
             JobConflict fail the job.
+        proposing: adds the later trials of Bayesian searches; None: none is added.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Supervisor:
         beside: Callable[[], None] | None = None,
         notes: Callable[[], Mapping[Kind, str]] | None = None,
         completing: Callable[[JobRecord], object] | None = None,
+        proposing: Proposing | None = None,
     ) -> None:
         assert devices, "a node without a device cannot train"
         self._store = store
@@ -95,6 +98,7 @@ class Supervisor:
         self._tick_seconds = tick
         self._attempts = Attempts(store, launcher, self._data_dir, python, hang_timeout, ports)
         self._retries = Retries(store, self._nodes)
+        self._proposing = proposing
         self._blob_retention = blob_retention
         self._last_clean = -math.inf
         self._last_without_start: tuple[object, ...] | None = None
@@ -134,6 +138,8 @@ class Supervisor:
             self._wakeup.set()
             self._thread.join()
             self._thread = None
+        if self._proposing is not None:
+            self._proposing.end_others([])
 
     def wake(self) -> None:
         """Start the next pass now: a job was added or is to be cancelled."""
@@ -150,7 +156,7 @@ class Supervisor:
             if draining:
                 self._guarded(job, partial(self._drain, job, head.name, draining))
         self._store.chains.advance(self._end_blocked)
-        self._store.searches.advance(self._store)
+        self._store.searches.advance(self._store, self._proposing)
         self._place()
         if time.monotonic() - self._last_clean > INTERVAL:
             self._clean()

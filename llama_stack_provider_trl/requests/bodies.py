@@ -226,7 +226,7 @@ class _JobRequest(_Body):
     training_config: TrainingConfig
     """How to train."""
     hyperparam_search_config: dict[str, Any] | None = None
-    """A search over other fields: {method, parameters, trials, seed, objective, direction, pruning}. {}: none."""
+    """A search over other fields: {method, parameters, trials, seed, parallel, objective, ...}. {}: none."""
     logger_config: dict[str, Any] | None = None
     """Tracker -> true, false or {project, run}. Default: the configuration's trackers."""
     model: str | None = None

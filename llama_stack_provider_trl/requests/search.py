@@ -8,6 +8,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -16,13 +17,15 @@ from ..documented import Documented
 from ..errors import InvalidRequest, InvalidRows
 from ..specs.evaluations import HIGHER_IS_BETTER, METRICS
 from ..specs.job import JobSpec
-from ..specs.search import Direction, PruningSpec, SearchSpec
+from ..specs.search import Direction, PruningSpec, SearchSpec, Submitted
+from .bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from .checks import nearest_choice, parse_fields
 from .options import ProviderOptions
 from .paths import resolve_job_uuid
 from .settings import Request
 
 FIELD = "hyperparam_search_config"
+METHODS = ("grid", "random", "bayesian")
 MOST_TRIALS = 256
 _ETA = 3
 _OPTIONS = "provider_options."
@@ -35,6 +38,9 @@ _LONGEST_NAME = 128
 """Characters of a job_uuid."""
 _LARGEST = 1e15
 """The largest bound of a range, its reciprocal the smallest of a logarithmic one: in between no number overflows."""
+_KINDS: Mapping[str, type[Request]] = {
+    one.__name__: one for one in (SupervisedFineTuneRequest, PreferenceOptimizeRequest)
+}
 _DIGITS = 6
 """Significant digits of a number that a range gives."""
 
@@ -68,6 +74,10 @@ class RangeConfig(Documented):
     values: list[Any] | None = Field(None, min_length=1, max_length=1000)
     """In place of a range: these values."""
 
+    @property
+    def is_integer(self) -> bool:
+        return isinstance(self.min, int) and isinstance(self.max, int)
+
 
 class SearchConfig(Documented):
     """`hyperparam_search_config`."""
@@ -75,13 +85,15 @@ class SearchConfig(Documented):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     method: str
-    """grid: every combination of the values. random: so many draws as `trials`."""
+    """grid: every combination of the values. random: so many draws as `trials`. bayesian: Optuna's TPE chooses."""
     parameters: Annotated[dict[str, Any], Field(min_length=1, max_length=32)]
     """Dotted path of a field -> its values, or {min, max, log}."""
     trials: int | None = Field(None, gt=0, le=MOST_TRIALS)
-    """random: the number of trials."""
+    """random and bayesian: the number of trials."""
     seed: int | None = Field(None, ge=0, lt=2**63)
-    """random: decides the draws. Default 0."""
+    """random and bayesian: decides the draws. Default 0."""
+    parallel: int | None = Field(None, gt=0, le=MOST_TRIALS)
+    """bayesian: trials that are queued at once; the next ones are chosen when all have ended. Default 1."""
     objective: str = "eval_loss"
     """A metric of the evaluations, by which trials are compared."""
     direction: Direction | None = None
@@ -101,9 +113,38 @@ class RequestedTrial(NamedTuple):
     options: ProviderOptions
 
 
+class Probe(NamedTuple):
+    """A request with one possible value of a field, which no trial may have."""
+
+    path: str
+    trial: RequestedTrial
+
+    def refuse_other_rows(self, resolved: JobSpec, first: JobSpec) -> None:
+        """Later trials train as the first one does, on its rows. Raises InvalidRequest."""
+        same = ("dataset", "validation", "algorithm", "data_format")
+        is_split = getattr(self.trial.request.training_config.data_config, "validation_dataset_id", None) is None
+        if any(getattr(resolved, name) != getattr(first, name) for name in (*same, *(("seed",) if is_split else ()))):
+            hint = "it decides on the rows or the method of a trial, which all of a bayesian search have in common"
+            field = f"{FIELD}.parameters.{self.path}"
+            raise InvalidRequest(field, self.trial.values[self.path], f"{hint}: leave it out, or use grid or random")
+
+
 class RequestedSearch(NamedTuple):
     config: SearchConfig
     trials: tuple[RequestedTrial, ...]
+    """Those of the first generation."""
+    probes: tuple[Probe, ...] = ()
+    """bayesian: every value of a list, and both ends of every range."""
+    submitted: Submitted | None = None
+    """bayesian."""
+
+    def names(self, job_uuid: str) -> list[str]:
+        """The job_uuids of all trials, of later generations too."""
+        return [trial_name(job_uuid, number) for number in range(1, self._number + 1)]
+
+    @property
+    def _number(self) -> int:
+        return self.config.trials or len(self.trials)
 
     def own_spec(self, job_uuid: str, first: JobSpec) -> JobSpec:
         """The specification of the search's own job, from that of its first trial.
@@ -111,13 +152,15 @@ class RequestedSearch(NamedTuple):
         Raises:
             InvalidRequest: no evaluation of its trials yields the objective.
         """
-        changes = {
+        changes: dict[str, Any] = {
             "job_uuid": resolve_job_uuid(job_uuid),
             "output_name": job_uuid if first.output_name == first.job_uuid else first.output_name,
             "checkpoint_dir": first.checkpoint_dir.with_name(job_uuid),
             "search": self._spec(first),
-            **{"pruning": None, "after": (), "cancel_with": False, "bases": ()},
+            **{"pruning": None, "cancel_with": False},
         }
+        if self.submitted is None:  # else later trials need the same jobs, which are not deleted before
+            changes |= {"after": (), "bases": ()}
         return first.model_copy(update=changes)
 
     def _spec(self, first: JobSpec) -> SearchSpec:
@@ -131,8 +174,10 @@ class RequestedSearch(NamedTuple):
         return SearchSpec(
             method=given.method,  # type: ignore[arg-type]
             parameters=given.parameters,
-            trials=len(self.trials),
-            seed=(given.seed or 0) if given.method == "random" else None,
+            trials=self._number,
+            seed=None if given.method == "grid" else given.seed or 0,
+            parallel=given.parallel or 1,
+            submitted=self.submitted,
             objective=objective,
             direction=given.direction or best,  # type: ignore[arg-type]
             pruning=self.pruning,
@@ -189,9 +234,15 @@ def resolve_search(request: Request, options: ProviderOptions) -> RequestedSearc
         raise InvalidRequest("provider_options.resume_from", options.resume_from, hint)
     body = request.model_dump(mode="json", exclude_unset=True, exclude={FIELD})
     given = options.model_dump(mode="json", exclude_unset=True)
-    drawn = _grid(values) if config.method == "grid" else _random(config, values)
-    trials = tuple(_trial(type(request), number, values, body, given) for number, values in enumerate(drawn, 1))
-    return RequestedSearch(config, trials)
+    submitted = Submitted(call=type(request).__name__, body=body, options=given)
+    drawn = _grid(values) if config.method == "grid" else random_draws(values, config.seed or 0)
+    is_bayesian = config.method == "bayesian"
+    first = min(config.trials or 0, config.parallel or 1) if is_bayesian else config.trials
+    trials = tuple(make_trial(submitted, number, one) for number, one in enumerate(itertools.islice(drawn, first), 1))
+    if not is_bayesian:
+        return RequestedSearch(config, trials)
+    probes = tuple(Probe(path, make_trial(submitted, 0, one)) for path, one in _probed(values))
+    return RequestedSearch(config, trials, probes, submitted)
 
 
 def in_trial(trial: RequestedTrial, error: InvalidRequest) -> InvalidRequest:
@@ -208,29 +259,32 @@ def trial_name(job_uuid: str, number: int) -> str:
 
 def _of_trial(number: int, values: Mapping[str, Any], error: InvalidRequest) -> InvalidRequest:
     shown = ", ".join(f"{path.rpartition('.')[2]}={json.dumps(value)}" for path, value in values.items())
-    return InvalidRequest(error.field, error.value, f"{error.hint} (trial {number} of the search: {shown})")
+    which = f"trial {number} of the search" if number else "tried for the search"
+    return InvalidRequest(error.field, error.value, f"{error.hint} ({which}: {shown})")
 
 
 def _check(config: SearchConfig) -> Mapping[str, list[Any] | RangeConfig]:
     """The values of each field. Raises InvalidRequest."""
-    if config.method == "bayesian":
-        hint = "this release searches by 'grid' and 'random': send one of them"
-        raise InvalidRequest(f"{FIELD}.method", config.method, hint)
-    if config.method not in ("grid", "random"):
-        raise InvalidRequest(f"{FIELD}.method", config.method, nearest_choice(config.method, ("grid", "random")))
+    if config.method not in METHODS:
+        raise InvalidRequest(f"{FIELD}.method", config.method, nearest_choice(config.method, METHODS))
     for path in config.parameters:
         if path.partition(".")[0] in _FIXED or path in _FIXED or any(path.startswith(f"{one}.") for one in _FIXED):
             raise InvalidRequest(f"{FIELD}.parameters.{path}", path, "all trials have the same: leave it out")
         if above := next((one for one in config.parameters if path.startswith(f"{one}.")), None):
             hint = f"{above!r}, of which it is a part, is searched too: name one of them"
             raise InvalidRequest(f"{FIELD}.parameters.{path}", path, hint)
-    found = {path: _values(config, path) for path in config.parameters}
+    found = {path: values_of(path, given, config.method) for path, given in config.parameters.items()}
+    if config.method == "bayesian":
+        _check_bayesian(config, found)
+    elif config.parallel is not None:
+        hint = f"all trials of a {config.method} search are queued at once: leave it out, or use 'bayesian'"
+        raise InvalidRequest(f"{FIELD}.parallel", config.parallel, hint)
     if config.pruning and config.pruning.min_steps and config.pruning.fraction:
         hint = f"min_steps asks for {config.pruning.min_steps}; send one of them"
         raise InvalidRequest(f"{FIELD}.pruning.fraction", config.pruning.fraction, hint)
-    if config.method == "random":
+    if config.method != "grid":
         if config.trials is None:
-            raise InvalidRequest(f"{FIELD}.trials", None, "a random search needs their number, such as 12")
+            raise InvalidRequest(f"{FIELD}.trials", None, f"a {config.method} search needs their number, such as 12")
         return found
     if config.seed is not None:
         raise InvalidRequest(f"{FIELD}.seed", config.seed, "a grid draws nothing: leave it out, or use 'random'")
@@ -244,9 +298,26 @@ def _check(config: SearchConfig) -> Mapping[str, list[Any] | RangeConfig]:
     return found
 
 
-def _values(config: SearchConfig, path: str) -> list[Any] | RangeConfig:
-    """The values of a field, or the range that they are drawn from."""
-    field, given = f"{FIELD}.parameters.{path}", config.parameters[path]
+def optuna_is_installed() -> bool:
+    return find_spec("optuna") is not None
+
+
+def _check_bayesian(config: SearchConfig, values: Mapping[str, list[Any] | RangeConfig]) -> None:
+    if not optuna_is_installed():
+        hint = "Optuna is not installed here: pip install 'llama_stack_provider_trl[search]', or use 'random'"
+        raise InvalidRequest(f"{FIELD}.method", config.method, hint)
+    if config.pruning is not None:
+        given = config.pruning.model_dump(exclude_unset=True)
+        hint = "the next trials are chosen by results of whole ones: leave it out, or use 'grid' or 'random'"
+        raise InvalidRequest(f"{FIELD}.pruning", given, hint)
+    if (count := sum(1 for _ in _probed(values))) > MOST_TRIALS:
+        hint = f"there are {count} values and ends of ranges, at most {MOST_TRIALS} are checked: use fewer, or ranges"
+        raise InvalidRequest(f"{FIELD}.parameters", list(config.parameters), hint)
+
+
+def values_of(path: str, given: Any, method: str) -> list[Any] | RangeConfig:
+    """The values of a field, or the range that they are drawn from. Raises InvalidRequest."""
+    field = f"{FIELD}.parameters.{path}"
     if isinstance(given, list):
         given = {"values": given}
     if not isinstance(given, dict):
@@ -272,8 +343,8 @@ def _values(config: SearchConfig, path: str) -> list[Any] | RangeConfig:
         raise InvalidRequest(field, given, "`log` needs a `min` above 0")
     if found.log and found.min < 1 / _LARGEST:
         raise InvalidRequest(f"{field}.min", found.min, f"with `log` send a number of at least {1 / _LARGEST:g}")
-    if config.method == "grid":
-        raise InvalidRequest(field, given, "a grid needs a list of values; a range is for 'random'")
+    if method == "grid":
+        raise InvalidRequest(field, given, "a grid needs a list of values; a range is for 'random' and 'bayesian'")
     return found
 
 
@@ -283,11 +354,19 @@ def _grid(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield dict(zip(values, combination, strict=True))
 
 
-def _random(config: SearchConfig, values: Mapping[str, list[Any] | RangeConfig]) -> Iterator[dict[str, Any]]:
-    """The draws of the seed, the same in every release of Python."""
-    source = random.Random(config.seed or 0)
-    for _ in range(config.trials or 0):
+def random_draws(values: Mapping[str, list[Any] | RangeConfig], seed: int) -> Iterator[dict[str, Any]]:
+    """The draws of a seed, the same in every release of Python, without end."""
+    source = random.Random(seed)
+    while True:
         yield {path: _draw(those, source.random()) for path, those in values.items()}
+
+
+def _probed(values: Mapping[str, list[Any] | RangeConfig]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every value of a list and both ends of a range, each with the first values of the other fields."""
+    ends = {path: those if isinstance(those, list) else [those.min, those.max] for path, those in values.items()}
+    first = {path: those[0] for path, those in ends.items()}
+    for path, those in ends.items():
+        yield from ((path, {**first, path: value}) for value in those)
 
 
 def _draw(values: list[Any] | RangeConfig, share: float) -> Any:
@@ -295,23 +374,34 @@ def _draw(values: list[Any] | RangeConfig, share: float) -> Any:
     if isinstance(values, list):
         return values[int(share * len(values))]
     low, high = values.min, values.max
-    if isinstance(low, int) and isinstance(high, int):
+    if values.is_integer:
         if not values.log:
             return low + int(share * (high - low + 1))
         return min(high, int(low * math.pow((high + 1) / low, share)))
-    drawn = low * math.pow(high / low, share) if values.log else low + share * (high - low)
-    return min(max(float(f"{drawn:.{_DIGITS}g}"), float(low)), float(high))
+    return rounded(values, low * math.pow(high / low, share) if values.log else low + share * (high - low))
 
 
-def _trial(
-    kind: type[Request], number: int, values: dict[str, Any], body: dict[str, Any], options: dict[str, Any]
-) -> RequestedTrial:
-    trees = json.loads(json.dumps({"body": body, "options": options}))
+def rounded(values: RangeConfig, drawn: float) -> float:
+    """A number of a range with 6 digits, within its bounds."""
+    return min(max(float(f"{drawn:.{_DIGITS}g}"), float(values.min)), float(values.max))
+
+
+def make_trial(submitted: Submitted, number: int, values: dict[str, Any]) -> RequestedTrial:
+    """The request of a trial, with its values in their places.
+
+    Args:
+        number: 0: no trial, only values that are tried.
+
+    Raises:
+        InvalidRequest: a field that does not exist, or a value that it does not accept.
+    """
+    trees = json.loads(json.dumps({"body": submitted.body, "options": submitted.options}))
+    kind = _KINDS[submitted.call]
     try:
         for path, value in values.items():
             tree = trees["options"] if path.startswith(_OPTIONS) else trees["body"]
             _set(tree, path.removeprefix(_OPTIONS), value, path)
-        trees["body"]["job_uuid"] = trial_name(body["job_uuid"], number)
+        trees["body"]["job_uuid"] = trial_name(submitted.body["job_uuid"], number)
         return RequestedTrial(number, values, _parsed(kind, trees["body"]), ProviderOptions.parse(trees["options"]))
     except InvalidRequest as error:
         raise _of_trial(number, values, error) from error

@@ -64,6 +64,7 @@ class Reason(StrEnum):
     node_lost = "node_lost"
     predecessor_failed = "predecessor_failed"
     no_trial_completed = "no_trial_completed"
+    no_proposal = "no_proposal"
     no_result = "no_result"
     internal = "internal"
 
@@ -224,8 +225,7 @@ class Progress(_Event):
     rank_peak_memory_bytes: Annotated[tuple[Bytes, ...], Field(max_length=_MOST_RANKS)] | None = None
     """`peak_memory_bytes` of each rank, by rank."""
     tokens_seen: Count | None = None
-    """Tokens of the job's steps so far, without padding: of all ranks, epochs and earlier attempts. A pair has those of
-    both its sequences."""
+    """Tokens of the steps so far, without padding: of all ranks, epochs, earlier attempts, and both parts of a pair."""
     link_mbit_per_s: Rate | None = None
     """Mbit/s between the nodes, each way, as measured when their ranks met. None: one node, or GPUs."""
     parallel_speedup: Rate | None = None

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from .beginnings import Frozen
 
-SearchMethod = Literal["grid", "random"]
+SearchMethod = Literal["grid", "random", "bayesian"]
 Direction = Literal["minimize", "maximize"]
 
 
@@ -23,6 +23,16 @@ class PruningSpec(Frozen):
     """The first rung as a share of a trial's steps, rounded."""
 
 
+class Submitted(Frozen):
+    """The request that later trials are made from."""
+
+    call: str
+    """Name of the request's class."""
+    body: dict[str, Any]
+    """The fields that were set, without the search."""
+    options: dict[str, Any]
+
+
 class SearchSpec(Frozen):
     """The search of a job that is not trained itself: its trials are jobs of their own."""
 
@@ -30,8 +40,13 @@ class SearchSpec(Frozen):
     parameters: dict[str, Any]
     """Dotted path of a request field -> its values or its range, as requested."""
     trials: int = Field(gt=0)
+    """All of them; those of a Bayesian search are added in generations."""
     seed: int | None = None
-    """Of a random search."""
+    """Of a search that draws."""
+    parallel: int = Field(1, gt=0)
+    """Bayesian: trials of a generation."""
+    submitted: Submitted | None = None
+    """Of a Bayesian search."""
     objective: str
     """A metric of the evaluations."""
     direction: Direction

@@ -19,6 +19,7 @@ from llama_stack_provider_trl.export.process import ExporterProcess
 from llama_stack_provider_trl.jobs.merges import merged_bases, no_rows
 from llama_stack_provider_trl.jobs.placement import Node
 from llama_stack_provider_trl.jobs.promised import maker_of, promised_rows, refuse_promised
+from llama_stack_provider_trl.jobs.proposals import Proposals
 from llama_stack_provider_trl.jobs.records import JobRecord, NodeRecord
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
 from llama_stack_provider_trl.jobs.submission import Datasets as RowsOf
@@ -156,6 +157,7 @@ class Service(StoredJobs):
             beside=self._beside,
             notes=lambda: self.pools.notes,
             completing=self._keep_result,
+            proposing=Proposals(self.store, self.for_jobs),
         )
 
     def start(self) -> None:

@@ -74,7 +74,7 @@ def test_an_unknown_job_is_not_found_by_every_call(service: TrainingService) -> 
         ({"training_config": {"data_config": {"batch_size": 0}}}, "training_config.data_config.batch_size=0"),
         ({"training_config": {"data_config": {"packed": True}}}, "packed=True is not supported"),
         ({"hyperparam_search_config": {"x": 1}}, "hyperparam_search_config.method="),
-        ({"hyperparam_search_config": {"method": "bayesian", "parameters": {"x": [1]}}}, "method='bayesian'"),
+        ({"hyperparam_search_config": {"method": "bayesian", "parameters": {"x": [1]}}}, "config.trials="),
         ({"hyperparam_search_config": {"method": "grid", "parameters": {"colour": ["red"]}}}, "colour='red'"),
         ({"colour": "red"}, "colour='red'"),
         ({"colour\ud800": "red"}, "'colour\\ud800'"),

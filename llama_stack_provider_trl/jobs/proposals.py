@@ -1,0 +1,194 @@
+"""Adds the later trials of Bayesian searches at supervisor passes. What they are follows from the record alone.
+
+A generation is chosen when all earlier trials have ended, from their recorded values and results, with a seed of its
+own: neither the order in which trials end nor a kill changes it. The proposer runs beside the passes. Its answer is
+resolved and stored in one transaction, so a kill before that only repeats the question.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from .. import faults
+from ..errors import InvalidRequest, JobConflict, StoreError, is_exhausted
+from ..requests.proposals import ValuedTrial, answered_values, drawn_values, question
+from ..requests.resolve import resolve
+from ..requests.search import RequestedTrial, in_trial, make_trial
+from ..requests.settings import Settings
+from ..specs.events import Reason
+from ..specs.job import JobSpec
+from ..specs.search import SearchSpec
+from .bases import find_base
+from .ownership import refuse_foreign
+from .proposer_process import Proposer, ProposerProcess
+from .searches import NewTrial
+from .searching import Ending, Generation, Trial, best_trial
+from .states import JobState
+from .store import NewJob, Store
+
+log = logging.getLogger(__name__)
+
+WAITS = (2.0, 20.0)
+"""Seconds before the second and the third try, after which the search fails."""
+
+
+class _Pending(NamedTuple):
+    """The question about a generation of a search."""
+
+    generation: Generation
+    running: Proposer | None = None
+    failed: int = 0
+    """Tries."""
+    next_try: float = -math.inf
+
+    def end(self) -> None:
+        if self.running is not None:
+            self.running.end()
+
+
+class Proposals:
+    """Every public method may raise StoreError.
+
+    Args:
+        settings: later trials are resolved with them.
+        start: has a question answered, without waiting for that.
+        clock: seconds that never run backwards.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        settings: Settings,
+        start: Callable[[bytes], Proposer] = ProposerProcess,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._settings, self._start, self._clock = store, settings, start, clock
+        self._pending: dict[str, _Pending] = {}
+
+    def tend(self, name: str, search: SearchSpec, trials: Sequence[Trial], generation: Generation) -> Ending | None:
+        """Store the trials of a generation once they are known, without waiting for that.
+
+        Args:
+            trials: all earlier ones, which have ended.
+
+        Returns:
+            How the search ends, where its next trials cannot be made; else None.
+        """
+        try:
+            values = drawn_values(search, generation.first, generation.last)
+            if values is None:
+                values = self._proposed(name, search, trials, generation)
+            if values is not None:
+                self._store_trials(name, search, trials[0], generation.first, values)
+            return None
+        except ProposerFailed as error:
+            return _failed(search, trials, Reason.no_proposal, str(error))
+        except (InvalidRequest, JobConflict) as error:
+            return _failed(search, trials, Reason.invalid_request, str(error))
+        except StoreError:
+            raise
+        except Exception as error:
+            if is_exhausted(error):
+                return None  # nothing was stored; the next pass tries again
+            # Raised further it would stop the pass, and with it all other jobs, each time.
+            log.exception("search %s: its next trials cannot be made", name)
+            return _failed(search, trials, Reason.internal, f"{type(error).__name__}: {error}")
+
+    def end_others(self, names: Iterable[str]) -> None:
+        """End the proposers of all searches but these."""
+        for name in set(self._pending).difference(names):
+            self._pending.pop(name).end()
+
+    def _proposed(
+        self, name: str, search: SearchSpec, trials: Sequence[Trial], generation: Generation
+    ) -> list[dict[str, Any]] | None:
+        """The values that the proposer has answered; None: not yet. Raises ProposerFailed."""
+        pending = self._pending.get(name)
+        if pending is None or pending.generation != generation:
+            if pending is not None:
+                pending.end()
+            pending = self._pending[name] = _Pending(generation)
+        if pending.running is None and self._clock() < pending.next_try:
+            return None
+        try:
+            if pending.running is None:
+                text = json.dumps(proposal_question(search, trials, generation)).encode()
+                self._pending[name] = pending._replace(running=self._start(text))
+                faults.reach("search-proposing")
+                return None
+            if (answer := pending.running.answer()) is None:
+                return None
+            found = answered_values(search, answer, generation.size)
+        except (ValueError, OSError) as error:
+            if is_exhausted(error):
+                raise
+            self._note_failure(name, pending, str(error))
+            return None
+        del self._pending[name]
+        return found
+
+    def _note_failure(self, name: str, pending: _Pending, why: str) -> None:
+        """Have another try follow. Raises ProposerFailed: there were enough."""
+        failed = pending.failed + 1
+        log.warning("search %s: its proposer failed (try %d of %d): %s", name, failed, len(WAITS) + 1, why)
+        if failed > len(WAITS):
+            del self._pending[name]
+            raise ProposerFailed(f"the process that chooses the next trials failed {failed} times: {why}")
+        self._pending[name] = _Pending(pending.generation, None, failed, self._clock() + WAITS[failed - 1])
+
+    def _store_trials(
+        self, name: str, search: SearchSpec, first: Trial, number: int, values: Sequence[dict[str, Any]]
+    ) -> None:
+        """Resolve and store the trials from a number on, all or none. Raises InvalidRequest, JobConflict."""
+        assert search.submitted is not None
+        digest = self._store.database.select("request_digest", {"job_uuid": name})[0]["request_digest"]
+        base = self._store.get(first.job_uuid).spec
+        new: list[tuple[NewTrial, NewJob]] = []
+        for count, one in enumerate(values, number):
+            trial = make_trial(search.submitted, count, one)
+            try:
+                new.append((NewTrial(count, one), self._resolved(trial, base, f"{digest}:{count}")))
+            except InvalidRequest as error:
+                raise in_trial(trial, error) from error
+        faults.reach("search-proposed")
+        if self._store.add_trials(self._store.get(name), new):
+            log.info("search %s: %s are queued", name, ", ".join(job.spec.job_uuid for _, job in new))
+        faults.reach("search-trials-stored")
+
+    def _resolved(self, trial: RequestedTrial, first: JobSpec, digest: str) -> NewJob:
+        """The job of a later trial, on the rows of the first one. Raises InvalidRequest."""
+        named = find_base(trial.request, self._store)
+        resolution = resolve(trial.request, trial.options, self._settings, named)
+        refuse_foreign(self._settings.data_dir, resolution.fields["checkpoint_dir"])
+        spec = resolution.spec(first.dataset, first.validation)
+        # Its rows are those of the search, which are kept as long as its record is.
+        return NewJob(spec, digest, resolution.warnings, (), resolution.trackers)
+
+
+class ProposerFailed(Exception):
+    """The next trials of a search are not known, and are not requested again."""
+
+
+def proposal_question(search: SearchSpec, trials: Sequence[Trial], generation: Generation) -> dict[str, Any]:
+    """What the proposer is to answer about a generation, from all earlier trials."""
+    ended = [ValuedTrial(one.values, _objective(search, one)) for one in trials]
+    digest = hashlib.sha256(f"{search.seed}:{generation.first}".encode()).digest()
+    return question(search, ended, generation.size, int.from_bytes(digest[:4]))
+
+
+def _objective(search: SearchSpec, trial: Trial) -> float | None:
+    """The result of a trial; None: it has not completed, or its result is no finite number."""
+    found = trial.result(search.objective) if trial.state is JobState.completed else None
+    return found if found is not None and math.isfinite(found) else None
+
+
+def _failed(search: SearchSpec, trials: Sequence[Trial], reason: Reason, why: str) -> Ending:
+    best = best_trial(search, trials)
+    kept = f"; the best of the {len(trials)} trials before is {best.job_uuid}" if best else ""
+    return Ending(JobState.failed, None, reason, f"the next trials cannot be made: {why}{kept}")

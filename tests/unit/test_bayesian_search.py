@@ -1,0 +1,452 @@
+"""Bayesian searches from request to table: generations that neither order nor kills change, and refusals by name."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.errors import InvalidRequest, JobConflict, LimitReached
+from llama_stack_provider_trl.jobs import proposals
+from llama_stack_provider_trl.jobs.proposals import Proposals
+from llama_stack_provider_trl.jobs.proposer_process import Proposer
+from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.jobs.submission import Submitter
+from llama_stack_provider_trl.jobs.supervisor import Supervisor
+from llama_stack_provider_trl.requests import search as requested
+from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.requests.search import resolve_search
+from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.events import Evaluated, Failed, Finished, Reason
+from tests.unit.test_search import HALVING, LR, RANK, World, prepared, sft, trials_of
+
+ALPHA = "algorithm_config.alpha"
+SPACE = {LR: {"min": 1e-5, "max": 1e-2, "log": True}, RANK: {"min": 4, "max": 64}, ALPHA: [8, 16]}
+LORA = {"type": "LoRA", "rank": 8, "alpha": 16}
+SEARCH = "hyperparam_search_config"
+
+
+def bayesian(**changes: Any) -> dict[str, Any]:
+    return {"method": "bayesian", "parameters": SPACE, "trials": 9, "parallel": 2, "seed": 5, **changes}
+
+
+class Answering:
+    """A proposer whose answer follows from the question alone; it comes at the second poll."""
+
+    def __init__(self, question: bytes) -> None:
+        self.question = json.loads(question)
+        self.polls = 0
+        self.ended = False
+
+    def answer(self) -> bytes | None:
+        self.polls += 1
+        return json.dumps(self.proposed(random.Random(json.dumps(self.question)))).encode() if self.polls > 1 else None
+
+    def proposed(self, source: random.Random) -> list[dict[str, Any]]:
+        def number(given: dict[str, Any]) -> float:
+            if "choices" in given:
+                return source.randrange(given["choices"])
+            return (source.randint if given["integer"] else source.uniform)(given["min"], given["max"])
+
+        space = self.question["space"]
+        return [{path: number(given) for path, given in space.items()} for _ in range(self.question["count"])]
+
+    def end(self) -> None:
+        self.ended = True
+
+
+class Searching(World):
+    """A data directory whose supervisor adds trials, as `start` has them proposed."""
+
+    start: Callable[[bytes], Proposer]
+
+    def __init__(self, root: Path) -> None:
+        self.posed: list[Answering] = []
+        self.start = self._ask
+        super().__init__(root)
+
+    def _ask(self, question: bytes) -> Proposer:
+        self.posed.append(Answering(question))
+        return self.posed[-1]
+
+    def restart(self) -> None:
+        super().restart()
+        settings = Settings(data_dir=self.root, devices=("cpu",))
+        adding = Proposals(self.store, settings, lambda question: self.start(question), self.clock)
+        self.supervisor = Supervisor(self.store, self.launcher, ["cpu"], self.root, proposing=adding)
+
+    def begin(self, **changes: Any) -> None:
+        assert self.submit(sft(bayesian(**changes), algorithm_config=LORA))
+
+    def end_next(self, loss: Callable[[dict[str, Any]], float] | None = None) -> str:
+        """Let the oldest trial that is left end; without a loss it fails. Returns its name."""
+        self.tick()
+        name = next(one["job_uuid"] for one in self.table() if one["state"] in ("scheduled", "launching"))
+        number = int(name.rpartition("-")[2])
+        values = self.table()[number - 1]["values"]
+        if loss is None:
+            half_way = Evaluated(step=4, epoch=0.5, metrics={"eval_loss": 0.1})
+            self.run(number, prepared(), half_way, Failed(reason=Reason.diverged, message="the loss is nan", step=5))
+        else:
+            metrics = {"eval_loss": loss(values)}
+            self.run(number, prepared(), Evaluated(step=8, epoch=1.0, metrics=metrics), Finished(step=8))
+        return name
+
+    def finish(self, loss: Callable[[dict[str, Any]], float], disturb: Callable[[], None] = lambda: None) -> None:
+        for _ in range(200):
+            if self.state() is not JobState.in_progress:
+                return
+            disturb()
+            if any(one["state"] in ("scheduled", "launching") for one in self.table()):
+                self.end_next(loss)
+            else:
+                self.tick()
+        raise AssertionError(self.table())
+
+    def table(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.shown()["resources_allocated"]["search"]["trials"]
+        return found
+
+
+def loss_of(values: dict[str, Any]) -> float:
+    return abs(values[RANK] - 20) + values[LR] + values[ALPHA]
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requested, "optuna_is_installed", lambda: True)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Searching]:
+    made = Searching(tmp_path)
+    yield made
+    made.store.close()
+
+
+def undisturbed(root: Path, **changes: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The table and the questions of a search whose trials end in order, in one process."""
+    made = Searching(root)
+    made.begin(**changes)
+    made.finish(loss_of)
+    questions = [one.question for one in made.posed]
+    made.store.close()
+    return made.table(), questions
+
+
+# --- generations ------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_third_is_drawn_as_by_random_and_the_others_are_proposed_from_all_results(
+    world: Searching,
+) -> None:
+    world.begin()
+    assert [one["job_uuid"] for one in world.table()] == ["s-trial-1", "s-trial-2"]
+    world.finish(loss_of)
+    table = world.table()
+    assert (world.state(), len(table)) == (JobState.completed, 9)
+    drawn = trials_of({**bayesian(), "method": "random", "parallel": None})
+    assert [one["values"] for one in table[:4]] == drawn[:4]
+    assert [one["values"] for one in table[4:]] != drawn[4:]
+    assert [(len(one.question["trials"]), one.question["count"]) for one in world.posed] == [(4, 2), (6, 2), (8, 1)]
+    assert len({one.question["seed"] for one in world.posed}) == 3
+    last = world.posed[-1].question
+    assert last["direction"] == "minimize"
+    assert last["space"] == {
+        LR: {"min": 1e-5, "max": 1e-2, "log": True, "integer": False},
+        RANK: {"min": 4, "max": 64, "log": False, "integer": True},
+        ALPHA: {"choices": 2},
+    }
+    for shown, found in zip(table, last["trials"], strict=False):
+        values = shown["values"]
+        assert found["numbers"] == {LR: values[LR], RANK: values[RANK], ALPHA: [8, 16].index(values[ALPHA])}
+        assert found["value"] == pytest.approx(loss_of(values))
+        assert float(f"{values[LR]:.6g}") == values[LR]
+        spec = world.store.get(shown["job_uuid"]).spec
+        assert spec.lora is not None
+        assert (spec.optimizer.learning_rate, spec.lora.rank) == (values[LR], values[RANK])
+    best = min(table, key=lambda one: one["value"])
+    assert world.shown()["resources_allocated"]["search"]["best"]["job_uuid"] == best["job_uuid"]
+
+
+def test_neither_the_order_of_trials_nor_a_kill_at_any_pass_changes_the_table(world: Searching, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    expected, questions = undisturbed(tmp_path / "other")
+    world.begin()
+    source = random.Random(1)
+
+    def disturb() -> None:
+        waiting = [one["job_uuid"] for one in world.table() if one["state"] == "scheduled"]
+        if waiting and source.random() < 0.5:  # then another trial of the generation comes first
+            world.store.request_pause(waiting[0])
+            if not any(one["state"] in ("scheduled", "launching") for one in world.table()):
+                world.store.request_resume(waiting[0])
+        for one in world.table():
+            if one["state"] == "paused" and source.random() < 0.5:
+                world.store.request_resume(one["job_uuid"])
+        if source.random() < 0.4:
+            world.restart()
+
+    world.finish(loss_of, disturb)
+    assert world.table() == expected
+    assert [one for one in questions if one not in [posed.question for posed in world.posed]] == []
+    assert [posed.question for posed in world.posed if posed.question not in questions] == []
+    assert len(world.posed) > len(questions)  # some were repeated
+
+
+class Killed(BaseException):
+    """What a kill is to the code: no handler sees it."""
+
+
+def test_a_kill_at_each_step_of_a_proposal_repeats_no_more_than_the_question(
+    world: Searching, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    expected, questions = undisturbed(tmp_path / "other")
+    left = ["search-proposing", "search-proposed", "search-trials-stored"]
+
+    def reach(point: str) -> None:
+        if world.posed and point in left:
+            left.remove(point)
+            raise Killed
+
+    def tick() -> None:
+        try:
+            Searching.tick(world)
+        except Killed:
+            world.restart()
+
+    monkeypatch.setattr(proposals.faults, "reach", reach)
+    monkeypatch.setattr(world, "tick", tick)
+    world.begin()
+    world.finish(loss_of)
+    assert (left, world.table()) == ([], expected)
+    repeated = [questions[0]] * 3  # of the generation that was killed twice before its trials were stored
+    assert [one.question for one in world.posed] == [*repeated, *questions[1:]]
+
+
+def test_another_seed_gives_another_table(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    first, second = undisturbed(tmp_path / "a")[0], undisturbed(tmp_path / "b", seed=6)[0]
+    assert [one["values"] for one in first] != [one["values"] for one in second]
+
+
+def test_trials_that_failed_or_were_cancelled_are_reported_without_a_value(world: Searching) -> None:
+    world.begin(trials=4)
+    world.end_next()
+    world.store.request_cancel("s-trial-2")
+    world.tick()
+    world.tick()
+    assert [one["value"] for one in world.posed[0].question["trials"]] == [None, None]
+    world.finish(loss_of)
+    assert [one["state"] for one in world.table()] == ["failed", "cancelled", "completed", "completed"]
+
+
+def test_a_cancel_while_trials_are_proposed_ends_the_search_and_the_proposer(world: Searching) -> None:
+    world.begin(trials=4)
+    world.end_next(loss_of)
+    world.end_next(loss_of)
+    world.tick()
+    assert world.store.get("s").detail == "2 of 4 trials have ended, the next ones are being chosen"
+    world.store.request_cancel("s")
+    world.tick()
+    assert (world.state(), len(world.table()), world.posed[0].ended) == (JobState.cancelled, 2, True)
+
+
+def test_trials_that_are_known_after_a_cancel_are_not_queued(world: Searching) -> None:
+    class Late(Answering):
+        def proposed(self, source: random.Random) -> list[dict[str, Any]]:
+            world.store.request_cancel("s")
+            return super().proposed(source)
+
+    world.start = Late
+    world.begin(trials=4)
+    world.finish(loss_of)
+    world.tick()
+    assert (world.state(), len(world.table())) == (JobState.cancelled, 2)
+
+
+def test_a_search_is_deleted_with_its_later_trials(world: Searching) -> None:
+    world.begin(trials=3)
+    world.finish(loss_of)
+    assert len(world.store.names()) == 4
+    world.store.delete("s")
+    assert world.store.names() == []
+
+
+def test_later_trials_are_of_the_owner_who_may_have_a_generation_waiting(world: Searching) -> None:
+    request = sft(bayesian(), algorithm_config=LORA)
+    with pytest.raises(LimitReached):
+        world.submit(request, Submitter("alice", 1))
+    assert world.submit(request, Submitter("alice", 2))
+    world.finish(loss_of)
+    assert {world.store.get(name).created_by for name in world.store.names()} == {"alice"}
+
+
+def test_each_trial_comes_after_the_job_that_the_search_names_which_is_kept_until_its_end(world: Searching) -> None:
+    world.submit(sft(None, job_uuid="before"))
+    world.submit(sft(bayesian(trials=3), algorithm_config=LORA), after=["before"], priority="high")
+    world.tick()
+    assert world.store.get("s-trial-1").detail.startswith("waits for job")
+    world.launcher.emit("before-1", *(prepared(), Finished(step=8)))
+    world.launcher.exit("before-1", 0)
+    world.tick()
+    with pytest.raises(JobConflict, match="cannot be deleted while s"):
+        world.store.delete("before")
+    world.finish(loss_of)
+    assert {world.store.get(f"s-trial-{n}").spec.after for n in (1, 2, 3)} == {("before",)}
+    assert len({world.store.get(name).spec.priority for name in ("s", "s-trial-1", "s-trial-3")}) == 1
+    world.store.delete("before")
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+class Failing(Answering):
+    def answer(self) -> bytes | None:
+        raise ValueError("it ended with 1: ModuleNotFoundError: No module named 'optuna'")
+
+
+def test_a_proposer_that_fails_is_tried_again_and_then_the_search_names_what_is_missing(world: Searching) -> None:
+    tries: list[bytes] = []
+
+    def start(question: bytes) -> Proposer:
+        tries.append(question)
+        return Failing(question)
+
+    world.begin(trials=4)
+    world.end_next(loss_of)
+    world.start = start
+    best = world.end_next(loss_of)
+    for _ in range(20):
+        world.tick()
+    job = world.store.get("s")
+    assert (job.state, job.reason, len(tries)) == (JobState.failed, Reason.no_proposal, len(proposals.WAITS) + 1)
+    assert "failed 3 times: it ended with 1: ModuleNotFoundError: No module named 'optuna'" in job.message
+    assert f"the best of the 2 trials before is {best[:-1]}" in job.message
+    assert "extra `search`" in job.advice
+
+
+def test_a_proposer_that_fails_once_changes_nothing(world: Searching, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    expected, _ = undisturbed(tmp_path / "other")
+    failed: list[bytes] = []
+
+    def start(question: bytes) -> Proposer:
+        if question not in failed:
+            failed.append(question)
+            return Failing(question)
+        return Answering(question)
+
+    world.start = start
+    world.begin()
+    world.finish(loss_of)
+    assert (world.table(), len(failed)) == (expected, 3)
+
+
+@pytest.mark.parametrize("answer", [b"", b"[]", b'[{"x": 1}]', b"7", b'[{"a": 1}, {"a": 2}, {"a": 3}]'])
+def test_an_answer_that_is_none_counts_as_failed(world: Searching, answer: bytes) -> None:
+    class Wrong(Answering):
+        def answer(self) -> bytes | None:
+            return answer
+
+    world.start = Wrong
+    world.begin(trials=4)
+    world.end_next(loss_of)
+    world.end_next(loss_of)
+    for _ in range(20):
+        world.tick()
+    assert world.store.get("s").reason is Reason.no_proposal
+    assert "its answer" in world.store.get("s").message
+
+
+def test_a_combination_that_is_refused_ends_the_search_and_names_the_trial(world: Searching) -> None:
+    modules, mlp = "algorithm_config.lora_attn_modules", "algorithm_config.apply_lora_to_mlp"
+
+    class Nothing(Answering):
+        def proposed(self, source: random.Random) -> list[dict[str, Any]]:
+            return [{modules: 0, mlp: 0}, {modules: 1, mlp: 1}]
+
+    world.start = Nothing
+    world.begin(trials=5, parameters={modules: [["q_proj"], []], mlp: [True, False]}, seed=1)
+    world.finish(lambda values: 1.0)
+    job = world.store.get("s")
+    assert (job.state, job.reason) == (JobState.failed, Reason.invalid_request)
+    assert "(trial 4 of the search: lora_attn_modules=[], apply_lora_to_mlp=false)" in job.message
+    assert "; the best of the 2 trials before is s-trial-1" in job.message
+    assert len(world.table()) == 2  # none of the generation
+
+
+def test_a_name_that_a_later_trial_needs_is_a_conflict_at_once(world: Searching) -> None:
+    world.submit(sft(None, job_uuid="s-trial-9"))
+    with pytest.raises(JobConflict, match="'s-trial-9' exists already"):
+        world.begin()
+    assert world.store.names() == ["s-trial-9"]
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("search", "field", "hint"),
+    [
+        (bayesian(trials=None), f"{SEARCH}.trials", "a bayesian search needs their number"),
+        (bayesian(pruning=HALVING), f"{SEARCH}.pruning", "chosen by results of whole ones"),
+        (bayesian(parallel=0), f"{SEARCH}.parallel", "greater than 0"),
+        (bayesian(method="random"), f"{SEARCH}.parallel", "all trials of a random search are queued at once"),
+        (
+            {"method": "grid", "parameters": {RANK: [4]}, "parallel": 2},
+            *(f"{SEARCH}.parallel", "all trials of a grid search are queued at once"),
+        ),
+        (bayesian(parameters={RANK: list(range(1, 300))}), f"{SEARCH}.parameters", "299 values and ends of ranges"),
+        (bayesian(parameters={LR: {"min": 1}}), f"{SEARCH}.parameters.{LR}", "both `min` and `max`"),
+        (bayesian(parameters={LR: {"min": -1.0, "max": 1.0}}, seed=2), LR, "(tried for the search: lr=-1.0)"),
+    ],
+)
+def test_a_search_that_cannot_be_done_is_refused_by_name(search: Any, field: str, hint: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        trials_of(search)
+    assert refused.value.field == field
+    assert hint in str(refused.value)
+
+
+def test_without_optuna_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requested, "optuna_is_installed", lambda: False)
+    with pytest.raises(InvalidRequest, match=r"pip install 'llama_stack_provider_trl\[search\]', or use 'random'"):
+        resolve_search(sft(bayesian()), ProviderOptions())
+
+
+DATA = "training_config.data_config."
+SPLIT = {"n_epochs": 1, "data_config": {"dataset_id": "rows", "batch_size": 2, "train_split_percentage": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("path", "values", "training"),
+    [
+        (DATA + "dataset_id", ["rows", "other"], None),
+        (DATA + "train_split_percentage", {"min": 0.3, "max": 0.9}, SPLIT),
+        ("provider_options.seed", {"min": 0, "max": 1}, SPLIT),
+        ("provider_options.seed", [7, 8], SPLIT),  # by chance these hold out the same rows
+        ("provider_options.shard", [{"index": 0, "count": 2}, {"index": 1, "count": 2}], None),
+    ],
+)
+def test_fields_that_choose_rows_are_refused(world: Searching, path: str, values: Any, training: Any) -> None:
+    more = {} if training is None else {"training_config": training}
+    with pytest.raises(InvalidRequest) as refused:
+        world.submit(sft(bayesian(parameters={path: values}), **more))
+    assert world.store.names() == []
+    assert path in str(refused.value)
+    assert "grid or random" in str(refused.value)
+
+
+def test_a_value_that_the_first_trials_do_not_have_is_refused_at_once(world: Searching) -> None:
+    dtypes = ["fp32", "fp8"]
+    for seed in range(4):  # whichever comes first
+        with pytest.raises(InvalidRequest, match=r"training_config.dtype='fp8'"):
+            world.submit(sft(bayesian(parameters={"training_config.dtype": dtypes}, seed=seed)))
+    assert world.store.names() == []
