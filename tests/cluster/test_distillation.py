@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from llama_stack_provider_trl.system.files import sha256_of
 from llama_stack_provider_trl_remote.cli.main import main
 from tests.cluster.bed import TOKEN, Bed, why_not
 from tests.contract.stack import Json
-from tests.tiny import CACHE, REPOSITORY
+from tests.programs import smollm2
 
 MODEL = os.environ.get("TRL_TEACHER", "")
 pytestmark = [
@@ -38,9 +36,7 @@ PATIENCE = 1800.0
 def model() -> str:
     if MODEL != "full":
         return MODEL
-    path = CACHE.with_name("smollm2")
-    subprocess.run([sys.executable, str(REPOSITORY / "examples" / "make_base_model.py"), str(path)], check=True)
-    return str(path)
+    return str(smollm2())
 
 
 def pipeline(model: str) -> Json:
