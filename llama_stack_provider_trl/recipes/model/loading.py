@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import Dtype, JobSpec, LoraSpec
+from ...specs.kinds import members_of
 from ...specs.model_source import ModelSource
 from ..distributed import ranks
 from . import quantization
@@ -358,13 +359,14 @@ def _ia3_config(wanted: list[str], feedforward: list[str], is_exact: bool) -> IA
 
 
 def within_positions(spec: JobSpec) -> tuple[JobSpec, list[str]]:
-    """The job with a default `max_seq_length` lowered to the positions of its model and its reference, and a warning.
+    """The job with a default `max_seq_length` lowered to the positions of its models and its reference, and a warning.
 
     A length that the request set stays as it is: `check_length` refuses one that is too large. Reads config.json alone.
     """
     if not spec.max_seq_length_is_default:
         return spec, []
-    sources = [spec.source, spec.reference_source]
+    members = [member.source for member in members_of(spec.work)]
+    sources = [spec.source, spec.reference_source, *members]
     found = [positions for source in sources if (positions := positions_of(source)) is not None]
     if not found or min(found) >= spec.max_seq_length:
         return spec, []
