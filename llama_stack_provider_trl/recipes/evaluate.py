@@ -96,8 +96,9 @@ def _built(spec: JobSpec, writer: EventWriter) -> BuiltTrainer:
 def _parameters(built: BuiltTrainer) -> int:
     """Parameters of all models that are evaluated."""
     from .model.loading import parameter_counts
+    from .trainer.ensemble import EnsembleRecipe
 
-    models = [built.trainer.model, *getattr(built.trainer, "others", ())]
+    models = built.trainer.models if isinstance(built.trainer, EnsembleRecipe) else [built.trainer.model]
     return sum(parameter_counts(model)[1] for model in models)
 
 

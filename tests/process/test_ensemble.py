@@ -40,22 +40,28 @@ def other_model(root: Path) -> Path:
     return path
 
 
-def adapter(root: Path, name: str, seed: int) -> Path:
+def adapter(root: Path, name: str, lora: LoraSpec) -> Path:
     """An adapter of the tiny model, as PEFT saves it, that changes what it computes."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(seed)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    torch.manual_seed(lora.rank)
+    config = LoraConfig(
+        **{"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.target_modules)},
+        init_lora_weights=False,
+    )
     get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model()), config).save_pretrained(root / name)
     return root / name
 
 
-ADAPTED = LoraSpec(target_modules=("q_proj", "v_proj"), rank=4, alpha=8)
+LORAS = {
+    "one": LoraSpec(target_modules=("q_proj", "v_proj"), rank=4, alpha=8),
+    "two": LoraSpec(target_modules=("q_proj", "down_proj"), rank=2, alpha=16),
+}
 
 
 def member(model: Path, weight: float, trained: Path | None = None) -> dict[str, Any]:
-    has = {"adapter": {"path": trained, "use": "continue"}, "lora": ADAPTED} if trained else {}
+    has = {"adapter": {"path": trained, "use": "continue"}, "lora": LORAS[trained.name]} if trained else {}
     return {"model": str(model), "weight": weight, **has}
 
 
@@ -145,9 +151,16 @@ def test_one_member_is_the_plain_job_and_adapters_on_one_base_do_not_change_each
     plain = evaluate(job_spec(tmp_path, tiny_model(), validation_rows=SFT_ROWS))
     single = evaluate(spec(tmp_path, member(tiny_model(), 1.0)))
     assert single == {**plain, **{name: pytest.approx(plain[name], abs=1e-6) for name in ("loss", "perplexity")}}
-    one, two = (adapter(tmp_path, name, seed) for seed, name in enumerate(("one", "two")))
+    one, two = (adapter(tmp_path, name, lora) for name, lora in LORAS.items())
     three = member(tiny_model(), 0.5, one), member(tiny_model(), 0.375, two), member(tiny_model(), 0.125)
-    agrees(evaluate(spec(tmp_path, *three)), expected(*three))
+    status, events = run(tmp_path / "run", spec(tmp_path, *three))
+    assert status == 0, events
+    (ended,), (prepared,) = of_kind(events, Finished), of_kind(events, Prepared)
+    assert ended.result is not None
+    agrees(ended.result, expected(*three))
+    # Adapters on the same base share it; the third member has its own.
+    assert 2 * size_of(tiny_model()) < prepared.total_parameters < 2.2 * size_of(tiny_model())
+    agrees(evaluate(spec(tmp_path, *reversed(three))), expected(*three))
     # A member of weight 0 changes nothing, whichever it is.
     for weights in ((1.0, 0.0), (0.0, 1.0)):
         pair = [member(tiny_model(), weight, path) for weight, path in zip(weights, (one, two), strict=True)]

@@ -220,7 +220,7 @@ def loading_dtype(source: ModelSource, storage: WeightStorage, config: Any, stor
     """
     if not storage.is_deferred or stored is None or stored == storage.dtype:
         return storage.dtype
-    as_stored, as_used = (_outline(source, config, dtype) for dtype in (stored, storage.dtype))
+    as_stored, as_used = (outline(source, config, dtype) for dtype in (stored, storage.dtype))
     keeps_some = any(getattr(as_used, f"_keep_in_fp32_modules{ending}", None) for ending in ("", "_strict"))
     is_uniform = all(weight.dtype == stored for weight in as_stored.parameters())
     same_buffers = {name: buffer.dtype for name, buffer in as_stored.named_buffers()} == {
@@ -229,7 +229,7 @@ def loading_dtype(source: ModelSource, storage: WeightStorage, config: Any, stor
     return stored if is_uniform and same_buffers and not keeps_some else storage.dtype
 
 
-def _outline(source: ModelSource, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+def outline(source: ModelSource, config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """The model without weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
