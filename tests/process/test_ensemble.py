@@ -55,8 +55,8 @@ def adapter(root: Path, name: str, lora: LoraSpec) -> Path:
 
 
 LORAS = {
-    "one": LoraSpec(target_modules=("q_proj", "v_proj"), rank=4, alpha=8),
-    "two": LoraSpec(target_modules=("q_proj", "down_proj"), rank=2, alpha=16),
+    "one": LoraSpec(target_modules=("q_proj", "v_proj"), rank=4, alpha=8, dropout=0.5),
+    "two": LoraSpec(target_modules=("q_proj", "down_proj"), rank=2, alpha=16, dropout=0.5),
 }
 
 
@@ -185,3 +185,5 @@ def test_a_head_scales_and_bounds_its_logits() -> None:
     logits = 2 * torch.tanh(0.5 * (hidden @ weight.t() + bias) / 2)
     assert torch.allclose(found, logits.log_softmax(1)[range(5), targets], atol=1e-6)
     assert torch.equal(top1, logits.argmax(1) == targets)
+    none = head.Head(hidden[:0], weight, bias, 1.0, None, torch.float32)
+    assert [len(one) for one in head.averaged([none], [0.0], targets[:0])] == [0, 0]

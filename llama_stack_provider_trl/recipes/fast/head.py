@@ -138,7 +138,7 @@ def averaged(
     size = max(len(head.weight) for head in heads)
     step = max(1, CHUNK_BYTES // (4 * size))
     log_probs, top1 = [], []
-    for begin in range(0, len(targets), step):
+    for begin in range(0, max(1, len(targets)), step):  # on GPUs a batch may have no tokens
         wanted = targets[begin : begin + step]
         mean: torch.Tensor | None = None
         for head, log_weight in zip(heads, log_weights, strict=True):

@@ -71,8 +71,10 @@ class EnsembleRecipe(SftRecipe):
             else:
                 policy, name = load(alone, self.args.device), ""
                 fuse_head(policy.model, outputs=self.head_outputs)
-                shared[base] = (policy.continued or policy.model).requires_grad_(False).eval()
+                shared[base] = policy.continued or policy.model
             self.others.append((shared[base], (name or DEFAULT) if member.adapter else ""))
+        for model in self.models:
+            model.eval()  # with dropout, an adapter that was added would differ
 
     @property
     def models(self) -> list[torch.nn.Module]:
