@@ -19,7 +19,7 @@ from llama_stack_provider_trl.specs.kinds import EvaluateSpec
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.training import SFT_ROWS, job_spec, of_kind, run
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 
 def other_model(root: Path) -> Path:
@@ -185,5 +185,11 @@ def test_a_head_scales_and_bounds_its_logits() -> None:
     logits = 2 * torch.tanh(0.5 * (hidden @ weight.t() + bias) / 2)
     assert torch.allclose(found, logits.log_softmax(1)[range(5), targets], atol=1e-6)
     assert torch.equal(top1, logits.argmax(1) == targets)
+    larger = head.Head(torch.randn(5, 4), torch.randn(13, 4), None, 1.0, None, torch.float32)
+    found, top1 = head.averaged([made, larger], [math.log(0.25), math.log(0.75)], torch.tensor([0, 3, 12, 10, 7]))
+    mean = 0.75 * (larger.hidden @ larger.weight.t()).softmax(1)
+    mean[:, :11] += 0.25 * logits.softmax(1)
+    assert torch.allclose(found, mean.log()[range(5), [0, 3, 12, 10, 7]], atol=1e-6)
+    assert torch.equal(top1, mean.argmax(1) == torch.tensor([0, 3, 12, 10, 7]))
     none = head.Head(hidden[:0], weight, bias, 1.0, None, torch.float32)
     assert [len(one) for one in head.averaged([none], [0.0], targets[:0])] == [0, 0]
