@@ -127,7 +127,7 @@ def resolved(step: PipelineJob, job_uuid: str, names: Mapping[str, str]) -> Json
     data = _data_of(request)
     if (named := _named(data.get(_ROWS))) is not None:
         data[_ROWS] = f"{_PREFIX}{names[named]}"
-    for one in _merged_models(request):
+    for one in _models(request):
         if (named := _named(one["model"])) is not None:
             one["model"] = f"{_PREFIX}{names[named]}{one['model'].removeprefix(_PREFIX + named)}"
     if request.get("kind") == "generate":
@@ -211,10 +211,10 @@ def _step(name: str, request: Any, names: Any) -> PipelineJob:
     rows = _named(_data_of(request).get(_ROWS))
     if rows is not None and rows not in names:
         raise InvalidRequest(f"{where}.{_ROWS}", f"job:{rows}", f"the jobs of this file are {', '.join(names)}")
-    merged = [named for one in _merged_models(request) if (named := _named(one["model"])) is not None]
-    if unknown := [name for name in merged if name not in names]:
+    models = [named for one in _models(request) if (named := _named(one["model"])) is not None]
+    if unknown := [name for name in models if name not in names]:
         raise InvalidRequest(f"{where}.models", f"job:{unknown[0]}", f"the jobs of this file are {', '.join(names)}")
-    found = (*([base] if base else []), *([rows] if rows else []), *merged, *after)
+    found = (*([base] if base else []), *([rows] if rows else []), *models, *after)
     before = tuple(dict.fromkeys(found))
     return PipelineJob(name, dict(request), before, _dataset_ids(request))
 
@@ -245,10 +245,11 @@ def _named(model: Any) -> str | None:
     return model.removeprefix(_PREFIX).partition("/")[0]
 
 
-def _merged_models(request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The models of a request to merge; none where it is of another form, which the service refuses."""
-    models = request.get("models") if request.get("kind") == "merge" else None
-    return [one for one in models or () if isinstance(one, dict) and isinstance(one.get("model"), str)]
+def _models(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The models of a merge or an ensemble; none where the request is of another form, which the service refuses."""
+    models = request.get("models") if request.get("kind") in ("merge", "evaluate") else None
+    found = models if isinstance(models, list) else ()
+    return [one for one in found if isinstance(one, dict) and isinstance(one.get("model"), str)]
 
 
 def _data_of(request: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Distillation as ordinary jobs: a teacher answers prompts, students learn its answers, a merge averages them.
+"""Distillation as ordinary jobs: a teacher answers prompts, students learn its answers and are merged or an ensemble.
 
 `expanded` turns the section `teacher_student` of a pipeline into requests. Nothing else knows of it: its jobs are
 named, repeated and resumed like those that a pipeline writes out.
@@ -21,13 +21,13 @@ from llama_stack_provider_trl.requests.options import ProviderOptions
 Json = dict[str, Any]
 SECTION = "teacher_student"
 """Key of a pipeline."""
-ANSWERS, STUDENT, MERGED, SCORE = "answers", "student", "merged", "score"
+ANSWERS, STUDENT, MERGED, ENSEMBLE, SCORE = "answers", "student", "merged", "ensemble", "score"
 """Names of the jobs, or what they begin with."""
 REQUIRED = ("teacher", "prompts", "held_out", "students")
 OPTIONAL = ("student", "data", "result", "weights", "generate", "evaluate")
-_CHOICES = {"data": ("full", "shards"), "result": ("merge", "students")}
+_CHOICES = {"data": ("full", "shards"), "result": ("merge", "ensemble", "students")}
 """Field -> its values, the default first."""
-_DECIDED = {"job_uuid", "model", "dataset_id", "output", "algorithm", "reference_model", "checkpoint_dir"}
+_DECIDED = {"job_uuid", "model", "models", "dataset_id", "output", "algorithm", "reference_model", "checkpoint_dir"}
 """Fields of the jobs `generate` and `evaluate` that follow from the section."""
 _DEFAULTS: Json = {
     "algorithm_config": {"type": "LoRA"},
@@ -48,12 +48,15 @@ def expanded(section: Any) -> dict[str, Json]:
     fields = _checked(section)
     students = {f"{STUDENT}-{number}": one for number, one in enumerate(_students(fields), 1)}
     jobs = {ANSWERS: _answers(fields), **students}
+    weights = _weights(fields.get("weights"), len(students))
+    models = [{"model": f"job:{name}", "weight": weight} for name, weight in zip(students, weights, strict=True)]
     if fields["result"] == "merge":
-        weights = _weights(fields.get("weights"), len(students))
-        models = [{"model": f"job:{name}", "weight": weight} for name, weight in zip(students, weights, strict=True)]
         jobs[MERGED] = {"kind": "merge", "models": models}
-    measured = {"teacher": fields["teacher"], **{name: f"job:{name}" for name in jobs if name != ANSWERS}}
-    return {**jobs, **{f"{SCORE}-{name}": _score(fields, model) for name, model in measured.items()}}
+    measured: dict[str, Json] = {"teacher": {"model": fields["teacher"]}}
+    measured |= {name: {"model": f"job:{name}"} for name in jobs if name != ANSWERS}
+    if fields["result"] == "ensemble":
+        measured[ENSEMBLE] = {"models": models}
+    return {**jobs, **{f"{SCORE}-{name}": _score(fields, what) for name, what in measured.items()}}
 
 
 def _checked(section: Any) -> Json:
@@ -71,14 +74,11 @@ def _checked(section: Any) -> Json:
         if not isinstance(section[name], str):
             raise InvalidRequest(f"{SECTION}.{name}", section[name], _MEANING[name])
     fields = {**{name: values[0] for name, values in _CHOICES.items()}, **section}
-    if fields["result"] == "ensemble":
-        hint = "the mean of the students' probabilities is not evaluated: set merge, or students to keep all of them"
-        raise InvalidRequest(f"{SECTION}.result", "ensemble", hint)
     for name, values in _CHOICES.items():
         if fields[name] not in values:
             raise InvalidRequest(f"{SECTION}.{name}", fields[name], f"expected one of {', '.join(values)}")
-    if "weights" in fields and fields["result"] != "merge":
-        hint = "students that are kept are not averaged: leave it out, or set result to merge"
+    if "weights" in fields and fields["result"] == "students":
+        hint = "students that are kept are not averaged: leave it out, or set result to merge or ensemble"
         raise InvalidRequest(f"{SECTION}.weights", fields["weights"], hint)
     return fields
 
@@ -95,9 +95,13 @@ def _answers(fields: Json) -> Json:
     return {**given, "kind": "generate", "model": fields["teacher"], "dataset_id": fields["prompts"]}
 
 
-def _score(fields: Json, model: str) -> Json:
+def _score(fields: Json, what: Json) -> Json:
+    """The evaluation of a model, or of the ensemble."""
     given = _job_fields("evaluate", fields, EvaluateRequest)
-    return {**given, "kind": "evaluate", "model": model, "dataset_id": fields["held_out"]}
+    if fields["result"] == "ensemble" and given.get("checks") is not None:
+        hint = "answers are those of one model, and the students are an ensemble: leave it out, or set result to merge"
+        raise InvalidRequest(f"{SECTION}.evaluate.checks", given["checks"], hint)
+    return {**given, "kind": "evaluate", **what, "dataset_id": fields["held_out"]}
 
 
 def _job_fields(name: str, fields: Json, request: type[BaseModel]) -> Json:
@@ -127,7 +131,7 @@ def _students(fields: Json) -> list[Json]:
     ]
     if fields["result"] == "merge" and len(models := dict.fromkeys(one["model"] for one in found)) > 1:
         hint = "students of different models have other weights or vocabularies and cannot be averaged"
-        raise InvalidRequest(f"{SECTION}.students", ", ".join(models), f"{hint}: set result to students")
+        raise InvalidRequest(f"{SECTION}.students", ", ".join(models), f"{hint}: set result to ensemble or students")
     return found
 
 

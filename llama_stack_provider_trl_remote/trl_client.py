@@ -100,10 +100,11 @@ class AsyncTrlClient:
         return str((await submit_request(self._service, {**job, "kind": "generate"}))["job_uuid"])
 
     async def evaluate(self, job: Mapping[str, Any]) -> str:
-        """Queue a job that evaluates a model; returns its `job_uuid`. `result` in its last status has the measures.
+        """Queue a job that evaluates a model or an ensemble; returns its `job_uuid`. `result` in its last status has
+        the measures.
 
         Args:
-            job: `job_uuid`, `model`, `dataset_id` and more (docs/how-to/evaluate.md).
+            job: `job_uuid`, `model` or `models`, `dataset_id` and more (docs/how-to/evaluate.md).
         """
         return str((await submit_request(self._service, {**job, "kind": "evaluate"}))["job_uuid"])
 

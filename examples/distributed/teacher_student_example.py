@@ -1,4 +1,4 @@
-"""Distil a teacher into students that train where the service has room, and average them.
+"""Distil a teacher into students that train where the service has room, and average them, or their probabilities.
 
     python teacher_student_example.py --teacher MODEL --student MODEL --prompts FILE --held-out FILE
 
@@ -31,6 +31,7 @@ def section(arguments: argparse.Namespace, prompts: str, held_out: str) -> dict[
             "provider_options": {"resources": {"nodes": 1}},
         },
         "data": arguments.data,
+        "result": arguments.result,
         "generate": {"max_new_tokens": arguments.max_new_tokens, "temperature": arguments.temperature},
     }
 
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--student", required=True, help="model id or directory")
     parser.add_argument("--students", type=int, default=2)
     parser.add_argument("--data", choices=("full", "shards"), default="shards")
+    parser.add_argument("--result", choices=("merge", "ensemble", "students"), default="merge")
     parser.add_argument("--prompts", type=Path, default=DATA / "sft_train.jsonl")
     parser.add_argument("--held-out", type=Path, default=DATA / "sft_validation.jsonl")
     parser.add_argument("--epochs", type=int, default=1)

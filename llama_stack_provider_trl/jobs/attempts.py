@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ..launch.base import Launcher, MasterPorts, TaskSpec
 from ..specs.job import derive
-from ..specs.kinds import MergeWork
+from ..specs.kinds import EvaluateSpec, MergeWork
 from ..system.files import RunDir, atomic_write, free_bytes, remove_leftovers, resolve_under, set_aside
 from .bases import check_base
-from .merges import check_merged
+from .merges import check_checkpoints
 from .ownership import Ownership
 from .placement import is_remote, nodes_of
 from .promised import with_known_rows
@@ -73,10 +73,11 @@ class Attempts:
             JobConflict: the job's checkpoint directory belongs to another data directory.
             OSError: nothing was started.
         """
-        if isinstance(job.spec.work, MergeWork):
-            check_merged(job.spec.work)
-        else:
-            check_base(job.spec)
+        match job.spec.work:
+            case MergeWork(from_jobs=paths) | EvaluateSpec(members=[_, *_], from_jobs=paths):
+                check_checkpoints(paths)
+            case _:
+                check_base(job.spec)
         self._check_disk(job)
         self._ownership.check_unused(job.spec.checkpoint_dir)
         self._ownership.claim(job.spec.checkpoint_dir, job.job_uuid)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ..errors import InvalidRequest, JobNotFound
-from ..requests.bases import NamedJob, base_job_of
+from ..requests.bases import Base, NamedJob, base_job_of
 from ..requests.settings import Request
-from ..specs.beginnings import MERGED_BASE
 from ..specs.job import JobSpec
 from ..system.files import is_whole
 from .states import JobState
@@ -43,14 +40,9 @@ def check_base(spec: JobSpec) -> None:
     Raises:
         InvalidRequest: names the job and the checkpoint.
     """
-    if not spec.bases:
-        return
-    named = spec.bases[0]
-    model, adapter = Path(spec.model), spec.adapter
-    ours = model.name == MERGED_BASE or len(spec.bases) > 1  # else an adapter's base is a model like any other
-    directories = [model] if adapter is None else [adapter.path, *([model] if ours else [])]
-    for directory in directories:
+    for directory in Base(spec.model, adapter=spec.adapter, jobs=spec.bases).checkpoints():
         if not is_whole(directory):
+            named = spec.bases[0]
             value = f"job:{named.job_uuid}/{named.checkpoint}"
             hint = f"{directory} is damaged or gone: train job {named.job_uuid!r} again, or name another checkpoint"
             raise InvalidRequest("model", value, hint)

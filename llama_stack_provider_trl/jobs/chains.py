@@ -20,6 +20,8 @@ from .states import TERMINAL, JobState
 
 log = logging.getLogger(__name__)
 AFTER = "provider_options.after"
+_BETWEEN = ","
+"""Between the names of several checkpoints of one job, all of which another job begins with."""
 _LISTED = 100
 """Jobs after a job that its status lists."""
 _DETAILS_EVERY = 2.0
@@ -53,7 +55,8 @@ class Chains:
 
     def needed_checkpoints(self, job_uuid: str) -> set[str]:
         """Names of a job's checkpoints that jobs which have not ended begin with."""
-        return {row["base"] for row in self._database.select("select_needed_checkpoints", {"job_uuid": job_uuid})}
+        rows = self._database.select("select_needed_checkpoints", {"job_uuid": job_uuid})
+        return {name for row in rows for name in row["base"].split(_BETWEEN)}
 
     def advance(self, end: Callable[[Blocked, JobState, Reason | None, str], object]) -> None:
         """Release the jobs that wait for none any longer, and end those that can never start.
@@ -105,7 +108,7 @@ def insert_predecessors(execute: Execute, spec: JobSpec) -> None:
             )
             raise InvalidRequest(AFTER, list(spec.after), hint)
         row = {"job_uuid": spec.job_uuid, "predecessor": name, "position": position}
-        base = next((one.checkpoint for one in spec.bases if one.job_uuid == name), None)
+        base = _BETWEEN.join(one.checkpoint for one in spec.bases if one.job_uuid == name) or None
         if base is None and spec.dataset.of_job == name:  # as with a checkpoint, it is needed to the job's end
             base = ROWS
         execute("insert_predecessor", {**row, "cancel_with": int(spec.cancel_with), "base": base})

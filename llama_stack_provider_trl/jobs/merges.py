@@ -1,12 +1,13 @@
-"""What the models of a request to merge are, and the jobs that make them."""
+"""What the models of a request for a merge or an ensemble are, and the jobs that make them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import InvalidRequest, StoreError
 from ..requests.bases import Base, resolve_base
-from ..requests.kinds import NO_ROWS, MergeRequest, for_work
+from ..requests.kinds import NO_ROWS, EvaluateRequest, MergeRequest, for_work
 from ..requests.options import ProviderOptions
 from ..requests.settings import Settings
 from ..specs.beginnings import BaseJob
@@ -15,28 +16,33 @@ from ..specs.kinds import MergeWork
 from ..system.files import is_whole, put_lines
 from .bases import find_base
 from .store import Store
+from .vocabularies import refuse_other_vocabularies
 
 
-def merged_bases(request: MergeRequest, settings: Settings, store: Store) -> list[Base]:
-    """What each model of a request is.
+def bases_of(request: MergeRequest | EvaluateRequest, settings: Settings, store: Store) -> list[Base]:
+    """What each model of a request is; empty: one to evaluate a single model.
 
     Raises:
         InvalidRequest: one of them cannot be used; names its field.
     """
-    found = []
-    for field, model in request.named():
+    found: list[Base] = []
+    names = request.named()
+    for field, model in names:
         one = request.as_training(model)
         try:
             named = find_base(one, store)
             found.append(resolve_base(one, *for_work(one, ProviderOptions(), settings, named), named))
         except InvalidRequest as error:
             raise InvalidRequest(field, model, error.hint) from error
+    if isinstance(request, EvaluateRequest):
+        refuse_other_vocabularies(names, found)
     return found
 
 
 def after_all(spec: JobSpec, found: list[Base]) -> JobSpec:
     """The job, which comes after all jobs that make one of its models, and needs their checkpoints."""
-    jobs: dict[BaseJob, None] = dict.fromkeys(base.jobs[0] for base in found if base.jobs)
+    merges = isinstance(spec.work, MergeWork)  # which reads an adapter without the model below it
+    jobs: dict[BaseJob, None] = dict.fromkeys(job for base in found for job in base.jobs[: 1 if merges else None])
     names = [job.job_uuid for job in jobs]
     return spec.model_copy(
         update={"bases": tuple(jobs), "after": tuple(dict.fromkeys([*names, *spec.after]))},
@@ -52,9 +58,9 @@ def no_rows(directory: Path) -> DatasetRef:
     return DatasetRef(dataset_id=NO_ROWS, path=blob.path, sha256=blob.sha256, num_rows=0)
 
 
-def check_merged(work: MergeWork) -> None:
-    """Return if the checkpoints of jobs that are merged are complete on disk. Raises InvalidRequest."""
-    for path in work.from_jobs:
+def check_checkpoints(paths: Sequence[Path]) -> None:
+    """Return if the checkpoints that the models of a job are, are complete on disk. Raises InvalidRequest."""
+    for path in paths:
         if not is_whole(path):
             hint = "this checkpoint is damaged or gone: train its job again, or name another checkpoint"
             raise InvalidRequest("models", str(path), hint)

@@ -83,7 +83,7 @@ async def submit(
     datasets: Datasets,
     owner: Submitter | None = None,
     work: Work | None = None,
-    merged: list[Base] | None = None,
+    models: list[Base] | None = None,
 ) -> bool:
     """Submit a job. Returns only when the job is stored: nothing can lose it afterwards.
 
@@ -91,7 +91,7 @@ async def submit(
         digest: digest of the caller's request: an equal digest is the same job.
         owner: None: not known, and not limited.
         work: what it does in place of training; None: it trains.
-        merged: of a merge: what its models are.
+        models: of a merge or an ensemble: what its models are.
 
     Returns:
         Whether the job is new.
@@ -110,7 +110,7 @@ async def submit(
             hint = "a search is no model: leave it out, and evaluate the result with a job of its own, model job:NAME"
             raise InvalidRequest(EVALUATE, options.evaluate, hint)
         return await submit_search(request.job_uuid, search, digest, settings, store, datasets, owner)
-    job = await resolved(request, options, settings, datasets, store, work, merged=merged)
+    job = await resolved(request, options, settings, datasets, store, work, models=models)
     evaluation = await _resolved_evaluation(job.spec, options, settings, datasets)
     if job.spec.resume_from is None:
         return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner, evaluation)
@@ -199,7 +199,7 @@ async def resolved(
     store: Store | None,
     work: Work | None = None,
     splits: dict[Split, tuple[DatasetRef, DatasetRef]] | None = None,
-    merged: list[Base] | None = None,
+    models: list[Base] | None = None,
     named: NamedJob | None = None,
 ) -> ResolvedJob:
     """Resolve a request to a job with its rows.
@@ -208,7 +208,7 @@ async def resolved(
         store: the jobs that the request may name as its base; None: there are none.
         work: what it does in place of training; None: it trains.
         splits: those that were made for the same submission.
-        merged: of a merge: what its models are.
+        models: of a merge or an ensemble: what its models are.
         named: the job that the request names as its base, in place of one that is stored.
 
     Raises:
@@ -247,8 +247,8 @@ async def resolved(
     spec = resolution.spec(dataset, validation)
     if work is not None:
         spec = with_work(spec, work)
-    if merged is not None:
-        spec = after_all(spec, merged)
+    if models:
+        spec = after_all(spec, models)
     refuse_unknown_rows(spec)
     return ResolvedJob(spec, [*resolution.warnings, *warnings], resolution.trackers)
 

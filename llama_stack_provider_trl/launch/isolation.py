@@ -222,9 +222,12 @@ def spec_paths(spec: Mapping[str, Any], directories: Sequence[Path]) -> SpecPath
     found.read += _paths(*((job.get(name) or {}).get("path") for name in ("dataset", "validation")))
     for model in _paths(job.get("model_path"), reference.get("model_path")):  # which the agent has chosen
         found.read += [model, *_links_of(model, directories)]
-    merge = (job.get("work") or {}).get("merge") or {}
-    merged = [merge.get("base"), *(one.get("model") for one in merge.get("inputs") or ())]
-    for model in _paths(*merged, job.get("model"), reference.get("model"), (job.get("adapter") or {}).get("path")):
+    work = job.get("work") or {}
+    merge = work.get("merge") or {}
+    models = [merge.get("base"), *(one.get("model") for one in merge.get("inputs") or ()), reference.get("model")]
+    for one in (job, *(work.get("members") or ())):
+        models += [one.get("model"), (one.get("adapter") or {}).get("path")]
+    for model in _paths(*models):
         if _is_model(model, directories):
             found.read += [model, *_links_of(model, directories)]
     return found

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .. import faults
 from ..specs.events import Evaluated, EventWriter, Finished, NullEventWriter, Prepared, Started, Warned
 from ..specs.job import AttemptSpec, JobSpec
+from ..specs.kinds import members_of
 from .imports import quick_imports
 from .results import write_result
 
@@ -46,13 +47,13 @@ def evaluate(spec: JobSpec) -> dict[str, Any]:
 
 
 def evaluate_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
-    """Evaluate a model as a job, on the rows of its dataset. An attempt begins at the first row.
+    """Evaluate a model, or an ensemble, as a job, on the rows of its dataset. An attempt begins at the first row.
 
     Raises:
         JobFailure: as `evaluate`.
     """
     from .distributed.heartbeat import heartbeat
-    from .model.loading import choose_device, parameter_counts
+    from .model.loading import choose_device
 
     spec = attempt.job.model_copy(update={"validation": attempt.job.dataset})
     writer.write(Started(pid=os.getpid(), device=str(choose_device(spec.device)), versions={}))
@@ -60,8 +61,7 @@ def evaluate_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     with heartbeat(writer):
         built = _built(spec, writer)
         counts = _counts(built)
-        _, parameters = parameter_counts(built.trainer.model)
-        prepared: dict[str, Any] = {"total_parameters": parameters, "effective": built.effective()}
+        prepared: dict[str, Any] = {"total_parameters": _parameters(built), "effective": built.effective()}
         writer.write(Prepared(total_steps=1, num_rows=counts["rows"], trainable_parameters=0, **prepared))
         faults.reach("prepared")
         measured = _measured(built)
@@ -75,17 +75,31 @@ def _built(spec: JobSpec, writer: EventWriter) -> BuiltTrainer:
     with quick_imports():
         from transformers import PrinterCallback
 
-        from .build import build_trainer
+        from .build import build_trainer, load_policy
         from .model.loading import choose_device, within_positions
+        from .trainer.ensemble import EnsembleRecipe, check_members
         from .trainer.trl_patches import require_releases
 
     require_releases()
     spec, warnings = within_positions(spec)
     for message in warnings:
         writer.write(Warned(message=message))
+    if members_of(spec.work):
+        check_members(spec)
     built = build_trainer(spec, choose_device(spec.device), writer)
     built.trainer.remove_callback(PrinterCallback)
+    if isinstance(built.trainer, EnsembleRecipe):
+        built.trainer.add_members(load_policy)
     return built
+
+
+def _parameters(built: BuiltTrainer) -> int:
+    """Parameters of all models that are evaluated."""
+    from .model.loading import parameter_counts
+    from .trainer.ensemble import EnsembleRecipe
+
+    models = built.trainer.models if isinstance(built.trainer, EnsembleRecipe) else [built.trainer.model]
+    return sum(parameter_counts(model)[1] for model in models)
 
 
 def _counts(built: BuiltTrainer) -> dict[str, Any]:

@@ -64,6 +64,16 @@ class Base:
     def fields(self) -> dict[str, Any]:
         return {"model": self.model, **self.trust, "adapter": self.adapter, "bases": self.jobs}
 
+    def checkpoints(self) -> list[Path]:
+        """Directories of the checkpoints of jobs that it is read from."""
+        if not self.jobs:
+            return []
+        model = Path(self.model)
+        if self.adapter is None:
+            return [model]
+        ours = model.name == MERGED_BASE or len(self.jobs) > 1  # else an adapter's base is a model like any other
+        return [self.adapter.path, *([model] if ours else [])]
+
 
 def named_base(request: Request) -> tuple[str, str | None]:
     """The field that names the base model, and its value."""

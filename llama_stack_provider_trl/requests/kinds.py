@@ -6,6 +6,8 @@ has is refused by name.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +22,7 @@ from ..specs.kinds import (
     OF_JOB,
     Answering,
     CheckedAnswering,
+    EnsembleMember,
     EvaluateSpec,
     GenerateSpec,
     MergeWork,
@@ -122,13 +125,25 @@ class GenerateRequest(_Kind):
         )
 
 
+class EnsembleModel(_Kind):
+    """One of the models of an ensemble."""
+
+    model: str
+    """A model id, a directory of a model or an adapter, or `job:NAME`, `job:NAME/CHECKPOINT`."""
+    weight: float = Field(1.0, ge=0, allow_inf_nan=False)
+    """Its share in the mean of the probabilities, which is divided by the sum of all weights."""
+
+
 class EvaluateRequest(_Kind):
-    """A job that evaluates a model on the rows of a dataset."""
+    """A job that evaluates a model, or an ensemble, on the rows of a dataset."""
 
     job_uuid: str
     """Name of the job: letters, digits, `.`, `_`, `-`, at most 128."""
-    model: str
+    model: str | None = None
     """What is evaluated: a model id, a directory of a model or an adapter, or `job:NAME`, `job:NAME/CHECKPOINT`."""
+    models: list[EnsembleModel] | None = Field(None, min_length=1, max_length=64)
+    """In place of `model`, with algorithm sft and no checks: an ensemble, [{model, weight}]. Its probability of each
+    token is the weighted mean of those of its models, which have the same tokenizer."""
     dataset_id: str = Field(max_length=512)
     """The registered dataset with the rows, or with algorithm sft and no checks `job:NAME`, those that a job will have
     made."""
@@ -155,12 +170,16 @@ class EvaluateRequest(_Kind):
     checkpoint_dir: str | None = None
     """Checks: where the answers are written, relative to the data directory, or absolute inside an allowed root."""
 
-    def work(self) -> EvaluateSpec:
+    def work(self, found: Sequence[Base] = ()) -> EvaluateSpec:
         """What the job does.
 
+        Args:
+            found: what each of `models` is.
+
         Raises:
-            InvalidRequest: the reference is missing, a field would be ignored, or a check cannot be made.
+            InvalidRequest: the model or the reference is missing, a field would be ignored, or a check cannot be made.
         """
+        named = self.named()
         if self.checks is not None:
             return EvaluateSpec(answers=self._answering(self.checks))
         for name in _OF_ANSWERS:
@@ -173,7 +192,44 @@ class EvaluateRequest(_Kind):
         if self.algorithm == "sft" and self.reference_model is not None:
             hint = "only pairs with chosen and rejected are compared with one: leave it out, or set algorithm to dpo"
             raise InvalidRequest("reference_model", self.reference_model, hint)
-        return EvaluateSpec()
+        return self._ensemble(found) if named else EvaluateSpec()
+
+    def named(self) -> list[tuple[str, str]]:
+        """The fields that name the models of an ensemble, with their values; empty: one model is evaluated.
+
+        Raises:
+            InvalidRequest: neither a model nor an ensemble is named, or both, or one that cannot be measured so.
+        """
+        if self.models is None:
+            if self.model is None:
+                hint = "name what is evaluated, or in `models` several, whose probabilities are averaged"
+                raise InvalidRequest("model", None, hint)
+            return []
+        names = [one.model for one in self.models]
+        if self.model is not None:
+            hint = "`model` names what is evaluated already: leave one of them out"
+        elif self.checks is not None:
+            hint = "answers are those of one model: leave the checks out, or name a model in `model`"
+        elif self.algorithm != "sft":
+            hint = f"an ensemble is measured by algorithm sft, not by {self.algorithm}: name one model in `model`"
+        elif not math.fsum(one.weight for one in self.models):
+            hint = "the weight of one model at least is more than 0"
+        else:
+            return [(f"models.{number}.model", name) for number, name in enumerate(names)]
+        raise InvalidRequest("models", names, hint)
+
+    def _ensemble(self, found: Sequence[Base]) -> EvaluateSpec:
+        """The evaluation of an ensemble whose models are `found`."""
+        models = self.models or []
+        total = math.fsum(one.weight for one in models)
+        members = [
+            EnsembleMember(
+                model=base.model, **base.trust, adapter=base.adapter, lora=base.lora, weight=one.weight / total
+            )
+            for one, base in zip(models, found, strict=True)
+        ]
+        paths = dict.fromkeys(path for base in found for path in base.checkpoints())
+        return EvaluateSpec(members=tuple(members), from_jobs=tuple(paths))
 
     def _answering(self, checks: list[AnswerCheck]) -> CheckedAnswering:
         for name in ("algorithm", "reference_model", "max_seq_length"):
@@ -190,12 +246,17 @@ class EvaluateRequest(_Kind):
         given = {"reference_model": self.reference_model, "max_seq_length": self.max_seq_length}
         return options.model_copy(update={name: value for name, value in given.items() if value is not None})
 
-    def as_training(self) -> Request:
-        """The request for training that has this one's model, rows and place."""
+    def as_training(self, model: str | None = None) -> Request:
+        """The request for training that has this one's rows and place, and its model or one of them; None: the first.
+
+        Raises:
+            InvalidRequest: as `named`.
+        """
+        names = [self.model, *(name for _, name in self.named())]
         data = {"dataset_id": self.dataset_id, "batch_size": self.batch_size}
         given = {
             "job_uuid": self.job_uuid,
-            "model": self.model,
+            "model": next(name for name in names if name is not None) if model is None else model,
             "training_config": {"n_epochs": 1, "dtype": self.dtype, "data_config": data},
             "checkpoint_dir": self.checkpoint_dir,
         }
@@ -240,7 +301,8 @@ class MergeRequest(_Kind):
     def as_training(self, model: str | None = None) -> SupervisedFineTuneRequest:
         """The request for training that has the place of this one, and one of its models; None: the first."""
         training = {"n_epochs": 1, "data_config": {"dataset_id": NO_ROWS, "batch_size": 1}}
-        given = {"job_uuid": self.job_uuid, "model": model or self.models[0].model, "training_config": training}
+        name = self.models[0].model if model is None else model
+        given = {"job_uuid": self.job_uuid, "model": name, "training_config": training}
         return SupervisedFineTuneRequest.model_validate({**given, "checkpoint_dir": self.checkpoint_dir})
 
     def work(self, found: list[Base]) -> MergeWork:
@@ -307,8 +369,8 @@ def evaluation_after(job_uuid: str, given: dict[str, Any]) -> EvaluateRequest:
         InvalidRequest: names a field of `given`, from `provider_options.evaluate`.
     """
     own = {"job_uuid": evaluation_name(job_uuid), "model": f"{OF_JOB}{job_uuid}"}
-    if taken := [name for name in own if name in given]:
-        hint = f"it is {own[taken[0]]!r}, since this job is evaluated: leave it out"
+    if taken := [name for name in (*own, "models") if name in given]:
+        hint = f"it is {own.get(taken[0], 'one model')!r}, since this job is evaluated: leave it out"
         raise InvalidRequest(f"{EVALUATE}.{taken[0]}", given[taken[0]], hint)
     try:
         return EvaluateRequest.model_validate({**own, **given})

@@ -7,9 +7,11 @@ from typing import Literal
 
 from pydantic import Field
 
+from .adapters import LoraSpec
 from .answer_checks import AnswerCheck
-from .beginnings import Frozen
+from .beginnings import AdapterSpec, Frozen
 from .merge import MergeSpec
+from .model_source import ModelSource
 
 ANSWERS, ROWS = "answers.jsonl", "rows.jsonl"
 """Files in the checkpoint directory of a `generate` job: every answer with its row, and the dataset made of them. An
@@ -46,12 +48,37 @@ class CheckedAnswering(Answering):
     checks: tuple[AnswerCheck, ...]
 
 
+class EnsembleMember(Frozen):
+    """One of the models of an ensemble."""
+
+    model: str
+    """As in JobSpec, and so are the next two."""
+    revision: str | None = None
+    trust_remote_code: bool = False
+    weight: float = Field(ge=0)
+    """Of its probabilities in the mean. Those of all members have the sum 1."""
+    adapter: AdapterSpec | None = None
+    """The adapter of `model` that it has; None: none."""
+    lora: LoraSpec | None = None
+    """Settings of the adapter."""
+
+    @property
+    def source(self) -> ModelSource:
+        """Where the model, without an adapter, is read from."""
+        return ModelSource(model=self.model, revision=self.revision, trust_remote_code=self.trust_remote_code)
+
+
 class EvaluateSpec(Frozen):
     """Evaluates the job's model on its dataset: SFT's measures, or DPO's against the reference, or its answers."""
 
     kind: Literal["evaluate"] = "evaluate"
     answers: CheckedAnswering | None = None
     """Not None: the measures are those of answers to the dataset's prompts."""
+    members: tuple[EnsembleMember, ...] = ()
+    """Not empty: SFT's measures are those of an ensemble, whose probability of each token is the weighted mean of its
+    members'. The job's own model is the first of them."""
+    from_jobs: tuple[Path, ...] = ()
+    """Checkpoints of jobs that the members are."""
 
 
 class MergeWork(Frozen):
@@ -67,3 +94,8 @@ class MergeWork(Frozen):
 
 
 Work = GenerateSpec | EvaluateSpec | MergeWork
+
+
+def members_of(work: Work | None) -> tuple[EnsembleMember, ...]:
+    """The models of the ensemble that a job evaluates; empty: it evaluates none."""
+    return work.members if isinstance(work, EvaluateSpec) else ()

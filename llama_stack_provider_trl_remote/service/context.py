@@ -16,7 +16,7 @@ from fastapi import Depends, Request
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.export.process import ExporterProcess
-from llama_stack_provider_trl.jobs.merges import merged_bases, no_rows
+from llama_stack_provider_trl.jobs.merges import bases_of, no_rows
 from llama_stack_provider_trl.jobs.placement import Node
 from llama_stack_provider_trl.jobs.promised import maker_of, promised_rows, refuse_promised
 from llama_stack_provider_trl.jobs.proposals import Proposals
@@ -258,19 +258,18 @@ class Service(StoredJobs):
         digest = request_digest(type(body), body.model_dump(exclude_unset=True, exclude=set(_OURS)), options)
         if self.store.holds(body.job_uuid, digest):
             return
-        rows, merged = self._rows({}), None
-        if isinstance(body, MergeBody):
-            merged = await asyncio.to_thread(merged_bases, body, self.for_jobs, self.store)
-            work: Work = body.work(merged)
-            rows = self._no_rows
+        rows, models = self._no_rows if isinstance(body, MergeBody) else self._rows({}), None
+        if isinstance(body, GenerateBody):
+            work: Work = body.work()
         else:
-            work = await asyncio.to_thread(body.work)
+            models = await asyncio.to_thread(bases_of, body, self.for_jobs, self.store)
+            work = await asyncio.to_thread(body.work, models)
         if isinstance(work, GenerateSpec):
             self._check_output(work.output_dataset_id)
         owner = Submitter(caller.name, caller.limits.max_queued_jobs)
         try:
             request, options = body.as_training(), body.with_options(options)
-            is_new = await submit(request, options, digest, self.for_jobs, self.store, rows, owner, work, merged)
+            is_new = await submit(request, options, digest, self.for_jobs, self.store, rows, owner, work, models)
         except InvalidRequest as error:
             raise in_its_terms(error) from error
         if is_new:

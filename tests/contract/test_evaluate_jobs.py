@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from contextlib import closing
 from pathlib import Path
@@ -124,6 +125,12 @@ def test_measures_are_those_of_the_command_over_a_kill_and_of_adapters(
         tuned["training_config"]["data_config"]["validation_dataset_id"] = "rows"
         server.submit(SFT, tuned, options={"evaluate": {"dataset_id": "rows"}})
         client.evaluate(request("after", model="job:tune"))
+        members = [{"model": "job:tune", "weight": 3}, {"model": str(tiny_model())}]
+        ensemble = {"job_uuid": "both", "models": members, "dataset_id": "rows"}
+        client.evaluate({**ensemble, "provider_options": {"retries": 1}})
+        client.evaluate(
+            {**ensemble, "job_uuid": "first", "models": [{"model": "job:tune"}, {**members[1], "weight": 0}]}
+        )
         preferring = {"algorithm": "dpo", "reference_model": str(tiny_model())}
         client.evaluate(request("pairs", dataset_id="pairs", model="job:tune", **preferring))
         server.wait("after", "completed", timeout=server.patience)
@@ -136,10 +143,17 @@ def test_measures_are_those_of_the_command_over_a_kill_and_of_adapters(
         shown = server.status("tune")["resources_allocated"]
         assert shown["effective_config"]["evaluation"] == "tune-evaluation"
         assert {"job_uuid": "tune-evaluation", "state": "completed"} in shown["before"]
+        measured_as_an_ensemble(server, client, found, after)
         points = client.metrics("after")
         assert [(point["kind"], point["metrics"]["eval_loss"]) for point in points] == [("validation", after["loss"])]
         server.wait("pairs", "completed", timeout=server.patience)
         measured = server.status("pairs")["resources_allocated"]["result"]
+        renumbered = tmp_path / "renumbered"
+        shutil.copytree(tiny_model(), renumbered)
+        tokenizer = json.loads((renumbered / "tokenizer.json").read_text())
+        tokens = list(tokenizer["model"]["vocab"])
+        tokenizer["model"]["vocab"] = {token: len(tokens) - number for number, token in enumerate(tokens)}
+        (renumbered / "tokenizer.json").write_text(json.dumps(tokenizer))
         assert 0 <= measured["preference_accuracy"] <= 1
         assert measured["margin"] != 0
         for changes, sentence in (
@@ -149,9 +163,53 @@ def test_measures_are_those_of_the_command_over_a_kill_and_of_adapters(
             ({"dataset_id": "pairs"}, "These columns are DPO's"),
             ({"model": "job:base"}, "model='job:base' is not supported: job 'base' does not train (evaluate)"),
             ({"model": "job:typo"}, "there is no such job"),
+            ({"models": [{"model": "job:tune"}]}, "models=['job:tune'] is not supported: `model` names"),
+            (
+                {"model": None, "models": [{"model": "job:typo"}]},
+                "models.0.model='job:typo' is not supported: there is",
+            ),
+            ({"model": None, "models": members, "checks": CHECKS}, "answers are those of one model"),
+            ({"model": None, "models": [*members, {"model": str(renumbered)}]}, f"models.2.model='{renumbered}'"),
+            ({"model": None, "models": [*members, {"model": str(renumbered)}]}, "not that of 'job:tune', which has"),
+            ({"model": None}, "model=None is not supported: name what is evaluated"),
             ({"metrics": ["bleu"]}, "metrics"),
             ({"provider_options": {"seed": 1}}, "provider_options.seed"),
         ):
             answer = server.post("/post-training/evaluate", request("bad", **changes))
             assert answer.status_code == 400, answer.text
             assert sentence in answer.json()["detail"], answer.text
+
+
+def measured_as_an_ensemble(server: CrashingService, client: TrlClient, base: Json, tuned: Json) -> None:
+    """An adapter of a job, three times as much as its base, which were submitted before the job had trained.
+
+    Args:
+        base: the measures of the base.
+        tuned: of the adapter.
+    """
+    server.wait("both", "completed", timeout=server.patience)
+    server.wait("first", "completed", timeout=server.patience)
+    status = server.status("both")["resources_allocated"]
+    assert [one["job_uuid"] for one in status["after"]] == ["tune"]
+    config, found = status["effective_config"], status["result"]
+    assert [(one["weight"], one["adapter"] is None) for one in config["work"]["members"]] == [
+        (0.75, False),
+        (0.25, True),
+    ]
+    assert config["work"]["members"][1]["model"] == str(tiny_model())
+    assert found.keys() == tuned.keys()
+    # -log is convex: the loss of the mean is less than the mean of the losses.
+    assert found["loss"] < 0.75 * tuned["loss"] + 0.25 * base["loss"]
+    assert found["loss"] != tuned["loss"]
+    first = server.status("first")["resources_allocated"]["result"]
+    assert first == {**tuned, **{name: pytest.approx(tuned[name], abs=1e-6) for name in ("loss", "perplexity")}}
+    (point,) = client.metrics("both")
+    assert point["metrics"]["eval_loss"] == found["loss"]
+    page = server.get("/jobs/both", prefix="")
+    assert page.status_code == 200, page.text
+    assert "token_accuracy" in page.text
+    again = {"models": [{"model": "job:tune", "weight": 3}, {"model": str(tiny_model())}], "dataset_id": "rows"}
+    assert client.evaluate({"job_uuid": "both", **again, "provider_options": {"retries": 1}}) == "both"
+    assert server.store.get("both").attempt == 1
+    answer = server.post("/post-training/evaluate", {"job_uuid": "both", **again})
+    assert answer.status_code == 409, answer.text

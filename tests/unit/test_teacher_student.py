@@ -78,6 +78,21 @@ def test_kept_students_may_have_other_models_and_adapters_only() -> None:
     }
 
 
+def test_an_ensemble_of_students_is_evaluated_in_place_of_their_merge() -> None:
+    students = [{"model": "org/a"}, {"model": "org/b"}]
+    jobs = expanded(section(students=students, result="ensemble", weights=[1, 3], evaluate={"batch_size": 2}))
+    assert [name for name in jobs if "kind" in jobs[name]] == [
+        *("answers", "score-teacher", "score-student-1", "score-student-2", "score-ensemble"),
+    ]
+    assert "merge_adapter" not in jobs["student-1"]["provider_options"]
+    assert jobs["score-ensemble"] == {
+        **{"kind": "evaluate", "dataset_id": "pairs", "batch_size": 2},
+        "models": [{"model": "job:student-1", "weight": 0.25}, {"model": "job:student-2", "weight": 0.75}],
+    }
+    steps = {step.name: step.after for step in steps_of({"teacher_student": section(result="ensemble")})}
+    assert steps["score-ensemble"] == ("student-1", "student-2")
+
+
 def test_every_job_is_a_request_of_its_kind_once_it_has_names() -> None:
     jobs = expanded(section(generate={"max_new_tokens": 8, "temperature": 0}, evaluate={"max_seq_length": 64}))
     models = {"generate": GenerateRequest, "evaluate": EvaluateRequest, "merge": MergeRequest}
@@ -104,6 +119,11 @@ def test_the_same_section_is_the_same_jobs_and_what_changes_is_all_that_is_new()
     assert run(weights=[1, 2]) == {"merged", "score-merged"}
     scored = ("teacher", "student-1", "student-2", "merged")
     assert run(evaluate={"batch_size": 1}) == {f"score-{one}" for one in scored}
+    # Students of an ensemble write no merged model, and so are other jobs than those of a merge.
+    kept = {"student": {"model": "org/small", "algorithm_config": None}}
+    assert "merged" in run(**kept)
+    assert run(**kept, result="ensemble") == {"score-ensemble"}
+    assert run(**kept, result="ensemble") == set()
     student = next(body for name, body in service.bodies.items() if name.startswith("student-1-"))
     assert student["training_config"]["data_config"]["dataset_id"].startswith("job:answers-")
 
@@ -125,8 +145,10 @@ def test_the_same_section_is_the_same_jobs_and_what_changes_is_all_that_is_new()
         ({"weights": [1, float("nan")]}, r"teacher_student\.weights=nan"),
         ({"weights": [0, 0]}, r"teacher_student\.weights=\[0, 0\].*one is more"),
         ({"weights": [1, 1], "result": "students"}, "students that are kept are not averaged"),
-        ({"result": "ensemble"}, "mean of the students' probabilities is not evaluated"),
-        ({"result": "best"}, "expected one of merge, students"),
+        ({"result": "ensemble", "evaluate": {"checks": [{}]}}, r"teacher_student\.evaluate\.checks=.*one model"),
+        ({"result": "ensemble", "weights": [1]}, r"teacher_student\.weights=\[1\].*expected 2 numbers"),
+        ({"evaluate": {"models": []}}, r"teacher_student\.evaluate\.models=.*follows from the section"),
+        ({"result": "best"}, "expected one of merge, ensemble, students"),
         ({"data": "half"}, r"teacher_student\.data='half'.*full, shards"),
         ({"judge": "x"}, r"teacher_student\.judge='x'.*there is no such field"),
         ({"generate": {"model": "x"}}, r"teacher_student\.generate\.model='x'.*follows from the section"),

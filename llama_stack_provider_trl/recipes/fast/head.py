@@ -7,9 +7,12 @@ arithmetic, and less memory than the tiles' intermediate results.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 KEPT_BYTES = 256 << 20
 """Logits that are kept for the backward pass; those of further tokens are computed again."""
@@ -92,6 +95,62 @@ class LogProbs(torch.autograd.Function):
         )
 
 
+@dataclass(frozen=True)
+class Head:
+    """What a model computes the logits of tokens from."""
+
+    hidden: torch.Tensor
+    """Shape (tokens, hidden size)."""
+    weight: torch.Tensor
+    """Shape (vocabulary, hidden size)."""
+    bias: torch.Tensor | None
+    scale: float
+    """The logits are multiplied by it."""
+    cap: float | None
+    """After that they are bounded by this: cap * tanh(logits / cap). None: they are not."""
+    dtype: torch.dtype
+    """Of the product with the weight."""
+
+    def log_softmax(self, begin: int, end: int) -> torch.Tensor:
+        """Of the tokens from `begin` to `end`, shape (tokens, vocabulary), fp32."""
+        part = self.hidden[begin:end]
+        if self.cap is None:
+            return _log_softmax(part, self.weight, self.bias, self.scale, self.dtype)
+        logits = _logits(part, self.weight, self.bias, self.scale, self.dtype).float()
+        return torch.log_softmax(logits.div_(self.cap).tanh_().mul_(self.cap), dim=1)
+
+
+def averaged(
+    heads: Sequence[Head], log_weights: Sequence[float], targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of tokens under the weighted mean of several models' probabilities, computed in fp32.
+
+    A token that a model has no logit for has probability 0 in that model.
+
+    Args:
+        heads: of each model, for the same tokens.
+        log_weights: of each model; the weights have the sum 1.
+        targets: token ids, shape (tokens,).
+
+    Returns:
+        The log-probabilities, shape (tokens,), and whether each target is the most probable token.
+    """
+    size = max(len(head.weight) for head in heads)
+    step = max(1, CHUNK_BYTES // (4 * size))
+    log_probs, top1 = [], []
+    for begin in range(0, max(1, len(targets)), step):  # on GPUs a batch may have no tokens
+        wanted = targets[begin : begin + step]
+        mean: torch.Tensor | None = None
+        for head, log_weight in zip(heads, log_weights, strict=True):
+            found = head.log_softmax(begin, begin + step).add_(log_weight)
+            found = pad(found, (0, size - found.shape[1]), value=-torch.inf)
+            mean = found if mean is None else torch.logaddexp(mean, found)
+        assert mean is not None
+        log_probs.append(mean.gather(1, wanted[:, None])[:, 0])
+        top1.append(mean.argmax(dim=1) == wanted)
+    return torch.cat(log_probs), torch.cat(top1)
+
+
 def _chunks(tensor: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tensor.split(max(1, CHUNK_BYTES // (4 * len(weight))))
 
@@ -100,9 +159,16 @@ def _log_softmax(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, dtype: torch.dtype
 ) -> torch.Tensor:
     """Shape (tokens, vocabulary), fp32."""
+    return torch.log_softmax(_logits(hidden, weight, bias, scale, dtype), dim=1, dtype=torch.float32)
+
+
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """Shape (tokens, vocabulary)."""
     logits = hidden.to(dtype) @ weight.to(dtype).t()
     if bias is not None:
         logits += bias.to(dtype)
     if scale != 1.0:
         logits = logits.float().mul_(scale)  # as TRL's head does: bf16 would round again
-    return torch.log_softmax(logits, dim=1, dtype=torch.float32)
+    return logits

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...errors import JobFailure
 from ...specs.job import JobSpec
+from ...specs.kinds import members_of
 from ...specs.methods import METHODS
 from ...specs.model_source import ModelSource
 from ..model.attention import balances_experts, is_causal_throughout
@@ -53,7 +54,8 @@ def why_padded(spec: JobSpec) -> str:
         return "attention_mask is 'always'"
     if spec.attn_implementation not in (None, "sdpa"):
         return f"attn_implementation is {spec.attn_implementation!r}"
-    sources = dict.fromkeys([spec.source, spec.reference_source])
+    members = (member.source for member in members_of(spec.work))
+    sources = dict.fromkeys([spec.source, spec.reference_source, *members])
     return next((reason for source in sources if (reason := _unsupported(source, spec.max_seq_length))), "")
 
 

@@ -7,6 +7,7 @@ the beginning, a frozen copy is there too, as `reference`: switched off, the ada
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import JobSpec
-from .loading import adapter_config
+from .loading import adapter_config, load_config, outline
 
 DEFAULT, REFERENCE = "default", "reference"
 _FILE = "adapter_model.safetensors"
@@ -55,14 +56,32 @@ def continued(spec: JobSpec, model: PreTrainedModel, config: PeftConfig, *, refe
     return adapted
 
 
-def read_weights(spec: JobSpec, model: PeftModel) -> None:
-    """Read the weights of the adapter that the job continues, into the trained one and into the frozen copy."""
+def added(spec: JobSpec, model: PeftModel, name: str) -> None:
+    """Add the adapter that a job continues to a model that has others, of which the active one stays so.
+
+    Raises:
+        JobFailure: as `continued`.
+    """
+    assert spec.lora is not None
+    bare = outline(spec.source, load_config(spec.source), torch.float32)  # in `model` layers are inside of adapters
+    with torch.random.fork_rng():
+        model.add_adapter(name, adapter_config(bare, spec.lora))
+    read_weights(spec, model, (name,))
+
+
+def read_weights(spec: JobSpec, model: PeftModel, names: Sequence[str] = ()) -> None:
+    """Read the weights of the adapter that the job continues.
+
+    Args:
+        names: of adapters in the model, which are alike; none: all, which are the trained one and the frozen copy.
+    """
     assert spec.adapter is not None
+    names = names or tuple(model.peft_config)
     try:
         found = load_file(spec.adapter.path / _FILE)
     except (OSError, SafetensorError) as error:
         raise unusable(spec.adapter.path, f"its weights cannot be read: {error}") from error
-    expected = get_peft_model_state_dict(model, save_embedding_layers=False)
+    expected = get_peft_model_state_dict(model, adapter_name=names[0], save_embedding_layers=False)
     if strange := sorted(found.keys() ^ expected.keys()):
         raise unusable(
             spec.adapter.path, f"{len(strange)} weights are in only one of it and this model, such as {strange[0]}"
@@ -70,7 +89,7 @@ def read_weights(spec: JobSpec, model: PeftModel) -> None:
     if wrong := [name for name in sorted(found) if found[name].shape != expected[name].shape]:
         shapes = f"{[*found[wrong[0]].shape]}, and {[*expected[wrong[0]].shape]} in this model"
         raise unusable(spec.adapter.path, f"{wrong[0]} is {shapes}")
-    for adapter in model.peft_config:
+    for adapter in names:
         set_peft_model_state_dict(model, found, adapter_name=adapter)
 
 

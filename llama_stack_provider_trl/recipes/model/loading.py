@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import Dtype, JobSpec, LoraSpec
+from ...specs.kinds import members_of
 from ...specs.model_source import ModelSource
 from ..distributed import ranks
 from . import quantization
@@ -219,7 +220,7 @@ def loading_dtype(source: ModelSource, storage: WeightStorage, config: Any, stor
     """
     if not storage.is_deferred or stored is None or stored == storage.dtype:
         return storage.dtype
-    as_stored, as_used = (_outline(source, config, dtype) for dtype in (stored, storage.dtype))
+    as_stored, as_used = (outline(source, config, dtype) for dtype in (stored, storage.dtype))
     keeps_some = any(getattr(as_used, f"_keep_in_fp32_modules{ending}", None) for ending in ("", "_strict"))
     is_uniform = all(weight.dtype == stored for weight in as_stored.parameters())
     same_buffers = {name: buffer.dtype for name, buffer in as_stored.named_buffers()} == {
@@ -228,7 +229,7 @@ def loading_dtype(source: ModelSource, storage: WeightStorage, config: Any, stor
     return stored if is_uniform and same_buffers and not keeps_some else storage.dtype
 
 
-def _outline(source: ModelSource, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+def outline(source: ModelSource, config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """The model without weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
@@ -358,13 +359,14 @@ def _ia3_config(wanted: list[str], feedforward: list[str], is_exact: bool) -> IA
 
 
 def within_positions(spec: JobSpec) -> tuple[JobSpec, list[str]]:
-    """The job with a default `max_seq_length` lowered to the positions of its model and its reference, and a warning.
+    """The job with a default `max_seq_length` lowered to the positions of its models and its reference, and a warning.
 
     A length that the request set stays as it is: `check_length` refuses one that is too large. Reads config.json alone.
     """
     if not spec.max_seq_length_is_default:
         return spec, []
-    sources = [spec.source, spec.reference_source]
+    members = [member.source for member in members_of(spec.work)]
+    sources = [spec.source, spec.reference_source, *members]
     found = [positions for source in sources if (positions := positions_of(source)) is not None]
     if not found or min(found) >= spec.max_seq_length:
         return spec, []

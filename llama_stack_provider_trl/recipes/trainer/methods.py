@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from ...specs.job import Algorithm, JobSpec
+from ...specs.kinds import members_of
 from ...specs.methods import METHODS, CustomSpec
 from .arguments import kto_arguments, pair_arguments, prompt_arguments, reward_arguments, sft_arguments
 from .base import RecipeTrainer
 from .custom import custom_trainer
 from .dpo import DpoRecipe
+from .ensemble import EnsembleRecipe
 from .grpo import GrpoRecipe
 from .kto import KtoRecipe
 from .preference import CpoRecipe, OrpoRecipe
@@ -32,6 +34,8 @@ def trainer_of(spec: JobSpec) -> tuple[type[RecipeTrainer], _Arguments]:
     """
     if isinstance(spec.method, CustomSpec):
         return custom_trainer(spec, spec.method), _CUSTOM[METHODS[spec.algorithm].rows]
+    if members_of(spec.work):
+        return EnsembleRecipe, sft_arguments
     return TRAINERS[spec.algorithm]
 
 

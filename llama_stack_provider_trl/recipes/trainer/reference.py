@@ -21,6 +21,7 @@ from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import JobSpec
 from ...specs.methods import GrpoSpec
+from ...specs.model_source import ModelSource
 from ..distributed import ranks
 from ..fast.model import use_rows
 from ..model.adapters import frozen, has_reference_adapter
@@ -61,19 +62,27 @@ def check_vocabulary(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> None:
     reference = spec.reference_source
     if reference.model == spec.model:
         return
-    ours, theirs = tokenizer.get_vocab(), load_tokenizer(reference).get_vocab()
-    different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
-    problem = ""
-    if different:
-        problem = f"{len(different)} tokens have another number or are in one of them only, such as {different[0]!r}"
-    elif (rows := vocabulary_size(reference)) <= (largest := max(ours.values())):
-        problem = f"it has embeddings for {rows} tokens, and the tokenizer's numbers go up to {largest}"
-    if problem:
+    if problem := vocabulary_problem(tokenizer, reference):
         raise JobFailure(
             Reason.invalid_model,
             f"reference_model {reference.model!r} does not fit the model {spec.model!r}: {problem}. Name a reference "
             "with the same tokenizer, such as an earlier checkpoint of the model, or leave it out: the base model.",
         )
+
+
+def vocabulary_problem(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> str:
+    """Why a model cannot score what a tokenizer has made, as a sentence's end; empty: it can.
+
+    Raises:
+        JobFailure: invalid_model, where the model's own tokenizer cannot be loaded.
+    """
+    ours, theirs = tokenizer.get_vocab(), load_tokenizer(source).get_vocab()
+    different = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    if different:
+        return f"{len(different)} tokens have another number or are in one of them only, such as {different[0]!r}"
+    if (rows := vocabulary_size(source)) <= (largest := max(ours.values())):
+        return f"it has embeddings for {rows} tokens, and the tokenizer's numbers go up to {largest}"
+    return ""
 
 
 def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator) -> torch.nn.Module:

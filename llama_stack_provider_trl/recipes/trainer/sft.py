@@ -51,7 +51,7 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
         """Sum of the negative log-probabilities of the trained tokens, over `num_items_in_batch` of them."""
         router = {"output_router_logits": True} if self.aux_loss_enabled else {}
         with self.scoring():
-            outputs = model(**self._arguments(inputs), **router)
+            outputs = model(**self.forward_arguments(inputs, self.model), **router)
         trained = outputs.label_mask.sum()
         count = trained if num_items_in_batch is None else num_items_in_batch
         summed = self.summed_loss(outputs)
@@ -71,13 +71,13 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
         loss: torch.Tensor = -outputs.log_probs.sum()
         return loss
 
-    def _arguments(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of a forward that scores a collated batch."""
+    def forward_arguments(self, inputs: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+        """Arguments of a forward of `model` that scores a collated batch."""
         if self.spec.padding_free:
             return forward_arguments(inputs)
         # Without an attention mask transformers separates the rows of a packed sequence by their positions, and takes
         # each padding token for a row.
-        if self.spec.packed or not passes_padding_mask(self.spec, self.model, self.args.device.type):
+        if self.spec.packed or not passes_padding_mask(self.spec, model, self.args.device.type):
             inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
         if self.spec.packed and self.spec.uses_flash_kernels:
             inputs = in_one_sequence(inputs)

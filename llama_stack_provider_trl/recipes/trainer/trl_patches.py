@@ -10,13 +10,18 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import JobSpec
 from ...system.compiler import ADVICE, missing_compiler
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..fast.head import Head
 
 RELEASES = {"trl": ((1, 16), (1, 17)), "transformers": ((5, 23), (6, 0))}
 """Library -> its first minor release with the names below, and the first without, as in pyproject.toml. The arguments
@@ -163,6 +168,34 @@ def keeping_logits(counting: Callable[[], AbstractContextManager[None]] = nullco
             return found, None, None, None, top1
 
     with patch.object(utils, "_ChunkedLogProbFunction", Head):
+        yield
+
+
+@contextmanager
+def computing_heads(compute: Callable[[Head, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """While this is open, a function computes what fused heads do.
+
+    Args:
+        compute: gets a `recipes.fast.head.Head` and the targets, shape (tokens,); returns their log-probabilities, and
+            whether each is the most probable token.
+    """
+    import torch
+    import trl.trainer.utils as utils
+
+    from ..fast.head import Head
+
+    class Computing:
+        @staticmethod
+        def apply(
+            hidden: Any, weight: Any, bias: Any, targets: Any, temperature: float, chunk: int, cap: Any, *more: Any
+        ) -> Any:
+            scale, _ = more
+            kind = hidden.device.type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+            found, top1 = compute(Head(hidden, weight, bias, scale / temperature, cap, dtype), targets)
+            return found, None, None, None, top1
+
+    with patch.object(utils, "_ChunkedLogProbFunction", Computing):
         yield
 
 

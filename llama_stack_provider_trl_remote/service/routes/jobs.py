@@ -76,7 +76,7 @@ async def generate(service: Context, body: GenerateBody, caller: CurrentCaller) 
 
 @router.post("/evaluate", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507))
 async def evaluate(service: Context, body: EvaluateBody, caller: CurrentCaller) -> PostTrainingJob:
-    """Queue a job that evaluates a model on the rows of a dataset. The same body again is the same job."""
+    """Queue a job that evaluates a model, or an ensemble, on a dataset's rows. The same body again is the same job."""
     await service.submit_work(body, caller)
     return PostTrainingJob(job_uuid=body.job_uuid)
 

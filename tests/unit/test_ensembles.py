@@ -1,0 +1,178 @@
+"""Evaluations of ensembles: which requests are taken, what their members are, and what they wait for."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.jobs.attempts import Attempts
+from llama_stack_provider_trl.jobs.merges import after_all, bases_of
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.launch.isolation import spec_paths
+from llama_stack_provider_trl.requests.kinds import EvaluateRequest, MergeRequest, evaluation_after, with_work
+from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.beginnings import BaseJob
+from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec
+from llama_stack_provider_trl.specs.kinds import EvaluateSpec
+from llama_stack_provider_trl_remote.pipeline import resolved, steps_of
+from tests.fakes import job_spec
+
+LORA = LoraSpec(target_modules=("q_proj",), rank=4, alpha=8)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    made = Store(tmp_path / "jobs.sqlite3")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(data_dir=tmp_path, devices=("cpu",))
+
+
+def request(*models: Any, **changes: Any) -> EvaluateRequest:
+    named = [one if isinstance(one, dict) else {"model": one} for one in models]
+    return EvaluateRequest.model_validate({"job_uuid": "e", "dataset_id": "rows", "models": named, **changes})
+
+
+def add(store: Store, name: str, root: Path, **changes: object) -> JobSpec:
+    fields = {"model": "org/base", "output_name": name, "checkpoint_dir": root / "out" / name, **changes}
+    spec = job_spec(name, **fields)
+    store.add_job(spec, "digest")
+    return spec
+
+
+def model(root: Path, name: str, vocabulary: Any, **more: Any) -> str:
+    """The directory of a model with the vocabulary of a tokenizer, and no weights."""
+    directory = root / name
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, **more}))
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "sentence"),
+    [
+        ({"models": None}, "model", "name what is evaluated"),
+        ({"model": "m"}, "models", "names what is evaluated already"),
+        ({"checks": [{"type": "json"}]}, "models", "answers are those of one model"),
+        ({"algorithm": "dpo", "reference_model": "r"}, "models", "not by dpo"),
+        ({"models": [{"model": "a", "weight": 0}]}, "models", "more than 0"),
+        ({"reference_model": "r"}, "reference_model", "leave it out"),
+        ({"seed": 3}, "seed", "without checks none are made"),
+    ],
+)
+def test_what_an_ensemble_cannot_have_is_refused_by_name(changes: Any, field: str, sentence: str) -> None:
+    with pytest.raises(InvalidRequest, match=sentence) as caught:
+        request("a", "b", **changes).work()
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("models", [[], [{"weight": 1}], [{"model": "a", "weight": -1}], [{"model": "a", "rank": 1}]])
+def test_members_of_another_form_are_refused(models: Any) -> None:
+    with pytest.raises(ValueError, match="models"):
+        request(models=models)
+
+
+def test_the_evaluation_at_the_end_of_a_training_is_that_of_its_result_alone() -> None:
+    with pytest.raises(InvalidRequest, match=r"provider_options\.evaluate\.models=.*this job is evaluated"):
+        evaluation_after("tune", {"dataset_id": "rows", "models": [{"model": "a"}]})
+
+
+def test_members_are_what_a_single_model_would_be_and_their_jobs_come_before(
+    store: Store, settings: Settings, tmp_path: Path
+) -> None:
+    whole = add(store, "whole", tmp_path)
+    adapted = add(
+        store,
+        "adapted",
+        tmp_path,
+        **{"model": str(whole.checkpoint_dir / "final"), "lora": LORA, "after": ("whole",)},
+        bases=(BaseJob(job_uuid="whole", checkpoint="final"),),
+    )
+    settings = settings.model_copy(update={"trust_remote_code": ("org/own@abc",)})
+    body = request({"model": "org/own", "weight": 3}, "job:adapted", {"model": "job:whole/checkpoint-2", "weight": 0})
+    found = bases_of(body, settings, store)
+    spec = after_all(with_work(job_spec("e", after=("other",)), body.work(found)), found)
+    assert isinstance(spec.work, EvaluateSpec)
+    own, second, third = spec.work.members
+    assert [one.weight for one in spec.work.members] == [0.75, 0.25, 0]
+    assert (own.model, own.revision, own.trust_remote_code, own.adapter) == ("org/own", "abc", True, None)
+    assert second.adapter is not None
+    assert (second.model, second.adapter.path, second.lora) == (
+        adapted.model,
+        adapted.checkpoint_dir / "final",
+        LORA,
+    )
+    assert (third.model, third.adapter) == (str(whole.checkpoint_dir / "checkpoint-2"), None)
+    assert spec.work.from_jobs == (adapted.checkpoint_dir / "final", Path(adapted.model), Path(third.model))
+    assert spec.after == ("adapted", "whole", "other")
+    assert [one.checkpoint for one in spec.bases] == ["final", "final", "checkpoint-2"]
+    store.add_job(spec.model_copy(update={"after": ("adapted", "whole")}), "digest")
+    assert store.chains.needed_checkpoints("whole") == {"final", "checkpoint-2"}
+
+
+def test_a_member_that_cannot_be_used_is_refused_under_its_field(store: Store, settings: Settings) -> None:
+    for name, sentence in (("job:typo", "there is no such job"), ("", "name the base model"), ("job:e", "own result")):
+        with pytest.raises(InvalidRequest, match=rf"models\.1\.model='{name}'.*{sentence}"):
+            bases_of(request("org/a", name), settings, store)
+    merge = MergeRequest.model_validate({"job_uuid": "m", "models": [{"model": "org/a"}, {"model": ""}]})
+    with pytest.raises(InvalidRequest, match=r"models\.1\.model=''"):
+        bases_of(merge, settings, store)
+    assert bases_of(request(models=None, model="org/a"), settings, store) == []
+
+
+def test_tokenizers_that_number_tokens_otherwise_are_refused_by_both_names(
+    store: Store, settings: Settings, tmp_path: Path
+) -> None:
+    first = model(tmp_path, "first", {"a": 0, "b": 1}, added_tokens=[{"id": 2, "content": "<end>"}])
+    same = model(tmp_path, "same", [["a", -1.0], ["b", -2.0], ["<end>", 0.0]])
+    odd = model(tmp_path, "odd", "of another form")
+    other = model(tmp_path, "other", {"a": 0, "b": 1}, added_tokens=[{"id": 3, "content": "<end>"}])
+    assert len(bases_of(request("org/unknown", first, same, odd, first), settings, store)) == 5
+    with pytest.raises(InvalidRequest, match=f"{re.escape(repr(first))}.*'<end>'.*the same tokenizer") as caught:
+        bases_of(request(first, same, other), settings, store)
+    assert (caught.value.field, caught.value.value) == ("models.2.model", other)
+
+
+def test_an_ensemble_reads_all_its_members_and_starts_with_whole_checkpoints_only(tmp_path: Path) -> None:
+    members = [model(tmp_path, name, {}) for name in ("one", "two")]
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    given = [{"model": name, "weight": 0.5} for name in members]
+    given[1]["adapter"] = {"path": str(adapter), "use": "continue"}
+    work = EvaluateSpec.model_validate({"members": given, "from_jobs": [str(adapter)]})
+    spec = job_spec("e", model=members[0], work=work)
+    read = spec_paths({"job": spec.model_dump(mode="json")}, [tmp_path / "data"]).read
+    assert {Path(name) for name in (*members, str(adapter))} <= set(read)
+    attempts = Attempts(None, None, tmp_path, None, None, None)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"models=.*this checkpoint is damaged or gone"):
+        attempts.start(type("Job", (), {"spec": spec})(), None)  # type: ignore[arg-type]
+
+
+def test_a_pipeline_names_its_jobs_as_members() -> None:
+    data = {"n_epochs": 1, "data_config": {"dataset_id": "rows", "batch_size": 4}}
+    tune = {"model": "m", "training_config": data}
+    both = {"kind": "evaluate", "dataset_id": "rows", "models": [{"model": "job:a/final"}, {"model": "job:b"}]}
+    steps = steps_of({"jobs": {"both": both, "a": tune, "b": tune}})
+    assert [(step.name, step.after) for step in steps] == [("a", ()), ("b", ()), ("both", ("a", "b"))]
+    found = resolved(steps[2], "both-1", {"a": "a-1", "b": "b-2"})
+    assert found["models"] == [{"model": "job:a-1/final"}, {"model": "job:b-2"}]
+    with pytest.raises(InvalidRequest, match=r"jobs\.both\.models='job:b'"):
+        steps_of({"jobs": {"both": both, "a": tune}})
+
+
+def test_one_model_is_evaluated_as_before() -> None:
+    work = EvaluateRequest.model_validate({"job_uuid": "e", "model": "m", "dataset_id": "rows"}).work()
+    assert work == EvaluateSpec()
+    assert request("a").with_options(ProviderOptions()).model_fields_set == set()
