@@ -81,6 +81,10 @@ class StoreError(TrlError, RuntimeError):
     """Its own status: Llama Stack shows the text of an error that carries one, and "unexpected" for others."""
 
 
+class DamagedRecord(StoreError):
+    """Raised when the record of a job cannot be read; others can."""
+
+
 class ServiceUnreachable(TrlError, ConnectionError):
     """Raised when the training service cannot be reached, stops answering, or is another program; names its URL.
 

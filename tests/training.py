@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from llama_stack_provider_trl.recipes import train
 from llama_stack_provider_trl.specs.events import Event, Sampled, iter_events
 from llama_stack_provider_trl.specs.job import (
@@ -22,9 +20,6 @@ from llama_stack_provider_trl.specs.job import (
     SamplesSpec,
 )
 from llama_stack_provider_trl.system.files import RunDir, put_rows
-
-# Their tensors are so small that a second thread only waits for the first: 0.4 instead of 2 CPU seconds a training.
-torch.set_num_threads(1)
 
 LORA = LoraSpec(target_modules=("q_proj", "v_proj"), mlp=True, rank=4, alpha=8)
 SFT_ROWS = [{"prompt": f"What is {n} plus {n}?", "completion": f"{n} plus {n} is {2 * n}."} for n in range(12)]

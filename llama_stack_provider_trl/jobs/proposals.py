@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .. import faults
-from ..errors import InvalidRequest, JobConflict, StoreError, is_exhausted
+from ..errors import DamagedRecord, InvalidRequest, JobConflict, StoreError, is_exhausted
 from ..requests.proposals import ValuedTrial, answered_values, drawn_values, question
 from ..requests.resolve import resolve
 from ..requests.search import RequestedTrial, in_trial, make_trial
@@ -25,6 +25,7 @@ from ..specs.events import Reason
 from ..specs.job import JobSpec
 from ..specs.search import SearchSpec
 from .bases import find_base
+from .chains import AFTER
 from .ownership import refuse_foreign
 from .proposer_process import Proposer, ProposerProcess
 from .searches import NewTrial
@@ -36,6 +37,10 @@ log = logging.getLogger(__name__)
 
 WAITS = (2.0, 20.0)
 """Seconds before the second and the third try, after which the search fails."""
+
+
+_MOST_RUNNING = 2
+"""Proposers at once; each has 100 MiB and a core for a second."""
 
 
 class _Pending(NamedTuple):
@@ -70,6 +75,8 @@ class Proposals:
     ) -> None:
         self._store, self._settings, self._start, self._clock = store, settings, start, clock
         self._pending: dict[str, _Pending] = {}
+        self._exhausted: set[str] = set()
+        """Searches whose lack of descriptors or memory was logged."""
 
     def tend(self, name: str, search: SearchSpec, trials: Sequence[Trial], generation: Generation) -> Ending | None:
         """Store the trials of a generation once they are known, without waiting for that.
@@ -85,20 +92,19 @@ class Proposals:
             if values is None:
                 values = self._proposed(name, search, trials, generation)
             if values is not None:
-                self._store_trials(name, search, trials[0], generation.first, values)
+                self._store_trials(name, search, generation.first, values)
+            self._exhausted.discard(name)
             return None
-        except ProposerFailed as error:
-            return _failed(search, trials, Reason.no_proposal, str(error))
-        except (InvalidRequest, JobConflict) as error:
-            return _failed(search, trials, Reason.invalid_request, str(error))
-        except StoreError:
-            raise
         except Exception as error:
             if is_exhausted(error):
+                if name not in self._exhausted:
+                    self._exhausted.add(name)
+                    log.warning("search %s: its next trials are made as soon as this has ended: %s", name, error)
                 return None  # nothing was stored; the next pass tries again
-            # Raised further it would stop the pass, and with it all other jobs, each time.
-            log.exception("search %s: its next trials cannot be made", name)
-            return _failed(search, trials, Reason.internal, f"{type(error).__name__}: {error}")
+            if isinstance(error, StoreError) and not isinstance(error, DamagedRecord):
+                raise
+            # Raised further, others would stop the pass, and with it all other jobs, each time.
+            return _failed(name, search, trials, error)
 
     def end_others(self, names: Iterable[str]) -> None:
         """End the proposers of all searches but these."""
@@ -114,7 +120,7 @@ class Proposals:
             if pending is not None:
                 pending.end()
             pending = self._pending[name] = _Pending(generation)
-        if pending.running is None and self._clock() < pending.next_try:
+        if pending.running is None and (self._clock() < pending.next_try or self._are_enough()):
             return None
         try:
             if pending.running is None:
@@ -133,6 +139,9 @@ class Proposals:
         del self._pending[name]
         return found
 
+    def _are_enough(self) -> bool:
+        return sum(one.running is not None for one in self._pending.values()) >= _MOST_RUNNING
+
     def _note_failure(self, name: str, pending: _Pending, why: str) -> None:
         """Have another try follow. Raises ProposerFailed: there were enough."""
         failed = pending.failed + 1
@@ -142,31 +151,29 @@ class Proposals:
             raise ProposerFailed(f"the process that chooses the next trials failed {failed} times: {why}")
         self._pending[name] = _Pending(pending.generation, None, failed, self._clock() + WAITS[failed - 1])
 
-    def _store_trials(
-        self, name: str, search: SearchSpec, first: Trial, number: int, values: Sequence[dict[str, Any]]
-    ) -> None:
+    def _store_trials(self, name: str, search: SearchSpec, number: int, values: Sequence[dict[str, Any]]) -> None:
         """Resolve and store the trials from a number on, all or none. Raises InvalidRequest, JobConflict."""
         assert search.submitted is not None
         digest = self._store.database.select("request_digest", {"job_uuid": name})[0]["request_digest"]
-        base = self._store.get(first.job_uuid).spec
+        own = self._store.get(name)
         new: list[tuple[NewTrial, NewJob]] = []
         for count, one in enumerate(values, number):
             trial = make_trial(search.submitted, count, one)
             try:
-                new.append((NewTrial(count, one), self._resolved(trial, base, f"{digest}:{count}")))
+                new.append((NewTrial(count, one), self._resolved(trial, own.spec, f"{digest}:{count}")))
             except InvalidRequest as error:
                 raise in_trial(trial, error) from error
         faults.reach("search-proposed")
-        if self._store.add_trials(self._store.get(name), new):
+        if self._store.add_trials(own, new):
             log.info("search %s: %s are queued", name, ", ".join(job.spec.job_uuid for _, job in new))
         faults.reach("search-trials-stored")
 
-    def _resolved(self, trial: RequestedTrial, first: JobSpec, digest: str) -> NewJob:
-        """The job of a later trial, on the rows of the first one. Raises InvalidRequest."""
+    def _resolved(self, trial: RequestedTrial, own: JobSpec, digest: str) -> NewJob:
+        """The job of a later trial, on the rows of the search. Raises InvalidRequest."""
         named = find_base(trial.request, self._store)
         resolution = resolve(trial.request, trial.options, self._settings, named)
         refuse_foreign(self._settings.data_dir, resolution.fields["checkpoint_dir"])
-        spec = resolution.spec(first.dataset, first.validation)
+        spec = resolution.spec(own.dataset, own.validation)
         # Its rows are those of the search, which are kept as long as its record is.
         return NewJob(spec, digest, resolution.warnings, (), resolution.trackers)
 
@@ -188,7 +195,20 @@ def _objective(search: SearchSpec, trial: Trial) -> float | None:
     return found if found is not None and math.isfinite(found) else None
 
 
-def _failed(search: SearchSpec, trials: Sequence[Trial], reason: Reason, why: str) -> Ending:
+def _failed(name: str, search: SearchSpec, trials: Sequence[Trial], error: Exception) -> Ending:
+    reason, why = Reason.internal, str(error)
+    match error:
+        case ProposerFailed():
+            reason = Reason.no_proposal
+        case InvalidRequest(field=field) if field == AFTER:
+            reason = Reason.predecessor_failed
+        case InvalidRequest() | JobConflict():
+            reason = Reason.invalid_request
+        case DamagedRecord():
+            pass
+        case _:
+            log.error("search %s: its next trials cannot be made", name, exc_info=error)
+            why = f"{type(error).__name__}: {error}"
     best = best_trial(search, trials)
     kept = f"; the best of the {len(trials)} trials before is {best.job_uuid}" if best else ""
     return Ending(JobState.failed, None, reason, f"the next trials cannot be made: {why}{kept}")

@@ -197,6 +197,14 @@ INSERT INTO trials (search, number, job_uuid, parameters) VALUES (:search, :numb
 SELECT count(*) AS trials FROM trials JOIN jobs ON jobs.job_uuid = trials.search
 WHERE trials.search = :job_uuid AND state = 'in_progress';
 
+-- name: select_trials_to_come
+-- Of a Bayesian search that is in progress: how many trials there will be, and how many there are.
+SELECT CAST(json_extract(spec, '$.search.trials') AS INTEGER) AS trials,
+       (SELECT count(*) FROM trials WHERE trials.search = jobs.job_uuid) AS stored
+FROM jobs
+WHERE job_uuid = :job_uuid AND state = 'in_progress'
+  AND CASE WHEN json_valid(spec) THEN json_extract(spec, '$.search.method') END = 'bayesian';
+
 -- name: select_searches
 -- The searches that have not ended, oldest first. Runs at every pass.
 SELECT job_uuid, state, detail, CASE WHEN json_valid(spec) THEN json_extract(spec, '$.search') END AS search

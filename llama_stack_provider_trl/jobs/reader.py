@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from ..errors import JobConflict, JobNotFound, StoreError
+from ..errors import DamagedRecord, JobConflict, JobNotFound
 from .database import Database
 from .demands import Queued
 from .records import (
@@ -83,7 +83,9 @@ class JobReader:
             return job_record(rows[0])
         except _DAMAGED as error:
             self._exclude(job_uuid, error)
-            raise StoreError(f"job database {self.path}: the record of job {job_uuid!r} is damaged: {error}") from error
+            raise DamagedRecord(
+                f"job database {self.path}: the record of job {job_uuid!r} is damaged: {error}"
+            ) from error
 
     def names(self) -> Sequence[str]:
         """The job_uuid of every job, oldest first."""

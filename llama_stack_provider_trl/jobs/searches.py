@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from .. import faults
 from ..errors import JobConflict
 from ..specs.job import JobSpec
-from ..specs.search import SearchSpec
+from ..specs.search import BETWEEN, SearchSpec
 from .database import Database, Execute
 from .records import JobRecord
 from .searching import (
@@ -197,6 +197,17 @@ def insert_trial(execute: Execute, search: JobSpec, trial: JobSpec, new: NewTria
     """Store that a job is a trial, in the transaction that stores both jobs."""
     row = {"search": search.job_uuid, "number": new.number, "job_uuid": trial.job_uuid}
     execute("insert_trial", {**row, "parameters": json.dumps(new.values)})
+
+
+def refuse_names_to_come(execute: Execute, names: Iterable[str]) -> None:
+    """Keep the names of a Bayesian search's later trials free while it is in progress. Raises JobConflict."""
+    for name in names:
+        search, _, number = name.rpartition(BETWEEN)
+        row = execute("select_trials_to_come", {"job_uuid": search}).fetchone() if number.isdecimal() else None
+        if row is not None and row["stored"] < int(number) <= row["trials"]:
+            raise JobConflict(
+                f"job {name!r} is a trial of the search {search!r} that is still to come: choose another job_uuid"
+            )
 
 
 def _trial(row: Any, evaluations: Sequence[Any]) -> Trial:

@@ -30,7 +30,7 @@ from .placement import kind_of
 from .reader import JobReader, digest_conflict, mentioned_digests
 from .records import CheckpointRecord, JobRecord
 from .row_mapping import statements
-from .searches import NewTrial, Searches, insert_trial
+from .searches import NewTrial, Searches, insert_trial, refuse_names_to_come
 from .states import ACTIVE, TERMINAL, TRANSITIONS, JobState
 from .totals import WAIT, Totals, observed
 
@@ -125,6 +125,7 @@ class Store(JobReader):
         """
         with self.database.transaction() as execute:
             new = NewJob(spec, request_digest, warnings, needed, trackers)
+            refuse_names_to_come(execute, [spec.job_uuid, *([] if then is None else [then.spec.job_uuid])])
             created = self._add(execute, new, created_by, max_waiting)
             if created and then is not None and not self._add(execute, then, created_by, max_waiting):
                 raise digest_conflict(then.spec.job_uuid)
@@ -139,6 +140,7 @@ class Store(JobReader):
     ) -> bool:
         """Store a search and queue its trials, all or none of them. As `add_job`."""
         with self.database.transaction() as execute:
+            refuse_names_to_come(execute, [search.spec.job_uuid])
             if not self._add(execute, search, created_by, None):
                 return False
             execute("start_search", {"job_uuid": search.spec.job_uuid, "now": self._clock()})

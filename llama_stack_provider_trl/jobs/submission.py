@@ -17,7 +17,7 @@ from ..requests.bases import Base, NamedJob
 from ..requests.kinds import EVALUATE, answering_of, evaluation_after, for_work, in_its_terms, with_work
 from ..requests.options import ProviderOptions
 from ..requests.resolve import Resolution, resolve
-from ..requests.search import RequestedSearch, in_trial, resolve_search
+from ..requests.search import RequestedSearch, RequestedTrial, in_trial, resolve_search
 from ..requests.settings import Request, Settings
 from ..requests.trackers import TrackerChoice
 from ..specs.answer_rows import refuse_unchecked_rows
@@ -141,24 +141,28 @@ async def submit_search(
         return known[key]
 
     splits: dict[Split, tuple[DatasetRef, DatasetRef]] = {}
-    trials: list[tuple[NewTrial, NewJob]] = []
-    for trial in search.trials:
+
+    async def job_of(trial: RequestedTrial) -> ResolvedJob:
         try:
-            job = await resolved(trial.request, trial.options, settings, rows, store, splits=splits)
+            return await resolved(trial.request, trial.options, settings, rows, store, splits=splits)
         except InvalidRequest as error:
             raise in_trial(trial, error) from error
-        spec = search.trial_spec(trial, job.spec, trials[0][1].spec if trials else job.spec)
+
+    jobs = [await job_of(search.trials[0])]
+    first = search.trial_spec(search.trials[0], jobs[0].spec, jobs[0].spec)
+    probed = [(await job_of(probe.trial)).spec for probe in search.probes]
+    for probe, spec in zip(search.probes, probed, strict=True):
+        probe.refuse_other_rows(spec, first)
+    trials: list[tuple[NewTrial, NewJob]] = []
+    for trial in search.trials:
+        job = jobs.pop() if jobs else await job_of(trial)
+        spec = search.trial_spec(trial, job.spec, first)
         trials.append((NewTrial(trial.number, trial.values), _new(job._replace(spec=spec), f"{digest}:{trial.number}")))
-    first = trials[0][1].spec
-    for probe in search.probes:
-        try:
-            job = await resolved(probe.trial.request, probe.trial.options, settings, rows, store, splits=splits)
-        except InvalidRequest as error:
-            raise in_trial(probe.trial, error) from error
-        probe.refuse_other_rows(job.spec, first)
     if search.probes and (taken := set(search.names(job_uuid)) & set(await asyncio.to_thread(store.names))):
+        if await asyncio.to_thread(store.holds, job_uuid, digest):
+            return False  # the same POST, sent again meanwhile, has stored them
         raise digest_conflict(min(taken))
-    own = search.own_spec(job_uuid, first)
+    own = search.own_spec(job_uuid, first, probed)
     warnings = list(dict.fromkeys(message for _, job in trials for message in job.warnings))
     by = owner or Submitter()
     return await asyncio.to_thread(store.add_search, NewJob(own, digest, warnings), trials, by.name, by.max_waiting)

@@ -7,7 +7,7 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -17,7 +17,7 @@ from ..documented import Documented
 from ..errors import InvalidRequest, InvalidRows
 from ..specs.evaluations import HIGHER_IS_BETTER, METRICS
 from ..specs.job import JobSpec
-from ..specs.search import Direction, PruningSpec, SearchSpec, Submitted
+from ..specs.search import BETWEEN, Direction, PruningSpec, SearchSpec, Submitted
 from .bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from .checks import nearest_choice, parse_fields
 from .options import ProviderOptions
@@ -31,7 +31,7 @@ _ETA = 3
 _OPTIONS = "provider_options."
 _FIXED = (
     *("job_uuid", "checkpoint_dir", "logger_config", FIELD),
-    *(_OPTIONS + name for name in ("after", "cancel_with", "priority", "resume_from")),
+    *(_OPTIONS + name for name in ("after", "cancel_with", "evaluate", "priority", "resume_from")),
 )
 """Fields that are the same for all trials: names, and what concerns the search as a whole."""
 _LONGEST_NAME = 128
@@ -146,8 +146,11 @@ class RequestedSearch(NamedTuple):
     def _number(self) -> int:
         return self.config.trials or len(self.trials)
 
-    def own_spec(self, job_uuid: str, first: JobSpec) -> JobSpec:
+    def own_spec(self, job_uuid: str, first: JobSpec, probed: Sequence[JobSpec] = ()) -> JobSpec:
         """The specification of the search's own job, from that of its first trial.
+
+        Args:
+            probed: what the probes were resolved to.
 
         Raises:
             InvalidRequest: no evaluation of its trials yields the objective.
@@ -159,8 +162,12 @@ class RequestedSearch(NamedTuple):
             "search": self._spec(first),
             **{"pruning": None, "cancel_with": False},
         }
-        if self.submitted is None:  # else later trials need the same jobs, which are not deleted before
-            changes |= {"after": (), "bases": ()}
+        # The jobs that later trials may need are not deleted before.
+        needing = () if self.submitted is None else (first, *probed)
+        changes |= {
+            name: tuple(dict.fromkeys(job for spec in needing for job in getattr(spec, name)))
+            for name in ("after", "bases")
+        }
         return first.model_copy(update=changes)
 
     def _spec(self, first: JobSpec) -> SearchSpec:
@@ -254,7 +261,7 @@ def in_trial(trial: RequestedTrial, error: InvalidRequest) -> InvalidRequest:
 
 def trial_name(job_uuid: str, number: int) -> str:
     """The job_uuid of a trial."""
-    return f"{job_uuid}-trial-{number}"
+    return f"{job_uuid}{BETWEEN}{number}"
 
 
 def _of_trial(number: int, values: Mapping[str, Any], error: InvalidRequest) -> InvalidRequest:
@@ -310,6 +317,9 @@ def _check_bayesian(config: SearchConfig, values: Mapping[str, list[Any] | Range
         given = config.pruning.model_dump(exclude_unset=True)
         hint = "the next trials are chosen by results of whole ones: leave it out, or use 'grid' or 'random'"
         raise InvalidRequest(f"{FIELD}.pruning", given, hint)
+    if config.trials is not None and (config.parallel or 1) > config.trials:
+        hint = f"there are {config.trials} trials in all, so no result would decide on one: use fewer, or 'random'"
+        raise InvalidRequest(f"{FIELD}.parallel", config.parallel, hint)
     if (count := sum(1 for _ in _probed(values))) > MOST_TRIALS:
         hint = f"there are {count} values and ends of ranges, at most {MOST_TRIALS} are checked: use fewer, or ranges"
         raise InvalidRequest(f"{FIELD}.parameters", list(config.parameters), hint)

@@ -10,6 +10,8 @@ from .beginnings import Frozen
 
 SearchMethod = Literal["grid", "random", "bayesian"]
 Direction = Literal["minimize", "maximize"]
+BETWEEN = "-trial-"
+"""Between the name of a search and the number of a trial, in the name of the trial."""
 
 
 class PruningSpec(Frozen):

@@ -17,6 +17,9 @@ from ..jobs.searching import NOT_SEARCHED, Searched, Trial, best_trial
 from ..jobs.verdict import has_shrunk, shrunk_settings
 from ..system.files import RunDir
 
+_NOT_SHOWN: Any = {"search": {"submitted"}}
+"""Of a job's specification: the request of a search is that of its first trial, but for the searched fields."""
+
 
 class PostTrainingJob(BaseModel):
     job_uuid: str
@@ -105,7 +108,11 @@ def resources(
         "progress": job.progress.shown(),
         "result": job.result,
         "warnings": list(job.warnings),
-        "effective_config": {**job.spec.model_dump(mode="json"), "dtype": job.dtype, "recipe": job.effective},
+        "effective_config": {
+            **job.spec.model_dump(mode="json", exclude=_NOT_SHOWN),
+            "dtype": job.dtype,
+            "recipe": job.effective,
+        },
         "log_path": str(job.log_path) if job.log_path else None,
         "trackers": {export.tracker: _tracker(export) for export in exports},
         "error": _error(job),

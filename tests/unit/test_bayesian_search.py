@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
+import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,9 @@ from llama_stack_provider_trl.requests import search as requested
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.search import resolve_search
 from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.beginnings import BaseJob
 from llama_stack_provider_trl.specs.events import Evaluated, Failed, Finished, Reason
+from tests.fakes import job_spec
 from tests.unit.test_search import HALVING, LR, RANK, World, prepared, sft, trials_of
 
 ALPHA = "algorithm_config.alpha"
@@ -171,6 +176,7 @@ def test_the_first_third_is_drawn_as_by_random_and_the_others_are_proposed_from_
         assert (spec.optimizer.learning_rate, spec.lora.rank) == (values[LR], values[RANK])
     best = min(table, key=lambda one: one["value"])
     assert world.shown()["resources_allocated"]["search"]["best"]["job_uuid"] == best["job_uuid"]
+    assert "submitted" not in world.shown()["resources_allocated"]["effective_config"]["search"]
 
 
 def test_neither_the_order_of_trials_nor_a_kill_at_any_pass_changes_the_table(world: Searching, tmp_path: Path) -> None:
@@ -349,11 +355,11 @@ def test_a_proposer_that_fails_once_changes_nothing(world: Searching, tmp_path: 
     assert (world.table(), len(failed)) == (expected, 3)
 
 
-@pytest.mark.parametrize("answer", [b"", b"[]", b'[{"x": 1}]', b"7", b'[{"a": 1}, {"a": 2}, {"a": 3}]'])
-def test_an_answer_that_is_none_counts_as_failed(world: Searching, answer: bytes) -> None:
+@pytest.mark.parametrize("answer", [b"", b"[]", b'[{"x": 1}]', b"7", None], ids=[*"abcd", "twice"])
+def test_an_answer_that_is_none_counts_as_failed(world: Searching, answer: bytes | None) -> None:
     class Wrong(Answering):
         def answer(self) -> bytes | None:
-            return answer
+            return json.dumps(2 * self.proposed(random.Random(1))).encode() if answer is None else answer
 
     world.start = Wrong
     world.begin(trials=4)
@@ -382,6 +388,83 @@ def test_a_combination_that_is_refused_ends_the_search_and_names_the_trial(world
     assert len(world.table()) == 2  # none of the generation
 
 
+def test_a_short_lack_of_descriptors_delays_trials_and_ends_nothing(
+    world: Searching, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    check, lacks = proposals.refuse_foreign, 5
+
+    def lacking(data_dir: Path, checkpoint_dir: Path) -> None:
+        nonlocal lacks
+        lacks -= 1
+        if lacks > 0:
+            error = OSError(errno.EMFILE, "Too many open files")
+            raise InvalidRequest("checkpoint_dir", str(checkpoint_dir), "it cannot be read") from error
+        check(data_dir, checkpoint_dir)
+
+    world.begin()
+    monkeypatch.setattr(proposals, "refuse_foreign", lacking)
+    world.finish(loss_of)
+    assert (world.state(), len(world.table())) == (JobState.completed, 9)
+    assert caplog.text.count("its next trials are made as soon as this has ended") == 1
+
+
+def test_a_damaged_record_of_a_trial_stops_neither_the_search_nor_other_jobs(world: Searching) -> None:
+    world.begin(parallel=1)
+    world.end_next(loss_of)
+    with closing(sqlite3.connect(world.store.path)) as database, database:
+        database.execute("UPDATE jobs SET spec = '{}' WHERE job_uuid = 's-trial-1'")
+    world.tick()
+    assert len(world.table()) == 2
+    assert world.submit(sft(None, job_uuid="other"))
+    world.end_next(loss_of)
+    for _ in range(3):
+        world.tick()
+    assert len(world.table()) == 3
+    assert world.store.get("other").state is not JobState.scheduled
+
+
+def test_a_predecessor_that_failed_is_the_reason_of_the_search(world: Searching) -> None:
+    world.submit(sft(None, job_uuid="before"))
+    world.submit(sft(bayesian(), algorithm_config=LORA), after=["before"])
+    world.tick()
+    world.launcher.emit("before-1", *(prepared(), Failed(reason=Reason.diverged, message="the loss is nan", step=5)))
+    world.launcher.exit("before-1", 1)
+    for _ in range(10):
+        world.tick()
+    assert (world.state(), world.store.get("s").reason) == (JobState.failed, Reason.predecessor_failed)
+
+
+def test_names_of_later_trials_are_kept_free_until_the_search_has_ended(world: Searching) -> None:
+    world.begin()
+    for name in ("s-trial-3", "s-trial-9"):
+        with pytest.raises(JobConflict, match=f"'{name}' is a trial of the search 's' that is still to come"):
+            world.submit(sft(None, job_uuid=name))
+    with pytest.raises(JobConflict, match="still to come"):
+        world.submit(sft(bayesian(), job_uuid="s-trial-3", algorithm_config=LORA))
+    assert world.submit(sft(None, job_uuid="s-trial-10"))
+    world.store.request_cancel("s-trial-10")
+    world.finish(loss_of)
+    assert (world.state(), len(world.table())) == (JobState.completed, 9)
+
+
+def test_the_same_request_while_it_is_stored_is_the_same_search(
+    world: Searching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.begin()
+    holds, first = world.store.holds, iter([False])  # the second request was checked before the first one was stored
+    monkeypatch.setattr(world.store, "holds", lambda *key: next(first, None) or holds(*key))
+    assert not world.submit(sft(bayesian(), algorithm_config=LORA))
+
+
+def test_jobs_that_only_some_values_need_are_kept_for_later_trials() -> None:
+    search = resolve_search(sft(bayesian(), algorithm_config=LORA), ProviderOptions())
+    assert search is not None
+    first = job_spec(job_uuid="s-trial-1", after=("a",), bases=())
+    base = BaseJob(job_uuid="b", checkpoint="final")
+    own = search.own_spec("s", first, [first, first.model_copy(update={"after": ("b", "a"), "bases": (base,)})])
+    assert (own.after, own.bases) == (("a", "b"), (base,))
+
+
 def test_a_name_that_a_later_trial_needs_is_a_conflict_at_once(world: Searching) -> None:
     world.submit(sft(None, job_uuid="s-trial-9"))
     with pytest.raises(JobConflict, match="'s-trial-9' exists already"):
@@ -398,6 +481,7 @@ def test_a_name_that_a_later_trial_needs_is_a_conflict_at_once(world: Searching)
         (bayesian(trials=None), f"{SEARCH}.trials", "a bayesian search needs their number"),
         (bayesian(pruning=HALVING), f"{SEARCH}.pruning", "chosen by results of whole ones"),
         (bayesian(parallel=0), f"{SEARCH}.parallel", "greater than 0"),
+        (bayesian(trials=3, parallel=4), f"{SEARCH}.parallel", "no result would decide on one"),
         (bayesian(method="random"), f"{SEARCH}.parallel", "all trials of a random search are queued at once"),
         (
             {"method": "grid", "parameters": {RANK: [4]}, "parallel": 2},
@@ -429,6 +513,7 @@ SPLIT = {"n_epochs": 1, "data_config": {"dataset_id": "rows", "batch_size": 2, "
     ("path", "values", "training"),
     [
         (DATA + "dataset_id", ["rows", "other"], None),
+        (DATA + "validation_dataset_id", ["rows", "other"], None),
         (DATA + "train_split_percentage", {"min": 0.3, "max": 0.9}, SPLIT),
         ("provider_options.seed", {"min": 0, "max": 1}, SPLIT),
         ("provider_options.seed", [7, 8], SPLIT),  # by chance these hold out the same rows
@@ -437,11 +522,12 @@ SPLIT = {"n_epochs": 1, "data_config": {"dataset_id": "rows", "batch_size": 2, "
 )
 def test_fields_that_choose_rows_are_refused(world: Searching, path: str, values: Any, training: Any) -> None:
     more = {} if training is None else {"training_config": training}
-    with pytest.raises(InvalidRequest) as refused:
-        world.submit(sft(bayesian(parameters={path: values}), **more))
-    assert world.store.names() == []
-    assert path in str(refused.value)
-    assert "grid or random" in str(refused.value)
+    for seed in range(4):
+        with pytest.raises(InvalidRequest) as refused:
+            world.submit(sft(bayesian(parameters={path: values}, seed=seed), **more))
+        assert world.store.names() == []
+        assert refused.value.field == f"{SEARCH}.parameters.{path}"
+        assert "grid or random" in str(refused.value)
 
 
 def test_a_value_that_the_first_trials_do_not_have_is_refused_at_once(world: Searching) -> None:

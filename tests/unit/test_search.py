@@ -135,6 +135,10 @@ PARAMETERS = "hyperparam_search_config.parameters."
             {"method": "random", "trials": 2, "parameters": {LR: {"min": 1e-300, "max": 1, "log": True}}},
             *(PARAMETERS + LR + ".min", "at least 1e-15"),
         ),
+        (
+            {"method": "grid", "parameters": {"provider_options.evaluate": [{"dataset_id": "rows"}]}},
+            *(PARAMETERS + "provider_options.evaluate", "all trials have the same"),
+        ),
         ({"method": "grid", "parameters": {"job_uuid": ["a"]}}, PARAMETERS + "job_uuid", "all trials have the same"),
         ({"method": "grid", "parameters": {"logger_config.wandb": [True]}}, PARAMETERS + "logger_config.wandb", "same"),
         (
