@@ -138,9 +138,9 @@ def undisturbed(root: Path, **changes: Any) -> tuple[list[dict[str, Any]], list[
     made = Searching(root)
     made.begin(**changes)
     made.finish(loss_of)
-    questions = [one.question for one in made.posed]
+    found = made.table(), [one.question for one in made.posed]
     made.store.close()
-    return made.table(), questions
+    return found
 
 
 # --- generations ------------------------------------------------------------------------------------------------------
