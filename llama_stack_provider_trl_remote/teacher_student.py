@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.requests.bodies import algorithm_of
-from llama_stack_provider_trl.requests.kinds import EvaluateRequest, GenerateRequest
+from llama_stack_provider_trl.requests.kinds import MOST_WEIGHT, EvaluateRequest, GenerateRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 
 Json = dict[str, Any]
@@ -181,13 +181,13 @@ def _options(where: str, request: Json, number: int, count: int, fields: Json) -
 
 def _weights(given: Any, count: int) -> list[float]:
     """The weights of an average, whose sum is 1."""
-    hint = f"expected {count} numbers from 0, one for each student, of which one is more"
+    hint = f"expected {count} numbers from 0 to {MOST_WEIGHT:g}, one for each student, of which one is more than 0"
     given = [1.0] * count if given is None else given
     if not isinstance(given, list) or len(given) != count:
         raise InvalidRequest(f"{SECTION}.weights", given, hint)
     for weight in given:
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not is_number or not math.isfinite(weight) or weight < 0:
+        if not is_number or not 0 <= weight <= MOST_WEIGHT:
             raise InvalidRequest(f"{SECTION}.weights", weight, hint)
     if not (total := math.fsum(given)):
         raise InvalidRequest(f"{SECTION}.weights", given, hint)

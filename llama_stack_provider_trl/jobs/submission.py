@@ -223,7 +223,8 @@ async def resolved(
         named = await asyncio.to_thread(find_base, request, store)
     if work is not None:
         options, settings = for_work(request, options, settings, named)
-    resolution = resolve(request, options, settings, named)
+    # Models, adapters and installed packages are read: none of that may hold up other requests.
+    resolution = await asyncio.to_thread(resolve, request, options, settings, named)
     await asyncio.to_thread(refuse_foreign, settings.data_dir, resolution.fields["checkpoint_dir"])
     answering = answering_of(work)
     use: RowUse = "prompts" if answering is not None else resolution.fields["algorithm"]

@@ -62,9 +62,9 @@ def _disputed(one: bytes, other: bytes) -> str | None:
     """The first token, by its text, that has two numbers; None: there is none, or a file is of another form."""
     try:
         ours, theirs = _vocabulary(json.loads(one)), _vocabulary(json.loads(other))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return min((token for token in ours.keys() & theirs.keys() if ours[token] != theirs[token]), default=None)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
-    return min((token for token in ours.keys() & theirs.keys() if ours[token] != theirs[token]), default=None)
 
 
 def _vocabulary(document: Any) -> dict[str, int]:

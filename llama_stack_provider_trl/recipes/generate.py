@@ -261,15 +261,12 @@ def _answer_batch(
         writer.heartbeat,
     )
     seconds = time.monotonic() - began
-    answers.append(
-        [
-            {
-                **{"row": row, "sample": sample, "prompt": questions.prompts[row], **answer._asdict()},
-                **questions.describe(row, answer.text),
-            }
-            for (row, sample), answer in zip(places, found, strict=True)
-        ]
-    )
+    lines = []
+    for (row, sample), answer in zip(places, found, strict=True):
+        writer.heartbeat()  # each check may take a second
+        line = {"row": row, "sample": sample, "prompt": questions.prompts[row], **answer._asdict()}
+        lines.append({**line, **questions.describe(row, answer.text)})
+    answers.append(lines)
     _report_progress(answers.count, total, found, seconds, writer)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..specs.events import EventWriter, NullEventWriter
 from ..specs.job import AttemptSpec, JobSpec
-from ..specs.kinds import CheckedAnswering, EvaluateSpec, GenerateSpec, MergeWork
+from ..specs.kinds import CheckedAnswering, EvaluateSpec, GenerateSpec, MergeWork, members_of
 from ..system import fork
 from ..system.files import RunDir
 from ..system.process import die_with_parent
@@ -135,7 +135,9 @@ def needs_cold_start(attempt: AttemptSpec) -> bool:
 
 
 def _unused_libraries(job: JobSpec) -> Set[str]:
-    uses_bitsandbytes = job.optimizer.name == "adamw_8bit" or (job.lora is not None and job.lora.quantize_base)
+    adapters = [job.lora, *(member.lora for member in members_of(job.work))]
+    is_quantized = any(lora is not None and lora.quantize_base for lora in adapters)
+    uses_bitsandbytes = job.optimizer.name == "adamw_8bit" or is_quantized
     unused = {"bitsandbytes": not uses_bitsandbytes, "torchao": not job.qat}
     return {name for name, is_unused in unused.items() if is_unused}
 

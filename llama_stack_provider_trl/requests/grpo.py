@@ -58,6 +58,9 @@ def _refuse_options(options: ProviderOptions) -> None:
     if options.label_smoothing:
         hint = "GRPO has no form with smoothed labels; leave it out"
         raise InvalidRequest("provider_options.label_smoothing", options.label_smoothing, hint)
+    if options.truncation_side != "right":
+        hint = "GRPO cuts no prompt: one that leaves no room for an answer is left out; leave this out, too"
+        raise InvalidRequest("provider_options.truncation_side", options.truncation_side, hint)
     for name in ("reference_model", "precompute_reference"):
         if value := getattr(options, name):
             hint = "GRPO's reference is the model as it begins, and answers are not known before; leave it out"

@@ -41,6 +41,8 @@ OPTIONS = ("after", "cancel_with", "device", "max_duration", "priority", "retrie
 EVALUATE = "provider_options.evaluate"
 NO_ROWS = "none"
 """The dataset of a job that reads no rows."""
+MOST_WEIGHT = 1e6
+"""Of a model of an ensemble; the least is 0."""
 _DATA = "training_config.data_config."
 _MOST_SAMPLES = 1000
 _MOST_ANSWERS = 10**6
@@ -130,7 +132,7 @@ class EnsembleModel(_Kind):
 
     model: str
     """A model id, a directory of a model or an adapter, or `job:NAME`, `job:NAME/CHECKPOINT`."""
-    weight: float = Field(1.0, ge=0, allow_inf_nan=False)
+    weight: float = Field(1.0, ge=0, le=MOST_WEIGHT, allow_inf_nan=False)
     """Its share in the mean of the probabilities, which is divided by the sum of all weights."""
 
 

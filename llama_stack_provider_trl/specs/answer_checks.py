@@ -5,7 +5,8 @@ names one for all rows, or a column with that of each row. `reference` reads it,
 
 The time of a comparison is bounded: a pattern that backtracks without end, or a schema that branches so, raises
 TimeoutError. `regex` has timeouts, which `re` lacks; jsonschema searches with `re`, so its `pattern` is replaced and
-`patternProperties` is refused.
+`patternProperties` is refused. So are `unevaluatedProperties` and `unevaluatedItems`, which look ahead past the
+deadline, and a `$schema` below the top, where jsonschema would continue with its own validator.
 """
 
 from __future__ import annotations
@@ -28,6 +29,15 @@ TIMEOUT = 1.0
 """Seconds that the comparison of one answer may take, of CPU time where it is a pattern."""
 MAX_PATTERN, MAX_SCHEMA = 4096, 65536
 """Characters of a pattern, and of a schema as JSON text."""
+_MAX_OUTSIDE = 16
+"""Parts that `$ref` names where no schema is expected."""
+_MAX_MIXED = 256
+"""Values of a list in a schema, if they cannot be sorted: then each is compared with all others."""
+_REFUSED = (
+    *("$schema", "$id", "$dynamicRef"),
+    *("patternProperties", "unevaluatedProperties", "unevaluatedItems"),
+)
+"""Keywords of a schema, but for $schema at its top."""
 _VALUES: dict[CheckType, str] = {
     "exact": "expected",
     "regex": "pattern",
@@ -102,7 +112,8 @@ def refuse_unusable_check(check: AnswerCheck, field: str) -> None:
     _refuse_fields(check, field)
     if check.given is not None:
         try:
-            json.dumps(check.given, allow_nan=False)  # which JSON reads of 1e999, and cannot write
+            # JSON reads 1e999 and half of a surrogate pair, and cannot write them.
+            json.dumps(check.given, allow_nan=False, ensure_ascii=False).encode()
             reference(check, check.given)
         except ValueError as error:
             raise InvalidRequest(f"{field}.{_VALUES[check.type]}", check.given, str(error)) from error
@@ -173,7 +184,7 @@ def passes(check: AnswerCheck, answer: str, reference: Any = None) -> bool:
         if check.type == "json":
             return reference is None or same_json(value, reference)
         return _is_valid(reference, value)
-    except RecursionError:  # nested more deeply than Python can follow
+    except (RecursionError, OverflowError):  # nested more deeply than Python can follow; multipleOf of 1e999
         return False
 
 
@@ -241,15 +252,16 @@ def _compiled(pattern: str) -> Any:
 @lru_cache(maxsize=256)
 def _validator(text: str) -> Any:
     """The validator of a schema. Raises ValueError: it is none, or cannot be used here."""
-    from jsonschema import FormatChecker, SchemaError
+    from jsonschema import SchemaError
     from referencing import Registry
 
     if len(text) > MAX_SCHEMA:
         raise ValueError(f"it has {len(text)} characters as JSON, at most {MAX_SCHEMA} are supported")
     schema = json.loads(text)
+    if "2020-12" not in str(draft := schema.pop("$schema", "2020-12")):
+        raise ValueError(f"$schema is {draft!r}: write it in draft 2020-12, and leave $schema out")
+    _refuse_mixed_lists(schema)
     try:
-        # Without formats: `re` would judge patterns that are compiled by `regex`.
-        _bounded_validator().check_schema(schema, FormatChecker(()))
         _refuse_parts(schema)
     except SchemaError as error:
         at = ".".join(map(str, error.path)) or "its top"
@@ -257,33 +269,74 @@ def _validator(text: str) -> Any:
     return _bounded_validator()(schema, registry=Registry())
 
 
+def _refuse_mixed_lists(value: Any) -> None:
+    """Raises ValueError. A list of words, or of numbers, is sorted before its values are compared."""
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list) and len(part) > _MAX_MIXED:
+            kinds = {float if type(one) is int else type(one) for one in part}
+            if kinds not in ({str}, {float}):
+                raise ValueError(f"it has a list of {len(part)} values that are mixed, at most {_MAX_MIXED} can be")
+        waiting += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+
+
 def _refuse_parts(schema: dict[str, Any]) -> None:
-    """Refuse what cannot be bounded in time, or is not in the schema itself. Raises ValueError."""
+    """Refuse what is no schema, cannot be bounded in time, or is not in the schema itself.
+
+    What `$ref` names may be where no schema is expected, so each target is checked as one by itself.
+
+    Raises:
+        ValueError, SchemaError.
+    """
+    from jsonschema import FormatChecker
     from referencing import Registry
     from referencing.exceptions import Unresolvable
     from referencing.jsonschema import DRAFT202012
 
-    if "2020-12" not in schema.get("$schema", "2020-12"):
-        raise ValueError(f"$schema is {schema['$schema']!r}: write it in draft 2020-12, and leave $schema out")
+    # Without formats: `re` would judge patterns that are compiled by `regex`.
+    check, formats = _bounded_validator().check_schema, FormatChecker(())
+    check(schema, formats)
     resolver = Registry().with_resource("", DRAFT202012.create_resource(schema)).resolver()
-    seen: set[int] = set()
+    known: dict[int, Any] = {}
+    targets: list[Any] = [schema]
+    outside = 0
+    while targets:
+        target = targets.pop()
+        if isinstance(target, bool) or id(target) in known:
+            continue
+        if target is not schema:
+            if (outside := outside + 1) > _MAX_OUTSIDE:
+                raise ValueError(f"$ref names more than {_MAX_OUTSIDE} parts that are no schemas: put them into $defs")
+            check(target, formats)
+        for part in _parts(target):
+            known[id(part)] = part
+            _refuse_keywords(part)
+            if (named := part.get("$ref")) is not None:
+                try:
+                    targets.append(resolver.lookup(named).contents)
+                except (Unresolvable, ValueError, TypeError, AttributeError) as error:
+                    raise ValueError(f"$ref {named!r} is not in the schema: refer to one of its own $defs") from error
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A schema, and all schemas in it that are objects."""
+    from referencing.jsonschema import DRAFT202012
+
     waiting: list[Any] = [schema]
     while waiting:
         part = waiting.pop()
-        if not isinstance(part, dict) or id(part) in seen:
-            continue
-        seen.add(id(part))
-        for name in ("patternProperties", "$dynamicRef", "$id"):
-            if name in part:
-                raise ValueError(f"it has {name}, which is not supported: describe the same without it")
-        if "pattern" in part:
-            _compiled(part["pattern"])
-        if (named := part.get("$ref")) is not None:
-            try:
-                waiting.append(resolver.lookup(named).contents)
-            except (Unresolvable, ValueError) as error:
-                raise ValueError(f"$ref {named!r} is not in the schema: refer to one of its own $defs") from error
-        waiting += DRAFT202012.subresources_of(part)
+        if isinstance(part, dict):
+            yield part
+            waiting += DRAFT202012.subresources_of(part)
+
+
+def _refuse_keywords(part: dict[str, Any]) -> None:
+    for name in _REFUSED:
+        if name in part:
+            raise ValueError(f"it has {name}, which is not supported: describe the same without it")
+    if "pattern" in part:
+        _compiled(part["pattern"])
 
 
 @cache
@@ -293,7 +346,7 @@ def _bounded_validator() -> Any:
     from jsonschema.validators import extend
 
     keywords = {name: _bounded(keyword) for name, keyword in Draft202012Validator.VALIDATORS.items()}
-    return extend(Draft202012Validator, {**keywords, "pattern": _pattern})
+    return extend(Draft202012Validator, {**keywords, "pattern": _pattern, "uniqueItems": _bounded(_unique_items)})
 
 
 def _bounded(keyword: Callable[..., Any]) -> Callable[..., Any]:
@@ -303,6 +356,27 @@ def _bounded(keyword: Callable[..., Any]) -> Callable[..., Any]:
         return keyword(validator, value, instance, schema)
 
     return checked
+
+
+def _unique_items(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
+    """As jsonschema's, which compares each value with all others where they cannot be sorted."""
+    from jsonschema import ValidationError
+
+    if value and isinstance(instance, list) and len({_key(one) for one in instance}) < len(instance):
+        yield ValidationError("two of its values are equal")
+
+
+def _key(value: Any) -> Any:
+    """Equal for equal JSON values, as `same_json` compares them."""
+    match value:
+        case bool() | None:
+            return repr(value)
+        case dict():
+            return "object", frozenset((name, _key(one)) for name, one in value.items())
+        case list():
+            return "list", tuple(map(_key, value))
+        case _:
+            return "value", value
 
 
 def _pattern(validator: Any, value: str, instance: Any, schema: Any) -> Iterator[Any]:

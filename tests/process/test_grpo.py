@@ -212,6 +212,12 @@ def test_a_function_of_an_installed_package_rewards_adapters(tmp_path: Path) -> 
     status, events = run(tmp_path, toy(tmp_path, of_function("length"), rows=rows, n_epochs=1, lora=LORA))
     assert status == 0, [event.message for event in of_kind(events, Failed)]
     (values,) = [event.metrics for event in of_kind(events, Progress)]
+    dropping = toy(
+        tmp_path, of_function("length"), rows=rows, n_epochs=1, lora=LORA.model_copy(update={"dropout": 0.5})
+    )
+    (dropped,) = [event.metrics for event in of_kind(run(tmp_path / "dropping", dropping)[1], Progress)]
+    assert dropped["rewards/length/mean"] == values["rewards/length/mean"]  # answers are given without dropout
+    assert dropped["grad_norm"] != values["grad_norm"]
     assert values["rewards/length/mean"] > 0
     assert values["reward"] == pytest.approx(2 * values["rewards/length/mean"] + values["rewards/regex/mean"])
     assert of_kind(events, CheckpointSaved)[-1].kind == "final"

@@ -46,6 +46,17 @@ def passed(answer: str, **check: Any) -> bool:
         ('{"b": [1.0], "a": 1}', {"type": "json", "expected": {"a": 1, "b": [1]}}, True),
         ('{"a": true}', {"type": "json", "expected": '{"a": 1}'}, False),
         ('{"a": 1, "b": 2}', {"type": "json", "expected": {"a": 1}}, False),
+        *(
+            (answer, {"type": "json_schema", "json_schema": {"uniqueItems": True}}, expected)
+            for answer, expected in (
+                ('[1, true, "1", [1], {"a": 1}, null]', True),
+                ("[1, 2, 1.0]", False),
+                ('[{"a": 1, "b": [true]}, {"b": [true], "a": 1.0}]', False),
+                ('["a", {}, []]', True),
+            )
+        ),
+        ("1e999", {"type": "json_schema", "json_schema": {"multipleOf": 0.01}}, False),
+        ("1" + "0" * 400, {"type": "json_schema", "json_schema": {"multipleOf": 0.01}}, False),
         ('{"item": "shirt", "count": 2}', {"type": "json_schema", "json_schema": ORDER}, True),
         ('{"item": "Shirt", "count": 2}', {"type": "json_schema", "json_schema": ORDER}, False),
         ('{"item": "shirt", "count": 0}', {"type": "json_schema", "json_schema": ORDER}, False),
@@ -72,9 +83,16 @@ BRANCHES = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in ran
     [
         {"type": "regex", "pattern": "^.(a|aa)+$"},
         {"type": "json_schema", "json_schema": {"pattern": "^(a|aa)+$"}},
+        {
+            **{"type": "json_schema"},
+            "json_schema": {
+                **{"$schema": "https://json-schema.org/draft/2020-12/schema", "$ref": "#/$defs/a"},
+                "$defs": {"a": {"allOf": [True, {"$ref": "#/$defs/b"}]}, "b": {"pattern": "^(a|aa)+$"}},
+            },
+        },
         {"type": "json_schema", "json_schema": {"$ref": "#/$defs/d0", "$defs": {**BRANCHES, "d40": True}}},
     ],
-    ids=["pattern", "pattern-of-a-schema", "branches-of-a-schema"],
+    ids=["pattern", "pattern-of-a-schema", "pattern-behind-a-reference", "branches-of-a-schema"],
 )
 def test_a_check_that_would_not_end_is_given_up(check: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llama_stack_provider_trl.specs.answer_checks.TIMEOUT", 0.05)
@@ -107,6 +125,24 @@ def test_a_check_that_would_not_end_is_given_up(check: dict[str, Any], monkeypat
                 ({"not": {"$ref": "#/nowhere"}}, "'#/nowhere' is not in the schema"),
                 ({"$schema": "http://json-schema.org/draft-07/schema#"}, "write it in draft 2020-12"),
                 ({"enum": ["a" * 70_000]}, "at most 65536"),
+                ({"const": "\ud800"}, "surrogates not allowed"),
+                (
+                    {"properties": {"a": {"$schema": "https://json-schema.org/draft/2020-12/schema", "pattern": "a"}}},
+                    "it has .schema, which is not supported",
+                ),
+                ({"$ref": "#/x", "x": {"$schema": "https://json-schema.org/draft/2020-12/schema"}}, "it has .schema"),
+                ({"$defs": {"a": {"unevaluatedProperties": False}}}, "unevaluatedProperties, which is not supported"),
+                ({"type": [*range(5000), "a"]}, "a list of 5001 values that are mixed"),
+                ({"$ref": "#/x", "x": {"pattern": 5}}, "not a JSON schema: at pattern"),
+                ({"$ref": "#/x", "x": {"allOf": 5}}, "not a JSON schema: at allOf"),
+                ({"$ref": "#/x", "x": {"$ref": 5}}, "not a JSON schema: at .ref"),
+                ({"$ref": "#/x", "x": {"minimum": "a"}}, "not a JSON schema: at minimum"),
+                ({"$ref": "#/x", "x": 5}, "not a JSON schema: at its top"),
+                ({"$ref": "#/a/b", "a": 5}, "'#/a/b' is not in the schema"),
+                (
+                    {"allOf": [{"$ref": f"#/x/{n}"} for n in range(17)], "x": [{"minimum": n} for n in range(17)]},
+                    "names more than 16 parts that are no schemas",
+                ),
             )
         ),
     ],

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.jobs import vocabularies
 from llama_stack_provider_trl.jobs.attempts import Attempts
 from llama_stack_provider_trl.jobs.merges import after_all, bases_of
 from llama_stack_provider_trl.jobs.store import Store
@@ -77,7 +78,10 @@ def test_what_an_ensemble_cannot_have_is_refused_by_name(changes: Any, field: st
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("models", [[], [{"weight": 1}], [{"model": "a", "weight": -1}], [{"model": "a", "rank": 1}]])
+@pytest.mark.parametrize(
+    "models",
+    [[], [{"weight": 1}], [{"model": "a", "weight": -1}], [{"model": "a", "weight": 1e7}], [{"model": "a", "rank": 1}]],
+)
 def test_members_of_another_form_are_refused(models: Any) -> None:
     with pytest.raises(ValueError, match="models"):
         request(models=models)
@@ -142,6 +146,13 @@ def test_tokenizers_that_number_tokens_otherwise_are_refused_by_both_names(
     with pytest.raises(InvalidRequest, match=f"{re.escape(repr(first))}.*'<end>'.*the same tokenizer") as caught:
         bases_of(request(first, same, other), settings, store)
     assert (caught.value.field, caught.value.value) == ("models.2.model", other)
+
+
+def test_files_of_tokenizers_of_another_form_are_left_to_the_evaluation() -> None:
+    mixed, other = b'{"model": {"vocab": [[1, 0], ["a", 0]]}}', b'{"model": {"vocab": [["a", 0], [1, 0]]}}'
+    assert vocabularies._disputed(mixed, other) is None
+    endless = b'{"model": {"vocab": {}}, "added_tokens": [{"content": "a", "id": 1e999}]}'
+    assert vocabularies._disputed(endless, other) is None
 
 
 def test_an_ensemble_reads_all_its_members_and_starts_with_whole_checkpoints_only(tmp_path: Path) -> None:

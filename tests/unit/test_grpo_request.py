@@ -74,6 +74,7 @@ def test_a_method_gets_its_parameters_and_names_its_rewards_apart() -> None:
         ({"rewards": [EXACT], "epsilon": 0.2}, {}, "epsilon", "GRPO has no such field"),
         ({"rewards": [EXACT], "max_completion_length": 64}, {"max_seq_length": 64}, "max_completion_length", "prompt"),
         ({"rewards": [EXACT]}, {"reference_model": "org/b"}, "provider_options.reference_model", "as it begins"),
+        ({"rewards": [EXACT]}, {"truncation_side": "left"}, "provider_options.truncation_side", "cuts no prompt"),
         ({"rewards": [EXACT]}, {"label_smoothing": 0.1}, "provider_options.label_smoothing", "smoothed labels"),
         ({"rewards": [EXACT]}, {"lora": {"quantize_base": True}}, "provider_options.lora.quantize_base", "4 bits"),
     ],

@@ -143,6 +143,7 @@ def test_the_same_section_is_the_same_jobs_and_what_changes_is_all_that_is_new()
         ({"weights": [1]}, r"teacher_student\.weights=\[1\].*expected 2 numbers"),
         ({"weights": [1, -1]}, r"teacher_student\.weights=-1.*from 0"),
         ({"weights": [1, float("nan")]}, r"teacher_student\.weights=nan"),
+        ({"weights": [1, 10**400]}, r"teacher_student\.weights=1000.*to 1e\+06"),
         ({"weights": [0, 0]}, r"teacher_student\.weights=\[0, 0\].*one is more"),
         ({"weights": [1, 1], "result": "students"}, "students that are kept are not averaged"),
         ({"result": "ensemble", "evaluate": {"checks": [{}]}}, r"teacher_student\.evaluate\.checks=.*one model"),

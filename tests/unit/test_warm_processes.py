@@ -20,6 +20,7 @@ from llama_stack_provider_trl.launch.torchrun import training_environment
 from llama_stack_provider_trl.launch.warm_processes import IDLE, RETRY, WarmProcesses
 from llama_stack_provider_trl.recipes import imports, train
 from llama_stack_provider_trl.specs.job import AttemptSpec, LoraSpec, QatSpec
+from llama_stack_provider_trl.specs.kinds import EnsembleMember, EvaluateSpec
 from llama_stack_provider_trl.system import fork
 from llama_stack_provider_trl_remote.nodes.identity import NodeError
 from llama_stack_provider_trl_remote.nodes.start import worker_settings
@@ -274,7 +275,10 @@ QLORA = LoraSpec(target_modules=("q_proj",), rank=1, alpha=1, quantize_base=True
 QAT = QatSpec(quantizer_name="Int8DynActInt4WeightQATQuantizer", group_size=32)
 
 
-@pytest.mark.parametrize("changes", [{"lora": QLORA}, {"qat": QAT}])
+MEMBERS = (EnsembleMember(model="a", weight=0.5), EnsembleMember(model="b", weight=0.5, lora=QLORA))
+
+
+@pytest.mark.parametrize("changes", [{"lora": QLORA}, {"qat": QAT}, {"work": EvaluateSpec(members=MEMBERS)}])
 def test_a_job_that_quantizes_leaves_the_fork_for_a_new_interpreter(
     changes: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,7 +61,7 @@ class EnsembleRecipe(SftRecipe):
         Raises:
             JobFailure: as for the first one.
         """
-        first, *others = members_of(self.spec.work)
+        first, *others = self._members
         shared: dict[Any, Any] = {_base_of(first): self.model}
         for number, member in enumerate(others, 2):
             alone, base = _alone(self.spec, member), _base_of(member)
@@ -74,7 +74,14 @@ class EnsembleRecipe(SftRecipe):
                 shared[base] = policy.continued or policy.model
             self.others.append((shared[base], (name or DEFAULT) if member.adapter else ""))
         for model in self.models:
-            model.eval()  # with dropout, an adapter that was added would differ
+            # With dropout, an adapter that was added would differ; of weights with gradients autocast keeps copies.
+            model.eval().requires_grad_(False)
+
+    @property
+    def _members(self) -> list[EnsembleMember]:
+        """The first, and those of the others that count."""
+        first, *others = members_of(self.spec.work)
+        return [first, *(member for member in others if member.weight)]
 
     @property
     def models(self) -> list[torch.nn.Module]:
@@ -83,7 +90,7 @@ class EnsembleRecipe(SftRecipe):
 
     def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Sum of the negative logarithms of the mean probabilities of the trained tokens, over their number."""
-        assert len(self.others) == len(members_of(self.spec.work)) - 1, "members are missing"
+        assert len(self.others) == len(self._members) - 1, "members are missing"
         self._heads = [self._head_of(one, adapter, inputs) for one, adapter in self.others]
         try:
             return super().compute_loss(model, inputs, *args, **kwargs)
@@ -92,7 +99,7 @@ class EnsembleRecipe(SftRecipe):
 
     def scoring(self) -> AbstractContextManager[None]:
         """While this is open, the head of the first member averages over all."""
-        weights = [member.weight for member in members_of(self.spec.work)]
+        weights = [member.weight for member in self._members]
         logs = [math.log(weight) if weight else -math.inf for weight in weights]
         return computing_heads(lambda own, targets: averaged([own, *self._heads], logs, targets))
 

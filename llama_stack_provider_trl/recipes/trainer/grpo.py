@@ -28,7 +28,7 @@ from ...specs.rewards import checks_of
 from ..model.adapters import REFERENCE
 from ..model.generation import Sampler, answer_ends, answer_ids
 from .base import RecipeTrainer
-from .pairs import PaddedPairs
+from .pairs import PaddedPairs, set_adapter_dropout
 from .reference import NoReference, is_needed, load_reference
 from .rewards import Rewards
 from .samples import undisturbed
@@ -88,6 +88,8 @@ class GrpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
         fuse_head(policy, outputs=("log_probs",), temperature=spec.method.temperature)
         self.ref_model = load_reference(spec, self.args.device, self.accelerator) if is_needed(spec) else None
+        if spec.lora:
+            set_adapter_dropout(self.model, spec.lora.dropout)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Trainer's, which sees all batches of an optimizer step before the first of them is computed: they are
@@ -134,7 +136,9 @@ class GrpoRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
         numbers = [row for row in rows for _ in range(self._grpo.num_generations)]
         texts = [self.processing_class.decode(ids, skip_special_tokens=True) for ids in answers]
         checked = [self._rows.checked[number] for number in numbers]
-        return self._rewards.score(checked, texts, [self._rows.columns(number) for number in numbers])
+        return self._rewards.score(
+            checked, texts, [self._rows.columns(number) for number in numbers], self._writer.heartbeat
+        )
 
     def _collated(self, prompts: list[list[int]], answers: list[list[int]]) -> dict[str, torch.Tensor]:
         """Prompts with their answers, padded behind; `completion_mask` is 1 for the answers' tokens."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,6 +15,9 @@ from ...specs.events import Reason
 from ...specs.methods import GrpoSpec
 from ...specs.rewards import GROUP, RewardSource, installed_rewards
 from ...specs.rows import Message
+
+_LARGEST = 1e30
+"""Of a reward: the sum of many squares is a number in float32, too."""
 
 Function = Callable[[list[list[Message]], list[str], list[dict[str, Any]]], Iterable[float]]
 
@@ -33,23 +35,32 @@ class Rewards:
         self.names = [source.name for source in spec.rewards]
         self.weights = torch.tensor([source.weight for source in spec.rewards], dtype=torch.float32)
 
-    def score(self, checked: list[CheckedRow], completions: list[str], rows: list[dict[str, Any]]) -> torch.Tensor:
+    def score(
+        self,
+        checked: list[CheckedRow],
+        completions: list[str],
+        rows: list[dict[str, Any]],
+        alive: Callable[[], object] = lambda: None,
+    ) -> torch.Tensor:
         """Rewards of completions, shape (completions, sources), not weighted.
 
         Args:
             checked: of each completion, its prompt and what its checks compare it with.
             rows: of each completion, with all columns.
+            alive: called before each source, whose checks may take a second for each completion.
 
         Raises:
             JobFailure: a function raises, or does not return a finite number for each completion.
         """
         numbers = iter(range(len(self._sources)))
-        found = [
-            self._of_function(source, [row.messages for row in checked], completions, rows)
-            if source.check is None
-            else _of_check(source.check, next(numbers), checked, completions)
-            for source in self._sources
-        ]
+        found = []
+        for source in self._sources:
+            alive()
+            found.append(
+                self._of_function(source, [row.messages for row in checked], completions, rows)
+                if source.check is None
+                else _of_check(source.check, next(numbers), checked, completions)
+            )
         return torch.tensor(found, dtype=torch.float32).T
 
     def _of_function(
@@ -84,7 +95,7 @@ def _passes(check: AnswerCheck, text: str, reference: Any) -> float:
 def _check_numbers(source: RewardSource, found: Sequence[float], expected: int) -> None:
     if len(found) != expected:
         raise _failure(source, f"returned {len(found)} rewards for {expected} completions")
-    if wrong := [value for value in found if not math.isfinite(value)]:
+    if wrong := [value for value in found if not abs(value) <= _LARGEST]:
         raise _failure(source, f"returned {wrong[0]} as a reward, expected finite numbers")
 
 
