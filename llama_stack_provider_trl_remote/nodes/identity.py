@@ -29,6 +29,8 @@ from llama_stack_provider_trl.system.process import machine_memory, usable_cpus
 
 from ..wire import MOST_MODELS, NAME, SPECS, DeviceReport, NodeReport
 
+DEFAULT_DATA_DIR = "~/.llama/trl-node"
+"""Of an agent."""
 MACHINE_ID = "TRL_NODE_MACHINE_ID"
 ADDRESS = "TRL_NODE_ADDRESS"
 _MACHINE_ID_FILES = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))

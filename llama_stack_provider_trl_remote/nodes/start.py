@@ -29,14 +29,13 @@ from .agent import Agent
 from .calls import NodeClient, Pace
 from .discovery.mdns import announce, require_zeroconf
 from .discovery.sightings import Sighting, machine_hash
-from .identity import NodeError, machine_id, node_name, node_report, reachable_address
+from .identity import DEFAULT_DATA_DIR, NodeError, machine_id, node_name, node_report, reachable_address
 from .load import LoadMeter
 from .loan import LoanTerms
 from .models import Models
 from .ollama import ollama_models
 from .owner import OwnerWatch
 
-DEFAULT_DATA_DIR = "~/.llama/trl-node"
 SHORTEST_INTERVAL = 0.5
 """Seconds between two heartbeats."""
 

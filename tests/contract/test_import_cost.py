@@ -1,4 +1,5 @@
-"""Both providers cost a Llama Stack under 0.3 s and 30 MiB beyond what it takes itself, and no torch."""
+"""Both providers cost a Llama Stack under 0.3 s and 30 MiB beyond what it takes itself, and no torch; the service
+imports nothing that only agents and clients need."""
 
 from __future__ import annotations
 
@@ -43,3 +44,11 @@ def test_importing_both_providers_is_cheap_and_imports_no_torch(modules: list[st
         if runs[-1] < 0.3:
             break
     assert min(runs) < 0.3, runs
+
+
+def test_the_service_imports_no_client_and_no_agent() -> None:
+    """aiohttp takes 9 MiB of the service's 80."""
+    program = f"import sys, {OURS[1]}.service.server; print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    agents = {f"{OURS[1]}.{name}" for name in ("client", "nodes.agent", "nodes.start")}
+    assert {"aiohttp", "torch", "optuna", *agents} & set(done.stdout.split()) == set()

@@ -13,8 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from ...config import checked_url
 from ...wire import NAME
-from ..identity import NodeError
-from ..start import DEFAULT_DATA_DIR
+from ..identity import DEFAULT_DATA_DIR, NodeError
 
 KNOWN_HOSTS = "~/.ssh/known_hosts"
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY")

@@ -23,7 +23,6 @@ from llama_stack_provider_trl.errors import InvalidRows, TrlError
 from llama_stack_provider_trl.specs import row_files
 from llama_stack_provider_trl.system.files import Blob, put_rows
 
-from ...client import ServiceClient
 from ..token_file import read_token
 from .ray_jobs import OURS
 
@@ -166,6 +165,8 @@ def read(order: RowsOrder) -> Blob:
         TrlError: the token file or the dataset cannot be read, or the service does not take the rows.
         OSError, and those of Ray.
     """
+    from ...client import ServiceClient  # imports aiohttp, which a service that reads this module does not need
+
     client = ServiceClient(order.service_url, read_token(order.token_file))
     files = find_files(order.path, order.roots)
     report(f"Ray reads {len(files)} file{'s' if len(files) > 1 else ''}; this needs a free CPU of the cluster")
