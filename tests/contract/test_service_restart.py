@@ -63,7 +63,18 @@ class Watcher(threading.Thread):
                 self.seen.append((name, line.removeprefix("data: ")))
 
 
-def test_fifty_watchers_see_every_event_once_and_in_order_across_a_kill_and_a_stop(service: TrainingService) -> None:
+@pytest.fixture
+def watchers(service: TrainingService) -> Iterator[list[Watcher]]:
+    """They end with the test, also where it fails: 50 that looked for a service that is gone took half a core."""
+    made = [Watcher(service, "watched") for _ in range(WATCHERS)]
+    yield made
+    for watcher in made:
+        watcher.ended = True
+
+
+def test_fifty_watchers_see_every_event_once_and_in_order_across_a_kill_and_a_stop(
+    service: TrainingService, watchers: list[Watcher]
+) -> None:
     service.register("questions", QUESTIONS)
     body = sft("watched", "questions")
     body["training_config"]["n_epochs"] = EPOCHS
@@ -71,7 +82,6 @@ def test_fifty_watchers_see_every_event_once_and_in_order_across_a_kill_and_a_st
     service.arm(HOLD, "hold")
     service.submit(SFT, body)
     service.submit(SFT, waiting)
-    watchers = [Watcher(service, "watched") for _ in range(WATCHERS)]
     for watcher in watchers:
         watcher.start()
     poll(lambda: (service.root / "faults" / f"{HOLD}.taken").exists(), "the training holds", timeout=60)
