@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.config import TrlConfig
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.launch import interpreter
 from llama_stack_provider_trl.launch.interpreter import NEEDED, check_interpreter
 from llama_stack_provider_trl.specs.schema import schema_digest
 
@@ -110,6 +112,23 @@ def test_it_is_probed_as_a_training_would_start_it(python, tmp_path: Path, monke
     check_interpreter(program)
     assert seen.read_text().startswith("/\n")
     assert "s3cret" not in seen.read_text()
+
+
+def test_the_interpreter_of_this_process_is_checked_as_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process less, with the same result; where the unit tests run, training's libraries may be missing."""
+    found = [interpreter._problem(sys.executable)]
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "run", None)
+        for python in (None, Path(sys.executable)):
+            try:
+                check_interpreter(python)
+                found.append(None)
+            except InvalidRequest as error:
+                found.append(str(error).split(" is not supported: ")[1])
+    assert found == [found[0]] * 3
+    monkeypatch.setitem(NEEDED, "not-a-distribution", "1.")
+    with pytest.raises(InvalidRequest, match=r"has no .*not-a-distribution; run there"):
+        check_interpreter(None)
 
 
 def test_its_own_interpreter_is_what_an_unset_one_means() -> None:
