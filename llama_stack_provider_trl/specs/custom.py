@@ -11,17 +11,15 @@ import importlib
 import json
 import logging
 import re
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from ..errors import InvalidRows, MethodUnavailable
+from .custom_imports import Imports, reported, without_training_libraries
 from .job import DataFormat, DatasetRef, RowUse
 from .methods import METHODS, Algorithm, CustomSpec, MethodSpec
 from .rows import Example, parse_row
@@ -31,8 +29,6 @@ GROUP = "llama_stack_provider_trl.trainers"
 Rows = Literal["pairs", "conversations"]
 ALGORITHMS: dict[Rows, Algorithm] = {"pairs": "custom_pairs", "conversations": "custom_rows"}
 """The algorithm of the jobs whose method reads these rows."""
-TRAINING_LIBRARIES = ("torch", "trl", "transformers", "peft", "accelerate", "datasets")
-"""What the request part of a method may not import."""
 _RESERVED = {*METHODS, "lora", "qat"}
 """Names with a meaning of their own in `algorithm_config.type`."""
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,63}")
@@ -68,17 +64,19 @@ class InstalledMethod:
 
     def parameters(self, given: Mapping[str, Any]) -> BaseModel:
         """Its fields. Raises ValidationError, or MethodUnavailable where its model fails otherwise."""
-        with _reported(f"method {self.name!r} of {self.package} {self.version} failed on its fields"):
+        what = f"method {self.name!r} of {self.package} {self.version} failed on its fields"
+        with reported(what), without_training_libraries():
             return self.method.fields.model_validate(dict(given))
 
     def written(self, parameters: BaseModel) -> dict[str, Any]:
         """The fields as JSON values, which `parameters` reads again. Raises MethodUnavailable."""
-        with _reported(f"method {self.name!r} of {self.package} {self.version} cannot write its fields as JSON"):
+        what = f"method {self.name!r} of {self.package} {self.version} cannot write its fields as JSON"
+        with reported(what), without_training_libraries():
             return parameters.model_dump(mode="json")
 
 
-_imported: dict[tuple[str, str], InstalledMethod] = {}
-"""By name and value of the entry point: a module is imported once per process."""
+_imports: Imports[InstalledMethod] = Imports()
+"""By name and value of the entry point."""
 
 
 def custom_names() -> list[str]:
@@ -101,10 +99,9 @@ def find_method(name: str) -> InstalledMethod:
         raise MethodUnavailable(f"{packages}: the name {name!r} of its method {why}; its author has to choose another")
     if len(points) > 1:
         raise MethodUnavailable(f"several packages add a method {name!r}: {packages}; uninstall all but one")
-    key = name, points[0].value
-    if key not in _imported:
-        _imported[key] = _import(points[0])
-    return _imported[key]
+    (point,) = points
+    what = f"method {name!r} of {packages}"
+    return _imports.get((name, point.value), point.module, lambda: _import(point), what)
 
 
 def log_unusable_methods() -> None:
@@ -140,7 +137,7 @@ def check_custom_rows(
     if check is None:
         return
     parameters = found.parameters(method.parameters)
-    with open(dataset.path, encoding="utf-8") as file:
+    with open(dataset.path, encoding="utf-8") as file, without_training_libraries():
         for index, line in enumerate(file):
             example = parse_row(json.loads(line), index, use, data_format)
             if (problem := _problem_of(found, check, example, parameters, index)) is not None:
@@ -150,7 +147,7 @@ def check_custom_rows(
 def _problem_of(
     found: InstalledMethod, check: Callable[[Any, Any], str | None], example: Example, fields: Any, index: int
 ) -> str | None:
-    with _reported(f"method {found.name!r} of {found.package} {found.version} failed on row {index}"):
+    with reported(f"method {found.name!r} of {found.package} {found.version} failed on row {index}"):
         problem = check(example, fields)
         return None if problem is None else str(problem)
 
@@ -176,7 +173,7 @@ def _package(point: EntryPoint) -> str:
 
 def _import(point: EntryPoint) -> InstalledMethod:
     package = _package(point)
-    with _reported(f"method {point.name!r} of {package} cannot be imported"), _without_training_libraries():
+    with reported(f"method {point.name!r} of {package} cannot be imported"):
         method = point.load()
     if problem := _wrong(method):
         raise MethodUnavailable(
@@ -201,37 +198,3 @@ def _wrong(method: Any) -> str:
     if not (isinstance(method.trainer, str) and _TRAINER.fullmatch(method.trainer)):
         return f"its trainer is {method.trainer!r}, expected 'package.module:Class'"
     return ""
-
-
-@contextmanager
-def _reported(what: str) -> Iterator[None]:
-    """Turn what a package's own code raises into one sentence. A pydantic error is the caller's: it names fields."""
-    try:
-        yield
-    except (MethodUnavailable, ValidationError):
-        raise
-    except (Exception, SystemExit) as error:
-        text = " ".join(str(error).split())[:300]
-        raise MethodUnavailable(f"{what}: {type(error).__name__}{f': {text}' if text else ''}") from error
-
-
-@contextmanager
-def _without_training_libraries() -> Iterator[None]:
-    """Refuse the first import of training libraries in this thread: a service would hold 0.5 GiB more."""
-    finder = _Refusing(threading.get_ident())
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-
-
-class _Refusing:
-    """A finder of the import system that finds nothing."""
-
-    def __init__(self, thread: int) -> None:
-        self._thread = thread
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        if fullname in TRAINING_LIBRARIES and threading.get_ident() == self._thread:
-            raise ImportError(f"it imports {fullname}, which only its trainer's module may", name=fullname)

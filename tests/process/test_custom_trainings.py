@@ -25,14 +25,30 @@ class Fields(BaseModel):
     pass
 def method(trainer):
     return CustomMethod("Broken", "pairs", Fields, trainer)
-mean, absent = method("broken_trainers:Mean"), method("broken_trainers:Absent")
+class Methods:
+    pass
+for name in ("mean", "absent", "rows", "hides", "bare", "empty"):
+    setattr(Methods, name, method(f"broken_trainers:{name.title()}"))
 """
 BROKEN_TRAINERS = """
-from llama_stack_provider_trl.recipes.trainer.custom import CustomPairTrainer
+from llama_stack_provider_trl.recipes.trainer.custom import CustomPairTrainer, CustomRowTrainer
 class Mean(CustomPairTrainer):
     def pair_losses(self, log_probs, lengths):
         return -log_probs.mean(), {}
+class Rows(CustomRowTrainer):
+    def token_losses(self, log_probs):
+        return -log_probs
+class Hides(CustomPairTrainer):
+    def pair_losses(self, log_probs, lengths):
+        losses = -log_probs.chunk(2)[0]
+        return losses, {"loss": 0 * losses}
+class Bare(CustomPairTrainer):
+    def pair_losses(self, log_probs, lengths):
+        return -log_probs.chunk(2)[0]
+class Empty(CustomPairTrainer):
+    pass
 """
+BROKEN_NAMES = ("mean", "absent", "rows", "hides", "bare", "empty")
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +57,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(tmp_path / "site")
     install_example(tmp_path / "site")
     modules = {"broken_methods": BROKEN, "broken_trainers": BROKEN_TRAINERS}
-    install(
-        tmp_path / "site", "broken", {"mean": "broken_methods:mean", "absent": "broken_methods:absent"}, modules, "2.0"
-    )
+    points = {name: f"broken_methods:Methods.{name}" for name in BROKEN_NAMES}
+    install(tmp_path / "site", "broken", points, modules, "2.0")
     return tmp_path / "site"
 
 
@@ -160,6 +175,10 @@ def test_adapters_are_trained_and_another_version_than_has_checked_the_request_i
         ("robust", {"beta": -1}, "launch_failed", "it does not accept the fields of the request"),
         ("absent", {}, "launch_failed", "broken_trainers:Absent cannot be imported: AttributeError"),
         ("mean", {}, "rank_failed", "returned 'loss' as (), expected a tensor of shape (2,)"),
+        ("rows", {}, "launch_failed", "broken_trainers:Rows of broken 2.0 cannot train the method 'rows': it is"),
+        ("empty", {}, "launch_failed", "cannot train the method 'empty': it does not override pair_losses"),
+        ("hides", {}, "rank_failed", "returned a metric named 'loss', which would hide the trainer's"),
+        ("bare", {}, "rank_failed", "returned an object of type Tensor, expected losses and a dict of metrics"),
     ],
 )
 def test_a_package_that_cannot_be_used_where_it_trains_fails_the_job_with_its_reason(

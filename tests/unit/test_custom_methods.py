@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, MethodUnavailable
 from llama_stack_provider_trl.requests.bodies import algorithm_of
-from llama_stack_provider_trl.specs import custom
+from llama_stack_provider_trl.specs import custom, custom_imports
 from llama_stack_provider_trl.specs.custom import CustomMethod, check_custom_rows, find_method, problems
 from llama_stack_provider_trl.specs.methods import CustomSpec
 from tests.plugins import install, install_example
@@ -39,7 +41,7 @@ def make(**changes):
 @pytest.fixture(autouse=True)
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory of sys.path with the example; what tests import from it is forgotten afterwards."""
-    monkeypatch.setattr(custom, "_imported", {})
+    monkeypatch.setattr(custom, "_imports", custom_imports.Imports())
     monkeypatch.syspath_prepend(tmp_path / "site")
     before = set(sys.modules)
     install_example(tmp_path / "site")
@@ -151,6 +153,77 @@ def test_a_method_checks_rows_and_a_refused_one_is_named(site: Path, tmp_path: P
     install(site, "bad", {"bad": "bad_check:method"}, {"bad_check": METHOD + "method = make(check_row=check)"})
     with pytest.raises(MethodUnavailable, match=r"method 'bad' of bad 1\.0 failed on row 0: AttributeError"):
         check_custom_rows(spec_of({"type": "bad"}).method, dataset(tmp_path, pairs), "custom_pairs", None)
+
+
+LATE = (
+    METHOD
+    + """
+from pydantic import field_validator
+class Late(Fields):
+    @field_validator("weight")
+    def look(cls, value):
+        import ijson_of_torch
+        return value
+def check_late(example, fields):
+    import ijson_of_torch
+validates, checks = make(fields=Late), make(check_row=check_late)
+"""
+)
+
+
+def test_validators_and_checks_of_rows_may_not_import_training_libraries_either(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for library in ("torch", *(each for each in sys.modules if each.startswith("torch."))):
+        monkeypatch.delitem(sys.modules, library, raising=False)
+    (site / "ijson_of_torch.py").write_text("import torch")
+    points = {name: f"late_imports:{name}" for name in ("validates", "checks")}
+    install(site, "late", points, {"late_imports": LATE})
+    words = "ImportError: it imports torch, which only its trainer's module may"
+    with pytest.raises(InvalidRequest, match=rf"method 'validates' of late 1\.0 failed on its fields: {words}"):
+        spec_of({"type": "validates", "weight": 2.0})
+    method = spec_of({"type": "checks"}).method
+    rows = dataset(tmp_path, [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    with pytest.raises(MethodUnavailable, match=rf"method 'checks' of late 1\.0 failed on row 0: {words}"):
+        check_custom_rows(method, rows, "custom_pairs", None)
+    assert "torch" not in sys.modules
+
+
+def test_a_failed_import_is_repeated_when_its_files_or_the_installed_packages_change(site: Path) -> None:
+    (site / "count_imports.py").write_text("counted = []")
+    source = "import count_imports\ncount_imports.counted.append(1)\nimport absent_library\n" + METHOD
+    install(site, "failing", {"failing": "failing_module:method"}, {"failing_module": source})
+    counts = importlib.import_module("count_imports")
+
+    def failed(imports: int) -> None:
+        for _ in range(2):
+            with pytest.raises(MethodUnavailable, match="ModuleNotFoundError: No module named 'absent_library'"):
+                find_method("failing")
+        assert len(counts.counted) == imports
+
+    failed(1)
+    (site / "failing_module.py").write_text(source + "# another one\n")
+    failed(2)
+    install(site, "other", {})
+    failed(3)
+    (site / "failing_module.py").write_text(source.replace("import absent_library", "") + "method = make()")
+    assert find_method("failing").version == "1.0"
+    assert find_method("failing").method.title == "Mine"
+    assert len(counts.counted) == 4
+
+
+def test_an_import_that_does_not_end_is_refused_after_its_deadline(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(custom_imports, "DEADLINE_S", 0.05)
+    gate = threading.Event()
+    monkeypatch.setattr(custom, "the_gate", gate, raising=False)
+    source = "from llama_stack_provider_trl.specs import custom\ncustom.the_gate.wait(60)\n" + METHOD
+    install(site, "hanging", {"hanging": "hanging_module:method"}, {"hanging_module": source + "method = make()"})
+    with pytest.raises(InvalidRequest, match=r"hanging 1\.0 cannot be imported: its import has not ended in 0\.05 s"):
+        spec_of({"type": "hanging"})
+    gate.set()
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "import hanging_module")
+    thread.join(30)
+    assert find_method("hanging").method.title == "Mine"
 
 
 def test_the_page_lists_every_attribute_of_a_method() -> None:

@@ -15,7 +15,8 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from ...errors import JobFailure, MethodUnavailable
-from ...specs.custom import ALGORITHMS, InstalledMethod, check_custom_rows, find_method
+from ...specs.bounded import MAX_KEY
+from ...specs.custom import ALGORITHMS, InstalledMethod, Rows, check_custom_rows, find_method
 from ...specs.events import Reason
 from ...specs.job import JobSpec
 from ...specs.methods import CustomSpec
@@ -40,11 +41,17 @@ class CustomPairTrainer(ReferenceFreeRecipe):
     def _checked_losses(
         self, log_probs: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        losses, found = super()._checked_losses(log_probs, lengths)
+        returned: Any = super()._checked_losses(log_probs, lengths)
+        if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
+            found = type(returned).__name__
+            raise _wrong(self, f"returned an object of type {found}, expected losses and a dict of metrics")
+        losses, metrics = returned
         shape = (len(log_probs) // 2,)
-        for name, values in {"loss": losses, **found}.items():
+        _check_shape(self, "loss", losses, shape)
+        for name, values in metrics.items():
+            _check_name(self, name)
             _check_shape(self, name, values, shape)
-        return losses, found
+        return losses, metrics
 
 
 class CustomRowTrainer(SftRecipe):
@@ -71,6 +78,26 @@ class CustomRowTrainer(SftRecipe):
         return losses.where(outputs.label_mask, 0.0).sum()
 
 
+_TRAINERS: dict[Rows, tuple[type[RecipeTrainer], str]] = {
+    "pairs": (CustomPairTrainer, "pair_losses"),
+    "conversations": (CustomRowTrainer, "token_losses"),
+}
+"""What the trainer of a method subclasses, and what it overrides, by the method's rows."""
+_ENGINE_METRICS = (
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "epoch",
+    "step",
+    "nll_loss",
+    "aux_loss",
+    "num_tokens",
+    "tokens_per_second",
+    "exchanged_bytes",
+)
+"""Metrics of every job, which one of the same name would hide."""
+
+
 def custom_trainer(spec: JobSpec, method: CustomSpec) -> type[RecipeTrainer]:
     """The trainer of a job whose method is that of a package.
 
@@ -86,8 +113,11 @@ def custom_trainer(spec: JobSpec, method: CustomSpec) -> type[RecipeTrainer]:
     except Exception as error:
         text = " ".join(str(error).split())[:300]
         raise _failure(method, f"{found.method.trainer} cannot be imported: {type(error).__name__}: {text}") from error
-    if not (isinstance(trainer, type) and issubclass(trainer, RecipeTrainer)):
-        raise _failure(method, f"{found.method.trainer} is not a subclass of CustomPairTrainer or CustomRowTrainer")
+    expected, loss = _TRAINERS[found.method.rows]
+    if not (isinstance(trainer, type) and issubclass(trainer, expected)):
+        raise _unfit(found, f"it is not a subclass of {expected.__name__}, which trains on {found.method.rows}")
+    if getattr(getattr(trainer, loss), "__isabstractmethod__", False):
+        raise _unfit(found, f"it does not override {loss}")
     return trainer
 
 
@@ -149,11 +179,33 @@ def _failure(method: CustomSpec, found: str) -> JobFailure:
     )
 
 
+def _unfit(found: InstalledMethod, why: str) -> JobFailure:
+    return JobFailure(
+        Reason.launch_failed,
+        f"{found.method.trainer} of {found.package} {found.version} cannot train the method {found.name!r}: {why}. Its "
+        "author has to correct it.",
+    )
+
+
 def _check_shape(trainer: RecipeTrainer, name: str, values: Any, expected: tuple[int, ...]) -> None:
     shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
     if shape != expected:
-        raise JobFailure(
-            Reason.rank_failed,
-            f"{type(trainer).__module__}.{type(trainer).__name__} returned {name!r} as {shape}, expected a tensor of "
-            f"shape {expected}: one value for each, which the trainer averages itself. Its author has to correct it.",
+        raise _wrong(
+            trainer,
+            f"returned {name!r} as {shape}, expected a tensor of shape {expected}: one value for each, which the "
+            "trainer averages itself",
         )
+
+
+def _check_name(trainer: RecipeTrainer, name: Any) -> None:
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_KEY:
+        raise _wrong(trainer, f"returned a metric named {str(name)[:100]!r}, expected 1 to {MAX_KEY} characters")
+    if name in _ENGINE_METRICS or name.startswith("eval_"):
+        raise _wrong(
+            trainer, f"returned a metric named {name!r}, which would hide the trainer's: expected another name"
+        )
+
+
+def _wrong(trainer: RecipeTrainer, what: str) -> JobFailure:
+    name = f"{type(trainer).__module__}.{type(trainer).__name__}"
+    return JobFailure(Reason.rank_failed, f"{name} {what}. Its author has to correct it.")

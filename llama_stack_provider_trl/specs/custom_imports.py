@@ -1,0 +1,165 @@
+"""Code of other packages in the processes that serve requests: without training libraries, within a deadline.
+
+A package is imported by a thread of its own, which a deadline leaves behind. What has failed is remembered until the
+package's files, or what is installed, change.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..errors import MethodUnavailable
+
+TRAINING_LIBRARIES = ("torch", "trl", "transformers", "peft", "accelerate", "datasets")
+"""What the request part of a method may not import."""
+DEADLINE_S = 30.0
+_MOST_FILES = 2000
+_INSTALLED = (".dist-info", ".egg-info", ".pth")
+
+Files = tuple[tuple[str, int, int], ...]
+"""Path, time of change and size of each file that decides about an import; of distributions, the path alone."""
+
+
+@contextmanager
+def reported(what: str) -> Iterator[None]:
+    """Turn what a package's own code raises into one sentence. A pydantic error is the caller's: it names fields."""
+    try:
+        yield
+    except (MethodUnavailable, ValidationError):
+        raise
+    except (Exception, SystemExit) as error:
+        text = " ".join(str(error).split())[:300]
+        raise MethodUnavailable(f"{what}: {type(error).__name__}{f': {text}' if text else ''}") from error
+
+
+@contextmanager
+def without_training_libraries() -> Iterator[None]:
+    """Refuse the first import of training libraries in this thread: a service would hold 0.5 GiB more."""
+    finder = _Refusing(threading.get_ident())
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _Refusing:
+    """A finder of the import system that finds nothing."""
+
+    def __init__(self, thread: int) -> None:
+        self._thread = thread
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        if fullname in TRAINING_LIBRARIES and threading.get_ident() == self._thread:
+            raise ImportError(f"it imports {fullname}, which only its trainer's module may", name=fullname)
+
+
+@dataclass
+class _Attempt[T]:
+    files: Files
+    until: float
+    ended: threading.Event = field(default_factory=threading.Event)
+    value: T | None = None
+    problem: str = ""
+
+
+class Imports[T]:
+    """Objects of modules, each imported once per process.
+
+    A failed import is repeated when the package's files have changed, or what is installed: it may have been what was
+    missing. One that takes longer than `DEADLINE_S` has failed until it ends.
+    """
+
+    def __init__(self) -> None:
+        self._attempts: dict[Any, _Attempt[T]] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: Any, module: str, load: Callable[[], T], what: str) -> T:
+        """What `load` returns, which imports `module`.
+
+        Raises:
+            MethodUnavailable: it raised that, or has not ended in time; `what` is the subject of that sentence.
+        """
+        with self._lock:
+            attempt = self._attempts.get(key)
+            if attempt is None or (attempt.ended.is_set() and attempt.problem and attempt.files != _files_of(module)):
+                attempt = _Attempt(_files_of(module), time.monotonic() + DEADLINE_S)
+                self._attempts[key] = attempt
+                name = f"import {module}"
+                threading.Thread(target=_load, args=(attempt, module, load), name=name, daemon=True).start()
+        if not attempt.ended.wait(max(0.0, attempt.until - time.monotonic())):
+            raise MethodUnavailable(
+                f"{what} cannot be imported: its import has not ended in {DEADLINE_S:g} s; its author has to make it "
+                "shorter, and this process has to be started again if it never ends"
+            )
+        if attempt.problem or attempt.value is None:
+            raise MethodUnavailable(attempt.problem)
+        return attempt.value
+
+
+def _load[T](attempt: _Attempt[T], module: str, load: Callable[[], T]) -> None:
+    before = set(sys.modules)
+    try:
+        with without_training_libraries():
+            attempt.value = load()
+    except BaseException as error:  # of another package's code, and in a thread of its own
+        attempt.problem = str(error) or type(error).__name__
+        _forget(module, before)
+    finally:
+        attempt.ended.set()
+
+
+def _forget(module: str, before: set[str]) -> None:
+    """Forget the modules of a package whose import has failed: the next attempt reads their files again."""
+    package = module.partition(".")[0]
+    for name in set(sys.modules) - before:
+        if name == package or name.startswith(f"{package}."):
+            sys.modules.pop(name, None)
+
+
+def _files_of(module: str) -> Files:
+    """The Python files of a module's package, and what is installed."""
+    found: list[Path] = []
+    with suppress(ImportError, ValueError, AttributeError):
+        spec = PathFinder.find_spec(module.partition(".")[0])
+        if spec is not None:
+            found += [Path(spec.origin)] if spec.origin else []
+            for place in spec.submodule_search_locations or ():
+                found += _python_files(place)
+    return (*_installed(), *(entry for path in found if (entry := _state(path)) is not None))
+
+
+def _installed() -> Iterator[tuple[str, int, int]]:
+    for place in filter(None, sys.path):
+        with suppress(OSError):
+            for name in sorted(os.listdir(place)):
+                if name.endswith(_INSTALLED):
+                    yield str(Path(place, name)), 0, 0
+
+
+def _python_files(place: str) -> list[Path]:
+    found: list[Path] = []
+    for directory, directories, names in os.walk(place):
+        directories.sort()
+        found += [Path(directory, name) for name in sorted(names) if name.endswith(".py")]
+        if len(found) >= _MOST_FILES:
+            break
+    return found[:_MOST_FILES]
+
+
+def _state(path: Path) -> tuple[str, int, int] | None:
+    with suppress(OSError):
+        status = path.stat()
+        return str(path), status.st_mtime_ns, status.st_size
+    return None
