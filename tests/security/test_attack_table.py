@@ -48,7 +48,7 @@ HIDDEN = {
 }
 """Routes that the document leaves out: pages and their forms. -> their roles"""
 ALL_CALLERS = os.environ.get("TRL_ATTACKS") == "full"
-"""Every way to write every path as every caller, which takes three times as long."""
+"""Every way to write every path as every caller, which takes twice as long."""
 NODES = {"own": "itself", "task": "with a current task"}
 """Mark in the documented table -> what the document requires of a node."""
 HTTP_METHODS = {"get", "put", "post", "delete", "head", "patch", "options", "trace"}
