@@ -212,6 +212,20 @@ def test_a_failed_import_is_repeated_when_its_files_or_the_installed_packages_ch
     assert len(counts.counted) == 4
 
 
+def test_a_repeated_import_reads_all_modules_of_its_package_again(site: Path) -> None:
+    install(site, "parted", {"parted": "parted_package.method:method"}, {})
+    package = site / "parted_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "values.py").write_text("TITLE = None")
+    source = f"from parted_package.values import TITLE\n{METHOD}\nmethod = make(title=TITLE.title())"
+    (package / "method.py").write_text(source)
+    with pytest.raises(MethodUnavailable, match="AttributeError: 'NoneType' object has no attribute 'title'"):
+        find_method("parted")
+    (package / "values.py").write_text("TITLE = 'corrected'")
+    assert find_method("parted").method.title == "Corrected"
+
+
 def test_an_import_that_does_not_end_is_refused_after_its_deadline(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(custom_imports, "DEADLINE_S", 0.05)
     gate = threading.Event()
