@@ -136,7 +136,7 @@ def test_given_answers_have_the_losses_of_trl_called_directly(
     assert any(abs(value) > 1e-3 for value in metric(events, "grad_norm"))
 
 
-TOY = GrpoSpec(rewards=(DIGITS,), num_generations=8, max_completion_length=4, beta=0.01)
+TOY = GrpoSpec(rewards=(LETTER,), num_generations=16, max_completion_length=4, beta=0.01)
 MORE = [{"prompt": f"Name a number above {n}."} for n in range(8)]
 
 
@@ -153,8 +153,8 @@ def test_20_steps_raise_a_reward_and_a_job_that_continues_gives_the_same_answers
     assert status == 0, [event.message for event in of_kind(events, Failed)]
     rewards = metric(events, "reward")
     assert len(rewards) == 20
-    assert sum(rewards[-5:]) > sum(rewards[:5]) + 1.0
-    assert {"kl", "rewards/regex/mean", "completions/mean_length", "completions/clipped_ratio"} <= of_kind(
+    assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.75  # of 2.5
+    assert {"kl", "rewards/letter/mean", "completions/mean_length", "completions/clipped_ratio"} <= of_kind(
         events, Progress
     )[0].metrics.keys()
     effective = of_kind(events, Prepared)[0].effective
