@@ -13,8 +13,6 @@ from .bodies import DataConfig, GRPOConfig, GRPOReward
 from .checks import nearest_choice, parse_fields
 from .options import ProviderOptions
 
-_ONE_PROCESS = "GRPO answers prompts and trains in one process"
-
 
 def resolve_grpo(config: GRPOConfig, options: ProviderOptions, where: str) -> GrpoSpec:
     """The parameters of a job. Raises InvalidRequest."""
@@ -38,10 +36,8 @@ def check_grpo(fields: Mapping[str, Any], data: DataConfig) -> None:
         return
     resources = fields["resources"]
     if resources is not None and resources.nodes > 1:
-        hint = f"{_ONE_PROCESS}: send 1"
+        hint = "GRPO trains on the ranks of one node: send 1, and the ranks as nproc_per_node"
         raise InvalidRequest("provider_options.resources.nodes", resources.nodes, hint)
-    if fields["ranks"] > 1:
-        raise InvalidRequest("provider_options.nproc_per_node", fields["ranks"], f"{_ONE_PROCESS}: send 1")
     held_out = "GRPO evaluates on no held-out rows: its rewards are metrics of each step; leave it out"
     for name in ("validation_dataset_id", "train_split_percentage"):
         value = getattr(data, name)

@@ -32,7 +32,7 @@ def spec_of(config: dict[str, Any], *, sharding: bool = False, data: Any = None,
         training_config={"n_epochs": 1, "data_config": data},
         algorithm_config={"type": "grpo", **config},
     )
-    many = {"sharding": ShardingSpec(), "max_ranks": 2} if sharding else {}
+    many = {"sharding": ShardingSpec(), "max_ranks": 2, "max_nodes": 2} if sharding else {}
     settings = Settings(data_dir=Path("/data"), devices=("cpu",), **many)
     rows = DatasetRef(dataset_id="prompts", path=Path("/rows"), sha256="0" * 64, num_rows=4)
     spec = resolve(body, ProviderOptions.parse(options), settings).spec(rows, None)
@@ -86,9 +86,11 @@ def test_what_grpo_cannot_do_is_refused_by_name(config: Any, options: Any, field
     assert words in str(refused.value)
 
 
-def test_several_processes_and_held_out_rows_are_refused_by_name() -> None:
-    with pytest.raises(InvalidRequest, match=r"nproc_per_node=2 .*trains in one process: send 1"):
-        spec_of({"rewards": [EXACT]}, sharding=True, nproc_per_node=2)
+def test_ranks_of_one_node_divide_the_prompts_and_several_nodes_and_held_out_rows_are_refused_by_name() -> None:
+    spec = spec_of({"rewards": [EXACT]}, sharding=True, nproc_per_node=2)
+    assert (spec.ranks, spec.rows_per_step) == (2, 4)
+    with pytest.raises(InvalidRequest, match=r"resources.nodes=2 .*GRPO trains on the ranks of one node: send 1"):
+        spec_of({"rewards": [EXACT]}, sharding=True, resources={"nodes": 2})
     with pytest.raises(InvalidRequest, match=r"validation_dataset_id='more' .*on no held-out rows"):
         spec_of({"rewards": [EXACT]}, data={"validation_dataset_id": "more"})
 
