@@ -22,6 +22,7 @@ from peft import PeftConfig
 from torch.nn.utils.rnn import pad_sequence
 from trl import DPOTrainer
 
+from ... import faults
 from ...specs.answer_rows import CheckedRow, read_checked_rows
 from ...specs.job import JobSpec
 from ...specs.methods import GrpoSpec
@@ -106,6 +107,7 @@ class GrpoRecipe(PreparedDatasets, ScoresReference, DPOTrainer):
         answered here, by the weights that the step changes. A collective."""
         self.model.train()  # as in the step itself: metrics of the first one would count as an evaluation's
         answers = [self.answer(inputs["prompts"], inputs["rows"]) for inputs in batch_samples]
+        faults.reach(f"answered-{self.state.global_step + 1}")
         own = [
             group
             for inputs, ids in zip(batch_samples, answers, strict=True)
