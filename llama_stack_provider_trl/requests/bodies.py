@@ -195,7 +195,7 @@ class GRPOReward(BaseModel):
     """Name of an installed package's function."""
     model: str | None = None
     """Refused."""
-    weight: float | None = None
+    weight: float | None = Field(None, ge=-1e6, le=1e6)
     """Factor of the reward. Default 1."""
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, MethodUnavailable
 from ..specs.answer_checks import AnswerCheck, refuse_unusable_check
 from ..specs.methods import GrpoLoss, GrpoSpec, RewardScale
-from ..specs.rewards import GROUP, RewardSource, installed_rewards
+from ..specs.rewards import GROUP, RewardSource, find_reward, installed_rewards, package_of
 from .bodies import DataConfig, GRPOConfig, GRPOReward
 from .checks import nearest_choice, parse_fields
 from .options import ProviderOptions
@@ -89,17 +89,22 @@ def _source(given: GRPOReward, where: str) -> RewardSource:
     if given.weight == 0:
         raise InvalidRequest(f"{where}.weight", 0, "a reward without a weight teaches nothing; leave it out")
     weight = 1.0 if given.weight is None else given.weight
-    if given.check is None:
-        _check_installed(given.function or "", where)
-        return RewardSource(name=given.function or "", weight=weight, function=given.function)
-    check = parse_fields(AnswerCheck, given.check, f"{where}.check")
+    if given.function is not None:
+        package = _package_of(given.function, where)
+        return RewardSource(name=given.function, weight=weight, function=given.function, package=package)
+    check = parse_fields(AnswerCheck, given.check or {}, f"{where}.check")
     refuse_unusable_check(check, f"{where}.check")
     return RewardSource(name=check.measure, weight=weight, check=check)
 
 
-def _check_installed(name: str, where: str) -> None:
-    installed = installed_rewards()
-    if name not in installed:
-        those = nearest_choice(name, sorted(installed)) if installed else "no installed package adds one"
+def _package_of(name: str, where: str) -> str:
+    """The package that adds a function. Raises InvalidRequest."""
+    try:
+        return package_of(find_reward(name))
+    except MethodUnavailable as error:
+        installed = installed_rewards()
+        those = "no installed package adds one"
+        if installed:
+            those = str(error) if name in installed else nearest_choice(name, sorted(installed))
         hint = f"{those}; a package adds functions by entry points of the group {GROUP}"
-        raise InvalidRequest(f"{where}.function", name, hint)
+        raise InvalidRequest(f"{where}.function", name, hint) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from importlib.metadata import EntryPoint, entry_points
 
+from ..errors import MethodUnavailable
 from .answer_checks import AnswerCheck
 from .beginnings import Frozen
 
@@ -25,6 +26,9 @@ class RewardSource(Frozen):
     """An answer that passes has 1, any other one 0."""
     function: str | None = None
     """Name of an entry point: `function(prompts, completions, rows)` returns a number for each completion."""
+    package: str = ""
+    """Distribution that has the function, with its version, where the request was checked. Empty in specifications of
+    earlier releases."""
 
 
 def checks_of(rewards: tuple[RewardSource, ...]) -> tuple[AnswerCheck, ...]:
@@ -32,10 +36,30 @@ def checks_of(rewards: tuple[RewardSource, ...]) -> tuple[AnswerCheck, ...]:
     return tuple(source.check for source in rewards if source.check is not None)
 
 
-def installed_rewards() -> dict[str, EntryPoint]:
+def installed_rewards() -> dict[str, list[EntryPoint]]:
     """The functions that installed packages add, by name; none is imported.
 
     Read at each call, so that a package is found which was installed meanwhile.
     """
     importlib.invalidate_caches()
-    return {point.name: point for point in entry_points(group=GROUP)}
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=GROUP):
+        if point not in found.setdefault(point.name, []):  # one distribution may be on two entries of sys.path
+            found[point.name].append(point)
+    return found
+
+
+def find_reward(name: str) -> EntryPoint:
+    """The function of an installed package. Raises MethodUnavailable: there is none, or several packages add it."""
+    points = installed_rewards().get(name, [])
+    if not points:
+        raise MethodUnavailable(f"no installed package adds the reward function {name!r}")
+    if len(points) > 1:
+        packages = ", ".join(map(package_of, points))
+        raise MethodUnavailable(f"several packages add a reward function {name!r}: {packages}; uninstall all but one")
+    return points[0]
+
+
+def package_of(point: EntryPoint) -> str:
+    """The distribution that has an entry point, with its version."""
+    return f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown package"

@@ -66,6 +66,9 @@ def test_a_method_gets_its_parameters_and_names_its_rewards_apart() -> None:
         ({"rewards": [{"check": {"type": "regex", "pattern": "("}}]}, {}, "rewards.0.check.pattern", "not a regular"),
         ({"rewards": [REGEX, {**REGEX, "weight": 2}]}, {}, "rewards.1", "another reward has this name"),
         ({"rewards": [{**EXACT, "weight": 0}]}, {}, "rewards.0.weight", "teaches nothing"),
+        ({"rewards": [{**EXACT, "weight": 1e7}]}, {}, "rewards.0.weight", "less than or equal to 1000000"),
+        ({"rewards": [{**EXACT, "weight": float("nan")}]}, {}, "rewards.0.weight", "Input should be"),
+        ({"rewards": [{**EXACT, "weight": float("-inf")}]}, {}, "rewards.0.weight", "greater than or equal to"),
         ({"rewards": [{**EXACT, "code": "x"}]}, {}, "rewards.0.code", "Extra inputs"),
         ({"rewards": [{"model": "job:r"}]}, {}, "rewards.0.model", "are not supported"),
         ({"rewards": [{"function": "absent"}]}, {}, "rewards.0.function", "no installed package adds one"),
@@ -95,14 +98,36 @@ def test_ranks_of_one_node_divide_the_prompts_and_several_nodes_and_held_out_row
         spec_of({"rewards": [EXACT]}, data={"validation_dataset_id": "more"})
 
 
+def install(site: Path, package: str) -> None:
+    """The metadata of a package that adds the function polite."""
+    metadata = site / f"{package}-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    points = f"[llama_stack_provider_trl.rewards]\npolite = {package}:polite\n"
+    (metadata / "entry_points.txt").write_text(points)
+
+
+def test_a_function_of_two_packages_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "judges")
+    monkeypatch.syspath_prepend(tmp_path)
+    again = tmp_path / "again"
+    install(again, "judges")
+    monkeypatch.syspath_prepend(again)  # one package on two entries of sys.path
+    assert len(_sources(spec_of({"rewards": [{"function": "polite"}]}))) == 1
+    install(tmp_path, "critics")
+    with pytest.raises(InvalidRequest, match="several packages add a reward function 'polite'") as refused:
+        spec_of({"rewards": [{"function": "polite"}]})
+    assert refused.value.field == "algorithm_config.rewards.0.function"
+    assert "judges 1.0" in str(refused.value)
+    assert "critics 1.0" in str(refused.value)
+
+
 def test_a_function_is_found_where_its_package_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    metadata = tmp_path / "judges-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: judges\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[llama_stack_provider_trl.rewards]\npolite = judges:polite\n")
+    install(tmp_path, "judges")
     monkeypatch.syspath_prepend(tmp_path)
     (source,) = _sources(spec_of({"rewards": [{"function": "polite", "weight": 2}]}))
     assert (source.name, source.function, source.weight) == ("polite", "polite", 2.0)
+    assert source.package == "judges 1.0"
     assert "judges" not in sys.modules  # a service imports no code of a reward
     with pytest.raises(InvalidRequest, match="the nearest is 'polite'"):
         spec_of({"rewards": [{"function": "polit"}]})

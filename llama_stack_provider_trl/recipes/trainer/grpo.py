@@ -24,6 +24,7 @@ from trl import DPOTrainer
 
 from ... import faults
 from ...specs.answer_rows import CheckedRow, read_checked_rows
+from ...specs.events import Warned
 from ...specs.job import JobSpec
 from ...specs.methods import GrpoSpec
 from ...specs.rewards import checks_of
@@ -32,7 +33,7 @@ from ..model.fsdp import is_sharded, reshard
 from ..model.generation import Sampler, answer_ends, answer_ids
 from .pairs import PaddedPairs, set_adapter_dropout
 from .reference import NoReference, is_needed, load_reference
-from .rewards import Rewards
+from .rewards import Rewards, Scores
 from .samples import undisturbed
 from .scoring import ScoresReference
 from .trl_patches import PreparedDatasets, fuse_head
@@ -75,6 +76,8 @@ class Group(NamedTuple):
     tokens: int
     unended: int
     """Answers without a token that ends them."""
+    timed_out: list[int]
+    """Answers of which a check could not be decided in time, of each source."""
 
 
 class GrpoRecipe(PreparedDatasets, ScoresReference, DPOTrainer):
@@ -173,17 +176,17 @@ class GrpoRecipe(PreparedDatasets, ScoresReference, DPOTrainer):
     def _groups(self, rows: list[int], answers: list[list[int]]) -> list[Group]:
         """The prompts of a micro batch, with the rewards of their answers."""
         count, ends = self._grpo.num_generations, self._ends()
-        rewards = self._score(rows, answers).tolist() if rows else []
+        scores = self._score(rows, answers) if rows else Scores([], [])
         groups = []
         for number, row in enumerate(rows):
             of_row = slice(number * count, (number + 1) * count)
             tokens = sum(map(len, answers[of_row]))
             unended = sum(ids[-1] not in ends for ids in answers[of_row])
-            groups.append(Group(row, rewards[of_row], tokens, unended))
+            timed_out = [sum(of_source) for of_source in zip(*scores.timed_out[of_row], strict=True)]
+            groups.append(Group(row, scores.values[of_row], tokens, unended, timed_out))
         return groups
 
-    def _score(self, rows: list[int], answers: list[list[int]]) -> torch.Tensor:
-        """Rewards, shape (answers, sources)."""
+    def _score(self, rows: list[int], answers: list[list[int]]) -> Scores:
         numbers = [row for row in rows for _ in range(self._grpo.num_generations)]
         texts = [self.processing_class.decode(ids, skip_special_tokens=True) for ids in answers]
         checked = [self._rows.checked[number] for number in numbers]
@@ -259,10 +262,18 @@ class GrpoRecipe(PreparedDatasets, ScoresReference, DPOTrainer):
             weighted: shape (prompts, answers).
         """
         deviations, device = weighted.std(dim=1), self.args.device
+        timed_out = [sum(counts) for counts in zip(*(group.timed_out for group in groups), strict=True)]
+        for message in self._rewards.warnings(timed_out):
+            self._writer.write(Warned(message=message))
         means = {f"rewards/{name}/mean": rewards[..., number].sum() for number, name in enumerate(self._rewards.names)}
         of_answers = {
             "reward": weighted.sum(),
             **means,
+            **{
+                f"rewards/{name}/timed_out": torch.tensor(float(count))
+                for name, count in zip(self._rewards.names, timed_out, strict=True)
+                if count
+            },
             "completions/mean_length": torch.tensor(float(sum(group.tokens for group in groups))),
             "completions/clipped_ratio": torch.tensor(float(sum(group.unended for group in groups))),
         }
