@@ -246,10 +246,19 @@ def _named(model: Any) -> str | None:
 
 
 def _models(request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The models of a merge or an ensemble; none where the request is of another form, which the service refuses."""
-    models = request.get("models") if request.get("kind") in ("merge", "evaluate") else None
+    """The models of a merge or an ensemble, and the reward models of GRPO; none where the request is of another form,
+    which the service refuses."""
+    models = request.get("models") if request.get("kind") in ("merge", "evaluate") else _rewards(request)
     found = models if isinstance(models, list) else ()
     return [one for one in found if isinstance(one, dict) and isinstance(one.get("model"), str)]
+
+
+def _rewards(request: Mapping[str, Any]) -> Any:
+    """What `algorithm_config`, or the provider option `method`, has as `rewards`."""
+    options = request.get("provider_options")
+    method = options.get("method") if isinstance(options, Mapping) else None
+    fields = method or request.get("algorithm_config")
+    return fields.get("rewards") if isinstance(fields, Mapping) else None
 
 
 def _data_of(request: Mapping[str, Any]) -> Any:

@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from .. import faults
@@ -28,6 +29,7 @@ from .bases import find_base
 from .chains import AFTER
 from .ownership import refuse_foreign
 from .proposer_process import Proposer, ProposerProcess
+from .reward_models import with_reward_models
 from .searches import NewTrial
 from .searching import Ending, Generation, Trial, best_trial
 from .states import JobState
@@ -172,6 +174,8 @@ class Proposals:
         """The job of a later trial, on the rows of the search. Raises InvalidRequest."""
         named = find_base(trial.request, self._store)
         resolution = resolve(trial.request, trial.options, self._settings, named)
+        fields = with_reward_models(resolution.fields, trial.options, self._settings, self._store)
+        resolution = replace(resolution, fields=fields)
         refuse_foreign(self._settings.data_dir, resolution.fields["checkpoint_dir"])
         spec = resolution.spec(own.dataset, own.validation)
         # Its rows are those of the search, which are kept as long as its record is.

@@ -1,4 +1,4 @@
-"""Rewards of answers: the checks that there are, and the functions of installed packages.
+"""Rewards of answers: the checks that there are, the functions of installed packages, and reward models.
 
 A package adds a function by an entry point of the group `llama_stack_provider_trl.rewards`. Requests name it, and never
 bring code of their own.
@@ -8,16 +8,36 @@ from __future__ import annotations
 
 import importlib
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 
 from ..errors import MethodUnavailable
 from .answer_checks import AnswerCheck
-from .beginnings import Frozen
+from .beginnings import BaseJob, Frozen
+from .model_source import ModelSource
 
 GROUP = "llama_stack_provider_trl.rewards"
 
 
+class RewardModel(Frozen):
+    """A reward model that another job trains."""
+
+    job_uuid: str
+    checkpoint: str | None = None
+    """Name of its directory; None: the job's result."""
+    path: Path | None = None
+    """That directory; None: the job is not looked up yet."""
+    is_adapter: bool = False
+    """It is an adapter of `base`, with the head that was trained with it."""
+    base: ModelSource | None = None
+    """What its job began with."""
+    max_seq_length: int = 2048
+    """Of its job: longer conversations lose their end, as those that it was trained on."""
+    jobs: tuple[BaseJob, ...] = ()
+    """Whose checkpoints are read: its own job, and that of the model below an adapter."""
+
+
 class RewardSource(Frozen):
-    """A part of a reward: a check, or a function of an installed package."""
+    """A part of a reward: a check, a function of an installed package, or the reward model of another job."""
 
     name: str
     """In metrics, one of its own."""
@@ -26,6 +46,8 @@ class RewardSource(Frozen):
     """An answer that passes has 1, any other one 0."""
     function: str | None = None
     """Name of an entry point: `function(prompts, completions, rows)` returns a number for each completion."""
+    model: RewardModel | None = None
+    """An answer has what the reward model gives it."""
     package: str = ""
     """Distribution that has the function, with its version, where the request was checked. Empty in specifications of
     earlier releases."""
@@ -34,6 +56,11 @@ class RewardSource(Frozen):
 def checks_of(rewards: tuple[RewardSource, ...]) -> tuple[AnswerCheck, ...]:
     """The checks among the parts of a reward, in their order."""
     return tuple(source.check for source in rewards if source.check is not None)
+
+
+def reward_models_of(rewards: tuple[RewardSource, ...]) -> tuple[RewardModel, ...]:
+    """The reward models among the parts of a reward, in their order."""
+    return tuple(source.model for source in rewards if source.model is not None)
 
 
 def installed_rewards() -> dict[str, list[EntryPoint]]:

@@ -102,6 +102,7 @@ class GrpoRecipe(PreparedDatasets, ScoresReference, DPOTrainer):
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
         fuse_head(policy, outputs=("log_probs",), temperature=spec.method.temperature)
         self.ref_model = load_reference(spec, self.args.device, self.accelerator) if is_needed(spec) else None
+        self._rewards.load_models(spec.dtype, self.args.device)
         if spec.lora:
             set_adapter_dropout(self.model, spec.lora.dropout)
 

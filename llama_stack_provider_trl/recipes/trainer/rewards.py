@@ -1,4 +1,4 @@
-"""Rewards the answers of a GRPO job: its checks, and the functions of installed packages."""
+"""Rewards the answers of a GRPO job: its checks, the functions of installed packages, and reward models of jobs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from ...errors import JobFailure, MethodUnavailable
 from ...specs.answer_checks import TIMEOUT, AnswerCheck, passes
 from ...specs.answer_rows import CheckedRow
 from ...specs.events import Reason
+from ...specs.job import Dtype
 from ...specs.methods import GrpoSpec
 from ...specs.rewards import GROUP, RewardSource, find_reward, package_of
 from ...specs.rows import Message
-
-_LARGEST = 1e30
-"""Of a reward: the sum of many squares is a number in float32, too."""
+from .reward_models import LARGEST, RewardScorer
 
 Function = Callable[[list[list[Message]], list[str], list[dict[str, Any]]], Iterable[float]]
 
@@ -34,7 +33,7 @@ class Scores(NamedTuple):
 
 
 class Rewards:
-    """The rewards of a job. Functions are imported here, before a model is loaded.
+    """The rewards of a job. Functions are imported here; `load_models` loads what its reward models are.
 
     Raises:
         JobFailure: a function is not installed, or cannot be imported.
@@ -43,9 +42,16 @@ class Rewards:
     def __init__(self, spec: GrpoSpec) -> None:
         self._sources = spec.rewards
         self._functions = {source.name: _load(source) for source in spec.rewards if source.function is not None}
+        self._scorers: dict[str, RewardScorer] = {}
         self._timed_out: set[str] = set()
         self.names = [source.name for source in spec.rewards]
         self.weights = torch.tensor([source.weight for source in spec.rewards], dtype=torch.float32)
+
+    def load_models(self, dtype: Dtype, device: torch.device) -> None:
+        """Load the reward models of a job that trains in `dtype`. Raises JobFailure: one cannot be loaded."""
+        for source in self._sources:
+            if source.model is not None:
+                self._scorers[source.name] = RewardScorer(source.model, dtype, device)
 
     def score(
         self,
@@ -68,7 +74,11 @@ class Rewards:
         values, timed_out = [], []
         for source in self._sources:
             alive()
-            if source.check is None:
+            if source.model is not None:
+                scorer = self._scorers[source.name]
+                values.append(scorer.score([row.messages for row in checked], completions, alive))
+                timed_out.append([False] * len(completions))
+            elif source.check is None:
                 values.append(self._of_function(source, [row.messages for row in checked], completions, rows))
                 timed_out.append([False] * len(completions))
             else:
@@ -151,7 +161,7 @@ def _of_check(
 def _check_numbers(source: RewardSource, found: Sequence[float], expected: int) -> None:
     if len(found) != expected:
         raise _failure(source, f"returned {len(found)} rewards for {expected} completions")
-    if wrong := [value for value in found if not abs(value) <= _LARGEST]:
+    if wrong := [value for value in found if not abs(value) <= LARGEST]:
         raise _failure(source, f"returned {wrong[0]} as a reward, expected finite numbers")
 
 
