@@ -16,7 +16,6 @@ from datasets import Dataset
 from ..errors import JobFailure
 from ..specs.events import EventWriter, Finished, Preflighted, Reason, Warned
 from ..specs.job import AttemptSpec, JobSpec
-from ..specs.methods import GrpoSpec
 from ..specs.preflight import PreflightSpec
 from ..system.files import free_bytes
 from ..system.fork import imported_memory
@@ -75,8 +74,7 @@ def plan_steps(spec: JobSpec, lengths: torch.Tensor | Sequence[int], batch_plan:
 def _largest_batch(spec: JobSpec, batch_plan: BatchPlan, rows: int, tokens: int) -> Batch:
     """The batch with the longest row, which pads all others to its length. With fillers no batch is short."""
     size = batch_plan.batch_size if batch_plan.needs_filler else min(batch_plan.batch_size, rows)
-    if isinstance(spec.method, GrpoSpec):
-        tokens += spec.method.max_completion_length
+    tokens += spec.answer_tokens or 0
     return Batch(size * spec.sequences_per_row, min(tokens, spec.max_seq_length))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..errors import JobFailure
 from ..specs.events import EventWriter, Finished, Previewed, PreviewedRow, Reason
 from ..specs.job import JobSpec
-from ..specs.methods import METHODS, GrpoSpec
+from ..specs.methods import METHODS
 from ..specs.preflight import PreviewSpec
 from .data.chat import Chat
 from .data.lengths import histogram
@@ -125,9 +125,8 @@ def _rows(spec: JobSpec, first: int, chat: Chat, counter: TruncationCounter) -> 
     for chunk in batched(islice(read, first, first + _MOST_ROWS), _CHUNK):
         if METHODS[spec.algorithm].rows == "kto":
             rows = [_answer(prompt, ids, counter) for prompt, ids, _ in encode_labelled(chat, chunk)]  # type: ignore[arg-type]
-        elif isinstance(spec.method, GrpoSpec):
-            answer = spec.method.max_completion_length
-            rows = [_prompt(ids, answer, counter) for _, ids in encode_chats(chat, chunk)]  # type: ignore[arg-type]
+        elif spec.answer_tokens is not None:
+            rows = [_prompt(ids, spec.answer_tokens, counter) for _, ids in encode_chats(chat, chunk)]  # type: ignore[arg-type]
         elif not spec.has_pairs:
             encoded = SftEncoder(chat, spec.train_on_input).encode(chunk)  # type: ignore[arg-type]
             rows = [_sft_row(ids, labels, counter) for ids, labels in encoded]

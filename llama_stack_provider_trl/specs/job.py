@@ -20,7 +20,7 @@ from .averaging import AveragingSpec
 from .beginnings import AdapterSpec, BaseJob, Frozen
 from .beginnings import ResumeFrom as ResumeFrom
 from .kinds import Work
-from .methods import METHODS, GrpoSpec, KtoSpec, MethodSpec
+from .methods import METHODS, GrpoSpec, KtoSpec, MethodSpec, answer_tokens
 from .methods import Algorithm as Algorithm  # parts of JobSpec
 from .methods import DpoLoss as DpoLoss
 from .methods import DpoSpec as DpoSpec
@@ -358,6 +358,11 @@ class JobSpec(Frozen):
     def sequences_per_row(self) -> int:
         """Sequences that a row is trained on: two of a pair, as many as a prompt has answers."""
         return self.method.num_generations if isinstance(self.method, GrpoSpec) else 2 if self.has_pairs else 1
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """Tokens of an answer at most, of a method that trains on the model's own answers; None: of another method."""
+        return answer_tokens(self.method)
 
     @property
     def kl_weight(self) -> float:

@@ -142,6 +142,11 @@ MethodSpec = Annotated[OrpoSpec | CpoSpec | RewardSpec | KtoSpec | GrpoSpec | Cu
 """Parameters of the methods that `specs.job` has no field of its own for."""
 
 
+def answer_tokens(method: MethodSpec | None) -> int | None:
+    """Tokens of an answer at most, of a method that trains on the model's own answers; None: of another method."""
+    return method.max_completion_length if isinstance(method, GrpoSpec) else None
+
+
 def reward_models(method: MethodSpec | None) -> tuple[RewardModel, ...]:
     """The reward models that reward a job's answers; none where its method has no answers."""
     return reward_models_of(method.rewards) if isinstance(method, GrpoSpec) else ()

@@ -14,7 +14,7 @@ import transformers
 
 from ...specs import rows as row_shapes
 from ...specs.job import DatasetRef, JobSpec
-from ...specs.methods import METHODS, GrpoSpec
+from ...specs.methods import METHODS
 from .chat import call_tokenizer, default_chat_template
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class RowKeys:
             train_on_input=spec.train_on_input and is_sft,
             max_seq_length=spec.max_seq_length,
             truncation_side=spec.truncation_side,
-            answer=spec.method.max_completion_length if isinstance(spec.method, GrpoSpec) else None,
+            answer=spec.answer_tokens,
             # The ranks and attempts of a job train on the same rows also where the template writes the date.
             job=spec.job_uuid if varies else None,
         )

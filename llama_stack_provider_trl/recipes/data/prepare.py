@@ -26,7 +26,7 @@ from datasets import Dataset, concatenate_datasets
 from ...errors import InvalidRows, JobFailure
 from ...specs.events import Reason
 from ...specs.job import DataFormat, DatasetRef, JobSpec, RowUse, TruncationSide
-from ...specs.methods import METHODS, GrpoSpec
+from ...specs.methods import METHODS
 from ...specs.rows import Example, LabelledExample, PreferenceExample, PromptExample, SftExample, parse_row
 from .packing import IGNORED, pack
 
@@ -133,9 +133,9 @@ class Tokenization:
 
 def tokenize(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerBase) -> Tokenization:
     """Tokenize a dataset of the job for its trainer."""
-    if isinstance(spec.method, GrpoSpec):
+    if spec.answer_tokens is not None:
         prompts = read_examples(dataset.path, "prompts")
-        return tokenize_prompts(prompts, tokenizer, spec.max_seq_length, spec.method.max_completion_length)
+        return tokenize_prompts(prompts, tokenizer, spec.max_seq_length, spec.answer_tokens)
     if spec.has_pairs:
         return tokenize_dpo(read_examples(dataset.path, "dpo"), tokenizer, spec.max_seq_length, spec.truncation_side)
     if METHODS[spec.algorithm].rows == "kto":

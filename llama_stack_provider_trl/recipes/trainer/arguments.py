@@ -41,7 +41,7 @@ def pair_arguments(spec: JobSpec, device: torch.device) -> DPOConfig:
 
 
 def prompt_arguments(spec: JobSpec, device: torch.device) -> DPOConfig:
-    """Arguments for TRL's DPOTrainer whose rows are prompts: `recipes.trainer.grpo` collates them and has the loss."""
+    """Arguments for TRL's DPOTrainer whose rows are prompts, which `recipes.trainer.answering` answers and collates."""
     arguments = pair_arguments(spec, device)
     arguments.remove_unused_columns = False
     return arguments
