@@ -127,9 +127,9 @@ def resolved(step: PipelineJob, job_uuid: str, names: Mapping[str, str]) -> Json
     data = _data_of(request)
     if (named := _named(data.get(_ROWS))) is not None:
         data[_ROWS] = f"{_PREFIX}{names[named]}"
-    for one in _models(request):
-        if (named := _named(one["model"])) is not None:
-            one["model"] = f"{_PREFIX}{names[named]}{one['model'].removeprefix(_PREFIX + named)}"
+    for one, key in _models(request):
+        if (named := _named(one[key])) is not None:
+            one[key] = f"{_PREFIX}{names[named]}{one[key].removeprefix(_PREFIX + named)}"
     if request.get("kind") == "generate":
         request.setdefault("output", {"dataset_id": job_uuid})
     options = request.get("provider_options") or {}
@@ -211,7 +211,7 @@ def _step(name: str, request: Any, names: Any) -> PipelineJob:
     rows = _named(_data_of(request).get(_ROWS))
     if rows is not None and rows not in names:
         raise InvalidRequest(f"{where}.{_ROWS}", f"job:{rows}", f"the jobs of this file are {', '.join(names)}")
-    models = [named for one in _models(request) if (named := _named(one["model"])) is not None]
+    models = [named for one, key in _models(request) if (named := _named(one[key])) is not None]
     if unknown := [name for name in models if name not in names]:
         raise InvalidRequest(f"{where}.models", f"job:{unknown[0]}", f"the jobs of this file are {', '.join(names)}")
     found = (*([base] if base else []), *([rows] if rows else []), *models, *after)
@@ -245,20 +245,21 @@ def _named(model: Any) -> str | None:
     return model.removeprefix(_PREFIX).partition("/")[0]
 
 
-def _models(request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The models of a merge or an ensemble, and the reward models of GRPO; none where the request is of another form,
-    which the service refuses."""
-    models = request.get("models") if request.get("kind") in ("merge", "evaluate") else _rewards(request)
-    found = models if isinstance(models, list) else ()
-    return [one for one in found if isinstance(one, dict) and isinstance(one.get("model"), str)]
+def _models(request: Mapping[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """The models of a merge or an ensemble, the reward models of GRPO, and the teacher of a distillation: the object
+    that has each, and its key there. None where the request is of another form, which the service refuses."""
+    method = _method(request)
+    models = request.get("models") if request.get("kind") in ("merge", "evaluate") else method.get("rewards")
+    found = [(one, "model") for one in (models if isinstance(models, list) else ()) if isinstance(one, dict)]
+    return [(one, key) for one, key in [*found, (method, "teacher")] if isinstance(one.get(key), str)]
 
 
-def _rewards(request: Mapping[str, Any]) -> Any:
-    """What `algorithm_config`, or the provider option `method`, has as `rewards`."""
+def _method(request: Mapping[str, Any]) -> dict[str, Any]:
+    """What `algorithm_config`, or the provider option `method`, has."""
     options = request.get("provider_options")
     method = options.get("method") if isinstance(options, Mapping) else None
     fields = method or request.get("algorithm_config")
-    return fields.get("rewards") if isinstance(fields, Mapping) else None
+    return fields if isinstance(fields, dict) else {}
 
 
 def _data_of(request: Mapping[str, Any]) -> Any:

@@ -19,6 +19,7 @@ from .records import JobRecord
 from .reward_models import check_reward_models
 from .step_checkpoints import fallbacks, resume_point
 from .store import Store
+from .teachers import check_teacher
 from .verdict import has_shrunk
 
 
@@ -80,6 +81,7 @@ class Attempts:
             case _:
                 check_base(job.spec)
                 check_reward_models(job.spec)
+                check_teacher(job.spec)
         self._check_disk(job)
         self._ownership.check_unused(job.spec.checkpoint_dir)
         self._ownership.claim(job.spec.checkpoint_dir, job.job_uuid)

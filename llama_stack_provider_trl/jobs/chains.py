@@ -13,7 +13,7 @@ from ..errors import InvalidRequest
 from ..specs.events import Reason
 from ..specs.job import JobSpec
 from ..specs.kinds import ROWS
-from ..specs.methods import reward_models
+from ..specs.methods import named_jobs
 from .database import Database, Execute
 from .graph import Blocked, Decisions, Predecessor, decide
 from .records import Chain, ChainedJob
@@ -97,7 +97,7 @@ def insert_predecessors(execute: Execute, spec: JobSpec) -> None:
     Raises:
         InvalidRequest: one of these jobs does not exist, or can never complete.
     """
-    reward_jobs = [job for model in reward_models(spec.method) for job in model.jobs]
+    read = (*spec.bases, *named_jobs(spec.method))
     for position, name in enumerate(spec.after):
         found = execute("select_state", {"job_uuid": name}).fetchone()
         if found is None:
@@ -110,7 +110,7 @@ def insert_predecessors(execute: Execute, spec: JobSpec) -> None:
             )
             raise InvalidRequest(AFTER, list(spec.after), hint)
         row = {"job_uuid": spec.job_uuid, "predecessor": name, "position": position}
-        needed = dict.fromkeys(one.checkpoint for one in (*spec.bases, *reward_jobs) if one.job_uuid == name)
+        needed = dict.fromkeys(one.checkpoint for one in read if one.job_uuid == name)
         base = _BETWEEN.join(needed) or None
         if base is None and spec.dataset.of_job == name:  # as with a checkpoint, it is needed to the job's end
             base = ROWS

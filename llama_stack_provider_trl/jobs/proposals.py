@@ -34,6 +34,7 @@ from .searches import NewTrial
 from .searching import Ending, Generation, Trial, best_trial
 from .states import JobState
 from .store import NewJob, Store
+from .teachers import with_teacher
 
 log = logging.getLogger(__name__)
 
@@ -175,6 +176,7 @@ class Proposals:
         named = find_base(trial.request, self._store)
         resolution = resolve(trial.request, trial.options, self._settings, named)
         fields = with_reward_models(resolution.fields, trial.options, self._settings, self._store)
+        fields = with_teacher(fields, trial.options, self._settings, self._store)
         resolution = replace(resolution, fields=fields)
         refuse_foreign(self._settings.data_dir, resolution.fields["checkpoint_dir"])
         spec = resolution.spec(own.dataset, own.validation)

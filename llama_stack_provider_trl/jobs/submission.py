@@ -38,6 +38,7 @@ from .resume_from import copy_checkpoint, discard_checkpoint
 from .reward_models import with_reward_models
 from .searches import NewTrial
 from .store import NewJob, Store
+from .teachers import with_teacher
 
 _copying: WeakValueDictionary[tuple[Path, str], asyncio.Lock] = WeakValueDictionary()
 
@@ -228,6 +229,7 @@ async def resolved(
     # Models, adapters and installed packages are read: none of that may hold up other requests.
     resolution = await asyncio.to_thread(resolve, request, options, settings, named)
     fields = await asyncio.to_thread(with_reward_models, resolution.fields, options, settings, store)
+    fields = await asyncio.to_thread(with_teacher, fields, options, settings, store)
     resolution = replace(resolution, fields=fields)
     await asyncio.to_thread(refuse_foreign, settings.data_dir, resolution.fields["checkpoint_dir"])
     answering = answering_of(work)

@@ -220,6 +220,23 @@ class GRPOConfig(_Body):
     """group (default), batch or none."""
 
 
+class DistillationConfig(_Body):
+    type: str
+    """distillation."""
+    teacher: str | None = Field(None, max_length=4096)
+    """The model whose distribution is learned: a local directory, a model id, or job:NAME. Required."""
+    max_completion_length: int | None = Field(None, gt=0, le=10**5)
+    """Tokens of an answer at most. Default 256."""
+    temperature: float | None = Field(None, gt=0, le=100)
+    """Divides the logits, where tokens are chosen and where both models are compared. Default 1."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Each token is chosen among the most likely ones that reach this. Default 1."""
+    beta: float | None = Field(None, ge=0, le=1)
+    """The divergence: 1 (default), the reverse KL; 0, the forward one; between, Jensen-Shannon."""
+    lmbda: float | None = None
+    """Share of prompts that the model answers itself: 1 only."""
+
+
 class _JobRequest(_Body):
     job_uuid: str
     """Name of the job: letters, digits, `.`, `_`, `-`, at most 128."""

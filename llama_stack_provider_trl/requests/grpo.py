@@ -1,17 +1,17 @@
-"""Resolves GRPO: its parameters, its rewards, and what such a job cannot do."""
+"""Resolves GRPO: its parameters and its rewards."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any, get_args
 
 from ..errors import InvalidRequest, MethodUnavailable
 from ..specs.answer_checks import AnswerCheck, refuse_unusable_check
 from ..specs.methods import GrpoLoss, GrpoSpec, RewardScale
 from ..specs.rewards import GROUP, RewardModel, RewardSource, find_reward, installed_rewards, package_of
+from .answering import refuse_options
 from .bases import PREFIX
-from .bodies import JOB_UUID_PATTERN, DataConfig, GRPOConfig, GRPOReward
+from .bodies import JOB_UUID_PATTERN, GRPOConfig, GRPOReward
 from .checks import nearest_choice, parse_fields
 from .options import ProviderOptions
 
@@ -21,54 +21,13 @@ _LONGEST_CHECKPOINT = 256
 
 def resolve_grpo(config: GRPOConfig, options: ProviderOptions, where: str) -> GrpoSpec:
     """The parameters of a job. Raises InvalidRequest."""
-    _refuse_options(options)
+    refuse_options(options, "GRPO", "GRPO's reference is the model as it begins, and answers are not known before")
     for name, choices in (("loss_type", get_args(GrpoLoss)), ("scale_rewards", get_args(RewardScale))):
         value = getattr(config, name)
         if value is not None and value not in choices:
             raise InvalidRequest(f"{where}.{name}", value, nearest_choice(value, choices))
     given = {name: value for name in GrpoSpec.model_fields if (value := getattr(config, name, None)) is not None}
     return GrpoSpec(**{**given, "rewards": _rewards(config.rewards, f"{where}.rewards")})
-
-
-def check_grpo(fields: Mapping[str, Any], data: DataConfig) -> None:
-    """Refuse what a GRPO job cannot do, by its resolved fields and its data.
-
-    Raises:
-        InvalidRequest: names the field.
-    """
-    method = fields.get("method")
-    if not isinstance(method, GrpoSpec):
-        return
-    resources = fields["resources"]
-    if resources is not None and resources.nodes > 1:
-        hint = "GRPO trains on the ranks of one node: send 1, and the ranks as nproc_per_node"
-        raise InvalidRequest("provider_options.resources.nodes", resources.nodes, hint)
-    held_out = "GRPO evaluates on no held-out rows: its rewards are metrics of each step; leave it out"
-    for name in ("validation_dataset_id", "train_split_percentage"):
-        value = getattr(data, name)
-        if value is not None and value != 1.0:
-            raise InvalidRequest(f"training_config.data_config.{name}", value, held_out)
-    if method.max_completion_length >= fields["max_seq_length"]:
-        hint = (
-            f"it leaves no token for a prompt within max_seq_length {fields['max_seq_length']}: lower it, or raise that"
-        )
-        raise InvalidRequest("algorithm_config.max_completion_length", method.max_completion_length, hint)
-
-
-def _refuse_options(options: ProviderOptions) -> None:
-    if options.label_smoothing:
-        hint = "GRPO has no form with smoothed labels; leave it out"
-        raise InvalidRequest("provider_options.label_smoothing", options.label_smoothing, hint)
-    if options.truncation_side != "right":
-        hint = "GRPO cuts no prompt: one that leaves no room for an answer is left out; leave this out, too"
-        raise InvalidRequest("provider_options.truncation_side", options.truncation_side, hint)
-    for name in ("reference_model", "precompute_reference"):
-        if value := getattr(options, name):
-            hint = "GRPO's reference is the model as it begins, and answers are not known before; leave it out"
-            raise InvalidRequest(f"provider_options.{name}", value, hint)
-    if options.lora and options.lora.quantize_base:
-        hint = "GRPO has not been tried with a base in 4 bits; leave it out"
-        raise InvalidRequest("provider_options.lora.quantize_base", True, hint)
 
 
 def _rewards(given: list[dict[str, Any]] | None, where: str) -> tuple[RewardSource, ...]:

@@ -14,7 +14,7 @@ from ..specs.job import (
     Quantizer,
     ReferenceSpec,
 )
-from ..specs.methods import METHODS
+from ..specs.methods import METHODS, DistillationSpec
 from .bases import Base
 from .bodies import (
     DPOAlignmentConfig,
@@ -25,6 +25,7 @@ from .bodies import (
 )
 from .checks import nearest_choice, parse_fields, unknown_fields
 from .custom import unknown_method
+from .distillation import with_model
 from .options import ProviderOptions
 from .paths import resolve_base_model, resolve_trust
 from .preference import method_names, resolve_preference
@@ -52,6 +53,8 @@ def resolve_method(
         if METHODS[fields["algorithm"]].has_reference:
             given = {"reference": _reference(options, base, settings)}
             fields["method"] = fields["method"].model_copy(update=given)
+        elif isinstance(fields["method"], DistillationSpec):
+            fields["method"] = with_model(fields["method"], settings)
         else:
             refuse_reference_options(options, METHODS[fields["algorithm"]].title)
     else:

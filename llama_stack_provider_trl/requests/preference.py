@@ -11,9 +11,19 @@ from pydantic import BaseModel
 from ..errors import InvalidRequest
 from ..specs.custom import custom_names
 from ..specs.methods import CpoSpec, KtoLoss, KtoSpec, MethodSpec, OrpoSpec, RewardSpec
-from .bodies import CPOConfig, GRPOConfig, KTOConfig, ORPOConfig, PreferenceOptimizeRequest, RewardConfig, SimPOConfig
+from .bodies import (
+    CPOConfig,
+    DistillationConfig,
+    GRPOConfig,
+    KTOConfig,
+    ORPOConfig,
+    PreferenceOptimizeRequest,
+    RewardConfig,
+    SimPOConfig,
+)
 from .checks import nearest_choice, parse_fields, unknown_fields
 from .custom import resolve_custom, unknown_method
+from .distillation import resolve_distillation
 from .grpo import resolve_grpo
 from .options import ProviderOptions
 
@@ -164,4 +174,5 @@ REQUESTED: dict[str, Requested] = {
     "reward": Requested("a reward model", RewardConfig, _reward),
     "kto": Requested("KTO", KTOConfig, _kto),
     "grpo": Requested("GRPO", GRPOConfig, resolve_grpo),
+    "distillation": Requested("distillation", DistillationConfig, resolve_distillation),
 }

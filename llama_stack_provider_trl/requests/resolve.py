@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..specs.job import DatasetRef, JobSpec, ShardSpec
+from .answering import check_answers
 from .averaging import resolve_averaging
 from .bases import NamedJob, resolve_base
 from .checks import refuse_infinite, refuse_unknown, refuse_unsupported
 from .data import resolve_data, resolve_data_config, resolve_shard, resolve_train_share
-from .grpo import check_grpo
 from .lifecycle import resolve_lifecycle
 from .method import resolve_method
 from .options import ProviderOptions
@@ -80,6 +80,6 @@ def resolve(
     }
     fields |= resolve_averaging(options, settings, fields)
     check_step(fields)
-    check_grpo(fields, data)
+    check_answers(fields, data)
     share, shard = resolve_train_share(data), resolve_shard(options)
     return Resolution(data.dataset_id, data.validation_dataset_id, fields, warnings, trackers, share, shard)

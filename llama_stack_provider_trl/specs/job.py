@@ -20,7 +20,7 @@ from .averaging import AveragingSpec
 from .beginnings import AdapterSpec, BaseJob, Frozen
 from .beginnings import ResumeFrom as ResumeFrom
 from .kinds import Work
-from .methods import METHODS, GrpoSpec, KtoSpec, MethodSpec, answer_tokens
+from .methods import METHODS, GrpoSpec, MethodSpec, answer_tokens, reference_in
 from .methods import Algorithm as Algorithm  # parts of JobSpec
 from .methods import DpoLoss as DpoLoss
 from .methods import DpoSpec as DpoSpec
@@ -330,18 +330,15 @@ class JobSpec(Frozen):
     @property
     def reference(self) -> ReferenceSpec | None:
         """The reference of a method that has one."""
-        if self.dpo is not None:
-            return self.dpo.reference
-        return self.method.reference if isinstance(self.method, KtoSpec) else None
+        return reference_in(self.method) if self.dpo is None else self.dpo.reference
 
     def without_model_paths(self) -> JobSpec:
         """The job without what holds on one machine only: how checkpoints record it."""
         changes: dict[str, Any] = {"model_path": None}
         if self.reference is not None:
             here = {"reference": self.reference.model_copy(update={"model_path": None})}
-            changes["dpo"] = self.dpo and self.dpo.model_copy(update=here)
-            if isinstance(self.method, KtoSpec):
-                changes["method"] = self.method.model_copy(update=here)
+            name = "method" if self.dpo is None else "dpo"
+            changes[name] = getattr(self, name).model_copy(update=here)
         return self.model_copy(update=changes)
 
     @property

@@ -11,11 +11,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from .beginnings import Frozen
+from .beginnings import BaseJob, Frozen
 from .model_source import ReferenceSpec
 from .rewards import RewardModel, RewardSource, reward_models_of
 
-Algorithm = Literal["sft", "dpo", "orpo", "cpo", "simpo", "reward", "kto", "grpo", "custom_pairs", "custom_rows"]
+Algorithm = Literal[
+    "sft", "dpo", "orpo", "cpo", "simpo", "reward", "kto", "grpo", "distillation", "custom_pairs", "custom_rows"
+]
 """The last two: methods of installed packages, by the rows that they read."""
 RowUse = Literal[Algorithm, "prompts"]
 """What rows are read for: training by an algorithm, or prompts to answer."""
@@ -106,6 +108,26 @@ class GrpoSpec(Frozen):
     step, or none."""
 
 
+class DistillationSpec(Frozen):
+    """On-policy distillation (arXiv:2306.13649): the model answers each prompt, and learns a teacher's distribution of
+    each token of its own answer. The loss is the mean over the tokens of the whole optimizer step."""
+
+    name: Literal["distillation"] = "distillation"
+    reference: ReferenceSpec
+    """The teacher, whose `model` is never None: it may be the base model itself."""
+    teacher_jobs: tuple[BaseJob, ...] = ()
+    """The job whose checkpoint the teacher is; none: it is another model."""
+    max_completion_length: int = Field(256, gt=0)
+    """Tokens of an answer at most."""
+    temperature: float = Field(1.0, gt=0)
+    """Divides the logits before a token is chosen, and those of both models where they are compared."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Each token is chosen among the most likely ones whose probabilities together reach this."""
+    beta: float = Field(1.0, ge=0, le=1)
+    """The divergence. 1: KL(model || teacher), the reverse one. 0: KL(teacher || model). Between: the generalized
+    Jensen-Shannon divergence, with the mixture beta * teacher + (1 - beta) * model."""
+
+
 class KtoSpec(Frozen):
     """KTO on unpaired rows (arXiv:2402.01306): an answer is desirable or not. The loss of a row is its weight times
     1 - sigmoid(beta * (log-ratio - KL)), of an undesirable one 1 - sigmoid(beta * (KL - log-ratio)), where KL is the
@@ -138,13 +160,27 @@ class CustomSpec(Frozen):
     """Its fields, as its own model has read them, defaults included."""
 
 
-MethodSpec = Annotated[OrpoSpec | CpoSpec | RewardSpec | KtoSpec | GrpoSpec | CustomSpec, Field(discriminator="name")]
+MethodSpec = Annotated[
+    OrpoSpec | CpoSpec | RewardSpec | KtoSpec | GrpoSpec | DistillationSpec | CustomSpec, Field(discriminator="name")
+]
 """Parameters of the methods that `specs.job` has no field of its own for."""
 
 
 def answer_tokens(method: MethodSpec | None) -> int | None:
     """Tokens of an answer at most, of a method that trains on the model's own answers; None: of another method."""
-    return method.max_completion_length if isinstance(method, GrpoSpec) else None
+    return method.max_completion_length if isinstance(method, GrpoSpec | DistillationSpec) else None
+
+
+def reference_in(method: MethodSpec | None) -> ReferenceSpec | None:
+    """The reference or teacher of a method that has one."""
+    return method.reference if isinstance(method, KtoSpec | DistillationSpec) else None
+
+
+def named_jobs(method: MethodSpec | None) -> tuple[BaseJob, ...]:
+    """The jobs whose checkpoints a method reads: of reward models, and of a teacher."""
+    if isinstance(method, DistillationSpec):
+        return method.teacher_jobs
+    return tuple(job for model in reward_models(method) for job in model.jobs)
 
 
 def reward_models(method: MethodSpec | None) -> tuple[RewardModel, ...]:
@@ -185,6 +221,7 @@ class Method:
 _PAIR_METRICS = ("eval_loss", "eval_rewards/accuracies", "eval_rewards/margins")
 # TRL's defaults for full fine-tuning; adapters start from zero and take ten times as much (TRL's documentation).
 _PREFERENCE_RATES = (1e-6, 1e-5)
+_ANSWERS = "it trains on answers that differ in each step"
 METHODS: dict[Algorithm, Method] = {
     "sft": Method("SFT", "sft", "sft", (2e-5, 2e-4), ("eval_loss", "eval_mean_token_accuracy")),
     "dpo": Method("DPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS, has_reference=True),
@@ -199,5 +236,6 @@ METHODS: dict[Algorithm, Method] = {
     "custom_rows": Method(
         "a custom method on conversations", "dpo", "sft", (2e-5, 2e-4), ("eval_loss", "eval_mean_token_accuracy")
     ),
-    "grpo": Method("GRPO", "dpo", "prompts", _PREFERENCE_RATES, (), "it trains on answers that differ in each step"),
+    "grpo": Method("GRPO", "dpo", "prompts", _PREFERENCE_RATES, (), _ANSWERS),
+    "distillation": Method("distillation", "dpo", "prompts", _PREFERENCE_RATES, (), _ANSWERS),
 }

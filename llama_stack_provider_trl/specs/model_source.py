@@ -28,7 +28,7 @@ class ModelSource(Frozen):
 
 
 class ReferenceSpec(Frozen):
-    """The frozen model that DPO or KTO compares with."""
+    """The frozen model that DPO or KTO compares with, or the teacher of a distillation."""
 
     model: str | None = None
     """An absolute local path or a model id; None: the base model."""

@@ -100,6 +100,7 @@ def fields_of_ours() -> set[str]:
         our_requests.RewardConfig,
         our_requests.KTOConfig,
         our_requests.GRPOConfig,
+        our_requests.DistillationConfig,
     ]
     inside = {leaf for algorithm in algorithms for leaf in leaves("algorithm_config", algorithm)}
     return (top - {"algorithm_config"}) | inside  # a dict on the wire, so that one method takes all of them
@@ -140,6 +141,7 @@ GRPO: Json = {
     "top_p": 0.9,
     "scale_rewards": "none",
 }
+DISTILLATION: Json = {"type": "distillation", "teacher": "org/teacher"}
 QAT = {"type": "QAT", "quantizer_name": "Int8DynActInt4WeightQATQuantizer", "group_size": 32}
 INT4 = "Int4WeightOnlyQATQuantizer"
 DATA, TRAINING = "training_config.data_config.", "training_config."
@@ -214,6 +216,8 @@ ASKS: dict[str, Try] = {
         )
         for name, value in GRPO.items()
     },
+    "algorithm_config.teacher": Try("org/other", "dpo", around={"algorithm_config": DISTILLATION}),
+    "algorithm_config.lmbda": Try(0.5, "dpo", around={"algorithm_config": DISTILLATION}),
     "algorithm_config.epsilon": Try(0.1, "dpo"),
     "algorithm_config.gamma": Try(0.99, "dpo"),
 }
@@ -346,6 +350,7 @@ NOTHING = [
     for field in with_status("refused")
     for nothing in NO_ASKS
     if nothing is None or isinstance(nothing, dict) == isinstance(ASKS[field].value, dict)
+    if (field, nothing) != ("algorithm_config.lmbda", False)  # 0 asks for no answers of the model's own
 ]
 
 

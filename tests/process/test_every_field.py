@@ -76,6 +76,7 @@ def every_field() -> set[str]:
         requests.RewardConfig,
         requests.KTOConfig,
         requests.GRPOConfig,
+        requests.DistillationConfig,
     ]
     names = {name for body in bodies for name in leaves(body)} - {"algorithm_config"}
     names |= {name for algorithm in algorithms for name in leaves(algorithm, ALGORITHM)}
@@ -355,6 +356,8 @@ ELSEWHERE: dict[str, str] = {
         for name in requests.GRPOConfig.model_fields
         if name not in ("type", "beta", "loss_type")
     },
+    ALGORITHM + "teacher": "another model: tests/unit/test_distillation_request.py, tests/process/test_distillation.py",
+    ALGORITHM + "lmbda": "1 or refused: tests/unit/test_distillation_request.py",
     ALGORITHM + "epsilon": "noted, without meaning in DPO: tests/contract/test_api_table.py",
     ALGORITHM + "gamma": "noted, without meaning in DPO: tests/contract/test_api_table.py",
     OPTION + "samples.prompts": "changes nothing in the training: tests/process/test_samples.py, test_resolve.py",

@@ -195,3 +195,21 @@ def test_reward_models_are_jobs_of_the_file(place_of: str) -> None:
     del pipeline["jobs"]["judge"]
     with pytest.raises(InvalidRequest, match="the jobs of this file are policy"):
         steps_of(pipeline)
+
+
+@pytest.mark.parametrize("place_of", ["algorithm_config", "method"])
+def test_a_teacher_is_a_job_of_the_file(place_of: str) -> None:
+    config = {"type": "distillation", "teacher": "job:large/final"}
+    fields = (
+        {"algorithm_config": config} if place_of == "algorithm_config" else {"provider_options": {"method": config}}
+    )
+    pipeline = {"jobs": {"small": job("prompts", **fields), "large": job("rows")}}
+    first, second = steps_of(pipeline)
+    assert (first.name, second.after) == ("large", ("large",))
+    sent = resolved(second, "small-1", {"large": "large-1"})
+    found = sent["algorithm_config"] if place_of == "algorithm_config" else sent["provider_options"]["method"]
+    assert found["teacher"] == "job:large-1/final"
+    assert config["teacher"] == "job:large/final"
+    del pipeline["jobs"]["large"]
+    with pytest.raises(InvalidRequest, match="the jobs of this file are small"):
+        steps_of(pipeline)

@@ -13,6 +13,7 @@ from ...specs.methods import METHODS, CustomSpec
 from .arguments import kto_arguments, pair_arguments, prompt_arguments, reward_arguments, sft_arguments
 from .base import RecipeTrainer
 from .custom import custom_trainer
+from .distillation import DistillationRecipe
 from .dpo import DpoRecipe
 from .ensemble import EnsembleRecipe
 from .grpo import GrpoRecipe
@@ -48,5 +49,6 @@ TRAINERS: dict[Algorithm, tuple[type[RecipeTrainer], _Arguments]] = {
     "reward": (RewardRecipe, reward_arguments),
     "kto": (KtoRecipe, kto_arguments),
     "grpo": (GrpoRecipe, prompt_arguments),
+    "distillation": (DistillationRecipe, prompt_arguments),
 }
 """Those of this project; `trainer_of` has the methods of packages, too."""

@@ -1,7 +1,7 @@
-"""DPO's reference: the frozen model that the policy is compared with.
+"""The frozen model that the policy is compared with: DPO's reference, or the teacher of a distillation.
 
-It is the base model (under LoRA the policy with its adapter switched off, else a second, frozen copy), the policy with
-the adapter that it began with, or another model that the job names.
+A reference is the base model (under LoRA the policy with its adapter switched off, else a second, frozen copy), the
+policy with the adapter that it began with, or another model that the job names. A teacher is always a model of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import JobSpec
-from ...specs.methods import GrpoSpec
+from ...specs.methods import DistillationSpec, GrpoSpec
 from ...specs.model_source import ModelSource
 from ..distributed import ranks
 from ..fast.model import use_rows
@@ -63,6 +63,12 @@ def check_vocabulary(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> None:
     if reference.model == spec.model:
         return
     if problem := vocabulary_problem(tokenizer, reference):
+        if isinstance(spec.method, DistillationSpec):
+            raise JobFailure(
+                Reason.invalid_model,
+                f"algorithm_config.teacher {reference.model!r} does not fit the model {spec.model!r}: {problem}. Name "
+                "a teacher with the same tokenizer: distributions over other vocabularies are not compared.",
+            )
         raise JobFailure(
             Reason.invalid_model,
             f"reference_model {reference.model!r} does not fit the model {spec.model!r}: {problem}. Name a reference "

@@ -199,6 +199,34 @@ def computing_heads(compute: Callable[[Head, torch.Tensor], tuple[torch.Tensor, 
         yield
 
 
+def divergence_of_hidden(
+    own: Head, teacher: Head, beta: float, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """TRL's divergence of a model from a teacher, and the model's entropy, of each token; shape (tokens,).
+
+    Args:
+        own: of the model that is trained; the gradient is its own.
+        teacher: for the same tokens, with a weight of as many rows.
+    """
+    import trl.kernels.chunked_divergence as kernels
+
+    found: tuple[torch.Tensor, torch.Tensor] = kernels.ChunkedDivergenceFunction.apply(
+        own.hidden,
+        own.weight,
+        own.bias,
+        teacher.hidden,
+        teacher.weight,
+        teacher.bias,
+        beta,
+        temperature,
+        own.scale,
+        own.cap,
+        teacher.scale,
+        teacher.cap,
+    )
+    return found
+
+
 def keep_allocator_cache(trainer: Any) -> None:
     """Have activation offloading leave the GPU allocator's cache alone. TRL empties it at each micro step where
     bitsandbytes is imported, as under QLoRA."""

@@ -1,0 +1,75 @@
+"""On-policy distillation (arXiv:2306.13649): the model answers prompts, and learns a teacher's view of its own answers.
+
+TRL's DistillationTrainer keeps batches in a buffer of its own, which a checkpoint does not hold, and divides by the
+tokens of a micro batch's answers where it has no count. Here an optimizer step answers the prompts of its rows
+(`recipes.trainer.answering`), and the loss is the mean over all tokens of its answers. The losses are TRL's, on given
+answers (tests/process/test_distillation.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from trl import DPOTrainer
+
+from ...specs.job import JobSpec
+from ...specs.methods import DistillationSpec
+from ..distributed import ranks
+from ..model.fsdp import is_sharded
+from .answering import AnswersPrompts
+from .divergence import Divergence, head_of
+from .reference import load_reference
+from .trl_patches import fuse_head
+
+
+class DistillationRecipe(AnswersPrompts, DPOTrainer):
+    """Trains on one answer to each prompt. Datasets have the columns prompt_ids and row."""
+
+    def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
+        if not isinstance(spec.method, DistillationSpec):
+            raise AssertionError("a distillation without a DistillationSpec")
+        self._method = spec.method
+        super().__init__(spec=spec, sampling=spec.method, **arguments)
+        fuse_head(self.policy, outputs=("log_probs",))
+        self.ref_model = load_reference(spec, self.args.device, self.accelerator)
+
+    def collate_answers(self, batches: list[dict[str, Any]], answers: list[list[list[int]]]) -> int:
+        ends = self._ends()
+        given = [ids for of_batch in answers for ids in of_batch]
+        own = [len(given), sum(map(len, given)), sum(ids[-1] not in ends for ids in given)]
+        number, tokens, unended = (sum(counts) for counts in zip(*ranks.gather_all(own), strict=True))
+        of_answers = {"completions/mean_length": tokens, "completions/clipped_ratio": unended}
+        self.add_metrics(
+            {name: torch.tensor(float(total), device=self.args.device) for name, total in of_answers.items()},
+            torch.tensor(float(number), device=self.args.device),
+        )
+        for inputs, ids in zip(batches, answers, strict=True):
+            prompts = inputs["prompts"]
+            inputs.clear()
+            inputs.update(self._collated(prompts, ids))
+        return tokens
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The divergence of a micro batch's answers, divided so that Trainer's mean over micro steps and ranks is the
+        step's."""
+        mask = inputs["completion_mask"][:, 1:]
+        divergence = Divergence(self._method.beta, self._method.temperature, mask.flatten() != 0)
+        with self.as_reference() as teacher:
+            forward = self._batches.forward_arguments(teacher, inputs)
+            head = head_of(lambda: teacher(**forward), copied=is_sharded(self.spec))
+        with divergence.in_head(head):
+            outputs = model(**self._batches.forward_arguments(self.model, inputs), **self._router())
+        loss: torch.Tensor = (outputs.log_probs * mask).sum() * self._parts / max(1, self._tokens_of_step)
+        if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss
+        entropy, count = self.accelerator.reduce(torch.stack([divergence.entropy, mask.sum().float()]))
+        self.add_metrics({"entropy": entropy}, count)
+        self._count_tokens(inputs, mask)
+        return loss

@@ -1,0 +1,199 @@
+"""Distillation: its losses are those of TRL's own trainer on given answers; it learns, resumes and fails as it should.
+
+CI compares one divergence for 20 steps and the others in few; `TRL_METHODS=full` compares every one for 20 steps.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.recipes.trainer.distillation import DistillationRecipe
+from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress
+from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
+from llama_stack_provider_trl.specs.methods import DistillationSpec
+from llama_stack_provider_trl.specs.model_source import ReferenceSpec
+from tests.process.test_grpo import given_answers, metric
+from tests.tiny import tiny_model
+from tests.training import LORA, job_spec, of_kind, run
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+FULL = os.environ.get("TRL_METHODS") == "full"
+CASES: dict[str, dict[str, Any]] = {
+    "reverse": {},
+    "forward": {"beta": 0.0, "temperature": 0.7},
+    "between": {"beta": 0.4, "temperature": 1.3},
+}
+
+
+def steps_of(name: str) -> int:
+    return 20 if FULL or name == "reverse" else 4
+
+
+def rows_of(steps: int) -> list[dict[str, str]]:
+    return [{"prompt": f"What is {n} plus {n}?" + " Please." * (n % 3)} for n in range(2 * steps)]
+
+
+def teacher_model(root: Path, *, rows: int = 0, is_constant: bool = False) -> Path:
+    """A model of another width than the tiny one, with its tokenizer.
+
+    Args:
+        rows: of its embeddings beyond those of the tiny model.
+        is_constant: its distribution is the same after every text, and so learned in a few steps.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(tiny_model())
+    config.hidden_size, config.num_hidden_layers, config.tie_word_embeddings = 32, 1, False
+    config.intermediate_size, config.vocab_size = 48, config.vocab_size + rows
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 2, 1, 16
+    config.initializer_range = 0.3  # so that its distributions are far from those of the tiny model
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(config)
+    if is_constant:
+        embeddings = model.get_input_embeddings().weight.data
+        embeddings.copy_(embeddings[:1].expand_as(embeddings).clone())
+    model.save_pretrained(root)
+    AutoTokenizer.from_pretrained(tiny_model()).save_pretrained(root)
+    return root
+
+
+def method_of(teacher: Path, **changes: Any) -> DistillationSpec:
+    return DistillationSpec(reference=ReferenceSpec(model=str(teacher)), **{"max_completion_length": 8, **changes})
+
+
+def spec_of(root: Path, method: DistillationSpec, rows: list[dict[str, str]], **changes: Any) -> JobSpec:
+    fields = {
+        "rows": rows,
+        "batch_size": 2,
+        "optimizer": OptimizerSpec(name="sgd", learning_rate=0.5),
+        "method": method,
+    }
+    return job_spec(root, tiny_model(), "distillation", **{**fields, **changes})
+
+
+def trl_history(root: Path, method: DistillationSpec, rows: list[dict[str, str]]) -> list[dict[str, float]]:
+    """What TRL's own trainer reports of the same rows and answers, in order."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DistillationConfig, DistillationTrainer
+
+    class Given(DistillationTrainer):  # type: ignore[misc]
+        def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            return given_answers(prompt_ids, 1)
+
+    arguments = DistillationConfig(
+        output_dir=str(root / "trl"),
+        num_train_epochs=1,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        optim="sgd",
+        learning_rate=0.5,
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=None,
+        activation_checkpointing=False,
+        dataloader_pin_memory=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        shuffle_dataset=False,
+        max_completion_length=method.max_completion_length,
+        temperature=method.temperature,
+        beta=method.beta,
+    )
+    trainer = Given(
+        model=AutoModelForCausalLM.from_pretrained(tiny_model(), dtype="float32"),
+        teacher_model=AutoModelForCausalLM.from_pretrained(method.reference.model, dtype="float32"),
+        args=arguments,
+        processing_class=AutoTokenizer.from_pretrained(tiny_model()),
+        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]),
+    )
+    trainer.train()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def ended(status: int, events: list[Any]) -> list[Any]:
+    assert status == 0, [event.message for event in of_kind(events, Failed)]
+    return events
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_given_answers_have_the_losses_of_trl_called_directly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    rows = rows_of(steps_of(name))
+    method = method_of(teacher_model(tmp_path / "teacher"), **CASES[name])
+    expected = trl_history(tmp_path, method, rows)
+    monkeypatch.setattr(DistillationRecipe, "answer", lambda self, prompts, rows: given_answers(prompts, 1))
+    spec = spec_of(tmp_path, method, rows, batch_size=1, gradient_accumulation_steps=2, shuffle=False)
+    events = ended(*run(tmp_path, spec))
+    assert len(expected) == steps_of(name)
+    # TRL's `entropy` is a mean of the micro batches' means.
+    for metric_name in ("loss", "grad_norm", "completions/mean_length"):
+        found = metric(events, metric_name)
+        assert found == pytest.approx([entry[metric_name] for entry in expected], rel=1e-4, abs=1e-6), metric_name
+    losses = metric(events, "loss")
+    assert min(losses) > 0.01
+    assert abs(losses[-1] - losses[0]) > 1e-3
+
+
+MORE = [{"prompt": f"Name a number above {n}."} for n in range(8)]
+
+
+def learning(root: Path, teacher: Path, **changes: Any) -> JobSpec:
+    fields = {"n_epochs": 5, "optimizer": OptimizerSpec(learning_rate=1e-2), "save_steps": 10}
+    return spec_of(root, method_of(teacher), MORE, **{**fields, **changes})
+
+
+def test_20_steps_lower_the_divergence_and_a_job_that_continues_gives_the_same_answers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    spec = learning(tmp_path, teacher_model(tmp_path / "teacher", is_constant=True))
+    events = ended(*run(tmp_path, spec))
+    losses = metric(events, "loss")
+    assert len(losses) == 20
+    assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
+    names = {"entropy", "completions/mean_length", "completions/clipped_ratio"}
+    assert names <= of_kind(events, Progress)[0].metrics.keys()
+    effective = of_kind(events, Prepared)[0].effective
+    assert effective["padding_free"] == "not used: it trains on answers that differ in each step"
+    assert effective["memory"]["fits"]
+    assert effective["memory"]["reference_bytes"] > 0
+    final = spec.checkpoint_dir / "final"
+    assert AutoModelForCausalLM.from_pretrained(final).config.model_type == "llama"
+    weights = (final / "model.safetensors").read_bytes()
+    final.rename(tmp_path / "first-final")
+    resumed = ended(*run(tmp_path / "resumed", spec, spec.checkpoint_dir / "checkpoint-10"))
+    for name in ("loss", "entropy", "completions/mean_length"):
+        assert metric(resumed, name) == metric(events, name)[10:], name
+    assert (final / "model.safetensors").read_bytes() == weights
+
+
+def test_adapters_learn_from_their_own_base_as_the_teacher(tmp_path: Path) -> None:
+    spec = learning(tmp_path, tiny_model(), lora=LORA, n_epochs=1)
+    losses = metric(ended(*run(tmp_path, spec)), "loss")
+    assert losses == pytest.approx([0.0] * 4, abs=1e-6)  # a new adapter is the base model
+
+
+def test_rows_of_embeddings_without_a_token_are_left_out(tmp_path: Path) -> None:
+    wide = learning(tmp_path, teacher_model(tmp_path / "teacher", rows=64), n_epochs=1)
+    losses = metric(ended(*run(tmp_path, wide)), "loss")
+    assert all(0 < loss < 100 for loss in losses)
+
+
+def test_a_teacher_with_another_vocabulary_fails_the_job_by_name(tmp_path: Path) -> None:
+    from tests.tiny import tiny_tokenizer
+
+    teacher = teacher_model(tmp_path / "teacher")
+    tiny_tokenizer(vocabulary=300).save_pretrained(teacher)
+    status, events = run(tmp_path, learning(tmp_path, teacher))
+    (failed,) = of_kind(events, Failed)
+    assert (status, failed.reason) == (1, "invalid_model")
+    assert failed.message.startswith(f"algorithm_config.teacher '{teacher}' does not fit the model")

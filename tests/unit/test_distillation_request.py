@@ -1,0 +1,217 @@
+"""Distillation: how it is requested, what is refused, and which jobs can be its teacher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.teachers import check_teacher, with_teacher
+from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.requests.resolve import resolve
+from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.beginnings import BaseJob
+from llama_stack_provider_trl.specs.job import JobSpec, ShardingSpec
+from llama_stack_provider_trl.specs.methods import DistillationSpec, RewardSpec
+from llama_stack_provider_trl.specs.model_source import reference_of
+from llama_stack_provider_trl.system.files import write_manifest
+from tests.unit.test_bases import LORA, ROWS, add, complete, request
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    made = Store(tmp_path / "jobs.sqlite3")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(
+        data_dir=tmp_path, devices=("cpu",), sharding=ShardingSpec(strategy="NO_SHARD"), max_ranks=2, max_nodes=2
+    )
+
+
+def spec_of(
+    config: dict[str, Any], settings: Settings, store: Store | None = None, *, data: Any = None, **options: Any
+) -> JobSpec:
+    given = ProviderOptions.parse(options)
+    body = request("org/student", "dpo", algorithm_config={"type": "distillation", "teacher": "org/teacher", **config})
+    rows = body.training_config.data_config.model_copy(update=data or {})
+    training = body.training_config.model_copy(update={"data_config": rows})
+    resolution = resolve(body.model_copy(update={"training_config": training}), given, settings)
+    spec = JobSpec(dataset=ROWS, validation=None, **with_teacher(resolution.fields, given, settings, store))
+    assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
+    return spec
+
+
+def method_of(spec: JobSpec) -> DistillationSpec:
+    assert isinstance(spec.method, DistillationSpec)
+    return spec.method
+
+
+def test_a_method_gets_its_parameters_and_its_teacher_is_the_reference(settings: Settings) -> None:
+    trusted = settings.model_copy(update={"trust_remote_code": ("org/teacher@abc",)})
+    given = {"beta": 0.5, "temperature": 0.7, "top_p": 0.9, "max_completion_length": 32, "lmbda": 1}
+    spec = spec_of(given, trusted)
+    method = method_of(spec)
+    assert (method.beta, method.temperature, method.top_p, spec.answer_tokens) == (0.5, 0.7, 0.9, 32)
+    assert (spec.reference_source.model, spec.reference_source.revision) == ("org/teacher", "abc")
+    assert (spec.reference_source.trust_remote_code, spec.trust_remote_code) == (True, False)
+    assert (spec.sequences_per_row, spec.has_pairs, spec.after) == (1, False, ())
+    plain = method_of(spec_of({}, settings))
+    assert (plain.beta, plain.temperature, plain.top_p, plain.max_completion_length) == (1, 1, 1, 256)
+
+
+def test_what_holds_on_one_machine_only_is_in_no_checkpoint_and_other_machines_find_the_teacher(
+    settings: Settings,
+) -> None:
+    spec = spec_of({}, settings)
+    here = method_of(spec).reference.model_copy(update={"model_path": Path("/cache/teacher")})
+    placed = spec.model_copy(update={"method": method_of(spec).model_copy(update={"reference": here})})
+    assert placed.reference_source.location == "/cache/teacher"
+    assert placed.without_model_paths() == spec
+    assert reference_of(spec.model_dump(mode="json"))["model"] == "org/teacher"
+
+
+@pytest.mark.parametrize("options", [{}, {"lora": {"lora_attn_modules": ["q_proj"], "rank": 4, "alpha": 8}}])
+def test_the_base_model_as_the_teacher_is_loaded_on_its_own(settings: Settings, options: Any) -> None:
+    from llama_stack_provider_trl.recipes.model.adapters import has_reference_adapter
+    from llama_stack_provider_trl.recipes.trainer.reference import is_needed
+
+    lora = {"type": "LoRA", "apply_lora_to_mlp": False, "apply_lora_to_output": False}
+    given = {"lora": {**lora, **options["lora"]}} if options else {}
+    spec = spec_of({"teacher": "org/student"}, settings, **given)
+    assert method_of(spec).reference.model == "org/student"
+    assert is_needed(spec)
+    assert not has_reference_adapter(spec)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "field", "words"),
+    [
+        ({"teacher": None}, {}, "teacher", "name the teacher"),
+        ({"teacher": ""}, {}, "teacher", "name the teacher"),
+        ({"teacher": "job:"}, {}, "teacher", "send job:NAME"),
+        ({"teacher": "job:../a"}, {}, "teacher", "send job:NAME"),
+        ({"teacher": "job:a/"}, {}, "teacher", "send job:NAME"),
+        ({"teacher": "/nowhere/model"}, {}, "teacher", "no such directory"),
+        ({"lmbda": 0.5}, {}, "lmbda", "the model answers all prompts itself"),
+        ({"lmbda": 0}, {}, "lmbda", "the model answers all prompts itself"),
+        ({"beta": 1.5}, {}, "beta", "less than or equal to 1"),
+        ({"beta": -0.1}, {}, "beta", "greater than or equal to 0"),
+        ({"temperature": 0}, {}, "temperature", "greater than 0"),
+        ({"top_p": 0}, {}, "top_p", "greater than 0"),
+        ({"top_k": 5}, {}, "top_k", "distillation has no such field"),
+        ({"num_generations": 5}, {}, "num_generations", "distillation has no such field"),
+        ({"max_completion_length": 64}, {"max_seq_length": 64}, "max_completion_length", "no token for a prompt"),
+        ({}, {"reference_model": "org/b"}, "provider_options.reference_model", "is its teacher"),
+        ({}, {"precompute_reference": True}, "provider_options.precompute_reference", "is its teacher"),
+        ({}, {"truncation_side": "left"}, "provider_options.truncation_side", "cuts no prompt"),
+        ({}, {"label_smoothing": 0.1}, "provider_options.label_smoothing", "smoothed labels"),
+        ({}, {"lora": {"quantize_base": True}}, "provider_options.lora.quantize_base", "4 bits"),
+        ({}, {"resources": {"nodes": 2}}, "provider_options.resources.nodes", "on the ranks of one node"),
+        ({}, {"nproc_per_node": 2, "averaging": {"interval": 4}}, "provider_options.averaging", "means over all ranks"),
+    ],
+)
+def test_what_a_distillation_cannot_do_is_refused_by_name(
+    settings: Settings, config: Any, options: Any, field: str, words: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        spec_of(config, settings, **options)
+    assert refused.value.field == (field if field.startswith("provider_options.") else f"algorithm_config.{field}")
+    assert words in str(refused.value)
+
+
+def test_held_out_rows_are_refused_by_name(settings: Settings) -> None:
+    with pytest.raises(InvalidRequest, match=r"validation_dataset_id='more' .*distillation evaluates on no held-out"):
+        spec_of({}, settings, data={"validation_dataset_id": "more"})
+
+
+def test_a_distillation_comes_after_the_job_that_is_its_teacher_and_keeps_its_checkpoint(
+    store: Store, settings: Settings, tmp_path: Path
+) -> None:
+    large = add(store, "large", tmp_path)
+    add(store, "first", tmp_path)
+    spec = spec_of({"teacher": "job:large"}, settings, store, after=["first"])
+    assert spec.after == ("large", "first")
+    method = method_of(spec)
+    assert method.reference.model == str(large.checkpoint_dir / "final")
+    assert method.teacher_jobs == (BaseJob(job_uuid="large", checkpoint="final"),)
+    assert spec.bases == ()  # the model that it trains is no job's
+    store.add_job(spec, "digest")
+    assert store.chains.needed_checkpoints("large") == {"final"}
+    assert store.chains.needed_checkpoints("first") == set()
+    with pytest.raises(InvalidRequest, match=r"algorithm_config.teacher='job:large/final' .*is damaged or gone") as bad:
+        check_teacher(spec)
+    assert bad.value.field == "algorithm_config.teacher"
+    final = large.checkpoint_dir / "final"
+    final.mkdir(parents=True)
+    (final / "config.json").write_text("{}")
+    write_manifest(final)
+    check_teacher(spec)
+
+
+def test_the_merged_checkpoint_of_an_adapter_is_a_teacher(store: Store, settings: Settings, tmp_path: Path) -> None:
+    add(store, "merging", tmp_path, lora=LORA, merge_adapter=True)
+    spec = spec_of({"teacher": "job:merging"}, settings, store)
+    assert method_of(spec).reference.model == str(tmp_path / "out" / "merging" / "merged")
+
+
+@pytest.mark.parametrize(
+    ("teacher", "options", "words"),
+    [
+        ("job:typo", {}, "there is no such job here"),
+        ("job:next", {}, "a job cannot begin with its own result"),
+        ("job:judge", {}, "trains a reward model"),
+        ("job:adapter", {}, "job 'adapter' trains an adapter, and a teacher is a whole model"),
+        ("job:adapter/checkpoint-4", {}, "job 'adapter' trains an adapter, and a teacher is a whole model"),
+        ("job:large/other", {}, "'other' is no checkpoint"),
+        ("job:done/checkpoint-9", {}, "job 'done' has no checkpoint 'checkpoint-9'"),
+    ],
+)
+def test_other_jobs_are_refused_by_name(
+    store: Store, settings: Settings, tmp_path: Path, teacher: str, options: Any, words: str
+) -> None:
+    for name, changes in {
+        "large": {},
+        "done": {},
+        "judge": {"algorithm": "reward", "method": RewardSpec()},
+        "adapter": {"lora": LORA},
+    }.items():
+        add(store, name, tmp_path, **changes)
+    complete(store, "done")
+    with pytest.raises(InvalidRequest) as refused:
+        spec_of({"teacher": teacher}, settings, store, **options)
+    assert refused.value.field == "algorithm_config.teacher"
+    assert words in str(refused.value)
+    with pytest.raises(InvalidRequest, match="there is no such job here"):
+        spec_of({"teacher": "job:large"}, settings)  # a job that is run by hand has no other ones
+
+
+def test_a_teacher_that_gives_a_token_another_number_is_refused(settings: Settings, tmp_path: Path) -> None:
+    import json
+
+    for name, vocab in (("student", {"a": 0, "b": 1}), ("same", {"a": 0, "b": 1}), ("other", {"a": 1, "b": 0})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
+    fields = resolve(
+        request(
+            str(tmp_path / "student"),
+            "dpo",
+            algorithm_config={"type": "distillation", "teacher": str(tmp_path / "same")},
+        ),
+        ProviderOptions(),
+        settings,
+    ).fields
+    assert with_teacher(fields, ProviderOptions(), settings, None) == fields
+    method = fields["method"]
+    other = method.reference.model_copy(update={"model": str(tmp_path / "other")})
+    changed = {**fields, "method": method.model_copy(update={"reference": other})}
+    with pytest.raises(InvalidRequest, match="another number for the token 'a'") as refused:
+        with_teacher(changed, ProviderOptions(), settings, None)
+    assert refused.value.field == "algorithm_config.teacher"
