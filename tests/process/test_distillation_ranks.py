@@ -1,0 +1,77 @@
+"""Distillation on several ranks: they answer and train what one process does, whatever each of them has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llama_stack_provider_trl.recipes.trainer.distillation import DistillationRecipe
+from llama_stack_provider_trl.specs.events import Failed, Prepared
+from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, ShardingSpec
+from tests.process import test_grpo_ranks as grpo
+from tests.process.test_distillation import method_of, teacher_model
+from tests.process.test_grpo import given_answers
+from tests.process.test_grpo_ranks import assert_same, numbers, trained, weights_of
+from tests.ranks import Ranks, forked_ranks
+from tests.training import LORA, of_kind
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+
+def spec_of(root: Path, ranks: int, strategy: str = "FULL_SHARD", **changes: Any) -> JobSpec:
+    """The same job for any number of ranks, as in GRPO's test: the last step of an epoch leaves a rank fillers only."""
+    root.mkdir(parents=True, exist_ok=True)
+    method = method_of(teacher_model(root / "teacher"), max_completion_length=6, beta=0.5, temperature=0.9)
+    spec = grpo.spec_of(root, ranks, strategy, **changes)
+    return spec.model_copy(update={"algorithm": "distillation", "method": method})
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with forked_ranks() as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("lora", [LORA, None], ids=["adapters", "whole"])
+def test_two_ranks_give_the_answers_and_weights_of_one_process_and_continue_exactly(
+    ranks: Ranks, tmp_path: Path, lora: LoraSpec | None, strategy: str
+) -> None:
+    alone = spec_of(tmp_path / "alone", 1, lora=lora)
+    expected = trained(ranks, tmp_path / "alone", alone)
+    assert len({point["completions/mean_length"] for point in numbers(expected)}) > 1  # they end at different lengths
+    assert all(point["loss"] > 0.01 for point in numbers(expected))
+    spec = spec_of(tmp_path / "together", 2, strategy, lora=lora)
+    found = trained(ranks, tmp_path / "together", spec)
+    assert of_kind(found, Prepared)[0].effective["sharding"]["strategy"] == strategy
+    assert_same(found, spec, expected, alone)
+    weights = weights_of(spec)
+    (spec.checkpoint_dir / "final").rename(tmp_path / "first-final")
+    resumed = trained(ranks, tmp_path / "again", spec, spec.checkpoint_dir / "checkpoint-4")
+    assert numbers(resumed) == numbers(found)[4:]
+    assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(spec).items())
+
+
+def give_answers() -> None:
+    """In a rank: answers that follow from the prompts."""
+    DistillationRecipe.answer = lambda self, prompts, rows: given_answers(prompts, 1)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_given_answers_have_the_losses_of_one_process(ranks: Ranks, tmp_path: Path, beta: float) -> None:
+    found = {}
+    for number in (1, 2, 3):  # of three ranks one has fillers only, of the last row of an epoch two
+        root = tmp_path / str(number)
+        spec = spec_of(root, 1, batch_size=4, gradient_accumulation_steps=1, sharding=ShardingSpec())
+        assert spec.method is not None
+        spec = spec.model_copy(update={"method": spec.method.model_copy(update={"beta": beta})})
+        given = "tests.process.test_distillation_ranks.give_answers"
+        codes, events = ranks.run(root / "run", spec, world_size=number, before=given)
+        assert codes == [0] * number, [event.message for event in of_kind(events, Failed)]
+        found[number] = spec, events
+    for number in (2, 3):
+        assert_same(found[number][1], found[number][0], found[1][1], found[1][0])
