@@ -6,17 +6,25 @@ CI compares one divergence for 20 steps and the others in few; `TRL_METHODS=full
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llama_stack_provider_trl.recipes.memory import trace as memory
+from llama_stack_provider_trl.recipes.memory.trace import Batch, trace
+from llama_stack_provider_trl.recipes.model.loading import adapter_config
 from llama_stack_provider_trl.recipes.trainer.distillation import DistillationRecipe
+from llama_stack_provider_trl.recipes.trainer.divergence import Divergence, head_of
+from llama_stack_provider_trl.recipes.trainer.pairs import PaddedPairs
+from llama_stack_provider_trl.recipes.trainer.trl_patches import fuse_head
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.methods import DistillationSpec
 from llama_stack_provider_trl.specs.model_source import ReferenceSpec
 from tests.process.test_grpo import given_answers, metric
+from tests.process.test_memory import most
 from tests.tiny import tiny_model
 from tests.training import LORA, job_spec, of_kind, run
 
@@ -197,3 +205,59 @@ def test_a_teacher_with_another_vocabulary_fails_the_job_by_name(tmp_path: Path)
     (failed,) = of_kind(events, Failed)
     assert (status, failed.reason) == (1, "invalid_model")
     assert failed.message.startswith(f"algorithm_config.teacher '{teacher}' does not fit the model")
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("lora", [LORA, None], ids=["adapters", "whole"])
+def test_what_is_traced_is_what_a_real_step_holds(tmp_path: Path, name: str, lora: Any) -> None:
+    spec = spec_of(tmp_path, method_of(teacher_model(tmp_path / "teacher"), **CASES[name]), rows_of(1), lora=lora)
+    batch = Batch(8, 64)
+    traced = trace(spec, batch, "cpu")
+    assert traced.reference is not None
+    assert traced.reference.frozen == sum(weight.numel() for weight in loaded(spec.reference_source.model).parameters())
+    assert 0.99 < most(traced.windows) / most(held(spec, batch)) < 1.05
+
+
+def loaded(path: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+
+
+def held(spec: JobSpec, batch: Batch) -> Sequence[memory.Window]:
+    """What the loss of the recipe holds with real weights, of answers of full length."""
+    import torch
+    from peft import get_peft_model
+
+    student, teacher = loaded(spec.model), loaded(spec.reference_source.model).requires_grad_(False).eval()
+    config = student.config
+    for model in (student, teacher):
+        fuse_head(model, outputs=("log_probs",))
+    if spec.lora:
+        student = get_peft_model(student, adapter_config(student, spec.lora))
+    student.train()
+    live = memory._LiveMemory(1.0)
+    for weight in (*student.parameters(), *teacher.parameters()):
+        live.ignore(weight)
+        if weight.requires_grad:
+            weight.register_post_accumulate_grad_hook(lambda weight: live.became_gradient(weight.grad))
+    mask = torch.zeros(batch.sequences, batch.tokens, dtype=torch.long)
+    mask[:, -spec.answer_tokens :] = 1  # type: ignore[operator]
+    batches = PaddedPairs(spec)
+    with memory._head_of(spec, "cpu", live, config), live:
+        padded = torch.ones_like(mask)
+        padded[-1, -1] = 0
+        inputs = {"input_ids": torch.ones_like(mask), "attention_mask": padded, "completion_mask": mask}
+        assert isinstance(spec.method, DistillationSpec)
+        divergence = Divergence(spec.method.beta, spec.method.temperature, mask[:, 1:].flatten() != 0)
+        head = head_of(lambda: teacher(**batches.forward_arguments(teacher, inputs)), copied=False)
+        with divergence.in_head(head):
+            student(**batches.forward_arguments(student, inputs)).log_probs.sum().backward()
+    return live.windows
+
+
+def test_kernels_of_a_gpu_hold_two_tiles_and_no_whole_logits(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, method_of(teacher_model(tmp_path / "teacher")), rows_of(1))
+    logits = max(window.logits for window in trace(spec, Batch(8, 64), "cuda").windows)
+    tiles = 2 * 8 * 8 * 32768 * 4  # of both models, for the answers' tokens, as wide as TRL makes them
+    assert tiles <= logits < 1.2 * tiles

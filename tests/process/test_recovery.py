@@ -28,7 +28,8 @@ from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.events import Reason
 from llama_stack_provider_trl.specs.job import JobSpec
-from llama_stack_provider_trl.specs.methods import GrpoSpec
+from llama_stack_provider_trl.specs.methods import DistillationSpec, GrpoSpec
+from llama_stack_provider_trl.specs.model_source import ReferenceSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl.system import process
 from llama_stack_provider_trl.system.files import RunDir
@@ -47,12 +48,20 @@ GRPO = GrpoSpec(
     max_completion_length=4,
     beta=0.1,
 )
+
+
+def distillation() -> DistillationSpec:
+    """A function: to make the teacher takes seconds, which only a test is to take."""
+    return DistillationSpec(reference=ReferenceSpec(model=str(tiny_model(tied=False))), max_completion_length=4)
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "sft-lora": {"algorithm": "sft", "lora": LORA, "validation_rows": SFT_ROWS[:4]},
     "dpo-full": {"algorithm": "dpo", "samples": SAMPLES},
     "sft-full": {"algorithm": "sft", "gradient_accumulation_steps": 2, "n_epochs": 6},
     "dpo-lora": {"algorithm": "dpo", "lora": LORA, "samples": SAMPLES},
     "grpo-lora": {"algorithm": "grpo", "lora": LORA, "rows": SFT_ROWS, "method": GRPO},
+    "distillation-full": {"algorithm": "distillation", "rows": SFT_ROWS, "method": distillation},
 }
 KILLS = int(os.environ.get("TRL_TEST_KILLS", "6"))
 """Interruptions per signal; more by command: TRL_TEST_KILLS=200."""
@@ -89,6 +98,7 @@ class World:
     def add(self, name: str, kind: str, **changes: Any) -> None:
         values = {**KINDS[kind], "n_epochs": 4, "batch_size": 2, "save_steps": 3, "num_threads": 1, "retries": 1000}
         values |= {name: value for name, value in KINDS[kind].items() if name != "algorithm"} | changes
+        values |= {"method": values["method"]()} if callable(values.get("method")) else {}
         directory = self.root / "checkpoints" / name
         spec = job_spec(self.root, tiny_model(), job_uuid=name, checkpoint_dir=directory, **values)
         self.store.add_job(spec, "digest")
@@ -239,21 +249,22 @@ def test_a_kill_in_the_middle_of_a_checkpoint_or_an_export_costs_nothing(
     assert_clean(forked.root)
 
 
-def test_grpo_that_is_killed_with_answers_that_it_has_not_trained_on_gives_them_again(
-    forked: World, undisturbed: dict[str, Undisturbed], armed: Path
+@pytest.mark.parametrize("kind", ["grpo-lora", "distillation-full"])
+def test_a_kill_of_a_job_with_answers_that_it_has_not_trained_on_gives_them_again(
+    forked: World, undisturbed: dict[str, Undisturbed], armed: Path, kind: str
 ) -> None:
     points = ["answered-2", "step-5", "answered-8", "saving-9", "answered-13"]
     for point in points:
         (armed / point).write_text("kill")
-    forked.add("cut", "grpo-lora")
+    forked.add("cut", kind)
     forked.finish("cut")
     assert all((armed / f"{point}.taken").exists() for point in points)
     starts = [tried.start_step for tried in forked.store.attempts("cut")]
     assert len(starts) == len(points) + 1
     assert starts[-1] >= 9  # a checkpoint may be lost that was being written
-    forked.add("whole", "grpo-lora")
+    forked.add("whole", kind)
     forked.finish("whole")
-    assert forked.outcome("cut") == forked.outcome("whole") == undisturbed["grpo-lora"].outcome
+    assert forked.outcome("cut") == forked.outcome("whole") == undisturbed[kind].outcome
     timed = {"tokens_per_second", "memory_bytes", "peak_memory_bytes"}
     cut, whole = (
         [

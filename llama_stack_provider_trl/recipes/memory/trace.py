@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_iter
 from transformers import PreTrainedModel
 
 from ...specs.job import JobSpec
+from ...specs.methods import DistillationSpec
 from ...specs.model_source import ModelSource
 from ...specs.moments import elements_in_8_bits
 from ..fast.layout import Group, Layout
@@ -52,9 +53,11 @@ from ..trainer.trl_patches import (
     keeping_logits,
     keeps_logits,
     traced_attention,
+    traced_divergence,
     traced_experts,
     traced_head,
 )
+from .distillation import traced_divergence_loss
 
 _STASH = 5
 """Tensors that are copied to CPU memory at a time (TRL's OffloadActivations, max_fwd_stash_size)."""
@@ -264,7 +267,8 @@ def _key(spec: JobSpec) -> str:
     }
     accumulates, sharded = spec.gradient_accumulation_steps > 1, (num_shards(spec), keeps_whole_gradients(spec))
     reference = spec.reference and spec.reference.model_dump_json(exclude={"cache"})
-    return f"{spec.model_dump_json(include=relevant)}{accumulates}{sharded}{reference}"
+    compared = (spec.method.beta, spec.answer_tokens) if isinstance(spec.method, DistillationSpec) else None
+    return f"{spec.model_dump_json(include=relevant)}{accumulates}{sharded}{reference}{compared}"
 
 
 _ALIKE: dict[str, bool] = {}
@@ -547,11 +551,34 @@ def _make_fake(model: torch.nn.Module) -> None:
 
 
 def _step(model: Any, spec: JobSpec, batch: Batch, kind: str, reference: Any = None) -> None:
-    """Run the step of `recipes.trainer.sft` or `recipes.trainer.dpo` on a batch."""
+    """Run the step of `recipes.trainer.sft`, `recipes.trainer.dpo` or `recipes.trainer.distillation` on a batch."""
+    if isinstance(spec.method, DistillationSpec):
+        return _distill(model, spec, spec.method, batch, kind, reference).backward()
     loss = _score(model, spec, batch, kind)
     if spec.reference is not None and not precomputes(spec):
         loss = loss - _score_reference(model, spec, batch, kind, reference)
     loss.backward()
+
+
+def _distill(
+    model: Any, spec: JobSpec, method: DistillationSpec, batch: Batch, kind: str, teacher: Any
+) -> torch.Tensor:
+    def forward(one: Any) -> Any:
+        return one(**_inputs(one, spec, batch, kind), use_cache=False, fused_lm_head=True)
+
+    def unrecomputed() -> None:
+        with no_recomputation(model):
+            forward(teacher)
+
+    with torch.autocast("cpu", torch.bfloat16) if spec.dtype != "fp32" else nullcontext():
+        return traced_divergence_loss(
+            lambda: forward(model),
+            unrecomputed,
+            answer_tokens=batch.sequences * method.max_completion_length,
+            beta=method.beta,
+            temperature=method.temperature,
+            copied=is_sharded(spec),
+        )
 
 
 def _inputs(model: Any, spec: JobSpec, batch: Batch, kind: str) -> dict[str, Any]:
@@ -632,4 +659,6 @@ def _head_of(spec: JobSpec, kind: str, live: _LiveMemory, config: Any) -> Iterat
         stack.enter_context(traced_head(kind, config.get_text_config().vocab_size, counting))
         if keeps_logits(spec, kind):
             stack.enter_context(keeping_logits(counting))
+        if isinstance(spec.method, DistillationSpec):
+            stack.enter_context(traced_divergence(kind, config.get_text_config().vocab_size, counting))
         yield

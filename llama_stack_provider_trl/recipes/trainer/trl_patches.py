@@ -318,6 +318,40 @@ def traced_head(kind: str, vocab_size: int, counting: Callable[[], AbstractConte
 
 
 @contextmanager
+def traced_divergence(
+    kind: str, vocab_size: int, counting: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """While this is open, divergences of two heads are computed as `traced_head` has heads compute."""
+    import trl.kernels.chunked_divergence as kernels
+    import trl.kernels.chunked_logprob as heads
+
+    whole = kernels.ChunkedDivergenceFunction
+
+    class CountedDivergence(whole):  # type: ignore[valid-type, misc]
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            with counting():
+                return whole.forward(ctx, *arguments)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            with counting():
+                return whole.backward(ctx, *gradients)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(kernels, "ChunkedDivergenceFunction", CountedDivergence))
+        if kind == "cuda":
+            folds = () if heads._use_triton is _never else ("_stats_tile", "_jsd_tile", "_backward_tile", "_project")
+            for name in (*folds, "_addmm_fp32"):
+                stack.enter_context(patch.object(kernels, name, lambda *_, **__: None))
+        else:
+            stack.enter_context(
+                patch.object(kernels, "VOCAB_CHUNK_SIZE", math.ceil(min(kernels.VOCAB_CHUNK_SIZE, vocab_size)))
+            )
+        yield
+
+
+@contextmanager
 def traced_attention(*, packed: bool) -> Iterator[None]:
     """While this is open, transformers takes rows for what they are: packed, or one in each sequence.
 
