@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import trl.kernels.chunked_divergence as divergence
 import trl.kernels.chunked_logprob as kernels
 import trl.trainer.utils as utils
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -34,7 +35,8 @@ def test_the_head_in_torch_leaves_out_tokens_as_triton_does_and_has_the_same_num
     expected, gradients = loss_and_gradients(labels)
     monkeypatch.setattr(trl_patches, "missing_compiler", lambda: "no C compiler was found")
     monkeypatch.setattr(kernels, "_TRITON_AVAILABLE", True)
-    monkeypatch.setattr(kernels, "_use_triton", kernels._use_triton)  # put back after the test
+    for module in (kernels, divergence):
+        monkeypatch.setattr(module, "_use_triton", module._use_triton)  # put back after the test
     monkeypatch.setattr(utils, "_use_triton", lambda device: True)  # as of a GPU
     assert trl_patches.choose_head_kernels("cuda")[0] == "torch"
     loss, own = loss_and_gradients(labels)

@@ -69,9 +69,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return bool(device == "cuda")
 
     found = SimpleNamespace(_TRITON_AVAILABLE=True, _use_triton=use_triton)
-    monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(kernels=SimpleNamespace(chunked_logprob=found)))
-    monkeypatch.setitem(sys.modules, "trl.kernels", SimpleNamespace(chunked_logprob=found))
+    found.divergence = SimpleNamespace(_use_triton=use_triton)  # which has the function by a name of its own
+    package = SimpleNamespace(chunked_logprob=found, chunked_divergence=found.divergence)
+    monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(kernels=package))
+    monkeypatch.setitem(sys.modules, "trl.kernels", package)
     monkeypatch.setitem(sys.modules, "trl.kernels.chunked_logprob", found)
+    monkeypatch.setitem(sys.modules, "trl.kernels.chunked_divergence", found.divergence)
     return found
 
 
@@ -81,6 +84,7 @@ def test_a_gpu_without_a_compiler_computes_the_head_in_torch_with_a_warning(
     monkeypatch.setattr(trl_patches, "missing_compiler", lambda: "no C compiler was found")
     chosen, warning = choose_head_kernels("cuda")
     assert (chosen, kernels._use_triton("cuda")) == ("torch", False)
+    assert not kernels.divergence._use_triton("cuda")
     assert "no C compiler was found" in warning
     assert "install gcc" in warning
 

@@ -103,6 +103,7 @@ def choose_head_kernels(kind: str) -> tuple[str, str]:
     Returns:
         What fused heads compute with, triton or torch, and a warning; empty: none is due.
     """
+    import trl.kernels.chunked_divergence as divergence
     import trl.kernels.chunked_logprob as kernels
 
     # TRL itself decides by the installed packages and the device.
@@ -113,7 +114,7 @@ def choose_head_kernels(kind: str) -> tuple[str, str]:
         return "triton", ""
     # Only the kernels are replaced: trl.trainer.utils has a name of its own for the function, and still leaves out the
     # tokens that are not trained.
-    kernels._use_triton = _never
+    kernels._use_triton = divergence._use_triton = _never
     return "torch", (
         f"Triton cannot compile here: {missing}. The head computes with torch's kernels, which are slower and take "
         f"more memory; {ADVICE}"
@@ -323,7 +324,6 @@ def traced_divergence(
 ) -> Iterator[None]:
     """While this is open, divergences of two heads are computed as `traced_head` has heads compute."""
     import trl.kernels.chunked_divergence as kernels
-    import trl.kernels.chunked_logprob as heads
 
     whole = kernels.ChunkedDivergenceFunction
 
@@ -338,12 +338,16 @@ def traced_divergence(
             with counting():
                 return whole.backward(ctx, *gradients)
 
+    def project(tile: Any, hidden: Any, weight: torch.Tensor, bias: Any, start: int, end: int, dtype: Any) -> None:
+        weight[start:end].to(dtype)  # the product itself is written into the tile
+
     with ExitStack() as stack:
         stack.enter_context(patch.object(kernels, "ChunkedDivergenceFunction", CountedDivergence))
         if kind == "cuda":
-            folds = () if heads._use_triton is _never else ("_stats_tile", "_jsd_tile", "_backward_tile", "_project")
+            folds = () if kernels._use_triton is _never else ("_stats_tile", "_jsd_tile", "_backward_tile")
             for name in (*folds, "_addmm_fp32"):
                 stack.enter_context(patch.object(kernels, name, lambda *_, **__: None))
+            stack.enter_context(patch.object(kernels, "_project", project))
         else:
             stack.enter_context(
                 patch.object(kernels, "VOCAB_CHUNK_SIZE", math.ceil(min(kernels.VOCAB_CHUNK_SIZE, vocab_size)))
