@@ -264,7 +264,7 @@ def _key(spec: JobSpec) -> str:
     }
     accumulates, sharded = spec.gradient_accumulation_steps > 1, (num_shards(spec), keeps_whole_gradients(spec))
     reference = spec.reference and spec.reference.model_dump_json(exclude={"cache"})
-    return f"{spec.model_dump_json(include=relevant)}{accumulates}{sharded}{reference}"
+    return f"{spec.model_dump_json(include=relevant)}{accumulates}{sharded}{reference}{spec.kl_weight > 0}"
 
 
 _ALIKE: dict[str, bool] = {}
@@ -549,7 +549,7 @@ def _make_fake(model: torch.nn.Module) -> None:
 def _step(model: Any, spec: JobSpec, batch: Batch, kind: str, reference: Any = None) -> None:
     """Run the step of `recipes.trainer.sft` or `recipes.trainer.dpo` on a batch."""
     loss = _score(model, spec, batch, kind)
-    if spec.reference is not None and not precomputes(spec):
+    if (spec.reference is not None and not precomputes(spec)) or spec.kl_weight:
         loss = loss - _score_reference(model, spec, batch, kind, reference)
     loss.backward()
 
