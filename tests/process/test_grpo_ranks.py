@@ -85,8 +85,16 @@ def assert_same(found: list[Any], spec: JobSpec, expected: list[Any], alone: Job
         assert torch.allclose(weight, others[name], rtol=1e-4, atol=2e-6), name
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("lora", [LORA, None], ids=["adapters", "whole"])
+@pytest.mark.parametrize(
+    ("lora", "strategy"),
+    [
+        pytest.param(LORA, "FULL_SHARD", id="adapters-FULL_SHARD"),
+        pytest.param(LORA, "SHARD_GRAD_OP", id="adapters-SHARD_GRAD_OP"),
+        pytest.param(LORA, "NO_SHARD", id="adapters-NO_SHARD"),
+        pytest.param(None, "FULL_SHARD", id="whole-FULL_SHARD"),
+        pytest.param(None, "NO_SHARD", id="whole-NO_SHARD"),
+    ],
+)
 def test_two_ranks_give_the_answers_and_weights_of_one_process_and_continue_exactly(
     ranks: Ranks, tmp_path: Path, lora: LoraSpec | None, strategy: str
 ) -> None:

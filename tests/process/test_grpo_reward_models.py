@@ -94,15 +94,16 @@ def expected_rewards(model: RewardModel) -> list[float]:
             answer = {"role": "assistant", "content": ours.decode(ids, skip_special_tokens=True)}
             read = theirs.apply_chat_template([*turns, answer], return_tensors="pt", return_dict=True)
             with torch.no_grad():
-                rewards.append(float(loaded.eval()(**read).logits))
+                cut = {name: values[:, : model.max_seq_length] for name, values in read.items()}
+                rewards.append(float(loaded.eval()(**cut).logits))
     return rewards
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "limit"), [("whole", 2048), ("adapter", 2048), ("adapter", 33)])
 def test_an_answer_has_what_the_reward_model_gives_it_by_its_own_tokenizer(
-    tmp_path: Path, reward_model: Trained, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, reward_model: Trained, monkeypatch: pytest.MonkeyPatch, kind: str, limit: int
 ) -> None:
-    model = reward_model(kind)
+    model = reward_model(kind).model_copy(update={"max_seq_length": limit})
     before = {path.name: path.read_bytes() for path in (model.path or Path()).iterdir()}
     monkeypatch.setattr(
         GrpoRecipe, "answer", lambda self, prompts, rows: given_answers(prompts, self._grpo.num_generations)
@@ -156,6 +157,16 @@ def test_a_reward_model_that_cannot_be_loaded_fails_the_job_with_one_sentence(
     assert (status, failed.reason) == (1, "invalid_model")
     assert failed.message.startswith(f"the adapter of the reward model {bad} cannot be loaded (")
     assert "train job 'judge' again" in failed.message
+
+
+def test_the_memory_check_counts_the_reference_that_scores_beside_the_policy(tmp_path: Path) -> None:
+    fields = {"rewards": (LETTER,), "num_generations": 3, "max_completion_length": 6}
+    without, scoring = (
+        estimate(spec_of(tmp_path, GrpoSpec.model_validate({**fields, "beta": beta}), lora=LORA), Batch(6, 40), "cpu")
+        for beta in (0.0, 0.1)
+    )
+    assert scoring.reference == without.reference == 0  # the policy without its adapter
+    assert scoring.activations + scoring.logits > without.activations + without.logits
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,11 +11,12 @@ import pytest
 from llama_stack_provider_trl.errors import InvalidRequest, JobConflict
 from llama_stack_provider_trl.jobs.reward_models import check_reward_models, with_reward_models
 from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.launch.isolation import spec_paths
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.beginnings import BaseJob
-from llama_stack_provider_trl.specs.job import JobSpec
+from llama_stack_provider_trl.specs.job import JobSpec, ShardingSpec
 from llama_stack_provider_trl.specs.methods import RewardSpec, reward_models
 from llama_stack_provider_trl.system.files import write_manifest
 from tests.unit.test_bases import LORA, ROWS, add, complete, request
@@ -85,6 +86,26 @@ def test_jobs_without_a_reward_model_are_refused_by_name(
     assert why in str(refused.value)
     with pytest.raises(InvalidRequest, match="there is no such job here"):
         spec_of("job:judge", None, settings)  # a job that is run by hand has no other ones
+
+
+def test_a_training_that_is_isolated_sees_its_reward_models(store: Store, settings: Settings, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    judge = add(store, "judge", tmp_path, **REWARD, model=str(base), lora=LORA)
+    own = judge.checkpoint_dir / "final"
+    for directory, name in ((base, "config.json"), (own, "adapter_config.json")):
+        directory.mkdir(parents=True)
+        (directory / name).write_text("{}")
+    spec = spec_of("job:judge", store, settings)
+    read = spec_paths({"job": spec.model_dump(mode="json")}, [tmp_path / "data"]).read
+    assert {base, own} <= set(read)
+
+
+def test_the_reward_models_of_a_job_on_other_machines_are_refused(
+    store: Store, settings: Settings, tmp_path: Path
+) -> None:
+    add(store, "judge", tmp_path, **REWARD)
+    with pytest.raises(InvalidRequest, match=r"resources=.* is on the service's machine only"):
+        spec_of("job:judge", store, settings.model_copy(update={"sharding": ShardingSpec()}), resources={"cpus": 2})
 
 
 def test_a_job_whose_reward_model_is_damaged_does_not_start(store: Store, settings: Settings, tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ def _key(spec: JobSpec) -> str:
     accumulates, sharded = spec.gradient_accumulation_steps > 1, (num_shards(spec), keeps_whole_gradients(spec))
     reference = spec.reference and spec.reference.model_dump_json(exclude={"cache"})
     compared = (spec.method.beta, spec.answer_tokens) if isinstance(spec.method, DistillationSpec) else None
-    return f"{spec.model_dump_json(include=relevant)}{accumulates}{sharded}{reference}{compared}"
+    return f"{spec.model_dump_json(include=relevant)}{accumulates}{sharded}{reference}{spec.kl_weight > 0}{compared}"
 
 
 _ALIKE: dict[str, bool] = {}
@@ -555,7 +555,7 @@ def _step(model: Any, spec: JobSpec, batch: Batch, kind: str, reference: Any = N
     if isinstance(spec.method, DistillationSpec):
         return _distill(model, spec, spec.method, batch, kind, reference).backward()
     loss = _score(model, spec, batch, kind)
-    if spec.reference is not None and not precomputes(spec):
+    if (spec.reference is not None and not precomputes(spec)) or spec.kl_weight:
         loss = loss - _score_reference(model, spec, batch, kind, reference)
     loss.backward()
 

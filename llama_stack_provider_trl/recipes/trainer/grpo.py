@@ -123,8 +123,10 @@ class GrpoRecipe(AnswersPrompts, DPOTrainer):
     ) -> torch.Tensor:
         """The policy gradient of a micro batch, divided so that Trainer's mean over micro steps and ranks is the
         step's."""
-        reference = self._reference_log_probs(inputs) if self._grpo.beta else None
         outputs = model(**self._batches.forward_arguments(self.model, inputs), **self._router())
+        # After the policy's forward: PEFT switches adapters off by the parameters that a module has at the moment, and
+        # on again. Under FSDP2 both have to meet the same ones, whole or sharded.
+        reference = self._reference_log_probs(inputs) if self._grpo.beta else None
         log_probs, mask = outputs.log_probs.float(), inputs["completion_mask"][:, 1:]
         # The weights gave these answers: the ratio is 1, and its gradient that of the log-probability.
         ratio = torch.exp(log_probs - log_probs.detach())

@@ -188,8 +188,8 @@ def _point(source: RewardSource) -> EntryPoint:
         raise JobFailure(
             Reason.launch_failed,
             f"the reward function {source.function!r} cannot be used by the environment that trains "
-            f"({sys.executable}): {error}. Install {source.package or 'the package'} there, whose entry point of the "
-            f"group {GROUP} it is",
+            f"({sys.executable}): {error}. It has to be that of {source.package or 'one package'} there, an entry "
+            f"point of the group {GROUP}",
         ) from error
 
 
