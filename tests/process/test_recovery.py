@@ -358,7 +358,7 @@ def test_every_process_is_gone_5_seconds_after_a_cancel(real: World, armed: Path
     assert_clean(real.root)
 
 
-@pytest.mark.parametrize("kind", ["sft-lora", "dpo-full", "grpo-lora"])
+@pytest.mark.parametrize("kind", ["sft-lora", "dpo-full", "grpo-lora", "distillation-full"])
 def test_a_job_that_runs_out_of_memory_continues_with_half_the_batch_and_the_same_losses(
     forked: World, armed: Path, kind: str
 ) -> None:
