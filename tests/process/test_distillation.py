@@ -19,6 +19,7 @@ from llama_stack_provider_trl.recipes.trainer.distillation import DistillationRe
 from llama_stack_provider_trl.recipes.trainer.divergence import Divergence, head_of
 from llama_stack_provider_trl.recipes.trainer.pairs import PaddedPairs
 from llama_stack_provider_trl.recipes.trainer.trl_patches import fuse_head
+from llama_stack_provider_trl.specs.beginnings import AdapterSpec
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.methods import DistillationSpec
@@ -184,10 +185,21 @@ def test_20_steps_lower_the_divergence_and_a_job_that_continues_gives_the_same_a
     assert (final / "model.safetensors").read_bytes() == weights
 
 
-def test_adapters_learn_from_their_own_base_as_the_teacher(tmp_path: Path) -> None:
-    spec = learning(tmp_path, tiny_model(), lora=LORA, n_epochs=1)
-    losses = metric(ended(*run(tmp_path, spec)), "loss")
-    assert losses == pytest.approx([0.0] * 4, abs=1e-6)  # a new adapter is the base model
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_new_adapter_is_its_base_as_the_teacher_and_a_trained_one_returns_to_it(tmp_path: Path, dtype: Any) -> None:
+    faster = {"lora": LORA, "dtype": dtype, "optimizer": OptimizerSpec(learning_rate=5e-2)}
+    new = learning(tmp_path, tiny_model(), n_epochs=1, **faster)
+    assert metric(ended(*run(tmp_path / "new", new)), "loss") == pytest.approx([0.0] * 4, abs=1e-6)
+    other = teacher_model(tmp_path / "teacher", is_constant=True)
+    trained = learning(tmp_path, other, job_uuid="trained", checkpoint_dir=tmp_path / "trained", **faster)
+    ended(*run(tmp_path / "first", trained))
+    adapter = AdapterSpec(path=trained.checkpoint_dir / "final", use="continue")
+    back = learning(
+        tmp_path, tiny_model(), job_uuid="back", checkpoint_dir=tmp_path / "back", adapter=adapter, **faster
+    )
+    losses = metric(ended(*run(tmp_path / "second", back)), "loss")
+    assert losses[0] > 0.01  # compared with the base model, and not with the adapter as it began
+    assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
 
 
 def test_rows_of_embeddings_without_a_token_are_left_out(tmp_path: Path) -> None:
