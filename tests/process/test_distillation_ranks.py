@@ -13,9 +13,9 @@ from llama_stack_provider_trl.recipes.trainer.distillation import DistillationRe
 from llama_stack_provider_trl.specs.events import Failed, Prepared
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, ShardingSpec
 from tests.process import test_grpo_ranks as grpo
-from tests.process.test_distillation import method_of, teacher_model
 from tests.process.test_grpo import given_answers
 from tests.process.test_grpo_ranks import assert_same, numbers, trained, weights_of
+from tests.process.test_on_policy_distillation import method_of, teacher_model
 from tests.ranks import Ranks, forked_ranks
 from tests.training import LORA, of_kind
 

@@ -356,7 +356,7 @@ ELSEWHERE: dict[str, str] = {
         for name in requests.GRPOConfig.model_fields
         if name not in ("type", "beta", "loss_type")
     },
-    ALGORITHM + "teacher": "another model: tests/unit/test_distillation_request.py, tests/process/test_distillation.py",
+    ALGORITHM + "teacher": "another model: tests/process/test_on_policy_distillation.py",
     ALGORITHM + "lmbda": "1 or refused: tests/unit/test_distillation_request.py",
     ALGORITHM + "epsilon": "noted, without meaning in DPO: tests/contract/test_api_table.py",
     ALGORITHM + "gamma": "noted, without meaning in DPO: tests/contract/test_api_table.py",

@@ -3,7 +3,7 @@
 TRL's DistillationTrainer keeps batches in a buffer of its own, which a checkpoint does not hold, and divides by the
 tokens of a micro batch's answers where it has no count. Here an optimizer step answers the prompts of its rows
 (`recipes.trainer.answering`), and the loss is the mean over all tokens of its answers. The losses are TRL's, on given
-answers (tests/process/test_distillation.py).
+answers (tests/process/test_on_policy_distillation.py).
 """
 
 from __future__ import annotations
