@@ -150,7 +150,7 @@ def test_given_answers_have_the_losses_of_trl_called_directly(
         assert found == pytest.approx([entry[metric_name] for entry in expected], rel=1e-4, abs=1e-6), metric_name
     losses = metric(events, "loss")
     assert min(losses) > 0.01
-    assert abs(losses[-1] - losses[0]) > 1e-3
+    assert max(losses) - min(losses) > 1e-3
 
 
 MORE = [{"prompt": f"Name a number above {n}."} for n in range(8)]
