@@ -62,7 +62,7 @@ def attend_in_rows(
         return attend(query, key, value).transpose(1, 2).contiguous(), None
     sizes = layout.sizes()
     if len(sizes) > _FEW_ROWS and dropout == 0.0 and (kernel := _kernel_of_rows(query)):
-        return kernel(query, key, value, layout, scaling, sliding_window), None
+        return repeatable(kernel(query, key, value, layout, scaling, sliding_window))[None], None
     parts = zip(*(tensor.split(sizes, dim=2) for tensor in (query, key, value)), strict=True)
     outputs = []
     for prefix, continuations in layout.groups:
@@ -144,7 +144,7 @@ def _attend_in_one_kernel(
         **options,
     )
     assert isinstance(attended, torch.Tensor)
-    return attended[None]
+    return attended
 
 
 class _Attend(NamedTuple):
@@ -171,7 +171,7 @@ class _Attend(NamedTuple):
             # Only the flash kernels take shared heads without holding all scores: in half precision, without a mask.
             repeats = query.shape[1] // key.shape[1]
             key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
-        return F.scaled_dot_product_attention(
+        attended = F.scaled_dot_product_attention(
             query,
             key,
             value,
@@ -181,6 +181,33 @@ class _Attend(NamedTuple):
             scale=self.scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
+        return repeatable(attended) if _is_on_gpu(query) else attended
+
+
+_REPEATABLE = ("FlashAttention", "varlen_attn")
+"""In the names of the nodes of the backward pass whose kernels add in a fixed order on request. Others raise then."""
+
+
+def repeatable(attended: torch.Tensor) -> torch.Tensor:
+    """Have the backward pass of flash attention add in a fixed order, so that a job repeats and resumes bit for bit.
+
+    torch has a switch for the whole process only, with which other operations that have no fixed order raise. It is on
+    while this tensor's own node runs. (`use_deterministic_algorithms` imports torch's compiler, which takes 2 s.)
+    """
+    node = attended.grad_fn
+    if node is not None and any(name in type(node).__name__ for name in _REPEATABLE):
+        before: list[int] = []
+
+        def switch_on(*_: Any) -> None:
+            before.append(torch.get_deterministic_debug_mode())
+            torch.set_deterministic_debug_mode("error")
+
+        def switch_back(*_: Any) -> None:
+            torch.set_deterministic_debug_mode(before.pop())
+
+        node.register_prehook(switch_on)
+        node.register_hook(switch_back)
+    return attended
 
 
 def _is_on_gpu(tensor: torch.Tensor) -> bool:
