@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from ..errors import InvalidRequest
-from ..specs.answer_checks import AnswerCheck, refuse_unusable_check
+from ..specs.answer_checks import AnswerCheck, refuse_fields, refuse_references
 from ..specs.methods import GrpoLoss, GrpoSpec, RewardScale
 from ..specs.rewards import GROUP, RewardSource, installed_rewards
 from .bodies import DataConfig, GRPOConfig, GRPOReward
@@ -81,6 +81,8 @@ def _rewards(given: list[dict[str, Any]] | None, where: str) -> tuple[RewardSour
             hint = "another reward has this name: give each check a name of its own, and name a function once"
             raise InvalidRequest(f"{where}.{number}", source.name, hint)
         sources.append(source)
+    checks = {f"{where}.{number}.check": source.check for number, source in enumerate(sources)}
+    refuse_references({field: check for field, check in checks.items() if check is not None})
     return tuple(sources)
 
 
@@ -97,7 +99,7 @@ def _source(given: GRPOReward, where: str) -> RewardSource:
         _check_installed(given.function or "", where)
         return RewardSource(name=given.function or "", weight=weight, function=given.function)
     check = parse_fields(AnswerCheck, given.check, f"{where}.check")
-    refuse_unusable_check(check, f"{where}.check")
+    refuse_fields(check, f"{where}.check")
     return RewardSource(name=check.measure, weight=weight, check=check)
 
 

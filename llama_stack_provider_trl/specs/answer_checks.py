@@ -7,6 +7,9 @@ The time of a comparison is bounded: a pattern that backtracks without end, or a
 TimeoutError. `regex` has timeouts, which `re` lacks; jsonschema searches with `re`, so its `pattern` is replaced and
 `patternProperties` is refused. So are `unevaluatedProperties` and `unevaluatedItems`, which look ahead past the
 deadline, and a `$schema` below the top, where jsonschema would continue with its own validator.
+
+To compile a pattern has no such bounds: `regex` writes a repeated part out as often as it occurs at least, so eleven
+characters can take all memory, and nested `+` double it. A process that serves requests compiles none: a fork does.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import json
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache, lru_cache
 from typing import Any, Literal
@@ -22,6 +25,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ..errors import InvalidRequest
+from ..system.limited import Limited, LimitExceeded
 from .beginnings import Frozen
 
 CheckType = Literal["exact", "regex", "json", "json_schema"]
@@ -29,6 +33,8 @@ TIMEOUT = 1.0
 """Seconds that the comparison of one answer may take, of CPU time where it is a pattern."""
 MAX_PATTERN, MAX_SCHEMA = 4096, 65536
 """Characters of a pattern, and of a schema as JSON text."""
+_REQUESTED = Limited(seconds=5, memory=256 << 20)
+"""For the patterns and schemas of a request. One of the largest useful schemas takes 0.3 s."""
 _MAX_OUTSIDE = 16
 """Parts that `$ref` names where no schema is expected."""
 _MAX_MIXED = 256
@@ -85,6 +91,11 @@ class AnswerCheck(Frozen):
         return getattr(self, _VALUES[self.type])
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether its references are compiled: patterns, schemas."""
+        return self.type in _NEEDS_REFERENCE
+
+    @property
     def reads_answers(self) -> bool:
         """Whether its reference is the row's own answer."""
         return self.type == "exact" and self.given is None and self.column is None
@@ -99,27 +110,79 @@ def refuse_unusable(checks: Sequence[AnswerCheck], field: str) -> None:
     Raises:
         InvalidRequest: names the check's field: one that would be ignored, a reference that is missing or cannot be
             read, a name that two checks have.
+        LimitReached: too many requests are checked.
     """
     for number, check in enumerate(checks):
-        refuse_unusable_check(check, f"{field}.{number}")
+        refuse_fields(check, f"{field}.{number}")
+    refuse_references({f"{field}.{number}": check for number, check in enumerate(checks)})
+    for number, check in enumerate(checks):
         if check.measure in {other.measure for other in checks[:number]}:
             hint = "another check has this name: give each check a name of its own"
             raise InvalidRequest(f"{field}.{number}.name", check.name, hint)
 
 
-def refuse_unusable_check(check: AnswerCheck, field: str) -> None:
-    """As `refuse_unusable`, of one check: `field` has it."""
-    _refuse_fields(check, field)
-    if check.given is not None:
+def refuse_references(checks: Mapping[str, AnswerCheck]) -> None:
+    """Refuse checks, by their fields, whose reference for all rows cannot be read. Raises as `refuse_unusable`."""
+    compiled = {field: check for field, check in checks.items() if check.given is not None and check.is_compiled}
+    for field, check in checks.items():
+        if check.given is None:
+            continue
         try:
             # JSON reads 1e999 and half of a surrogate pair, and cannot write them.
             json.dumps(check.given, allow_nan=False, ensure_ascii=False).encode()
-            reference(check, check.given)
+            if field not in compiled:
+                reference(check, check.given)
         except ValueError as error:
-            raise InvalidRequest(f"{field}.{_VALUES[check.type]}", check.given, str(error)) from error
+            raise _unusable(field, check, str(error)) from error
+    if compiled:
+        _refuse_uncompiled(tuple(compiled), tuple(check.model_dump_json() for check in compiled.values()))
 
 
-def _refuse_fields(check: AnswerCheck, field: str) -> None:
+@lru_cache(maxsize=16)
+def _refuse_uncompiled(fields: tuple[str, ...], texts: tuple[str, ...]) -> None:
+    """Compile the references of checks, in a fork. The trials of a search have the same ones. Raises InvalidRequest."""
+    checks = [AnswerCheck.model_validate_json(text) for text in texts]
+    load_libraries()
+    try:
+        problems = _REQUESTED.call(lambda: (_problem(check) for check in checks))
+    except LimitExceeded as error:
+        problems = [*error.found, f"it takes more than {too_much(_REQUESTED)} to be compiled: {SIMPLER}"]
+    for field, check, problem in zip(fields, checks, problems, strict=False):
+        if problem is not None:
+            raise _unusable(field, check, problem)
+
+
+def _problem(check: AnswerCheck) -> str | None:
+    try:
+        reference(check, check.given)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _unusable(field: str, check: AnswerCheck, hint: str) -> InvalidRequest:
+    return InvalidRequest(f"{field}.{_VALUES[check.type]}", check.given, hint)
+
+
+SIMPLER = "make it shorter, repeat parts less often, and nest fewer of them"
+"""What to do about a reference that exceeds limits."""
+
+
+def too_much(limits: Limited) -> str:
+    """The limits of a fork, in words."""
+    return f"{limits.seconds} s or {limits.memory >> 20} MiB"
+
+
+def load_libraries() -> None:
+    """Import what `reference` does, in a process that forks for it."""
+    import regex  # noqa: F401
+    from jsonschema import FormatChecker
+
+    _bounded_validator().check_schema({"$ref": "#"}, FormatChecker(()))
+
+
+def refuse_fields(check: AnswerCheck, field: str) -> None:
+    """Refuse the fields that a check of its type lacks, or would ignore. Raises InvalidRequest."""
     value, mode = _VALUES[check.type], _MODES.get(check.type)
     for name in sorted({*_VALUES.values(), *_MODES.values()} - {value, mode}):
         if (found := getattr(check, name)) not in (None, False):

@@ -1,0 +1,166 @@
+"""Calls functions in forks of this process, within limits of time and memory: for what a request may make large.
+
+A fork takes 2 ms, a process that starts Python and imports a library 200. It has this thread alone, so the function
+may neither wait for other threads nor import a module for the first time. Linux limits its memory, macOS only its time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from ..errors import LimitReached
+from . import fork
+from .process import allocated_memory, die_with_parent, limit_memory
+
+_CHUNK = 1 << 16
+_AT_ONCE = 2
+_WAIT_S = 10.0
+"""Seconds that a call waits for a place."""
+_WALL = 3
+"""Wall-clock seconds for each CPU second that is allowed: the machine may have other work."""
+_LEAST_WALL_S = 30.0
+_forking = threading.Lock()
+"""Filters of warnings are those of the whole process."""
+
+
+class LimitExceeded(Exception):
+    """Raised when a function has reached a limit, or its process crashed.
+
+    Args:
+        found: what it yielded before.
+    """
+
+    def __init__(self, found: list[Any]) -> None:
+        self.found = found
+        super().__init__("it needs too much time or memory")
+
+
+class Limited:
+    """Calls functions, a few at a time.
+
+    Args:
+        seconds: of CPU time that a call may take.
+        memory: bytes that it may allocate.
+    """
+
+    def __init__(self, seconds: int, memory: int) -> None:
+        self.seconds, self.memory = seconds, memory
+        self._places = threading.BoundedSemaphore(_AT_ONCE)
+
+    def call(self, function: Callable[[], Iterable[Any]]) -> list[Any]:
+        """What `function` yields: JSON values, each known here before the next one is computed.
+
+        Raises:
+            LimitExceeded: it takes more than the limits allow.
+            LimitReached: too many other calls run.
+            OSError: there can be no further process.
+            RuntimeError: it raised an exception.
+        """
+        if not self._places.acquire(timeout=_WAIT_S):
+            raise LimitReached("too many requests are being checked: send it again later")
+        try:
+            return self._call(function)
+        finally:
+            self._places.release()
+
+    def _call(self, function: Callable[[], Iterable[Any]]) -> list[Any]:
+        reader, writer = os.pipe()
+        try:
+            try:
+                pid = self._fork(function, writer)
+            finally:
+                os.close(writer)
+            try:
+                lines = _lines(reader, time.monotonic() + max(_LEAST_WALL_S, _WALL * self.seconds))
+            finally:
+                status = _end(pid)
+        finally:
+            os.close(reader)
+        written = [json.loads(line) for line in lines]
+        found = [line[0] for line in written if isinstance(line, list)]
+        if status != 0:
+            raise LimitExceeded(found)
+        if (problem := written[-1]) is not None:
+            raise RuntimeError(problem)
+        return found
+
+    def _fork(self, function: Callable[[], Iterable[Any]], writer: int) -> int:
+        parent = os.getpid()
+        with _forking, warnings.catch_warnings():
+            # The fork waits for no lock of another thread: see above.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid:
+            return pid
+        try:
+            die_with_parent(parent)
+            fork.close_files((writer,))
+            self._limit()
+            _write(function, writer)
+            os._exit(0)
+        finally:
+            os._exit(1)
+
+    def _limit(self) -> None:
+        """Set the limits of this process, which has no handlers of signals from now on."""
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _, most = resource.getrlimit(resource.RLIMIT_CPU)
+        seconds = self.seconds if most == resource.RLIM_INFINITY else min(self.seconds, most)
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+        limit_memory(allocated_memory() + self.memory)
+
+
+def _write(function: Callable[[], Iterable[Any]], writer: int) -> None:
+    """Write each value as a line, in a list, and at the end null, or a text if the function raised."""
+    try:
+        for value in function():
+            _send(writer, [value])
+    except MemoryError:
+        raise
+    except Exception as error:
+        _send(writer, f"{type(error).__name__}: {error}")
+        return
+    _send(writer, None)
+
+
+def _send(writer: int, value: Any) -> None:
+    data = json.dumps(value).encode() + b"\n"
+    while data:
+        data = data[os.write(writer, data) :]
+
+
+def _lines(reader: int, deadline: float) -> list[bytes]:
+    """What is written until the end, or the deadline; whole lines only."""
+    data = bytearray()
+    waiting = select.poll()
+    waiting.register(reader, select.POLLIN)
+    while (left := deadline - time.monotonic()) > 0:
+        if waiting.poll(left * 1000):
+            chunk = os.read(reader, _CHUNK)
+            if not chunk:
+                break
+            data += chunk
+    return bytes(data).split(b"\n")[:-1]
+
+
+def _end(pid: int) -> int:
+    """Have a process ended. Returns its exit status, not 0 where that is not known."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)  # one that has closed its end of the pipe has ended by now, or does so
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:
+        return -1
