@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
@@ -84,6 +84,7 @@ async def submit(
     owner: Submitter | None = None,
     work: Work | None = None,
     models: list[Base] | None = None,
+    admit: Callable[[], object] = lambda: None,
 ) -> bool:
     """Submit a job. Returns only when the job is stored: nothing can lose it afterwards.
 
@@ -92,6 +93,7 @@ async def submit(
         owner: None: not known, and not limited.
         work: what it does in place of training; None: it trains.
         models: of a merge or an ensemble: what its models are.
+        admit: see `Store.add_job`.
 
     Returns:
         Whether the job is new.
@@ -113,13 +115,13 @@ async def submit(
     job = await resolved(request, options, settings, datasets, store, work, models=models)
     evaluation = await _resolved_evaluation(job.spec, options, settings, datasets)
     if job.spec.resume_from is None:
-        return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner, evaluation)
+        return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner, evaluation, admit)
     # One at a time: a POST that is repeated after a timeout of its client finds what the first one has stored, and does
     # not copy a large checkpoint again.
     async with _copying.setdefault((store.path, job.spec.job_uuid), asyncio.Lock()):
         if store.holds(job.spec.job_uuid, digest):
             return False
-        return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner, evaluation)
+        return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner, evaluation, admit)
 
 
 async def submit_search(
@@ -182,13 +184,16 @@ def _stored(
     data_dir: Path,
     owner: Submitter | None = None,
     evaluation: ResolvedJob | None = None,
+    admit: Callable[[], object] = lambda: None,
 ) -> bool:
     spec = copy_checkpoint(job.spec, store, data_dir)
     new, by = _new(job._replace(spec=spec), digest), owner or Submitter()
     then = evaluation and _new(evaluation, f"{digest}:evaluation")
     created = False
     try:
-        created = store.add_job(spec, digest, new.warnings, new.needed, by.name, by.max_waiting, new.trackers, then)
+        created = store.add_job(
+            spec, digest, new.warnings, new.needed, by.name, by.max_waiting, new.trackers, then, admit
+        )
     finally:
         if not created:
             discard_checkpoint(spec)
