@@ -12,7 +12,7 @@ from ..requests.options import ProviderOptions
 from ..requests.settings import Settings
 from ..specs.beginnings import BaseJob
 from ..specs.job import DatasetRef, JobSpec
-from ..specs.kinds import MergeWork
+from ..specs.kinds import MergeWork, Work
 from ..system.files import is_whole, put_lines
 from .bases import find_base
 from .store import Store
@@ -41,12 +41,17 @@ def bases_of(request: MergeRequest | EvaluateRequest, settings: Settings, store:
 
 def after_all(spec: JobSpec, found: list[Base]) -> JobSpec:
     """The job, which comes after all jobs that make one of its models, and needs their checkpoints."""
-    merges = isinstance(spec.work, MergeWork)  # which reads an adapter without the model below it
-    jobs: dict[BaseJob, None] = dict.fromkeys(job for base in found for job in base.jobs[: 1 if merges else None])
+    jobs = jobs_of(spec.work, found)
     names = [job.job_uuid for job in jobs]
     return spec.model_copy(
         update={"bases": tuple(jobs), "after": tuple(dict.fromkeys([*names, *spec.after]))},
     )
+
+
+def jobs_of(work: Work | None, found: list[Base]) -> list[BaseJob]:
+    """The jobs that make the models of a merge or an ensemble, each once per checkpoint."""
+    merges = isinstance(work, MergeWork)  # which reads an adapter without the model below it
+    return list(dict.fromkeys(job for base in found for job in base.jobs[: 1 if merges else None]))
 
 
 def no_rows(directory: Path) -> DatasetRef:

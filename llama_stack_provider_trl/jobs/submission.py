@@ -29,7 +29,7 @@ from ..specs.rewards import checks_of
 from ..specs.rows import UNREAD, check_rows
 from ..system.files import put_lines, put_rows
 from .bases import find_base
-from .merges import after_all
+from .merges import after_all, jobs_of
 from .ownership import refuse_foreign
 from .promised import refuse_split, refuse_unknown_rows, shard_of
 from .reader import digest_conflict
@@ -229,7 +229,8 @@ async def resolved(
     if work is not None:
         options, settings = for_work(request, options, settings, named)
     # Models, adapters and installed packages are read: none of that may hold up other requests.
-    resolution = await asyncio.to_thread(resolve, request, options, settings, named)
+    makers = [job.job_uuid for job in jobs_of(work, models or [])]
+    resolution = await asyncio.to_thread(resolve, request, options, settings, named, makers)
     await asyncio.to_thread(refuse_foreign, settings.data_dir, resolution.fields["checkpoint_dir"])
     answering = answering_of(work)
     use: RowUse = "prompts" if answering is not None else resolution.fields["algorithm"]
