@@ -186,9 +186,9 @@ def test_tokenizers_that_number_tokens_otherwise_are_refused_by_both_names(
 
 def test_files_of_tokenizers_of_another_form_are_left_to_the_evaluation() -> None:
     mixed, other = b'{"model": {"vocab": [[1, 0], ["a", 0]]}}', b'{"model": {"vocab": [["a", 0], [1, 0]]}}'
-    assert vocabularies._disputed(mixed, other) is None
+    assert vocabularies._disputed(vocabularies._vocabulary(mixed), vocabularies._vocabulary(other)) is None
     endless = b'{"model": {"vocab": {}}, "added_tokens": [{"content": "a", "id": 1e999}]}'
-    assert vocabularies._disputed(endless, other) is None
+    assert vocabularies._vocabulary(endless) == {}
 
 
 def test_an_ensemble_reads_all_its_members_and_starts_with_whole_checkpoints_only(tmp_path: Path) -> None:

@@ -15,6 +15,9 @@ import psutil
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, LimitReached
+from llama_stack_provider_trl.jobs import vocabularies
+from llama_stack_provider_trl.jobs.vocabularies import refuse_other_vocabularies
+from llama_stack_provider_trl.requests.bases import Base
 from llama_stack_provider_trl.specs import answer_rows
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck, refuse_unusable
 from llama_stack_provider_trl.specs.answer_rows import refuse_unchecked_rows
@@ -110,6 +113,25 @@ def test_a_pattern_that_would_take_all_memory_is_refused_by_name(pattern: str, k
     assert caught.value.field == f"checks.1.{next(iter(given))}"
     assert resident_memory() - before < 64 << 20
     assert time.monotonic() - began < 60
+
+
+def test_a_tokenizer_that_would_take_much_memory_is_left_to_the_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vocabularies, "_LIMITS", Limited(seconds=5, memory=256 << 20))
+    found = []
+    for name, content in (("small", '{"model": {"vocab": {"a": 0}}}'), ("large", f"[{'[],' * (8 << 20)}[]]")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(content)
+        found.append(Base(model=str(tmp_path / name)))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 1}}}')
+    before = resident_memory()
+    refuse_other_vocabularies([("models.0.model", "small"), ("models.1.model", "large")], found)
+    assert resident_memory() - before < 64 << 20
+    found[1] = Base(model=str(tmp_path / "other"))
+    with pytest.raises(InvalidRequest, match="has another number for the token 'a'"):
+        refuse_other_vocabularies([("models.0.model", "small"), ("models.1.model", "other")], found)
 
 
 def test_a_row_whose_pattern_would_take_all_memory_is_refused_by_number(tmp_path: Path) -> None:
