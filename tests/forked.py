@@ -8,7 +8,8 @@ A server may be in network, host name and mount namespaces of its own: what is f
 
 What is forked is the product's own warm process, in the environment that the launcher gives it: only the interpreter's
 start and the imports are skipped. Where it would import with another environment or other limits it is started as
-usual. The tests of the warm process itself, in tests/process/test_warm_start.py, fork none.
+usual. What is forked ends with the process that forks it, and that with pytest. The tests of the warm process itself,
+in tests/process/test_warm_start.py, fork none.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from llama_stack_provider_trl.launch.torchrun import training_environment
 from llama_stack_provider_trl.launch.warm import ARROW
 from llama_stack_provider_trl.launch.warm_processes import WarmProcess, WarmProcesses
 from llama_stack_provider_trl.system import fork
+from llama_stack_provider_trl.system.process import die_with_parent
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 VARIABLE = "TESTS_FORKED"
@@ -297,8 +299,10 @@ def _fork(connection: socket.socket, own: Any) -> int:
     request = json.loads(data)
     pid = 0
     if request["conditions"] == own:
+        parent = os.getpid()
         pid = os.fork()
         if pid == 0:
+            die_with_parent(parent)
             _become(request, _peer(connection), *files)
     for file in files:
         os.close(file)

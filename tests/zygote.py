@@ -1,8 +1,8 @@
 """Training processes in a tenth of a second instead of five: forked from one process that has imported torch and trl.
 
 `python -m tests.zygote` reads lines of JSON, the path of a spec file and the directory of faults, forks a training
-process for each, and prints its pid. `ForkLauncher` is the Launcher on top of it: no runner, no exit codes, but the
-real recipe in a real process.
+process for each, and prints its pid. They end with it, and it with pytest. `ForkLauncher` is the Launcher on top of it:
+no runner, no exit codes, but the real recipe in a real process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.runner import PAUSE
 from llama_stack_provider_trl.system.files import RunDir, atomic_write_json
-from llama_stack_provider_trl.system.process import ProcessId, alive, identify, send_signal
+from llama_stack_provider_trl.system.process import ProcessId, alive, die_with_parent, identify, send_signal
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -104,10 +104,12 @@ def main() -> None:
 
 
 def _fork(spec: str, faults_dir: str) -> int:
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     try:
+        die_with_parent(parent)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         os.environ[faults.VARIABLE] = faults_dir
