@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from .. import faults
-from ..errors import DamagedRecord, InvalidRequest, JobConflict, StoreError, is_exhausted
+from ..errors import DamagedRecord, InvalidRequest, JobConflict, LimitReached, StoreError, is_exhausted
 from ..requests.bases import NamedJob
 from ..requests.proposals import ValuedTrial, answered_values, drawn_values, question
 from ..requests.resolve import resolve
@@ -139,7 +139,7 @@ class Proposals:
                 self._exhausted.discard(name)
             return None
         except Exception as error:
-            if is_exhausted(error):
+            if is_exhausted(error) or isinstance(error, LimitReached):
                 if name not in self._exhausted:
                     self._exhausted.add(name)
                     log.warning("search %s: its next trials are made as soon as this has ended: %s", name, error)

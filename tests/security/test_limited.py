@@ -70,10 +70,11 @@ def test_a_call_ends_at_its_limits_with_what_it_found(
     function: Callable[[], Iterator[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limited, "_LEAST_WALL_S", 5.0)
+    before = psutil.Process().children()  # such as what other tests fork from
     with pytest.raises(LimitExceeded) as caught:
         Limited(1, 64 << 20).call(function)
     assert caught.value.found == [1]
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= set(before)
 
 
 def test_few_calls_run_at_once_and_the_others_are_refused_for_now(monkeypatch: pytest.MonkeyPatch) -> None:

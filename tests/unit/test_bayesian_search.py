@@ -523,6 +523,21 @@ def test_a_short_lack_of_descriptors_delays_trials_and_ends_nothing(
     assert caplog.text.count("its next trials are made as soon as this has ended") == 1
 
 
+def test_trials_that_cannot_be_checked_now_are_made_later(world: Searching, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve, calls = proposals.resolve, []
+
+    def busy(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) < 3:
+            raise LimitReached("too many requests are being checked: send it again later")
+        return resolve(*arguments)
+
+    world.begin(trials=4)
+    monkeypatch.setattr(proposals, "resolve", busy)
+    world.finish(loss_of)
+    assert (world.state(), len(world.table())) == (JobState.completed, 4)
+
+
 def test_a_damaged_record_of_a_trial_stops_neither_the_search_nor_other_jobs(world: Searching) -> None:
     world.begin(parallel=1)
     world.end_next(loss_of)
