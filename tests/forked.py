@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -41,6 +41,7 @@ from llama_stack_provider_trl.launch.torchrun import training_environment
 from llama_stack_provider_trl.launch.warm import ARROW
 from llama_stack_provider_trl.launch.warm_processes import WarmProcess, WarmProcesses
 from llama_stack_provider_trl.system import fork
+from tests.traces import shared_traces
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 VARIABLE = "TESTS_FORKED"
@@ -247,6 +248,7 @@ def _serve(path: str, imports: Sequence[str]) -> None:
     from llama_stack_provider_trl.launch import warm
     from llama_stack_provider_trl.system.process import resident_memory
 
+    share = ExitStack()
     own = _outside(os.environ) if imports else json.loads(json.dumps(_conditions(sys.executable, os.environ)))
     before = {name: value for name, value in os.environ.items() if name not in ARROW}
     if imports:
@@ -254,6 +256,7 @@ def _serve(path: str, imports: Sequence[str]) -> None:
             importlib.import_module(module)
     else:
         warm.import_libraries()
+        share.enter_context(shared_traces())
     for name in (VARIABLE, *ARROW, fork.ROOM):
         os.environ.pop(name, None)
     fork.prepare(before, resident_memory())

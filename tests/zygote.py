@@ -21,6 +21,7 @@ from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskStat
 from llama_stack_provider_trl.launch.runner import PAUSE
 from llama_stack_provider_trl.system.files import RunDir, atomic_write_json
 from llama_stack_provider_trl.system.process import ProcessId, alive, identify, send_signal
+from tests.traces import shared_traces
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -123,7 +124,8 @@ def train_and_exit(spec: str, rank: int = 0) -> NoReturn:
     os.dup2(log, 2)
     from llama_stack_provider_trl.recipes.train import main as train
 
-    os._exit(train(["train", spec]))
+    with shared_traces():
+        os._exit(train(["train", spec]))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from llama_stack_provider_trl.specs.job import (
 from llama_stack_provider_trl.specs.methods import GrpoSpec, KtoSpec, OrpoSpec, RewardSpec
 from llama_stack_provider_trl.specs.model_source import ReferenceSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
+from tests import training
 from tests.tiny import tiny_model
 from tests.training import LORA, dataset, job_spec, of_kind, run
 
@@ -357,6 +359,7 @@ def test_a_resumed_attempt_and_a_later_job_trace_nothing(tmp_path: Path, monkeyp
         return trace_model(spec, batch, kind)
 
     monkeypatch.setattr(trace_cache, "trace_model", counting)
+    monkeypatch.setattr(training, "shared_traces", nullcontext)
     spec = job_spec(tmp_path, tiny_model(), save_steps=1)
     status, events = run(tmp_path / "first", spec)
     assert (status, len(traced)) == (0, 1)
