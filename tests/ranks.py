@@ -145,11 +145,14 @@ def _free_port() -> int:
 
 
 def main() -> None:
-    from transformers.models.llama import modeling_llama  # noqa: F401 - imported here so that no rank has to
-
     from llama_stack_provider_trl.launch import warm
-    from llama_stack_provider_trl.recipes import session  # noqa: F401
-    from llama_stack_provider_trl.recipes.fast import head  # noqa: F401
+    from llama_stack_provider_trl.recipes.imports import quick_imports
+
+    with quick_imports():
+        from transformers.models.llama import modeling_llama  # noqa: F401 - imported here so that no rank has to
+
+        from llama_stack_provider_trl.recipes import session  # noqa: F401
+        from llama_stack_provider_trl.recipes.fast import head  # noqa: F401
 
     warm.fill_caches()
     for line in sys.stdin:

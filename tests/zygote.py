@@ -96,7 +96,10 @@ class ForkLauncher:
 
 def main() -> None:
     from llama_stack_provider_trl.launch import warm
-    from llama_stack_provider_trl.recipes import session  # noqa: F401 - imported here so that no child has to
+    from llama_stack_provider_trl.recipes.imports import quick_imports
+
+    with quick_imports():
+        from llama_stack_provider_trl.recipes import session  # noqa: F401 - imported here so that no child has to
 
     warm.fill_caches()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the dead
