@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tests.tiny import CACHE
-
-SHARED = CACHE.parent / "traces"
+SHARED = Path(__file__).resolve().parents[1] / ".pytest_cache" / "traces"
 
 
 @contextmanager
