@@ -13,7 +13,7 @@ import pytest
 from llama_stack_provider_trl.recipes.imports import quick_imports
 
 # Imported modules and collected tests are a million objects, none of them garbage: without the collector each worker
-# collects its tests in 20 s of CPU time where it took 25. What trl and transformers read at their imports takes 1 s more.
+# collects its tests in 20 s of CPU time where it took 25. What trl and transformers read at their imports is 1 s more.
 _COLLECTION = ExitStack()
 _COLLECTION.enter_context(quick_imports())
 
