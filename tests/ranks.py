@@ -26,7 +26,7 @@ from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.specs.events import Event, iter_events
 from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec
 from llama_stack_provider_trl.system.files import RunDir
-from tests.zygote import train_and_exit
+from tests.zygote import train_and_exit, try_out_attention
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -155,6 +155,7 @@ def main() -> None:
         from llama_stack_provider_trl.recipes.fast import head  # noqa: F401
 
     warm.fill_caches()
+    try_out_attention()
     for line in sys.stdin:
         specs, world_size, per_node, port, constants, counted, faults_dir = json.loads(line)
         os.environ[faults.VARIABLE] = faults_dir

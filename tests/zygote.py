@@ -24,6 +24,8 @@ from llama_stack_provider_trl.system.process import ProcessId, alive, identify, 
 from tests.traces import shared_traces
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+_LENGTH = 1024
+"""Default of `max_seq_length`."""
 
 
 class ForkLauncher:
@@ -102,9 +104,20 @@ def main() -> None:
         from llama_stack_provider_trl.recipes import session  # noqa: F401 - imported here so that no child has to
 
     warm.fill_caches()
+    try_out_attention()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the dead
     for line in sys.stdin:
         print(_fork(*json.loads(line)) if line.strip() else "ready", flush=True)
+
+
+def try_out_attention() -> None:
+    """Have forks know what each would find out of the model that most train: whether it needs padding. This
+    process computes that in one thread (OMP_NUM_THREADS), as a fork would lack the others."""
+    from llama_stack_provider_trl.recipes.fast import support
+    from llama_stack_provider_trl.specs.model_source import ModelSource
+    from tests.tiny import tiny_model
+
+    assert not support._unsupported(ModelSource(model=str(tiny_model())), _LENGTH)
 
 
 def _fork(spec: str, faults_dir: str) -> int:
