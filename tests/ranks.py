@@ -28,7 +28,7 @@ from llama_stack_provider_trl.specs.events import Event, iter_events
 from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec
 from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl.system.process import die_with_parent
-from tests.zygote import train_and_exit
+from tests.zygote import train_and_exit, try_out_attention
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -147,13 +147,17 @@ def _free_port() -> int:
 
 
 def main() -> None:
-    from transformers.models.llama import modeling_llama  # noqa: F401 - imported here so that no rank has to
-
     from llama_stack_provider_trl.launch import warm
-    from llama_stack_provider_trl.recipes import session  # noqa: F401
-    from llama_stack_provider_trl.recipes.fast import head  # noqa: F401
+    from llama_stack_provider_trl.recipes.imports import quick_imports
+
+    with quick_imports():
+        from transformers.models.llama import modeling_llama  # noqa: F401 - imported here so that no rank has to
+
+        from llama_stack_provider_trl.recipes import session  # noqa: F401
+        from llama_stack_provider_trl.recipes.fast import head  # noqa: F401
 
     warm.fill_caches()
+    try_out_attention()
     for line in sys.stdin:
         specs, world_size, per_node, port, constants, counted, faults_dir = json.loads(line)
         os.environ[faults.VARIABLE] = faults_dir

@@ -21,8 +21,11 @@ from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskStat
 from llama_stack_provider_trl.launch.runner import PAUSE
 from llama_stack_provider_trl.system.files import RunDir, atomic_write_json
 from llama_stack_provider_trl.system.process import ProcessId, alive, die_with_parent, identify, send_signal
+from tests.traces import shared_traces
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+_LENGTH = 1024
+"""Default of `max_seq_length`."""
 
 
 class ForkLauncher:
@@ -95,12 +98,26 @@ class ForkLauncher:
 
 def main() -> None:
     from llama_stack_provider_trl.launch import warm
-    from llama_stack_provider_trl.recipes import session  # noqa: F401 - imported here so that no child has to
+    from llama_stack_provider_trl.recipes.imports import quick_imports
+
+    with quick_imports():
+        from llama_stack_provider_trl.recipes import session  # noqa: F401 - imported here so that no child has to
 
     warm.fill_caches()
+    try_out_attention()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the dead
     for line in sys.stdin:
         print(_fork(*json.loads(line)) if line.strip() else "ready", flush=True)
+
+
+def try_out_attention() -> None:
+    """Have forks know what each would find out of the model that most train: whether it needs padding. This
+    process computes that in one thread (OMP_NUM_THREADS), as a fork would lack the others."""
+    from llama_stack_provider_trl.recipes.fast import support
+    from llama_stack_provider_trl.specs.model_source import ModelSource
+    from tests.tiny import tiny_model
+
+    assert not support._unsupported(ModelSource(model=str(tiny_model())), _LENGTH)
 
 
 def _fork(spec: str, faults_dir: str) -> int:
@@ -125,7 +142,8 @@ def train_and_exit(spec: str, rank: int = 0) -> NoReturn:
     os.dup2(log, 2)
     from llama_stack_provider_trl.recipes.train import main as train
 
-    os._exit(train(["train", spec]))
+    with shared_traces():
+        os._exit(train(["train", spec]))
 
 
 if __name__ == "__main__":
