@@ -1,4 +1,4 @@
-"""What the models of a request for a merge or an ensemble are, and the jobs that make them."""
+"""What the models of a request for a merge, an ensemble or a judged evaluation are, and the jobs that make them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..requests.options import ProviderOptions
 from ..requests.settings import Settings
 from ..specs.beginnings import BaseJob
 from ..specs.job import DatasetRef, JobSpec
-from ..specs.kinds import MergeWork
+from ..specs.kinds import EvaluateSpec, MergeWork
 from ..system.files import is_whole, put_lines
 from .bases import find_base
 from .store import Store
@@ -20,7 +20,7 @@ from .vocabularies import refuse_other_vocabularies
 
 
 def bases_of(request: MergeRequest | EvaluateRequest, settings: Settings, store: Store) -> list[Base]:
-    """What each model of a request is; empty: one to evaluate a single model.
+    """What each model of a request is, beside the one that an evaluation measures; empty: there is no other.
 
     Raises:
         InvalidRequest: one of them cannot be used; names its field.
@@ -34,7 +34,7 @@ def bases_of(request: MergeRequest | EvaluateRequest, settings: Settings, store:
             found.append(resolve_base(one, *for_work(one, ProviderOptions(), settings, named), named))
         except InvalidRequest as error:
             raise InvalidRequest(field, model, error.hint) from error
-    if isinstance(request, EvaluateRequest):
+    if isinstance(request, EvaluateRequest) and request.models is not None:
         refuse_other_vocabularies(names, found)
     return found
 
@@ -42,11 +42,15 @@ def bases_of(request: MergeRequest | EvaluateRequest, settings: Settings, store:
 def after_all(spec: JobSpec, found: list[Base]) -> JobSpec:
     """The job, which comes after all jobs that make one of its models, and needs their checkpoints."""
     merges = isinstance(spec.work, MergeWork)  # which reads an adapter without the model below it
-    jobs: dict[BaseJob, None] = dict.fromkeys(job for base in found for job in base.jobs[: 1 if merges else None])
-    names = [job.job_uuid for job in jobs]
-    return spec.model_copy(
-        update={"bases": tuple(jobs), "after": tuple(dict.fromkeys([*names, *spec.after]))},
-    )
+    named = [job for base in found for job in base.jobs[: 1 if merges else None]]
+    work = spec.work
+    if isinstance(work, EvaluateSpec) and work.answers is not None:  # the models are judges beside the job's own
+        own = Base(spec.model, adapter=spec.adapter, jobs=spec.bases).checkpoints()
+        work = work.model_copy(update={"from_jobs": tuple(dict.fromkeys([*own, *work.from_jobs]))})
+        named = [*spec.bases, *named]
+    jobs: dict[BaseJob, None] = dict.fromkeys(named)
+    after = tuple(dict.fromkeys([*(job.job_uuid for job in jobs), *spec.after]))
+    return spec.model_copy(update={"bases": tuple(jobs), "after": after, "work": work})
 
 
 def no_rows(directory: Path) -> DatasetRef:

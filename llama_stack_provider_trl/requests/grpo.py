@@ -97,6 +97,9 @@ def _source(given: GRPOReward, where: str) -> RewardSource:
         _check_installed(given.function or "", where)
         return RewardSource(name=given.function or "", weight=weight, function=given.function)
     check = parse_fields(AnswerCheck, given.check, f"{where}.check")
+    if check.type == "judge":
+        hint = "a judge is a second model, which evaluate jobs alone load: send a check of another type, or a function"
+        raise InvalidRequest(f"{where}.check.type", check.type, hint)
     refuse_unusable_check(check, f"{where}.check")
     return RewardSource(name=check.measure, weight=weight, check=check)
 
