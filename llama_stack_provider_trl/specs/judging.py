@@ -22,7 +22,7 @@ _MARKUP = "*_`\"'"
 _MARKED = re.compile(
     rf"verdict[{_MARKUP}]{{0,4}}\s{{0,9}}[:=][\s{_MARKUP}]{{0,9}}([^\s{_MARKUP}]{{1,40}})", re.IGNORECASE
 )
-_NUMBER = re.compile(r"([+-]?\d{1,10}(?:\.\d{1,10})?)(?:/(\d{1,10}(?:\.\d{1,10})?))?")
+_NUMBER = re.compile(r"([+-]?\d{1,10}(?:\.\d{1,10})?)(?:/(\d{1,10}(?:\.\d{1,10})?))?", re.ASCII)
 _WORDS = {"yes": 1.0, "no": 0.0}
 
 Scale = tuple[float, float]
@@ -88,10 +88,6 @@ def _refuse_template(field: str, template: str | None, *, given: bool) -> None:
     if missing := [name for name in needed if name not in template]:
         hint = f"it has no {missing[0]}: it needs {', '.join(needed)}, which are replaced by their texts"
         raise InvalidRequest(field, template, hint)
-    try:
-        template.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(field, template, f"it is no text in UTF-8: {error.reason}") from error
 
 
 def filled(template: str, prompt: Sequence[dict[str, str]], answer: str, reference: str | None) -> str:
