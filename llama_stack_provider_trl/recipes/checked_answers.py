@@ -42,6 +42,8 @@ def check_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     with closing(open_answers(spec, work.answers, questions)) as answers:
         is_begun = answers.count < len(rows)
         with closing(Judges(spec, work.answers, len(rows), from_start=is_begun)) as judges:
+            with heartbeat(writer):
+                judges.check()  # before hours of answers
             more = judges.done, judges.total
             if not answer_all(attempt, writer, work.answers, questions, answers, device, more):
                 return

@@ -28,6 +28,7 @@ from ..specs.judging import VERDICT_TOKENS, default_template, filled, read_verdi
 from ..specs.kinds import ANSWERS, VERDICTS, Answering, CheckedAnswering, FurtherModel
 from .distributed.heartbeat import heartbeat
 from .generate import Answered, Answerer, AnswerFile, pauses, report_progress
+from .model.loading import load_config, load_tokenizer
 
 
 class Judge(NamedTuple):
@@ -84,6 +85,13 @@ class Judges:
 
     def close(self) -> None:
         self._files.close()
+
+    def check(self) -> None:
+        """Read the small files of all judges that have verdicts to give. Raises JobFailure: one cannot be used."""
+        for judge in self.all:
+            if judge.verdicts.count < self._total:
+                load_config(judge.model.source)
+                load_tokenizer(judge.model.source)
 
     def judge_all(
         self,

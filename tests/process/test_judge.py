@@ -233,6 +233,21 @@ def test_what_a_judge_has_no_positions_for_is_unreadable_and_no_failure(
     assert [json.loads(line)["verdict"] for line in lines] == [None] * 4
 
 
+def test_a_judge_that_is_no_model_fails_the_job_before_a_prompt_is_answered(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    spec = spec_of(tmp_path, models)
+    assert isinstance(spec.work, EvaluateSpec)
+    assert spec.work.answers is not None
+    judges = (spec.work.answers.judges[0], FurtherModel(model=str(tmp_path / "none")))
+    work = EvaluateSpec(answers=spec.work.answers.model_copy(update={"judges": judges}))
+    status, events = run(tmp_path / "run", spec.model_copy(update={"work": work}))
+    (failed,) = of_kind(events, Failed)
+    assert (status, failed.reason, str(tmp_path / "none") in failed.message) == (1, "invalid_model", True)
+    assert not of_kind(events, Prepared)
+    assert files_of(spec)["answers.jsonl"] == b""
+
+
 def test_an_answer_that_belongs_to_another_prompt_is_refused_by_its_row(
     models: tuple[Path, Path], undisturbed: Any, tmp_path: Path
 ) -> None:
