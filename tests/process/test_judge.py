@@ -159,7 +159,7 @@ def test_a_judge_gives_each_answer_a_score_and_what_is_unreadable_is_counted_apa
         ("finishing", 12, []),
     ],
 )
-def test_an_attempt_after_sigkill_in_the_judges_phase_continues_exactly_and_loads_what_it_needs(
+def test_an_attempt_after_sigkill_in_the_judges_phase_continues_exactly(
     ranks: Ranks,
     armed: Path,
     models: tuple[Path, Path],
@@ -221,16 +221,41 @@ def test_a_pause_between_verdicts_is_observed(models: tuple[Path, Path], undistu
     assert not of_kind(events, Finished)
 
 
-def test_what_a_judge_has_no_positions_for_is_unreadable_and_no_failure(
+def test_what_a_judge_has_no_positions_for_is_unreadable_and_the_others_of_its_batch_are_judged(
     models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     positions = json.loads((tiny_model() / "config.json").read_text())["max_position_embeddings"]
-    check = {**PLAIN, "max_new_tokens": positions - 60, "template": "{prompt}{answer}" + "a b " * 60}
-    status, events = run(tmp_path / "run", spec_of(tmp_path, models, check))
+    long = {"prompt": [{"role": "user", "content": "a b " * 30}]}
+    template = "{answer} to {prompt}? {reference}" + " " * 20 + "{prompt}" * (positions // 60)
+    check = {**SCORED, "template": template, "max_new_tokens": 6}
+    rows = [ROWS[0], long, long, ROWS[1]]
+    status, events = run(tmp_path / "run", spec_of(tmp_path, models, check, rows=rows))
     assert status == 0, of_kind(events, Failed)
-    assert result_of(events)["judged"] == {"plain": {"mean_score": None, "unreadable": 4}}
     lines = (tmp_path / "checkpoints" / "verdicts-0.jsonl").read_text().splitlines()
-    assert [json.loads(line)["verdict"] for line in lines] == [None] * 4
+    found = [json.loads(line)["verdict"] for line in lines]
+    assert found[1:3] == [None, None]
+    alone = tmp_path / "alone"
+    status, events = run(alone / "run", spec_of(alone, models, check, rows=[ROWS[0], ROWS[1]], batch_size=1))
+    assert status == 0, of_kind(events, Failed)
+    lines = (alone / "checkpoints" / "verdicts-0.jsonl").read_text().splitlines()
+    assert [found[0], found[3]] == [json.loads(line)["verdict"] for line in lines]
+
+
+def test_an_attempt_loads_no_model_that_has_nothing_left_to_do(
+    models: tuple[Path, Path], undisturbed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[JobSpec] = []
+    load = generate._load
+    monkeypatch.setattr(generate, "_load", lambda spec, device: (loaded.append(spec), load(spec, device))[1])
+    spec = spec_of(tmp_path, models)
+    shutil.copytree(undisturbed[0].checkpoint_dir, spec.checkpoint_dir)
+    status, events = run(tmp_path / "run", spec)
+    assert (status, loaded, [event.step for event in of_kind(events, Progress)]) == (0, [], [])
+    assert files_of(spec) == undisturbed[2]
+    (spec.checkpoint_dir / "verdicts-2.jsonl").unlink()
+    status, events = run(tmp_path / "again", spec)
+    assert (status, [(one.model, one.adapter) for one in loaded]) == (0, [(str(tiny_model()), None)])
+    assert files_of(spec) == undisturbed[2]
 
 
 def test_a_judge_that_is_no_model_fails_the_job_before_a_prompt_is_answered(
