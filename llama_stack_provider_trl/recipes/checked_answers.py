@@ -40,8 +40,8 @@ def check_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
         rows = list(read_checked_rows(spec.dataset.path, checks))
     questions = Questions([row.messages for row in rows], lambda row, text: _checked(checks, rows[row], text))
     with closing(open_answers(spec, work.answers, questions)) as answers:
-        is_begun = answers.count < len(rows)
-        with closing(Judges(spec, work.answers, len(rows), from_start=is_begun)) as judges:
+        is_incomplete = answers.count < len(rows)
+        with closing(Judges(spec, work.answers, len(rows), from_start=is_incomplete)) as judges:
             with heartbeat(writer):
                 judges.check()  # before hours of answers
             more = judges.done, judges.total

@@ -287,14 +287,16 @@ def pauses(attempt: AttemptSpec, writer: EventWriter, step: int) -> bool:
 
 def _check_recorded(answers: AnswerFile, questions: Questions) -> None:
     """Refuse answers of earlier attempts that belong to other prompts. Raises JobFailure: names the row."""
-    for number, line in enumerate(answers.lines()):
-        row = line["row"]
-        if not 0 <= row < len(questions.prompts) or line["prompt"] != questions.prompts[row]:
-            raise JobFailure(
-                Reason.invalid_dataset,
-                f"row {row}: answer {number} in {answers.path} belongs to another prompt than the dataset has in this "
-                "row. Another program has changed the file: remove it, and submit the job again under another job_uuid",
-            )
+    number, lines = 0, answers.lines()
+    todo = "Another program has changed the file: remove it, and submit the job again under another job_uuid"
+    try:
+        for number, line in enumerate(lines):
+            if line["prompt"] != questions.prompts[row := line["row"]]:
+                found = f"row {row}: answer {number} in {answers.path} belongs to another prompt than this row has"
+                raise JobFailure(Reason.invalid_dataset, f"{found}. {todo}")
+    except (ValueError, LookupError, TypeError) as error:
+        found = f"the line after answer {number} in {answers.path} cannot be read as an answer ({error})"
+        raise JobFailure(Reason.invalid_dataset, f"{found}. {todo}") from error
 
 
 def _answer_batch(

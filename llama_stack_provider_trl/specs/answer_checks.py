@@ -145,7 +145,7 @@ def _refuse_fields(check: AnswerCheck, field: str) -> None:
     value, mode = _VALUES[check.type], _MODES.get(check.type)
     own = (value, "column", *filter(None, (mode,)), *(_OF_JUDGE if check.type == "judge" else ()))
     for name in sorted({*_VALUES.values(), *_MODES.values(), *_OF_JUDGE} - {*own}):
-        if (found := getattr(check, name)) is not None and found is not False:
+        if (found := getattr(check, name)) is not AnswerCheck.model_fields[name].default:
             has = ", ".join(own)
             raise InvalidRequest(f"{field}.{name}", found, f"a check of type {check.type} has {has}: leave it out")
     if check.given is not None and check.column is not None:

@@ -285,3 +285,6 @@ def test_an_answer_that_belongs_to_another_prompt_is_refused_by_its_row(
     assert (status, failed.reason) == (1, "invalid_dataset")
     assert failed.message.startswith("row 1: answer 1 in")
     assert of_kind(events, Started)
+    (spec.checkpoint_dir / "answers.jsonl").write_bytes(lines.replace(b'"row": 0', b'"row": 9', 1))
+    (failed,) = of_kind(run(tmp_path / "again", spec)[1], Failed)
+    assert (failed.reason, "cannot be read as an answer" in failed.message) == ("invalid_dataset", True)
