@@ -42,15 +42,22 @@ def bases_of(request: MergeRequest | EvaluateRequest, settings: Settings, store:
 def after_all(spec: JobSpec, found: list[Base]) -> JobSpec:
     """The job, which comes after all jobs that make one of its models, and needs their checkpoints."""
     merges = isinstance(spec.work, MergeWork)  # which reads an adapter without the model below it
-    named = [job for base in found for job in base.jobs[: 1 if merges else None]]
+    jobs: dict[BaseJob, None] = dict.fromkeys(job for base in found for job in base.jobs[: 1 if merges else None])
+    names = [job.job_uuid for job in jobs]
+    return spec.model_copy(
+        update={"bases": tuple(jobs), "after": tuple(dict.fromkeys([*names, *spec.after]))},
+    )
+
+
+def beside_judges(spec: JobSpec, judges: list[Base]) -> tuple[JobSpec, list[Base]]:
+    """The job, which needs the checkpoints of its own model and of its judges, and all these models. Of a job without
+    judges, both as they are."""
     work = spec.work
-    if isinstance(work, EvaluateSpec) and work.answers is not None:  # the models are judges beside the job's own
-        own = Base(spec.model, adapter=spec.adapter, jobs=spec.bases).checkpoints()
-        work = work.model_copy(update={"from_jobs": tuple(dict.fromkeys([*own, *work.from_jobs]))})
-        named = [*spec.bases, *named]
-    jobs: dict[BaseJob, None] = dict.fromkeys(named)
-    after = tuple(dict.fromkeys([*(job.job_uuid for job in jobs), *spec.after]))
-    return spec.model_copy(update={"bases": tuple(jobs), "after": after, "work": work})
+    if not isinstance(work, EvaluateSpec) or work.answers is None:
+        return spec, judges
+    own = Base(spec.model, adapter=spec.adapter, jobs=spec.bases)
+    paths = dict.fromkeys([*own.checkpoints(), *work.from_jobs])
+    return spec.model_copy(update={"work": work.model_copy(update={"from_jobs": tuple(paths)})}), [own, *judges]
 
 
 def no_rows(directory: Path) -> DatasetRef:

@@ -29,7 +29,7 @@ from ..specs.rewards import checks_of
 from ..specs.rows import UNREAD, check_rows
 from ..system.files import put_lines, put_rows
 from .bases import find_base
-from .merges import after_all, bases_of
+from .merges import after_all, bases_of, beside_judges
 from .ownership import refuse_foreign
 from .promised import refuse_split, refuse_unknown_rows, shard_of
 from .reader import digest_conflict
@@ -253,7 +253,7 @@ async def resolved(
     if work is not None:
         spec = with_work(spec, work)
     if models:
-        spec = after_all(spec, models)
+        spec = after_all(*beside_judges(spec, models))
     refuse_unknown_rows(spec)
     return ResolvedJob(spec, [*resolution.warnings, *warnings], resolution.trackers)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import InvalidRows
-from .answer_checks import AnswerCheck, CheckType, reference
+from .answer_checks import AnswerCheck, reference
 from .job import DatasetRef
 from .row_files import read_ndjson
 from .rows import Message, PromptExample, SftExample, parse_row
@@ -31,7 +31,7 @@ def read_checked_rows(path: Path, checks: Sequence[AnswerCheck]) -> Iterator[Che
     for_all = {number: reference(check, check.given) for number, check in enumerate(checks) if check.given is not None}
     with open(path, "rb") as file:
         for index, row in enumerate(read_ndjson(file)):
-            messages, answer = _question(row, index, next((one.type for one in checks if one.reads_answers), None))
+            messages, answer = _question(row, index, any(check.reads_answers for check in checks))
             found = [
                 for_all[number] if number in for_all else _reference(check, f"checks.{number}", row, index, answer)
                 for number, check in enumerate(checks)
@@ -48,20 +48,18 @@ def refuse_unchecked_rows(dataset: DatasetRef, checks: Sequence[AnswerCheck]) ->
         raise InvalidRows(f"dataset {dataset.dataset_id!r}, {error}") from error
 
 
-def _question(row: Mapping[str, Any], index: int, reader: CheckType | None) -> tuple[list[Message], str | None]:
-    """The prompt of a row, and its own answer where that is read: both of the same columns.
-
-    Args:
-        reader: type of a check that reads the row's own answer; None: none does.
-    """
-    if reader is None:
+def _question(row: Mapping[str, Any], index: int, has_answer: bool) -> tuple[list[Message], str | None]:
+    """The prompt of a row, and its own answer where that is read: both of the same columns."""
+    if not has_answer:
         return _prompt(row, index), None
     example = parse_row(row, index, "sft")
     assert isinstance(example, SftExample)
     messages = example.messages or []
     if not messages or messages[-1]["role"] != "assistant":
         found = f"a last turn of role {messages[-1]['role']}" if messages else "plain text"
-        raise InvalidRows(f"{found}, and a check of type {reader} expects the row's own answer", row=index)
+        raise InvalidRows(
+            f"{found}, and a check expects the row's own answer, since it names no other reference", row=index
+        )
     turns = example.prompt_turns
     if turns is None:
         turns = len(messages) - 1

@@ -12,7 +12,7 @@ import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, ServiceUnreachable
 from llama_stack_provider_trl.jobs.attempts import Attempts
-from llama_stack_provider_trl.jobs.merges import after_all, bases_of
+from llama_stack_provider_trl.jobs.merges import after_all, bases_of, beside_judges
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.launch.isolation import spec_paths
 from llama_stack_provider_trl.requests.kinds import EvaluateRequest, with_work
@@ -182,7 +182,7 @@ def test_judges_are_what_a_model_would_be_and_their_jobs_come_before(
         after=("tuned", "other"),
         bases=(BaseJob(job_uuid="tuned", checkpoint="final"),),
     )
-    spec = after_all(with_work(own, body.work(found)), found)
+    spec = after_all(*beside_judges(with_work(own, body.work(found)), found))
     assert isinstance(spec.work, EvaluateSpec)
     assert spec.work.answers is not None
     first, second, third = spec.work.answers.judges
@@ -199,7 +199,7 @@ def test_judges_are_what_a_model_would_be_and_their_jobs_come_before(
     assert store.chains.needed_checkpoints("tuned") == {"final"}
     starts_with_whole_checkpoints_only(spec, tmp_path)
     judged = request({**JUDGE, "model": "job:adapted"})
-    alone = after_all(with_work(job_spec("e"), judged.work(found[1:2])), found[1:2])
+    alone = after_all(*beside_judges(with_work(job_spec("e"), judged.work(found[1:2])), found[1:2]))
     starts_with_whole_checkpoints_only(alone, tmp_path)  # its own model is of no job
 
 
