@@ -49,17 +49,6 @@ def after_all(spec: JobSpec, found: list[Base]) -> JobSpec:
     )
 
 
-def beside_judges(spec: JobSpec, judges: list[Base]) -> tuple[JobSpec, list[Base]]:
-    """The job, which needs the checkpoints of its own model and of its judges, and all these models. Of a job without
-    judges, both as they are."""
-    work = spec.work
-    if not isinstance(work, EvaluateSpec) or work.answers is None:
-        return spec, judges
-    own = Base(spec.model, adapter=spec.adapter, jobs=spec.bases)
-    paths = dict.fromkeys([*own.checkpoints(), *work.from_jobs])
-    return spec.model_copy(update={"work": work.model_copy(update={"from_jobs": tuple(paths)})}), [own, *judges]
-
-
 def no_rows(directory: Path) -> DatasetRef:
     """The dataset of a job that reads no rows. Raises StoreError."""
     try:
@@ -75,3 +64,14 @@ def check_checkpoints(paths: Sequence[Path]) -> None:
         if not is_whole(path):
             hint = "this checkpoint is damaged or gone: train its job again, or name another checkpoint"
             raise InvalidRequest("models", str(path), hint)
+
+
+def beside_judges(spec: JobSpec, judges: list[Base]) -> tuple[JobSpec, list[Base]]:
+    """The job, which needs the checkpoints of its own model and of its judges, and all these models. Of a job without
+    judges, both as they are."""
+    work = spec.work
+    if not isinstance(work, EvaluateSpec) or work.answers is None:
+        return spec, judges
+    own = Base(spec.model, adapter=spec.adapter, jobs=spec.bases)
+    paths = dict.fromkeys([*own.checkpoints(), *work.from_jobs])
+    return spec.model_copy(update={"work": work.model_copy(update={"from_jobs": tuple(paths)})}), [own, *judges]

@@ -91,7 +91,7 @@ async def submit(
         digest: digest of the caller's request: an equal digest is the same job.
         owner: None: not known, and not limited.
         work: what it does in place of training; None: it trains.
-        models: of a merge, an ensemble or judges: what these models are.
+        models: of a merge or an ensemble: what its models are.
 
     Returns:
         Whether the job is new.
