@@ -29,7 +29,7 @@ from ..specs.rewards import checks_of
 from ..specs.rows import UNREAD, check_rows
 from ..system.files import put_lines, put_rows
 from .bases import find_base
-from .merges import after_all, jobs_of
+from .merges import after_all, bases_of, beside_judges, jobs_of
 from .ownership import refuse_foreign
 from .promised import refuse_split, refuse_unknown_rows, shard_of
 from .reader import digest_conflict
@@ -113,7 +113,7 @@ async def submit(
             raise InvalidRequest(EVALUATE, options.evaluate, hint)
         return await submit_search(request.job_uuid, search, digest, settings, store, datasets, owner)
     job = await resolved(request, options, settings, datasets, store, work, models=models)
-    evaluation = await _resolved_evaluation(job.spec, options, settings, datasets)
+    evaluation = await _resolved_evaluation(job.spec, options, settings, datasets, store)
     if job.spec.resume_from is None:
         return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner, evaluation, admit)
     # One at a time: a POST that is repeated after a timeout of its client finds what the first one has stored, and does
@@ -217,7 +217,7 @@ async def resolved(
         store: the jobs that the request may name as its base; None: there are none.
         work: what it does in place of training; None: it trains.
         splits: those that were made for the same submission.
-        models: of a merge or an ensemble: what its models are.
+        models: of a merge, an ensemble or judges: what these models are.
         named: the job that the request names as its base, in place of one that is stored.
 
     Raises:
@@ -259,7 +259,7 @@ async def resolved(
     if work is not None:
         spec = with_work(spec, work)
     if models:
-        spec = after_all(spec, models)
+        spec = after_all(*beside_judges(spec, models))
     refuse_unknown_rows(spec)
     return ResolvedJob(spec, [*resolution.warnings, *warnings], resolution.trackers)
 
@@ -282,7 +282,7 @@ def _check_rewards(method: Any, dataset: DatasetRef) -> None:
 
 
 async def _resolved_evaluation(
-    job: JobSpec, options: ProviderOptions, settings: Settings, datasets: Datasets
+    job: JobSpec, options: ProviderOptions, settings: Settings, datasets: Datasets, store: Store
 ) -> ResolvedJob | None:
     """The job that evaluates the result of another one, which is not stored yet; None: none does.
 
@@ -295,9 +295,11 @@ async def _resolved_evaluation(
     given = ProviderOptions(cancel_with=True, **{name: value for name, value in own.items() if value is not None})
     try:
         body = evaluation_after(job.job_uuid, options.evaluate)
-        work = await asyncio.to_thread(body.work)
+        models = await asyncio.to_thread(bases_of, body, settings, store)
+        work = await asyncio.to_thread(body.work, models)
         request, named = body.as_training(), NamedJob(job, False, ())
-        return await resolved(request, body.with_options(given), settings, datasets, None, work, named=named)
+        options = body.with_options(given)
+        return await resolved(request, options, settings, datasets, None, work, models=models, named=named)
     except InvalidRows:
         raise
     except InvalidRequest as error:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, get_peft_model
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
@@ -45,8 +45,10 @@ from .model.loading import (
     DTYPES,
     WeightStorage,
     choose_device,
+    load_config,
     load_model,
     load_tokenizer,
+    outline,
     parameter_counts,
     positions_of,
 )
@@ -73,6 +75,7 @@ class Answerer:
         self.tokenizer = load_tokenizer(spec.source)
         self.chat = Chat(self.tokenizer)
         self.model = _load(spec, device)
+        self._positions = positions_of(spec.source)
         self._ends = answer_ends(self.model, self.tokenizer)
         # In place of the model's own, whose penalties and limits would change the answers.
         self._generation = GenerationConfig(
@@ -88,15 +91,23 @@ class Answerer:
 
     def encode(self, prompt: list[Message], row: int) -> list[int]:
         """The token ids of a prompt, with the header of its answer. Raises JobFailure: it is too long."""
-        (ids,) = self.chat.tokenize([self.chat.render(prompt, row, add_generation_prompt=True)])
-        positions = positions_of(self.spec.source)
-        if positions is not None and len(ids) + self.work.max_new_tokens > positions:
+        ids = self.tokens_of(prompt, row)
+        if not self.has_room(ids):
             raise JobFailure(
                 Reason.invalid_dataset,
                 f"row {row} has {len(ids)} tokens, which with max_new_tokens {self.work.max_new_tokens} are more than "
-                f"the {positions} positions of the model. Shorten the row, or send fewer max_new_tokens",
+                f"the {self._positions} positions of the model. Shorten the row, or send fewer max_new_tokens",
             )
+        return ids
+
+    def tokens_of(self, prompt: list[Message], row: int) -> list[int]:
+        """As `encode`, of any length."""
+        (ids,) = self.chat.tokenize([self.chat.render(prompt, row, add_generation_prompt=True)])
         return ids or [self.tokenizer.eos_token_id]
+
+    def has_room(self, ids: list[int]) -> bool:
+        """Whether the model has positions for a prompt and its answer."""
+        return self._positions is None or len(ids) + self.work.max_new_tokens <= self._positions
 
     def answer(
         self, prompts: list[list[int]], sources: list[random.Random], on_token: Callable[[], None]
@@ -142,9 +153,11 @@ class AnswerFile:
 
     Args:
         batch: answers that are written together: of a batch that is not whole, nothing is kept.
+        fault: name of the point at which a test can end the process in the middle of a batch.
     """
 
-    def __init__(self, path: Path, batch: int, total: int) -> None:
+    def __init__(self, path: Path, batch: int, total: int, fault: str = "answering") -> None:
+        self.path, self._fault = path, fault
         self._file = open(path, "a+b")  # noqa: SIM115 (`close`)
         self.count = self._keep_whole_batches(batch, total)
 
@@ -167,7 +180,7 @@ class AnswerFile:
         middle = len(data) // 2
         self._file.write(data[:middle])
         self._file.flush()
-        faults.reach(f"answering-{self.count}")
+        faults.reach(f"{self._fault}-{self.count}")
         self._file.write(data[middle:])
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -189,32 +202,19 @@ def generate_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     """
     spec, work = attempt.job, attempt.job.work
     assert isinstance(work, GenerateSpec)
-    path = spec.dataset.path
-    answer_attempt(
-        attempt,
-        writer,
-        work,
-        lambda: Questions([example.messages for example in read_examples(path, "prompts")]),
-        lambda answers: _make_dataset(spec, answers, writer),
-    )
+    device = begin(attempt, writer)
+    with heartbeat(writer):
+        questions = Questions([example.messages for example in read_examples(spec.dataset.path, "prompts")])
+    with closing(open_answers(spec, work, questions)) as answers:
+        if not answer_all(attempt, writer, work, questions, answers, device):
+            return
+        result = _make_dataset(spec, answers, writer)
+    faults.reach("finishing")
+    writer.write(Finished(step=answers.count, result=result), durable=True)
 
 
-def answer_attempt(
-    attempt: AttemptSpec,
-    writer: EventWriter,
-    work: Answering,
-    read: Callable[[], Questions],
-    finish: Callable[[AnswerFile], dict[str, Any]],
-) -> None:
-    """Answer the questions that earlier attempts have not.
-
-    Args:
-        read: the questions; called once the attempt has started.
-        finish: makes the job's result of all answers.
-
-    Raises:
-        JobFailure: as `generate_attempt`.
-    """
+def begin(attempt: AttemptSpec, writer: EventWriter) -> torch.device:
+    """Report the start of an attempt that answers prompts; returns its device. Raises JobFailure."""
     ranks.check_world_size(attempt.world_size)
     spec = attempt.job
     device = choose_device(spec.device)
@@ -223,23 +223,80 @@ def answer_attempt(
         torch.set_num_threads(spec.num_threads)
     faults.reach("started")
     spec.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+    return device
+
+
+def open_answers(spec: JobSpec, work: Answering, questions: Questions) -> AnswerFile:
+    """The answers that a job has so far."""
+    total = len(questions.prompts) * work.samples_per_prompt
+    return AnswerFile(spec.checkpoint_dir / ANSWERS, spec.batch_size, total)
+
+
+def answer_all(
+    attempt: AttemptSpec,
+    writer: EventWriter,
+    work: Answering,
+    questions: Questions,
+    answers: AnswerFile,
+    device: torch.device,
+    more: tuple[int, int] = (0, 0),
+) -> bool:
+    """Answer the questions that earlier attempts have not. The model is released when this returns, and not loaded
+    where there is none.
+
+    Args:
+        more: steps of the job after the answers: those that are done, and all.
+
+    Returns:
+        False: the attempt is paused.
+
+    Raises:
+        JobFailure: as `generate_attempt`.
+    """
+    spec, rows = attempt.job, len(questions.prompts)
+    total = rows * work.samples_per_prompt
+    done, steps = answers.count + more[0], total + more[1]
+    with heartbeat(writer):
+        _check_recorded(answers, questions)
+    if answers.count == total:
+        _report_prepared(spec, _outlined(spec), rows, steps, done, writer)
+        faults.reach("prepared")
+        return True
     with heartbeat(writer):
         answerer = Answerer(spec, work, device)
-        questions = read()
         encoded = [answerer.encode(prompt, row) for row, prompt in enumerate(questions.prompts)]
-    total = len(encoded) * work.samples_per_prompt
-    with closing(AnswerFile(spec.checkpoint_dir / ANSWERS, spec.batch_size, total)) as answers:
-        _report_prepared(answerer, len(encoded), total, answers.count, writer)
-        faults.reach("prepared")
-        control = RunDir(attempt.run_dir).control
-        while answers.count < total:
-            if control.exists():
-                return writer.write(Paused(step=answers.count), durable=True)
-            _answer_batch(answerer, questions, encoded, answers, total, writer)
-            faults.reach(f"step-{answers.count}")
-        result = finish(answers)
-    faults.reach("finishing")
-    writer.write(Finished(step=total, result=result), durable=True)
+    if answerer.chat.template_warning:
+        writer.write(Warned(message=answerer.chat.template_warning))
+    _report_prepared(spec, answerer.model, rows, steps, done, writer)
+    faults.reach("prepared")
+    while answers.count < total:
+        if pauses(attempt, writer, answers.count):
+            return False
+        _answer_batch(answerer, questions, encoded, answers, total, steps, writer)
+        faults.reach(f"step-{answers.count}")
+    return True
+
+
+def pauses(attempt: AttemptSpec, writer: EventWriter, step: int) -> bool:
+    """Whether a pause is requested, which is reported then."""
+    if not RunDir(attempt.run_dir).control.exists():
+        return False
+    writer.write(Paused(step=step), durable=True)
+    return True
+
+
+def _check_recorded(answers: AnswerFile, questions: Questions) -> None:
+    """Refuse answers of earlier attempts that belong to other prompts. Raises JobFailure: names the row."""
+    number, lines = 0, answers.lines()
+    todo = "Another program has changed the file: remove it, and submit the job again under another job_uuid"
+    try:
+        for number, line in enumerate(lines):
+            if line["prompt"] != questions.prompts[row := line["row"]]:
+                found = f"row {row}: answer {number} in {answers.path} belongs to another prompt than this row has"
+                raise JobFailure(Reason.invalid_dataset, f"{found}. {todo}")
+    except (ValueError, LookupError, TypeError) as error:
+        found = f"the line after answer {number} in {answers.path} cannot be read as an answer ({error})"
+        raise JobFailure(Reason.invalid_dataset, f"{found}. {todo}") from error
 
 
 def _answer_batch(
@@ -248,9 +305,15 @@ def _answer_batch(
     encoded: list[list[int]],
     answers: AnswerFile,
     total: int,
+    steps: int,
     writer: EventWriter,
 ) -> None:
-    """Answer the next prompts, and write the answers."""
+    """Answer the next prompts, and write the answers.
+
+    Args:
+        total: answers of the job.
+        steps: those, and what follows them.
+    """
     work, first = answerer.work, answers.count
     numbers = range(first, min(total, first + answerer.spec.batch_size))
     places = [divmod(number, work.samples_per_prompt) for number in numbers]
@@ -267,7 +330,7 @@ def _answer_batch(
         line = {"row": row, "sample": sample, "prompt": questions.prompts[row], **answer._asdict()}
         lines.append({**line, **questions.describe(row, answer.text)})
     answers.append(lines)
-    _report_progress(answers.count, total, found, seconds, writer)
+    report_progress(answers.count, steps, found, seconds, writer)
 
 
 def _load(spec: JobSpec, device: torch.device) -> PreTrainedModel:
@@ -281,11 +344,20 @@ def _load(spec: JobSpec, device: torch.device) -> PreTrainedModel:
     return model.eval()
 
 
-def _report_prepared(answerer: Answerer, rows: int, total: int, done: int, writer: EventWriter) -> None:
-    if answerer.chat.template_warning:
-        writer.write(Warned(message=answerer.chat.template_warning))
-    _, parameters = parameter_counts(answerer.model)
-    effective = {"model_class": type(answerer.model).__name__, "weights_dtype": answerer.spec.dtype}
+def _outlined(spec: JobSpec) -> PreTrainedModel:
+    """The model as `_load` returns it, without weights."""
+    model: Any = outline(spec.source, load_config(spec.source), DTYPES[spec.dtype])
+    if spec.adapter is not None:
+        with torch.device("meta"):
+            model = get_peft_model(model, PeftConfig.from_pretrained(spec.adapter.path))
+    return model
+
+
+def _report_prepared(
+    spec: JobSpec, model: PreTrainedModel, rows: int, total: int, done: int, writer: EventWriter
+) -> None:
+    _, parameters = parameter_counts(model)
+    effective = {"model_class": type(model).__name__, "weights_dtype": spec.dtype}
     writer.write(
         Prepared(
             total_steps=total,
@@ -298,9 +370,10 @@ def _report_prepared(answerer: Answerer, rows: int, total: int, done: int, write
     )
 
 
-def _report_progress(done: int, total: int, found: list[Answered], seconds: float, writer: EventWriter) -> None:
+def report_progress(done: int, total: int, found: list[Answered], seconds: float, writer: EventWriter) -> None:
+    """Report the steps that are done, the last of which gave these answers."""
     tokens = sum(answer.tokens for answer in found)
-    metrics = {"tokens_per_second": tokens / max(seconds, 1e-9), "answer_tokens": tokens / len(found)}
+    metrics = {"tokens_per_second": tokens / max(seconds, 1e-9), "answer_tokens": tokens / max(len(found), 1)}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()

@@ -77,6 +77,11 @@ def _rewards(given: list[dict[str, Any]] | None, where: str) -> tuple[RewardSour
     sources: list[RewardSource] = []
     for number, one in enumerate(given):
         source = _source(parse_fields(GRPOReward, one, f"{where}.{number}"), f"{where}.{number}")
+        if source.check is not None and source.check.type == "judge":
+            hint = (
+                "a judge is a second model, which evaluations alone load: send a check of another type, or a function"
+            )
+            raise InvalidRequest(f"{where}.{number}.check.type", source.check.type, hint)
         if source.name in {other.name for other in sources}:
             hint = "another reward has this name: give each check a name of its own, and name a function once"
             raise InvalidRequest(f"{where}.{number}", source.name, hint)

@@ -24,6 +24,7 @@ from ..specs.kinds import (
     CheckedAnswering,
     EnsembleMember,
     EvaluateSpec,
+    FurtherModel,
     GenerateSpec,
     MergeWork,
     Work,
@@ -176,14 +177,14 @@ class EvaluateRequest(_Kind):
         """What the job does.
 
         Args:
-            found: what each of `models` is.
+            found: what each of the models that `named` gives is.
 
         Raises:
             InvalidRequest: the model or the reference is missing, a field would be ignored, or a check cannot be made.
         """
         named = self.named()
         if self.checks is not None:
-            return EvaluateSpec(answers=self._answering(self.checks))
+            return EvaluateSpec(answers=self._answering(self.checks, found), from_jobs=_checkpoints(found))
         for name in _OF_ANSWERS:
             if name in self.model_fields_set:
                 hint = "it concerns answers, and without checks none are made: leave it out, or send checks"
@@ -197,7 +198,8 @@ class EvaluateRequest(_Kind):
         return self._ensemble(found) if named else EvaluateSpec()
 
     def named(self) -> list[tuple[str, str]]:
-        """The fields that name the models of an ensemble, with their values; empty: one model is evaluated.
+        """The fields that name the models of an ensemble, or of judges, with their values; empty: one model is
+        evaluated, and reads no answers of another one.
 
         Raises:
             InvalidRequest: neither a model nor an ensemble is named, or both, or one that cannot be measured so.
@@ -206,7 +208,8 @@ class EvaluateRequest(_Kind):
             if self.model is None:
                 hint = "name what is evaluated, or in `models` several, whose probabilities are averaged"
                 raise InvalidRequest("model", None, hint)
-            return []
+            judges = [(number, one) for number, one in enumerate(self.checks or ()) if one.type == "judge"]
+            return [(f"checks.{number}.model", one.model) for number, one in judges if one.model is not None]
         names = [one.model for one in self.models]
         if self.model is not None:
             hint = "`model` names what is evaluated already: leave one of them out"
@@ -230,10 +233,9 @@ class EvaluateRequest(_Kind):
             )
             for one, base in zip(models, found, strict=True)
         ]
-        paths = dict.fromkeys(path for base in found for path in base.checkpoints())
-        return EvaluateSpec(members=tuple(members), from_jobs=tuple(paths))
+        return EvaluateSpec(members=tuple(members), from_jobs=_checkpoints(found))
 
-    def _answering(self, checks: list[AnswerCheck]) -> CheckedAnswering:
+    def _answering(self, checks: list[AnswerCheck], judges: Sequence[Base]) -> CheckedAnswering:
         for name in ("algorithm", "reference_model", "max_seq_length"):
             if (value := getattr(self, name)) not in ("sft", None):
                 hint = "with checks answers to whole prompts are measured, and nothing else: leave it out"
@@ -241,7 +243,8 @@ class EvaluateRequest(_Kind):
         _refuse_ignored_sampling(self.temperature, top_p=self.top_p)
         refuse_unusable(checks, "checks")
         sampling = {name: getattr(self, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
-        return CheckedAnswering(**sampling, samples_per_prompt=1, checks=tuple(checks))
+        models = [FurtherModel(model=base.model, **base.trust, adapter=base.adapter, lora=base.lora) for base in judges]
+        return CheckedAnswering(**sampling, samples_per_prompt=1, checks=tuple(checks), judges=tuple(models))
 
     def with_options(self, options: ProviderOptions) -> ProviderOptions:
         """The options with what the request itself has of them."""
@@ -415,6 +418,11 @@ def with_work(spec: JobSpec, work: Work) -> JobSpec:
 def answering_of(work: Work | None) -> Answering | None:
     """How a job answers the prompts that its rows are; None: they are read for something else."""
     return work.answers if isinstance(work, EvaluateSpec) else work if isinstance(work, GenerateSpec) else None
+
+
+def _checkpoints(found: Sequence[Base]) -> tuple[Path, ...]:
+    """Those of jobs that models are read from, each once."""
+    return tuple(dict.fromkeys(path for base in found for path in base.checkpoints()))
 
 
 def _refuse_ignored_sampling(temperature: float, **given: float) -> None:

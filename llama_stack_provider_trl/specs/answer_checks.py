@@ -1,7 +1,8 @@
-"""Checks of a model's answers: equal text, a regular expression, JSON, a JSON schema. Imports no torch.
+"""Checks of a model's answers: equal text, a regular expression, JSON, a JSON schema, a judge. Imports no torch.
 
 A check compares an answer with a *reference*: text, a compiled pattern, a JSON value or a schema's validator. The check
-names one for all rows, or a column with that of each row. `reference` reads it, `passes` compares.
+names one for all rows, or a column with that of each row. `reference` reads it, `passes` compares. A judge is a model:
+`judging` has what it reads, and `recipes.judge` runs it.
 
 The time of a comparison is bounded: a pattern that backtracks without end, or a schema that branches so, raises
 TimeoutError. `regex` has timeouts, which `re` lacks; jsonschema searches with `re`, so its `pattern` is replaced and
@@ -27,8 +28,9 @@ from pydantic import Field
 from ..errors import InvalidRequest
 from ..system.limited import Limited, LimitExceeded
 from .beginnings import Frozen
+from .judging import MAX_TEMPLATE, reads_reference, refuse_unusable_judge
 
-CheckType = Literal["exact", "regex", "json", "json_schema"]
+CheckType = Literal["exact", "regex", "json", "json_schema", "judge"]
 TIMEOUT = 1.0
 """Seconds that the comparison of one answer may take, of CPU time where it is a pattern."""
 MAX_PATTERN, MAX_SCHEMA = 4096, 65536
@@ -49,9 +51,11 @@ _VALUES: dict[CheckType, str] = {
     "regex": "pattern",
     "json": "expected",
     "json_schema": "json_schema",
+    "judge": "expected",
 }
 """Field with the reference for all rows."""
 _MODES: dict[CheckType, str] = {"exact": "normalize", "json": "extract", "json_schema": "extract"}
+_OF_JUDGE = ("model", "template", "scale", "at_least", "max_new_tokens")
 _NEEDS_REFERENCE = ("regex", "json_schema")
 _NOT_JSON = object()
 _deadline: ContextVar[float] = ContextVar("deadline")
@@ -59,17 +63,19 @@ _deadline: ContextVar[float] = ContextVar("deadline")
 
 class AnswerCheck(Frozen):
     """A check that every answer of a job passes or fails. Without a reference, `exact` takes the row's own answer, its
-    last assistant message, and `json` passes whatever can be parsed."""
+    last assistant message, and so does a judge whose template has `{reference}`; `json` passes whatever can be
+    parsed."""
 
     type: CheckType
     """exact: the answer is this text. regex: the pattern is found in it. json: it can be parsed, and is equal to the
-    expected value where there is one. json_schema: it can be parsed, and is valid under the schema."""
+    expected value where there is one. json_schema: it can be parsed, and is valid under the schema. judge: a model
+    answers yes, or gives it a score of at least so much."""
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
     """Of its measure; None: the type."""
     column: str | None = Field(None, min_length=1, max_length=512)
     """Column of the rows with the reference of each."""
     expected: Any = None
-    """exact: text. json: a value, or its JSON text."""
+    """exact and judge: text. json: a value, or its JSON text."""
     pattern: str | None = Field(None, max_length=MAX_PATTERN)
     """regex: of the library `regex`, found anywhere in the answer; `\\A` and `\\Z` are its ends."""
     json_schema: dict[str, Any] | None = None
@@ -79,6 +85,16 @@ class AnswerCheck(Frozen):
     False: character by character."""
     extract: bool = False
     """json, json_schema: read from the first `{` to the last `}`, whatever is around. False: the whole answer."""
+    model: str | None = Field(None, min_length=1, max_length=4096)
+    """judge: a model id, a directory of a model or an adapter, or `job:NAME`, `job:NAME/CHECKPOINT`."""
+    template: str | None = Field(None, min_length=1, max_length=MAX_TEMPLATE)
+    """judge: what it reads, with `{prompt}`, `{answer}` and, of a check with a reference, `{reference}`."""
+    scale: tuple[float, float] | None = None
+    """judge: the least and the largest score; None: its verdict is yes, 1, or no, 0."""
+    at_least: float | None = None
+    """judge with a scale: the least score that passes."""
+    max_new_tokens: int | None = Field(None, gt=0, le=10**5)
+    """judge: tokens of a verdict at most; None: 256."""
 
     @property
     def measure(self) -> str:
@@ -98,7 +114,13 @@ class AnswerCheck(Frozen):
     @property
     def reads_answers(self) -> bool:
         """Whether its reference is the row's own answer."""
-        return self.type == "exact" and self.given is None and self.column is None
+        takes_own = self.type == "exact" or (self.type == "judge" and reads_reference(self.template))
+        return takes_own and self.given is None and self.column is None
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether answers are compared with something."""
+        return self.given is not None or self.column is not None or self.reads_answers
 
 
 def refuse_unusable(checks: Sequence[AnswerCheck], field: str) -> None:
@@ -184,13 +206,17 @@ def load_libraries() -> None:
 def refuse_fields(check: AnswerCheck, field: str) -> None:
     """Refuse the fields that a check of its type lacks, or would ignore. Raises InvalidRequest."""
     value, mode = _VALUES[check.type], _MODES.get(check.type)
-    for name in sorted({*_VALUES.values(), *_MODES.values()} - {value, mode}):
-        if (found := getattr(check, name)) not in (None, False):
-            has = ", ".join(filter(None, (value, "column", mode)))
+    own = (value, "column", *filter(None, (mode,)), *(_OF_JUDGE if check.type == "judge" else ()))
+    for name in sorted({*_VALUES.values(), *_MODES.values(), *_OF_JUDGE} - {*own}):
+        if (found := getattr(check, name)) is not AnswerCheck.model_fields[name].default:
+            has = ", ".join(own)
             raise InvalidRequest(f"{field}.{name}", found, f"a check of type {check.type} has {has}: leave it out")
     if check.given is not None and check.column is not None:
         hint = f"{value} is for all rows, column names that of each row: send one of the two"
         raise InvalidRequest(f"{field}.column", check.column, hint)
+    if check.type == "judge":
+        of_judge = {name: getattr(check, name) for name in ("model", "template", "scale", "at_least")}
+        refuse_unusable_judge(field, **of_judge, given=check.given is not None or check.column is not None)
     if check.type in _NEEDS_REFERENCE and check.given is None and check.column is None:
         hint = f"a check of type {check.type} needs {value} for all rows, or the column that has it"
         raise InvalidRequest(f"{field}.{value}", None, hint)
@@ -204,8 +230,9 @@ def reference(check: AnswerCheck, value: Any) -> Any:
     """
     match check.type:
         case "exact":
-            text = value if isinstance(value, str) else _scalar_text(value)
-            return _normalized(text) if check.normalize else text
+            return _normalized(_text(value)) if check.normalize else _text(value)
+        case "judge":
+            return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else _text(value)
         case "regex":
             if not isinstance(value, str):
                 raise ValueError(f"found {_kind(value)}, expected a pattern as text")
@@ -266,8 +293,10 @@ def _normalized(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def _scalar_text(value: Any) -> str:
-    """The text of a number or a boolean, as JSON writes it: rows may have numbers as expected answers."""
+def _text(value: Any) -> str:
+    """A text, or that of a number or a boolean, as JSON writes it: rows may have numbers as expected answers."""
+    if isinstance(value, str):
+        return value
     if not isinstance(value, int | float):
         raise ValueError(f"found {_kind(value)}, expected text")
     # pandas makes floats of a column of integers with gaps.

@@ -90,21 +90,46 @@ def _first_problem(path: Path, checks: Sequence[AnswerCheck]) -> Iterator[str | 
 def _question(row: Mapping[str, Any], index: int, has_answer: bool) -> tuple[list[Message], str | None]:
     """The prompt of a row, and its own answer where that is read: both of the same columns."""
     if not has_answer:
-        prompt = parse_row(row, index, "prompts")
-        assert isinstance(prompt, PromptExample)
-        return prompt.messages, None
+        return _prompt(row, index), None
     example = parse_row(row, index, "sft")
     assert isinstance(example, SftExample)
     messages = example.messages or []
     if not messages or messages[-1]["role"] != "assistant":
         found = f"a last turn of role {messages[-1]['role']}" if messages else "plain text"
-        raise InvalidRows(f"{found}, and a check of type exact expects the row's own answer", row=index)
+        raise InvalidRows(
+            f"{found}, and a check expects the row's own answer, since it names no other reference", row=index
+        )
     turns = example.prompt_turns
     if turns is None:
         turns = len(messages) - 1
     if not any(message["role"] != "assistant" for message in messages[:turns]):
         raise InvalidRows("assistant turns only, expected a turn that asks for an answer", row=index)
+    own, other = _question_of(messages[:turns]), _question_of(_prompt(row, index))
+    if own != other:
+        raise InvalidRows(
+            f"its own answer belongs to the prompt {_shown(own)}, and another column asks {_shown(other)}: leave the "
+            f"columns of one of the two out; they are {', '.join(sorted(row))[:500]}",
+            row=index,
+        )
     return messages[:turns], messages[-1]["content"]
+
+
+def _prompt(row: Mapping[str, Any], index: int) -> list[Message]:
+    prompt = parse_row(row, index, "prompts")
+    assert isinstance(prompt, PromptExample)
+    return prompt.messages
+
+
+def _question_of(turns: Sequence[Message]) -> list[Message]:
+    """A prompt without the assistant turns at its end, which shapes of rows divide in their own ways."""
+    kept = [*turns]
+    while kept and kept[-1]["role"] == "assistant":
+        kept.pop()
+    return kept
+
+
+def _shown(turns: Sequence[Message]) -> str:
+    return repr(turns[-1]["content"][:80])
 
 
 def _reference(check: AnswerCheck, field: str, row: Mapping[str, Any], index: int, answer: str | None) -> Any:

@@ -68,6 +68,7 @@ def test_a_method_gets_its_parameters_and_names_its_rewards_apart() -> None:
         ({"rewards": [{**EXACT, "weight": 0}]}, {}, "rewards.0.weight", "teaches nothing"),
         ({"rewards": [{**EXACT, "code": "x"}]}, {}, "rewards.0.code", "Extra inputs"),
         ({"rewards": [{"model": "job:r"}]}, {}, "rewards.0.model", "are not supported"),
+        ({"rewards": [{"check": {"type": "judge", "model": "m"}}]}, {}, "rewards.0.check.type", "a second model"),
         ({"rewards": [{"function": "absent"}]}, {}, "rewards.0.function", "no installed package adds one"),
         ({"rewards": [EXACT], "loss_type": "dr_grpo"}, {}, "loss_type", "expected one of grpo, dapo"),
         ({"rewards": [EXACT], "scale_rewards": "std"}, {}, "scale_rewards", "expected one of group, batch, none"),

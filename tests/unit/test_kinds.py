@@ -107,7 +107,7 @@ def test_rows_are_read_for_checks_or_refused_by_name(tmp_path: Path) -> None:
         ([own, by_column], {**good, "expected": "{"}, r"row 1: column expected \(checks.1.column\): .*not JSON"),
         ([own], {"prompt": "a"}, "row 1: found the columns prompt, expected for SFT"),
         ([own], {"messages": turns}, "row 1: a last turn of role user"),
-        ([own], {"text": "a"}, "row 1: plain text, and a check of type exact expects the row's own answer"),
+        ([own], {"text": "a"}, "row 1: plain text, and a check expects the row's own answer"),
     ):
         with pytest.raises(InvalidRows, match=sentence):
             read(checks, good, row)
