@@ -56,7 +56,7 @@ _UNREAD = frozenset(
 )
 """Fields of a job that no trace reads: tests/process/test_trace_cache.py records what is read."""
 _IN_PART = frozenset({"model", "revision", "model_path", "adapter", "gradient_accumulation_steps"})
-"""Fields of which it reads what `_inputs` or `_content` says."""
+"""Fields of which `_inputs` or `_content` give what it reads."""
 _SOURCE = frozenset({"model", "revision", "trust_remote_code", "model_path", "cache"})
 """The same of a reference."""
 _ENVIRONMENT = ("PYTORCH_", "TRANSFORMERS_", "USE_HUB_KERNELS")
