@@ -250,13 +250,14 @@ def _named(model: Any) -> str | None:
 
 
 def _models(request: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """What names models beside the base, by its field: of a merge or an ensemble, and judges. Nothing where the request
-    is of another form, which the service refuses."""
+    """What names models beside the base, by its field: of a merge or an ensemble, judges, and reward models of GRPO.
+    Nothing where the request is of another form, which the service refuses."""
     options = request.get("provider_options")
     then = options.get("evaluate") if isinstance(options, Mapping) else None
     lists = {
         "models": request.get("models") if request.get("kind") in ("merge", "evaluate") else None,
         "checks": request.get("checks") if request.get("kind") == "evaluate" else None,
+        "algorithm_config.rewards": _rewards(request),
         "provider_options.evaluate.checks": then.get("checks") if isinstance(then, Mapping) else None,
     }
     return {
@@ -264,6 +265,14 @@ def _models(request: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
         for field, given in lists.items()
         if isinstance(given, list)
     }
+
+
+def _rewards(request: Mapping[str, Any]) -> Any:
+    """What `algorithm_config`, or the provider option `method`, has as `rewards`."""
+    options = request.get("provider_options")
+    method = options.get("method") if isinstance(options, Mapping) else None
+    fields = method or request.get("algorithm_config")
+    return fields.get("rewards") if isinstance(fields, Mapping) else None
 
 
 def _data_of(request: Mapping[str, Any]) -> Any:

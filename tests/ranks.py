@@ -1,9 +1,9 @@
 """Several ranks of one attempt in a second instead of six: forked from one process that has imported torch and trl.
 
 `python -m tests.ranks` reads lines of JSON, [paths of the nodes' spec files, ranks, ranks per node, port, constants,
-counted function, directory of faults], forks the ranks with the variables that torchrun sets, waits for them, and
-prints their exit codes. They end with it, and it with pytest. The recipe and the process group are the real ones. The
-modules that one pytest process runs share it.
+counted function, function to call, directory of faults], forks the ranks with the variables that torchrun sets, waits
+for them, and prints their exit codes. They end with it, and it with pytest. The recipe and the process group are the
+real ones. The modules that one pytest process runs share it.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Ranks:
         constants: Mapping[str, Any] | None = None,
         elsewhere: Sequence[AttemptSpec] = (),
         counted: str = "",
+        before: str = "",
         estimates: bool = False,
     ) -> tuple[list[int], list[Event]]:
         """Exit codes of the ranks (negative: the signal) and the events of one attempt at `spec`.
@@ -67,6 +68,7 @@ class Ranks:
             elsewhere: the specs of nodes beyond the first: the same attempt, at their own paths.
             counted: a function of torch, such as `distributed.barrier`; `calls` in the run directory gets a line for
                 each call of it on rank 0.
+            before: a function without arguments, by `module.name`, that each rank calls before it trains.
             estimates: whether the ranks estimate their memory first, which takes as long as all else that a tiny job
                 does; the tests of estimates are `test_memory` and `test_preflight`.
         """
@@ -93,7 +95,7 @@ class Ranks:
         started = started or world_size
         specs = [str(RunDir(one.run_dir).spec) for one in attempts]
         per_node = per_node or started // len(specs)
-        order = [specs, started, per_node, _free_port(), dict(constants or {}), counted, self._faults_dir]
+        order = [specs, started, per_node, _free_port(), dict(constants or {}), counted, before, self._faults_dir]
         try:
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
@@ -159,11 +161,11 @@ def main() -> None:
     warm.fill_caches()
     try_out_attention()
     for line in sys.stdin:
-        specs, world_size, per_node, port, constants, counted, faults_dir = json.loads(line)
+        specs, world_size, per_node, port, constants, counted, before, faults_dir = json.loads(line)
         os.environ[faults.VARIABLE] = faults_dir
         specs = [specs[min(rank // per_node, len(specs) - 1)] for rank in range(world_size)]
         pids = [
-            _fork(spec, rank, world_size, per_node, port, constants, "" if rank else counted)
+            _fork(spec, rank, world_size, per_node, port, constants, "" if rank else counted, before)
             for rank, spec in enumerate(specs)
         ]
         print(json.dumps(_wait(pids)), flush=True)
@@ -185,7 +187,14 @@ def _wait(pids: Sequence[int]) -> list[int]:
 
 
 def _fork(
-    spec: str, rank: int, world_size: int, per_node: int, port: int, constants: Mapping[str, Any], counted: str
+    spec: str,
+    rank: int,
+    world_size: int,
+    per_node: int,
+    port: int,
+    constants: Mapping[str, Any],
+    counted: str,
+    before: str,
 ) -> int:
     parent = os.getpid()
     pid = os.fork()
@@ -198,6 +207,9 @@ def _fork(
             setattr(importlib.import_module(f"llama_stack_provider_trl.recipes.{module}"), name, value)
         if counted:
             _count(counted, Path(spec).parent / "calls")
+        if before:
+            module, _, name = before.rpartition(".")
+            getattr(importlib.import_module(module), name)()
         if world_size > 1:
             os.environ.update(
                 RANK=str(rank),

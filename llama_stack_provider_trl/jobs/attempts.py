@@ -16,6 +16,7 @@ from .ownership import Ownership
 from .placement import is_remote, nodes_of
 from .promised import with_known_rows
 from .records import JobRecord
+from .reward_models import check_reward_models
 from .step_checkpoints import fallbacks, resume_point
 from .store import Store
 from .verdict import has_shrunk
@@ -78,6 +79,7 @@ class Attempts:
                 check_checkpoints(paths)
             case _:
                 check_base(job.spec)
+                check_reward_models(job.spec)
         self._check_disk(job)
         self._ownership.check_unused(job.spec.checkpoint_dir)
         self._ownership.claim(job.spec.checkpoint_dir, job.job_uuid)

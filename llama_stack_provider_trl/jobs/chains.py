@@ -13,6 +13,7 @@ from ..errors import InvalidRequest
 from ..specs.events import Reason
 from ..specs.job import JobSpec
 from ..specs.kinds import ROWS
+from ..specs.methods import reward_models
 from .database import Database, Execute
 from .graph import Blocked, Decisions, Predecessor, decide
 from .records import Chain, ChainedJob
@@ -96,6 +97,7 @@ def insert_predecessors(execute: Execute, spec: JobSpec) -> None:
     Raises:
         InvalidRequest: one of these jobs does not exist, or can never complete.
     """
+    reward_jobs = [job for model in reward_models(spec.method) for job in model.jobs]
     for position, name in enumerate(spec.after):
         found = execute("select_state", {"job_uuid": name}).fetchone()
         if found is None:
@@ -108,7 +110,8 @@ def insert_predecessors(execute: Execute, spec: JobSpec) -> None:
             )
             raise InvalidRequest(AFTER, list(spec.after), hint)
         row = {"job_uuid": spec.job_uuid, "predecessor": name, "position": position}
-        base = _BETWEEN.join(one.checkpoint for one in spec.bases if one.job_uuid == name) or None
+        needed = dict.fromkeys(one.checkpoint for one in (*spec.bases, *reward_jobs) if one.job_uuid == name)
+        base = _BETWEEN.join(needed) or None
         if base is None and spec.dataset.of_job == name:  # as with a checkpoint, it is needed to the job's end
             base = ROWS
         execute("insert_predecessor", {**row, "cancel_with": int(spec.cancel_with), "base": base})

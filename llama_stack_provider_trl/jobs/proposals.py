@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,17 +26,17 @@ from .. import faults
 from ..errors import DamagedRecord, InvalidRequest, JobConflict, LimitReached, StoreError, is_exhausted
 from ..requests.bases import NamedJob
 from ..requests.proposals import ValuedTrial, answered_values, drawn_values, question
-from ..requests.resolve import resolve
+from ..requests.resolve import Resolution, resolve
 from ..requests.search import RequestedTrial, in_trial, make_trial
 from ..requests.settings import Settings
 from ..specs.events import Reason
-from ..specs.job import JobSpec
 from ..specs.search import SearchSpec
 from .bases import find_base
 from .chains import AFTER
 from .ownership import refuse_foreign
 from .proposer_process import Proposer, ProposerProcess
 from .records import JobRecord
+from .reward_models import with_reward_models
 from .searches import NewTrial
 from .searching import Ending, Generation, Trial, best_trial
 from .states import JobState
@@ -52,7 +53,7 @@ WAITS = (2.0, 20.0)
 _MOST_RUNNING = 2
 """Proposers at once; each has 100 MiB and a core for a second. As many threads resolve trials."""
 
-NewTrials = list[tuple[NewTrial, NewJob]]
+ResolvedTrials = list[tuple[RequestedTrial, Resolution]]
 
 
 class _Pending(NamedTuple):
@@ -74,7 +75,9 @@ class _Resolving(NamedTuple):
 
     generation: Generation
     search: JobRecord
-    trials: Future[NewTrials]
+    digest: str
+    """Of the search's request."""
+    trials: Future[ResolvedTrials]
 
 
 def in_thread[T](function: Callable[[], T]) -> Future[T]:
@@ -110,12 +113,12 @@ class Proposals:
         settings: Settings,
         start: Callable[[bytes], Proposer] = ProposerProcess,
         clock: Callable[[], float] = time.monotonic,
-        begin: Callable[[Callable[[], NewTrials]], Future[NewTrials]] = in_thread,
+        begin: Callable[[Callable[[], ResolvedTrials]], Future[ResolvedTrials]] = in_thread,
     ) -> None:
         self._store, self._settings, self._start, self._clock, self._begin = store, settings, start, clock, begin
         self._pending: dict[str, _Pending] = {}
         self._resolving: dict[str, _Resolving] = {}
-        self._begun: list[Future[NewTrials]] = []
+        self._begun: list[Future[ResolvedTrials]] = []
         """Those of searches that have ended meanwhile, too."""
         self._exhausted: set[str] = set()
         """Searches whose lack of descriptors or memory was logged."""
@@ -135,7 +138,7 @@ class Proposals:
                 resolving = self._begin_resolving(name, search, trials, generation)
             if resolving is not None and resolving.trials.done():
                 del self._resolving[name]
-                self._store_trials(name, resolving.search, resolving.trials.result())
+                self._store_trials(name, resolving.search, self._new_trials(resolving))
                 self._exhausted.discard(name)
             return None
         except Exception as error:
@@ -183,9 +186,9 @@ class Proposals:
                 requested.append((trial, find_base(trial.request, self._store)))
             except InvalidRequest as error:
                 raise in_trial(trial, error) from error
-        future = self._begin(partial(_resolved, requested, self._settings, own.spec, digest))
+        future = self._begin(partial(_resolved, requested, self._settings))
         self._begun.append(future)
-        self._resolving[name] = _Resolving(generation, own, future)
+        self._resolving[name] = _Resolving(generation, own, digest, future)
         return self._resolving[name]
 
     def _proposed(
@@ -228,30 +231,40 @@ class Proposals:
             raise ProposerFailed(f"the process that chooses the next trials failed {failed} times: {why}")
         self._pending[name] = _Pending(pending.generation, None, failed, self._clock() + WAITS[failed - 1])
 
-    def _store_trials(self, name: str, search: JobRecord, new: NewTrials) -> None:
+    def _store_trials(self, name: str, search: JobRecord, new: list[tuple[NewTrial, NewJob]]) -> None:
         """Store trials, all or none. Raises InvalidRequest, JobConflict."""
         faults.reach("search-proposed")
         if self._store.add_trials(search, new):
             log.info("search %s: %s are queued", name, ", ".join(job.spec.job_uuid for _, job in new))
         faults.reach("search-trials-stored")
 
+    def _new_trials(self, resolving: _Resolving) -> list[tuple[NewTrial, NewJob]]:
+        """The jobs of resolved trials, on the rows of the search. Raises InvalidRequest."""
+        own, new = resolving.search.spec, []
+        for trial, resolution in resolving.trials.result():
+            try:
+                fields = with_reward_models(resolution.fields, trial.options, self._settings, self._store)
+            except InvalidRequest as error:
+                raise in_trial(trial, error) from error
+            spec = replace(resolution, fields=fields).spec(own.dataset, own.validation)
+            # Its rows are those of the search, which are kept as long as its record is.
+            digest = f"{resolving.digest}:{trial.number}"
+            job = NewJob(spec, digest, resolution.warnings, (), resolution.trackers)
+            new.append((NewTrial(trial.number, trial.values), job))
+        return new
 
-def _resolved(
-    requested: Sequence[tuple[RequestedTrial, NamedJob | None]], settings: Settings, own: JobSpec, digest: str
-) -> NewTrials:
-    """The jobs of later trials, on the rows of the search. Uses no store. Raises InvalidRequest."""
-    new: NewTrials = []
+
+def _resolved(requested: Sequence[tuple[RequestedTrial, NamedJob | None]], settings: Settings) -> ResolvedTrials:
+    """What later trials request. Uses no store. Raises InvalidRequest."""
+    found: ResolvedTrials = []
     for trial, named in requested:
         try:
             resolution = resolve(trial.request, trial.options, settings, named)
             refuse_foreign(settings.data_dir, resolution.fields["checkpoint_dir"])
         except InvalidRequest as error:
             raise in_trial(trial, error) from error
-        spec = resolution.spec(own.dataset, own.validation)
-        # Its rows are those of the search, which are kept as long as its record is.
-        job = NewJob(spec, f"{digest}:{trial.number}", resolution.warnings, (), resolution.trackers)
-        new.append((NewTrial(trial.number, trial.values), job))
-    return new
+        found.append((trial, resolution))
+    return found
 
 
 class ProposerFailed(Exception):

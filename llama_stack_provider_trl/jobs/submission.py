@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
@@ -34,6 +35,7 @@ from .ownership import refuse_foreign
 from .promised import refuse_split, refuse_unknown_rows, shard_of
 from .reader import digest_conflict
 from .resume_from import copy_checkpoint, discard_checkpoint
+from .reward_models import with_reward_models
 from .searches import NewTrial
 from .store import NewJob, Store
 
@@ -231,6 +233,8 @@ async def resolved(
     # Models, adapters and installed packages are read: none of that may hold up other requests.
     makers = [job.job_uuid for job in jobs_of(work, models or [])]
     resolution = await asyncio.to_thread(resolve, request, options, settings, named, makers)
+    fields = await asyncio.to_thread(with_reward_models, resolution.fields, options, settings, store)
+    resolution = replace(resolution, fields=fields)
     await asyncio.to_thread(refuse_foreign, settings.data_dir, resolution.fields["checkpoint_dir"])
     answering = answering_of(work)
     use: RowUse = "prompts" if answering is not None else resolution.fields["algorithm"]

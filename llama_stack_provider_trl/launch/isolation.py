@@ -227,6 +227,9 @@ def spec_paths(spec: Mapping[str, Any], directories: Sequence[Path]) -> SpecPath
     models = [merge.get("base"), *(one.get("model") for one in merge.get("inputs") or ()), reference.get("model")]
     for one in (job, *(work.get("members") or ()), *((work.get("answers") or {}).get("judges") or ())):
         models += [one.get("model"), (one.get("adapter") or {}).get("path")]
+    for source in (job.get("method") or {}).get("rewards") or ():
+        reward = source.get("model") or {}
+        models += [reward.get("path"), (reward.get("base") or {}).get("model")]
     for model in _paths(*models):
         if _is_model(model, directories):
             found.read += [model, *_links_of(model, directories)]

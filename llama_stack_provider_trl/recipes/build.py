@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..specs.events import EventWriter, NullEventWriter, Warned
 from ..specs.job import Dtype, JobSpec
-from ..specs.methods import CustomSpec
+from ..specs.methods import CustomSpec, GrpoSpec, reward_models
 from .checkpoint.fencing import FencingToken
 from .checkpoint.step import need_space
 from .data.lengths import num_rows
@@ -45,6 +45,7 @@ from .trainer.base import RecipeTrainer
 from .trainer.custom import check_rows_of_jobs, other_version, used_method
 from .trainer.methods import trainer_of
 from .trainer.reference import check_vocabulary
+from .trainer.rewards import other_packages, used_packages
 from .trainer.trl_patches import choose_head_kernels
 
 
@@ -126,6 +127,10 @@ class BuiltTrainer:
         }
         if isinstance(self.trainer.spec.method, CustomSpec):
             found["method"] = used_method(self.trainer.spec.method)
+        if isinstance(self.trainer.spec.method, GrpoSpec) and (used := used_packages(self.trainer.spec.method)):
+            found["reward_functions"] = used
+        if rewards := [str(model.path) for model in reward_models(self.trainer.spec.method)]:
+            found["reward_models"] = rewards
         if self.trainer.gradient_sync is not None:
             found["gradient_sync"] = self.trainer.gradient_sync
         if self.trainer.groups_by_length:
@@ -179,7 +184,8 @@ def build_trainer(
     requested = spec
     spec, batch_plan = in_parts(spec, batch_plan, data.train, device.type)
     head_kernels, no_triton = choose_head_kernels(device.type)
-    for message in filter(None, [*data.warnings, *_slow_dtype(spec.dtype, device), no_triton, other_version(spec)]):
+    others = other_packages(spec.method) if isinstance(spec.method, GrpoSpec) else [other_version(spec)]
+    for message in filter(None, [*data.warnings, *_slow_dtype(spec.dtype, device), no_triton, *others]):
         writer.write(Warned(message=message))
     memory = before_training(spec, batch_plan, data.train, device, writer, requested)
     chooses_gradient_sync, spec = spec.gradient_sync == "auto", choose_gradient_sync(spec, memory)

@@ -106,7 +106,7 @@ def is_adapter(request: Request, settings: Settings, named: NamedJob | None) -> 
         return bool(value) and _adapter_config(name, value or "", settings) is not None
     if named is None or named.spec.lora is None or named.spec.work is not None:
         return False
-    return _checkpoint(name, value or "", named, wants_adapter=False) != "merged"
+    return checkpoint_of(name, value or "", named, wants_adapter=False) != "merged"
 
 
 def resolve_base(request: Request, options: ProviderOptions, settings: Settings, named: NamedJob | None = None) -> Base:
@@ -133,7 +133,7 @@ def resolve_base(request: Request, options: ProviderOptions, settings: Settings,
         hint = f"{name} is a model and no adapter: leave it out, or name an adapter or a job that trained one"
         raise InvalidRequest("provider_options.adapter", options.adapter, hint)
     if base.adapter is not None:
-        _refuse_other_machines(name, value, options, settings)
+        refuse_other_machines(name, value, options, settings)
     return base
 
 
@@ -147,13 +147,13 @@ def _of_job(name: str, value: str, named: NamedJob, options: ProviderOptions, se
     if job.trains_reward:
         hint = f"job {job.job_uuid!r} trains a reward model, which writes no text: name one that trains another method"
         raise InvalidRequest(name, value, hint)
-    checkpoint = _checkpoint(name, value, named, wants_adapter=options.adapter is not None)
+    checkpoint = checkpoint_of(name, value, named, wants_adapter=options.adapter is not None)
     path, base_job = job.checkpoint_dir / checkpoint, BaseJob(job_uuid=job.job_uuid, checkpoint=checkpoint)
     if job.lora is None or checkpoint == "merged":
         if options.adapter is not None:
             hint = f"{value} is a whole model and no adapter: leave it out"
             raise InvalidRequest("provider_options.adapter", options.adapter, hint)
-        _refuse_other_machines(name, value, options, settings)
+        refuse_other_machines(name, value, options, settings)
         return Base(str(path), resolve_trust(str(path), settings), jobs=(base_job,))
     if options.adapter is None:
         raise InvalidRequest(
@@ -183,13 +183,13 @@ def _of_merge(name: str, value: str, job: JobSpec, options: ProviderOptions, set
     if job.work.of_adapters or given not in ("", path) or options.adapter is not None:
         what = "an adapter: name its directory, once it is complete" if job.work.of_adapters else "a model, and `final`"
         raise InvalidRequest(name, value, f"job {job.job_uuid!r} merges, and its result is {what}")
-    _refuse_other_machines(name, value, options, settings)
+    refuse_other_machines(name, value, options, settings)
     directory = str(job.checkpoint_dir / path)
     base_job = BaseJob(job_uuid=job.job_uuid, checkpoint=path)
     return Base(directory, resolve_trust(directory, settings), jobs=(base_job,))
 
 
-def _checkpoint(name: str, value: str, named: NamedJob, *, wants_adapter: bool) -> str:
+def checkpoint_of(name: str, value: str, named: NamedJob, *, wants_adapter: bool) -> str:
     """The name of the checkpoint that a base names, or of the one that is meant where it names none."""
     job = named.spec
     given = value.removeprefix(PREFIX).partition("/")[2]
@@ -284,7 +284,7 @@ def _lora_of(name: str, value: str, config: dict[str, Any]) -> LoraSpec:
         raise InvalidRequest(name, value, hint) from error
 
 
-def _refuse_other_machines(name: str, value: str | None, options: ProviderOptions, settings: Settings) -> None:
+def refuse_other_machines(name: str, value: str | None, options: ProviderOptions, settings: Settings) -> None:
     """Checkpoints of jobs, and adapters, are on the service's own machine, and so is a job that begins with one."""
     requested = {} if options.resources is None else options.resources.model_dump(exclude_unset=True)
     if options.resources is not None and requested != {"nodes": 1}:

@@ -194,8 +194,8 @@ class GRPOReward(BaseModel):
     function: str | None = None
     """Name of an installed package's function."""
     model: str | None = None
-    """Refused."""
-    weight: float | None = None
+    """The reward model of another job: job:NAME or job:NAME/CHECKPOINT."""
+    weight: float | None = Field(None, ge=-1e6, le=1e6)
     """Factor of the reward. Default 1."""
 
 
@@ -203,7 +203,7 @@ class GRPOConfig(_Body):
     type: str
     """grpo."""
     rewards: list[dict[str, Any]] | None = Field(None, max_length=100)
-    """What an answer is rewarded for: a list of {check or function, weight, ...}. Required."""
+    """What an answer is rewarded for: a list of {check, function or model, weight, ...}. Required."""
     num_generations: int | None = Field(None, ge=2, le=1000)
     """Answers to each prompt. Default 8."""
     max_completion_length: int | None = Field(None, gt=0, le=10**5)

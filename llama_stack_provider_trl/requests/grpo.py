@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, MethodUnavailable
 from ..specs.answer_checks import AnswerCheck, refuse_fields, refuse_references
 from ..specs.methods import GrpoLoss, GrpoSpec, RewardScale
-from ..specs.rewards import GROUP, RewardSource, installed_rewards
-from .bodies import DataConfig, GRPOConfig, GRPOReward
+from ..specs.rewards import GROUP, RewardModel, RewardSource, find_reward, installed_rewards, package_of
+from .bases import PREFIX
+from .bodies import JOB_UUID_PATTERN, DataConfig, GRPOConfig, GRPOReward
 from .checks import nearest_choice, parse_fields
 from .options import ProviderOptions
 
-_ONE_PROCESS = "GRPO answers prompts and trains in one process"
+_LONGEST_CHECKPOINT = 256
+"""Characters of a checkpoint's name."""
 
 
 def resolve_grpo(config: GRPOConfig, options: ProviderOptions, where: str) -> GrpoSpec:
@@ -38,10 +41,8 @@ def check_grpo(fields: Mapping[str, Any], data: DataConfig) -> None:
         return
     resources = fields["resources"]
     if resources is not None and resources.nodes > 1:
-        hint = f"{_ONE_PROCESS}: send 1"
+        hint = "GRPO trains on the ranks of one node: send 1, and the ranks as nproc_per_node"
         raise InvalidRequest("provider_options.resources.nodes", resources.nodes, hint)
-    if fields["ranks"] > 1:
-        raise InvalidRequest("provider_options.nproc_per_node", fields["ranks"], f"{_ONE_PROCESS}: send 1")
     held_out = "GRPO evaluates on no held-out rows: its rewards are metrics of each step; leave it out"
     for name in ("validation_dataset_id", "train_split_percentage"):
         value = getattr(data, name)
@@ -72,7 +73,7 @@ def _refuse_options(options: ProviderOptions) -> None:
 
 def _rewards(given: list[dict[str, Any]] | None, where: str) -> tuple[RewardSource, ...]:
     if not given:
-        hint = 'send at least one, such as {"check": {"type": "exact", "column": "answer"}} or {"function": NAME}'
+        hint = 'send at least one, such as {"check": {"type": "exact", "column": "answer"}} or {"model": "job:NAME"}'
         raise InvalidRequest(where, given, hint)
     sources: list[RewardSource] = []
     for number, one in enumerate(given):
@@ -83,7 +84,7 @@ def _rewards(given: list[dict[str, Any]] | None, where: str) -> tuple[RewardSour
             )
             raise InvalidRequest(f"{where}.{number}.check.type", source.check.type, hint)
         if source.name in {other.name for other in sources}:
-            hint = "another reward has this name: give each check a name of its own, and name a function once"
+            hint = "another reward has this name: give each check a name of its own, and name a function or job once"
             raise InvalidRequest(f"{where}.{number}", source.name, hint)
         sources.append(source)
     checks = {f"{where}.{number}.check": source.check for number, source in enumerate(sources)}
@@ -92,25 +93,41 @@ def _rewards(given: list[dict[str, Any]] | None, where: str) -> tuple[RewardSour
 
 
 def _source(given: GRPOReward, where: str) -> RewardSource:
-    if given.model is not None:
-        hint = "rewards by another job's reward model are not supported: send a check or a function"
-        raise InvalidRequest(f"{where}.model", given.model, hint)
-    if (given.check is None) == (given.function is None):
-        raise InvalidRequest(where, given.model_dump(exclude_none=True), "send either a check or a function")
+    if sum(one is not None for one in (given.check, given.function, given.model)) != 1:
+        hint = "send one of these: a check, a function, or a model"
+        raise InvalidRequest(where, given.model_dump(exclude_none=True), hint)
     if given.weight == 0:
         raise InvalidRequest(f"{where}.weight", 0, "a reward without a weight teaches nothing; leave it out")
     weight = 1.0 if given.weight is None else given.weight
-    if given.check is None:
-        _check_installed(given.function or "", where)
-        return RewardSource(name=given.function or "", weight=weight, function=given.function)
-    check = parse_fields(AnswerCheck, given.check, f"{where}.check")
+    if given.function is not None:
+        package = _package_of(given.function, where)
+        return RewardSource(name=given.function, weight=weight, function=given.function, package=package)
+    if given.model is not None:
+        model = _model(given.model, f"{where}.model")
+        return RewardSource(name=model.job_uuid, weight=weight, model=model)
+    check = parse_fields(AnswerCheck, given.check or {}, f"{where}.check")
     refuse_fields(check, f"{where}.check")
     return RewardSource(name=check.measure, weight=weight, check=check)
 
 
-def _check_installed(name: str, where: str) -> None:
-    installed = installed_rewards()
-    if name not in installed:
-        those = nearest_choice(name, sorted(installed)) if installed else "no installed package adds one"
+def _model(value: str, where: str) -> RewardModel:
+    """The job that a reward names; `jobs.reward_models` looks it up. Raises InvalidRequest."""
+    job_uuid, slash, checkpoint = value.removeprefix(PREFIX).partition("/")
+    is_name = value.startswith(PREFIX) and re.fullmatch(JOB_UUID_PATTERN, job_uuid)
+    if not is_name or (slash and not checkpoint) or len(checkpoint) > _LONGEST_CHECKPOINT:
+        hint = "send job:NAME, or job:NAME/CHECKPOINT, of a job that trains a reward model"
+        raise InvalidRequest(where, value, hint)
+    return RewardModel(job_uuid=job_uuid, checkpoint=checkpoint or None)
+
+
+def _package_of(name: str, where: str) -> str:
+    """The package that adds a function. Raises InvalidRequest."""
+    try:
+        return package_of(find_reward(name))
+    except MethodUnavailable as error:
+        installed = installed_rewards()
+        those = "no installed package adds one"
+        if installed:
+            those = str(error) if name in installed else nearest_choice(name, sorted(installed))
         hint = f"{those}; a package adds functions by entry points of the group {GROUP}"
-        raise InvalidRequest(f"{where}.function", name, hint)
+        raise InvalidRequest(f"{where}.function", name, hint) from error

@@ -19,7 +19,8 @@ class MemoryEstimate:
     logits: int
     """The output head: tiles of logits and their gradients; TRL never computes all logits at once."""
     reference: int
-    """DPO's reference, where it is a model of its own; under sharding as `weights`."""
+    """The reference of DPO or GRPO, where it is a model of its own; under sharding as `weights`. GRPO's reward models,
+    which each rank holds."""
     overhead: int
     """Context, workspaces and slack of the allocator. On a CPU: the libraries as imported, too."""
     checkpoint_copy: int = 0

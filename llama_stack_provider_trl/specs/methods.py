@@ -13,7 +13,7 @@ from pydantic import Field, JsonValue
 
 from .beginnings import Frozen
 from .model_source import ReferenceSpec
-from .rewards import RewardSource
+from .rewards import RewardModel, RewardSource, reward_models_of
 
 Algorithm = Literal["sft", "dpo", "orpo", "cpo", "simpo", "reward", "kto", "grpo", "custom_pairs", "custom_rows"]
 """The last two: methods of installed packages, by the rows that they read."""
@@ -140,6 +140,11 @@ class CustomSpec(Frozen):
 
 MethodSpec = Annotated[OrpoSpec | CpoSpec | RewardSpec | KtoSpec | GrpoSpec | CustomSpec, Field(discriminator="name")]
 """Parameters of the methods that `specs.job` has no field of its own for."""
+
+
+def reward_models(method: MethodSpec | None) -> tuple[RewardModel, ...]:
+    """The reward models that reward a job's answers; none where its method has no answers."""
+    return reward_models_of(method.rewards) if isinstance(method, GrpoSpec) else ()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Rewards of answers: the checks that there are, and the functions of installed packages.
+"""Rewards of answers: the checks that there are, the functions of installed packages, and reward models.
 
 A package adds a function by an entry point of the group `llama_stack_provider_trl.rewards`. Requests name it, and never
 bring code of their own.
@@ -8,15 +8,36 @@ from __future__ import annotations
 
 import importlib
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 
+from ..errors import MethodUnavailable
 from .answer_checks import AnswerCheck
-from .beginnings import Frozen
+from .beginnings import BaseJob, Frozen
+from .model_source import ModelSource
 
 GROUP = "llama_stack_provider_trl.rewards"
 
 
+class RewardModel(Frozen):
+    """A reward model that another job trains."""
+
+    job_uuid: str
+    checkpoint: str | None = None
+    """Name of its directory; None: the job's result."""
+    path: Path | None = None
+    """That directory; None: the job is not looked up yet."""
+    is_adapter: bool = False
+    """It is an adapter of `base`, with the head that was trained with it."""
+    base: ModelSource | None = None
+    """What its job began with."""
+    max_seq_length: int = 2048
+    """Of its job: longer conversations lose their end, as those that it was trained on."""
+    jobs: tuple[BaseJob, ...] = ()
+    """Whose checkpoints are read: its own job, and that of the model below an adapter."""
+
+
 class RewardSource(Frozen):
-    """A part of a reward: a check, or a function of an installed package."""
+    """A part of a reward: a check, a function of an installed package, or the reward model of another job."""
 
     name: str
     """In metrics, one of its own."""
@@ -25,6 +46,11 @@ class RewardSource(Frozen):
     """An answer that passes has 1, any other one 0."""
     function: str | None = None
     """Name of an entry point: `function(prompts, completions, rows)` returns a number for each completion."""
+    model: RewardModel | None = None
+    """An answer has what the reward model gives it."""
+    package: str = ""
+    """Distribution that has the function, with its version, where the request was checked. Empty in specifications of
+    earlier releases."""
 
 
 def checks_of(rewards: tuple[RewardSource, ...]) -> tuple[AnswerCheck, ...]:
@@ -32,10 +58,35 @@ def checks_of(rewards: tuple[RewardSource, ...]) -> tuple[AnswerCheck, ...]:
     return tuple(source.check for source in rewards if source.check is not None)
 
 
-def installed_rewards() -> dict[str, EntryPoint]:
+def reward_models_of(rewards: tuple[RewardSource, ...]) -> tuple[RewardModel, ...]:
+    """The reward models among the parts of a reward, in their order."""
+    return tuple(source.model for source in rewards if source.model is not None)
+
+
+def installed_rewards() -> dict[str, list[EntryPoint]]:
     """The functions that installed packages add, by name; none is imported.
 
     Read at each call, so that a package is found which was installed meanwhile.
     """
     importlib.invalidate_caches()
-    return {point.name: point for point in entry_points(group=GROUP)}
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=GROUP):
+        if point not in found.setdefault(point.name, []):  # one distribution may be on two entries of sys.path
+            found[point.name].append(point)
+    return found
+
+
+def find_reward(name: str) -> EntryPoint:
+    """The function of an installed package. Raises MethodUnavailable: there is none, or several packages add it."""
+    points = installed_rewards().get(name, [])
+    if not points:
+        raise MethodUnavailable(f"no installed package adds the reward function {name!r}")
+    if len(points) > 1:
+        packages = ", ".join(map(package_of, points))
+        raise MethodUnavailable(f"several packages add a reward function {name!r}: {packages}; uninstall all but one")
+    return points[0]
+
+
+def package_of(point: EntryPoint) -> str:
+    """The distribution that has an entry point, with its version."""
+    return f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown package"

@@ -171,6 +171,10 @@ def _check_spec(order: TaskOrder) -> None:
         _expect(f"spec.job.{name}.sha256", digest, not rows or has_digest, "64 hexadecimal digits")
     stays = "nothing: a job that begins with an adapter trains on the service's machine"
     _expect("spec.job.adapter", job.get("adapter"), not job.get("adapter"), stays)
+    rewards = (job.get("method") or {}).get("rewards") or ()
+    models = [one.get("model") for one in rewards if one.get("model")]
+    stays = "no reward model: a job that has one trains on the service's machine"
+    _expect("spec.job.method.rewards", models, not models, stays)
     stays = "nothing: a job that does not train runs on the service's machine"
     _expect("spec.job.work", job.get("work"), not job.get("work"), stays)
     borrowed = (job.get("resume_from") or {}).get("path")

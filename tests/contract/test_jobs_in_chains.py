@@ -141,6 +141,37 @@ def test_dpo_continues_the_adapter_of_a_job_that_has_not_begun(tmp_path: Path) -
         assert service.status("whole")["resources_allocated"]["effective_config"]["model"] == tuned
 
 
+def test_grpo_is_rewarded_by_the_reward_model_of_a_job_that_has_not_begun(tmp_path: Path) -> None:
+    """Both are submitted at once; the second one trains on two processes that shard the model, and is killed once."""
+    with running_service(tmp_path, torch_run_config={"nproc_per_node": 2}) as service:
+        service.register("questions", [{"prompt": row["prompt"]} for row in QUESTIONS])
+        service.register("pairs", PAIRS, dataset_type="preference")
+        body, options = request("judge", nproc_per_node=1)
+        pairs = {**body["training_config"], "data_config": {"dataset_id": "pairs", "batch_size": 2}}
+        grpo = {"type": "grpo", "num_generations": 2, "max_completion_length": 4, "rewards": [{"model": "job:judge"}]}
+        prompts = {**body["training_config"], "data_config": {"dataset_id": "questions", "batch_size": 2}}
+        policy = {**body, "job_uuid": "policy", "training_config": prompts, "algorithm_config": grpo}
+        answer = service.post(DPO, policy, options={"retries": 1})
+        assert answer.status_code == 400
+        refusal = "algorithm_config.rewards.0.model='job:judge' is not supported: there is no such job here"
+        assert answer.json()["detail"].startswith(refusal)
+        judge = {**body, "training_config": pairs, "algorithm_config": {"type": "reward"}}
+        service.submit(DPO, judge, options=options)
+        service.arm("answered-2", "kill")
+        service.submit(DPO, policy, options={"retries": 1})
+        found = service.status("policy")["resources_allocated"]
+        assert found["after"] == [{"job_uuid": "judge", "state": found["after"][0]["state"]}]
+        for name in ("judge", "policy"):
+            service.wait(name, "completed", timeout=150)
+        service.wait_taken("answered-2", 1)
+        allocated = service.status("policy")["resources_allocated"]
+        assert allocated["attempt"] == 2
+        effective = allocated["effective_config"]["recipe"]["effective"]
+        (path,) = effective["reward_models"]
+        assert path.endswith("/judge/final")
+        assert effective["sharding"]["ranks"] == 2
+
+
 def submit_on(service: TrainingService, job_uuid: str, model: str) -> None:
     body, options = request(job_uuid, nproc_per_node=1)
     service.submit(SFT, {**body, "model": model}, options=options)

@@ -64,6 +64,28 @@ def test_the_choice_of_a_sequence_does_not_depend_on_the_others_of_its_batch() -
     assert together == alone
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_rounding_of_logits_changes_no_choice_among_tokens_that_are_nearly_as_probable(top_p: float) -> None:
+    generator = torch.Generator().manual_seed(4)
+    scores = 0.02 * torch.randn(400, 1024, generator=generator)  # as of an untrained model
+    found = [
+        chosen(Sampler(work(top_p=top_p), [random.Random(str(n)) for n in range(400)], lambda: None), given)
+        for given in (scores, scores + 1e-6 * torch.randn(scores.shape, generator=generator))
+    ]
+    assert found[0] == found[1]
+    assert len(set(found[0])) > 200
+
+
+def test_a_number_next_to_1_gives_the_last_token_that_is_kept() -> None:
+    class AlmostOne(random.Random):
+        def random(self) -> float:
+            return 1 - 2**-53
+
+    scores = torch.log(torch.tensor([[0.2, 0.5, 0.1, 0.2]]))
+    assert chosen(Sampler(work(), [AlmostOne()], lambda: None), scores) == [3]
+    assert chosen(Sampler(work(top_p=0.6), [AlmostOne()], lambda: None), scores) == [1]
+
+
 def test_prompts_of_a_batch_have_the_logits_and_greedy_answers_that_they_have_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from llama_stack_provider_trl.recipes.trainer import rewards
 from llama_stack_provider_trl.recipes.trainer.grpo import GrpoRecipe
-from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
-from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Prepared, Progress
+from llama_stack_provider_trl.specs.answer_checks import AnswerCheck, passes
+from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Prepared, Progress, Warned
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.methods import GrpoSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
@@ -136,7 +137,7 @@ def test_given_answers_have_the_losses_of_trl_called_directly(
     assert any(abs(value) > 1e-3 for value in metric(events, "grad_norm"))
 
 
-TOY = GrpoSpec(rewards=(DIGITS,), num_generations=8, max_completion_length=4, beta=0.01)
+TOY = GrpoSpec(rewards=(LETTER,), num_generations=16, max_completion_length=4, beta=0.01)
 MORE = [{"prompt": f"Name a number above {n}."} for n in range(8)]
 
 
@@ -151,10 +152,10 @@ def test_20_steps_raise_a_reward_and_a_job_that_continues_gives_the_same_answers
     spec = toy(tmp_path)
     status, events = run(tmp_path, spec)
     assert status == 0, [event.message for event in of_kind(events, Failed)]
-    rewards = metric(events, "reward")
-    assert len(rewards) == 20
-    assert sum(rewards[-5:]) > sum(rewards[:5]) + 1.0
-    assert {"kl", "rewards/regex/mean", "completions/mean_length", "completions/clipped_ratio"} <= of_kind(
+    found = metric(events, "reward")
+    assert len(found) == 20
+    assert sum(found[-5:]) > sum(found[:5]) + 0.75  # of 2.5
+    assert {"kl", "rewards/letter/mean", "completions/mean_length", "completions/clipped_ratio"} <= of_kind(
         events, Progress
     )[0].metrics.keys()
     effective = of_kind(events, Prepared)[0].effective
@@ -175,6 +176,17 @@ def length(prompts, completions, rows):
     assert prompts[0][-1]["role"] == "user" and "answer" in rows[0]
     return [len(completion) / 10 for completion in completions]
 
+def changing(prompts, completions, rows):
+    for prompt, row in zip(prompts, rows):
+        prompt[-1]["content"] += "!"
+        row["seen"].append(1)
+    completions.clear()
+    return [len(row["seen"]) for row in rows]
+
+def unchanged(prompts, completions, rows):
+    return [len(row["seen"]) + prompt[-1]["content"].count("!") + (completion is None)
+            for prompt, completion, row in zip(prompts, completions, rows, strict=True)]
+
 def broken(prompts, completions, rows):
     raise LookupError("no judge today")
 
@@ -194,7 +206,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metadata.mkdir(parents=True)
     (site / "toy_rewards.py").write_text(PLUGIN)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-rewards\nVersion: 1.0\n")
-    names = ("length", "broken", "short", "not_a_number")
+    names = ("length", "changing", "unchanged", "broken", "short", "not_a_number")
     points = "".join(f"{name} = toy_rewards:{name}\n" for name in names)
     (metadata / "entry_points.txt").write_text(f"[llama_stack_provider_trl.rewards]\n{points}")
     monkeypatch.syspath_prepend(site)
@@ -219,8 +231,50 @@ def test_a_function_of_an_installed_package_rewards_adapters(tmp_path: Path) -> 
     assert dropped["rewards/length/mean"] == values["rewards/length/mean"]  # answers are given without dropout
     assert dropped["grad_norm"] != values["grad_norm"]
     assert values["rewards/length/mean"] > 0
+    assert of_kind(events, Prepared)[0].effective["reward_functions"] == {"length": "toy-rewards 1.0"}
     assert values["reward"] == pytest.approx(2 * values["rewards/length/mean"] + values["rewards/regex/mean"])
     assert of_kind(events, CheckpointSaved)[-1].kind == "final"
+
+
+@pytest.mark.usefixtures("plugin")
+def test_what_a_function_changes_no_other_one_and_no_later_step_reads(tmp_path: Path) -> None:
+    sources = tuple(RewardSource(name=name, function=name) for name in ("changing", "unchanged"))
+    method = GrpoSpec(rewards=sources, num_generations=2, max_completion_length=4)
+    rows = [{**row, "seen": [], "tags": {"of": "row"}} for row in MORE[:2]]
+    status, events = run(tmp_path, toy(tmp_path, method, rows=rows, n_epochs=2))
+    assert status == 0, [event.message for event in of_kind(events, Failed)]
+    assert metric(events, "rewards/changing/mean") == [1.0, 1.0]
+    assert metric(events, "rewards/unchanged/mean") == [0.0, 0.0]
+
+
+@pytest.mark.usefixtures("plugin")
+def test_another_version_of_a_reward_function_is_reported(tmp_path: Path) -> None:
+    source = RewardSource(name="length", function="length", package="toy-rewards 0.9")
+    method = GrpoSpec(rewards=(source,), num_generations=2, max_completion_length=4)
+    rows = [{**row, "answer": "7"} for row in MORE[:2]]
+    events = run(tmp_path, toy(tmp_path, method, rows=rows, n_epochs=1))[1]
+    (message,) = [event.message for event in of_kind(events, Warned) if "reward function" in event.message]
+    assert "is of toy-rewards 1.0 here, and of toy-rewards 0.9 where the request was checked" in message
+
+
+def test_a_check_that_takes_too_long_counts_as_failed_and_is_reported_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow_passes(check: AnswerCheck, answer: str, reference: Any) -> bool:
+        if check.name == "slow":
+            raise TimeoutError
+        return passes(check, answer, reference)
+
+    monkeypatch.setattr(rewards, "passes", slow_passes)
+    slow = RewardSource(name="slow", check=AnswerCheck(type="regex", name="slow", pattern=".*"))
+    method = GrpoSpec(rewards=(slow, LETTER), num_generations=2, max_completion_length=20)
+    status, events = run(tmp_path, toy(tmp_path, method, rows=MORE[:2], n_epochs=2))
+    assert status == 0, [event.message for event in of_kind(events, Failed)]
+    (message,) = [event.message for event in of_kind(events, Warned) if "the check" in event.message]
+    assert message.startswith("the check 'slow' took more than 1 s for an answer, which counts as failed")
+    assert metric(events, "rewards/slow/mean") == [0.0, 0.0]
+    assert metric(events, "rewards/slow/timed_out") == [1.0, 1.0]
+    assert "rewards/letter/timed_out" not in of_kind(events, Progress)[0].metrics
 
 
 @pytest.mark.usefixtures("plugin")
@@ -230,7 +284,7 @@ def test_a_function_of_an_installed_package_rewards_adapters(tmp_path: Path) -> 
         ("broken", "the reward function 'broken' raised LookupError: no judge today"),
         ("short", "the reward function 'short' returned 1 rewards for 4 completions"),
         ("not_a_number", "the reward function 'not_a_number' returned nan as a reward"),
-        ("absent", "the reward function 'absent' is not installed in the environment that trains"),
+        ("absent", "the reward function 'absent' cannot be used by the environment that trains"),
     ],
 )
 def test_a_function_that_cannot_reward_fails_the_job_with_one_sentence(tmp_path: Path, name: str, message: str) -> None:

@@ -25,8 +25,11 @@ from llama_stack_provider_trl.launch.base import Launcher
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.ports import PortRange
 from llama_stack_provider_trl.launch.runner import RunnerStatus
+from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.events import Reason
 from llama_stack_provider_trl.specs.job import JobSpec
+from llama_stack_provider_trl.specs.methods import GrpoSpec
+from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl.system import process
 from llama_stack_provider_trl.system.files import RunDir
 from tests.census import assert_clean
@@ -38,11 +41,18 @@ from tests.zygote import ForkLauncher
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
+GRPO = GrpoSpec(
+    rewards=(RewardSource(name="letter", check=AnswerCheck(type="regex", pattern="[ea]")),),
+    num_generations=4,
+    max_completion_length=4,
+    beta=0.1,
+)
 KINDS: dict[str, dict[str, Any]] = {
     "sft-lora": {"algorithm": "sft", "lora": LORA, "validation_rows": SFT_ROWS[:4]},
     "dpo-full": {"algorithm": "dpo", "samples": SAMPLES},
     "sft-full": {"algorithm": "sft", "gradient_accumulation_steps": 2, "n_epochs": 6},
     "dpo-lora": {"algorithm": "dpo", "lora": LORA, "samples": SAMPLES},
+    "grpo-lora": {"algorithm": "grpo", "lora": LORA, "rows": SFT_ROWS, "method": GRPO},
 }
 KILLS = int(os.environ.get("TRL_TEST_KILLS", "6"))
 """Interruptions per signal; more by command: TRL_TEST_KILLS=200."""
@@ -229,6 +239,34 @@ def test_a_kill_in_the_middle_of_a_checkpoint_or_an_export_costs_nothing(
     assert_clean(forked.root)
 
 
+def test_grpo_that_is_killed_with_answers_that_it_has_not_trained_on_gives_them_again(
+    forked: World, undisturbed: dict[str, Undisturbed], armed: Path
+) -> None:
+    points = ["answered-2", "step-5", "answered-8", "saving-9", "answered-13"]
+    for point in points:
+        (armed / point).write_text("kill")
+    forked.add("cut", "grpo-lora")
+    forked.finish("cut")
+    assert all((armed / f"{point}.taken").exists() for point in points)
+    starts = [tried.start_step for tried in forked.store.attempts("cut")]
+    assert len(starts) == len(points) + 1
+    assert starts[-1] >= 9  # a checkpoint may be lost that was being written
+    forked.add("whole", "grpo-lora")
+    forked.finish("whole")
+    assert forked.outcome("cut") == forked.outcome("whole") == undisturbed["grpo-lora"].outcome
+    timed = {"tokens_per_second", "memory_bytes", "peak_memory_bytes"}
+    cut, whole = (
+        [
+            {key: value for key, value in point.metrics.items() if key not in timed}
+            for point in forked.store.points(name)
+        ]
+        for name in ("cut", "whole")
+    )
+    assert cut == whole
+    assert len({point["reward"] for point in cut}) > 2
+    assert_clean(forked.root)
+
+
 def test_a_pause_continues_exactly(forked: World, undisturbed: dict[str, Undisturbed]) -> None:
     forked.add("paused", "sft-lora")
     for _ in range(2):
@@ -309,7 +347,7 @@ def test_every_process_is_gone_5_seconds_after_a_cancel(real: World, armed: Path
     assert_clean(real.root)
 
 
-@pytest.mark.parametrize("kind", ["sft-lora", "dpo-full"])
+@pytest.mark.parametrize("kind", ["sft-lora", "dpo-full", "grpo-lora"])
 def test_a_job_that_runs_out_of_memory_continues_with_half_the_batch_and_the_same_losses(
     forked: World, armed: Path, kind: str
 ) -> None:

@@ -66,6 +66,7 @@ def test_the_spec_above_sets_every_path_that_a_spec_may_have() -> None:
         *("job.model_path", "job.dpo.reference.model_path"),
         *("job.method.reference.cache", "job.method.reference.model_path"),  # KTO's, read as DPO's
         "job.adapter.path",  # no order has one: the next test
+        *("job.method.rewards.model.path", "job.method.rewards.model.base.path"),  # nor these: the last one
         *(
             "job.work.from_jobs",
             "job.work.merge.output",
@@ -84,6 +85,14 @@ def test_an_order_for_a_job_that_begins_with_an_adapter_is_refused() -> None:
 def test_an_order_for_a_job_that_does_not_train_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="a job that does not train runs on the service's machine"):
         check_order(order(spec=spec(job={"work": {"kind": "evaluate"}})))
+
+
+def test_an_order_for_a_job_with_a_reward_model_is_refused() -> None:
+    check = {"name": "regex", "check": {"type": "regex", "pattern": "a"}, "model": None}
+    check_order(order(spec=spec(job={"method": {"name": "grpo", "rewards": [check]}})))
+    judge = {"name": "judge", "model": {"job_uuid": "judge", "path": "/service/checkpoints/judge/final"}}
+    with pytest.raises(InvalidRequest, match="a job that has one trains on the service's machine"):
+        check_order(order(spec=spec(job={"method": {"name": "grpo", "rewards": [check, judge]}})))
 
 
 def paths_of(annotation: Any) -> Iterator[tuple[str, ...]]:

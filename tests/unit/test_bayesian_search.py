@@ -18,7 +18,7 @@ import pytest
 from llama_stack_provider_trl.errors import InvalidRequest, JobConflict, LimitReached
 from llama_stack_provider_trl.jobs import proposals
 from llama_stack_provider_trl.jobs.database import Database
-from llama_stack_provider_trl.jobs.proposals import NewTrials, Proposals
+from llama_stack_provider_trl.jobs.proposals import Proposals, ResolvedTrials
 from llama_stack_provider_trl.jobs.proposer_process import Proposer
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.submission import Submitter
@@ -67,9 +67,9 @@ class Answering:
         self.ended = True
 
 
-def at_once(function: Callable[[], NewTrials]) -> Future[NewTrials]:
+def at_once(function: Callable[[], ResolvedTrials]) -> Future[ResolvedTrials]:
     """In place of a thread: the trials are known in the same pass."""
-    future: Future[NewTrials] = Future()
+    future: Future[ResolvedTrials] = Future()
     proposals._call(function, future)
     return future
 
@@ -407,9 +407,9 @@ def test_trials_that_are_resolved_after_a_cancel_are_not_queued(world: Searching
 
 
 def test_few_threads_resolve_trials_at_once(world: Searching, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[Callable[[], NewTrials]] = []
+    begun: list[Callable[[], ResolvedTrials]] = []
 
-    def never(function: Callable[[], NewTrials]) -> Future[NewTrials]:
+    def never(function: Callable[[], ResolvedTrials]) -> Future[ResolvedTrials]:
         begun.append(function)
         return Future()
 

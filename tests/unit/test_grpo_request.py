@@ -32,7 +32,7 @@ def spec_of(config: dict[str, Any], *, sharding: bool = False, data: Any = None,
         training_config={"n_epochs": 1, "data_config": data},
         algorithm_config={"type": "grpo", **config},
     )
-    many = {"sharding": ShardingSpec(), "max_ranks": 2} if sharding else {}
+    many = {"sharding": ShardingSpec(), "max_ranks": 2, "max_nodes": 2} if sharding else {}
     settings = Settings(data_dir=Path("/data"), devices=("cpu",), **many)
     rows = DatasetRef(dataset_id="prompts", path=Path("/rows"), sha256="0" * 64, num_rows=4)
     spec = resolve(body, ProviderOptions.parse(options), settings).spec(rows, None)
@@ -58,17 +58,24 @@ def test_a_method_gets_its_parameters_and_names_its_rewards_apart() -> None:
     ("config", "options", "field", "words"),
     [
         ({}, {}, "rewards", "send at least one"),
-        ({"rewards": [{}]}, {}, "rewards.0", "either a check or a function"),
-        ({"rewards": [{**EXACT, "function": "f"}]}, {}, "rewards.0", "either a check or a function"),
+        ({"rewards": [{}]}, {}, "rewards.0", "a check, a function, or a model"),
+        ({"rewards": [{**EXACT, "function": "f"}]}, {}, "rewards.0", "a check, a function, or a model"),
+        ({"rewards": [{**EXACT, "model": "job:r"}]}, {}, "rewards.0", "a check, a function, or a model"),
         ({"rewards": [{"check": {"type": "exakt"}}]}, {}, "rewards.0.check.type", "should be 'exact'"),
         ({"rewards": [EXACT, {"check": {"type": "regex"}}]}, {}, "rewards.1.check.pattern", "needs pattern"),
         ({"rewards": [{"check": {"type": "json", "pattern": "a"}}]}, {}, "rewards.0.check.pattern", "leave it out"),
         ({"rewards": [{"check": {"type": "regex", "pattern": "("}}]}, {}, "rewards.0.check.pattern", "not a regular"),
         ({"rewards": [REGEX, {**REGEX, "weight": 2}]}, {}, "rewards.1", "another reward has this name"),
         ({"rewards": [{**EXACT, "weight": 0}]}, {}, "rewards.0.weight", "teaches nothing"),
+        ({"rewards": [{**EXACT, "weight": 1e7}]}, {}, "rewards.0.weight", "less than or equal to 1000000"),
+        ({"rewards": [{**EXACT, "weight": float("nan")}]}, {}, "rewards.0.weight", "Input should be"),
+        ({"rewards": [{**EXACT, "weight": float("-inf")}]}, {}, "rewards.0.weight", "greater than or equal to"),
         ({"rewards": [{**EXACT, "code": "x"}]}, {}, "rewards.0.code", "Extra inputs"),
-        ({"rewards": [{"model": "job:r"}]}, {}, "rewards.0.model", "are not supported"),
         ({"rewards": [{"check": {"type": "judge", "model": "m"}}]}, {}, "rewards.0.check.type", "a second model"),
+        ({"rewards": [{"model": "org/r"}]}, {}, "rewards.0.model", "send job:NAME, or job:NAME/CHECKPOINT"),
+        ({"rewards": [{"model": "job:r/"}]}, {}, "rewards.0.model", "send job:NAME, or job:NAME/CHECKPOINT"),
+        ({"rewards": [{"model": "job:../r"}]}, {}, "rewards.0.model", "send job:NAME, or job:NAME/CHECKPOINT"),
+        ({"rewards": [{"model": "job:r"}, {"model": "job:r/final"}]}, {}, "rewards.1", "another reward has this name"),
         ({"rewards": [{"function": "absent"}]}, {}, "rewards.0.function", "no installed package adds one"),
         ({"rewards": [EXACT], "loss_type": "dr_grpo"}, {}, "loss_type", "expected one of grpo, dapo"),
         ({"rewards": [EXACT], "scale_rewards": "std"}, {}, "scale_rewards", "expected one of group, batch, none"),
@@ -87,21 +94,45 @@ def test_what_grpo_cannot_do_is_refused_by_name(config: Any, options: Any, field
     assert words in str(refused.value)
 
 
-def test_several_processes_and_held_out_rows_are_refused_by_name() -> None:
-    with pytest.raises(InvalidRequest, match=r"nproc_per_node=2 .*trains in one process: send 1"):
-        spec_of({"rewards": [EXACT]}, sharding=True, nproc_per_node=2)
+def test_ranks_of_one_node_divide_the_prompts_and_several_nodes_and_held_out_rows_are_refused_by_name() -> None:
+    spec = spec_of({"rewards": [EXACT]}, sharding=True, nproc_per_node=2)
+    assert (spec.ranks, spec.rows_per_step) == (2, 4)
+    with pytest.raises(InvalidRequest, match=r"resources.nodes=2 .*GRPO trains on the ranks of one node: send 1"):
+        spec_of({"rewards": [EXACT]}, sharding=True, resources={"nodes": 2})
     with pytest.raises(InvalidRequest, match=r"validation_dataset_id='more' .*on no held-out rows"):
         spec_of({"rewards": [EXACT]}, data={"validation_dataset_id": "more"})
 
 
+def install(site: Path, package: str) -> None:
+    """The metadata of a package that adds the function polite."""
+    metadata = site / f"{package}-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    points = f"[llama_stack_provider_trl.rewards]\npolite = {package}:polite\n"
+    (metadata / "entry_points.txt").write_text(points)
+
+
+def test_a_function_of_two_packages_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "judges")
+    monkeypatch.syspath_prepend(tmp_path)
+    again = tmp_path / "again"
+    install(again, "judges")
+    monkeypatch.syspath_prepend(again)  # one package on two entries of sys.path
+    assert len(_sources(spec_of({"rewards": [{"function": "polite"}]}))) == 1
+    install(tmp_path, "critics")
+    with pytest.raises(InvalidRequest, match="several packages add a reward function 'polite'") as refused:
+        spec_of({"rewards": [{"function": "polite"}]})
+    assert refused.value.field == "algorithm_config.rewards.0.function"
+    assert "judges 1.0" in str(refused.value)
+    assert "critics 1.0" in str(refused.value)
+
+
 def test_a_function_is_found_where_its_package_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    metadata = tmp_path / "judges-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: judges\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[llama_stack_provider_trl.rewards]\npolite = judges:polite\n")
+    install(tmp_path, "judges")
     monkeypatch.syspath_prepend(tmp_path)
     (source,) = _sources(spec_of({"rewards": [{"function": "polite", "weight": 2}]}))
     assert (source.name, source.function, source.weight) == ("polite", "polite", 2.0)
+    assert source.package == "judges 1.0"
     assert "judges" not in sys.modules  # a service imports no code of a reward
     with pytest.raises(InvalidRequest, match="the nearest is 'polite'"):
         spec_of({"rewards": [{"function": "polit"}]})

@@ -176,3 +176,22 @@ def test_a_dataset_that_is_not_registered_is_named_before_anything_is_submitted(
 def test_a_request_of_one_job_is_no_pipeline() -> None:
     assert not is_pipeline(job())
     assert is_pipeline(PIPELINE)
+
+
+@pytest.mark.parametrize("place_of", ["algorithm_config", "method"])
+def test_reward_models_are_jobs_of_the_file(place_of: str) -> None:
+    config = {"type": "grpo", "rewards": [{"model": "job:judge/final"}, {"check": {"type": "json"}}]}
+    fields = (
+        {"algorithm_config": config} if place_of == "algorithm_config" else {"provider_options": {"method": config}}
+    )
+    judge = job("pairs", algorithm_config={"type": "reward"})
+    pipeline = {"jobs": {"policy": job(**fields), "judge": judge}}
+    first, second = steps_of(pipeline)
+    assert (first.name, second.after) == ("judge", ("judge",))
+    sent = resolved(second, "policy-1", {"judge": "judge-1"})
+    found = sent["algorithm_config"] if place_of == "algorithm_config" else sent["provider_options"]["method"]
+    assert found["rewards"] == [{"model": "job:judge-1/final"}, {"check": {"type": "json"}}]
+    assert config["rewards"][0] == {"model": "job:judge/final"}
+    del pipeline["jobs"]["judge"]
+    with pytest.raises(InvalidRequest, match="the jobs of this file are policy"):
+        steps_of(pipeline)

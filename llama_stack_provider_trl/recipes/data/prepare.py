@@ -250,7 +250,7 @@ def tokenize_prompts(
 def with_filler(dataset: Dataset) -> Dataset:
     """The dataset with one filler row, which has no loss, at its end. It fills up incomplete batches.
 
-    An SFT row of which nothing is trained, or a prompt with empty answers.
+    An SFT row of which nothing is trained, or a prompt with empty answers; of prompts to answer, one without a row.
     """
     first = dataset[0]
     if "labels" in first:
@@ -261,6 +261,8 @@ def with_filler(dataset: Dataset) -> Dataset:
     elif "label" in first:
         ids = first["prompt_ids"][:2] or first["completion_ids"][:2]
         filler = in_memory([table([(ids, [], False)], KTO_COLUMNS)])
+    elif "row" in first:
+        filler = in_memory([table([(first["prompt_ids"][:2], [])], PROMPT_COLUMNS)])
     else:
         filler = in_memory([table([(first["prompt_ids"][:2] or first["chosen_ids"][:2], [], [])], DPO_COLUMNS)])
     return concatenate_datasets([dataset, filler])

@@ -11,6 +11,7 @@ from ..model.fsdp import keeps_whole_gradients, num_shards, ranks_per_machine
 from ..model.loading import WeightStorage
 from ..trainer.loader import num_workers
 from ..trainer.reference import precomputes
+from .reward_models import reward_sizes
 from .trace import Batch, Traced, Window, is_quantized, loads_reference
 from .trace_cache import trace
 
@@ -117,6 +118,7 @@ class _Placed:
         self.quantized = is_quantized(spec)
         self.is_deferred = WeightStorage.of(spec).is_deferred
         self.reference = (model.reference or model) if loads_reference(spec) else None
+        self.rewards = reward_sizes(spec)
 
     def whole(self, model: Traced) -> int:
         """Bytes of a model's weights without sharding."""
@@ -173,8 +175,8 @@ class _Placed:
             return 0
         copies = [self.copied(model) for model in (self.model, self.reference) if model is not None]
         if self.shards > 1:
-            return sum(copies)
-        return 0 if self.quantized else max(copies)
+            return max(sum(copies), *self.rewards) if self.rewards else sum(copies)
+        return 0 if self.quantized else max([*copies, *self.rewards])
 
     @property
     def page_cache(self) -> int:
@@ -184,6 +186,15 @@ class _Placed:
 
     @property
     def loading(self) -> int:
+        """CPU: as `_loading`; then reward models, whose files are mapped while they are copied."""
+        if not self.rewards:
+            return self._loading
+        reference = self.part(self.reference) if self.reference is not None else 0
+        held = self.part(self.model) + self.mapped(self.model) + reference + sum(self.rewards)
+        return max(self._loading, held + 2 * max(self.rewards))
+
+    @property
+    def _loading(self) -> int:
         """CPU: weights of the files' own dtype are mapped and never copied, but for experts; others are copied while
         the files stay mapped. A reference is loaded after the model, and sharded before it."""
         if self.shards > 1:
@@ -226,7 +237,7 @@ class _Placed:
             optimizer=optimizer,
             activations=int(window.activations),
             logits=int(window.logits),
-            reference=reference,
+            reference=reference + sum(self.rewards),
             overhead=0,
             checkpoint_copy=copied if self.on_cpu else 0,
             host=0 if self.on_cpu else copied + int(window.host) + at_rest,

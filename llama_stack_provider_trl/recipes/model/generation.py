@@ -27,6 +27,10 @@ class Sampler(LogitsProcessor):
 
     It leaves the chosen token as the only possible one, and greedy decoding takes it.
 
+    The number is located in the sums of the probabilities in the order of the token ids. Ordered by probability, tokens
+    that are nearly as probable would change places with the rounding of a batch, or of another number of ranks: with
+    differences of 1e-5 between logits 2 % of the choices of an untrained model changed.
+
     Args:
         sources: of each sequence.
         on_token: called after each choice.
@@ -40,24 +44,22 @@ class Sampler(LogitsProcessor):
         if not self._work.temperature:
             return scores
         logits = scores.detach().to("cpu", torch.float64) / self._work.temperature
-        ordered, tokens = torch.sort(torch.softmax(logits, dim=-1), dim=-1, descending=True, stable=True)
-        reached = ordered.cumsum(dim=-1)
-        chosen = torch.full_like(scores, -torch.inf)
-        for row, source in enumerate(self._sources):
-            chosen[row, tokens[row, self._choice(reached[row], source.random())]] = 0.0
-        return chosen
+        reached = self._kept(torch.softmax(logits, dim=-1)).cumsum(dim=-1)
+        total = reached[:, -1:].clone()
+        numbers = torch.tensor([[source.random()] for source in self._sources], dtype=torch.float64)
+        tokens = torch.searchsorted(reached, numbers * total, right=True)
+        # Where rounding makes the product the total: the last token that is kept.
+        tokens = torch.minimum(tokens, torch.searchsorted(reached, total))
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens.to(scores.device), 0.0)
 
-    def _choice(self, reached: torch.Tensor, number: float) -> int:
-        """The position of a token among those in order of their probability.
-
-        Args:
-            reached: sum of the probabilities up to each.
-            number: at least 0, less than 1.
-        """
-        # The fewest tokens that reach top_p; all where rounding leaves the sum below it.
-        last = min(int((reached < self._work.top_p).sum()), len(reached) - 1)
-        limit = number * float(reached[last])
-        return min(int((reached <= limit).sum()), last)
+    def _kept(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """Probabilities, but 0 of the tokens beyond the fewest that reach `top_p`; shape (sequences, tokens)."""
+        if self._work.top_p >= 1:
+            return probabilities
+        ordered, tokens = torch.sort(probabilities, dim=-1, descending=True, stable=True)
+        before = torch.nn.functional.pad(ordered.cumsum(dim=-1)[:, :-1], (1, 0))
+        is_beyond = torch.zeros_like(tokens, dtype=torch.bool).scatter_(1, tokens, before >= self._work.top_p)
+        return probabilities.masked_fill(is_beyond, 0.0)
 
 
 def answer_ends(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -76,6 +78,7 @@ def answer_ids(
     ends: list[int],
     pad: int,
     device: torch.device,
+    synced: bool = False,
 ) -> list[list[int]]:
     """Token ids of the answers to prompts, which are answered together: each with the token that ends it.
 
@@ -83,6 +86,7 @@ def answer_ids(
         most: tokens of an answer.
         ends: tokens that end one.
         pad: stands before shorter prompts.
+        synced: ranks compute every forward together, until the answers of all ranks have ended. A collective then.
     """
     longest = max(map(len, prompts))
     ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
@@ -101,6 +105,7 @@ def answer_ids(
                 input_ids=ids,
                 attention_mask=mask,
                 logits_processor=LogitsProcessorList([sampler]),
+                synced_gpus=synced,
             )
     finally:
         for one, before in own:

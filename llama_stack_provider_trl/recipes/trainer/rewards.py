@@ -1,29 +1,39 @@
-"""Rewards the answers of a GRPO job: its checks, and the functions of installed packages."""
+"""Rewards the answers of a GRPO job: its checks, the functions of installed packages, and reward models of jobs."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from copy import deepcopy
+from importlib.metadata import EntryPoint
+from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import JobFailure
-from ...specs.answer_checks import AnswerCheck, passes
+from ...errors import JobFailure, MethodUnavailable
+from ...specs.answer_checks import TIMEOUT, AnswerCheck, passes
 from ...specs.answer_rows import CheckedRow
 from ...specs.events import Reason
+from ...specs.job import Dtype
 from ...specs.methods import GrpoSpec
-from ...specs.rewards import GROUP, RewardSource, installed_rewards
+from ...specs.rewards import GROUP, RewardSource, find_reward, package_of
 from ...specs.rows import Message
-
-_LARGEST = 1e30
-"""Of a reward: the sum of many squares is a number in float32, too."""
+from .reward_models import LARGEST, RewardScorer
 
 Function = Callable[[list[list[Message]], list[str], list[dict[str, Any]]], Iterable[float]]
 
 
+class Scores(NamedTuple):
+    """The rewards of completions, not weighted."""
+
+    values: list[list[float]]
+    """Of each completion, of each source."""
+    timed_out: list[list[bool]]
+    """Whether a check could not be decided in time, which counts as failed; same shape."""
+
+
 class Rewards:
-    """The rewards of a job. Functions are imported here, before a model is loaded.
+    """The rewards of a job. Functions are imported here; `load_models` loads what its reward models are.
 
     Raises:
         JobFailure: a function is not installed, or cannot be imported.
@@ -32,8 +42,16 @@ class Rewards:
     def __init__(self, spec: GrpoSpec) -> None:
         self._sources = spec.rewards
         self._functions = {source.name: _load(source) for source in spec.rewards if source.function is not None}
+        self._scorers: dict[str, RewardScorer] = {}
+        self._timed_out: set[str] = set()
         self.names = [source.name for source in spec.rewards]
         self.weights = torch.tensor([source.weight for source in spec.rewards], dtype=torch.float32)
+
+    def load_models(self, dtype: Dtype, device: torch.device) -> None:
+        """Load the reward models of a job that trains in `dtype`. Raises JobFailure: one cannot be loaded."""
+        for source in self._sources:
+            if source.model is not None:
+                self._scorers[source.name] = RewardScorer(source.model, dtype, device)
 
     def score(
         self,
@@ -41,33 +59,60 @@ class Rewards:
         completions: list[str],
         rows: list[dict[str, Any]],
         alive: Callable[[], object] = lambda: None,
-    ) -> torch.Tensor:
-        """Rewards of completions, shape (completions, sources), not weighted.
+    ) -> Scores:
+        """Rewards of completions.
 
         Args:
             checked: of each completion, its prompt and what its checks compare it with.
             rows: of each completion, with all columns.
-            alive: called before each source, whose checks may take a second for each completion.
+            alive: called before each source, and before each completion that is checked: a check may take a second.
 
         Raises:
             JobFailure: a function raises, or does not return a finite number for each completion.
         """
         numbers = iter(range(len(self._sources)))
-        found = []
+        values, timed_out = [], []
         for source in self._sources:
             alive()
-            found.append(
-                self._of_function(source, [row.messages for row in checked], completions, rows)
-                if source.check is None
-                else _of_check(source.check, next(numbers), checked, completions)
-            )
-        return torch.tensor(found, dtype=torch.float32).T
+            if source.model is not None:
+                scorer = self._scorers[source.name]
+                values.append(scorer.score([row.messages for row in checked], completions, alive))
+                timed_out.append([False] * len(completions))
+            elif source.check is None:
+                values.append(self._of_function(source, [row.messages for row in checked], completions, rows))
+                timed_out.append([False] * len(completions))
+            else:
+                passed = _of_check(source.check, next(numbers), checked, completions, alive)
+                values.append([float(one or False) for one in passed])
+                timed_out.append([one is None for one in passed])
+        by_completion = range(len(completions))
+        return Scores(
+            [[of_source[number] for of_source in values] for number in by_completion],
+            [[of_source[number] for of_source in timed_out] for number in by_completion],
+        )
+
+    def warnings(self, timed_out: Sequence[int]) -> list[str]:
+        """A sentence for each check that took too long for the first time.
+
+        Args:
+            timed_out: completions, of each source.
+        """
+        names = [name for name, count in zip(self.names, timed_out, strict=True) if count]
+        new = [name for name in names if name not in self._timed_out]
+        self._timed_out.update(new)
+        return [
+            f"the check {name!r} took more than {TIMEOUT:g} s for an answer, which counts as failed: simplify it. The "
+            f"metric rewards/{name}/timed_out has the share of such answers"
+            for name in new
+        ]
 
     def _of_function(
         self, source: RewardSource, prompts: list[list[Message]], completions: list[str], rows: list[dict[str, Any]]
     ) -> list[float]:
+        # Copies: what a function changes, the next one and later steps would read.
+        arguments = deepcopy(prompts), [*completions], deepcopy(rows)
         try:
-            given = list(self._functions[source.name]([*prompts], [*completions], [dict(row) for row in rows]))
+            given = list(self._functions[source.name](*arguments))
             found = [float(value) for value in given]
         except Exception as error:
             text = " ".join(str(error).split())[:300]
@@ -76,37 +121,52 @@ class Rewards:
         return found
 
 
-def _of_check(check: AnswerCheck, number: int, checked: Sequence[CheckedRow], completions: list[str]) -> list[float]:
-    """1.0 for each completion that passes a check.
+def used_packages(spec: GrpoSpec) -> dict[str, str]:
+    """The package and version of each reward function in this environment, for the job's record."""
+    return {source.name: _package(source) for source in spec.rewards if source.function is not None}
+
+
+def other_packages(spec: GrpoSpec) -> list[str]:
+    """Warnings of a job whose functions are of other versions than those that its request was checked with."""
+    return [
+        f"the reward function {source.function!r} is of {used} here, and of {source.package} where the request was "
+        "checked: install the same version in both environments"
+        for source in spec.rewards
+        if source.function is not None and source.package and (used := _package(source)) != source.package
+    ]
+
+
+def _of_check(
+    check: AnswerCheck,
+    number: int,
+    checked: Sequence[CheckedRow],
+    completions: list[str],
+    alive: Callable[[], object],
+) -> list[bool | None]:
+    """Whether each completion passes a check; None: that cannot be decided in time.
 
     Args:
         number: of the check among the job's.
     """
-    return [_passes(check, text, row.references[number]) for row, text in zip(checked, completions, strict=True)]
-
-
-def _passes(check: AnswerCheck, text: str, reference: Any) -> float:
-    try:
-        return float(passes(check, text, reference))
-    except TimeoutError:
-        return 0.0
+    found: list[bool | None] = []
+    for row, text in zip(checked, completions, strict=True):
+        alive()
+        try:
+            found.append(passes(check, text, row.references[number]))
+        except TimeoutError:
+            found.append(None)
+    return found
 
 
 def _check_numbers(source: RewardSource, found: Sequence[float], expected: int) -> None:
     if len(found) != expected:
         raise _failure(source, f"returned {len(found)} rewards for {expected} completions")
-    if wrong := [value for value in found if not abs(value) <= _LARGEST]:
+    if wrong := [value for value in found if not abs(value) <= LARGEST]:
         raise _failure(source, f"returned {wrong[0]} as a reward, expected finite numbers")
 
 
 def _load(source: RewardSource) -> Function:
-    point = installed_rewards().get(source.function or "")
-    if point is None:
-        raise JobFailure(
-            Reason.launch_failed,
-            f"the reward function {source.function!r} is not installed in the environment that trains "
-            f"({sys.executable}): install the package whose entry point of the group {GROUP} it is",
-        )
+    point = _point(source)
     try:
         function: Function = point.load()
     except Exception as error:
@@ -115,6 +175,22 @@ def _load(source: RewardSource) -> Function:
     if not callable(function):
         raise _failure(source, f"is a {type(function).__name__}, expected function(prompts, completions, rows)")
     return function
+
+
+def _package(source: RewardSource) -> str:
+    return package_of(_point(source))
+
+
+def _point(source: RewardSource) -> EntryPoint:
+    try:
+        return find_reward(source.function or "")
+    except MethodUnavailable as error:
+        raise JobFailure(
+            Reason.launch_failed,
+            f"the reward function {source.function!r} cannot be used by the environment that trains "
+            f"({sys.executable}): {error}. It has to be that of {source.package or 'one package'} there, an entry "
+            f"point of the group {GROUP}",
+        ) from error
 
 
 def _failure(source: RewardSource, found: str) -> JobFailure:

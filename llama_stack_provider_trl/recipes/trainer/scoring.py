@@ -35,8 +35,13 @@ class ScoresReference(RecipeTrainer):
 
     def score_reference(self, inputs: dict[str, Any]) -> torch.Tensor:
         """log pi_ref(answer|prompt) of the answers of a collated batch, as `_batches` orders them."""
-        model = self.model if self.ref_model is None else self.ref_model
-        forward = self._batches.forward_arguments(model, inputs)
+        with self.as_reference() as model, self.scoring():
+            forward = self._batches.forward_arguments(model, inputs)
+            return self._batches.log_probs(model(**forward), inputs).float()
+
+    @contextmanager
+    def as_reference(self) -> Iterator[torch.nn.Module]:
+        """The model whose forwards are those of the reference while this is open, without a gradient."""
         adapter_off: AbstractContextManager[Any] = nullcontext()
         if self.ref_model is None and is_peft_model(self.model):
             policy = self.accelerator.unwrap_model(self.model)
@@ -45,8 +50,8 @@ class ScoresReference(RecipeTrainer):
             )
         elif self.ref_model is None and self.state.global_step > 0:  # at step 0 it is still the base model
             raise AssertionError("full fine-tuning without a reference model")
-        with torch.no_grad(), no_recomputation(self.model), self._precision(), adapter_off, self.scoring():
-            return self._batches.log_probs(model(**forward), inputs).float()
+        with torch.no_grad(), no_recomputation(self.model), self._precision(), adapter_off:
+            yield self.model if self.ref_model is None else self.ref_model
 
     def _precision(self) -> AbstractContextManager[Any]:
         """The precision of the policy's forward, so that a policy equal to its reference has log-ratios of exactly 0:

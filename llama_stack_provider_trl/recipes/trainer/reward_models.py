@@ -1,0 +1,108 @@
+"""Rewards answers by the reward model that another job has trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors import SafetensorError
+from torch.nn.utils.rnn import pad_sequence
+
+from ...errors import JobFailure
+from ...specs.events import Reason
+from ...specs.job import Dtype
+from ...specs.model_source import ModelSource
+from ...specs.rewards import RewardModel
+from ...specs.rows import Message
+from ..data.chat import Chat
+from ..model.loading import WeightStorage, load_model, load_tokenizer
+
+LARGEST = 1e30
+"""Of a reward: the sum of many squares is a number in float32, too."""
+
+
+class RewardScorer:
+    """A reward model that is ready to score, whole on each rank.
+
+    It reads an answer as its job has read those that it was trained on: as the last turn of the conversation, by its
+    own tokenizer and chat template, cut at its own `max_seq_length`. So its vocabulary need not be that of the model
+    that answers.
+
+    Args:
+        dtype: that of the job whose answers are rewarded; weights are in fp32 there, else in bf16.
+
+    Raises:
+        JobFailure: invalid_model.
+    """
+
+    def __init__(self, spec: RewardModel, dtype: Dtype, device: torch.device) -> None:
+        assert spec.path is not None
+        assert spec.base is not None
+        self._spec, self._device = spec, device
+        own = ModelSource(model=str(spec.path), trust_remote_code=spec.base.trust_remote_code)
+        self._tokenizer = load_tokenizer(own)
+        self._chat = Chat(self._tokenizer)
+        with torch.random.fork_rng():  # a head that is read from an adapter begins at random
+            model = load_model(spec.base if spec.is_adapter else own, storage_of(dtype), device)
+            scorer: Any = _with_adapter(model, spec, spec.path) if spec.is_adapter else model
+        model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
+        self._model = scorer.to(device).requires_grad_(False).eval()
+
+    def score(
+        self, prompts: Sequence[list[Message]], completions: Sequence[str], alive: Callable[[], object]
+    ) -> list[float]:
+        """The reward of each completion. Raises JobFailure: one is no finite number, or the template refuses a prompt.
+
+        Args:
+            alive: called before the forward.
+        """
+        turns = [
+            [*prompt, {"role": "assistant", "content": text}] for prompt, text in zip(prompts, completions, strict=True)
+        ]
+        texts = [self._chat.render(conversation, number) for number, conversation in enumerate(turns)]
+        rows = [torch.tensor(ids[: self._spec.max_seq_length]) for ids in self._chat.tokenize(texts)]
+        pad = self._tokenizer.pad_token_id
+        alive()
+        with torch.no_grad():
+            logits = self._model(
+                input_ids=pad_sequence(rows, batch_first=True, padding_value=pad).to(self._device),
+                attention_mask=pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(self._device),
+                use_cache=False,
+            ).logits
+        rewards: list[float] = logits.squeeze(-1).float().tolist()
+        if wrong := [value for value in rewards if not abs(value) <= LARGEST]:
+            raise JobFailure(
+                Reason.invalid_model,
+                f"the reward model of job {self._spec.job_uuid!r} gave {wrong[0]} as a reward, expected finite "
+                "numbers: train it again, with a lower learning rate",
+            )
+        return rewards
+
+
+def storage_of(dtype: Dtype) -> WeightStorage:
+    """How a reward model is held by a job that trains in `dtype`."""
+    return WeightStorage(
+        dtype=torch.float32 if dtype == "fp32" else torch.bfloat16,
+        compute_dtype=dtype,
+        in_4_bits=False,
+        is_quantized=False,
+        is_sharded=False,
+        is_reward=True,
+    )
+
+
+def _with_adapter(model: Any, spec: RewardModel, path: Path) -> PeftModel:
+    try:
+        return PeftModel.from_pretrained(model, path)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        text = " ".join(str(error).split())[:300]
+        raise JobFailure(
+            Reason.invalid_model,
+            f"the adapter of the reward model {path} cannot be loaded ({type(error).__name__}: {text}): train job "
+            f"{spec.job_uuid!r} again",
+        ) from error

@@ -1,0 +1,133 @@
+"""GRPO on several ranks: they answer and train what one process does, whatever each of them has."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from llama_stack_provider_trl.recipes.trainer.grpo import GrpoRecipe
+from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress
+from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, OptimizerSpec, ShardingSpec
+from llama_stack_provider_trl.specs.methods import GrpoSpec
+from tests.process.test_grpo import DIGITS, LETTER, given_answers
+from tests.ranks import Ranks, forked_ranks
+from tests.tiny import tiny_model
+from tests.training import LORA, job_spec, of_kind
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+METHOD = GrpoSpec(rewards=(DIGITS, LETTER), num_generations=3, max_completion_length=6, beta=0.2, temperature=0.9)
+ROWS = [{"prompt": f"What is {n} plus {n}?" + " Please." * (n % 3)} for n in range(9)]
+"""In steps of four: the last one of an epoch has one row, and the other rank fillers only."""
+
+
+def ending_model(root: Path) -> Path:
+    """The tiny model, whose answers are ended by a fifth of all tokens: they have several lengths."""
+    shutil.copytree(tiny_model(), root)
+    config = json.loads((root / "generation_config.json").read_text())
+    (root / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": [2, *range(300, 500)]}))
+    return root
+
+
+def spec_of(root: Path, ranks: int, strategy: str = "FULL_SHARD", **changes: Any) -> JobSpec:
+    """The same job for any number of ranks: the same rows in each step, a learning rate that shows a wrong gradient."""
+    fields = {
+        "rows": ROWS,
+        "n_epochs": 2,
+        "ranks": ranks,
+        "batch_size": 2 // ranks,
+        "gradient_accumulation_steps": 2,
+        "sharding": ShardingSpec(strategy=strategy) if ranks > 1 else None,
+        "optimizer": OptimizerSpec(name="sgd", learning_rate=0.5),
+        "method": METHOD,
+        "save_steps": 2,
+    }
+    return job_spec(root, ending_model(root / "model"), "grpo", **{**fields, **changes})
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with forked_ranks() as ranks:
+        yield ranks
+
+
+def trained(ranks: Ranks, root: Path, spec: JobSpec, *arguments: Any, **others: Any) -> list[Any]:
+    codes, events = ranks.run(root / "run", spec, *arguments, **others)
+    assert codes == [0] * spec.ranks, [event.message for event in of_kind(events, Failed)]
+    return events
+
+
+def numbers(events: list[Any]) -> list[dict[str, float]]:
+    """Every metric point, without what the clock decides."""
+    points = [event.metrics for event in of_kind(events, Progress)]
+    return [{name: value for name, value in point.items() if name != "tokens_per_second"} for point in points]
+
+
+def weights_of(spec: JobSpec) -> dict[str, torch.Tensor]:
+    (file,) = (spec.checkpoint_dir / "final").glob("*model.safetensors")
+    return load_file(file)
+
+
+def assert_same(found: list[Any], spec: JobSpec, expected: list[Any], alone: JobSpec) -> None:
+    assert len(numbers(found)) == len(numbers(expected)) > 0
+    for point, other in zip(numbers(found), numbers(expected), strict=True):
+        assert point == pytest.approx(other, rel=1e-3, abs=1e-5)
+    own, others = weights_of(spec), weights_of(alone)
+    assert own.keys() == others.keys()
+    for name, weight in own.items():
+        assert torch.allclose(weight, others[name], rtol=1e-4, atol=2e-6), name
+
+
+@pytest.mark.parametrize(
+    ("lora", "strategy"),
+    [
+        pytest.param(LORA, "FULL_SHARD", id="adapters-FULL_SHARD"),
+        pytest.param(LORA, "SHARD_GRAD_OP", id="adapters-SHARD_GRAD_OP"),
+        pytest.param(LORA, "NO_SHARD", id="adapters-NO_SHARD"),
+        pytest.param(None, "FULL_SHARD", id="whole-FULL_SHARD"),
+        pytest.param(None, "NO_SHARD", id="whole-NO_SHARD"),
+    ],
+)
+def test_two_ranks_give_the_answers_and_weights_of_one_process_and_continue_exactly(
+    ranks: Ranks, tmp_path: Path, lora: LoraSpec | None, strategy: str
+) -> None:
+    alone = spec_of(tmp_path / "alone", 1, lora=lora)
+    expected = trained(ranks, tmp_path / "alone", alone)
+    assert len({point["completions/mean_length"] for point in numbers(expected)}) > 1  # they end at different lengths
+    assert any(abs(point["reward_std"]) > 0.1 for point in numbers(expected))
+    spec = spec_of(tmp_path / "together", 2, strategy, lora=lora)
+    found = trained(ranks, tmp_path / "together", spec)
+    assert of_kind(found, Prepared)[0].effective["sharding"]["strategy"] == strategy
+    assert_same(found, spec, expected, alone)
+    weights = weights_of(spec)
+    (spec.checkpoint_dir / "final").rename(tmp_path / "first-final")
+    resumed = trained(ranks, tmp_path / "again", spec, spec.checkpoint_dir / "checkpoint-4")
+    assert numbers(resumed) == numbers(found)[4:]
+    assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(spec).items())
+
+
+def give_answers() -> None:
+    """In a rank: answers that follow from the prompts."""
+    GrpoRecipe.answer = lambda self, prompts, rows: given_answers(prompts, self._grpo.num_generations)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("changes", [{"loss_type": "grpo", "scale_rewards": "batch"}, {"scale_rewards": "none"}])
+def test_given_answers_have_the_losses_of_one_process(ranks: Ranks, tmp_path: Path, changes: dict[str, Any]) -> None:
+    method = METHOD.model_copy(update=changes)
+    found = {}
+    for number in (1, 2, 3):  # of three ranks one has fillers only, of the last row of an epoch two
+        root = tmp_path / str(number)
+        spec = spec_of(root, 1, method=method, batch_size=4, gradient_accumulation_steps=1, sharding=ShardingSpec())
+        given = "tests.process.test_grpo_ranks.give_answers"
+        codes, events = ranks.run(root / "run", spec, world_size=number, before=given)
+        assert codes == [0] * number, [event.message for event in of_kind(events, Failed)]
+        found[number] = spec, events
+    for number in (2, 3):
+        assert_same(found[number][1], found[number][0], found[1][1], found[1][0])

@@ -1,0 +1,173 @@
+"""GRPO whose answers are rewarded by the reward model that another job has trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from llama_stack_provider_trl.recipes.memory.estimate import estimate
+from llama_stack_provider_trl.recipes.memory.trace import Batch
+from llama_stack_provider_trl.recipes.trainer.grpo import GrpoRecipe
+from llama_stack_provider_trl.specs.events import Failed, Prepared
+from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
+from llama_stack_provider_trl.specs.methods import GrpoSpec, RewardSpec
+from llama_stack_provider_trl.specs.rewards import RewardModel, RewardSource
+from tests.process.test_grpo import LETTER, given_answers, metric
+from tests.process.test_grpo_ranks import numbers, trained, weights_of
+from tests.ranks import Ranks, forked_ranks
+from tests.tiny import save_llama, tiny_model, tiny_tokenizer
+from tests.training import DPO_ROWS, LORA, job_spec, of_kind, run
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+ROWS = [{"prompt": f"What is {n} plus {n}?" + " Please." * (n % 3)} for n in range(5)]
+KINDS = {"whole": None, "adapter": LORA}
+Trained = Callable[[str], RewardModel]
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Reward models of jobs, by kind, on a base with another vocabulary than the model that answers has."""
+    made: dict[str, RewardModel] = {}
+
+    def train(kind: str) -> RewardModel:
+        if kind not in made:
+            root = tmp_path_factory.mktemp(kind)
+            sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+            tokenizer = tiny_tokenizer(vocabulary=400)
+            save_llama(root / "base", tokenizer, vocab_size=400, num_key_value_heads=2, **sizes)
+            faster = OptimizerSpec(learning_rate=1e-2)
+            spec = job_spec(
+                root, root / "base", "reward", rows=DPO_ROWS, method=RewardSpec(), lora=KINDS[kind], optimizer=faster
+            )
+            status, events = run(root / "run", spec)
+            assert status == 0, [event.message for event in of_kind(events, Failed)]
+            path = spec.checkpoint_dir / "final"
+            is_adapter = KINDS[kind] is not None
+            made[kind] = RewardModel(
+                job_uuid="judge", checkpoint="final", path=path, is_adapter=is_adapter, base=spec.source
+            )
+        return made[kind]
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with forked_ranks() as ranks:
+        yield ranks
+
+
+def method_of(model: RewardModel, **changes: Any) -> GrpoSpec:
+    source = RewardSource(name="judge", model=model, weight=2.0)
+    fields = {"rewards": (source, LETTER), "num_generations": 3, "max_completion_length": 6, **changes}
+    return GrpoSpec.model_validate(fields)
+
+
+def spec_of(root: Path, method: GrpoSpec, **changes: Any) -> JobSpec:
+    fields = {"rows": ROWS, "batch_size": 2, "n_epochs": 2, "save_steps": 2, "method": method}
+    faster = {"optimizer": OptimizerSpec(name="sgd", learning_rate=0.1)}
+    return job_spec(root, tiny_model(), "grpo", **{**fields, **faster, **changes})
+
+
+def expected_rewards(model: RewardModel) -> list[float]:
+    """What transformers itself gives the answers of the first step, which are given."""
+    ours, theirs = AutoTokenizer.from_pretrained(tiny_model()), AutoTokenizer.from_pretrained(model.path)
+    assert len(theirs) < len(ours)
+    if model.is_adapter:
+        assert model.base is not None
+        base = AutoModelForSequenceClassification.from_pretrained(model.base.model, num_labels=1)
+        loaded: Any = PeftModel.from_pretrained(base, model.path)
+    else:
+        loaded = AutoModelForSequenceClassification.from_pretrained(model.path)
+    rewards = []
+    for row in ROWS[:2]:
+        turns = [{"role": "user", "content": row["prompt"]}]
+        given = ours.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
+        for ids in given_answers([given["input_ids"]], 3):
+            answer = {"role": "assistant", "content": ours.decode(ids, skip_special_tokens=True)}
+            read = theirs.apply_chat_template([*turns, answer], return_tensors="pt", return_dict=True)
+            with torch.no_grad():
+                cut = {name: values[:, : model.max_seq_length] for name, values in read.items()}
+                rewards.append(float(loaded.eval()(**cut).logits))
+    return rewards
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("whole", 2048), ("adapter", 2048), ("adapter", 33)])
+def test_an_answer_has_what_the_reward_model_gives_it_by_its_own_tokenizer(
+    tmp_path: Path, reward_model: Trained, monkeypatch: pytest.MonkeyPatch, kind: str, limit: int
+) -> None:
+    model = reward_model(kind).model_copy(update={"max_seq_length": limit})
+    before = {path.name: path.read_bytes() for path in (model.path or Path()).iterdir()}
+    monkeypatch.setattr(
+        GrpoRecipe, "answer", lambda self, prompts, rows: given_answers(prompts, self._grpo.num_generations)
+    )
+    spec = spec_of(tmp_path, method_of(model, num_generations=3), shuffle=False, n_epochs=1)
+    status, events = run(tmp_path, spec)
+    assert status == 0, [event.message for event in of_kind(events, Failed)]
+    expected = expected_rewards(model)
+    assert max(expected) - min(expected) > 1e-3
+    found = metric(events, "rewards/judge/mean")[0]
+    assert found == pytest.approx(sum(expected) / 6, rel=1e-5)
+    assert metric(events, "reward")[0] == pytest.approx(2 * found + 0.5 * metric(events, "rewards/letter/mean")[0])
+    assert any(value > 1e-4 for value in metric(events, "grad_norm"))
+    assert of_kind(events, Prepared)[0].effective["reward_models"] == [str(model.path)]
+    assert {path.name: path.read_bytes() for path in (model.path or Path()).iterdir()} == before
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_two_ranks_give_the_rewards_and_weights_of_one_process_and_continue_exactly(
+    tmp_path: Path, reward_model: Trained, ranks: Ranks, strategy: str
+) -> None:
+    method = method_of(reward_model("adapter"))
+    alone = spec_of(tmp_path / "alone", method)
+    expected = trained(ranks, tmp_path / "alone", alone)
+    sharding = {"ranks": 2, "batch_size": 1, "sharding": ShardingSpec(strategy=strategy)}
+    spec = spec_of(tmp_path / "together", method, **sharding)
+    found = trained(ranks, tmp_path / "together", spec)
+    for point, other in zip(numbers(found), numbers(expected), strict=True):
+        assert point == pytest.approx(other, rel=1e-3, abs=1e-5)
+    weights = weights_of(spec)
+    for name, weight in weights_of(alone).items():
+        assert torch.allclose(weight, weights[name], rtol=1e-3, atol=1e-5), name
+    (spec.checkpoint_dir / "final").rename(tmp_path / "first-final")
+    resumed = trained(ranks, tmp_path / "again", spec, spec.checkpoint_dir / "checkpoint-4")
+    assert numbers(resumed) == numbers(found)[4:]
+    assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(spec).items())
+
+
+def test_a_reward_model_that_cannot_be_loaded_fails_the_job_with_one_sentence(
+    tmp_path: Path, reward_model: Trained
+) -> None:
+    import shutil
+
+    good = reward_model("adapter")
+    bad = tmp_path / "bad"
+    shutil.copytree(good.path or Path(), bad)
+    config = json.loads((bad / "adapter_config.json").read_text())
+    (bad / "adapter_config.json").write_text(json.dumps({**config, "r": 2}))
+    status, events = run(tmp_path, spec_of(tmp_path, method_of(good.model_copy(update={"path": bad}))))
+    (failed,) = of_kind(events, Failed)
+    assert (status, failed.reason) == (1, "invalid_model")
+    assert failed.message.startswith(f"the adapter of the reward model {bad} cannot be loaded (")
+    assert "train job 'judge' again" in failed.message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_memory_check_counts_reward_models(tmp_path: Path, reward_model: Trained, kind: str) -> None:
+    model = reward_model(kind)
+    assert model.base is not None
+    base = AutoModelForSequenceClassification.from_pretrained(model.base.model, num_labels=1)
+    size = 4 * sum(weight.numel() for weight in base.parameters())
+    with_models, without = (
+        estimate(spec_of(tmp_path, method), Batch(6, 40), "cpu")
+        for method in (method_of(model), GrpoSpec(rewards=(LETTER,), num_generations=3, max_completion_length=6))
+    )
+    assert with_models.reference - without.reference == size
+    assert with_models.total > without.total + size

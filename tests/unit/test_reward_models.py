@@ -1,0 +1,121 @@
+"""Reward models of other jobs as GRPO's rewards: which jobs can be named, and what that keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.errors import InvalidRequest, JobConflict
+from llama_stack_provider_trl.jobs.reward_models import check_reward_models, with_reward_models
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.launch.isolation import spec_paths
+from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.requests.resolve import resolve
+from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.beginnings import BaseJob
+from llama_stack_provider_trl.specs.job import JobSpec, ShardingSpec
+from llama_stack_provider_trl.specs.methods import RewardSpec, reward_models
+from llama_stack_provider_trl.system.files import write_manifest
+from tests.unit.test_bases import LORA, ROWS, add, complete, request
+
+REWARD = {"algorithm": "reward", "method": RewardSpec(), "max_seq_length": 512}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    made = Store(tmp_path / "jobs.sqlite3")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(data_dir=tmp_path, devices=("cpu",), max_nodes=2)
+
+
+def spec_of(model: str, store: Store | None, settings: Settings, name: str = "next", **options: Any) -> JobSpec:
+    config = {"type": "grpo", "rewards": [{"model": model, "weight": 0.5}]}
+    given = ProviderOptions.parse(options)
+    resolution = resolve(request("org/policy", "dpo", name, algorithm_config=config), given, settings)
+    fields = with_reward_models(resolution.fields, given, settings, store)
+    return JobSpec(dataset=ROWS, validation=None, **fields)
+
+
+def test_a_job_comes_after_those_whose_reward_models_it_uses_and_keeps_their_checkpoints(
+    store: Store, settings: Settings, tmp_path: Path
+) -> None:
+    add(store, "a", tmp_path)
+    judge = add(store, "judge", tmp_path, **REWARD, lora=LORA, bases=(BaseJob(job_uuid="a", checkpoint="final"),))
+    spec = spec_of("job:judge", store, settings, after=["a"])
+    assert spec.after == ("judge", "a")
+    (model,) = reward_models(spec.method)
+    assert (model.path, model.is_adapter) == (judge.checkpoint_dir / "final", True)
+    assert (model.base, model.max_seq_length) == (judge.source, 512)
+    assert [(job.job_uuid, job.checkpoint) for job in model.jobs] == [("judge", "final"), ("a", "final")]
+    assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
+    assert spec.bases == ()  # the model that it trains is no job's
+    store.add_job(spec, "digest")
+    assert store.chains.needed_checkpoints("judge") == {"final"}
+    for name in ("a", "judge"):
+        complete(store, name)
+        with pytest.raises(JobConflict, match="next wait for it or use its checkpoint"):
+            store.delete(name)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "why"),
+    [
+        ("job:typo", {}, "there is no such job here"),
+        ("job:next", {}, "a job cannot be rewarded by its own result"),
+        ("job:a", {}, "job 'a' trains no reward model: name a job of the type 'reward'"),
+        ("job:judge/merged", {}, "job 'judge' writes no checkpoint 'merged'"),
+        ("job:judge/other", {}, "'other' is no checkpoint"),
+    ],
+)
+def test_jobs_without_a_reward_model_are_refused_by_name(
+    store: Store, settings: Settings, tmp_path: Path, model: str, options: Any, why: str
+) -> None:
+    add(store, "a", tmp_path)
+    add(store, "judge", tmp_path, **REWARD)
+    with pytest.raises(InvalidRequest) as refused:
+        spec_of(model, store, settings, **options)
+    assert refused.value.field == "algorithm_config.rewards.0.model"
+    assert why in str(refused.value)
+    with pytest.raises(InvalidRequest, match="there is no such job here"):
+        spec_of("job:judge", None, settings)  # a job that is run by hand has no other ones
+
+
+def test_a_training_that_is_isolated_sees_its_reward_models(store: Store, settings: Settings, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    judge = add(store, "judge", tmp_path, **REWARD, model=str(base), lora=LORA)
+    own = judge.checkpoint_dir / "final"
+    for directory, name in ((base, "config.json"), (own, "adapter_config.json")):
+        directory.mkdir(parents=True)
+        (directory / name).write_text("{}")
+    spec = spec_of("job:judge", store, settings)
+    read = spec_paths({"job": spec.model_dump(mode="json")}, [tmp_path / "data"]).read
+    assert {base, own} <= set(read)
+
+
+def test_the_reward_models_of_a_job_on_other_machines_are_refused(
+    store: Store, settings: Settings, tmp_path: Path
+) -> None:
+    add(store, "judge", tmp_path, **REWARD)
+    with pytest.raises(InvalidRequest, match=r"resources=.* is on the service's machine only"):
+        spec_of("job:judge", store, settings.model_copy(update={"sharding": ShardingSpec()}), resources={"cpus": 2})
+
+
+def test_a_job_whose_reward_model_is_damaged_does_not_start(store: Store, settings: Settings, tmp_path: Path) -> None:
+    judge = add(store, "judge", tmp_path, **REWARD)
+    spec = spec_of("job:judge/checkpoint-4", store, settings)
+    directory = judge.checkpoint_dir / "checkpoint-4"
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps({}))
+    write_manifest(directory)
+    check_reward_models(spec)
+    (directory / "config.json").write_text("")
+    with pytest.raises(InvalidRequest, match=r"checkpoint-4 is damaged or gone: train job 'judge' again"):
+        check_reward_models(spec)
