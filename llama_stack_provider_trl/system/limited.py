@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from mmap import mmap
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import LimitReached
 from . import fork
@@ -28,11 +28,13 @@ _CHUNK = 1 << 16
 _COUNT = struct.Struct("=Q")
 """Of the values so far, in memory that a fork shares: a message for each would double the time of a row."""
 _AT_ONCE = 2
-_WAIT_S = 10.0
-"""Seconds that a call waits for a place."""
+_WAIT_S = 0.5
+"""Seconds that a call waits for a place. It waits in a thread that other requests may need."""
 _WALL = 3
 """Wall-clock seconds for each CPU second that is allowed: the machine may have other work."""
 _LEAST_WALL_S = 30.0
+_WAS_LIMITED = 0.9
+"""Share of the CPU time that is allowed, from which on a killed process had reached its limit."""
 _forking = threading.Lock()
 """Filters of warnings are those of the whole process."""
 
@@ -66,7 +68,7 @@ class Limited:
 
         Raises:
             LimitExceeded: it takes more than the limits allow.
-            LimitReached: too many other calls run.
+            LimitReached: too many other calls run, or the machine is too busy or short of memory for this one.
             OSError: there can be no further process.
             RuntimeError: it raised an exception.
         """
@@ -88,14 +90,16 @@ class Limited:
             try:
                 lines = _lines(reader, time.monotonic() + max(_LEAST_WALL_S, _WALL * self.seconds))
             finally:
-                status = _end(pid)
+                ending = _end(pid)
         finally:
             os.close(reader)
         written = [json.loads(line) for line in lines]
         found: list[Any] = [None] * _COUNT.unpack_from(count)[0]
         for number, value in (line for line in written if isinstance(line, list)):
             found[number : number + 1] = [value]  # the last one may not be counted yet
-        if status != 0:
+        if not written or isinstance(written[-1], list):  # what comes last is missing
+            if ending.is_killed and ending.cpu_seconds < _WAS_LIMITED * self.seconds:
+                raise LimitReached("the machine is too busy, or short of memory, to check this: send it again later")
             raise LimitExceeded(found)
         if (problem := written[-1]) is not None:
             raise RuntimeError(problem)
@@ -103,20 +107,21 @@ class Limited:
 
     def _fork(self, function: Callable[[], Iterable[Any]], writer: int, count: mmap) -> int:
         parent = os.getpid()
-        with _forking, warnings.catch_warnings():
-            # The fork waits for no lock of another thread: see above.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
-        if pid:
-            return pid
         try:
+            with _forking, warnings.catch_warnings():
+                # The fork waits for no lock of another thread: see above.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+            if pid:
+                return pid
             die_with_parent(parent)
             fork.close_files((writer,))
             self._limit()
             _write(function, writer, count)
             os._exit(0)
         finally:
-            os._exit(1)
+            if os.getpid() != parent:
+                os._exit(1)
 
     def _limit(self) -> None:
         """Set the limits of this process, which has no handlers of signals from now on."""
@@ -128,6 +133,8 @@ class Limited:
         seconds = self.seconds if most == resource.RLIM_INFINITY else min(self.seconds, most)
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         limit_memory(allocated_memory() + self.memory)
+        with suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
+            file.write(b"1000")  # where memory runs out, this process ends, and not the server
 
 
 def _write(function: Callable[[], Iterable[Any]], writer: int, count: mmap) -> None:
@@ -166,11 +173,20 @@ def _lines(reader: int, deadline: float) -> list[bytes]:
     return bytes(data).split(b"\n")[:-1]
 
 
-def _end(pid: int) -> int:
-    """Have a process ended. Returns its exit status, not 0 where that is not known."""
+class _Ending(NamedTuple):
+    """How a process ended."""
+
+    is_killed: bool
+    """By SIGKILL: ours, or the kernel's at a limit or where memory ran out."""
+    cpu_seconds: float
+
+
+def _end(pid: int) -> _Ending:
+    """Have a process ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)  # one that has closed its end of the pipe has ended by now, or does so
     try:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except ChildProcessError:
-        return -1
+        _, status, usage = os.wait4(pid, 0)
+    except ChildProcessError:  # where SIGCHLD is ignored
+        return _Ending(False, 0.0)
+    return _Ending(os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, usage.ru_utime + usage.ru_stime)

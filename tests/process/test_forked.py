@@ -29,7 +29,7 @@ ZYGOTE = SLEEPING + "print(zygote._fork('spec', ''), flush=True)\nsys.stdin.read
 RANKS = (
     SLEEPING
     + """
-pids = [ranks._fork("spec", rank, 2, 2, 1, {}, "") for rank in (0, 1)]
+pids = [ranks._fork("spec", rank, 2, 2, 1, {}, "", "") for rank in (0, 1)]
 print(*pids, flush=True)
 ranks._wait(pids)
 """

@@ -159,6 +159,16 @@ def test_a_reward_model_that_cannot_be_loaded_fails_the_job_with_one_sentence(
     assert "train job 'judge' again" in failed.message
 
 
+def test_the_memory_check_counts_the_reference_that_scores_beside_the_policy(tmp_path: Path) -> None:
+    fields = {"rewards": (LETTER,), "num_generations": 3, "max_completion_length": 6}
+    without, scoring = (
+        estimate(spec_of(tmp_path, GrpoSpec.model_validate({**fields, "beta": beta}), lora=LORA), Batch(6, 40), "cpu")
+        for beta in (0.0, 0.1)
+    )
+    assert scoring.reference == without.reference == 0  # the policy without its adapter
+    assert scoring.activations + scoring.logits > without.activations + without.logits
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_memory_check_counts_reward_models(tmp_path: Path, reward_model: Trained, kind: str) -> None:
     model = reward_model(kind)

@@ -68,7 +68,7 @@ def test_one_kernel_for_all_rows_gets_what_a_call_for_each_row_gets(
     found = []
     for kernel in (None, attention._attend_in_one_kernel):
         monkeypatch.setattr(attention, "_FEW_ROWS", 0)
-        monkeypatch.setattr(attention, "_kernel_of_rows", lambda query, kernel=kernel: kernel)
+        monkeypatch.setattr(attention, "_kernel_of_rows", lambda query, value, kernel=kernel: kernel)
         monkeypatch.setattr(varlen, "varlen_attn", one_kernel)
         monkeypatch.setattr(attention, "_names_groups", lambda: True)
         output, _ = attention.attend_in_rows(
@@ -116,17 +116,32 @@ class _FlashAttentionOfAName(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2])
-def test_flash_attention_is_computed_backward_in_a_fixed_order(mode: int, default_mode: None) -> None:
+def test_flash_attention_is_computed_backward_in_a_fixed_order(
+    mode: int, default_mode: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_multiprocessors", lambda device: 132)
     torch.set_deterministic_debug_mode(mode)
     _FlashAttentionOfAName.modes.clear()
-    values = torch.randn(4, requires_grad=True)
+    values = torch.randn(2, 2, 1, requires_grad=True)
     attended = attention.repeatable(_FlashAttentionOfAName.apply(values))
     other = attention.repeatable(values * 3)  # a node of another name
     (attended + other).sum().backward()
     assert _FlashAttentionOfAName.modes == [2]
     assert torch.get_deterministic_debug_mode() == mode
     assert values.grad is not None
-    assert values.grad.tolist() == [5.0] * 4
+    assert values.grad.flatten().tolist() == [5.0] * 4
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, 0), (3, 2)])
+def test_a_fixed_order_takes_bounded_memory(
+    rows: int, expected: int, default_mode: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_multiprocessors", lambda device: 12)
+    monkeypatch.setattr(attention, "_LARGEST_ACCUMULATORS", 4 * 2 * 5 * 2 * 8)  # two copies, and not six
+    _FlashAttentionOfAName.modes.clear()
+    values = torch.randn(5, 2, 8, requires_grad=True)
+    attention.repeatable(_FlashAttentionOfAName.apply(values), rows).sum().backward()
+    assert _FlashAttentionOfAName.modes == [expected]
 
 
 def test_without_gradients_nothing_is_to_be_repeated() -> None:
@@ -148,6 +163,8 @@ def test_one_kernel_is_for_half_precision_and_heads_of_its_sizes_on_a_gpu(
 ) -> None:
     monkeypatch.setattr(attention, "_is_on_gpu", lambda tensor: tensor.device.type == "meta")
     monkeypatch.setattr(attention, "_has_varlen", lambda device: True)
-    assert attention._kernel_of_rows(torch.empty(1, 2, 4, head, dtype=dtype, device=device)) is None
+    query = torch.empty(1, 2, 4, head, dtype=dtype, device=device)
+    assert attention._kernel_of_rows(query, query) is None
     fitting = torch.empty(1, 2, 4, 64, dtype=torch.bfloat16, device="meta")
-    assert attention._kernel_of_rows(fitting) is attention._attend_in_one_kernel
+    assert attention._kernel_of_rows(fitting, fitting) is attention._attend_in_one_kernel
+    assert attention._kernel_of_rows(fitting, fitting[..., :48]) is None  # values of latent attention

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -63,7 +64,15 @@ class HostCopy:
                 # be pinned (locked memory is limited), copies are slower and as right.
                 found = torch.cuda.cudart().cudaHostRegister(self._block.data_ptr(), size, 0)
                 self._is_pinned = int(found) == 0
+                if not self._is_pinned:
+                    _forget_error(self._device)
         return self._block
+
+
+def _forget_error(device: torch.device) -> None:
+    """Take the error of a call that torch does not check itself: its next kernel would raise it."""
+    with suppress(RuntimeError):
+        torch.ones(1, device=device)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ transformers calls it by its name, and makes no mask for a name that it has no f
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -61,8 +62,9 @@ def attend_in_rows(
     if layout is None:
         return attend(query, key, value).transpose(1, 2).contiguous(), None
     sizes = layout.sizes()
-    if len(sizes) > _FEW_ROWS and dropout == 0.0 and (kernel := _kernel_of_rows(query)):
-        return repeatable(kernel(query, key, value, layout, scaling, sliding_window))[None], None
+    if len(sizes) > _FEW_ROWS and dropout == 0.0 and (kernel := _kernel_of_rows(query, value)):
+        attended = kernel(query, key, value, layout, scaling, sliding_window)
+        return repeatable(attended, len(sizes))[None], None
     parts = zip(*(tensor.split(sizes, dim=2) for tensor in (query, key, value)), strict=True)
     outputs = []
     for prefix, continuations in layout.groups:
@@ -83,9 +85,11 @@ _LARGEST_HEAD = 256
 """Of flash attention; a multiple of 8."""
 
 
-def _kernel_of_rows(query: torch.Tensor) -> _RowsKernel | None:
+def _kernel_of_rows(query: torch.Tensor, value: torch.Tensor) -> _RowsKernel | None:
     """One kernel for all rows of a sequence, where this device, dtype and release of torch have it."""
     if not _is_on_gpu(query) or query.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if query.shape[-1] != value.shape[-1]:  # multi-head latent attention, as in DeepSeek-V3
         return None
     if query.shape[-1] > _LARGEST_HEAD or query.shape[-1] % 8:
         return None
@@ -95,7 +99,9 @@ def _kernel_of_rows(query: torch.Tensor) -> _RowsKernel | None:
 @cache
 def _has_varlen(device: torch.device) -> bool:
     """torch 2.11 and later, on NVIDIA GPUs from Ampere on."""
-    if torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+    if torch.version.hip or not torch.backends.cuda.is_flash_attention_available():
+        return False
+    if torch.cuda.get_device_capability(device) < (8, 0):
         return False
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -186,16 +192,25 @@ class _Attend(NamedTuple):
 
 _REPEATABLE = ("FlashAttention", "varlen_attn")
 """In the names of the nodes of the backward pass whose kernels add in a fixed order on request. Others raise then."""
+_LARGEST_ACCUMULATORS = 512 << 20
+"""Bytes that a fixed order may take, which the memory check does not count."""
 
 
-def repeatable(attended: torch.Tensor) -> torch.Tensor:
+def repeatable(attended: torch.Tensor, rows: int = 1) -> torch.Tensor:
     """Have the backward pass of flash attention add in a fixed order, so that a job repeats and resumes bit for bit.
 
     torch has a switch for the whole process only, with which other operations that have no fixed order raise. It is on
     while this tensor's own node runs. (`use_deterministic_algorithms` imports torch's compiler, which takes 2 s.)
+
+    Args:
+        attended: shape (tokens, heads, head size) or (1, heads, tokens, head size).
+        rows: that one kernel computes.
     """
     node = attended.grad_fn
-    if node is not None and any(name in type(node).__name__ for name in _REPEATABLE):
+    is_flash = node is not None and any(name in type(node).__name__ for name in _REPEATABLE)
+    # Blocks of keys add to copies of the queries' gradients in fp32, as many as keep all multiprocessors busy.
+    copies = math.ceil(_multiprocessors(attended.device) / (rows * attended.shape[1])) if is_flash else 0
+    if node is not None and 0 < 4 * copies * attended.numel() <= _LARGEST_ACCUMULATORS:
         before: list[int] = []
 
         def switch_on(*_: Any) -> None:
@@ -208,6 +223,12 @@ def repeatable(attended: torch.Tensor) -> torch.Tensor:
         node.register_prehook(switch_on)
         node.register_hook(switch_back)
     return attended
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
 
 
 def _is_on_gpu(tensor: torch.Tensor) -> bool:

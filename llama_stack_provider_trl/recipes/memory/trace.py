@@ -515,7 +515,7 @@ def _make_fake(model: torch.nn.Module) -> None:
 def _step(model: Any, spec: JobSpec, batch: Batch, kind: str, reference: Any = None) -> None:
     """Run the step of `recipes.trainer.sft` or `recipes.trainer.dpo` on a batch."""
     loss = _score(model, spec, batch, kind)
-    if spec.reference is not None and not precomputes(spec):
+    if (spec.reference is not None and not precomputes(spec)) or spec.kl_weight:
         loss = loss - _score_reference(model, spec, batch, kind, reference)
     loss.backward()
 

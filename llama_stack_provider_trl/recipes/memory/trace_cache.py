@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import sys
@@ -77,7 +78,8 @@ def _installed() -> list[str]:
         with suppress(OSError), os.scandir(path) as entries:
             for entry in entries:
                 if entry.name.endswith(_INSTALLED):
-                    found.add(f"{entry.name} {entry.stat().st_mtime_ns}")
+                    with suppress(OSError):  # a link to nothing
+                        found.add(f"{entry.name} {entry.stat().st_mtime_ns}")
     return sorted(found)
 
 
@@ -185,11 +187,20 @@ def _read(path: Path) -> Traced | None:
         if stored["sha256"] != _digest(stored["trace"]):
             return None
         found = TypeAdapter(Traced).validate_python(stored["trace"])
+        if not _is_possible(stored["trace"]):
+            return None
     except (OSError, ValueError, KeyError, TypeError, ValidationError, RecursionError):
         return None
     with suppress(OSError):  # of a disk that has become read-only
         os.utime(path)
     return found
+
+
+def _is_possible(values: Any) -> bool:
+    """Whether all numbers are finite and none is below 0: a training that writes others would make later jobs fail."""
+    if isinstance(values, dict | list):
+        return all(map(_is_possible, values.values() if isinstance(values, dict) else values))
+    return not isinstance(values, int | float) or 0 <= values < math.inf
 
 
 def _write(path: Path, found: Traced) -> None:
