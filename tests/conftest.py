@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.recipes.imports import quick_imports
+from tests.traces import SHARED
 
 # Imported modules and collected tests are a million objects, none of them garbage: without the collector each worker
 # collects its tests in 20 s of CPU time where it took 25. What trl and transformers read at their imports is 1 s more.
@@ -34,3 +36,9 @@ def pytest_collection_finish() -> None:
 def _umask() -> int:
     os.umask(umask := os.umask(0o077))
     return umask
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin without traces of earlier runs: what a trace does to a training would show in the first run only."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(SHARED, ignore_errors=True)

@@ -277,6 +277,21 @@ def sign_another_form(path: Path) -> None:
     path.write_text(json.dumps({"trace": {"trainable": "many"}, "sha256": trace_cache._digest({"trainable": "many"})}))
 
 
+def _sign(path: Path, trainable: int) -> None:
+    values = {**json.loads(path.read_text())["trace"], "trainable": trainable}
+    path.write_text(json.dumps({"trace": values, "sha256": trace_cache._digest(values)}))
+
+
+def sign_fewer_than_none(path: Path) -> None:
+    _sign(path, -5)
+
+
+def sign_no_number(path: Path) -> None:
+    values = json.loads(path.read_text())["trace"]
+    values["windows"][0]["activations"] = float("nan")
+    path.write_text(json.dumps({"trace": values, "sha256": trace_cache._digest(values)}))
+
+
 def nest(path: Path) -> None:
     path.write_text('{"trace": ' + "[" * 20_000)
 
@@ -291,7 +306,9 @@ def fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
-@pytest.mark.parametrize("damage", [truncate, change_a_number, sign_another_form, nest, link, fifo])
+@pytest.mark.parametrize(
+    "damage", [truncate, change_a_number, sign_another_form, sign_fewer_than_none, sign_no_number, nest, link, fifo]
+)
 def test_a_damaged_file_is_replaced(
     tmp_path: Path, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

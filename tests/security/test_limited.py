@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -65,7 +66,12 @@ def _crash() -> Iterator[int]:
     os.abort()
 
 
-@pytest.mark.parametrize("function", [_all_memory, _all_time, _waiting, _crash])
+def _killed() -> Iterator[int]:
+    yield 1
+    os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does where the machine's memory runs out
+
+
+@pytest.mark.parametrize("function", [_all_memory, _all_time, _crash])
 def test_a_call_ends_at_its_limits_with_what_it_found(
     function: Callable[[], Iterator[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,6 +81,28 @@ def test_a_call_ends_at_its_limits_with_what_it_found(
         Limited(1, 64 << 20).call(function)
     assert caught.value.found == [1]
     assert set(psutil.Process().children()) <= set(before)
+
+
+@pytest.mark.parametrize("function", [_waiting, _killed])
+def test_a_call_that_the_machine_ends_can_be_sent_again(
+    function: Callable[[], Iterator[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limited, "_LEAST_WALL_S", 0.5)
+    monkeypatch.setattr(limited, "_WALL", 0)
+    with pytest.raises(LimitReached, match="too busy, or short of memory"):
+        Limited(5, 64 << 20).call(function)
+
+
+def test_where_memory_runs_out_the_fork_ends_before_the_server() -> None:
+    assert Limited(5, 64 << 20).call(lambda: [Path("/proc/self/oom_score_adj").read_text().strip()]) == ["1000"]
+
+
+def test_a_server_that_ignores_its_children_gets_what_they_found() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert Limited(5, 64 << 20).call(lambda: [1, None]) == [1, None]
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_few_calls_run_at_once_and_the_others_are_refused_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
