@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import shutil
@@ -18,6 +19,7 @@ from tests.traces import SHARED
 # collects its tests in 20 s of CPU time where it took 25. What trl and transformers read at their imports is 1 s more.
 _COLLECTION = ExitStack()
 _COLLECTION.enter_context(quick_imports())
+atexit.register(_COLLECTION.close)  # of a process that collects nothing
 
 
 @pytest.fixture(autouse=True)

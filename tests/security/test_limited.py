@@ -75,7 +75,7 @@ def _killed() -> Iterator[int]:
 def test_a_call_ends_at_its_limits_with_what_it_found(
     function: Callable[[], Iterator[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limited, "_LEAST_WALL_S", 5.0)
+    monkeypatch.setattr(limited, "_LEAST_WALL_S", 100.0)  # the machine may have other work
     before = psutil.Process().children()  # such as what other tests fork from
     with pytest.raises(LimitExceeded) as caught:
         Limited(1, 64 << 20).call(function)
