@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from llama_stack_provider_trl.recipes.fast import attention
 from llama_stack_provider_trl.recipes.fast.layout import Group, Layout, Places
 
+pytestmark = pytest.mark.process
 GROUPS = {
     "rows": [(0, (3,)), (0, (5,)), (0, (1,))],
     "pairs": [(4, (3, 2)), (1, (1, 6))],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from llama_stack_provider_trl.recipes.checkpoint.host_copy import HostCopy
 
+pytestmark = pytest.mark.process
 CPU = torch.device("cpu")
 
 
