@@ -21,6 +21,7 @@ from llama_stack_provider_trl.specs.kinds import CheckedAnswering, EvaluateSpec,
 from llama_stack_provider_trl_remote.cli.main import main
 from llama_stack_provider_trl_remote.trl_client import TrlClient
 from tests.contract.service import JOBS, TrainingService, running_service
+from tests.contract.test_dashboard_command import dashboard
 from tests.fakes import job_spec
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]
@@ -117,6 +118,14 @@ def test_answers_are_streamed_and_never_in_memory_as_a_whole(service: TrainingSe
     found = TrlClient(service.url).answers("large")
     assert next(found) == "x" * 1021
     found.close()  # read no further
+
+
+def test_the_dashboard_of_an_inline_provider_serves_the_answers_of_its_evaluations(tmp_path: Path) -> None:
+    store = Store(tmp_path / DATABASE)
+    add(store, tmp_path, "checked", CHECKS, CONTENT, JobState.completed)
+    store.close()
+    with dashboard(tmp_path) as address:
+        assert requests.get(f"{address}/v1{JOBS}/checked/answers", timeout=30).content == CONTENT
 
 
 def test_the_command_prints_lines_that_do_nothing_to_a_terminal_and_writes_files(

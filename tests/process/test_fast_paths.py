@@ -412,6 +412,7 @@ def test_the_kernels_of_gpus_get_queries_keys_and_values_of_one_dtype(
     lora: LoraSpec | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "_is_on_gpu", lambda tensor: True)  # whose lower right mask refuses others
+    monkeypatch.setattr(attention, "_has_varlen", lambda device: False)
     spec = job_spec(tmp_path, tiny_model(), "dpo", lora=lora, dtype="bf16", rows=DPO_ROWS[:4])
     status, events = run(tmp_path, spec)
     assert status == 0
@@ -420,6 +421,7 @@ def test_the_kernels_of_gpus_get_queries_keys_and_values_of_one_dtype(
 
 def test_shared_heads_are_repeated_on_gpus_where_a_mask_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_is_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(attention, "_has_varlen", lambda device: False)
     heads: list[tuple[bool, int]] = []
     original = torch.nn.functional.scaled_dot_product_attention
 

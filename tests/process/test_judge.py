@@ -258,6 +258,17 @@ def test_an_attempt_loads_no_model_that_has_nothing_left_to_do(
     assert files_of(spec) == undisturbed[2]
 
 
+def test_an_attempt_without_work_reports_the_same_model_with_its_adapter(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    adapter = AdapterSpec(path=models[1], use="continue")
+    spec = spec_of(tmp_path, models, EXACT).model_copy(update={"model": str(tiny_model()), "adapter": adapter})
+    (first,), (again,) = (of_kind(run(tmp_path / name, spec)[1], Prepared) for name in ("first", "again"))
+    assert (again.total_parameters, again.effective) == (first.total_parameters, first.effective)
+    assert first.effective["model_class"].startswith("Peft")
+    assert (first.start_step, again.start_step) == (0, 4)
+
+
 def test_a_judge_that_is_no_model_fails_the_job_before_a_prompt_is_answered(
     models: tuple[Path, Path], tmp_path: Path
 ) -> None:

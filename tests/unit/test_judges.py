@@ -58,6 +58,7 @@ def request(*checks: dict[str, Any], **changes: Any) -> EvaluateRequest:
         ("YES, it is", 1.0),
         ("**No**", 0.0),
         ('I think.\n**Verdict:** "Yes"\n', 1.0),
+        ("**Verdict**: yes", 1.0),
         ("verdict: no\nOn reflection, verdict = yes", 1.0),
         ("<think>Verdict: no</think> yes", 1.0),
         ("<think>yes", None),
