@@ -222,7 +222,7 @@ async def resolved(
     if store is not None:
         named = await asyncio.to_thread(find_base, request, store)
     if work is not None:
-        options, settings = for_work(request, options, settings, named)
+        options, settings = for_work(request, options, settings, named, work)
     # Models, adapters and installed packages are read: none of that may hold up other requests.
     resolution = await asyncio.to_thread(resolve, request, options, settings, named)
     await asyncio.to_thread(refuse_foreign, settings.data_dir, resolution.fields["checkpoint_dir"])

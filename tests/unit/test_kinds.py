@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
+from llama_stack_provider_trl.requests.bases import Base
 from llama_stack_provider_trl.requests.data import rows_job_of
 from llama_stack_provider_trl.requests.kinds import (
     EvaluateRequest,
@@ -25,7 +26,7 @@ from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.answer_rows import CheckedRow, read_checked_rows
-from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, ShardingSpec
+from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, ResourcesSpec, ShardingSpec
 from llama_stack_provider_trl.specs.rows import PromptExample, check_rows, parse_row
 from llama_stack_provider_trl.system.files import put_rows
 from llama_stack_provider_trl_remote.pipeline import resolved, steps_of
@@ -131,10 +132,10 @@ def test_options_of_training_are_refused_by_name() -> None:
         check_options(ProviderOptions(after=["sft"], priority="high"), kind)
         with pytest.raises(InvalidRequest, match=r"provider_options\.seed.*option of training"):
             check_options(ProviderOptions(seed=3), kind)
-    for kind in (GenerateRequest, EvaluateRequest):
-        check_options(ProviderOptions(nproc_per_node=2), kind)
-        with pytest.raises(InvalidRequest, match=r"provider_options\.resources.*has .*device, .*nproc_per_node"):
-            check_options(ProviderOptions(resources=Resources(nodes=1)), kind)
+    check_options(ProviderOptions(nproc_per_node=2), GenerateRequest)
+    check_options(ProviderOptions(nproc_per_node=2, resources=Resources(nodes=1)), EvaluateRequest)
+    with pytest.raises(InvalidRequest, match=r"provider_options\.resources.*has .*device, .*nproc_per_node"):
+        check_options(ProviderOptions(resources=Resources(nodes=1)), GenerateRequest)
     with pytest.raises(InvalidRequest, match=r"provider_options\.nproc_per_node=2"):
         check_options(ProviderOptions(nproc_per_node=2), MergeRequest)
 
@@ -154,9 +155,34 @@ def test_ranks_of_a_job_that_does_not_train_are_requested_and_hold_the_whole_mod
     assert (two.ranks, two.nodes, two.sharding) == (2, 1, ShardingSpec(strategy="NO_SHARD"))
     with pytest.raises(InvalidRequest, match=r"nproc_per_node=5.*this node has devices for 4"):
         job(service, nproc_per_node=5)
+    with pytest.raises(InvalidRequest, match=r"resources=.*are on the service's machine only"):
+        for_work(generate().as_training(), ProviderOptions(resources=Resources()), service, None, generate().work())
     inline = Settings(data_dir=tmp_path, devices=("cpu",))
     with pytest.raises(InvalidRequest, match=r"nproc_per_node=2.*trains in one process"):
         job(inline, nproc_per_node=2)
+
+
+def test_an_evaluation_of_one_model_alone_may_run_on_a_node(tmp_path: Path) -> None:
+    service = Settings(data_dir=tmp_path, devices=("cpu",), max_ranks=4, max_nodes=9, sharding=ShardingSpec())
+
+    def resources(nodes: int | None = None, **changes: Any) -> ResourcesSpec | None:
+        body = EvaluateRequest.model_validate({"job_uuid": "e", "model": "org/base", "dataset_id": "d", **changes})
+        given = ProviderOptions(resources=Resources(nodes=nodes, labels={"zone": "a"}))
+        work = body.work([base] * len(body.models or ()))
+        options, own = for_work(body.as_training(), given, service, None, work)
+        rows = DatasetRef(dataset_id="d", path=tmp_path / "rows", sha256="", num_rows=8)
+        return with_work(resolve(body.as_training(), options, own).spec(rows, None), work).resources
+
+    base = Base("org/base")
+    assert resources() == resources(1) == ResourcesSpec(labels={"zone": "a"})
+    with pytest.raises(InvalidRequest, match=r"resources\.nodes=2.*runs on one node: use 1"):
+        resources(2)
+    for changes in (
+        {"checks": CHECKED["checks"]},
+        {"model": None, "models": [{"model": "org/base"}, {"model": "org/base"}]},
+    ):
+        with pytest.raises(InvalidRequest, match=r"resources=.*are on the service's machine only"):
+            resources(**changes)
 
 
 def test_errors_name_the_fields_of_the_request_itself() -> None:
