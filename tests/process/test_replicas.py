@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llama_stack_provider_trl import faults
+from llama_stack_provider_trl.recipes.distributed import replicas
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
-from llama_stack_provider_trl.specs.events import Event, Failed, Finished, Paused, Prepared, Progress, Started
+from llama_stack_provider_trl.specs.events import (
+    Event,
+    EventWriter,
+    Failed,
+    Finished,
+    Paused,
+    Prepared,
+    Progress,
+    Started,
+)
 from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, ReferenceSpec, ShardingSpec
 from llama_stack_provider_trl.specs.kinds import (
     CheckedAnswering,
@@ -181,3 +193,29 @@ def test_the_measures_of_ranks_are_those_of_one_process_to_the_last_bit(
     results = [result for _, result, _ in found]
     assert results == [results[0]] * 4
     assert results[0]["loss"] > 0
+
+
+def test_each_rank_computes_as_if_it_were_alone_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**ranks, "CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}.items():
+        monkeypatch.setenv(name, value)
+
+    def compute() -> None:
+        with replicas._alone():
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-b"
+            assert not ranks.keys() & os.environ.keys()
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        compute()
+    assert {name: os.environ[name] for name in ranks} == ranks  # the failure is reported with the rank
+
+
+def test_a_rank_beyond_the_first_writes_heartbeats_alone(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    with closing(replicas._Heartbeats(EventWriter(file))) as writer:
+        os.utime(file, (0, 0))
+        writer.write(Paused(step=1), durable=True)
+        assert (file.stat().st_size, file.stat().st_mtime) == (0, 0)
+        writer.heartbeat()
+        assert file.stat().st_mtime > 0
