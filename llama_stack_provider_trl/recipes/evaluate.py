@@ -46,10 +46,10 @@ def evaluate(spec: JobSpec) -> dict[str, Any]:
     Raises:
         JobFailure: the model, its reference or a row cannot be used; any other exception is a limit of the machine.
     """
-    from .distributed.replicas import ALONE
-
     writer = _WarningList()
     built = _built(spec, writer)
+    from .distributed.replicas import ALONE
+
     return {**_counts(built), "warnings": list(dict.fromkeys(writer.warnings)), **_measured(built, ALONE)}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl import faults
+from llama_stack_provider_trl.recipes import evaluate
 from llama_stack_provider_trl.recipes.distributed import replicas
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.events import (
@@ -219,3 +220,9 @@ def test_a_rank_beyond_the_first_writes_heartbeats_alone(tmp_path: Path) -> None
         assert (file.stat().st_size, file.stat().st_mtime) == (0, 0)
         writer.heartbeat()
         assert file.stat().st_mtime > 0
+
+
+def test_sums_of_batches_are_added_without_rounding() -> None:
+    batches = [[2.0**60, 1.0], [1.0, 1.0], [-(2.0**60), 1.0], [1.0, 1.0]]
+    for ranks in ([batches], [batches[:1], batches[1:]], [batches[::2], batches[1::2], []]):
+        assert evaluate._means([{"loss": of_rank} if of_rank else {} for of_rank in ranks]) == {"loss": 0.5}
