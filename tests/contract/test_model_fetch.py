@@ -238,18 +238,24 @@ def test_a_model_that_is_nowhere_is_named_with_the_node(service: TrainingService
 
 
 def test_an_evaluation_on_a_node_has_the_measures_of_the_services_own_machine(
-    service: TrainingService, worker: Worker
+    service: TrainingService, tmp_path: Path
 ) -> None:
     """In several processes there, and in one here."""
+    worker = Worker(service, tmp_path, "measuring")
     worker.start()
-    body: Json = {"model": MODEL, "dataset_id": "questions", "batch_size": 2, "dtype": "fp32"}
-    ranks = min(2, usable_cpus())
-    there = {"resources": {"nodes": 1, "labels": {"kind": "w"}}, "nproc_per_node": ranks}
-    service.submit(EVALUATE, {**body, "job_uuid": "measured-there"}, options=there)
-    service.submit(EVALUATE, {**body, "job_uuid": "measured-here"})
-    found = [service.wait(name, "completed", timeout=120) for name in ("measured-there", "measured-here")]
-    there_, here = (resources(service, name) for name in ("measured-there", "measured-here"))
-    assert found
-    assert (there_["device"], here["device"]) == ("w/cpu", "cpu")
-    assert there_["result"] == here["result"]
-    assert here["result"]["rows"] == len(QUESTIONS)
+    try:
+        body: Json = {"model": MODEL, "dataset_id": "questions", "batch_size": 2, "dtype": "fp32"}
+        there = {"resources": {"nodes": 1, "labels": {"kind": "measuring"}}, "nproc_per_node": min(2, usable_cpus())}
+        names = [
+            service.submit(EVALUATE, {**body, "job_uuid": "measured-there"}, options=there),
+            service.submit(EVALUATE, {**body, "job_uuid": "measured-here"}),
+        ]
+        for name in names:
+            service.wait(name, "completed", timeout=120)
+        found = [resources(service, name) for name in names]
+        assert [one["device"] for one in found] == ["measuring/cpu", "cpu"]
+        assert found[0]["result"] == found[1]["result"]
+        assert found[1]["result"]["rows"] == len(QUESTIONS)
+    finally:
+        worker.kill()
+        print(worker.log.read_text())
