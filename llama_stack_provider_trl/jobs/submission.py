@@ -229,7 +229,7 @@ async def resolved(
     if store is not None:
         named = await asyncio.to_thread(find_base, request, store)
     if work is not None:
-        options, settings = for_work(request, options, settings, named)
+        options, settings = for_work(request, options, settings, named, work)
     # Models, adapters and installed packages are read: none of that may hold up other requests.
     makers = [job.job_uuid for job in jobs_of(work, models or [])]
     resolution = await asyncio.to_thread(resolve, request, options, settings, named, makers)

@@ -20,6 +20,7 @@ from ..specs.job import AttemptSpec
 from ..specs.kinds import ANSWERS, CheckedAnswering, EvaluateSpec
 from ..system.files import sha256_of
 from .distributed.heartbeat import heartbeat
+from .distributed.replicas import ALONE, Replicas, replicas
 from .generate import AnswerFile, Questions, answer_all, begin, open_answers
 from .judge import Judges, add_verdicts
 
@@ -31,6 +32,11 @@ def check_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
         JobFailure, InvalidRows: a failure that the user can correct; any other exception is a bug or a limit of the
             machine.
     """
+    with replicas(attempt, writer) as (team, events):
+        _check(attempt, events, team)
+
+
+def _check(attempt: AttemptSpec, writer: EventWriter, team: Replicas) -> None:
     work = attempt.job.work
     assert isinstance(work, EvaluateSpec)
     assert work.answers is not None
@@ -39,21 +45,23 @@ def check_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     with heartbeat(writer):
         rows = list(read_checked_rows(spec.dataset.path, checks))
     questions = Questions([row.messages for row in rows], lambda row, text: _checked(checks, rows[row], text))
-    with closing(open_answers(spec, work.answers, questions)) as answers:
+    with closing(open_answers(spec, work.answers, questions, team)) as answers:
         is_incomplete = answers.count < len(rows)
-        with closing(Judges(spec, work.answers, len(rows), from_start=is_incomplete)) as judges:
+        with closing(Judges(spec, work.answers, len(rows), from_start=is_incomplete, team=team)) as judges:
             with heartbeat(writer):
                 judges.check()  # before hours of answers
             more = judges.done, judges.total
-            if not answer_all(attempt, writer, work.answers, questions, answers, device, more):
+            if not answer_all(attempt, writer, work.answers, questions, answers, device, more, team):
                 return
             if not judges.judge_all(attempt, writer, rows, answers, device):
+                return
+            if not team.is_first:
                 return
             steps = answers.count + judges.total
             if judges.all:
                 with heartbeat(writer):
                     add_verdicts(spec, checks, answers, judges)
-    with closing(open_answers(spec, work.answers, questions)) as answers, heartbeat(writer):
+    with closing(open_answers(spec, work.answers, questions, ALONE)) as answers, heartbeat(writer):
         measured = _measured(answers, checks)
     _report(measured, work.answers, steps, writer)
     faults.reach("finishing")

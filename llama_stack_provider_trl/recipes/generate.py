@@ -3,7 +3,8 @@
 
 Answers are appended to a file in the job's checkpoint directory, a batch per write. A batch is always the same answers,
 by their number, and the random numbers of an answer follow from the seed, its row and its sample. So an attempt that
-continues after any end of the one before it writes the same bytes.
+continues after any end of the one before it writes the same bytes. Of several ranks each answers a batch, and the first
+writes them in their order: the bytes of one process.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
@@ -36,8 +37,8 @@ from ..specs.rows import Message
 from ..system.files import RunDir
 from .data.chat import Chat
 from .data.prepare import read_examples
-from .distributed import ranks
 from .distributed.heartbeat import heartbeat
+from .distributed.replicas import ALONE, Replicas, replicas
 from .model.adapters import continued
 from .model.generation import Sampler as Sampler
 from .model.generation import answer_ends
@@ -112,12 +113,14 @@ class Answerer:
     def answer(
         self, prompts: list[list[int]], sources: list[random.Random], on_token: Callable[[], None]
     ) -> list[Answered]:
-        """Answer prompts together, with padding before the shorter ones.
+        """Answer prompts together, with padding before the shorter ones. There may be none.
 
         Args:
             sources: the random numbers of each.
             on_token: called after each step of the batch.
         """
+        if not prompts:
+            return []
         longest = max(map(len, prompts))
         pad = self.tokenizer.pad_token_id
         ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device)
@@ -149,47 +152,79 @@ class Questions(NamedTuple):
 
 
 class AnswerFile:
-    """The answers of a job in a file, one per line, in their order.
+    """The answers of a job in a file, one per line, in their order. The first of several ranks alone has the file; the
+    others know the number of answers.
 
     Args:
         batch: answers that are written together: of a batch that is not whole, nothing is kept.
+        team: the ranks of the job, all of which open it.
         fault: name of the point at which a test can end the process in the middle of a batch.
     """
 
-    def __init__(self, path: Path, batch: int, total: int, fault: str = "answering") -> None:
-        self.path, self._fault = path, fault
-        self._file = open(path, "a+b")  # noqa: SIM115 (`close`)
-        self.count = self._keep_whole_batches(batch, total)
+    def __init__(self, path: Path, batch: int, total: int, team: Replicas = ALONE, fault: str = "answering") -> None:
+        self.path, self._batch, self._total, self._team, self._fault = path, batch, total, team, fault
+        self._file = open(path, "a+b") if team.is_first else None  # noqa: SIM115 (`close`)
+        self.count = team.of_first(0 if self._file is None else self._keep_whole_batches(self._file))
 
-    def _keep_whole_batches(self, batch: int, total: int) -> int:
-        self._file.seek(0)
+    def _keep_whole_batches(self, file: BinaryIO) -> int:
+        file.seek(0)
         count, end, kept, size = 0, 0, 0, 0
-        for line in self._file:
+        for line in file:
             if not line.endswith(b"\n"):
                 break
             count, size = count + 1, size + len(line)
-            if count % batch == 0 or count == total:
+            if count % self._batch == 0 or count == self._total:
                 kept, end = count, size
-        self._file.truncate(end)
-        self._file.seek(0, os.SEEK_END)
+        file.truncate(end)
+        file.seek(0, os.SEEK_END)
         return kept
 
+    def batches(self) -> list[range]:
+        """The numbers of the answers that the ranks are to give next, by rank. A rank with nothing left has none."""
+        first, size, total = self.count, self._batch, self._total
+        begins = range(first, first + self._team.count * size, size)
+        return [range(min(begin, total), min(begin + size, total)) for begin in begins]
+
+    def add(self, lines: list[dict[str, Any]], found: list[Answered]) -> list[Answered]:
+        """Write the batch of each rank, and return when all are on the disk. A collective.
+
+        Args:
+            lines: of this rank's batch.
+            found: what its model has answered.
+
+        Returns:
+            What the models of all ranks have answered.
+        """
+        batches = self._team.gather((lines, found))
+        for batch, _ in batches:
+            if batch:
+                self.append(batch)
+        return [answer for _, answers in batches for answer in answers]
+
     def append(self, lines: list[dict[str, Any]]) -> None:
-        """Write answers, and return when they are on the disk."""
-        data = b"".join(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in lines)
-        middle = len(data) // 2
-        self._file.write(data[:middle])
-        self._file.flush()
-        faults.reach(f"{self._fault}-{self.count}")
-        self._file.write(data[middle:])
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Write a batch, and return when it is on the disk."""
+        if self._file is not None:
+            self._write(self._file, lines)
         self.count += len(lines)
 
+    def _write(self, file: BinaryIO, lines: list[dict[str, Any]]) -> None:
+        data = b"".join(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in lines)
+        middle = len(data) // 2
+        file.write(data[:middle])
+        file.flush()
+        faults.reach(f"{self._fault}-{self.count}")
+        file.write(data[middle:])
+        file.flush()
+        os.fsync(file.fileno())
+
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def lines(self) -> Iterator[dict[str, Any]]:
+        """All answers; of a rank without the file, none."""
+        if self._file is None:
+            return iter(())
         self._file.seek(0)
         return map(json.loads, self._file)
 
@@ -200,13 +235,18 @@ def generate_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     Raises:
         JobFailure: a failure that the user can correct; any other exception is a bug or a limit of the machine.
     """
+    with replicas(attempt, writer) as (team, events):
+        _generate(attempt, events, team)
+
+
+def _generate(attempt: AttemptSpec, writer: EventWriter, team: Replicas) -> None:
     spec, work = attempt.job, attempt.job.work
     assert isinstance(work, GenerateSpec)
     device = begin(attempt, writer)
     with heartbeat(writer):
         questions = Questions([example.messages for example in read_examples(spec.dataset.path, "prompts")])
-    with closing(open_answers(spec, work, questions)) as answers:
-        if not answer_all(attempt, writer, work, questions, answers, device):
+    with closing(open_answers(spec, work, questions, team)) as answers:
+        if not answer_all(attempt, writer, work, questions, answers, device, team=team) or not team.is_first:
             return
         result = _make_dataset(spec, answers, writer)
     faults.reach("finishing")
@@ -215,7 +255,6 @@ def generate_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
 
 def begin(attempt: AttemptSpec, writer: EventWriter) -> torch.device:
     """Report the start of an attempt that answers prompts; returns its device. Raises JobFailure."""
-    ranks.check_world_size(attempt.world_size)
     spec = attempt.job
     device = choose_device(spec.device)
     writer.write(Started(pid=os.getpid(), device=str(device), versions={"torch": torch.__version__}))
@@ -226,10 +265,10 @@ def begin(attempt: AttemptSpec, writer: EventWriter) -> torch.device:
     return device
 
 
-def open_answers(spec: JobSpec, work: Answering, questions: Questions) -> AnswerFile:
-    """The answers that a job has so far."""
+def open_answers(spec: JobSpec, work: Answering, questions: Questions, team: Replicas) -> AnswerFile:
+    """The answers that a job has so far. A collective."""
     total = len(questions.prompts) * work.samples_per_prompt
-    return AnswerFile(spec.checkpoint_dir / ANSWERS, spec.batch_size, total)
+    return AnswerFile(spec.checkpoint_dir / ANSWERS, spec.batch_size, total, team)
 
 
 def answer_all(
@@ -240,9 +279,10 @@ def answer_all(
     answers: AnswerFile,
     device: torch.device,
     more: tuple[int, int] = (0, 0),
+    team: Replicas = ALONE,
 ) -> bool:
-    """Answer the questions that earlier attempts have not. The model is released when this returns, and not loaded
-    where there is none.
+    """Answer the questions that earlier attempts have not. A collective. The model is released when this returns, and
+    not loaded where there is none.
 
     Args:
         more: steps of the job after the answers: those that are done, and all.
@@ -270,16 +310,16 @@ def answer_all(
     _report_prepared(spec, answerer.model, rows, steps, done, writer)
     faults.reach("prepared")
     while answers.count < total:
-        if pauses(attempt, writer, answers.count):
+        if pauses(attempt, writer, answers.count, team):
             return False
-        _answer_batch(answerer, questions, encoded, answers, total, steps, writer)
+        _answer_batches(answerer, questions, encoded, answers, steps, writer, team)
         faults.reach(f"step-{answers.count}")
     return True
 
 
-def pauses(attempt: AttemptSpec, writer: EventWriter, step: int) -> bool:
-    """Whether a pause is requested, which is reported then."""
-    if not RunDir(attempt.run_dir).control.exists():
+def pauses(attempt: AttemptSpec, writer: EventWriter, step: int, team: Replicas) -> bool:
+    """Whether a pause is requested, which is reported then. A collective."""
+    if not team.of_first(RunDir(attempt.run_dir).control.exists()):
         return False
     writer.write(Paused(step=step), durable=True)
     return True
@@ -299,38 +339,35 @@ def _check_recorded(answers: AnswerFile, questions: Questions) -> None:
         raise JobFailure(Reason.invalid_dataset, f"{found}. {todo}") from error
 
 
-def _answer_batch(
+def _answer_batches(
     answerer: Answerer,
     questions: Questions,
     encoded: list[list[int]],
     answers: AnswerFile,
-    total: int,
     steps: int,
     writer: EventWriter,
+    team: Replicas,
 ) -> None:
-    """Answer the next prompts, and write the answers.
+    """Answer the next prompts, a batch on each rank, and write the answers.
 
     Args:
-        total: answers of the job.
-        steps: those, and what follows them.
+        steps: answers of the job, and what follows them.
     """
-    work, first = answerer.work, answers.count
-    numbers = range(first, min(total, first + answerer.spec.batch_size))
-    places = [divmod(number, work.samples_per_prompt) for number in numbers]
+    work = answerer.work
+    places = [divmod(number, work.samples_per_prompt) for number in answers.batches()[team.rank]]
     began = time.monotonic()
     found = answerer.answer(
         [encoded[row] for row, _ in places],
         [random.Random(f"{work.seed}/{row}/{sample}") for row, sample in places],
         writer.heartbeat,
     )
-    seconds = time.monotonic() - began
     lines = []
     for (row, sample), answer in zip(places, found, strict=True):
         writer.heartbeat()  # each check may take a second
         line = {"row": row, "sample": sample, "prompt": questions.prompts[row], **answer._asdict()}
         lines.append({**line, **questions.describe(row, answer.text)})
-    answers.append(lines)
-    report_progress(answers.count, steps, found, seconds, writer)
+    answered = answers.add(lines, found)
+    report_progress(answers.count, steps, answered, time.monotonic() - began, writer)
 
 
 def _load(spec: JobSpec, device: torch.device) -> PreTrainedModel:

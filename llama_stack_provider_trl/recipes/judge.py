@@ -2,7 +2,7 @@
 
 Each check of type judge has a file of verdicts beside the answers, one line per answer, which is written and continued
 as that is: a batch per write, the same batches in every attempt, greedy. So an attempt that continues after any end of
-the one before it writes the same bytes. One judge is in memory at a time.
+the one before it writes the same bytes. One judge is in memory at a time, on each of several ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from itertools import islice
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from ..specs.job import AttemptSpec, JobSpec
 from ..specs.judging import VERDICT_TOKENS, default_template, filled, read_verdict
 from ..specs.kinds import ANSWERS, VERDICTS, Answering, CheckedAnswering, FurtherModel
 from .distributed.heartbeat import heartbeat
+from .distributed.replicas import ALONE, Replicas
 from .generate import Answered, Answerer, AnswerFile, pauses, report_progress
 from .model.loading import load_config, load_tokenizer
 
@@ -59,18 +60,21 @@ class Judges:
     Args:
         total: answers of the job.
         from_start: the answers are not complete: no verdict of an earlier attempt counts.
+        team: the ranks of the job, all of which make this object.
     """
 
-    def __init__(self, spec: JobSpec, work: CheckedAnswering, total: int, *, from_start: bool) -> None:
-        self._spec, self._total = spec, total
+    def __init__(
+        self, spec: JobSpec, work: CheckedAnswering, total: int, *, from_start: bool, team: Replicas = ALONE
+    ) -> None:
+        self._spec, self._total, self._team = spec, total, team
         self._files = ExitStack()
         self.all: list[Judge] = []
         of_judges = [(number, check) for number, check in enumerate(work.checks) if check.type == "judge"]
         for (number, check), model in zip(of_judges, work.judges, strict=True):
             path = spec.checkpoint_dir / VERDICTS.format(number)
-            if from_start:
+            if from_start and team.is_first:
                 path.unlink(missing_ok=True)
-            file = AnswerFile(path, spec.batch_size, total, "judging")
+            file = AnswerFile(path, spec.batch_size, total, team, "judging")
             self.all.append(Judge(number, check, model, self._files.enter_context(closing(file))))
 
     @property
@@ -101,7 +105,7 @@ class Judges:
         answers: AnswerFile,
         device: torch.device,
     ) -> bool:
-        """Have the answers judged that earlier attempts have not. Returns False: the attempt is paused.
+        """Have the answers judged that earlier attempts have not. A collective. Returns False: the attempt is paused.
 
         Raises:
             JobFailure: a judge cannot be used.
@@ -116,9 +120,11 @@ class Judges:
                 release(device)
                 with heartbeat(writer):
                     loaded = key, judge.loads(self._spec, device)
-            for batch in _batches(islice(answers.lines(), judge.verdicts.count, None), self._spec.batch_size):
-                if pauses(attempt, writer, self._total + self.done):
+            unjudged = islice(answers.lines(), judge.verdicts.count, None)
+            while judge.verdicts.count < self._total:
+                if pauses(attempt, writer, self._total + self.done, self._team):
                     return False
+                batch = self._team.deal([[*islice(unjudged, len(numbers))] for numbers in judge.verdicts.batches()])
                 self._judge_batch(judge, loaded[1], rows, batch, writer)
                 faults.reach(f"step-{self._total + self.done}")
         return True
@@ -139,12 +145,11 @@ class Judges:
             writer.write(Warned(message=f"the judge {judge.check.model}: {answerer.chat.template_warning}"))
         fitting = [ids for ids in encoded if answerer.has_room(ids)]
         sources = [random.Random(0) for _ in fitting]  # a greedy choice reads none
-        found = answerer.answer(fitting, sources, writer.heartbeat) if fitting else []
+        found = answerer.answer(fitting, sources, writer.heartbeat)
         given = iter(found)
         verdicts = [next(given) if answerer.has_room(ids) else None for ids in encoded]
-        judge.verdicts.append(
-            [_line(judge.check, answer, verdict) for answer, verdict in zip(batch, verdicts, strict=True)]
-        )
+        lines = [_line(judge.check, answer, verdict) for answer, verdict in zip(batch, verdicts, strict=True)]
+        found = judge.verdicts.add(lines, found)
         report_progress(self._total + self.done, self._total + self.total, found, time.monotonic() - began, writer)
 
 
@@ -188,8 +193,3 @@ def release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _batches(lines: Iterator[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
-    while batch := list(islice(lines, size)):
-        yield batch

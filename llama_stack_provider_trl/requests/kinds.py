@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from ..documented import Documented
 from ..errors import InvalidRequest, InvalidRows
 from ..specs.answer_checks import AnswerCheck, refuse_unusable
-from ..specs.job import JobSpec
+from ..specs.job import JobSpec, ShardingSpec
 from ..specs.kinds import (
     MERGING,
     OF_JOB,
@@ -38,7 +38,9 @@ from .options import ProviderOptions
 from .settings import Request, Settings
 
 OPTIONS = ("after", "cancel_with", "device", "max_duration", "priority", "retries")
-"""Provider options of jobs that do not train."""
+"""Provider options of all jobs that do not train."""
+_RANKS, _RESOURCES = "nproc_per_node", "resources"
+"""Options of those that compute with a model, and of evaluations."""
 EVALUATE = "provider_options.evaluate"
 NO_ROWS = "none"
 """The dataset of a job that reads no rows."""
@@ -357,10 +359,18 @@ class MergeRequest(_Kind):
         return [*found, *([("base", self.base)] if self.base is not None else [])]
 
 
-def check_options(options: ProviderOptions) -> None:
+def options_of(kind: type[GenerateRequest | EvaluateRequest | MergeRequest]) -> list[str]:
+    """The provider options of a kind of jobs, sorted. A merge is one process."""
+    if issubclass(kind, MergeRequest):
+        return sorted(OPTIONS)
+    return sorted([*OPTIONS, _RANKS, *([_RESOURCES] if issubclass(kind, EvaluateRequest) else [])])
+
+
+def check_options(options: ProviderOptions, kind: type[GenerateRequest | EvaluateRequest | MergeRequest]) -> None:
     """Refuse the options of training. Raises InvalidRequest."""
-    if others := sorted(options.model_fields_set - set(OPTIONS)):
-        hint = f"it is an option of training; a job that does not train has {', '.join(OPTIONS)}"
+    known = options_of(kind)
+    if others := sorted(options.model_fields_set - set(known)):
+        hint = f"it is an option of training; a job of this kind has {', '.join(known)}"
         raise InvalidRequest(f"provider_options.{others[0]}", getattr(options, others[0]), hint)
 
 
@@ -386,22 +396,33 @@ def evaluation_after(job_uuid: str, given: dict[str, Any]) -> EvaluateRequest:
 
 
 def for_work(
-    request: Request, options: ProviderOptions, settings: Settings, named: NamedJob | None
+    request: Request, options: ProviderOptions, settings: Settings, named: NamedJob | None, work: Work | None = None
 ) -> tuple[ProviderOptions, Settings]:
-    """Options and settings with which a job that does not train is resolved: one process, on the service's machine,
-    with the adapter that `model` names.
+    """Options and settings with which a job that does not train is resolved: one process where it sets no other number,
+    each with the whole model, on the service's machine where it sets no resources, with the adapter that `model` names.
 
     Raises:
-        InvalidRequest: `model` cannot be read.
+        InvalidRequest: `model` cannot be read, or the job cannot run on a node.
     """
     chosen = {"adapter": "continue"} if is_adapter(request, settings, named) else {}
-    here = {"ranks": 1, "max_ranks": 1, "nodes": 1, "max_nodes": 1}
+    here: dict[str, Any] = {"ranks": 1, "nodes": 1, "max_nodes": 1}
+    if (resources := options.resources) is not None:
+        given = resources.model_dump(exclude_unset=True)
+        if not (isinstance(work, EvaluateSpec) and work.answers is None and not work.members):
+            hint = "answers, and the models of an ensemble, are on the service's machine only: leave it out"
+            raise InvalidRequest(f"provider_options.{_RESOURCES}", given, hint)
+        if resources.nodes not in (None, 1):
+            hint = "a job that does not train runs on one node: use 1"
+            raise InvalidRequest(f"provider_options.{_RESOURCES}.nodes", resources.nodes, hint)
+        here["max_nodes"] = settings.max_nodes
+    if settings.sharding is not None:
+        here["sharding"] = ShardingSpec(strategy="NO_SHARD")
     return options.model_copy(update=chosen), settings.model_copy(update=here)
 
 
 def with_work(spec: JobSpec, work: Work) -> JobSpec:
     """The job, which does this in place of training. Raises InvalidRequest: it is too much."""
-    untrained: dict[str, Any] = {"preflight": "off", "resources": None, "oom_retry": False}
+    untrained: dict[str, Any] = {"preflight": "off", "oom_retry": False}
     if (answering := answering_of(work)) is not None:
         answers = spec.dataset.num_rows * answering.samples_per_prompt
         if answers > _MOST_ANSWERS:

@@ -258,7 +258,7 @@ class Service(StoredJobs):
     async def submit_work(self, body: GenerateBody | EvaluateBody | MergeBody, caller: Caller) -> None:
         """Queue a job that does not train, once. Raises as `submit` does."""
         options = self._options(body.provider_options, caller)
-        check_options(options)
+        check_options(options, type(body))
         digest = request_digest(type(body), body.model_dump(exclude_unset=True, exclude=set(_OURS)), options)
         if self.store.holds(body.job_uuid, digest):
             return

@@ -40,9 +40,10 @@ CHECKS: list[Json] = [
 ]
 
 
-def test_answers_are_checked_once_each_whatever_was_killed_in_between(tmp_path: Path) -> None:
-    """8 answers in batches of 2. The trainer dies while it writes the second batch; its runner dies with all its
-    processes, and the service, after the third."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_answers_are_checked_once_each_whatever_was_killed_in_between(tmp_path: Path, ranks: int) -> None:
+    """8 answers in batches of 2, of one process and of `ranks`. The trainer dies while it writes the second batch; its
+    runner dies with all its processes, and the service, after the third."""
     rows = [{**row, "shape": '{"type": "object"}'} for row in QUESTIONS]
     server = CrashingService(tmp_path)
     with closing(server.store), running(server):
@@ -54,7 +55,7 @@ def test_answers_are_checked_once_each_whatever_was_killed_in_between(tmp_path: 
         server.wait("undisturbed", "completed", timeout=server.patience)
         server.arm("answering-2", "kill")
         server.arm("step-6", "hold")
-        client.evaluate(request("killed", **checked, provider_options={"retries": 3}))
+        client.evaluate(request("killed", **checked, provider_options={"retries": 3, "nproc_per_node": ranks}))
         server.wait_taken("step-6", server.patience)
         server.kill()
         for process in census(server.data_dir).running:
@@ -95,8 +96,10 @@ def test_answers_are_checked_once_each_whatever_was_killed_in_between(tmp_path: 
 
 
 def test_judges_are_waited_for_and_give_each_verdict_once_whatever_was_killed_in_between(tmp_path: Path) -> None:
-    """8 answers and 16 verdicts in batches of 2. The trainer dies while it writes the second batch of verdicts; its
-    runner dies with all its processes, and the service, within those of the second judge."""
+    """8 answers and 16 verdicts in batches of 2, of one process and of two ranks. The trainer dies while it writes the
+    second batch of verdicts; its runner dies with all its processes, and the service, within those of the second
+    judge."""
+    two_ranks = {"retries": 3, "nproc_per_node": 2}
     checks: list[Json] = [
         CHECKS[1],
         {"type": "judge", "name": "good", "model": "job:tune", "scale": [1, 5], "at_least": 3, "max_new_tokens": 8},
@@ -121,7 +124,7 @@ def test_judges_are_waited_for_and_give_each_verdict_once_whatever_was_killed_in
         assert "right" in server.status("tune-evaluation")["resources_allocated"]["result"]["judged"]
         server.arm("judging-2", "kill")
         server.arm("step-20", "hold")
-        client.evaluate(request("killed", **judged, provider_options={"retries": 3}))
+        client.evaluate(request("killed", **judged, provider_options=two_ranks))
         server.wait_taken("step-20", server.patience)
         assert server.taken("judging-2")
         server.kill()
@@ -141,7 +144,7 @@ def test_judges_are_waited_for_and_give_each_verdict_once_whatever_was_killed_in
         unreadable = [sum(line["judged"][name]["score"] is None for line in lines) for name in ("good", "right")]
         assert [found["judged"][name]["unreadable"] for name in ("good", "right")] == unreadable
         assert "judged.good" in server.get("/jobs/killed", prefix="").text
-        assert client.evaluate(request("killed", **judged, provider_options={"retries": 3})) == "killed"
+        assert client.evaluate(request("killed", **judged, provider_options=two_ranks)) == "killed"
         slow = sft("slow", "rows")
         slow["training_config"]["n_epochs"] = 200
         server.submit(SFT, slow)

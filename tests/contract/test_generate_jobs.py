@@ -47,10 +47,11 @@ def answers_of(service: TrainingService, job_uuid: str) -> tuple[str, list[Json]
     return sha256_of(answers), [json.loads(line) for line in answers.read_text().splitlines()]
 
 
-def test_answers_are_the_same_bytes_whatever_was_killed_in_between(tmp_path: Path) -> None:
-    """16 answers in batches of 4. The trainer dies while it writes the second batch, which is half written then; its
-    runner dies with all its processes, and the service, after the third; the service dies again once the dataset is
-    registered, before the job is completed."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_answers_are_the_same_bytes_whatever_was_killed_in_between(tmp_path: Path, ranks: int) -> None:
+    """16 answers in batches of 4, of one process and of `ranks`. The trainer dies while it writes the second batch,
+    which is half written then; its runner dies with all its processes, and the service, after the third; the service
+    dies again once the dataset is registered, before the job is completed."""
     server = CrashingService(tmp_path)
     with closing(server.store), running(server):
         server.register("rows", QUESTIONS)
@@ -58,7 +59,7 @@ def test_answers_are_the_same_bytes_whatever_was_killed_in_between(tmp_path: Pat
         server.wait("undisturbed", "completed", timeout=server.patience)
         server.arm("answering-4", "kill")
         server.arm("step-12", "hold")
-        server.submit(GENERATE, request("killed", "answers"), options={"retries": 3})
+        server.submit(GENERATE, request("killed", "answers"), options={"retries": 3, "nproc_per_node": ranks})
         server.wait_taken("step-12", server.patience)
 
         def progress_of() -> Json | None:
@@ -68,6 +69,7 @@ def test_answers_are_the_same_bytes_whatever_was_killed_in_between(tmp_path: Pat
         progress = poll(progress_of, "its progress is read", server.patience)
         assert (progress["total_steps"], progress["percent"] is not None) == (16, True)
         assert server.store.get("killed").attempt == 2
+        assert [server.store.get(name).spec.ranks for name in ("undisturbed", "killed")] == [1, ranks]
         server.kill()
         for process in census(server.data_dir).running:
             os.kill(process.pid, signal.SIGKILL)
