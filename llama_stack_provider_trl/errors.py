@@ -5,7 +5,7 @@
     |   `-- InvalidRows (ValueError)       a dataset row that no recipe can read             -> 400
     |-- JobNotFound (LookupError)          no job has this job_uuid                           -> 404
     |-- JobConflict (RuntimeError)         the job_uuid is taken, or the state forbids it     -> 409
-    |-- LimitReached (RuntimeError)        a limit of the caller's token is reached, for now  -> 429
+    |-- LimitReached (RuntimeError)        a limit is reached, for now                        -> 429
     |-- StoreError (RuntimeError)          the job database cannot be used                    -> 500
     |-- ServiceUnreachable (ConnectionError)  the training service does not answer            -> 502
     |-- ServiceRefusal (RuntimeError)      the training service answered with an error        -> its status, or 502
@@ -71,7 +71,11 @@ class JobConflict(TrlError, RuntimeError):
 
 
 class LimitReached(TrlError, RuntimeError):
-    """Raised when a limit of the caller's token is reached; the same request succeeds later."""
+    """Raised when a limit of the caller's token, or of the requests that are checked at once, is reached; the same
+    request succeeds later."""
+
+    status_code = 429
+    """As `StoreError`'s."""
 
 
 class StoreError(TrlError, RuntimeError):

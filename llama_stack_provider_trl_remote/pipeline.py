@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 from urllib.parse import quote
 
@@ -127,7 +128,7 @@ def resolved(step: PipelineJob, job_uuid: str, names: Mapping[str, str]) -> Json
     data = _data_of(request)
     if (named := _named(data.get(_ROWS))) is not None:
         data[_ROWS] = f"{_PREFIX}{names[named]}"
-    for one, key in _models(request):
+    for one, key in chain.from_iterable(_models(request).values()):
         if (named := _named(one[key])) is not None:
             one[key] = f"{_PREFIX}{names[named]}{one[key].removeprefix(_PREFIX + named)}"
     if request.get("kind") == "generate":
@@ -211,9 +212,12 @@ def _step(name: str, request: Any, names: Any) -> PipelineJob:
     rows = _named(_data_of(request).get(_ROWS))
     if rows is not None and rows not in names:
         raise InvalidRequest(f"{where}.{_ROWS}", f"job:{rows}", f"the jobs of this file are {', '.join(names)}")
-    models = [named for one, key in _models(request) if (named := _named(one[key])) is not None]
-    if unknown := [name for name in models if name not in names]:
-        raise InvalidRequest(f"{where}.models", f"job:{unknown[0]}", f"the jobs of this file are {', '.join(names)}")
+    models = []
+    for field, given in _models(request).items():
+        models += (named := [other for one, key in given if (other := _named(one[key])) is not None])
+        if unknown := [name for name in named if name not in names]:
+            hint = f"the jobs of this file are {', '.join(names)}"
+            raise InvalidRequest(f"{where}.{field}", f"job:{unknown[0]}", hint)
     found = (*([base] if base else []), *([rows] if rows else []), *models, *after)
     before = tuple(dict.fromkeys(found))
     return PipelineJob(name, dict(request), before, _dataset_ids(request))
@@ -245,13 +249,26 @@ def _named(model: Any) -> str | None:
     return model.removeprefix(_PREFIX).partition("/")[0]
 
 
-def _models(request: Mapping[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """The models of a merge or an ensemble, the reward models of GRPO, and the teacher of a distillation: the object
-    that has each, and its key there. None where the request is of another form, which the service refuses."""
-    method = _method(request)
-    models = request.get("models") if request.get("kind") in ("merge", "evaluate") else method.get("rewards")
-    found = [(one, "model") for one in (models if isinstance(models, list) else ()) if isinstance(one, dict)]
-    return [(one, key) for one, key in [*found, (method, "teacher")] if isinstance(one.get(key), str)]
+def _models(request: Mapping[str, Any]) -> dict[str, list[tuple[dict[str, Any], str]]]:
+    """What names models beside the base, by its field: of a merge or an ensemble, judges, reward models of GRPO, and
+    the teacher of a distillation. Each is an object with the key that names it. Nothing where the request is of another
+    form, which the service refuses."""
+    options, method = request.get("provider_options"), _method(request)
+    then = options.get("evaluate") if isinstance(options, Mapping) else None
+    lists = {
+        "models": request.get("models") if request.get("kind") in ("merge", "evaluate") else None,
+        "checks": request.get("checks") if request.get("kind") == "evaluate" else None,
+        "algorithm_config.rewards": method.get("rewards"),
+        "provider_options.evaluate.checks": then.get("checks") if isinstance(then, Mapping) else None,
+    }
+    found = {
+        field: [(one, "model") for one in given if isinstance(one, dict) and isinstance(one.get("model"), str)]
+        for field, given in lists.items()
+        if isinstance(given, list)
+    }
+    return found | (
+        {"algorithm_config.teacher": [(method, "teacher")]} if isinstance(method.get("teacher"), str) else {}
+    )
 
 
 def _method(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ if client.wait(job)["status"] == "completed":
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from typing import Any, Literal
 
 from llama_stack_provider_trl.requests.bodies import algorithm_of
 
+from .answers import answer_lines
 from .client import JOBS, PREFLIGHT, PREVIEW, ServiceClient, Timeouts, job_path
 from .config import DEFAULT_URL, checked_token, checked_url
 from .follow import JobEvent, Note, events, statuses
@@ -213,6 +215,17 @@ class AsyncTrlClient:
         checkpoint, after), `step`, `epoch`, `time` and `answers` in the order of the prompts."""
         return await all_samples(self._service, job_uuid)
 
+    async def answers(self, job_uuid: str) -> AsyncGenerator[Json, None]:
+        """Each answer of a job that has answered prompts and has ended, in their order: `row`, `sample`, `prompt`,
+        `text`, and of an evaluation what it `passed` and how it was `judged`.
+
+        Raises:
+            ServiceRefusal: 404, the job has none; 409, it has not ended.
+        """
+        async with aclosing(answer_lines(self._service, job_uuid)) as lines:
+            async for line in lines:
+                yield json.loads(line)
+
     async def pull(
         self, job_uuid: str, directory: str | Path, checkpoint: str = "final", note: Note | None = None
     ) -> str:
@@ -342,14 +355,7 @@ class TrlClient:
 
     def events(self, job_uuid: str, after: str = "", *, follow: bool = True) -> Iterator[JobEvent]:
         """As `AsyncTrlClient.events`."""
-        with _event_loop() as run:
-            found = self._client.events(job_uuid, after, follow=follow)
-            try:
-                while (event := run(_next(found))) is not None:
-                    yield event
-            except GeneratorExit:  # it is not read to its end; where a call is interrupted, its task is ended
-                run(_close(found))
-                raise
+        return _iterated(self._client.events(job_uuid, after, follow=follow))
 
     def metrics(self, job_uuid: str, after: int = -1) -> list[Json]:
         """As `AsyncTrlClient.metrics`."""
@@ -358,6 +364,10 @@ class TrlClient:
     def samples(self, job_uuid: str) -> Json:
         """As `AsyncTrlClient.samples`."""
         return _run(self._client.samples(job_uuid))
+
+    def answers(self, job_uuid: str) -> Iterator[Json]:
+        """As `AsyncTrlClient.answers`."""
+        return _iterated(self._client.answers(job_uuid))
 
     def pull(self, job_uuid: str, directory: str | Path, checkpoint: str = "final", note: Note | None = None) -> str:
         """As `AsyncTrlClient.pull`."""
@@ -459,9 +469,20 @@ def _run[Value](coroutine: Coroutine[Any, Any, Value]) -> Value:
         return result
 
 
-async def _next(found: AsyncIterator[JobEvent]) -> JobEvent | None:
+def _iterated[Value](found: AsyncGenerator[Value, None]) -> Iterator[Value]:
+    """The values of an asynchronous generator, in an event loop of their own from the first one on."""
+    with _event_loop() as run:
+        try:
+            while (value := run(_next(found))) is not None:
+                yield value
+        except GeneratorExit:  # it is not read to its end; where a call is interrupted, its task is ended
+            run(_close(found))
+            raise
+
+
+async def _next[Value](found: AsyncIterator[Value]) -> Value | None:
     return await anext(found, None)
 
 
-async def _close(found: AsyncGenerator[JobEvent, None]) -> None:
+async def _close(found: AsyncGenerator[Any, None]) -> None:
     await found.aclose()

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from llama_stack_provider_trl.recipes.imports import quick_imports
+from tests.traces import SHARED
+
 # Imported modules and collected tests are a million objects, none of them garbage: without the collector each worker
-# collects its tests in 20 s of CPU time where it took 25.
-gc.disable()
+# collects its tests in 20 s of CPU time where it took 25. What trl and transformers read at their imports is 1 s more.
+_COLLECTION = ExitStack()
+_COLLECTION.enter_context(quick_imports())
+atexit.register(_COLLECTION.close)  # of a process that collects nothing
 
 
 @pytest.fixture(autouse=True)
@@ -23,10 +31,16 @@ def umask_and_working_directory_are_kept() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()
+    _COLLECTION.close()
     gc.enable()
 
 
 def _umask() -> int:
     os.umask(umask := os.umask(0o077))
     return umask
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin without traces of earlier runs: what a trace does to a training would show in the first run only."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(SHARED, ignore_errors=True)

@@ -8,7 +8,8 @@ A server may be in network, host name and mount namespaces of its own: what is f
 
 What is forked is the product's own warm process, in the environment that the launcher gives it: only the interpreter's
 start and the imports are skipped. Where it would import with another environment or other limits it is started as
-usual. The tests of the warm process itself, in tests/process/test_warm_start.py, fork none.
+usual. What is forked ends with the process that forks it, and that with pytest. The tests of the warm process itself,
+in tests/process/test_warm_start.py, fork none.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -40,7 +41,10 @@ from llama_stack_provider_trl.launch.base import TaskSpec
 from llama_stack_provider_trl.launch.torchrun import training_environment
 from llama_stack_provider_trl.launch.warm import ARROW
 from llama_stack_provider_trl.launch.warm_processes import WarmProcess, WarmProcesses
+from llama_stack_provider_trl.specs import schema
 from llama_stack_provider_trl.system import fork
+from llama_stack_provider_trl.system.process import die_with_parent
+from tests.traces import shared_traces
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 VARIABLE = "TESTS_FORKED"
@@ -53,6 +57,33 @@ LLAMA_STACK = (
 )
 OGX = ("ogx.cli.stack.run", "ogx.core.server.server", "llama_stack_provider_trl_remote.external_api")
 """What a server of this kind imports, in any case or almost so."""
+_LATER: Mapping[str, Sequence[str]] = {
+    "llama_stack": (
+        *(
+            "uvicorn.loops.auto",
+            "uvicorn.protocols.http.auto",
+            "uvicorn.protocols.websockets.auto",
+            "uvicorn.lifespan.on",
+        ),
+        *("llama_stack.cli.llama", "llama_stack.providers.inline.datasetio.localfs.datasetio"),
+        *("llama_stack.providers.utils.sqlstore.sqlalchemy_sqlstore", "llama_stack.providers.utils.kvstore.sqlite"),
+        *(
+            "sqlalchemy.dialects.sqlite",
+            "llama_stack.providers.registry.inference",
+            "llama_stack.core.routers.inference",
+        ),
+        *(
+            "llama_stack.core.routers.datasets",
+            "llama_stack.core.routers.eval_scoring",
+            "llama_stack.core.routers.safety",
+        ),
+        *("llama_stack.core.routers.tool_runtime", "llama_stack.core.routers.vector_io", "pydantic.v1"),
+        *("llama_stack.core.routing_tables.benchmarks", "llama_stack.core.routing_tables.toolgroups"),
+        "llama_stack.core.routing_tables.vector_stores",
+    ),
+}
+"""Package of a server -> what it imports while it starts, which takes as long as all else of a start. Releases may lack
+some of it."""
 _OWN = ("TRL_", "TESTS_", "PYTEST_", "LLAMA_STACK_PORT")
 """Beginnings of variables that servers read when they start, and not while they import."""
 _SITE = REPOSITORY / "tests" / "site"
@@ -247,13 +278,19 @@ def _serve(path: str, imports: Sequence[str]) -> None:
     from llama_stack_provider_trl.launch import warm
     from llama_stack_provider_trl.system.process import resident_memory
 
+    share = ExitStack()
     own = _outside(os.environ) if imports else json.loads(json.dumps(_conditions(sys.executable, os.environ)))
     before = {name: value for name, value in os.environ.items() if name not in ARROW}
     if imports:
         for module in imports:
             importlib.import_module(module)
+        for module in _LATER.get(imports[0].partition(".")[0], ()):
+            with suppress(ImportError):
+                importlib.import_module(module)
+        schema.schema_digest()  # which each server would compute at its start
     else:
         warm.import_libraries()
+        share.enter_context(shared_traces())
     for name in (VARIABLE, *ARROW, fork.ROOM):
         os.environ.pop(name, None)
     fork.prepare(before, resident_memory())
@@ -297,8 +334,10 @@ def _fork(connection: socket.socket, own: Any) -> int:
     request = json.loads(data)
     pid = 0
     if request["conditions"] == own:
+        parent = os.getpid()
         pid = os.fork()
         if pid == 0:
+            die_with_parent(parent)
             _become(request, _peer(connection), *files)
     for file in files:
         os.close(file)

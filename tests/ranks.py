@@ -2,8 +2,8 @@
 
 `python -m tests.ranks` reads lines of JSON, [paths of the nodes' spec files, ranks, ranks per node, port, constants,
 counted function, function to call, directory of faults], forks the ranks with the variables that torchrun sets, waits
-for them, and prints their exit codes. The recipe and the process group are the real ones. The modules that one pytest
-process runs share it.
+for them, and prints their exit codes. They end with it, and it with pytest. The recipe and the process group are the
+real ones. The modules that one pytest process runs share it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 import json
 import operator
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -26,7 +27,8 @@ from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.specs.events import Event, iter_events
 from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec
 from llama_stack_provider_trl.system.files import RunDir
-from tests.zygote import train_and_exit
+from llama_stack_provider_trl.system.process import die_with_parent
+from tests.zygote import train_and_exit, try_out_attention
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -147,13 +149,17 @@ def _free_port() -> int:
 
 
 def main() -> None:
-    from transformers.models.llama import modeling_llama  # noqa: F401 - imported here so that no rank has to
-
     from llama_stack_provider_trl.launch import warm
-    from llama_stack_provider_trl.recipes import session  # noqa: F401
-    from llama_stack_provider_trl.recipes.fast import head  # noqa: F401
+    from llama_stack_provider_trl.recipes.imports import quick_imports
+
+    with quick_imports():
+        from transformers.models.llama import modeling_llama  # noqa: F401 - imported here so that no rank has to
+
+        from llama_stack_provider_trl.recipes import session  # noqa: F401
+        from llama_stack_provider_trl.recipes.fast import head  # noqa: F401
 
     warm.fill_caches()
+    try_out_attention()
     for line in sys.stdin:
         specs, world_size, per_node, port, constants, counted, before, faults_dir = json.loads(line)
         os.environ[faults.VARIABLE] = faults_dir
@@ -162,7 +168,22 @@ def main() -> None:
             _fork(spec, rank, world_size, per_node, port, constants, "" if rank else counted, before)
             for rank, spec in enumerate(specs)
         ]
-        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+        print(json.dumps(_wait(pids)), flush=True)
+
+
+def _wait(pids: Sequence[int]) -> list[int]:
+    """Exit codes of the ranks. This process ends with pytest, which requests nothing before it has the answer."""
+    running = {os.pidfd_open(pid): pid for pid in pids}
+    codes: dict[int, int] = {}
+    while running:
+        readable = select.select([sys.stdin, *running], [], [])[0]
+        if sys.stdin in readable:
+            os._exit(1)
+        for descriptor in readable:
+            pid = running.pop(descriptor)
+            os.close(descriptor)
+            codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return [codes[pid] for pid in pids]
 
 
 def _fork(
@@ -175,10 +196,12 @@ def _fork(
     counted: str,
     before: str,
 ) -> int:
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     try:
+        die_with_parent(parent)
         for constant, value in constants.items():
             module, _, name = constant.rpartition(".")
             setattr(importlib.import_module(f"llama_stack_provider_trl.recipes.{module}"), name, value)

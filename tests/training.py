@@ -20,6 +20,7 @@ from llama_stack_provider_trl.specs.job import (
     SamplesSpec,
 )
 from llama_stack_provider_trl.system.files import RunDir, put_rows
+from tests.traces import shared_traces
 
 LORA = LoraSpec(target_modules=("q_proj", "v_proj"), mlp=True, rank=4, alpha=8)
 SFT_ROWS = [{"prompt": f"What is {n} plus {n}?", "completion": f"{n} plus {n} is {2 * n}."} for n in range(12)]
@@ -82,7 +83,8 @@ def attempt_in_process(spec: Path) -> int:
     torch.set_num_threads(1)
     os.umask(umask := os.umask(0o077))
     try:
-        return train.main(["train", str(spec)])
+        with shared_traces():
+            return train.main(["train", str(spec)])
     finally:
         os.umask(umask)
 

@@ -1,8 +1,8 @@
 """Training processes in a tenth of a second instead of five: forked from one process that has imported torch and trl.
 
 `python -m tests.zygote` reads lines of JSON, the path of a spec file and the directory of faults, forks a training
-process for each, and prints its pid. `ForkLauncher` is the Launcher on top of it: no runner, no exit codes, but the
-real recipe in a real process.
+process for each, and prints its pid. They end with it, and it with pytest. `ForkLauncher` is the Launcher on top of it:
+no runner, no exit codes, but the real recipe in a real process.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.runner import PAUSE
 from llama_stack_provider_trl.system.files import RunDir, atomic_write_json
-from llama_stack_provider_trl.system.process import ProcessId, alive, identify, send_signal
+from llama_stack_provider_trl.system.process import ProcessId, alive, die_with_parent, identify, send_signal
+from tests.traces import shared_traces
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+_LENGTH = 1024
+"""Default of `max_seq_length`."""
 
 
 class ForkLauncher:
@@ -95,19 +98,35 @@ class ForkLauncher:
 
 def main() -> None:
     from llama_stack_provider_trl.launch import warm
-    from llama_stack_provider_trl.recipes import session  # noqa: F401 - imported here so that no child has to
+    from llama_stack_provider_trl.recipes.imports import quick_imports
+
+    with quick_imports():
+        from llama_stack_provider_trl.recipes import session  # noqa: F401 - imported here so that no child has to
 
     warm.fill_caches()
+    try_out_attention()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the dead
     for line in sys.stdin:
         print(_fork(*json.loads(line)) if line.strip() else "ready", flush=True)
 
 
+def try_out_attention() -> None:
+    """Have forks know what each would find out of the model that most train: whether it needs padding. This
+    process computes that in one thread (OMP_NUM_THREADS), as a fork would lack the others."""
+    from llama_stack_provider_trl.recipes.fast import support
+    from llama_stack_provider_trl.specs.model_source import ModelSource
+    from tests.tiny import tiny_model
+
+    assert not support._unsupported(ModelSource(model=str(tiny_model())), _LENGTH)
+
+
 def _fork(spec: str, faults_dir: str) -> int:
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     try:
+        die_with_parent(parent)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         os.environ[faults.VARIABLE] = faults_dir
@@ -123,7 +142,8 @@ def train_and_exit(spec: str, rank: int = 0) -> NoReturn:
     os.dup2(log, 2)
     from llama_stack_provider_trl.recipes.train import main as train
 
-    os._exit(train(["train", spec]))
+    with shared_traces():
+        os._exit(train(["train", spec]))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import random
 import shutil
 import subprocess
 import sys
@@ -120,6 +121,21 @@ def rows(algorithm: str, count: int, tokens: int) -> list[dict[str, str]]:
             found.append({"prompt": f"{number}?", "completion": answer})
         else:
             found.append({"prompt": f"{number}?", "chosen": answer, "rejected": f"no {answer[: len(answer) // 2]}"})
+    return found
+
+
+def rows_of_many_lengths(algorithm: str, count: int, tokens: int) -> list[dict[str, str]]:
+    """Rows of up to about `tokens` tokens whose parts have lengths of their own, as people's rows have."""
+    lengths = random.Random(0)
+    text = "In the beginning of the year the order was late, and the answer was short. "
+    long = text * (1 + tokens // len(text))
+    found = []
+    for number in range(count):
+        prompt, one, other = (long[: lengths.randint(tokens // 8, tokens // 2 - 64)] for _ in range(3))
+        if algorithm == "sft":
+            found.append({"prompt": prompt, "completion": f"{number} {one}"})
+        else:
+            found.append({"prompt": prompt, "chosen": f"{number} {one}", "rejected": f"no {other}"})
     return found
 
 

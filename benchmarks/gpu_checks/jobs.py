@@ -87,7 +87,7 @@ class Outcome:
 
 
 def spec(setting: Setting, name: str, model: Path, **changes: Any) -> JobSpec:
-    """A job of a few steps. `steps`, `tokens`, `lora` (True: on attention and MLP) and any field of JobSpec."""
+    """A job of a few steps. `steps`, `tokens`, `rows`, `lora` (True: on attention and MLP) and any field of JobSpec."""
     from llama_stack_provider_trl.specs.job import DatasetRef, DpoSpec, JobSpec, LoraSpec, OptimizerSpec
     from llama_stack_provider_trl.system.files import put_rows
 
@@ -98,7 +98,8 @@ def spec(setting: Setting, name: str, model: Path, **changes: Any) -> JobSpec:
         lora = LoraSpec(target_modules=("q_proj", "v_proj"), mlp=True, rank=8, alpha=16)
     root = setting.folder / name
     per_step = batch * changes.get("gradient_accumulation_steps", 1) * changes.get("ranks", 1)
-    blob = put_rows(root / "datasets", rows(algorithm, steps * per_step, tokens))
+    given = changes.pop("rows", None) or rows(algorithm, steps * per_step, tokens)
+    blob = put_rows(root / "datasets", given)
     fields: dict[str, Any] = {
         "job_uuid": name,
         "algorithm": algorithm,

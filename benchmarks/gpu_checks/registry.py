@@ -44,6 +44,7 @@ CHECKS = (
     Check("SIGTERM", "gpu_checks.recovery:sigterm", 120),
     Check("QLoRA", "gpu_checks.numerics:qlora", 90),
     Check("QAT", "gpu_checks.numerics:qat", 60),
+    Check("speed on rows of many lengths", "gpu_checks.speed:many_lengths", 150),
     Check("speed at 1B", "gpu_checks.speed:throughput", 300),
     Check("NCCL hang", "gpu_checks.recovery:hang", 120, gpus=2),
     Check("contexts", "gpu_checks.peak_memory:contexts", 90, gpus=2),

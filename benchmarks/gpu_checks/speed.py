@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .inputs import HALF_B, ONE_B, TINY, Shape, model, random_model
-from .jobs import WARMUP_STEPS, Outcome, problems, run, spec
+from .inputs import HALF_B, ONE_B, TINY, Shape, model, random_model, rows_of_many_lengths
+from .jobs import WARMUP_STEPS, Outcome, problems, run, spec, write_attempt
+from .many_lengths import ROUNDS
 from .report import Finding
 from .setting import BENCHMARKS, Setting
 from .sharding import SAME_SPEED
@@ -230,6 +233,54 @@ def judge_throughput(
     summary = (
         ", ".join(f"{name} {ratio:.2f} times stock TRL" for name, ratio in ours.items()) or "our recipe is missing"
     )
+    return Finding(passed, summary, rows, {"against_stock": ratios})
+
+
+# --- Rows of many lengths ---------------------------------------------------------------------------------------------
+
+
+def many_lengths(setting: Setting) -> Finding:
+    """Decides whether jobs are faster than stock TRL on rows as people have them, of many lengths, with our defaults.
+
+    Every shape is new to the kernels at first: half of the time of short jobs can be their preparation.
+    """
+    shape, steps, tokens = (TINY, 6, 256) if setting.is_dry_run else (HALF_B, 16, 1024)
+    path, out = model(setting, shape), setting.folder / "many-lengths.json"
+    specs = []
+    for number, algorithm in itertools.product(range(ROUNDS), ("sft", "dpo")):
+        rows = rows_of_many_lengths(algorithm, 4 * steps, tokens)
+        sizes = {"algorithm": algorithm, "tokens": tokens, "steps": steps, "batch_size": 4, "rows": rows}
+        job = spec(setting, f"{algorithm}-{number}", path, **sizes)
+        specs.append(write_attempt(setting, job) / "spec.json")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "gpu_checks.many_lengths", str(out), *map(str, specs)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    (setting.folder / "many-lengths.log").write_text(done.stdout + done.stderr)
+    if done.returncode != 0 or not out.exists():
+        return Finding(False, " ".join((done.stderr or done.stdout).strip().splitlines()[-3:])[-600:])
+    return judge_many_lengths(json.loads(out.read_text()), is_measured=not setting.is_dry_run)
+
+
+def judge_many_lengths(found: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], is_measured: bool) -> Finding:
+    """
+    Args:
+        found: seconds of the steps by algorithm, variant and round.
+    """
+    rows, ratios = {}, {}
+    for algorithm, variants in found.items():
+        means = {
+            name: statistics.median(statistics.mean(steps[WARMUP_STEPS:]) for steps in rounds)
+            for name, rounds in variants.items()
+        }
+        ratios[algorithm] = means["stock TRL"] / means["ours"]
+        for name, mean in means.items():
+            middle = statistics.median(itertools.chain.from_iterable(one[WARMUP_STEPS:] for one in variants[name]))
+            rows[f"{algorithm.upper()}, {name}"] = f"{mean:.3f} s a step (mean), {middle:.3f} s (median)"
+    summary = ", ".join(f"{algorithm} {ratio:.2f} times stock TRL" for algorithm, ratio in ratios.items())
+    passed = len(ratios) == 2 and (not is_measured or all(ratio > 1 for ratio in ratios.values()))
     return Finding(passed, summary, rows, {"against_stock": ratios})
 
 

@@ -76,7 +76,7 @@ class Attempts:
             OSError: nothing was started.
         """
         match job.spec.work:
-            case MergeWork(from_jobs=paths) | EvaluateSpec(members=[_, *_], from_jobs=paths):
+            case MergeWork(from_jobs=paths) | EvaluateSpec(from_jobs=[_, *_] as paths):
                 check_checkpoints(paths)
             case _:
                 check_base(job.spec)

@@ -1,4 +1,4 @@
-"""What the models of a request for a merge or an ensemble are, and the jobs that make them."""
+"""What the models of a request for a merge, an ensemble or a judged evaluation are, and the jobs that make them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..requests.options import ProviderOptions
 from ..requests.settings import Settings
 from ..specs.beginnings import BaseJob
 from ..specs.job import DatasetRef, JobSpec
-from ..specs.kinds import MergeWork
+from ..specs.kinds import EvaluateSpec, MergeWork, Work
 from ..system.files import is_whole, put_lines
 from .bases import find_base
 from .store import Store
@@ -20,7 +20,7 @@ from .vocabularies import refuse_other_vocabularies
 
 
 def bases_of(request: MergeRequest | EvaluateRequest, settings: Settings, store: Store) -> list[Base]:
-    """What each model of a request is; empty: one to evaluate a single model.
+    """What each model of a request is, beside the one that an evaluation measures; empty: there is no other.
 
     Raises:
         InvalidRequest: one of them cannot be used; names its field.
@@ -34,19 +34,24 @@ def bases_of(request: MergeRequest | EvaluateRequest, settings: Settings, store:
             found.append(resolve_base(one, *for_work(one, ProviderOptions(), settings, named), named))
         except InvalidRequest as error:
             raise InvalidRequest(field, model, error.hint) from error
-    if isinstance(request, EvaluateRequest):
+    if isinstance(request, EvaluateRequest) and request.models is not None:
         refuse_other_vocabularies(names, found)
     return found
 
 
 def after_all(spec: JobSpec, found: list[Base]) -> JobSpec:
     """The job, which comes after all jobs that make one of its models, and needs their checkpoints."""
-    merges = isinstance(spec.work, MergeWork)  # which reads an adapter without the model below it
-    jobs: dict[BaseJob, None] = dict.fromkeys(job for base in found for job in base.jobs[: 1 if merges else None])
+    jobs = jobs_of(spec.work, found)
     names = [job.job_uuid for job in jobs]
     return spec.model_copy(
         update={"bases": tuple(jobs), "after": tuple(dict.fromkeys([*names, *spec.after]))},
     )
+
+
+def jobs_of(work: Work | None, found: list[Base]) -> list[BaseJob]:
+    """The jobs that make the models of a merge or an ensemble, each once per checkpoint."""
+    merges = isinstance(work, MergeWork)  # which reads an adapter without the model below it
+    return list(dict.fromkeys(job for base in found for job in base.jobs[: 1 if merges else None]))
 
 
 def no_rows(directory: Path) -> DatasetRef:
@@ -64,3 +69,14 @@ def check_checkpoints(paths: Sequence[Path]) -> None:
         if not is_whole(path):
             hint = "this checkpoint is damaged or gone: train its job again, or name another checkpoint"
             raise InvalidRequest("models", str(path), hint)
+
+
+def beside_judges(spec: JobSpec, judges: list[Base]) -> tuple[JobSpec, list[Base]]:
+    """The job, which needs the checkpoints of its own model and of its judges, and all these models. Of a job without
+    judges, both as they are."""
+    work = spec.work
+    if not isinstance(work, EvaluateSpec) or work.answers is None:
+        return spec, judges
+    own = Base(spec.model, adapter=spec.adapter, jobs=spec.bases)
+    paths = dict.fromkeys([*own.checkpoints(), *work.from_jobs])
+    return spec.model_copy(update={"work": work.model_copy(update={"from_jobs": tuple(paths)})}), [own, *judges]

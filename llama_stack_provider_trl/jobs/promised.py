@@ -61,12 +61,6 @@ def shard_of(dataset: DatasetRef, shard: ShardSpec, store: Store | None) -> Data
         raise StoreError(f"a part of dataset {dataset.dataset_id!r} cannot be stored: {error}") from error
 
 
-def maker_of(dataset_id: str, store: Store) -> str | None:
-    """A job that has not ended and is to make a dataset of this name; None: there is none."""
-    rows = store.database.select("select_maker", {"dataset_id": dataset_id})
-    return rows[0]["job_uuid"] if rows else None
-
-
 def with_known_rows(spec: JobSpec, store: Store, data_dir: Path) -> JobSpec:
     """The specification with the rows that another job has made.
 

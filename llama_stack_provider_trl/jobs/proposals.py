@@ -1,34 +1,41 @@
 """Adds the later trials of Bayesian searches at supervisor passes. What they are follows from the record alone.
 
 A generation is chosen when all earlier trials have ended, from their recorded values and results, with a seed of its
-own: neither the order in which trials end nor a kill changes it. The proposer runs beside the passes. Its answer is
-resolved and stored in one transaction, so a kill before that only repeats the question.
+own: neither the order in which trials end nor a kill changes it. The proposer runs beside the passes, and so does a
+thread that resolves its answer, which reads models and packages. That thread has all that it needs of the store before
+it begins, so the store may be closed meanwhile. The trials are stored in one transaction, so a kill before that only
+repeats the question.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from .. import faults
-from ..errors import DamagedRecord, InvalidRequest, JobConflict, StoreError, is_exhausted
+from ..errors import DamagedRecord, InvalidRequest, JobConflict, LimitReached, StoreError, is_exhausted
+from ..requests.bases import NamedJob
 from ..requests.proposals import ValuedTrial, answered_values, drawn_values, question
-from ..requests.resolve import resolve
+from ..requests.resolve import Resolution, resolve
 from ..requests.search import RequestedTrial, in_trial, make_trial
 from ..requests.settings import Settings
 from ..specs.events import Reason
-from ..specs.job import JobSpec
 from ..specs.search import SearchSpec
 from .bases import find_base
 from .chains import AFTER
 from .ownership import refuse_foreign
 from .proposer_process import Proposer, ProposerProcess
+from .records import JobRecord
 from .reward_models import with_reward_models
 from .searches import NewTrial
 from .searching import Ending, Generation, Trial, best_trial
@@ -38,12 +45,16 @@ from .teachers import with_teacher
 
 log = logging.getLogger(__name__)
 
+THREAD = "trl-trials"
+"""Name of the threads that resolve trials."""
 WAITS = (2.0, 20.0)
 """Seconds before the second and the third try, after which the search fails."""
 
 
 _MOST_RUNNING = 2
-"""Proposers at once; each has 100 MiB and a core for a second."""
+"""Proposers at once; each has 100 MiB and a core for a second. As many threads resolve trials."""
+
+ResolvedTrials = list[tuple[RequestedTrial, Resolution]]
 
 
 class _Pending(NamedTuple):
@@ -60,6 +71,33 @@ class _Pending(NamedTuple):
             self.running.end()
 
 
+class _Resolving(NamedTuple):
+    """The trials of a generation, while they are resolved and until they are stored."""
+
+    generation: Generation
+    search: JobRecord
+    digest: str
+    """Of the search's request."""
+    trials: Future[ResolvedTrials]
+
+
+def in_thread[T](function: Callable[[], T]) -> Future[T]:
+    """Call a function in a thread of its own, which a process does not wait for when it ends. Raises OSError."""
+    future: Future[T] = Future()
+    try:
+        threading.Thread(target=_call, args=(function, future), name=THREAD, daemon=True).start()
+    except RuntimeError as error:  # there can be no further thread
+        raise OSError(errno.EAGAIN, str(error)) from error
+    return future
+
+
+def _call[T](function: Callable[[], T], future: Future[T]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
+
+
 class Proposals:
     """Every public method may raise StoreError.
 
@@ -67,6 +105,7 @@ class Proposals:
         settings: later trials are resolved with them.
         start: has a question answered, without waiting for that.
         clock: seconds that never run backwards.
+        begin: has a function called, without waiting for that.
     """
 
     def __init__(
@@ -75,9 +114,13 @@ class Proposals:
         settings: Settings,
         start: Callable[[bytes], Proposer] = ProposerProcess,
         clock: Callable[[], float] = time.monotonic,
+        begin: Callable[[Callable[[], ResolvedTrials]], Future[ResolvedTrials]] = in_thread,
     ) -> None:
-        self._store, self._settings, self._start, self._clock = store, settings, start, clock
+        self._store, self._settings, self._start, self._clock, self._begin = store, settings, start, clock, begin
         self._pending: dict[str, _Pending] = {}
+        self._resolving: dict[str, _Resolving] = {}
+        self._begun: list[Future[ResolvedTrials]] = []
+        """Those of searches that have ended meanwhile, too."""
         self._exhausted: set[str] = set()
         """Searches whose lack of descriptors or memory was logged."""
 
@@ -91,15 +134,16 @@ class Proposals:
             How the search ends, where its next trials cannot be made; else None.
         """
         try:
-            values = drawn_values(search, generation.first, generation.last)
-            if values is None:
-                values = self._proposed(name, search, trials, generation)
-            if values is not None:
-                self._store_trials(name, search, generation.first, values)
-            self._exhausted.discard(name)
+            resolving = self._resolving.get(name)
+            if resolving is None or resolving.generation != generation:
+                resolving = self._begin_resolving(name, search, trials, generation)
+            if resolving is not None and resolving.trials.done():
+                del self._resolving[name]
+                self._store_trials(name, resolving.search, self._new_trials(resolving))
+                self._exhausted.discard(name)
             return None
         except Exception as error:
-            if is_exhausted(error):
+            if is_exhausted(error) or isinstance(error, LimitReached):
                 if name not in self._exhausted:
                     self._exhausted.add(name)
                     log.warning("search %s: its next trials are made as soon as this has ended: %s", name, error)
@@ -110,9 +154,43 @@ class Proposals:
             return _failed(name, search, trials, error)
 
     def end_others(self, names: Iterable[str]) -> None:
-        """End the proposers of all searches but these."""
+        """End the proposers of all searches but these, and forget their trials that are being resolved."""
         for name in set(self._pending).difference(names):
             self._pending.pop(name).end()
+        for name in set(self._resolving).difference(names):
+            del self._resolving[name]
+
+    def _begin_resolving(
+        self, name: str, search: SearchSpec, trials: Sequence[Trial], generation: Generation
+    ) -> _Resolving | None:
+        """Have the next trials resolved; None: they are not known yet, or enough others are resolved now.
+
+        Raises:
+            InvalidRequest, ProposerFailed, OSError.
+        """
+        self._resolving.pop(name, None)
+        self._begun = [one for one in self._begun if not one.done()]
+        if len(self._begun) >= _MOST_RUNNING:
+            return None
+        values = drawn_values(search, generation.first, generation.last)
+        if values is None:
+            values = self._proposed(name, search, trials, generation)
+        if values is None:
+            return None
+        assert search.submitted is not None
+        digest = self._store.database.select("request_digest", {"job_uuid": name})[0]["request_digest"]
+        own = self._store.get(name)
+        requested: list[tuple[RequestedTrial, NamedJob | None]] = []
+        for count, one in enumerate(values, generation.first):
+            trial = make_trial(search.submitted, count, one)
+            try:
+                requested.append((trial, find_base(trial.request, self._store)))
+            except InvalidRequest as error:
+                raise in_trial(trial, error) from error
+        future = self._begin(partial(_resolved, requested, self._settings))
+        self._begun.append(future)
+        self._resolving[name] = _Resolving(generation, own, digest, future)
+        return self._resolving[name]
 
     def _proposed(
         self, name: str, search: SearchSpec, trials: Sequence[Trial], generation: Generation
@@ -154,34 +232,41 @@ class Proposals:
             raise ProposerFailed(f"the process that chooses the next trials failed {failed} times: {why}")
         self._pending[name] = _Pending(pending.generation, None, failed, self._clock() + WAITS[failed - 1])
 
-    def _store_trials(self, name: str, search: SearchSpec, number: int, values: Sequence[dict[str, Any]]) -> None:
-        """Resolve and store the trials from a number on, all or none. Raises InvalidRequest, JobConflict."""
-        assert search.submitted is not None
-        digest = self._store.database.select("request_digest", {"job_uuid": name})[0]["request_digest"]
-        own = self._store.get(name)
-        new: list[tuple[NewTrial, NewJob]] = []
-        for count, one in enumerate(values, number):
-            trial = make_trial(search.submitted, count, one)
-            try:
-                new.append((NewTrial(count, one), self._resolved(trial, own.spec, f"{digest}:{count}")))
-            except InvalidRequest as error:
-                raise in_trial(trial, error) from error
+    def _store_trials(self, name: str, search: JobRecord, new: list[tuple[NewTrial, NewJob]]) -> None:
+        """Store trials, all or none. Raises InvalidRequest, JobConflict."""
         faults.reach("search-proposed")
-        if self._store.add_trials(own, new):
+        if self._store.add_trials(search, new):
             log.info("search %s: %s are queued", name, ", ".join(job.spec.job_uuid for _, job in new))
         faults.reach("search-trials-stored")
 
-    def _resolved(self, trial: RequestedTrial, own: JobSpec, digest: str) -> NewJob:
-        """The job of a later trial, on the rows of the search. Raises InvalidRequest."""
-        named = find_base(trial.request, self._store)
-        resolution = resolve(trial.request, trial.options, self._settings, named)
-        fields = with_reward_models(resolution.fields, trial.options, self._settings, self._store)
-        fields = with_teacher(fields, trial.options, self._settings, self._store)
-        resolution = replace(resolution, fields=fields)
-        refuse_foreign(self._settings.data_dir, resolution.fields["checkpoint_dir"])
-        spec = resolution.spec(own.dataset, own.validation)
-        # Its rows are those of the search, which are kept as long as its record is.
-        return NewJob(spec, digest, resolution.warnings, (), resolution.trackers)
+    def _new_trials(self, resolving: _Resolving) -> list[tuple[NewTrial, NewJob]]:
+        """The jobs of resolved trials, on the rows of the search. Raises InvalidRequest."""
+        own, new = resolving.search.spec, []
+        for trial, resolution in resolving.trials.result():
+            try:
+                fields = with_reward_models(resolution.fields, trial.options, self._settings, self._store)
+                fields = with_teacher(fields, trial.options, self._settings, self._store)
+            except InvalidRequest as error:
+                raise in_trial(trial, error) from error
+            spec = replace(resolution, fields=fields).spec(own.dataset, own.validation)
+            # Its rows are those of the search, which are kept as long as its record is.
+            digest = f"{resolving.digest}:{trial.number}"
+            job = NewJob(spec, digest, resolution.warnings, (), resolution.trackers)
+            new.append((NewTrial(trial.number, trial.values), job))
+        return new
+
+
+def _resolved(requested: Sequence[tuple[RequestedTrial, NamedJob | None]], settings: Settings) -> ResolvedTrials:
+    """What later trials request. Uses no store. Raises InvalidRequest."""
+    found: ResolvedTrials = []
+    for trial, named in requested:
+        try:
+            resolution = resolve(trial.request, trial.options, settings, named)
+            refuse_foreign(settings.data_dir, resolution.fields["checkpoint_dir"])
+        except InvalidRequest as error:
+            raise in_trial(trial, error) from error
+        found.append((trial, resolution))
+    return found
 
 
 class ProposerFailed(Exception):

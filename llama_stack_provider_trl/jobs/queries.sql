@@ -415,7 +415,7 @@ WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling') ORDER BY ag
 
 -- name: select_maker
 -- A job that has not ended, and whose answers are to become a dataset of this name.
-SELECT job_uuid FROM jobs WHERE state NOT IN ('completed', 'failed', 'cancelled') AND json_valid(spec)
+SELECT job_uuid FROM jobs WHERE state NOT IN ('completed', 'failed', 'cancelled') AND job_uuid != :other_than AND json_valid(spec)
     AND json_extract(spec, '$.work.output_dataset_id') = :dataset_id ORDER BY age LIMIT 1;
 
 -- name: note_tokenizing

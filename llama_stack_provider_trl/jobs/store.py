@@ -24,6 +24,7 @@ from .chains import Chains, insert_predecessors
 from .database import Database, Execute
 from .demands import Demand, Queued
 from .exports import Exports
+from .makers import refuse_promised_name
 from .node_tasks import NodeTasks
 from .nodes import Nodes
 from .placement import kind_of
@@ -102,6 +103,7 @@ class Store(JobReader):
         max_waiting: int | None = None,
         trackers: Iterable[TrackerChoice] = (),
         then: NewJob | None = None,
+        admit: Callable[[], object] = lambda: None,
     ) -> bool:
         """Queue a job. A repeated POST with the same digest changes nothing.
 
@@ -112,12 +114,14 @@ class Store(JobReader):
             max_waiting: limit for the waiting jobs of `created_by`, this one included; None: any number.
             trackers: get its points.
             then: a job that comes after it, queued with it or not at all.
+            admit: called in the transaction if the job is new. What it raises refuses the job. It must be quick.
 
         Returns:
             Whether the job is new.
 
         Raises:
-            InvalidRequest: a job that it comes after does not exist, or can never complete.
+            InvalidRequest: a job that it comes after does not exist, or can never complete; another job is to make the
+                dataset that it is to make.
             JobConflict: the job_uuid is taken by a job with another digest, or its checkpoint directory is another
                 job's.
             LimitReached: `created_by` has `max_waiting` waiting jobs.
@@ -127,6 +131,8 @@ class Store(JobReader):
             new = NewJob(spec, request_digest, warnings, needed, trackers)
             refuse_names_to_come(execute, [spec.job_uuid, *([] if then is None else [then.spec.job_uuid])])
             created = self._add(execute, new, created_by, max_waiting)
+            if created:
+                admit()
             if created and then is not None and not self._add(execute, then, created_by, max_waiting):
                 raise digest_conflict(then.spec.job_uuid)
             return created
@@ -199,6 +205,7 @@ class Store(JobReader):
         if not created and execute("request_digest", key).fetchone()["request_digest"] != request_digest:
             raise digest_conflict(spec.job_uuid)
         if created:
+            refuse_promised_name(execute, spec)
             insert_predecessors(execute, spec)
         if created and max_waiting is not None and execute("count_waiting", row).fetchone()["jobs"] > max_waiting:
             raise LimitReached(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -30,7 +30,7 @@ from ..specs.rewards import checks_of
 from ..specs.rows import UNREAD, check_rows
 from ..system.files import put_lines, put_rows
 from .bases import find_base
-from .merges import after_all
+from .merges import after_all, bases_of, beside_judges, jobs_of
 from .ownership import refuse_foreign
 from .promised import refuse_split, refuse_unknown_rows, shard_of
 from .reader import digest_conflict
@@ -87,6 +87,7 @@ async def submit(
     owner: Submitter | None = None,
     work: Work | None = None,
     models: list[Base] | None = None,
+    admit: Callable[[], object] = lambda: None,
 ) -> bool:
     """Submit a job. Returns only when the job is stored: nothing can lose it afterwards.
 
@@ -95,6 +96,7 @@ async def submit(
         owner: None: not known, and not limited.
         work: what it does in place of training; None: it trains.
         models: of a merge or an ensemble: what its models are.
+        admit: see `Store.add_job`.
 
     Returns:
         Whether the job is new.
@@ -114,15 +116,15 @@ async def submit(
             raise InvalidRequest(EVALUATE, options.evaluate, hint)
         return await submit_search(request.job_uuid, search, digest, settings, store, datasets, owner)
     job = await resolved(request, options, settings, datasets, store, work, models=models)
-    evaluation = await _resolved_evaluation(job.spec, options, settings, datasets)
+    evaluation = await _resolved_evaluation(job.spec, options, settings, datasets, store)
     if job.spec.resume_from is None:
-        return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner, evaluation)
+        return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner, evaluation, admit)
     # One at a time: a POST that is repeated after a timeout of its client finds what the first one has stored, and does
     # not copy a large checkpoint again.
     async with _copying.setdefault((store.path, job.spec.job_uuid), asyncio.Lock()):
         if store.holds(job.spec.job_uuid, digest):
             return False
-        return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner, evaluation)
+        return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner, evaluation, admit)
 
 
 async def submit_search(
@@ -185,13 +187,16 @@ def _stored(
     data_dir: Path,
     owner: Submitter | None = None,
     evaluation: ResolvedJob | None = None,
+    admit: Callable[[], object] = lambda: None,
 ) -> bool:
     spec = copy_checkpoint(job.spec, store, data_dir)
     new, by = _new(job._replace(spec=spec), digest), owner or Submitter()
     then = evaluation and _new(evaluation, f"{digest}:evaluation")
     created = False
     try:
-        created = store.add_job(spec, digest, new.warnings, new.needed, by.name, by.max_waiting, new.trackers, then)
+        created = store.add_job(
+            spec, digest, new.warnings, new.needed, by.name, by.max_waiting, new.trackers, then, admit
+        )
     finally:
         if not created:
             discard_checkpoint(spec)
@@ -215,7 +220,7 @@ async def resolved(
         store: the jobs that the request may name as its base; None: there are none.
         work: what it does in place of training; None: it trains.
         splits: those that were made for the same submission.
-        models: of a merge or an ensemble: what its models are.
+        models: of a merge, an ensemble or judges: what these models are.
         named: the job that the request names as its base, in place of one that is stored.
 
     Raises:
@@ -225,9 +230,10 @@ async def resolved(
     if store is not None:
         named = await asyncio.to_thread(find_base, request, store)
     if work is not None:
-        options, settings = for_work(request, options, settings, named)
+        options, settings = for_work(request, options, settings, named, work)
     # Models, adapters and installed packages are read: none of that may hold up other requests.
-    resolution = await asyncio.to_thread(resolve, request, options, settings, named)
+    makers = [job.job_uuid for job in jobs_of(work, models or [])]
+    resolution = await asyncio.to_thread(resolve, request, options, settings, named, makers)
     fields = await asyncio.to_thread(with_reward_models, resolution.fields, options, settings, store)
     fields = await asyncio.to_thread(with_teacher, fields, options, settings, store)
     resolution = replace(resolution, fields=fields)
@@ -259,7 +265,7 @@ async def resolved(
     if work is not None:
         spec = with_work(spec, work)
     if models:
-        spec = after_all(spec, models)
+        spec = after_all(*beside_judges(spec, models))
     refuse_unknown_rows(spec)
     return ResolvedJob(spec, [*resolution.warnings, *warnings], resolution.trackers)
 
@@ -282,7 +288,7 @@ def _check_rewards(method: Any, dataset: DatasetRef) -> None:
 
 
 async def _resolved_evaluation(
-    job: JobSpec, options: ProviderOptions, settings: Settings, datasets: Datasets
+    job: JobSpec, options: ProviderOptions, settings: Settings, datasets: Datasets, store: Store
 ) -> ResolvedJob | None:
     """The job that evaluates the result of another one, which is not stored yet; None: none does.
 
@@ -295,9 +301,11 @@ async def _resolved_evaluation(
     given = ProviderOptions(cancel_with=True, **{name: value for name, value in own.items() if value is not None})
     try:
         body = evaluation_after(job.job_uuid, options.evaluate)
-        work = await asyncio.to_thread(body.work)
+        models = await asyncio.to_thread(bases_of, body, settings, store)
+        work = await asyncio.to_thread(body.work, models)
         request, named = body.as_training(), NamedJob(job, False, ())
-        return await resolved(request, body.with_options(given), settings, datasets, None, work, named=named)
+        options = body.with_options(given)
+        return await resolved(request, options, settings, datasets, None, work, models=models, named=named)
     except InvalidRows:
         raise
     except InvalidRequest as error:

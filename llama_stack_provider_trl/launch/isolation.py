@@ -225,7 +225,7 @@ def spec_paths(spec: Mapping[str, Any], directories: Sequence[Path]) -> SpecPath
     work = job.get("work") or {}
     merge = work.get("merge") or {}
     models = [merge.get("base"), *(one.get("model") for one in merge.get("inputs") or ()), reference.get("model")]
-    for one in (job, *(work.get("members") or ())):
+    for one in (job, *(work.get("members") or ()), *((work.get("answers") or {}).get("judges") or ())):
         models += [one.get("model"), (one.get("adapter") or {}).get("path")]
     for source in (job.get("method") or {}).get("rewards") or ():
         reward = source.get("model") or {}

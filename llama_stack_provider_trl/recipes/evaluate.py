@@ -18,8 +18,13 @@ from ..specs.kinds import members_of
 from .imports import quick_imports
 from .results import write_result
 
+LOSS = ""
+"""The name of the loss among the sums of a batch: it has one part."""
+
 if TYPE_CHECKING:
     from .build import BuiltTrainer
+    from .distributed.replicas import Replicas
+    from .trainer.base import RecipeTrainer
 
 
 def main(argv: list[str]) -> int:
@@ -43,19 +48,32 @@ def evaluate(spec: JobSpec) -> dict[str, Any]:
     """
     writer = _WarningList()
     built = _built(spec, writer)
-    return {**_counts(built), "warnings": list(dict.fromkeys(writer.warnings)), **_measured(built)}
+    from .distributed.replicas import ALONE
+
+    return {**_counts(built), "warnings": list(dict.fromkeys(writer.warnings)), **_measured(built, ALONE)}
 
 
 def evaluate_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     """Evaluate a model, or an ensemble, as a job, on the rows of its dataset. An attempt begins at the first row.
 
+    Of several ranks each evaluates batches of its own, those of one process, and their sums are added without rounding:
+    the number of ranks changes no measure.
+
     Raises:
         JobFailure: as `evaluate`.
     """
+    from .distributed.replicas import replicas
+
+    with replicas(attempt, writer) as (team, events):
+        _evaluate(attempt, events, team)
+
+
+def _evaluate(attempt: AttemptSpec, writer: EventWriter, team: Replicas) -> None:
     from .distributed.heartbeat import heartbeat
     from .model.loading import choose_device
 
-    spec = attempt.job.model_copy(update={"validation": attempt.job.dataset})
+    alone = {"ranks": 1, "sharding": None}  # as each rank computes
+    spec = attempt.job.model_copy(update={"validation": attempt.job.dataset, **alone})
     writer.write(Started(pid=os.getpid(), device=str(choose_device(spec.device)), versions={}))
     faults.reach("started")
     with heartbeat(writer):
@@ -64,7 +82,7 @@ def evaluate_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
         prepared: dict[str, Any] = {"total_parameters": _parameters(built), "effective": built.effective()}
         writer.write(Prepared(total_steps=1, num_rows=counts["rows"], trainable_parameters=0, **prepared))
         faults.reach("prepared")
-        measured = _measured(built)
+        measured = _measured(built, team)
     known = {f"eval_{name}": value for name, value in measured.items() if value is not None}
     writer.write(Evaluated(step=1, epoch=1.0, metrics=known))
     writer.write(Finished(step=1, result={**counts, **measured}), durable=True)
@@ -114,17 +132,45 @@ def _counts(built: BuiltTrainer) -> dict[str, Any]:
     }
 
 
-def _measured(built: BuiltTrainer) -> dict[str, float | None]:
-    metrics = built.trainer.evaluate()
-    return {"loss": metrics["eval_loss"], **_measures(built.trainer.spec, metrics)}
+def _measured(built: BuiltTrainer, team: Replicas) -> dict[str, float | None]:
+    """The measures over the batches of all ranks, of which each has every so many. A collective."""
+    rows, size = built.data.validation, built.trainer.args.eval_batch_size
+    assert rows is not None
+    count = built.trainer.rows_of(rows)
+    begins = range(team.rank * size, count, team.count * size)
+    own = [row for begin in begins for row in range(begin, min(begin + size, count))]
+    filler = range(count, len(rows))  # which no batch has
+    means = _means(team.gather(_batches(built.trainer, rows.select([*own, *filler])) if own else {}))
+    return {"loss": means[LOSS], **_measures(built.trainer.spec, means)}
 
 
-def _measures(spec: JobSpec, metrics: dict[str, float]) -> dict[str, float | None]:
+def _batches(trainer: RecipeTrainer, rows: Any) -> dict[str, list[list[float]]]:
+    """Sum and count of each batch of some rows, in their order: of the loss, and of each metric."""
+    trainer.kept_metrics = {}
+    trainer.evaluate(rows)
+    found = {**trainer.kept_metrics, **trainer.evaluation_sums}
+    return {name: [batch.tolist() for batch in batches] for name, batches in found.items()}
+
+
+def _means(ranks: list[dict[str, list[list[float]]]]) -> dict[str, float]:
+    """The mean of each, without rounding of sums: in whichever order the batches are, it is the same number."""
+    means = {}
+    for name in dict.fromkeys(name for of_rank in ranks for name in of_rank):
+        pairs = [pair for of_rank in ranks for pair in of_rank.get(name, ())]
+        means[name] = _sum([total for total, _ in pairs]) / max(_sum([count for _, count in pairs]), 1.0)
+    return means
+
+
+def _sum(values: list[float]) -> float:
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+
+
+def _measures(spec: JobSpec, means: dict[str, float]) -> dict[str, float | None]:
     if spec.has_pairs:
-        return {"preference_accuracy": metrics["eval_rewards/accuracies"], "margin": metrics["eval_rewards/margins"]}
-    loss = metrics["eval_loss"]
+        return {"preference_accuracy": means["rewards/accuracies"], "margin": means["rewards/margins"]}
+    loss = means[LOSS]
     # exp overflows a float beyond 709, where a perplexity has no meaning.
-    return {"perplexity": math.exp(loss) if loss < 700 else None, "token_accuracy": metrics["eval_mean_token_accuracy"]}
+    return {"perplexity": math.exp(loss) if loss < 700 else None, "token_accuracy": means["mean_token_accuracy"]}
 
 
 class _WarningList(NullEventWriter):

@@ -3,7 +3,8 @@
 
 Answers are appended to a file in the job's checkpoint directory, a batch per write. A batch is always the same answers,
 by their number, and the random numbers of an answer follow from the seed, its row and its sample. So an attempt that
-continues after any end of the one before it writes the same bytes.
+continues after any end of the one before it writes the same bytes. Of several ranks each answers a batch, and the first
+writes them in their order: the bytes of one process.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, get_peft_model
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
@@ -36,8 +37,8 @@ from ..specs.rows import Message
 from ..system.files import RunDir
 from .data.chat import Chat
 from .data.prepare import read_examples
-from .distributed import ranks
 from .distributed.heartbeat import heartbeat
+from .distributed.replicas import ALONE, Replicas, replicas
 from .model.adapters import continued
 from .model.generation import Sampler as Sampler
 from .model.generation import answer_ends
@@ -45,8 +46,10 @@ from .model.loading import (
     DTYPES,
     WeightStorage,
     choose_device,
+    load_config,
     load_model,
     load_tokenizer,
+    outline,
     parameter_counts,
     positions_of,
 )
@@ -73,6 +76,7 @@ class Answerer:
         self.tokenizer = load_tokenizer(spec.source)
         self.chat = Chat(self.tokenizer)
         self.model = _load(spec, device)
+        self._positions = positions_of(spec.source)
         self._ends = answer_ends(self.model, self.tokenizer)
         # In place of the model's own, whose penalties and limits would change the answers.
         self._generation = GenerationConfig(
@@ -88,25 +92,35 @@ class Answerer:
 
     def encode(self, prompt: list[Message], row: int) -> list[int]:
         """The token ids of a prompt, with the header of its answer. Raises JobFailure: it is too long."""
-        (ids,) = self.chat.tokenize([self.chat.render(prompt, row, add_generation_prompt=True)])
-        positions = positions_of(self.spec.source)
-        if positions is not None and len(ids) + self.work.max_new_tokens > positions:
+        ids = self.tokens_of(prompt, row)
+        if not self.has_room(ids):
             raise JobFailure(
                 Reason.invalid_dataset,
                 f"row {row} has {len(ids)} tokens, which with max_new_tokens {self.work.max_new_tokens} are more than "
-                f"the {positions} positions of the model. Shorten the row, or send fewer max_new_tokens",
+                f"the {self._positions} positions of the model. Shorten the row, or send fewer max_new_tokens",
             )
+        return ids
+
+    def tokens_of(self, prompt: list[Message], row: int) -> list[int]:
+        """As `encode`, of any length."""
+        (ids,) = self.chat.tokenize([self.chat.render(prompt, row, add_generation_prompt=True)])
         return ids or [self.tokenizer.eos_token_id]
+
+    def has_room(self, ids: list[int]) -> bool:
+        """Whether the model has positions for a prompt and its answer."""
+        return self._positions is None or len(ids) + self.work.max_new_tokens <= self._positions
 
     def answer(
         self, prompts: list[list[int]], sources: list[random.Random], on_token: Callable[[], None]
     ) -> list[Answered]:
-        """Answer prompts together, with padding before the shorter ones.
+        """Answer prompts together, with padding before the shorter ones. There may be none.
 
         Args:
             sources: the random numbers of each.
             on_token: called after each step of the batch.
         """
+        if not prompts:
+            return []
         longest = max(map(len, prompts))
         pad = self.tokenizer.pad_token_id
         ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device)
@@ -138,45 +152,79 @@ class Questions(NamedTuple):
 
 
 class AnswerFile:
-    """The answers of a job in a file, one per line, in their order.
+    """The answers of a job in a file, one per line, in their order. The first of several ranks alone has the file; the
+    others know the number of answers.
 
     Args:
         batch: answers that are written together: of a batch that is not whole, nothing is kept.
+        team: the ranks of the job, all of which open it.
+        fault: name of the point at which a test can end the process in the middle of a batch.
     """
 
-    def __init__(self, path: Path, batch: int, total: int) -> None:
-        self._file = open(path, "a+b")  # noqa: SIM115 (`close`)
-        self.count = self._keep_whole_batches(batch, total)
+    def __init__(self, path: Path, batch: int, total: int, team: Replicas = ALONE, fault: str = "answering") -> None:
+        self.path, self._batch, self._total, self._team, self._fault = path, batch, total, team, fault
+        self._file = open(path, "a+b") if team.is_first else None  # noqa: SIM115 (`close`)
+        self.count = team.of_first(0 if self._file is None else self._keep_whole_batches(self._file))
 
-    def _keep_whole_batches(self, batch: int, total: int) -> int:
-        self._file.seek(0)
+    def _keep_whole_batches(self, file: BinaryIO) -> int:
+        file.seek(0)
         count, end, kept, size = 0, 0, 0, 0
-        for line in self._file:
+        for line in file:
             if not line.endswith(b"\n"):
                 break
             count, size = count + 1, size + len(line)
-            if count % batch == 0 or count == total:
+            if count % self._batch == 0 or count == self._total:
                 kept, end = count, size
-        self._file.truncate(end)
-        self._file.seek(0, os.SEEK_END)
+        file.truncate(end)
+        file.seek(0, os.SEEK_END)
         return kept
 
+    def batches(self) -> list[range]:
+        """The numbers of the answers that the ranks are to give next, by rank. A rank with nothing left has none."""
+        first, size, total = self.count, self._batch, self._total
+        begins = range(first, first + self._team.count * size, size)
+        return [range(min(begin, total), min(begin + size, total)) for begin in begins]
+
+    def add(self, lines: list[dict[str, Any]], found: list[Answered]) -> list[Answered]:
+        """Write the batch of each rank, and return when all are on the disk. A collective.
+
+        Args:
+            lines: of this rank's batch.
+            found: what its model has answered.
+
+        Returns:
+            What the models of all ranks have answered.
+        """
+        batches = self._team.gather((lines, found))
+        for batch, _ in batches:
+            if batch:
+                self.append(batch)
+        return [answer for _, answers in batches for answer in answers]
+
     def append(self, lines: list[dict[str, Any]]) -> None:
-        """Write answers, and return when they are on the disk."""
-        data = b"".join(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in lines)
-        middle = len(data) // 2
-        self._file.write(data[:middle])
-        self._file.flush()
-        faults.reach(f"answering-{self.count}")
-        self._file.write(data[middle:])
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Write a batch, and return when it is on the disk."""
+        if self._file is not None:
+            self._write(self._file, lines)
         self.count += len(lines)
 
+    def _write(self, file: BinaryIO, lines: list[dict[str, Any]]) -> None:
+        data = b"".join(json.dumps(line, ensure_ascii=False).encode() + b"\n" for line in lines)
+        middle = len(data) // 2
+        file.write(data[:middle])
+        file.flush()
+        faults.reach(f"{self._fault}-{self.count}")
+        file.write(data[middle:])
+        file.flush()
+        os.fsync(file.fileno())
+
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def lines(self) -> Iterator[dict[str, Any]]:
+        """All answers; of a rank without the file, none."""
+        if self._file is None:
+            return iter(())
         self._file.seek(0)
         return map(json.loads, self._file)
 
@@ -187,35 +235,26 @@ def generate_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     Raises:
         JobFailure: a failure that the user can correct; any other exception is a bug or a limit of the machine.
     """
+    with replicas(attempt, writer) as (team, events):
+        _generate(attempt, events, team)
+
+
+def _generate(attempt: AttemptSpec, writer: EventWriter, team: Replicas) -> None:
     spec, work = attempt.job, attempt.job.work
     assert isinstance(work, GenerateSpec)
-    path = spec.dataset.path
-    answer_attempt(
-        attempt,
-        writer,
-        work,
-        lambda: Questions([example.messages for example in read_examples(path, "prompts")]),
-        lambda answers: _make_dataset(spec, answers, writer),
-    )
+    device = begin(attempt, writer)
+    with heartbeat(writer):
+        questions = Questions([example.messages for example in read_examples(spec.dataset.path, "prompts")])
+    with closing(open_answers(spec, work, questions, team)) as answers:
+        if not answer_all(attempt, writer, work, questions, answers, device, team=team) or not team.is_first:
+            return
+        result = _make_dataset(spec, answers, writer)
+    faults.reach("finishing")
+    writer.write(Finished(step=answers.count, result=result), durable=True)
 
 
-def answer_attempt(
-    attempt: AttemptSpec,
-    writer: EventWriter,
-    work: Answering,
-    read: Callable[[], Questions],
-    finish: Callable[[AnswerFile], dict[str, Any]],
-) -> None:
-    """Answer the questions that earlier attempts have not.
-
-    Args:
-        read: the questions; called once the attempt has started.
-        finish: makes the job's result of all answers.
-
-    Raises:
-        JobFailure: as `generate_attempt`.
-    """
-    ranks.check_world_size(attempt.world_size)
+def begin(attempt: AttemptSpec, writer: EventWriter) -> torch.device:
+    """Report the start of an attempt that answers prompts; returns its device. Raises JobFailure."""
     spec = attempt.job
     device = choose_device(spec.device)
     writer.write(Started(pid=os.getpid(), device=str(device), versions={"torch": torch.__version__}))
@@ -223,51 +262,112 @@ def answer_attempt(
         torch.set_num_threads(spec.num_threads)
     faults.reach("started")
     spec.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+    return device
+
+
+def open_answers(spec: JobSpec, work: Answering, questions: Questions, team: Replicas) -> AnswerFile:
+    """The answers that a job has so far. A collective."""
+    total = len(questions.prompts) * work.samples_per_prompt
+    return AnswerFile(spec.checkpoint_dir / ANSWERS, spec.batch_size, total, team)
+
+
+def answer_all(
+    attempt: AttemptSpec,
+    writer: EventWriter,
+    work: Answering,
+    questions: Questions,
+    answers: AnswerFile,
+    device: torch.device,
+    more: tuple[int, int] = (0, 0),
+    team: Replicas = ALONE,
+) -> bool:
+    """Answer the questions that earlier attempts have not. A collective. The model is released when this returns, and
+    not loaded where there is none.
+
+    Args:
+        more: steps of the job after the answers: those that are done, and all.
+
+    Returns:
+        False: the attempt is paused.
+
+    Raises:
+        JobFailure: as `generate_attempt`.
+    """
+    spec, rows = attempt.job, len(questions.prompts)
+    total = rows * work.samples_per_prompt
+    done, steps = answers.count + more[0], total + more[1]
+    with heartbeat(writer):
+        _check_recorded(answers, questions)
+    if answers.count == total:
+        _report_prepared(spec, _outlined(spec), rows, steps, done, writer)
+        faults.reach("prepared")
+        return True
     with heartbeat(writer):
         answerer = Answerer(spec, work, device)
-        questions = read()
         encoded = [answerer.encode(prompt, row) for row, prompt in enumerate(questions.prompts)]
-    total = len(encoded) * work.samples_per_prompt
-    with closing(AnswerFile(spec.checkpoint_dir / ANSWERS, spec.batch_size, total)) as answers:
-        _report_prepared(answerer, len(encoded), total, answers.count, writer)
-        faults.reach("prepared")
-        control = RunDir(attempt.run_dir).control
-        while answers.count < total:
-            if control.exists():
-                return writer.write(Paused(step=answers.count), durable=True)
-            _answer_batch(answerer, questions, encoded, answers, total, writer)
-            faults.reach(f"step-{answers.count}")
-        result = finish(answers)
-    faults.reach("finishing")
-    writer.write(Finished(step=total, result=result), durable=True)
+    if answerer.chat.template_warning:
+        writer.write(Warned(message=answerer.chat.template_warning))
+    _report_prepared(spec, answerer.model, rows, steps, done, writer)
+    faults.reach("prepared")
+    while answers.count < total:
+        if pauses(attempt, writer, answers.count, team):
+            return False
+        _answer_batches(answerer, questions, encoded, answers, steps, writer, team)
+        faults.reach(f"step-{answers.count}")
+    return True
 
 
-def _answer_batch(
+def pauses(attempt: AttemptSpec, writer: EventWriter, step: int, team: Replicas) -> bool:
+    """Whether a pause is requested, which is reported then. A collective."""
+    if not team.of_first(RunDir(attempt.run_dir).control.exists()):
+        return False
+    writer.write(Paused(step=step), durable=True)
+    return True
+
+
+def _check_recorded(answers: AnswerFile, questions: Questions) -> None:
+    """Refuse answers of earlier attempts that belong to other prompts. Raises JobFailure: names the row."""
+    number, lines = 0, answers.lines()
+    todo = "Another program has changed the file: remove it, and submit the job again under another job_uuid"
+    try:
+        for number, line in enumerate(lines):
+            if line["prompt"] != questions.prompts[row := line["row"]]:
+                found = f"row {row}: answer {number} in {answers.path} belongs to another prompt than this row has"
+                raise JobFailure(Reason.invalid_dataset, f"{found}. {todo}")
+    except (ValueError, LookupError, TypeError) as error:
+        found = f"the line after answer {number} in {answers.path} cannot be read as an answer ({error})"
+        raise JobFailure(Reason.invalid_dataset, f"{found}. {todo}") from error
+
+
+def _answer_batches(
     answerer: Answerer,
     questions: Questions,
     encoded: list[list[int]],
     answers: AnswerFile,
-    total: int,
+    steps: int,
     writer: EventWriter,
+    team: Replicas,
 ) -> None:
-    """Answer the next prompts, and write the answers."""
-    work, first = answerer.work, answers.count
-    numbers = range(first, min(total, first + answerer.spec.batch_size))
-    places = [divmod(number, work.samples_per_prompt) for number in numbers]
+    """Answer the next prompts, a batch on each rank, and write the answers.
+
+    Args:
+        steps: answers of the job, and what follows them.
+    """
+    work = answerer.work
+    places = [divmod(number, work.samples_per_prompt) for number in answers.batches()[team.rank]]
     began = time.monotonic()
     found = answerer.answer(
         [encoded[row] for row, _ in places],
         [random.Random(f"{work.seed}/{row}/{sample}") for row, sample in places],
         writer.heartbeat,
     )
-    seconds = time.monotonic() - began
     lines = []
     for (row, sample), answer in zip(places, found, strict=True):
         writer.heartbeat()  # each check may take a second
         line = {"row": row, "sample": sample, "prompt": questions.prompts[row], **answer._asdict()}
         lines.append({**line, **questions.describe(row, answer.text)})
-    answers.append(lines)
-    _report_progress(answers.count, total, found, seconds, writer)
+    answered = answers.add(lines, found)
+    report_progress(answers.count, steps, answered, time.monotonic() - began, writer)
 
 
 def _load(spec: JobSpec, device: torch.device) -> PreTrainedModel:
@@ -281,11 +381,20 @@ def _load(spec: JobSpec, device: torch.device) -> PreTrainedModel:
     return model.eval()
 
 
-def _report_prepared(answerer: Answerer, rows: int, total: int, done: int, writer: EventWriter) -> None:
-    if answerer.chat.template_warning:
-        writer.write(Warned(message=answerer.chat.template_warning))
-    _, parameters = parameter_counts(answerer.model)
-    effective = {"model_class": type(answerer.model).__name__, "weights_dtype": answerer.spec.dtype}
+def _outlined(spec: JobSpec) -> PreTrainedModel:
+    """The model as `_load` returns it, without weights."""
+    model: Any = outline(spec.source, load_config(spec.source), DTYPES[spec.dtype])
+    if spec.adapter is not None:
+        with torch.device("meta"):
+            model = get_peft_model(model, PeftConfig.from_pretrained(spec.adapter.path))
+    return model
+
+
+def _report_prepared(
+    spec: JobSpec, model: PreTrainedModel, rows: int, total: int, done: int, writer: EventWriter
+) -> None:
+    _, parameters = parameter_counts(model)
+    effective = {"model_class": type(model).__name__, "weights_dtype": spec.dtype}
     writer.write(
         Prepared(
             total_steps=total,
@@ -298,9 +407,10 @@ def _report_prepared(answerer: Answerer, rows: int, total: int, done: int, write
     )
 
 
-def _report_progress(done: int, total: int, found: list[Answered], seconds: float, writer: EventWriter) -> None:
+def report_progress(done: int, total: int, found: list[Answered], seconds: float, writer: EventWriter) -> None:
+    """Report the steps that are done, the last of which gave these answers."""
     tokens = sum(answer.tokens for answer in found)
-    metrics = {"tokens_per_second": tokens / max(seconds, 1e-9), "answer_tokens": tokens / len(found)}
+    metrics = {"tokens_per_second": tokens / max(seconds, 1e-9), "answer_tokens": tokens / max(len(found), 1)}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()

@@ -32,7 +32,8 @@ from .fast.support import with_batches
 from .memory.estimate import disk_bytes, estimate
 from .memory.messages import gib, misfit
 from .memory.proposals import Capacity, batch_fields, nearest
-from .memory.trace import Batch, trace
+from .memory.trace import Batch
+from .memory.trace_cache import trace
 from .model.fsdp import accumulates_shards, keeps_whole_gradients, ranks_per_machine
 from .model.loading import load_tokenizer, positions_of, within_positions
 from .preview import preview

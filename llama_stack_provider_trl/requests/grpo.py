@@ -6,7 +6,7 @@ import re
 from typing import Any, get_args
 
 from ..errors import InvalidRequest, MethodUnavailable
-from ..specs.answer_checks import AnswerCheck, refuse_unusable_check
+from ..specs.answer_checks import AnswerCheck, refuse_fields, refuse_references
 from ..specs.methods import GrpoLoss, GrpoSpec, RewardScale
 from ..specs.rewards import GROUP, RewardModel, RewardSource, find_reward, installed_rewards, package_of
 from .answering import refuse_options
@@ -37,10 +37,17 @@ def _rewards(given: list[dict[str, Any]] | None, where: str) -> tuple[RewardSour
     sources: list[RewardSource] = []
     for number, one in enumerate(given):
         source = _source(parse_fields(GRPOReward, one, f"{where}.{number}"), f"{where}.{number}")
+        if source.check is not None and source.check.type == "judge":
+            hint = (
+                "a judge is a second model, which evaluations alone load: send a check of another type, or a function"
+            )
+            raise InvalidRequest(f"{where}.{number}.check.type", source.check.type, hint)
         if source.name in {other.name for other in sources}:
             hint = "another reward has this name: give each check a name of its own, and name a function or job once"
             raise InvalidRequest(f"{where}.{number}", source.name, hint)
         sources.append(source)
+    checks = {f"{where}.{number}.check": source.check for number, source in enumerate(sources)}
+    refuse_references({field: check for field, check in checks.items() if check is not None})
     return tuple(sources)
 
 
@@ -58,7 +65,7 @@ def _source(given: GRPOReward, where: str) -> RewardSource:
         model = _model(given.model, f"{where}.model")
         return RewardSource(name=model.job_uuid, weight=weight, model=model)
     check = parse_fields(AnswerCheck, given.check or {}, f"{where}.check")
-    refuse_unusable_check(check, f"{where}.check")
+    refuse_fields(check, f"{where}.check")
     return RewardSource(name=check.measure, weight=weight, check=check)
 
 

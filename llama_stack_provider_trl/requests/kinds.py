@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from ..documented import Documented
 from ..errors import InvalidRequest, InvalidRows
 from ..specs.answer_checks import AnswerCheck, refuse_unusable
-from ..specs.job import JobSpec
+from ..specs.job import JobSpec, ShardingSpec
 from ..specs.kinds import (
     MERGING,
     OF_JOB,
@@ -24,6 +24,7 @@ from ..specs.kinds import (
     CheckedAnswering,
     EnsembleMember,
     EvaluateSpec,
+    FurtherModel,
     GenerateSpec,
     MergeWork,
     Work,
@@ -37,7 +38,9 @@ from .options import ProviderOptions
 from .settings import Request, Settings
 
 OPTIONS = ("after", "cancel_with", "device", "max_duration", "priority", "retries")
-"""Provider options of jobs that do not train."""
+"""Provider options of all jobs that do not train."""
+_RANKS, _RESOURCES = "nproc_per_node", "resources"
+"""Options of those that compute with a model, and of evaluations."""
 EVALUATE = "provider_options.evaluate"
 NO_ROWS = "none"
 """The dataset of a job that reads no rows."""
@@ -176,14 +179,14 @@ class EvaluateRequest(_Kind):
         """What the job does.
 
         Args:
-            found: what each of `models` is.
+            found: what each of the models that `named` gives is.
 
         Raises:
             InvalidRequest: the model or the reference is missing, a field would be ignored, or a check cannot be made.
         """
         named = self.named()
         if self.checks is not None:
-            return EvaluateSpec(answers=self._answering(self.checks))
+            return EvaluateSpec(answers=self._answering(self.checks, found), from_jobs=_checkpoints(found))
         for name in _OF_ANSWERS:
             if name in self.model_fields_set:
                 hint = "it concerns answers, and without checks none are made: leave it out, or send checks"
@@ -197,7 +200,8 @@ class EvaluateRequest(_Kind):
         return self._ensemble(found) if named else EvaluateSpec()
 
     def named(self) -> list[tuple[str, str]]:
-        """The fields that name the models of an ensemble, with their values; empty: one model is evaluated.
+        """The fields that name the models of an ensemble, or of judges, with their values; empty: one model is
+        evaluated, and reads no answers of another one.
 
         Raises:
             InvalidRequest: neither a model nor an ensemble is named, or both, or one that cannot be measured so.
@@ -206,7 +210,8 @@ class EvaluateRequest(_Kind):
             if self.model is None:
                 hint = "name what is evaluated, or in `models` several, whose probabilities are averaged"
                 raise InvalidRequest("model", None, hint)
-            return []
+            judges = [(number, one) for number, one in enumerate(self.checks or ()) if one.type == "judge"]
+            return [(f"checks.{number}.model", one.model) for number, one in judges if one.model is not None]
         names = [one.model for one in self.models]
         if self.model is not None:
             hint = "`model` names what is evaluated already: leave one of them out"
@@ -230,10 +235,9 @@ class EvaluateRequest(_Kind):
             )
             for one, base in zip(models, found, strict=True)
         ]
-        paths = dict.fromkeys(path for base in found for path in base.checkpoints())
-        return EvaluateSpec(members=tuple(members), from_jobs=tuple(paths))
+        return EvaluateSpec(members=tuple(members), from_jobs=_checkpoints(found))
 
-    def _answering(self, checks: list[AnswerCheck]) -> CheckedAnswering:
+    def _answering(self, checks: list[AnswerCheck], judges: Sequence[Base]) -> CheckedAnswering:
         for name in ("algorithm", "reference_model", "max_seq_length"):
             if (value := getattr(self, name)) not in ("sft", None):
                 hint = "with checks answers to whole prompts are measured, and nothing else: leave it out"
@@ -241,7 +245,8 @@ class EvaluateRequest(_Kind):
         _refuse_ignored_sampling(self.temperature, top_p=self.top_p)
         refuse_unusable(checks, "checks")
         sampling = {name: getattr(self, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
-        return CheckedAnswering(**sampling, samples_per_prompt=1, checks=tuple(checks))
+        models = [FurtherModel(model=base.model, **base.trust, adapter=base.adapter, lora=base.lora) for base in judges]
+        return CheckedAnswering(**sampling, samples_per_prompt=1, checks=tuple(checks), judges=tuple(models))
 
     def with_options(self, options: ProviderOptions) -> ProviderOptions:
         """The options with what the request itself has of them."""
@@ -354,10 +359,18 @@ class MergeRequest(_Kind):
         return [*found, *([("base", self.base)] if self.base is not None else [])]
 
 
-def check_options(options: ProviderOptions) -> None:
+def options_of(kind: type[GenerateRequest | EvaluateRequest | MergeRequest]) -> list[str]:
+    """The provider options of a kind of jobs, sorted. A merge is one process."""
+    if issubclass(kind, MergeRequest):
+        return sorted(OPTIONS)
+    return sorted([*OPTIONS, _RANKS, *([_RESOURCES] if issubclass(kind, EvaluateRequest) else [])])
+
+
+def check_options(options: ProviderOptions, kind: type[GenerateRequest | EvaluateRequest | MergeRequest]) -> None:
     """Refuse the options of training. Raises InvalidRequest."""
-    if others := sorted(options.model_fields_set - set(OPTIONS)):
-        hint = f"it is an option of training; a job that does not train has {', '.join(OPTIONS)}"
+    known = options_of(kind)
+    if others := sorted(options.model_fields_set - set(known)):
+        hint = f"it is an option of training; a job of this kind has {', '.join(known)}"
         raise InvalidRequest(f"provider_options.{others[0]}", getattr(options, others[0]), hint)
 
 
@@ -383,22 +396,33 @@ def evaluation_after(job_uuid: str, given: dict[str, Any]) -> EvaluateRequest:
 
 
 def for_work(
-    request: Request, options: ProviderOptions, settings: Settings, named: NamedJob | None
+    request: Request, options: ProviderOptions, settings: Settings, named: NamedJob | None, work: Work | None = None
 ) -> tuple[ProviderOptions, Settings]:
-    """Options and settings with which a job that does not train is resolved: one process, on the service's machine,
-    with the adapter that `model` names.
+    """Options and settings with which a job that does not train is resolved: one process where it sets no other number,
+    each with the whole model, on the service's machine where it sets no resources, with the adapter that `model` names.
 
     Raises:
-        InvalidRequest: `model` cannot be read.
+        InvalidRequest: `model` cannot be read, or the job cannot run on a node.
     """
     chosen = {"adapter": "continue"} if is_adapter(request, settings, named) else {}
-    here = {"ranks": 1, "max_ranks": 1, "nodes": 1, "max_nodes": 1}
+    here: dict[str, Any] = {"ranks": 1, "nodes": 1, "max_nodes": 1}
+    if (resources := options.resources) is not None:
+        given = resources.model_dump(exclude_unset=True)
+        if not (isinstance(work, EvaluateSpec) and work.answers is None and not work.members):
+            hint = "answers, and the models of an ensemble, are on the service's machine only: leave it out"
+            raise InvalidRequest(f"provider_options.{_RESOURCES}", given, hint)
+        if resources.nodes not in (None, 1):
+            hint = "a job that does not train runs on one node: use 1"
+            raise InvalidRequest(f"provider_options.{_RESOURCES}.nodes", resources.nodes, hint)
+        here["max_nodes"] = settings.max_nodes
+    if settings.sharding is not None:
+        here["sharding"] = ShardingSpec(strategy="NO_SHARD")
     return options.model_copy(update=chosen), settings.model_copy(update=here)
 
 
 def with_work(spec: JobSpec, work: Work) -> JobSpec:
     """The job, which does this in place of training. Raises InvalidRequest: it is too much."""
-    untrained: dict[str, Any] = {"preflight": "off", "resources": None, "oom_retry": False}
+    untrained: dict[str, Any] = {"preflight": "off", "oom_retry": False}
     if (answering := answering_of(work)) is not None:
         answers = spec.dataset.num_rows * answering.samples_per_prompt
         if answers > _MOST_ANSWERS:
@@ -415,6 +439,11 @@ def with_work(spec: JobSpec, work: Work) -> JobSpec:
 def answering_of(work: Work | None) -> Answering | None:
     """How a job answers the prompts that its rows are; None: they are read for something else."""
     return work.answers if isinstance(work, EvaluateSpec) else work if isinstance(work, GenerateSpec) else None
+
+
+def _checkpoints(found: Sequence[Base]) -> tuple[Path, ...]:
+    """Those of jobs that models are read from, each once."""
+    return tuple(dict.fromkeys(path for base in found for path in base.checkpoints()))
 
 
 def _refuse_ignored_sampling(temperature: float, **given: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import InvalidRequest
@@ -13,7 +14,17 @@ from .options import PRIORITIES, ProviderOptions
 from .settings import Request, Settings
 
 
-def resolve_lifecycle(request: Request, options: ProviderOptions, settings: Settings, base: Base) -> dict[str, Any]:
+def resolve_lifecycle(
+    request: Request, options: ProviderOptions, settings: Settings, base: Base, makers: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Resolve the fields of this module.
+
+    Args:
+        makers: jobs that make the other models of a merge or an ensemble.
+
+    Raises:
+        InvalidRequest: names the field.
+    """
     return {
         "priority": PRIORITIES[options.priority or settings.priority],
         "preflight": options.preflight,
@@ -27,7 +38,7 @@ def resolve_lifecycle(request: Request, options: ProviderOptions, settings: Sett
         "failover": options.failover,
         "max_duration": options.max_duration or settings.max_duration,
         "evaluation": None if options.evaluate is None else evaluation_name(request.job_uuid),
-        **resolve_after(request, options, base),
+        **resolve_after(request, options, base, makers),
     }
 
 
@@ -36,12 +47,12 @@ def evaluation_name(job_uuid: str) -> str:
     return f"{job_uuid}-evaluation"
 
 
-def resolve_after(request: Request, options: ProviderOptions, base: Base) -> dict[str, Any]:
+def resolve_after(request: Request, options: ProviderOptions, base: Base, makers: Sequence[str] = ()) -> dict[str, Any]:
     """The jobs before this one; whether they exist is checked when the job is stored."""
     after = options.after or []
     data = request.training_config.data_config
     rows_of = None if data is None else rows_job_of(data.dataset_id)
-    before = [*(job.job_uuid for job in base.jobs), *([rows_of] if rows_of else [])]
+    before = [*(job.job_uuid for job in base.jobs), *makers, *([rows_of] if rows_of else [])]
     if options.cancel_with and not after and not before:
         raise InvalidRequest("provider_options.cancel_with", True, "it belongs to `after`: name the jobs there")
     for number, name in enumerate(after):

@@ -7,6 +7,7 @@ field changes nothing here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,12 +48,17 @@ class Resolution:
 
 
 def resolve(
-    request: Request, options: ProviderOptions, settings: Settings, named: NamedJob | None = None
+    request: Request,
+    options: ProviderOptions,
+    settings: Settings,
+    named: NamedJob | None = None,
+    makers: Sequence[str] = (),
 ) -> Resolution:
     """Decide everything about a job that does not depend on its rows.
 
     Args:
         named: the job that the request names as its base (`bases.base_job_of`).
+        makers: jobs that make the other models of a merge or an ensemble.
 
     Raises:
         InvalidRequest: names the field, its value and the nearest supported one.
@@ -75,7 +81,7 @@ def resolve(
         **resolve_paths(request, options, settings),
         **resolve_data(training, data, options, settings, algorithm, warnings),
         **resolve_training(training, options, settings, algorithm, has_adapters=has_adapters),
-        **resolve_lifecycle(request, options, settings, base),
+        **resolve_lifecycle(request, options, settings, base, makers),
         **resolve_placement(request, options, settings, base),
     }
     fields |= resolve_averaging(options, settings, fields)

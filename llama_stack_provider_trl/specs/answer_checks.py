@@ -1,12 +1,16 @@
-"""Checks of a model's answers: equal text, a regular expression, JSON, a JSON schema. Imports no torch.
+"""Checks of a model's answers: equal text, a regular expression, JSON, a JSON schema, a judge. Imports no torch.
 
 A check compares an answer with a *reference*: text, a compiled pattern, a JSON value or a schema's validator. The check
-names one for all rows, or a column with that of each row. `reference` reads it, `passes` compares.
+names one for all rows, or a column with that of each row. `reference` reads it, `passes` compares. A judge is a model:
+`judging` has what it reads, and `recipes.judge` runs it.
 
 The time of a comparison is bounded: a pattern that backtracks without end, or a schema that branches so, raises
 TimeoutError. `regex` has timeouts, which `re` lacks; jsonschema searches with `re`, so its `pattern` is replaced and
 `patternProperties` is refused. So are `unevaluatedProperties` and `unevaluatedItems`, which look ahead past the
 deadline, and a `$schema` below the top, where jsonschema would continue with its own validator.
+
+To compile a pattern has no such bounds: `regex` writes a repeated part out as often as it occurs at least, so eleven
+characters can take all memory, and nested `+` double it. A process that serves requests compiles none: a fork does.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import json
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache, lru_cache
 from typing import Any, Literal
@@ -22,13 +26,17 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ..errors import InvalidRequest
+from ..system.limited import Limited, LimitExceeded
 from .beginnings import Frozen
+from .judging import MAX_TEMPLATE, reads_reference, refuse_unusable_judge
 
-CheckType = Literal["exact", "regex", "json", "json_schema"]
+CheckType = Literal["exact", "regex", "json", "json_schema", "judge"]
 TIMEOUT = 1.0
 """Seconds that the comparison of one answer may take, of CPU time where it is a pattern."""
 MAX_PATTERN, MAX_SCHEMA = 4096, 65536
 """Characters of a pattern, and of a schema as JSON text."""
+_REQUESTED = Limited(seconds=5, memory=256 << 20)
+"""For the patterns and schemas of a request. One of the largest useful schemas takes 0.3 s."""
 _MAX_OUTSIDE = 16
 """Parts that `$ref` names where no schema is expected."""
 _MAX_MIXED = 256
@@ -43,9 +51,11 @@ _VALUES: dict[CheckType, str] = {
     "regex": "pattern",
     "json": "expected",
     "json_schema": "json_schema",
+    "judge": "expected",
 }
 """Field with the reference for all rows."""
 _MODES: dict[CheckType, str] = {"exact": "normalize", "json": "extract", "json_schema": "extract"}
+_OF_JUDGE = ("model", "template", "scale", "at_least", "max_new_tokens")
 _NEEDS_REFERENCE = ("regex", "json_schema")
 _NOT_JSON = object()
 _deadline: ContextVar[float] = ContextVar("deadline")
@@ -53,17 +63,19 @@ _deadline: ContextVar[float] = ContextVar("deadline")
 
 class AnswerCheck(Frozen):
     """A check that every answer of a job passes or fails. Without a reference, `exact` takes the row's own answer, its
-    last assistant message, and `json` passes whatever can be parsed."""
+    last assistant message, and so does a judge whose template has `{reference}`; `json` passes whatever can be
+    parsed."""
 
     type: CheckType
     """exact: the answer is this text. regex: the pattern is found in it. json: it can be parsed, and is equal to the
-    expected value where there is one. json_schema: it can be parsed, and is valid under the schema."""
+    expected value where there is one. json_schema: it can be parsed, and is valid under the schema. judge: a model
+    answers yes, or gives it a score of at least so much."""
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
     """Of its measure; None: the type."""
     column: str | None = Field(None, min_length=1, max_length=512)
     """Column of the rows with the reference of each."""
     expected: Any = None
-    """exact: text. json: a value, or its JSON text."""
+    """exact and judge: text. json: a value, or its JSON text."""
     pattern: str | None = Field(None, max_length=MAX_PATTERN)
     """regex: of the library `regex`, found anywhere in the answer; `\\A` and `\\Z` are its ends."""
     json_schema: dict[str, Any] | None = None
@@ -73,6 +85,16 @@ class AnswerCheck(Frozen):
     False: character by character."""
     extract: bool = False
     """json, json_schema: read from the first `{` to the last `}`, whatever is around. False: the whole answer."""
+    model: str | None = Field(None, min_length=1, max_length=4096)
+    """judge: a model id, a directory of a model or an adapter, or `job:NAME`, `job:NAME/CHECKPOINT`."""
+    template: str | None = Field(None, min_length=1, max_length=MAX_TEMPLATE)
+    """judge: what it reads, with `{prompt}`, `{answer}` and, of a check with a reference, `{reference}`."""
+    scale: tuple[float, float] | None = None
+    """judge: the least and the largest score; None: its verdict is yes, 1, or no, 0."""
+    at_least: float | None = None
+    """judge with a scale: the least score that passes."""
+    max_new_tokens: int | None = Field(None, gt=0, le=10**5)
+    """judge: tokens of a verdict at most; None: 256."""
 
     @property
     def measure(self) -> str:
@@ -85,9 +107,20 @@ class AnswerCheck(Frozen):
         return getattr(self, _VALUES[self.type])
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether its references are compiled: patterns, schemas."""
+        return self.type in _NEEDS_REFERENCE
+
+    @property
     def reads_answers(self) -> bool:
         """Whether its reference is the row's own answer."""
-        return self.type == "exact" and self.given is None and self.column is None
+        takes_own = self.type == "exact" or (self.type == "judge" and reads_reference(self.template))
+        return takes_own and self.given is None and self.column is None
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether answers are compared with something."""
+        return self.given is not None or self.column is not None or self.reads_answers
 
 
 def refuse_unusable(checks: Sequence[AnswerCheck], field: str) -> None:
@@ -99,35 +132,91 @@ def refuse_unusable(checks: Sequence[AnswerCheck], field: str) -> None:
     Raises:
         InvalidRequest: names the check's field: one that would be ignored, a reference that is missing or cannot be
             read, a name that two checks have.
+        LimitReached: too many requests are checked.
     """
     for number, check in enumerate(checks):
-        refuse_unusable_check(check, f"{field}.{number}")
+        refuse_fields(check, f"{field}.{number}")
+    refuse_references({f"{field}.{number}": check for number, check in enumerate(checks)})
+    for number, check in enumerate(checks):
         if check.measure in {other.measure for other in checks[:number]}:
             hint = "another check has this name: give each check a name of its own"
             raise InvalidRequest(f"{field}.{number}.name", check.name, hint)
 
 
-def refuse_unusable_check(check: AnswerCheck, field: str) -> None:
-    """As `refuse_unusable`, of one check: `field` has it."""
-    _refuse_fields(check, field)
-    if check.given is not None:
+def refuse_references(checks: Mapping[str, AnswerCheck]) -> None:
+    """Refuse checks, by their fields, whose reference for all rows cannot be read. Raises as `refuse_unusable`."""
+    compiled = {field: check for field, check in checks.items() if check.given is not None and check.is_compiled}
+    for field, check in checks.items():
+        if check.given is None:
+            continue
         try:
             # JSON reads 1e999 and half of a surrogate pair, and cannot write them.
             json.dumps(check.given, allow_nan=False, ensure_ascii=False).encode()
-            reference(check, check.given)
+            if field not in compiled:
+                reference(check, check.given)
         except ValueError as error:
-            raise InvalidRequest(f"{field}.{_VALUES[check.type]}", check.given, str(error)) from error
+            raise _unusable(field, check, str(error)) from error
+    if compiled:
+        _refuse_uncompiled(tuple(compiled), tuple(check.model_dump_json() for check in compiled.values()))
 
 
-def _refuse_fields(check: AnswerCheck, field: str) -> None:
+@lru_cache(maxsize=16)
+def _refuse_uncompiled(fields: tuple[str, ...], texts: tuple[str, ...]) -> None:
+    """Compile the references of checks, in a fork. The trials of a search have the same ones. Raises InvalidRequest."""
+    checks = [AnswerCheck.model_validate_json(text) for text in texts]
+    load_libraries()
+    try:
+        problems = _REQUESTED.call(lambda: (_problem(check) for check in checks))
+    except LimitExceeded as error:
+        problems = [*error.found, f"it takes more than {too_much(_REQUESTED)} to be compiled: {SIMPLER}"]
+    for field, check, problem in zip(fields, checks, problems, strict=False):
+        if problem is not None:
+            raise _unusable(field, check, problem)
+
+
+def _problem(check: AnswerCheck) -> str | None:
+    try:
+        reference(check, check.given)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _unusable(field: str, check: AnswerCheck, hint: str) -> InvalidRequest:
+    return InvalidRequest(f"{field}.{_VALUES[check.type]}", check.given, hint)
+
+
+SIMPLER = "make it shorter, repeat parts less often, and nest fewer of them"
+"""What to do about a reference that exceeds limits."""
+
+
+def too_much(limits: Limited) -> str:
+    """The limits of a fork, in words."""
+    return f"{limits.seconds} s or {limits.memory >> 20} MiB"
+
+
+def load_libraries() -> None:
+    """Import what `reference` does, in a process that forks for it."""
+    import regex  # noqa: F401
+    from jsonschema import FormatChecker
+
+    _bounded_validator().check_schema({"$ref": "#"}, FormatChecker(()))
+
+
+def refuse_fields(check: AnswerCheck, field: str) -> None:
+    """Refuse the fields that a check of its type lacks, or would ignore. Raises InvalidRequest."""
     value, mode = _VALUES[check.type], _MODES.get(check.type)
-    for name in sorted({*_VALUES.values(), *_MODES.values()} - {value, mode}):
-        if (found := getattr(check, name)) not in (None, False):
-            has = ", ".join(filter(None, (value, "column", mode)))
+    own = (value, "column", *filter(None, (mode,)), *(_OF_JUDGE if check.type == "judge" else ()))
+    for name in sorted({*_VALUES.values(), *_MODES.values(), *_OF_JUDGE} - {*own}):
+        if (found := getattr(check, name)) is not AnswerCheck.model_fields[name].default:
+            has = ", ".join(own)
             raise InvalidRequest(f"{field}.{name}", found, f"a check of type {check.type} has {has}: leave it out")
     if check.given is not None and check.column is not None:
         hint = f"{value} is for all rows, column names that of each row: send one of the two"
         raise InvalidRequest(f"{field}.column", check.column, hint)
+    if check.type == "judge":
+        of_judge = {name: getattr(check, name) for name in ("model", "template", "scale", "at_least")}
+        refuse_unusable_judge(field, **of_judge, given=check.given is not None or check.column is not None)
     if check.type in _NEEDS_REFERENCE and check.given is None and check.column is None:
         hint = f"a check of type {check.type} needs {value} for all rows, or the column that has it"
         raise InvalidRequest(f"{field}.{value}", None, hint)
@@ -141,8 +230,9 @@ def reference(check: AnswerCheck, value: Any) -> Any:
     """
     match check.type:
         case "exact":
-            text = value if isinstance(value, str) else _scalar_text(value)
-            return _normalized(text) if check.normalize else text
+            return _normalized(_text(value)) if check.normalize else _text(value)
+        case "judge":
+            return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else _text(value)
         case "regex":
             if not isinstance(value, str):
                 raise ValueError(f"found {_kind(value)}, expected a pattern as text")
@@ -203,8 +293,10 @@ def _normalized(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def _scalar_text(value: Any) -> str:
-    """The text of a number or a boolean, as JSON writes it: rows may have numbers as expected answers."""
+def _text(value: Any) -> str:
+    """A text, or that of a number or a boolean, as JSON writes it: rows may have numbers as expected answers."""
+    if isinstance(value, str):
+        return value
     if not isinstance(value, int | float):
         raise ValueError(f"found {_kind(value)}, expected text")
     # pandas makes floats of a column of integers with gaps.

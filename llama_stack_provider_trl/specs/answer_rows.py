@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import InvalidRows
-from .answer_checks import AnswerCheck, reference
+from ..system.limited import Limited, LimitExceeded
+from .answer_checks import SIMPLER, AnswerCheck, load_libraries, reference, too_much
 from .job import DatasetRef
 from .row_files import read_ndjson
 from .rows import Message, PromptExample, SftExample, parse_row
+
+_LIMITS = Limited(seconds=60, memory=512 << 20)
+"""For the rows of a dataset, whose patterns and schemas may all be different."""
 
 
 class CheckedRow(NamedTuple):
@@ -40,32 +45,91 @@ def read_checked_rows(path: Path, checks: Sequence[AnswerCheck]) -> Iterator[Che
 
 
 def refuse_unchecked_rows(dataset: DatasetRef, checks: Sequence[AnswerCheck]) -> None:
-    """Read all rows of a dataset as the job will. Raises InvalidRows."""
+    """Read all rows of a dataset as the job will: where patterns or schemas are compiled, in a fork with limits.
+
+    Raises:
+        InvalidRows: as `read_checked_rows`, or their patterns and schemas take too long, or too much memory.
+        LimitReached: too many requests are checked.
+    """
     try:
-        for _ in read_checked_rows(dataset.path, checks):
-            pass
+        if any(check.is_compiled for check in checks):
+            _refuse_uncompiled(dataset.path, dataset.sha256, tuple(check.model_dump_json() for check in checks))
+        else:
+            for _ in read_checked_rows(dataset.path, checks):
+                pass
     except InvalidRows as error:
         raise InvalidRows(f"dataset {dataset.dataset_id!r}, {error}") from error
+
+
+@lru_cache(maxsize=16)
+def _refuse_uncompiled(path: Path, sha256: str, texts: tuple[str, ...]) -> None:
+    """Read rows in a fork. The trials of a search have the same ones. Raises InvalidRows."""
+    checks = [AnswerCheck.model_validate_json(text) for text in texts]
+    load_libraries()
+    try:
+        found = _LIMITS.call(lambda: _first_problem(path, checks))
+    except LimitExceeded as error:
+        hint = f"patterns and schemas up to this row take more than {too_much(_LIMITS)}: {SIMPLER}, or use fewer rows"
+        raise InvalidRows(hint, row=len(error.found)) from error
+    if found and found[-1] is not None:
+        raise InvalidRows(found[-1])
+
+
+def _first_problem(path: Path, checks: Sequence[AnswerCheck]) -> Iterator[str | None]:
+    """None for each row up to the first that cannot be read, and what is wrong with that. What is compiled is kept, as
+    the job keeps it."""
+    kept: list[Any] = []
+    try:
+        for row in read_checked_rows(path, checks):
+            kept += [one for check, one in zip(checks, row.references, strict=True) if check.is_compiled]
+            yield None
+    except InvalidRows as error:
+        yield str(error)
 
 
 def _question(row: Mapping[str, Any], index: int, has_answer: bool) -> tuple[list[Message], str | None]:
     """The prompt of a row, and its own answer where that is read: both of the same columns."""
     if not has_answer:
-        prompt = parse_row(row, index, "prompts")
-        assert isinstance(prompt, PromptExample)
-        return prompt.messages, None
+        return _prompt(row, index), None
     example = parse_row(row, index, "sft")
     assert isinstance(example, SftExample)
     messages = example.messages or []
     if not messages or messages[-1]["role"] != "assistant":
         found = f"a last turn of role {messages[-1]['role']}" if messages else "plain text"
-        raise InvalidRows(f"{found}, and a check of type exact expects the row's own answer", row=index)
+        raise InvalidRows(
+            f"{found}, and a check expects the row's own answer, since it names no other reference", row=index
+        )
     turns = example.prompt_turns
     if turns is None:
         turns = len(messages) - 1
     if not any(message["role"] != "assistant" for message in messages[:turns]):
         raise InvalidRows("assistant turns only, expected a turn that asks for an answer", row=index)
+    own, other = _question_of(messages[:turns]), _question_of(_prompt(row, index))
+    if own != other:
+        raise InvalidRows(
+            f"its own answer belongs to the prompt {_shown(own)}, and another column asks {_shown(other)}: leave the "
+            f"columns of one of the two out; they are {', '.join(sorted(row))[:500]}",
+            row=index,
+        )
     return messages[:turns], messages[-1]["content"]
+
+
+def _prompt(row: Mapping[str, Any], index: int) -> list[Message]:
+    prompt = parse_row(row, index, "prompts")
+    assert isinstance(prompt, PromptExample)
+    return prompt.messages
+
+
+def _question_of(turns: Sequence[Message]) -> list[Message]:
+    """A prompt without the assistant turns at its end, which shapes of rows divide in their own ways."""
+    kept = [*turns]
+    while kept and kept[-1]["role"] == "assistant":
+        kept.pop()
+    return kept
+
+
+def _shown(turns: Sequence[Message]) -> str:
+    return repr(turns[-1]["content"][:80])
 
 
 def _reference(check: AnswerCheck, field: str, row: Mapping[str, Any], index: int, answer: str | None) -> Any:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from ..errors import InvalidRows, MethodUnavailable
-from .custom_imports import Imports, reported, without_training_libraries
+from .custom_imports import Imports, first_problem, reported, without_training_libraries
 from .job import DataFormat, DatasetRef, RowUse
 from .methods import METHODS, Algorithm, CustomSpec, MethodSpec
 from .rows import Example, parse_row
@@ -48,8 +48,8 @@ class CustomMethod:
     trainer: str
     """`package.module:Class`, a subclass of one in `recipes.trainer.custom`; imported where a job is trained."""
     check_row: Callable[[Any, Any], str | None] | None = None
-    """From an example (`specs.rows`) and the fields, why the row cannot be trained on; None: it can. For what the shape
-    of a row does not show."""
+    """From an example (`specs.rows`) and the fields, why the row cannot be trained on; None: it can. A ValidationError
+    of pydantic refuses the row, too. For what the shape of a row does not show."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class InstalledMethod:
     def parameters(self, given: Mapping[str, Any]) -> BaseModel:
         """Its fields. Raises ValidationError, or MethodUnavailable where its model fails otherwise."""
         what = f"method {self.name!r} of {self.package} {self.version} failed on its fields"
-        with reported(what), without_training_libraries():
+        with reported(what, names_fields=True), without_training_libraries():
             return self.method.fields.model_validate(dict(given))
 
     def written(self, parameters: BaseModel) -> dict[str, Any]:
@@ -148,7 +148,10 @@ def _problem_of(
     found: InstalledMethod, check: Callable[[Any, Any], str | None], example: Example, fields: Any, index: int
 ) -> str | None:
     with reported(f"method {found.name!r} of {found.package} {found.version} failed on row {index}"):
-        problem = check(example, fields)
+        try:
+            problem = check(example, fields)
+        except ValidationError as error:  # of a model of rows: it refuses this one
+            return first_problem(error)
         return None if problem is None else str(problem)
 
 

@@ -32,15 +32,32 @@ Files = tuple[tuple[str, int, int], ...]
 
 
 @contextmanager
-def reported(what: str) -> Iterator[None]:
-    """Turn what a package's own code raises into one sentence. A pydantic error is the caller's: it names fields."""
+def reported(what: str, *, names_fields: bool = False) -> Iterator[None]:
+    """Turn what a package's own code raises into one sentence.
+
+    Args:
+        names_fields: a ValidationError is about what the caller has given, and is raised as it is.
+    """
     try:
         yield
-    except (MethodUnavailable, ValidationError):
+    except MethodUnavailable:
         raise
     except (Exception, SystemExit) as error:
-        text = " ".join(str(error).split())[:300]
+        if names_fields and isinstance(error, ValidationError):
+            raise
+        text = first_problem(error) if isinstance(error, ValidationError) else _one_line(str(error))
         raise MethodUnavailable(f"{what}: {type(error).__name__}{f': {text}' if text else ''}") from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first field that a model does not accept, and why, on one line."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    at = ".".join(map(str, first["loc"]))
+    return _one_line(f"{at}: {first['msg']}" if at else first["msg"])
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300]
 
 
 @contextmanager

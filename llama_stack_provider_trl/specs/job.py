@@ -199,8 +199,8 @@ class JobSpec(Frozen):
     """SFT: several rows in a sequence of `max_seq_length` tokens, none of which sees another; `batch_size` counts
     sequences. The rows of an evaluation are packed too, which does not change its numbers."""
     token_cache: Path | None = None
-    """Directory in which tokenized rows are kept for its ranks and attempts, and for other jobs; None: each process has
-    them in its memory, as in jobs of earlier releases."""
+    """Directory in which tokenized rows, and traces of its memory check, are kept for its ranks and attempts, and for
+    other jobs; None: each process has them in its memory, as in jobs of earlier releases."""
     max_seq_length: int = Field(1024, gt=1)
     """Tokens; longer sequences are cut, and counted."""
     max_seq_length_is_default: bool = False

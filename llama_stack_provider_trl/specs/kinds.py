@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -16,6 +16,8 @@ from .model_source import ModelSource
 ANSWERS, ROWS = "answers.jsonl", "rows.jsonl"
 """Files in the checkpoint directory of a `generate` job: every answer with its row, and the dataset made of them. An
 `evaluate` job with checks has the first, with what each answer passes."""
+VERDICTS = "verdicts-{}.jsonl"
+"""File beside the answers of an `evaluate` job: the verdicts of the check with this number, whose type is judge."""
 OF_JOB = "job:"
 """Before the name of a job, in place of a dataset id: the rows that this job makes."""
 MERGING = "merging"
@@ -42,21 +44,13 @@ class GenerateSpec(Answering):
     """The dataset that the answers become."""
 
 
-class CheckedAnswering(Answering):
-    """Answers that are checked."""
-
-    checks: tuple[AnswerCheck, ...]
-
-
-class EnsembleMember(Frozen):
-    """One of the models of an ensemble."""
+class FurtherModel(Frozen):
+    """A model that a job reads beside its own."""
 
     model: str
     """As in JobSpec, and so are the next two."""
     revision: str | None = None
     trust_remote_code: bool = False
-    weight: float = Field(ge=0)
-    """Of its probabilities in the mean. Those of all members have the sum 1."""
     adapter: AdapterSpec | None = None
     """The adapter of `model` that it has; None: none."""
     lora: LoraSpec | None = None
@@ -66,6 +60,26 @@ class EnsembleMember(Frozen):
     def source(self) -> ModelSource:
         """Where the model, without an adapter, is read from."""
         return ModelSource(model=self.model, revision=self.revision, trust_remote_code=self.trust_remote_code)
+
+    def as_own(self) -> dict[str, Any]:
+        """The fields of a JobSpec whose own model it is."""
+        names = ("model", "revision", "trust_remote_code", "adapter", "lora")
+        return {**{name: getattr(self, name) for name in names}, "model_path": None}
+
+
+class CheckedAnswering(Answering):
+    """Answers that are checked."""
+
+    checks: tuple[AnswerCheck, ...]
+    judges: tuple[FurtherModel, ...] = ()
+    """The models of the checks whose type is judge, in their order."""
+
+
+class EnsembleMember(FurtherModel):
+    """One of the models of an ensemble."""
+
+    weight: float = Field(ge=0)
+    """Of its probabilities in the mean. Those of all members have the sum 1."""
 
 
 class EvaluateSpec(Frozen):
@@ -78,7 +92,7 @@ class EvaluateSpec(Frozen):
     """Not empty: SFT's measures are those of an ensemble, whose probability of each token is the weighted mean of its
     members'. The job's own model is the first of them."""
     from_jobs: tuple[Path, ...] = ()
-    """Checkpoints of jobs that the members are."""
+    """Checkpoints of jobs that the members are; with judges, those that the job's own model and the judges are."""
 
 
 class MergeWork(Frozen):

@@ -113,7 +113,7 @@ def to_http(error: errors.TrlError) -> Exception:
         kinds: dict[int, type[Exception]] = {400: ValueError, 404: _JobNotFound, 409: _JobConflict}
         if error.status in kinds:
             return kinds[error.status](str(error))
-    if isinstance(error, errors.StoreError | errors.ServiceRefusal) and not _takes_status_codes():
+    if isinstance(error, errors.LimitReached | errors.StoreError | errors.ServiceRefusal) and not _takes_status_codes():
         return _Unavailable(str(error))
     return error
 

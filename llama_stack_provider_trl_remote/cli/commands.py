@@ -24,6 +24,7 @@ from ..row_files import register_rows, register_uri, stored_rows
 from ..submitting import submit_request
 from ..trl_client import list_jobs, preflight_request
 from . import advise, found_machines, node_lines, nodes_ssh, one_line
+from .answers import answers
 from .preview import preview
 from .samples import samples
 from .terminal import audit_line, emit, job_line, preflight_lines, progress_line, table, token_row
@@ -262,6 +263,7 @@ COMMANDS: dict[tuple[str, str], Command] = {
     ("jobs", "watch"): watch_jobs,
     ("jobs", "logs"): logs,
     ("jobs", "samples"): samples,
+    ("jobs", "answers"): answers,
     ("jobs", "cancel"): cancel,
     ("jobs", "pause"): pause,
     ("jobs", "resume"): resume,

@@ -328,6 +328,8 @@ def _jobs(group: argparse.ArgumentParser) -> None:
             "samples", help="the model's answers to the job's prompts, before, at checkpoints and after"
         )
     )
+    answers = _job(commands.add_parser("answers", help="answers of a job that has answered prompts, as JSON lines"))
+    answers.add_argument("--output", metavar="FILE", help="write them there; default: print them")
     for name, meaning in (
         ("cancel", "end a job; its checkpoints stay"),
         ("pause", "save a checkpoint, then free the devices"),

@@ -175,8 +175,8 @@ def _check_spec(order: TaskOrder) -> None:
     models = [one.get("model") for one in rewards if one.get("model")]
     stays = "no reward model: a job that has one trains on the service's machine"
     _expect("spec.job.method.rewards", models, not models, stays)
-    stays = "nothing: a job that does not train runs on the service's machine"
-    _expect("spec.job.work", job.get("work"), not job.get("work"), stays)
+    stays = "nothing, or the evaluation of one model: other jobs that do not train run on the service's machine"
+    _expect("spec.job.work", job.get("work"), _is_measured(job.get("work")), stays)
     borrowed = (job.get("resume_from") or {}).get("path")
     for path in (order.spec.get("resume_from"), *(order.spec.get("fall_back_to") or ()), borrowed):
         given = Path(path or directory / "checkpoint-0")
@@ -185,6 +185,15 @@ def _check_spec(order: TaskOrder) -> None:
         _expect("spec.resume_from", str(path), is_step, "the path of a step checkpoint")
     mark = order.shared_mark
     _expect("shared_mark", mark, mark in ("", str(directory / MARK)), f"{MARK} in spec.job.checkpoint_dir, or nothing")
+
+
+def _is_measured(work: Any) -> bool:
+    """Whether a job trains, or evaluates its model on its rows alone: of neither a path, or a file, is in `work`."""
+    return not work or (
+        isinstance(work, dict)
+        and work.get("kind") == "evaluate"
+        and not any(work[name] for name in work if name != "kind")
+    )
 
 
 def _check_models(order: TaskOrder) -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,9 +17,10 @@ from fastapi import Depends, Request
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.export.process import ExporterProcess
+from llama_stack_provider_trl.jobs.makers import FIELD, no_new_maker
 from llama_stack_provider_trl.jobs.merges import bases_of, no_rows
 from llama_stack_provider_trl.jobs.placement import Node
-from llama_stack_provider_trl.jobs.promised import maker_of, promised_rows, refuse_promised
+from llama_stack_provider_trl.jobs.promised import promised_rows, refuse_promised
 from llama_stack_provider_trl.jobs.proposals import Proposals
 from llama_stack_provider_trl.jobs.records import JobRecord, NodeRecord
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
@@ -110,7 +112,9 @@ class Service(StoredJobs):
         self.audit = AuditLog(settings.data_dir / "audit", int(settings.audit_mb * (1 << 20)), settings.audit_files)
         self.refusals = Refusals(self.audit)
         self.ray_datasets = ray_datasets(settings)
-        self.datasets = DatasetRegistry(settings, self.blobs, self.ray_datasets)
+        self.datasets = DatasetRegistry(
+            settings, self.blobs, self.ray_datasets, partial(no_new_maker, self.store.database)
+        )
         self.warm = WarmProcesses() if settings.warm_start else None
         self.local = local = LocalLauncher(isolation=self.isolation, limits=self.limits, warm=self.warm)
         self.python = str(settings.train_python) if settings.train_python else None
@@ -254,7 +258,7 @@ class Service(StoredJobs):
     async def submit_work(self, body: GenerateBody | EvaluateBody | MergeBody, caller: Caller) -> None:
         """Queue a job that does not train, once. Raises as `submit` does."""
         options = self._options(body.provider_options, caller)
-        check_options(options)
+        check_options(options, type(body))
         digest = request_digest(type(body), body.model_dump(exclude_unset=True, exclude=set(_OURS)), options)
         if self.store.holds(body.job_uuid, digest):
             return
@@ -264,26 +268,23 @@ class Service(StoredJobs):
         else:
             models = await asyncio.to_thread(bases_of, body, self.for_jobs, self.store)
             work = await asyncio.to_thread(body.work, models)
-        if isinstance(work, GenerateSpec):
-            self._check_output(work.output_dataset_id)
+        admit = partial(self._check_output, work)
+        admit()
         owner = Submitter(caller.name, caller.limits.max_queued_jobs)
         try:
             request, options = body.as_training(), body.with_options(options)
-            is_new = await submit(request, options, digest, self.for_jobs, self.store, rows, owner, work, models)
+            is_new = await submit(request, options, digest, self.for_jobs, self.store, rows, owner, work, models, admit)
         except InvalidRequest as error:
             raise in_its_terms(error) from error
         if is_new:
             log.info("job %s: queued (%s)", body.job_uuid, work.kind)
             self.wake()
 
-    def _check_output(self, dataset_id: str) -> None:
-        """Refuse to make a dataset of a name that is taken. Raises InvalidRequest."""
-        if self.datasets.holds(dataset_id):
+    def _check_output(self, work: Work) -> None:
+        """Refuse to make a dataset of a name that is registered. Raises InvalidRequest."""
+        if isinstance(work, GenerateSpec) and self.datasets.holds(work.output_dataset_id):
             hint = "a dataset of this name is registered already: choose another one"
-            raise InvalidRequest("output.dataset_id", dataset_id, hint)
-        if (maker := maker_of(dataset_id, self.store)) is not None:
-            hint = f"job {maker!r} is to make a dataset of this name: choose another one"
-            raise InvalidRequest("output.dataset_id", dataset_id, hint)
+            raise InvalidRequest(FIELD, work.output_dataset_id, hint)
 
     async def _no_rows(
         self, dataset_id: str, use: RowUse, data_format: DataFormat | None

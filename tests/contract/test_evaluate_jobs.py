@@ -40,9 +40,10 @@ CHECKS: list[Json] = [
 ]
 
 
-def test_answers_are_checked_once_each_whatever_was_killed_in_between(tmp_path: Path) -> None:
-    """8 answers in batches of 2. The trainer dies while it writes the second batch; its runner dies with all its
-    processes, and the service, after the third."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_answers_are_checked_once_each_whatever_was_killed_in_between(tmp_path: Path, ranks: int) -> None:
+    """8 answers in batches of 2, of one process and of `ranks`. The trainer dies while it writes the second batch; its
+    runner dies with all its processes, and the service, after the third."""
     rows = [{**row, "shape": '{"type": "object"}'} for row in QUESTIONS]
     server = CrashingService(tmp_path)
     with closing(server.store), running(server):
@@ -54,7 +55,7 @@ def test_answers_are_checked_once_each_whatever_was_killed_in_between(tmp_path: 
         server.wait("undisturbed", "completed", timeout=server.patience)
         server.arm("answering-2", "kill")
         server.arm("step-6", "hold")
-        client.evaluate(request("killed", **checked, provider_options={"retries": 3}))
+        client.evaluate(request("killed", **checked, provider_options={"retries": 3, "nproc_per_node": ranks}))
         server.wait_taken("step-6", server.patience)
         server.kill()
         for process in census(server.data_dir).running:
@@ -90,6 +91,79 @@ def test_answers_are_checked_once_each_whatever_was_killed_in_between(tmp_path: 
             ({"seed": 3}, "seed=3 is not supported: it concerns answers"),
         ):
             answer = server.post("/post-training/evaluate", request("bad", **changes))
+            assert answer.status_code == 400, answer.text
+            assert sentence in answer.json()["detail"], answer.text
+
+
+def test_judges_are_waited_for_and_give_each_verdict_once_whatever_was_killed_in_between(tmp_path: Path) -> None:
+    """8 answers and 16 verdicts in batches of 2, of one process and of two ranks. The trainer dies while it writes the
+    second batch of verdicts; its runner dies with all its processes, and the service, within those of the second
+    judge."""
+    two_ranks = {"retries": 3, "nproc_per_node": 2}
+    checks: list[Json] = [
+        CHECKS[1],
+        {"type": "judge", "name": "good", "model": "job:tune", "scale": [1, 5], "at_least": 3, "max_new_tokens": 8},
+        {"type": "judge", "name": "right", "model": str(tiny_model()), "column": "shape", "max_new_tokens": 8},
+    ]
+    server = CrashingService(tmp_path)
+    with closing(server.store), running(server):
+        server.register("rows", [{**row, "shape": {"type": "object"}} for row in QUESTIONS])
+        client = TrlClient(server.url)
+        then: Json = {"evaluate": {"dataset_id": "rows", "checks": checks[2:], "max_new_tokens": 4}}
+        judged = {"checks": checks, "max_new_tokens": 12, "batch_size": 2}
+        early = server.post("/post-training/evaluate", request("early", **judged))
+        assert early.status_code == 400
+        assert "checks.1.model='job:tune' is not supported: there is no such job here" in early.json()["detail"]
+        server.submit(SFT, {**sft("tune", "rows"), "algorithm_config": LORA}, options=then)
+        client.evaluate(request("undisturbed", **judged))
+        waits = server.status("undisturbed")["resources_allocated"]
+        assert [one["job_uuid"] for one in waits["after"]] == ["tune"]
+        assert server.get("/post-training/jobs/undisturbed/answers").status_code == 409
+        server.wait("undisturbed", "completed", timeout=server.patience)
+        server.wait("tune-evaluation", "completed", timeout=server.patience)
+        assert "right" in server.status("tune-evaluation")["resources_allocated"]["result"]["judged"]
+        server.arm("judging-2", "kill")
+        server.arm("step-20", "hold")
+        client.evaluate(request("killed", **judged, provider_options=two_ranks))
+        server.wait_taken("step-20", server.patience)
+        assert server.taken("judging-2")
+        server.kill()
+        for process in census(server.data_dir).running:
+            os.kill(process.pid, signal.SIGKILL)
+        server.launch()
+        server.wait_until_it_answers()
+        server.wait("killed", "completed", timeout=server.patience)
+        status = server.status("killed")["resources_allocated"]
+        assert status["progress"]["step"] == status["progress"]["total_steps"] == 24
+        found, expected = status["result"], server.status("undisturbed")["resources_allocated"]["result"]
+        assert found.pop("answers") == {**expected.pop("answers"), "path": str(answers_of(server, "killed"))}
+        assert found == expected
+        lines = list(client.answers("killed"))
+        assert lines == list(client.answers("undisturbed"))
+        assert [(line["row"], sorted(line["judged"])) for line in lines] == [(n, ["good", "right"]) for n in range(8)]
+        unreadable = [sum(line["judged"][name]["score"] is None for line in lines) for name in ("good", "right")]
+        assert [found["judged"][name]["unreadable"] for name in ("good", "right")] == unreadable
+        assert "judged.good" in server.get("/jobs/killed", prefix="").text
+        assert client.evaluate(request("killed", **judged, provider_options=two_ranks)) == "killed"
+        slow = sft("slow", "rows")
+        slow["training_config"]["n_epochs"] = 200
+        server.submit(SFT, slow)
+        client.pause("slow")
+        client.evaluate(request("orphan", checks=[{**checks[1], "model": "job:slow"}]))
+        server.cancel("slow")
+        server.wait("orphan", "failed", timeout=server.patience)
+        error = server.status("orphan")["resources_allocated"]["error"]
+        assert error["reason"] == "predecessor_failed"
+        assert "slow" in error["message"]
+        for changes, sentence in (
+            ({"template": "{answer}"}, "checks.1.template='{answer}' is not supported: it has no {prompt}"),
+            ({"scale": [5, 1]}, "checks.1.scale=[5.0, 1.0] is not supported: expected the least"),
+            ({"model": "job:killed"}, "checks.1.model='job:killed' is not supported: job 'killed' does not train"),
+            ({"at_least": 9}, "checks.1.at_least=9.0 is not supported: it is the least score that passes"),
+            ({"column": "x"}, "row 0: no column 'x', which checks.1.column names"),
+        ):
+            bad = [checks[0], {**checks[1], "model": str(tiny_model()), **changes}]
+            answer = server.post("/post-training/evaluate", request("bad", checks=bad))
             assert answer.status_code == 400, answer.text
             assert sentence in answer.json()["detail"], answer.text
 

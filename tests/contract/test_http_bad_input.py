@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import requests
 
@@ -227,6 +228,29 @@ def test_a_wrong_type_inside_algorithm_config_is_refused_with_its_path(
 def test_an_option_of_a_wrong_type_is_refused_by_name(server: Server, pairs: str) -> None:
     answer = server.post(DPO, promised("refused", pairs), options={"retries": "many"})
     assert "provider_options.retries='many'" in refusal(answer)
+
+
+def test_a_pattern_that_would_take_all_memory_is_refused_by_name(server: Server, questions: str) -> None:
+    """`regex` writes a repeated part out when it compiles a pattern: a million repetitions take 260 MiB."""
+    prompts = [{"prompt": "a", "form": form} for form in ("a", "a{4000000000}")]
+    forms = server.register("bad-input-forms", prompts)
+    greedy = {"type": "regex", "pattern": "a{4000000000}"}
+    grpo = {"type": "grpo", "rewards": [{"check": {"type": "exact", "expected": "a"}}, {"check": greedy}]}
+    by_row = {"type": "grpo", "rewards": [{"check": {"type": "regex", "column": "form"}}]}
+    before = psutil.Process(server.pid).memory_info().rss
+    for algorithm, dataset, sentence in (
+        (grpo, questions, "algorithm_config.rewards.1.check.pattern='a{4000000000}' is not supported: it takes more"),
+        (by_row, forms, "dataset 'bad-input-forms', row 1: patterns and schemas up to this row take more than"),
+    ):
+        body = promised("refused", dataset) | {"algorithm_config": algorithm}
+        assert sentence in refusal(server.post(DPO, body, options={"nproc_per_node": 1}))
+    evaluate = {"evaluate": {"dataset_id": questions, "checks": [greedy]}}
+    after = refusal(server.post(SFT, sft("refused", questions), options=evaluate))
+    assert "provider_options.evaluate.checks.0.pattern='a{4000000000}' is not supported" in after
+    if isinstance(server, TrainingService):
+        body = {"job_uuid": "refused", "model": str(tiny_model()), "dataset_id": questions, "checks": [greedy]}
+        assert refusal(server.post("/post-training/evaluate", body)).startswith("checks.0.pattern=")
+    assert psutil.Process(server.pid).memory_info().rss - before < 128 << 20
 
 
 # Names

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import requests
+from fastapi import HTTPException
 
+from llama_stack_provider_trl.errors import LimitReached
+from llama_stack_provider_trl.stack.compat import to_http
 from tests.contract.payloads import LORA, PAIRS, promised, refusal, sft
 from tests.contract.stack import DPO, SFT, LlamaStack
 
@@ -142,3 +145,11 @@ def test_other_providers_keys_in_the_header_do_not_disturb(stack: LlamaStack) ->
     body = promised("refused", "no-such-rows")
     answer = requests.post(stack.url + "/v1" + DPO, json=body, headers=headers, timeout=30)
     assert "'no-such-rows'" in refusal(answer)  # as far as without the header
+
+
+def test_a_request_that_cannot_be_checked_now_is_a_429_with_its_sentence() -> None:
+    from llama_stack.core.server.server import translate_exception
+
+    found = translate_exception(to_http(LimitReached("too many requests are being checked: send it again later")))
+    assert isinstance(found, HTTPException)
+    assert (found.status_code, found.detail) == (429, "too many requests are being checked: send it again later")

@@ -174,7 +174,12 @@ def test_both_providers_add_later_trials(
         asyncio.run(submission.submit(request, options, "digest", settings, store, rows))
         assert store.names() == ["before", "tune", "tune-trial-1"]
         store.request_cancel("tune-trial-1")
-        supervisor.tick()
+
+        def added() -> bool:
+            supervisor.tick()
+            return len(store.names()) > 3
+
+        poll(added, "a thread has resolved the next trial", timeout=30, pause=0.05)
         assert store.names() == ["before", "tune", "tune-trial-1", "tune-trial-2"]
         assert store.get("tune-trial-2").spec.dataset == store.get("tune").spec.dataset
 

@@ -17,7 +17,8 @@ from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.checkpoint.optimizer_state import TENSORS
 from llama_stack_provider_trl.recipes.checkpoint.step import step_bytes
 from llama_stack_provider_trl.recipes.memory.estimate import disk_bytes, estimate
-from llama_stack_provider_trl.recipes.memory.trace import Batch, trace
+from llama_stack_provider_trl.recipes.memory.trace import Batch
+from llama_stack_provider_trl.recipes.memory.trace_cache import trace
 from llama_stack_provider_trl.recipes.train import _unused_libraries, unused_libraries_hidden
 from llama_stack_provider_trl.recipes.trainer.adamw_8bit import AdamW8Bit
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress

@@ -407,11 +407,18 @@ def test_the_loss_curve_is_that_of_padded_batches(job: str, tmp_path: Path, monk
         assert found == pytest.approx(expected, rel=1e-3)
 
 
+def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows have a call each, as those of few rows have on a GPU."""
+    monkeypatch.setattr(attention, "_is_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(attention, "_has_varlen", lambda device: False)
+    monkeypatch.setattr(attention, "_multiprocessors", lambda device: 132)
+
+
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_the_kernels_of_gpus_get_queries_keys_and_values_of_one_dtype(
     lora: LoraSpec | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_is_on_gpu", lambda tensor: True)  # whose lower right mask refuses others
+    pretend_a_gpu(monkeypatch)  # whose lower right mask refuses others
     spec = job_spec(tmp_path, tiny_model(), "dpo", lora=lora, dtype="bf16", rows=DPO_ROWS[:4])
     status, events = run(tmp_path, spec)
     assert status == 0
@@ -419,7 +426,7 @@ def test_the_kernels_of_gpus_get_queries_keys_and_values_of_one_dtype(
 
 
 def test_shared_heads_are_repeated_on_gpus_where_a_mask_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_is_on_gpu", lambda tensor: True)
+    pretend_a_gpu(monkeypatch)
     heads: list[tuple[bool, int]] = []
     original = torch.nn.functional.scaled_dot_product_attention
 

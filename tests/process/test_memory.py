@@ -20,7 +20,8 @@ from llama_stack_provider_trl.recipes.memory import proposals
 from llama_stack_provider_trl.recipes.memory import trace as memory
 from llama_stack_provider_trl.recipes.memory.estimate import MemoryEstimate, _Placed, estimate
 from llama_stack_provider_trl.recipes.memory.proposals import Capacity, nearest
-from llama_stack_provider_trl.recipes.memory.trace import Batch, trace
+from llama_stack_provider_trl.recipes.memory.trace import Batch, trace_model
+from llama_stack_provider_trl.recipes.memory.trace_cache import trace
 from llama_stack_provider_trl.recipes.model.loading import adapter_config, quantize
 from llama_stack_provider_trl.recipes.preflight import check, choose_gradient_sync
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
@@ -161,10 +162,9 @@ def test_two_shallow_traces_predict_what_the_whole_depth_takes(
     tmp_path: Path, layers: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = job_spec(tmp_path, shaped(tmp_path / "model", layers), **settings)
-    message = trace(spec, Batch(2, 128), "cpu")
+    message = trace_model(spec, Batch(2, 128), "cpu")
     monkeypatch.setattr(memory, "_blocks_are_alike", lambda *_: False)
-    memory._TRACES.clear()
-    whole = trace(spec, Batch(2, 128), "cpu")
+    whole = trace_model(spec, Batch(2, 128), "cpu")
     assert (message.trainable, message.frozen, message.blocks) == (whole.trainable, whole.frozen, whole.blocks)
     assert most(message.windows) == pytest.approx(most(whole.windows), rel=0.01)
 

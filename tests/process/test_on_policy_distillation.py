@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.recipes.memory import trace as memory
-from llama_stack_provider_trl.recipes.memory.trace import Batch, trace
+from llama_stack_provider_trl.recipes.memory.trace import Batch
+from llama_stack_provider_trl.recipes.memory.trace_cache import trace
 from llama_stack_provider_trl.recipes.model.loading import adapter_config
 from llama_stack_provider_trl.recipes.trainer.distillation import DistillationRecipe
 from llama_stack_provider_trl.recipes.trainer.divergence import Divergence, head_of

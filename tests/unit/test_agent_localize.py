@@ -14,6 +14,7 @@ from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.specs.bounded import UsablePath
 from llama_stack_provider_trl.specs.events import CHECKPOINT_PATHS, Event
 from llama_stack_provider_trl.specs.job import AttemptSpec
+from llama_stack_provider_trl.specs.kinds import EvaluateSpec
 from llama_stack_provider_trl_remote.nodes.localize import PathMap, check_order
 from tests.orders import AA, BB, order, spec
 
@@ -71,7 +72,8 @@ def test_the_spec_above_sets_every_path_that_a_spec_may_have() -> None:
             "job.work.from_jobs",
             "job.work.merge.output",
             "job.work.members.adapter.path",
-        ),  # nor work: the test after that
+            "job.work.answers.judges.adapter.path",
+        ),  # nor has it work with a path: the test after that
     }
 
 
@@ -81,9 +83,15 @@ def test_an_order_for_a_job_that_begins_with_an_adapter_is_refused() -> None:
         check_order(order(spec=given))
 
 
-def test_an_order_for_a_job_that_does_not_train_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="a job that does not train runs on the service's machine"):
-        check_order(order(spec=spec(job={"work": {"kind": "evaluate"}})))
+def test_an_order_for_a_job_that_does_not_train_is_refused_unless_it_evaluates_one_model() -> None:
+    plain = EvaluateSpec().model_dump(mode="json")
+    check_order(order(spec=spec(job={"work": plain})))
+    others = {"answers": {"checks": []}, "members": [{"model": "a"}], "from_jobs": ["/etc"], "kind": "generate"}
+    for name, value in others.items():
+        with pytest.raises(InvalidRequest, match="other jobs that do not train run on the service's machine"):
+            check_order(order(spec=spec(job={"work": {**plain, name: value}})))
+    with pytest.raises(InvalidRequest, match=r"spec\.job\.work"):
+        check_order(order(spec=spec(job={"work": "evaluate"})))
 
 
 def test_an_order_for_a_job_with_a_reward_model_is_refused() -> None:

@@ -110,6 +110,7 @@ def test_a_check_that_would_not_end_is_given_up(check: dict[str, Any], monkeypat
         ({"type": "regex", "pattern": "a", "expected": "b"}, "checks.1.expected", "has pattern, column: leave it out"),
         ({"type": "exact", "expected": "a", "column": "b"}, "checks.1.column", "send one of the two"),
         ({"type": "exact", "expected": ["a"]}, "checks.1.expected", "found a list, expected text"),
+        ({"type": "regex", "pattern": "a", "expected": False}, "checks.1.expected", "leave it out"),
         ({"type": "exact", "extract": True}, "checks.1.extract", "has expected, column, normalize"),
         ({"type": "json", "expected": "{"}, "checks.1.expected", "text that is not JSON"),
         ({"type": "json", "expected": "null"}, "checks.1.expected", "found null"),

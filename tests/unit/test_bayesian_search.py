@@ -6,7 +6,9 @@ import errno
 import json
 import random
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobConflict, LimitReached
 from llama_stack_provider_trl.jobs import proposals
-from llama_stack_provider_trl.jobs.proposals import Proposals
+from llama_stack_provider_trl.jobs.database import Database
+from llama_stack_provider_trl.jobs.proposals import Proposals, ResolvedTrials
 from llama_stack_provider_trl.jobs.proposer_process import Proposer
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.submission import Submitter
@@ -64,13 +67,22 @@ class Answering:
         self.ended = True
 
 
+def at_once(function: Callable[[], ResolvedTrials]) -> Future[ResolvedTrials]:
+    """In place of a thread: the trials are known in the same pass."""
+    future: Future[ResolvedTrials] = Future()
+    proposals._call(function, future)
+    return future
+
+
 class Searching(World):
     """A data directory whose supervisor adds trials, as `start` has them proposed."""
 
     start: Callable[[bytes], Proposer]
+    begin_to: Any
 
     def __init__(self, root: Path) -> None:
         self.posed: list[Answering] = []
+        self.begin_to = at_once
         self.start = self._ask
         super().__init__(root)
 
@@ -81,7 +93,7 @@ class Searching(World):
     def restart(self) -> None:
         super().restart()
         settings = Settings(data_dir=self.root, devices=("cpu",))
-        adding = Proposals(self.store, settings, lambda question: self.start(question), self.clock)
+        adding = Proposals(self.store, settings, lambda question: self.start(question), self.clock, self.begin_to)
         self.supervisor = Supervisor(self.store, self.launcher, ["cpu"], self.root, proposing=adding)
 
     def begin(self, **changes: Any) -> None:
@@ -310,6 +322,109 @@ def test_each_trial_comes_after_the_job_that_the_search_names_which_is_kept_unti
     world.store.delete("before")
 
 
+# --- beside the passes ------------------------------------------------------------------------------------------------
+
+
+class Slow:
+    """The resolution of trials, which waits for the test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.gate, self.calls = threading.Event(), threading.Event(), 0
+        self._resolve = proposals.resolve
+        monkeypatch.setattr(proposals, "resolve", self)
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.calls += 1
+        self.entered.set()
+        assert self.gate.wait(60)
+        return self._resolve(*arguments)
+
+    def finish(self) -> None:
+        self.gate.set()
+        for thread in threading.enumerate():
+            if thread.name == proposals.THREAD:
+                thread.join(60)
+                assert not thread.is_alive()
+
+
+@pytest.fixture
+def slow(world: Searching, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    """A search whose third and fourth trial are being resolved by a thread."""
+    world.begin_to = proposals.in_thread
+    world.restart()
+    world.begin(trials=4)
+    made = Slow(monkeypatch)
+    world.end_next(loss_of)
+    world.end_next(loss_of)
+    for _ in range(3):  # the proposer answers at the second poll
+        world.tick()
+    assert made.entered.wait(60)
+    yield made
+    made.finish()
+
+
+def test_other_jobs_start_while_trials_are_resolved(world: Searching, slow: Slow) -> None:
+    assert world.submit(sft(None, job_uuid="other"))
+    for _ in range(3):
+        world.tick()
+    assert world.store.get("other").state is JobState.launching
+    assert world.store.get("s").detail == "2 of 4 trials have ended, the next ones are being chosen"
+    assert (len(world.table()), slow.calls) == (2, 1)
+    slow.finish()
+    world.tick()
+    assert (len(world.table()), slow.calls, len(world.posed)) == (4, 2, 1)
+
+
+def test_a_store_that_is_closed_while_trials_are_resolved_is_not_used_by_their_thread(
+    world: Searching, slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[str] = []
+    connection = Database._connection
+
+    def recorded(database: Database) -> sqlite3.Connection:
+        used.append(threading.current_thread().name)
+        return connection(database)
+
+    monkeypatch.setattr(Database, "_connection", recorded)
+    world.supervisor.stop()
+    world.store.close()
+    slow.finish()
+    assert proposals.THREAD not in used
+    world.restart()
+    for _ in range(4):
+        world.tick()
+        slow.finish()
+    assert len(world.table()) == 4
+    assert (len(world.posed), proposals.THREAD in used) == (2, False)
+
+
+def test_trials_that_are_resolved_after_a_cancel_are_not_queued(world: Searching, slow: Slow) -> None:
+    world.store.request_cancel("s")
+    world.tick()
+    slow.finish()
+    world.tick()
+    assert (world.state(), len(world.table())) == (JobState.cancelled, 2)
+
+
+def test_few_threads_resolve_trials_at_once(world: Searching, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Callable[[], ResolvedTrials]] = []
+
+    def never(function: Callable[[], ResolvedTrials]) -> Future[ResolvedTrials]:
+        begun.append(function)
+        return Future()
+
+    world.begin_to = never
+    world.restart()
+    metrics = {"eval_loss": 1.0}
+    for name in "abc":
+        drawn = bayesian(parallel=1, trials=9)
+        assert world.submit(sft(drawn, job_uuid=name, algorithm_config=LORA))
+        world.run(1, prepared(), Evaluated(step=8, epoch=1.0, metrics=metrics), Finished(step=8), name=name)
+    for _ in range(5):
+        world.tick()
+    assert len(begun) == 2
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
@@ -406,6 +521,21 @@ def test_a_short_lack_of_descriptors_delays_trials_and_ends_nothing(
     world.finish(loss_of)
     assert (world.state(), len(world.table())) == (JobState.completed, 9)
     assert caplog.text.count("its next trials are made as soon as this has ended") == 1
+
+
+def test_trials_that_cannot_be_checked_now_are_made_later(world: Searching, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve, calls = proposals.resolve, []
+
+    def busy(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) < 3:
+            raise LimitReached("too many requests are being checked: send it again later")
+        return resolve(*arguments)
+
+    world.begin(trials=4)
+    monkeypatch.setattr(proposals, "resolve", busy)
+    world.finish(loss_of)
+    assert (world.state(), len(world.table())) == (JobState.completed, 4)
 
 
 def test_a_damaged_record_of_a_trial_stops_neither_the_search_nor_other_jobs(world: Searching) -> None:

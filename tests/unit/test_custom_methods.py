@@ -155,6 +155,49 @@ def test_a_method_checks_rows_and_a_refused_one_is_named(site: Path, tmp_path: P
         check_custom_rows(spec_of({"type": "bad"}).method, dataset(tmp_path, pairs), "custom_pairs", None)
 
 
+MODELLED = (
+    METHOD
+    + """
+from pydantic import model_validator
+class Row(BaseModel):
+    chosen: str = Field(min_length=3)
+    rejected: str = Field(max_length=3)
+class Whole(Row):
+    @model_validator(mode="after")
+    def differ(self):
+        raise ValueError("both are\\n the same")
+def row_of(model):
+    def check(example, fields):
+        model(**{name: getattr(example, name)[-1]["content"] for name in ("chosen", "rejected")})
+    return check
+fields, whole = make(check_row=row_of(Row)), make(check_row=row_of(Whole))
+"""
+)
+
+
+def test_a_row_that_a_packages_model_does_not_accept_is_named_with_its_field(site: Path, tmp_path: Path) -> None:
+    points = {f"of_{name}": f"modelled_rows:{name}" for name in ("fields", "whole")}
+    install(site, "modelled", points, {"modelled_rows": MODELLED})
+    for name, sentence in (
+        ("of_fields", "dataset 'rows', row 1: chosen: String should have at least 3 characters"),
+        ("of_whole", "dataset 'rows', row 0: Value error, both are the same"),
+    ):
+        pairs = [{"prompt": "a", "chosen": chosen, "rejected": "cd"} for chosen in ("bcd", "b")]
+        with pytest.raises(InvalidRows) as refused:
+            check_custom_rows(spec_of({"type": name}).method, dataset(tmp_path, pairs), "custom_pairs", None)
+        assert str(refused.value) == sentence
+
+
+def test_a_package_whose_import_raises_a_validation_error_is_named_in_one_line(site: Path) -> None:
+    source = METHOD + "class Row(BaseModel):\n    x: int\nRow(x='far')\nmethod = make()"
+    install(site, "invalid", {"invalid": "invalid_module:method"}, {"invalid_module": source})
+    with pytest.raises(MethodUnavailable) as refused:
+        find_method("invalid")
+    assert str(refused.value).endswith(
+        "cannot be imported: ValidationError: x: Input should be a valid integer, unable to parse string as an integer"
+    )
+
+
 LATE = (
     METHOD
     + """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -13,16 +14,19 @@ from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs import vocabularies
 from llama_stack_provider_trl.jobs.attempts import Attempts
 from llama_stack_provider_trl.jobs.merges import after_all, bases_of
+from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.submission import keep_rows, submit
+from llama_stack_provider_trl.jobs.supervisor import Supervisor
 from llama_stack_provider_trl.launch.isolation import spec_paths
 from llama_stack_provider_trl.requests.kinds import EvaluateRequest, MergeRequest, evaluation_after, with_work
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.beginnings import BaseJob
-from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec
+from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, LoraSpec
 from llama_stack_provider_trl.specs.kinds import EvaluateSpec
 from llama_stack_provider_trl_remote.pipeline import resolved, steps_of
-from tests.fakes import job_spec
+from tests.fakes import FakeLauncher, job_spec
 
 LORA = LoraSpec(target_modules=("q_proj",), rank=4, alpha=8)
 
@@ -125,6 +129,38 @@ def test_members_are_what_a_single_model_would_be_and_their_jobs_come_before(
     assert store.chains.needed_checkpoints("whole") == {"final", "checkpoint-2"}
 
 
+@pytest.mark.parametrize("kind", ["ensemble", "merge"])
+def test_a_cancel_of_any_member_cancels_the_job_that_names_it(
+    kind: str, store: Store, settings: Settings, tmp_path: Path
+) -> None:
+    """The first model is no job: `cancel_with` was refused then."""
+    for name in ("a", "b"):
+        add(store, name, tmp_path)
+    members = [{"model": model(tmp_path, "first", {})}, {"model": "job:a"}, {"model": "job:b"}]
+    body: EvaluateRequest | MergeRequest = request(*members)
+    if kind == "merge":
+        body = MergeRequest.model_validate({"job_uuid": "e", "models": members})
+    options, found = ProviderOptions(cancel_with=True), bases_of(body, settings, store)
+
+    async def rows(*_: object) -> tuple[DatasetRef, list[str]]:
+        return keep_rows(tmp_path / "rows", "rows", [{"prompt": "a", "completion": "b"}], "sft", None)
+
+    training, work = body.as_training(), body.work(found)
+    assert asyncio.run(submit(training, options, "digest", settings, store, rows, work=work, models=found))
+    assert (store.get("e").spec.after, store.get("e").spec.cancel_with) == (("a", "b"), True)
+    supervisor = Supervisor(store, FakeLauncher(), ["cpu"], tmp_path)
+    supervisor.tick()
+    store.request_cancel("b")
+    supervisor.tick()
+    assert store.get("e").state is JobState.cancelled
+    alone = {"models": members[:1]} if kind == "merge" else {"models": members[:1], "dataset_id": "rows"}
+    lonely = type(body).model_validate({"job_uuid": "f", **alone})
+    bases = bases_of(lonely, settings, store)
+    work = lonely.work(bases)
+    with pytest.raises(InvalidRequest, match="cancel_with=True is not supported: it belongs to `after`"):
+        asyncio.run(submit(lonely.as_training(), options, "d", settings, store, rows, work=work, models=bases))
+
+
 def test_a_member_that_cannot_be_used_is_refused_under_its_field(store: Store, settings: Settings) -> None:
     for name, sentence in (("job:typo", "there is no such job"), ("", "name the base model"), ("job:e", "own result")):
         with pytest.raises(InvalidRequest, match=rf"models\.1\.model='{name}'.*{sentence}"):
@@ -150,9 +186,9 @@ def test_tokenizers_that_number_tokens_otherwise_are_refused_by_both_names(
 
 def test_files_of_tokenizers_of_another_form_are_left_to_the_evaluation() -> None:
     mixed, other = b'{"model": {"vocab": [[1, 0], ["a", 0]]}}', b'{"model": {"vocab": [["a", 0], [1, 0]]}}'
-    assert vocabularies._disputed(mixed, other) is None
+    assert vocabularies._disputed(vocabularies._vocabulary(mixed), vocabularies._vocabulary(other)) is None
     endless = b'{"model": {"vocab": {}}, "added_tokens": [{"content": "a", "id": 1e999}]}'
-    assert vocabularies._disputed(endless, other) is None
+    assert vocabularies._vocabulary(endless) == {}
 
 
 def test_an_ensemble_reads_all_its_members_and_starts_with_whole_checkpoints_only(tmp_path: Path) -> None:

@@ -103,6 +103,19 @@ def test_it_starts_when_the_job_has_completed_and_is_cancelled_with_it(jobs: Sub
     assert (jobs.state("tune"), jobs.state("tune-evaluation")) == (JobState.cancelled, JobState.cancelled)
 
 
+def test_its_judge_may_be_the_result_of_another_job_and_not_of_the_job_itself(jobs: Submissions) -> None:
+    judge = {"type": "judge", "model": "job:tune"}
+    with pytest.raises(InvalidRequest, match="there is no such job here") as caught:
+        jobs.post({**CHECKED, "checks": [judge]})
+    assert (caught.value.field, [*jobs.store.names()]) == ("provider_options.evaluate.checks.0.model", [])
+    jobs.post(None)
+    jobs.post({**CHECKED, "checks": [judge]}, job_uuid="next")
+    first, second, found = (jobs.store.get(name).spec for name in ("tune", "next", "next-evaluation"))
+    assert found.after == ("next", "tune")
+    assert isinstance(found.work, EvaluateSpec)
+    assert found.work.from_jobs == (second.checkpoint_dir / "final", first.checkpoint_dir / "final")
+
+
 @pytest.mark.parametrize(
     ("given", "field"),
     [

@@ -43,6 +43,8 @@ LONG = job(steps=tuple(replace(job().steps[0], step=n, loss=99.0 - n) for n in r
 SHORT = job(steps=job().steps[:3])
 LAST = job(steps=job().steps[4:])
 SHARDED = {"none": {"units": 8, "recipe_output_dtype": "None"}, "fp32": {"units": 8}}
+STEPS_OF_BOTH = {"ours": [[9.0, 9.0, 0.1, 0.1], [9.0, 9.0, 0.1, 0.2]], "stock TRL": [[0.2] * 4, [0.2] * 4]}
+"""Seconds; the first two steps of a round do not count."""
 OFFLOADED = {"units": 4, "offload": "CPUOffloadPolicy"}
 SLOW = job(steps=tuple(replace(step, time=2.0 * step.step) for step in job().steps))
 MACHINE = environment.Machine(
@@ -282,6 +284,17 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
         {"not sharded": ({"a": job(), "b": SHORT}, 0.05)},
     ),
     "QAT": (numerics.judge_falling, ({"QAT": job()}, 0.05), {"the loss rises": ({"QAT": DIVERGED}, 0.05)}),
+    "speed on rows of many lengths": (
+        speed.judge_many_lengths,
+        ({"sft": STEPS_OF_BOTH, "dpo": STEPS_OF_BOTH}, True),
+        {
+            "DPO is slower than stock TRL": (
+                {"sft": STEPS_OF_BOTH, "dpo": {**STEPS_OF_BOTH, "ours": [[1.0] * 8]}},
+                True,
+            ),
+            "DPO is missing": ({"sft": STEPS_OF_BOTH}, True),
+        },
+    ),
     "speed at 1B": (
         speed.judge_throughput,
         ({"sft": SPEEDS, "dpo": SPEEDS}, ONE_B, 989e12, True),

@@ -71,6 +71,7 @@ def test_a_method_gets_its_parameters_and_names_its_rewards_apart() -> None:
         ({"rewards": [{**EXACT, "weight": float("nan")}]}, {}, "rewards.0.weight", "Input should be"),
         ({"rewards": [{**EXACT, "weight": float("-inf")}]}, {}, "rewards.0.weight", "greater than or equal to"),
         ({"rewards": [{**EXACT, "code": "x"}]}, {}, "rewards.0.code", "Extra inputs"),
+        ({"rewards": [{"check": {"type": "judge", "model": "m"}}]}, {}, "rewards.0.check.type", "a second model"),
         ({"rewards": [{"model": "org/r"}]}, {}, "rewards.0.model", "send job:NAME, or job:NAME/CHECKPOINT"),
         ({"rewards": [{"model": "job:r/"}]}, {}, "rewards.0.model", "send job:NAME, or job:NAME/CHECKPOINT"),
         ({"rewards": [{"model": "job:../r"}]}, {}, "rewards.0.model", "send job:NAME, or job:NAME/CHECKPOINT"),

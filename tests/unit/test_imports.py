@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -70,6 +70,20 @@ def scan(library: Library, tmp_path: Path) -> Callable[..., Any]:
     return call
 
 
+def forget_transformers() -> dict[str, ModuleType]:
+    """Have the next import read the package again; returns what was imported."""
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "transformers"}
+
+
+@pytest.fixture
+def own_transformers() -> Iterator[None]:
+    """The package that a test imports is gone after it, and the real one is back where it was imported before."""
+    before = forget_transformers()
+    yield
+    forget_transformers()
+    sys.modules.update(before)
+
+
 def kept(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache").iterdir())
 
@@ -122,6 +136,7 @@ def test_a_transformers_without_the_function_is_left_alone(library: Library, tmp
     assert not hasattr(module, "create_import_structure_from_path")
 
 
+@pytest.mark.usefixtures("own_transformers")
 def test_quick_imports_have_the_module_keep_what_it_reads(
     library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,14 +157,11 @@ def test_quick_imports_have_the_module_keep_what_it_reads(
     monkeypatch.syspath_prepend(tmp_path)
     before = sys.meta_path[:]
     for _ in range(2):
-        for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
-            monkeypatch.delitem(sys.modules, name)
+        forget_transformers()
         with imports.quick_imports():
             import transformers  # the one of this test
         assert transformers.found == {frozenset(): {"auto": {"AutoModel"}}}
         assert sys.meta_path == before
-    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
-        monkeypatch.delitem(sys.modules, name)
     assert (tmp_path / "scanned").read_text() == "scanned\n"
     (file,) = (tmp_path / "caches" / "llama-stack-provider-trl").iterdir()
     assert json.loads(file.read_text()) == {"directories": {}, "modules": [[[], {"auto": ["AutoModel"]}]]}

@@ -7,25 +7,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
+from llama_stack_provider_trl.requests.bases import Base
 from llama_stack_provider_trl.requests.data import rows_job_of
 from llama_stack_provider_trl.requests.kinds import (
-    OPTIONS,
     EvaluateRequest,
     GenerateRequest,
+    MergeRequest,
     check_options,
+    for_work,
     in_its_terms,
+    options_of,
+    with_work,
 )
-from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.requests.options import ProviderOptions, Resources
+from llama_stack_provider_trl.requests.resolve import resolve
+from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.answer_rows import CheckedRow, read_checked_rows
+from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, ResourcesSpec, ShardingSpec
 from llama_stack_provider_trl.specs.rows import PromptExample, check_rows, parse_row
 from llama_stack_provider_trl.system.files import put_rows
 from llama_stack_provider_trl_remote.pipeline import resolved, steps_of
 from llama_stack_provider_trl_remote.service.http.bodies import EvaluateBody, GenerateBody, MergeBody
-from tests.tiny import REPOSITORY
+from tests.tiny import REPOSITORY, tiny_model
 
 
 def generate(**changes: Any) -> GenerateRequest:
@@ -107,7 +113,7 @@ def test_rows_are_read_for_checks_or_refused_by_name(tmp_path: Path) -> None:
         ([own, by_column], {**good, "expected": "{"}, r"row 1: column expected \(checks.1.column\): .*not JSON"),
         ([own], {"prompt": "a"}, "row 1: found the columns prompt, expected for SFT"),
         ([own], {"messages": turns}, "row 1: a last turn of role user"),
-        ([own], {"text": "a"}, "row 1: plain text, and a check of type exact expects the row's own answer"),
+        ([own], {"text": "a"}, "row 1: plain text, and a check expects the row's own answer"),
     ):
         with pytest.raises(InvalidRows, match=sentence):
             read(checks, good, row)
@@ -122,9 +128,61 @@ def test_the_documented_fields_of_a_check_are_its_own() -> None:
 
 
 def test_options_of_training_are_refused_by_name() -> None:
-    check_options(ProviderOptions(after=["sft"], priority="high"))
-    with pytest.raises(InvalidRequest, match=r"provider_options\.seed.*option of training"):
-        check_options(ProviderOptions(seed=3))
+    for kind in (GenerateRequest, EvaluateRequest, MergeRequest):
+        check_options(ProviderOptions(after=["sft"], priority="high"), kind)
+        with pytest.raises(InvalidRequest, match=r"provider_options\.seed.*option of training"):
+            check_options(ProviderOptions(seed=3), kind)
+    check_options(ProviderOptions(nproc_per_node=2), GenerateRequest)
+    check_options(ProviderOptions(nproc_per_node=2, resources=Resources(nodes=1)), EvaluateRequest)
+    with pytest.raises(InvalidRequest, match=r"provider_options\.resources.*has .*device, .*nproc_per_node"):
+        check_options(ProviderOptions(resources=Resources(nodes=1)), GenerateRequest)
+    with pytest.raises(InvalidRequest, match=r"provider_options\.nproc_per_node=2"):
+        check_options(ProviderOptions(nproc_per_node=2), MergeRequest)
+
+
+def test_ranks_of_a_job_that_does_not_train_are_requested_and_hold_the_whole_model(tmp_path: Path) -> None:
+    sharding = ShardingSpec(strategy="FULL_SHARD", cpu_offload=True)
+    service = Settings(data_dir=tmp_path, devices=("cpu",), ranks=3, max_ranks=4, max_nodes=9, sharding=sharding)
+    rows = DatasetRef(dataset_id="prompts", path=tmp_path / "rows", sha256="", num_rows=8)
+
+    def job(settings: Settings, **given: Any) -> JobSpec:
+        request = generate(model=str(tiny_model())).as_training()
+        options, own = for_work(request, ProviderOptions(**given), settings, None)
+        return with_work(resolve(request, options, own).spec(rows, None), generate().work())
+
+    assert (job(service).ranks, job(service).sharding) == (1, None)
+    two = job(service, nproc_per_node=2)
+    assert (two.ranks, two.nodes, two.sharding) == (2, 1, ShardingSpec(strategy="NO_SHARD"))
+    with pytest.raises(InvalidRequest, match=r"nproc_per_node=5.*this node has devices for 4"):
+        job(service, nproc_per_node=5)
+    with pytest.raises(InvalidRequest, match=r"resources=.*are on the service's machine only"):
+        for_work(generate().as_training(), ProviderOptions(resources=Resources()), service, None, generate().work())
+    inline = Settings(data_dir=tmp_path, devices=("cpu",))
+    with pytest.raises(InvalidRequest, match=r"nproc_per_node=2.*trains in one process"):
+        job(inline, nproc_per_node=2)
+
+
+def test_an_evaluation_of_one_model_alone_may_run_on_a_node(tmp_path: Path) -> None:
+    service = Settings(data_dir=tmp_path, devices=("cpu",), max_ranks=4, max_nodes=9, sharding=ShardingSpec())
+
+    def resources(nodes: int | None = None, **changes: Any) -> ResourcesSpec | None:
+        body = EvaluateRequest.model_validate({"job_uuid": "e", "model": "org/base", "dataset_id": "d", **changes})
+        given = ProviderOptions(resources=Resources(nodes=nodes, labels={"zone": "a"}))
+        work = body.work([base] * len(body.models or ()))
+        options, own = for_work(body.as_training(), given, service, None, work)
+        rows = DatasetRef(dataset_id="d", path=tmp_path / "rows", sha256="", num_rows=8)
+        return with_work(resolve(body.as_training(), options, own).spec(rows, None), work).resources
+
+    base = Base("org/base")
+    assert resources() == resources(1) == ResourcesSpec(labels={"zone": "a"})
+    with pytest.raises(InvalidRequest, match=r"resources\.nodes=2.*runs on one node: use 1"):
+        resources(2)
+    for changes in (
+        {"checks": CHECKED["checks"]},
+        {"model": None, "models": [{"model": "org/base"}, {"model": "org/base"}]},
+    ):
+        with pytest.raises(InvalidRequest, match=r"resources=.*are on the service's machine only"):
+            resources(**changes)
 
 
 def test_errors_name_the_fields_of_the_request_itself() -> None:
@@ -216,7 +274,9 @@ def test_a_pipeline_merges_the_results_of_its_jobs() -> None:
 @pytest.mark.parametrize(
     ("name", "body"), [("generate", GenerateBody), ("evaluate", EvaluateBody), ("merge", MergeBody)]
 )
-def test_the_documented_fields_are_those_of_the_request(name: str, body: type[BaseModel]) -> None:
+def test_the_documented_fields_are_those_of_the_request(
+    name: str, body: type[GenerateBody | EvaluateBody | MergeBody]
+) -> None:
     text = (REPOSITORY / "docs" / "how-to" / f"{name}.md").read_text()
     table = text.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*?) *\|", table, re.MULTILINE))
@@ -224,4 +284,4 @@ def test_the_documented_fields_are_those_of_the_request(name: str, body: type[Ba
     for field_name, field in body.model_fields.items():
         if field.default is not None and not field.is_required():
             assert rows[field_name] == str(field.default)
-    assert ", ".join(f"`{name}`" for name in OPTIONS) in table
+    assert f"| {', '.join(f'`{name}`' for name in options_of(body))} |" in table

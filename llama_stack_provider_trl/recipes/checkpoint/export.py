@@ -42,7 +42,11 @@ Kind = Literal["final", "merged"]
 
 ROUNDING = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.1}
 """Up to which fraction of their own scale logits may differ, by the job's dtype. Measured on tiny models of a dozen
-architectures: 1e-6 at most in fp32, 1e-2 in bf16, whose weights are rounded; an untied head: 1.4."""
+architectures: 1e-6 at most in fp32, 1e-2 in bf16, whose weights are rounded; an untied head: 1.4. Of models of 1B on
+an H200: 0.026 in bf16."""
+_WHERE_QUANTIZED = 3
+"""Factor of that under quantization-aware training: a weight that rounding moves over the border between two of 16
+values changes by a fifteenth of their range. Weights are compared bit for bit before. Measured: 0.11 in bf16 (H200)."""
 
 _ADAPTER = "adapter_model.safetensors"
 _SAMPLE = "The quick brown fox jumps over the lazy dog, and on the 3rd of May it asked: is 17 + 25 = 42?\n" * 2
@@ -280,11 +284,12 @@ def _check_logits(
             raise
         raise _failed(kind, f"it cannot be loaded: {_describe(error)}") from error
     difference = logits_difference(sample.logits, found, is_reward=spec.trains_reward)
-    if not difference <= ROUNDING[spec.dtype]:  # nor a NaN
+    explained = ROUNDING[spec.dtype] * (_WHERE_QUANTIZED if spec.qat else 1)
+    if not difference <= explained:  # nor a NaN
         raise _failed(
             kind,
             f"loaded from its files it gives other logits than the trained model: they differ by {difference:.2g} of "
-            f"their scale, where rounding in {spec.dtype} explains {ROUNDING[spec.dtype]:g}",
+            f"their scale, where rounding in {spec.dtype} explains {explained:g}",
         )
     return difference
 

@@ -36,7 +36,6 @@ from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ... import faults
@@ -61,6 +60,7 @@ from ..distributed.workers import Workers
 from ..model.fsdp import reshard
 from . import legacy, optimizer_state, shards, transfer
 from .fencing import FencingToken
+from .host_copy import HostCopy
 from .optimizer_state import reading
 from .transfer import Disks
 from .weights import adapter_tensors
@@ -110,15 +110,7 @@ class Saver:
         self.spec, self._device, self.writer = spec, device, writer
         self._workers = workers or Workers(ranks.world_size())
         self.fencing_token = fencing_token or FencingToken()
-        on_gpu = device.type == "cuda"
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=on_gpu,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=on_gpu,
-            )
-        )
+        self._copy = HostCopy(device)
         self.disks = transfer.find_disks(spec.checkpoint_dir)
         self._group = ranks.new_cpu_group()
         self._thread: threading.Thread | None = None
@@ -155,7 +147,7 @@ class Saver:
         tensors = {weights_name(model): weights, optimizer_state.tensors_of(self._workers.own): state.tensors}
         if momentum is not None:
             tensors[optimizer_state.OUTER] = momentum
-        snapshot = Snapshot(self._stager.stage(tensors), state.document, random)
+        snapshot = Snapshot(self._copy.take(tensors), state.document, random)
         copied_at = time.monotonic()
 
         def work() -> None:
@@ -214,7 +206,7 @@ class Saver:
 
     def close(self) -> None:
         """After `wait`: free the memory of the copy."""
-        self._stager.close()
+        self._copy.close()
 
     def abandon(self) -> None:
         """After a failure: wait until the checkpoint that is being written is complete or has failed."""

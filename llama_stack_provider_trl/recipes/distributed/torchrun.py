@@ -88,7 +88,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--master-port", type=int, required=True)
     parser.add_argument("--last-port", type=int, default=0)
     parser.add_argument("--node-rank", type=int, default=0)
+    parser.add_argument("--shutdown-timeout", type=int)
     ours, others = parser.parse_known_args(argv)
+    if ours.shutdown_timeout is not None and "--shutdown-timeout" in run.get_args_parser().format_help():
+        others.insert(0, f"--shutdown-timeout={ours.shutdown_timeout}")  # torch 2.11 has no such option
     port = ours.master_port
     if ours.node_rank == 0:
         ConfinedRendezvous.listener = listener(ours.master_addr, port, ours.last_port)

@@ -8,11 +8,26 @@ its own, with an empty prefix. Positions count from each row's start.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 Group = tuple[int, tuple[int, ...]]
 """Tokens of the prefix, and of what follows it in each row; at least one row."""
+
+
+class Places(NamedTuple):
+    """Where the queries and the keys of each row are, as kernels for rows of different lengths take it."""
+
+    query_bounds: torch.Tensor
+    """Shape (rows + 1,), int32: the first query of each row, and the end of the last one."""
+    key_bounds: torch.Tensor
+    """The same of the keys, of which a row with a shared prefix has its own copy."""
+    longest_query: int
+    longest_key: int
+    keys: torch.Tensor | None
+    """Each row's keys by their places in the sequence, shape (keys,). None: they are the sequence."""
 
 
 class Layout:
@@ -24,6 +39,7 @@ class Layout:
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = tuple(groups)
         self._masks: dict[tuple[int, int, int, torch.dtype, torch.device], torch.Tensor] = {}
+        self._places: dict[torch.device, Places] = {}
 
     def sizes(self) -> list[int]:
         """Tokens of the parts of the sequence: of each group its prefix with the first row, then its other rows."""
@@ -46,5 +62,33 @@ class Layout:
             self._masks[key] = zeros.masked_fill(hidden, float("-inf"))
         return self._masks[key]
 
+    def places(self, device: torch.device) -> Places:
+        """Where the rows' queries and keys are; made once, for all blocks of a model."""
+        if device not in self._places:
+            spans, at = [], 0  # of each row: the shared prefix's tokens, and its own
+            for prefix, (first, *others) in self.groups:
+                spans.append(((at, at), (at, at + prefix + first)))
+                shared, at = (at, at + prefix), at + prefix + first
+                for size in others:
+                    spans.append((shared, (at, at + size)))
+                    at += size
+            queries = [end - start for _, (start, end) in spans]
+            keys = [last - first + end - start for (first, last), (start, end) in spans]
+            taken = None
+            if queries != keys:
+                taken = _moved(torch.cat([torch.arange(*span) for both in spans for span in both]), device)
+            query_bounds, key_bounds = (
+                _moved(torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int32), device)
+                for sizes in (queries, keys)
+            )
+            self._places[device] = Places(query_bounds, key_bounds, max(queries), max(keys), taken)
+        return self._places[device]
+
     def __reduce__(self) -> tuple[type[Layout], tuple[tuple[Group, ...]]]:
         return Layout, (self.groups,)  # processes that load batches send no masks
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on the device, whose queue is not waited for: it holds the steps before."""
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)

@@ -12,7 +12,8 @@ from ..model.loading import WeightStorage
 from ..trainer.loader import num_workers
 from ..trainer.reference import precomputes
 from .reward_models import reward_sizes
-from .trace import Batch, Traced, Window, is_quantized, loads_reference, trace
+from .trace import Batch, Traced, Window, is_quantized, loads_reference
+from .trace_cache import trace
 
 _CUDA_CONTEXT = 768 << 20
 """Bytes of a GPU beyond our tensors: the CUDA context, cuBLAS's workspace, NCCL's buffers."""

@@ -244,60 +244,25 @@ class _LiveMemory(TorchDispatchMode):
             self.windows[-1] = Window(now["activations"], now["logits"], now["gradients"], self.most_host)
 
 
-def _key(spec: JobSpec) -> str:
-    """The inputs of a trace, as a key: other fields of a job do not change it."""
-    relevant = {
-        "model",
-        "revision",
-        "trust_remote_code",
-        "algorithm",
-        "dtype",
-        "gradient_checkpointing",
-        "lora",
-        "adapter",
-    }
-    relevant |= {
-        "padding_free",
-        "checkpoint_every",
-        "activation_offloading",
-        "attention_mask",
-        "attn_implementation",
-        "packed",
-        "qat",
-    }
-    accumulates, sharded = spec.gradient_accumulation_steps > 1, (num_shards(spec), keeps_whole_gradients(spec))
-    reference = spec.reference and spec.reference.model_dump_json(exclude={"cache"})
-    compared = (spec.method.beta, spec.answer_tokens) if isinstance(spec.method, DistillationSpec) else None
-    return f"{spec.model_dump_json(include=relevant)}{accumulates}{sharded}{reference}{spec.kl_weight > 0}{compared}"
-
-
 _ALIKE: dict[str, bool] = {}
 
 
-_TRACES: dict[tuple[str, Batch, str], Traced] = {}
-
-
-def trace(spec: JobSpec, batch: Batch, device: str) -> Traced:
-    """What is known of the job's model and one step of it, without its weights. Traced once per process.
-
-    Raises:
-        JobFailure: invalid_model.
-    """
-    kind = device.partition(":")[0]
-    key = _key(spec), batch, "cuda" if kind == "cuda" else "other"
-    if key not in _TRACES:
-        _TRACES[key] = _trace_model(spec, batch, kind)
-    return _TRACES[key]
-
-
 def attention_modules(spec: JobSpec) -> list[str]:
-    """Names of the linear layers of the model's attention, such as q_proj. Raises what `trace` raises."""
+    """Names of the linear layers of the model's attention, such as q_proj. Raises what `trace_model` raises."""
     with torch.device("meta"):
         attention, _ = linear_modules(_built(with_depth(load_config(spec.source), 1), spec.source, spec))
     return sorted({name.rpartition(".")[2] for name in attention})
 
 
-def _trace_model(spec: JobSpec, batch: Batch, kind: str) -> Traced:
+def trace_model(spec: JobSpec, batch: Batch, kind: str) -> Traced:
+    """What is known of the job's model and one step of it. `trace_cache` keeps it.
+
+    Args:
+        kind: of the device: cuda, mps or cpu.
+
+    Raises:
+        JobFailure: invalid_model.
+    """
     config = load_config(spec.source)
     depth = config.get_text_config().num_hidden_layers
     shallow = _depths(depth, spec.checkpoint_every if spec.gradient_checkpointing else 1)

@@ -29,6 +29,7 @@ from ...specs.kinds import members_of
 from ...specs.model_source import ModelSource
 from ..distributed import ranks
 from . import quantization
+from .attention import without_cudnn
 from .files import check_weights_index, stored_dtype
 from .fsdp import is_sharded
 from .merging import merged_later
@@ -53,6 +54,8 @@ def auto_class(*, is_reward: bool) -> tuple[Any, dict[str, Any]]:
 def choose_device(name: str) -> torch.device:
     """`auto` (cuda, then mps, then cpu), `cpu`, `cuda`, `cuda:N` or `mps` as a torch device that exists here.
 
+    Sets which kernels a GPU computes attention with.
+
     Raises:
         JobFailure: invalid_request, when the device is not there.
     """
@@ -67,6 +70,8 @@ def choose_device(name: str) -> torch.device:
             f"device {name!r} was requested, but torch {torch.__version__} finds only: {there}. "
             "Set `device: auto`, or install a torch build for this device in the environment that trains.",
         )
+    if kind == "cuda":
+        without_cudnn()
     # The launcher makes only the task's GPUs visible, so they are numbered from 0 here.
     return torch.device("cuda", ranks.local_rank()) if kind == "cuda" else torch.device(kind)
 

@@ -64,7 +64,10 @@ class RecipeTrainer(Trainer):
     _staging: Path | None = None
     _momentum_of: Path | None = None
     """The checkpoint that training resumes from."""
-    _evaluation_sums: dict[str, list[torch.Tensor]]
+    evaluation_sums: dict[str, list[torch.Tensor]]
+    """Sum and count of each batch of an evaluation, by part of the loss."""
+    kept_metrics: dict[str, list[torch.Tensor]] | None = None
+    """Not None: sum and count of each batch are kept here, by metric."""
     _train_sampler: EpochSampler
     sampler_class: type[EpochSampler] = EpochSampler
 
@@ -183,7 +186,10 @@ class RecipeTrainer(Trainer):
         """
         sums_by_metric = self._metric_sums["train" if self.model.training else "eval"]
         for name, total in sums.items():
-            sums_by_metric[name] = sums_by_metric.get(name, 0) + torch.stack([total.float(), count.float()])
+            of_batch = torch.stack([total.float(), count.float()])
+            sums_by_metric[name] = sums_by_metric.get(name, 0) + of_batch
+            if self.kept_metrics is not None:
+                self.kept_metrics.setdefault(name, []).append(of_batch)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log the metrics added since the last call, each sum divided by its count."""
@@ -247,25 +253,11 @@ class RecipeTrainer(Trainer):
     def _get_eval_sampler(self, eval_dataset: Any) -> EpochSampler:
         return self._sampler(eval_dataset, None, shuffle=False)
 
-    def _sampler(
-        self,
-        dataset: Any,
-        cap: int | None,
-        *,
-        shuffle: bool,
-        batch_plan: BatchPlan | None = None,
-        lengths: torch.Tensor | None = None,
-    ) -> EpochSampler:
+    def _sampler(self, dataset: Any, cap: int | None, *, shuffle: bool, **of_steps: Any) -> EpochSampler:
         world = self.args.world_size
         multiple = world * self.spec.batch_size if world > 1 else 1
         return self.sampler_class(
-            self.rows_of(dataset),
-            cap,
-            shuffle=shuffle,
-            seed=self.spec.seed,
-            multiple_of=multiple,
-            batch_plan=batch_plan,
-            lengths=lengths,
+            self.rows_of(dataset), cap, shuffle=shuffle, seed=self.spec.seed, multiple_of=multiple, **of_steps
         )
 
     @property
@@ -301,9 +293,9 @@ class RecipeTrainer(Trainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, with `eval_loss` as the mean over all tokens (SFT) or pairs (DPO). Trainer takes the mean of the
         batches' means, which depends on the batches."""
-        self._evaluation_sums = {}
+        self.evaluation_sums = {}
         output = super().evaluation_loop(*args, **kwargs)
-        sums = torch.stack([torch.stack(batches).sum(dim=0) for batches in self._evaluation_sums.values()])
+        sums = torch.stack([torch.stack(batches).sum(dim=0) for batches in self.evaluation_sums.values()])
         totals, counts = self.accelerator.reduce(sums).unbind(dim=1)
         output.metrics["eval_loss"] = float((totals / counts.clamp(min=1)).sum())
         return output
@@ -314,7 +306,7 @@ class RecipeTrainer(Trainer):
         Args:
             part: of a loss with several parts, whose means are added.
         """
-        batches = self._evaluation_sums.setdefault(part, [])
+        batches = self.evaluation_sums.setdefault(part, [])
         batches.append(torch.stack([loss.detach().float(), count.float()]))
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from ...errors import JobFailure, MethodUnavailable
 from ...specs.bounded import MAX_KEY
 from ...specs.custom import ALGORITHMS, InstalledMethod, Rows, check_custom_rows, find_method
+from ...specs.custom_imports import first_problem
 from ...specs.events import Reason
 from ...specs.job import JobSpec
 from ...specs.methods import CustomSpec
@@ -128,7 +129,8 @@ def parameters_of(spec: JobSpec) -> BaseModel:
     try:
         return _find(spec.method).parameters(spec.method.parameters)
     except (MethodUnavailable, ValidationError) as error:
-        raise _failure(spec.method, f"it does not accept the fields of the request: {error}") from error
+        why = first_problem(error) if isinstance(error, ValidationError) else error
+        raise _failure(spec.method, f"it does not accept the fields of the request: {why}") from error
 
 
 def used_method(method: CustomSpec) -> dict[str, str]:

@@ -130,5 +130,4 @@ def _base_of(member: EnsembleMember) -> tuple[Any, ...] | None:
 
 def _alone(spec: JobSpec, member: EnsembleMember) -> JobSpec:
     """The job with a member as its model."""
-    names = ("model", "revision", "trust_remote_code", "adapter", "lora")
-    return spec.model_copy(update={**{name: getattr(member, name) for name in names}, "model_path": None})
+    return spec.model_copy(update=member.as_own())

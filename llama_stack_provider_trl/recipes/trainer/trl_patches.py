@@ -125,6 +125,13 @@ def _never(device: Any) -> bool:
     return False
 
 
+def computes_in_torch() -> bool:
+    """Whether `choose_head_kernels` has replaced Triton's kernels in this process."""
+    import trl.kernels.chunked_logprob as kernels
+
+    return kernels._use_triton is _never
+
+
 def fuse_head(model: Any, outputs: tuple[str, ...], temperature: float = 1.0) -> None:
     """Have the model compute log-probabilities in its head, in tiles: no tensor of all logits is ever made.
 
@@ -309,7 +316,7 @@ def traced_head(kind: str, vocab_size: int, counting: Callable[[], AbstractConte
     with ExitStack() as stack:
         stack.enter_context(patch.object(utils, "_ChunkedLogProbFunction", CountedHead))
         if kind == "cuda":
-            folds = () if kernels._use_triton is _never else ("_forward_tile", "_backward_tile")
+            folds = () if computes_in_torch() else ("_forward_tile", "_backward_tile")
             for name in (*folds, "_addmm_fp32"):
                 stack.enter_context(patch.object(kernels, name, lambda *_, **__: None))
         else:

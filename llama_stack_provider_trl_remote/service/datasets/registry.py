@@ -10,6 +10,8 @@ import os
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -84,10 +86,17 @@ class DatasetRegistry:
 
     Args:
         cluster: reads `ray://` uris; None: they are refused.
+        maker: in its context, which yields the job that is to make a dataset of this name, no further job takes one.
     """
 
-    def __init__(self, settings: ServiceSettings, blobs: Blobs, cluster: ClusterFiles | None = None) -> None:
-        self._blobs, self._cluster = blobs, cluster
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        blobs: Blobs,
+        cluster: ClusterFiles | None = None,
+        maker: Callable[[str], AbstractContextManager[str | None]] = lambda dataset_id: nullcontext(),
+    ) -> None:
+        self._blobs, self._cluster, self._maker = blobs, cluster, maker
         self._roots = tuple(root.resolve() for root in settings.dataset_roots)
         self._directory = settings.data_dir / "datasets" / "registry"
         self._registering = threading.Lock()
@@ -105,7 +114,7 @@ class DatasetRegistry:
 
         Raises:
             InvalidRequest: a source that cannot be read from here.
-            Conflict: the name is taken by another dataset.
+            Conflict: the name is taken by another dataset, or a job is to make one of this name.
         """
         if body.dataset_id is None:
             body.dataset_id = f"dataset-{uuid4()}"
@@ -154,19 +163,33 @@ class DatasetRegistry:
         entry = Entry(
             dataset=dataset, registered_at=time.time(), sha256=sha256, num_rows=blob.num_rows, created_by=created_by
         )
-        known = self._claim(entry)
+        known = self._claim(entry, is_made=True)
         if known is not None and _content(known) != _content(entry):
             raise JobConflict(
                 f"dataset {dataset_id!r} was registered with another content meanwhile; the rows of this job are in "
                 f"{rows}: register them under another name"
             )
 
-    def _claim(self, entry: Entry) -> Entry | None:
-        """Register a dataset whose name is free; returns the one that has it, if it is not."""
+    def _claim(self, entry: Entry, *, is_made: bool = False) -> Entry | None:
+        """Register a dataset whose name is free; returns the one that has it, if it is not.
+
+        Args:
+            is_made: it is the one that a job was to make.
+
+        Raises:
+            Conflict: a job is to make a dataset of this name.
+        """
+        name = entry.dataset.identifier
         with self._registering:
-            known = self._read(entry.dataset.identifier)
+            known = self._read(name)
             if known is None:
-                self._write(entry)
+                with nullcontext() if is_made else self._maker(name) as maker:
+                    if maker is not None:
+                        raise Conflict(
+                            f"job {maker!r} is to make a dataset of the name {name!r}: choose another dataset_id, or "
+                            "cancel that job first"
+                        )
+                    self._write(entry)
             return known
 
     def get(self, dataset_id: str) -> Dataset:

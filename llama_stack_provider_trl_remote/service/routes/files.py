@@ -11,13 +11,21 @@ from starlette.responses import Response, StreamingResponse
 from ..views.checkpoints import Opener, requested_range
 
 OCTETS = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+LINES = {"application/x-ndjson": {"schema": {"type": "string"}}}
 TEXT: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "The end of the log"}
 }
 _PIECE = 1 << 18
 
 
-def file_response(opener: Opener, size: int, sha256: str, wanted: str | None, if_range: str | None = None) -> Response:
+def file_response(
+    opener: Opener,
+    size: int,
+    sha256: str,
+    wanted: str | None,
+    if_range: str | None = None,
+    media_type: str = "application/octet-stream",
+) -> Response:
     """A file; its ETag is its sha256.
 
     Args:
@@ -35,9 +43,7 @@ def file_response(opener: Opener, size: int, sha256: str, wanted: str | None, if
     if part is not None:
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
     status = 200 if part is None else 206
-    return StreamingResponse(
-        _pieces(opener, start, stop), status, headers=headers, media_type="application/octet-stream"
-    )
+    return StreamingResponse(_pieces(opener, start, stop), status, headers=headers, media_type=media_type)
 
 
 async def _pieces(opener: Opener, start: int, stop: int) -> AsyncIterator[bytes]:

@@ -16,10 +16,11 @@ from ..http.bodies import CheckpointFiles, EventLine, EventsResponse, ListCheckp
 from ..http.errors import declared
 from ..security.access import TASK_JOB, USERS, GuardedRoute
 from ..stored_jobs import StoredJobs
+from ..views.answers import find_answers
 from ..views.checkpoints import find_file, list_files
 from ..views.events import Cursor, parsed, read_page
 from ..views.logs import MOST_BYTES, read_log
-from .files import OCTETS, TEXT, file_response
+from .files import LINES, OCTETS, TEXT, file_response
 from .jobs import JobUuid, as_json
 
 router = APIRouter(route_class=GuardedRoute, prefix="/post-training/jobs/{job_uuid}", tags=["what a job leaves behind"])
@@ -90,6 +91,30 @@ async def job_checkpoints(service: Stored, job_uuid: JobUuid) -> Response:
     """Every complete checkpoint."""
     job, checkpoints = service.store.get(job_uuid), service.store.checkpoints(job_uuid)
     return as_json(ListCheckpointsResponse(data=[checkpoint_response(job, checkpoint) for checkpoint in checkpoints]))
+
+
+@router.get(
+    "/answers",
+    dependencies=[USERS],
+    response_class=Response,
+    responses={
+        **declared(404, 409, 416),
+        200: {"content": LINES, "description": "One JSON object per answer, in their order"},
+        206: {"content": LINES, "description": "The bytes that Range asks for"},
+    },
+)
+async def job_answers(
+    service: Stored,
+    job_uuid: JobUuid,
+    wanted: Annotated[str | None, Header(alias="Range", description="One range of bytes, such as bytes=100-")] = None,
+    if_range: Annotated[
+        str | None, Header(description="An ETag: the range counts only if it is still the file's")
+    ] = None,
+) -> Response:
+    """The answers of a job that has ended, with what each passes; of one that failed or was cancelled, those that it
+    has. Its ETag is the sha256."""
+    found, size, sha256 = await _with_digests(service, find_answers, job_uuid)
+    return file_response(found, size, sha256, wanted, if_range, "application/x-ndjson")
 
 
 # Before the next one, whose identifier may hold slashes as well.

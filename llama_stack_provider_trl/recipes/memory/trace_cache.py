@@ -1,0 +1,231 @@
+"""A cache on disk of traces, which take longer than all else that a small job does before its first step.
+
+`<data_dir>/tokens/traces/<key>.json` holds a `Traced`: the attempts of a job, later jobs of the same shape, and
+preflights read it in place of tracing again. The key is a digest of all that a trace depends on: the job but for
+`_UNREAD`, the configuration of each model and the dtype of its files, the batch, our code and every installed package.
+A file that is damaged or cannot be read is traced again; the files that were not used for longest are removed beyond
+`KEEP_FILES`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from ... import specs
+from ...specs.job import JobSpec
+from ...specs.model_source import ModelSource
+from ...system.files import atomic_write, read_regular
+from ..model.adapters import continues, has_reference_adapter
+from ..model.files import stored_dtype
+from ..model.fsdp import keeps_whole_gradients, num_shards
+from ..model.loading import load_config
+from ..trainer.trl_patches import computes_in_torch
+from .trace import Batch, Traced, trace_model
+
+KEEP_FILES = 2000
+"""Of 1 to 2 KiB each."""
+_ABANDONED = 24 * 3600.0
+"""Seconds after which the file of a killed writer is removed."""
+_UNREAD = frozenset(
+    {
+        # Names and places.
+        *("job_uuid", "output_name", "checkpoint_dir", "token_cache", "bases", "resume_from"),
+        # Rows and their order: the batch has what a trace needs.
+        *("dataset", "validation", "data_format", "train_on_input", "truncation_side", "shuffle", "seed"),
+        *("batch_size", "max_seq_length", "max_seq_length_is_default", "group_by_length", "dataloader_num_workers"),
+        # Steps, and what is done between them.
+        *("n_epochs", "max_steps_per_epoch", "max_validation_steps", "optimizer", "save_steps", "eval_steps"),
+        *("early_stopping", "best_checkpoint", "samples", "keep_last", "logging_steps", "merge_adapter"),
+        # When and where it runs.
+        *("dtype_by_device", "device", "num_threads", "retries", "retry_backoff", "oom_retry", "failover"),
+        *("max_duration", "priority", "min_free_bytes", "preflight", "after", "cancel_with", "evaluation"),
+        *("search", "pruning"),
+    }
+)
+"""Fields of a job that no trace reads: tests/process/test_trace_cache.py records what is read."""
+_IN_PART = frozenset({"model", "revision", "model_path", "adapter", "gradient_accumulation_steps"})
+"""Fields of which `_inputs` or `_content` give what it reads."""
+_SOURCE = frozenset({"model", "revision", "trust_remote_code", "model_path", "cache"})
+"""The same of a reference."""
+_ENVIRONMENT = ("PYTORCH_", "TRANSFORMERS_", "USE_HUB_KERNELS")
+"""Beginnings of variables that the libraries read when they compute."""
+_INSTALLED = (".dist-info", ".egg-info", ".egg-link", ".pth")
+"""Ends of the entries that an installer creates with a package: with its version, or replaced."""
+
+
+def _digest_of_code() -> str:
+    directories = (Path(__file__).parents[1], Path(specs.__file__).parent)
+    files = [path for directory in directories for path in sorted(directory.rglob("*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _installed() -> list[str]:
+    found = {f"{sys.version} {platform.machine()} {torch.__version__}"}
+    for path in {path for path in sys.path if os.path.isdir(path)}:
+        with suppress(OSError), os.scandir(path) as entries:
+            for entry in entries:
+                if entry.name.endswith(_INSTALLED):
+                    with suppress(OSError):  # a link to nothing
+                        found.add(f"{entry.name} {entry.stat().st_mtime_ns}")
+    return sorted(found)
+
+
+# At import, so that both are of the code that runs.
+_CODE = _digest_of_code()
+_PACKAGES = _installed()
+_TRACES: dict[str, Traced] = {}
+
+
+def trace(spec: JobSpec, batch: Batch, device: str) -> Traced:
+    """What is known of the job's model and one step of it, without its weights. Traced once per process, and kept where
+    the job keeps tokenized rows.
+
+    Raises:
+        JobFailure: invalid_model.
+    """
+    kind = device.partition(":")[0]
+    inputs = _inputs(spec, batch, kind)
+    key = json.dumps([inputs, *(source.model_dump(mode="json") for source in _sources(spec))])
+    if key not in _TRACES:
+        _TRACES[key] = _kept(spec, batch, kind, inputs)
+    return _TRACES[key]
+
+
+def _kept(spec: JobSpec, batch: Batch, kind: str, inputs: dict[str, Any]) -> Traced:
+    directory = directory_of(spec)
+    key = _key(spec, inputs) if directory else None
+    if directory is None or key is None:
+        return trace_model(spec, batch, kind)
+    found = _read(directory / f"{key}.json")
+    if found is None:
+        found = trace_model(spec, batch, kind)
+        _write(directory / f"{key}.json", found)
+    return found
+
+
+def directory_of(spec: JobSpec) -> Path | None:
+    """Where a job's traces are kept; None: they are not."""
+    return spec.token_cache / "traces" if spec.token_cache else None
+
+
+def key_of(spec: JobSpec, batch: Batch, device: str) -> str | None:
+    """Digest of all that a trace depends on; None: code decides that is none of an installed library.
+
+    Raises:
+        JobFailure: invalid_model.
+    """
+    return _key(spec, _inputs(spec, batch, device.partition(":")[0]))
+
+
+def _key(spec: JobSpec, inputs: dict[str, Any]) -> str | None:
+    models = _content(spec)
+    return None if models is None else _digest({**inputs, "models": models, **_surroundings()})
+
+
+def _inputs(spec: JobSpec, batch: Batch, kind: str) -> dict[str, Any]:
+    """What a trace depends on, but for the models and what is installed."""
+    job = spec.model_dump(mode="json", exclude={*_UNREAD, *_IN_PART})
+    for method in ("dpo", "method"):
+        if job.get(method) and (reference := job[method].get("reference")):
+            job[method]["reference"] = {name: reference[name] for name in reference.keys() - _SOURCE}
+    return {
+        "job": job,
+        "accumulates": spec.gradient_accumulation_steps > 1,
+        # These depend on the ranks that run, too, and those of an installed method on its package.
+        "shards": [num_shards(spec), keeps_whole_gradients(spec)],
+        "adapters": [continues(spec), has_reference_adapter(spec)],
+        "method": [spec.has_pairs, spec.trains_reward, spec.sequences_per_row],
+        "batch": asdict(batch),
+        "on_cuda": kind == "cuda",
+        "computes_in_torch": computes_in_torch(),
+        "dtype": str(torch.get_default_dtype()),
+    }
+
+
+def _sources(spec: JobSpec) -> list[ModelSource]:
+    """The models that are traced: that of the job, and another one that is its reference."""
+    return [spec.source, *([spec.reference_source] if spec.reference and spec.reference.model else [])]
+
+
+def _content(spec: JobSpec) -> list[Any] | None:
+    """What a trace reads of the files of its models; None: code of their own decides, too."""
+    models = []
+    for source in _sources(spec):
+        config = load_config(source)
+        if source.trust_remote_code or not type(config).__module__.startswith("transformers."):
+            return None
+        declared = getattr(config, "dtype", None)
+        stored = stored_dtype(source.location, source.revision, declared or torch.float32)
+        values = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+        models.append([type(config).__qualname__, json.dumps(values, default=str), str(declared), str(stored)])
+    return models
+
+
+def _surroundings() -> dict[str, Any]:
+    """The libraries that are used, and which others transformers would use where they are installed."""
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_ENVIRONMENT)}
+    return {"code": _CODE, "installed": _PACKAGES, "variables": variables}
+
+
+def _read(path: Path) -> Traced | None:
+    """The trace in a file; None where there is none, or it is damaged."""
+    try:
+        stored = json.loads(read_regular(path))
+        if stored["sha256"] != _digest(stored["trace"]):
+            return None
+        found = TypeAdapter(Traced).validate_python(stored["trace"])
+        if not _is_possible(stored["trace"]):
+            return None
+    except (OSError, ValueError, KeyError, TypeError, ValidationError, RecursionError):
+        return None
+    with suppress(OSError):  # of a disk that has become read-only
+        os.utime(path)
+    return found
+
+
+def _is_possible(values: Any) -> bool:
+    """Whether all numbers are finite and none is below 0: a training that writes others would make later jobs fail."""
+    if isinstance(values, dict | list):
+        return all(map(_is_possible, values.values() if isinstance(values, dict) else values))
+    return not isinstance(values, int | float) or 0 <= values < math.inf
+
+
+def _write(path: Path, found: Traced) -> None:
+    """Keep a trace, where the disk takes it."""
+    values = json.loads(json.dumps(asdict(found)))
+    with suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        atomic_write(path, json.dumps({"trace": values, "sha256": _digest(values)}).encode())
+        _tidy(path.parent)
+
+
+def _tidy(directory: Path) -> None:
+    """Remove the files that were not used for longest, and what killed writers left."""
+    kept, now = [], time.time()
+    for path in directory.iterdir():
+        with suppress(OSError):  # another process has removed it
+            used = path.lstat().st_mtime
+            if path.suffix == ".json":
+                kept.append((used, path))
+            elif now - used > _ABANDONED:
+                path.unlink()
+    for _, path in sorted(kept)[: max(0, len(kept) - KEEP_FILES)]:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

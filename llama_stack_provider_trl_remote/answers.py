@@ -1,0 +1,48 @@
+"""Reads the answers of jobs that answer prompts, line by line: they may be more than fits in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from llama_stack_provider_trl.errors import ServiceUnreachable
+
+from .client import ServiceClient, job_path
+
+_PAUSES = (0.25, 0.5, 1.0, 2.0)
+"""Seconds before each further try that has received nothing."""
+
+
+async def answer_lines(client: ServiceClient, job_uuid: str) -> AsyncGenerator[bytes, None]:
+    """The lines of a job's answers, as they are stored. Close it where it is not read to its end.
+
+    Raises:
+        ServiceRefusal: 404, the job has none; 409, it has not ended.
+    """
+    rest = b""
+    async with aclosing(_pieces(client, job_path(job_uuid, "/answers"))) as pieces:
+        async for piece in pieces:
+            *lines, rest = (rest + piece).split(b"\n") if b"\n" in piece else (rest + piece,)
+            for line in lines:
+                yield line
+
+
+async def _pieces(client: ServiceClient, path: str) -> AsyncGenerator[bytes, None]:
+    """A file; a connection that breaks is followed by another one, which begins where it broke."""
+    received, failures = 0, 0
+    while True:
+        before = received
+        try:
+            async with client.download(path, received) as (begin, pieces):
+                known = received - begin
+                async for piece in pieces:
+                    new, known = piece[known:], max(0, known - len(piece))
+                    received += len(new)
+                    yield new
+            return
+        except ServiceUnreachable:
+            failures = 0 if received > before else failures + 1
+            if failures > len(_PAUSES):
+                raise
+            await asyncio.sleep(_PAUSES[max(failures, 1) - 1])

@@ -1,0 +1,171 @@
+"""The attention of batches in one sequence: where its rows are, and how its backward pass is made to repeat."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llama_stack_provider_trl.recipes.fast import attention
+from llama_stack_provider_trl.recipes.fast.layout import Group, Layout, Places
+
+pytestmark = pytest.mark.process
+GROUPS = {
+    "rows": [(0, (3,)), (0, (5,)), (0, (1,))],
+    "pairs": [(4, (3, 2)), (1, (1, 6))],
+    "both": [(0, (3,)), (2, (4, 1)), (0, (2,))],
+}
+
+
+@pytest.fixture
+def default_mode() -> Iterator[None]:
+    yield
+    torch.set_deterministic_debug_mode(0)
+
+
+def one_kernel(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query_bounds: torch.Tensor,
+    key_bounds: torch.Tensor,
+    longest_query: int,
+    longest_key: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """What torch documents of `varlen_attn`, a row at a time: causal masks are aligned to the last query and key."""
+    outputs = []
+    rows = zip(itertools.pairwise(query_bounds.tolist()), itertools.pairwise(key_bounds.tolist()), strict=True)
+    for (first, last), (first_key, last_key) in rows:
+        assert last - first <= longest_query
+        assert last_key - first_key <= longest_key
+        at = torch.arange(last_key - first_key - (last - first), last_key - first_key)[:, None]
+        other = torch.arange(last_key - first_key)
+        seen = (other <= at) if window_size[0] < 0 else (other <= at) & (other >= at - window_size[0])
+        parts = (queries[first:last], keys[first_key:last_key], values[first_key:last_key])
+        parts = tuple(part.transpose(0, 1)[None] for part in parts)
+        attended = F.scaled_dot_product_attention(*parts, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+        outputs.append(attended[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_one_kernel_for_all_rows_gets_what_a_call_for_each_row_gets(
+    groups: Sequence[Group], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.nn.attention import varlen
+
+    tokens = sum(prefix + sum(sizes) for prefix, sizes in groups)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, tokens, 8, requires_grad=True) for heads in (4, 2, 2))
+    found = []
+    for kernel in (None, attention._attend_in_one_kernel):
+        monkeypatch.setattr(attention, "_FEW_ROWS", 0)
+        monkeypatch.setattr(attention, "_kernel_of_rows", lambda query, value, kernel=kernel: kernel)
+        monkeypatch.setattr(varlen, "varlen_attn", one_kernel)
+        monkeypatch.setattr(attention, "_names_groups", lambda: True)
+        output, _ = attention.attend_in_rows(
+            torch.nn.Module(), query, key, value, None, layout=Layout(groups), sliding_window=window
+        )
+        gradients = torch.autograd.grad(output.square().sum(), (query, key, value))
+        found.append((output, *gradients))
+    for one, other in zip(*found, strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_the_places_of_rows_that_share_a_prefix_repeat_its_keys() -> None:
+    places = Layout([(0, (3,)), (2, (2, 3))]).places(torch.device("cpu"))
+    assert places.query_bounds.tolist() == [0, 3, 7, 10]
+    assert places.key_bounds.tolist() == [0, 3, 7, 12]
+    assert (places.longest_query, places.longest_key) == (4, 5)
+    assert places.keys is not None
+    assert places.keys.tolist() == [0, 1, 2, 3, 4, 5, 6, 3, 4, 7, 8, 9]
+
+
+def test_the_places_of_rows_that_share_nothing_are_the_sequence() -> None:
+    layout = Layout([(0, (3,)), (0, (2,))])
+    places = layout.places(torch.device("cpu"))
+    assert isinstance(places, Places)
+    assert places.keys is None
+    assert places.query_bounds.dtype is torch.int32
+    assert places.query_bounds.equal(places.key_bounds)
+    assert layout.places(torch.device("cpu")) is places
+
+
+class _FlashAttentionOfAName(torch.autograd.Function):
+    """A node whose name is that of flash attention, and which records the mode that its backward pass runs in."""
+
+    modes: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return values * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        _FlashAttentionOfAName.modes.append(torch.get_deterministic_debug_mode())
+        return gradients[0] * 2
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_flash_attention_is_computed_backward_in_a_fixed_order(
+    mode: int, default_mode: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_multiprocessors", lambda device: 132)
+    torch.set_deterministic_debug_mode(mode)
+    _FlashAttentionOfAName.modes.clear()
+    values = torch.randn(2, 2, 1, requires_grad=True)
+    attended = attention.repeatable(_FlashAttentionOfAName.apply(values))
+    other = attention.repeatable(values * 3)  # a node of another name
+    (attended + other).sum().backward()
+    assert _FlashAttentionOfAName.modes == [2]
+    assert torch.get_deterministic_debug_mode() == mode
+    assert values.grad is not None
+    assert values.grad.flatten().tolist() == [5.0] * 4
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, 0), (3, 2)])
+def test_a_fixed_order_takes_bounded_memory(
+    rows: int, expected: int, default_mode: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_multiprocessors", lambda device: 12)
+    monkeypatch.setattr(attention, "_LARGEST_ACCUMULATORS", 4 * 2 * 5 * 2 * 8)  # two copies, and not six
+    _FlashAttentionOfAName.modes.clear()
+    values = torch.randn(5, 2, 8, requires_grad=True)
+    attention.repeatable(_FlashAttentionOfAName.apply(values), rows).sum().backward()
+    assert _FlashAttentionOfAName.modes == [expected]
+
+
+def test_without_gradients_nothing_is_to_be_repeated() -> None:
+    values = torch.randn(4)
+    assert attention.repeatable(values) is values
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head", "device"),
+    [
+        (torch.bfloat16, 8, "cpu"),
+        (torch.float32, 64, "meta"),
+        (torch.bfloat16, 512, "meta"),
+        (torch.bfloat16, 12, "meta"),
+    ],
+)
+def test_one_kernel_is_for_half_precision_and_heads_of_its_sizes_on_a_gpu(
+    dtype: torch.dtype, head: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_is_on_gpu", lambda tensor: tensor.device.type == "meta")
+    monkeypatch.setattr(attention, "_has_varlen", lambda device: True)
+    query = torch.empty(1, 2, 4, head, dtype=dtype, device=device)
+    assert attention._kernel_of_rows(query, query) is None
+    fitting = torch.empty(1, 2, 4, 64, dtype=torch.bfloat16, device="meta")
+    assert attention._kernel_of_rows(fitting, fitting) is attention._attend_in_one_kernel
+    assert attention._kernel_of_rows(fitting, fitting[..., :48]) is None  # values of latent attention
