@@ -23,7 +23,7 @@ from llama_stack_provider_trl.recipes.checkpoint import step as checkpoints
 from llama_stack_provider_trl.recipes.checkpoint import weights
 from llama_stack_provider_trl.recipes.checkpoint.export import export, take_sample
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Progress, Reason, Warned
-from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
+from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, QatSpec, ShardingSpec
 from tests.process.waiting import until
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import VOCABULARY, tiny_model, tiny_tokenizer
@@ -425,3 +425,10 @@ def test_a_weight_that_is_flipped_on_the_disk_fails_a_job_of_two_ranks(
     assert of_kind(events, Failed)[0].reason is Reason.export_failed
     assert "1 of 20 weights are not what was trained" in of_kind(events, Failed)[0].message
     assert {path.name for path in spec.checkpoint_dir.iterdir()} == {"checkpoint-1", "latest"}
+
+
+def test_quantization_aware_training_has_a_tolerance_of_its_own(tmp_path: Path) -> None:
+    plain = job_spec(tmp_path, tiny_model(), dtype="bf16")
+    quantizer = QatSpec(quantizer_name="Int8DynActInt4WeightQATQuantizer", group_size=32)
+    assert exporting.explained_by_rounding(plain) == 0.1
+    assert exporting.explained_by_rounding(plain.model_copy(update={"qat": quantizer})) == pytest.approx(0.3)

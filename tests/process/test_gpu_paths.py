@@ -23,6 +23,7 @@ from llama_stack_provider_trl.recipes.distributed import ranks
 from llama_stack_provider_trl.recipes.distributed.peers import backend_of
 from llama_stack_provider_trl.recipes.model.attention import passes_padding_mask, set_attention
 from llama_stack_provider_trl.recipes.model.fsdp import fsdp_arguments, mixed_precision
+from llama_stack_provider_trl.recipes.model.loading import choose_device
 from llama_stack_provider_trl.recipes.trainer import callbacks
 from llama_stack_provider_trl.recipes.trainer.sft import in_one_sequence
 from llama_stack_provider_trl.recipes.trainer.trl_patches import fuse_head, keep_allocator_cache
@@ -249,3 +250,15 @@ def test_offloading_of_an_older_job_that_is_sharded_is_refused(tmp_path: Path) -
     spec = job_spec(tmp_path, tmp_path, ranks=2, sharding=ShardingSpec(), activation_offloading=True)
     with pytest.raises(JobFailure, match="enable_activation_offloading is true, and 2 ranks shard"):
         fsdp_arguments(spec)
+
+
+@pytest.mark.parametrize("name", ["cuda", "cpu"])
+def test_attention_is_not_computed_by_cudnn_on_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        assert choose_device(name).type == name
+        assert torch.backends.cuda.cudnn_sdp_enabled() == (name == "cpu")
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

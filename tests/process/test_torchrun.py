@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import socket
@@ -189,3 +190,20 @@ def test_a_rank_that_hangs_is_found_and_both_stacks_are_reported(world: World) -
     assert job.reason is Reason.hung
     assert "torch/distributed" in job.message
     assert_clean(world.root)
+
+
+@pytest.mark.parametrize("has_option", [True, False])
+def test_a_limit_of_the_shutdown_is_passed_to_a_torchrun_that_has_one(
+    has_option: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llama_stack_provider_trl.recipes.distributed import torchrun
+
+    parser = argparse.ArgumentParser()
+    if has_option:
+        parser.add_argument("--shutdown-timeout")
+    given: list[list[str]] = []
+    monkeypatch.setattr(torchrun.run, "get_args_parser", lambda: parser)
+    monkeypatch.setattr(torchrun.run, "main", given.append)
+    options = ["--master-addr=127.0.0.1", "--master-port=1", "--node-rank=1", "--shutdown-timeout=2", "-m", "x", "spec"]
+    torchrun.main(options)
+    assert ("--shutdown-timeout=2" in given[0], given[0][-3:]) == (has_option, ["-m", "x", "spec"])

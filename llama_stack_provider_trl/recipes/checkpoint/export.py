@@ -284,7 +284,7 @@ def _check_logits(
             raise
         raise _failed(kind, f"it cannot be loaded: {_describe(error)}") from error
     difference = logits_difference(sample.logits, found, is_reward=spec.trains_reward)
-    explained = ROUNDING[spec.dtype] * (_WHERE_QUANTIZED if spec.qat else 1)
+    explained = explained_by_rounding(spec)
     if not difference <= explained:  # nor a NaN
         raise _failed(
             kind,
@@ -292,6 +292,11 @@ def _check_logits(
             f"their scale, where rounding in {spec.dtype} explains {explained:g}",
         )
     return difference
+
+
+def explained_by_rounding(spec: JobSpec) -> float:
+    """Up to which fraction of their scale the logits of an export may differ."""
+    return ROUNDING[spec.dtype] * (_WHERE_QUANTIZED if spec.qat else 1)
 
 
 def logits_difference(expected: torch.Tensor, found: torch.Tensor, *, is_reward: bool = False) -> float:
