@@ -22,7 +22,7 @@ from llama_stack_provider_trl.recipes.trainer.pairs import PaddedPairs
 from llama_stack_provider_trl.recipes.trainer.trl_patches import fuse_head
 from llama_stack_provider_trl.specs.beginnings import AdapterSpec
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress
-from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
+from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.methods import DistillationSpec
 from llama_stack_provider_trl.specs.model_source import ReferenceSpec
 from tests.process.test_grpo import given_answers, metric
@@ -274,3 +274,14 @@ def test_kernels_of_a_gpu_hold_two_tiles_and_no_whole_logits(tmp_path: Path) -> 
     logits = max(window.logits for window in trace(spec, Batch(8, 64), "cuda").windows)
     tiles = 2 * 8 * 8 * 32768 * 4  # of both models, for the answers' tokens, as wide as TRL makes them
     assert tiles <= logits < 1.2 * tiles
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_the_base_model_as_the_teacher_is_loaded_on_its_own(lora: LoraSpec | None, tmp_path: Path) -> None:
+    from llama_stack_provider_trl.recipes.model.adapters import has_reference_adapter
+    from llama_stack_provider_trl.recipes.trainer.reference import is_needed
+
+    method = DistillationSpec(reference=ReferenceSpec(model=str(tiny_model())))
+    spec = job_spec(tmp_path, tiny_model(), "distillation", method=method, lora=lora, rows=rows_of(1))
+    assert is_needed(spec)
+    assert not has_reference_adapter(spec)

@@ -77,19 +77,6 @@ def test_what_holds_on_one_machine_only_is_in_no_checkpoint_and_other_machines_f
     assert reference_of(spec.model_dump(mode="json"))["model"] == "org/teacher"
 
 
-@pytest.mark.parametrize("options", [{}, {"lora": {"lora_attn_modules": ["q_proj"], "rank": 4, "alpha": 8}}])
-def test_the_base_model_as_the_teacher_is_loaded_on_its_own(settings: Settings, options: Any) -> None:
-    from llama_stack_provider_trl.recipes.model.adapters import has_reference_adapter
-    from llama_stack_provider_trl.recipes.trainer.reference import is_needed
-
-    lora = {"type": "LoRA", "apply_lora_to_mlp": False, "apply_lora_to_output": False}
-    given = {"lora": {**lora, **options["lora"]}} if options else {}
-    spec = spec_of({"teacher": "org/student"}, settings, **given)
-    assert method_of(spec).reference.model == "org/student"
-    assert is_needed(spec)
-    assert not has_reference_adapter(spec)
-
-
 @pytest.mark.parametrize(
     ("config", "options", "field", "words"),
     [

@@ -31,7 +31,7 @@ from llama_stack_provider_trl.specs.rows import PromptExample, check_rows, parse
 from llama_stack_provider_trl.system.files import put_rows
 from llama_stack_provider_trl_remote.pipeline import resolved, steps_of
 from llama_stack_provider_trl_remote.service.http.bodies import EvaluateBody, GenerateBody, MergeBody
-from tests.tiny import REPOSITORY, tiny_model
+from tests.tiny import REPOSITORY
 
 
 def generate(**changes: Any) -> GenerateRequest:
@@ -146,7 +146,7 @@ def test_ranks_of_a_job_that_does_not_train_are_requested_and_hold_the_whole_mod
     rows = DatasetRef(dataset_id="prompts", path=tmp_path / "rows", sha256="", num_rows=8)
 
     def job(settings: Settings, **given: Any) -> JobSpec:
-        request = generate(model=str(tiny_model())).as_training()
+        request = generate(model="org/base").as_training()
         options, own = for_work(request, ProviderOptions(**given), settings, None)
         return with_work(resolve(request, options, own).spec(rows, None), generate().work())
 
