@@ -22,7 +22,7 @@ from llama_stack_provider_trl.specs.methods import RewardSpec, reward_models
 from llama_stack_provider_trl.system.files import write_manifest
 from tests.unit.test_bases import LORA, ROWS, add, complete, request
 
-REWARD = {"algorithm": "reward", "method": RewardSpec(), "max_seq_length": 512}
+REWARD = {"algorithm": "reward", "method": RewardSpec(), "max_seq_length": 512, "truncation_side": "left"}
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_job_comes_after_those_whose_reward_models_it_uses_and_keeps_their_che
     assert spec.after == ("judge", "a")
     (model,) = reward_models(spec.method)
     assert (model.path, model.is_adapter) == (judge.checkpoint_dir / "final", True)
-    assert (model.base, model.max_seq_length) == (judge.source, 512)
+    assert (model.base, model.max_seq_length, model.truncation_side) == (judge.source, 512, "left")
     assert [(job.job_uuid, job.checkpoint) for job in model.jobs] == [("judge", "final"), ("a", "final")]
     assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
     assert spec.bases == ()  # the model that it trains is no job's
