@@ -67,8 +67,9 @@ def resolve_method(
     return {**fields, "merge_adapter": options.merge_adapter}
 
 
-def jobs_named_by(method: MethodSpec | None) -> list[str]:
-    """The jobs that a requested method names: those of its reward models, and that of its teacher."""
+def jobs_named_by(fields: dict[str, Any]) -> list[str]:
+    """The jobs that a requested method names, by its resolved fields: of its reward models, and of its teacher."""
+    method: MethodSpec | None = fields.get("method")
     teacher = (method.reference.model or "") if isinstance(method, DistillationSpec) else ""
     names = [model.job_uuid for model in reward_models(method)]
     if teacher.startswith(PREFIX):

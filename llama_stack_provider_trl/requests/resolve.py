@@ -75,7 +75,7 @@ def resolve(
     base = resolve_base(request, options, settings, named)
     method = resolve_method(request, options, settings, warnings, base)
     algorithm, has_adapters = method["algorithm"], method["lora"] is not None
-    named_jobs = jobs_named_by(method.get("method"))
+    named_jobs = jobs_named_by(method)
     fields = {
         **base.fields(),
         **method,
