@@ -87,6 +87,7 @@ def _found(
         is_adapter=job.lora is not None,
         base=job.source,
         max_seq_length=job.max_seq_length,
+        truncation_side=job.truncation_side,
         jobs=(own, *(job.bases if job.lora is not None else ())),
     )
     return source.model_copy(update={"model": model})

@@ -20,7 +20,7 @@ def resolve_lifecycle(
     """Resolve the fields of this module.
 
     Args:
-        makers: jobs that make the other models of a merge or an ensemble.
+        makers: jobs that make its other models: those of a merge or an ensemble, reward models, a teacher.
 
     Raises:
         InvalidRequest: names the field.

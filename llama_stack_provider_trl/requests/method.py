@@ -14,8 +14,8 @@ from ..specs.job import (
     Quantizer,
     ReferenceSpec,
 )
-from ..specs.methods import METHODS, DistillationSpec
-from .bases import Base
+from ..specs.methods import METHODS, DistillationSpec, MethodSpec, reward_models
+from .bases import PREFIX, Base
 from .bodies import (
     DPOAlignmentConfig,
     LoraFinetuningConfig,
@@ -65,6 +65,16 @@ def resolve_method(
     if fields["lora"] is None:
         _refuse_adapter_options(options)
     return {**fields, "merge_adapter": options.merge_adapter}
+
+
+def jobs_named_by(fields: dict[str, Any]) -> list[str]:
+    """The jobs that a requested method names, by its resolved fields: of its reward models, and of its teacher."""
+    method: MethodSpec | None = fields.get("method")
+    teacher = (method.reference.model or "") if isinstance(method, DistillationSpec) else ""
+    names = [model.job_uuid for model in reward_models(method)]
+    if teacher.startswith(PREFIX):
+        names.append(teacher.removeprefix(PREFIX).partition("/")[0])
+    return names
 
 
 def _continued(trained: LoraSpec, fields: dict[str, Any], options: ProviderOptions) -> LoraSpec:

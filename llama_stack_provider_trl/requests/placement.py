@@ -15,8 +15,19 @@ from .options import ProviderOptions
 from .settings import Request, Settings
 
 
-def resolve_placement(request: Request, options: ProviderOptions, settings: Settings, base: Base) -> dict[str, Any]:
-    device, resources = resolve_device(options, settings), resolve_resources(options, settings, base)
+def resolve_placement(
+    request: Request, options: ProviderOptions, settings: Settings, base: Base, *, stays: bool = False
+) -> dict[str, Any]:
+    """Resolve the fields of this module.
+
+    Args:
+        stays: the method reads checkpoints of jobs, which are on this machine.
+
+    Raises:
+        InvalidRequest: names the field.
+    """
+    device = resolve_device(options, settings)
+    resources = None if stays else resolve_resources(options, settings, base)
     is_open = device == "auto" and resources is not None
     return {
         "device": device,

@@ -18,7 +18,7 @@ from .bases import NamedJob, resolve_base
 from .checks import refuse_infinite, refuse_unknown, refuse_unsupported
 from .data import resolve_data, resolve_data_config, resolve_shard, resolve_train_share
 from .lifecycle import resolve_lifecycle
-from .method import resolve_method
+from .method import jobs_named_by, resolve_method
 from .options import ProviderOptions
 from .paths import resolve_paths
 from .placement import on_reserved_cores, resolve_placement
@@ -75,14 +75,15 @@ def resolve(
     base = resolve_base(request, options, settings, named)
     method = resolve_method(request, options, settings, warnings, base)
     algorithm, has_adapters = method["algorithm"], method["lora"] is not None
+    named_jobs = jobs_named_by(method)
     fields = {
         **base.fields(),
         **method,
         **resolve_paths(request, options, settings),
         **resolve_data(training, data, options, settings, algorithm, warnings),
         **resolve_training(training, options, settings, algorithm, has_adapters=has_adapters),
-        **resolve_lifecycle(request, options, settings, base, makers),
-        **resolve_placement(request, options, settings, base),
+        **resolve_lifecycle(request, options, settings, base, [*makers, *named_jobs]),
+        **resolve_placement(request, options, settings, base, stays=bool(named_jobs)),
     }
     fields |= resolve_averaging(options, settings, fields)
     check_step(fields)

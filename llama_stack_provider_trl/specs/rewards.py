@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import Literal
 
 from ..errors import MethodUnavailable
 from .answer_checks import AnswerCheck
@@ -31,7 +32,9 @@ class RewardModel(Frozen):
     base: ModelSource | None = None
     """What its job began with."""
     max_seq_length: int = 2048
-    """Of its job: longer conversations lose their end, as those that it was trained on."""
+    """Of its job: longer conversations are cut, as those that it was trained on."""
+    truncation_side: Literal["right", "left"] = "right"
+    """Of its job. right: they lose their end; left: first the beginning of the prompt."""
     jobs: tuple[BaseJob, ...] = ()
     """Whose checkpoints are read: its own job, and that of the model below an adapter."""
 

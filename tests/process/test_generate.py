@@ -18,6 +18,7 @@ from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes import generate
 from llama_stack_provider_trl.recipes.generate import Answerer, AnswerFile, Sampler
 from llama_stack_provider_trl.specs.beginnings import AdapterSpec
+from llama_stack_provider_trl.specs.events import Reason
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.kinds import GenerateSpec
 from tests.tiny import tiny_model
@@ -84,6 +85,19 @@ def test_a_number_next_to_1_gives_the_last_token_that_is_kept() -> None:
     scores = torch.log(torch.tensor([[0.2, 0.5, 0.1, 0.2]]))
     assert chosen(Sampler(work(), [AlmostOne()], lambda: None), scores) == [3]
     assert chosen(Sampler(work(top_p=0.6), [AlmostOne()], lambda: None), scores) == [1]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_model_whose_numbers_are_not_finite_fails_the_job_with_one_sentence(wrong: float, top_p: float) -> None:
+    scores = torch.log(torch.tensor([[0.2, 0.8], [0.5, 0.5]]))
+    sampler = Sampler(work(top_p=top_p), [random.Random("a"), random.Random("b")], lambda: None)
+    scores[0, 1] = -torch.inf  # a token that cannot be chosen
+    assert chosen(sampler, scores)[0] == 0
+    scores[1, 0] = wrong
+    with pytest.raises(JobFailure, match=r"numbers are not finite, .*: lower the learning rate") as failed:
+        chosen(sampler, scores)
+    assert failed.value.reason is Reason.diverged
 
 
 def test_prompts_of_a_batch_have_the_logits_and_greedy_answers_that_they_have_alone(

@@ -10,15 +10,22 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.recipes.data.chat import Chat
+from llama_stack_provider_trl.recipes.data.prepare import TruncationCounter
+from llama_stack_provider_trl.recipes.data.tokenize import encode_pairs
 from llama_stack_provider_trl.recipes.memory.estimate import estimate
 from llama_stack_provider_trl.recipes.memory.trace import Batch
 from llama_stack_provider_trl.recipes.trainer.grpo import GrpoRecipe
-from llama_stack_provider_trl.specs.events import Failed, Prepared
-from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
+from llama_stack_provider_trl.recipes.trainer.reward_models import RewardScorer
+from llama_stack_provider_trl.specs.events import Failed, Prepared, Warned
+from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec, TruncationSide
 from llama_stack_provider_trl.specs.methods import GrpoSpec, RewardSpec
 from llama_stack_provider_trl.specs.rewards import RewardModel, RewardSource
+from llama_stack_provider_trl.specs.rows import PreferenceExample
 from tests.process.test_grpo import LETTER, given_answers, metric
 from tests.process.test_grpo_ranks import numbers, trained, weights_of
 from tests.ranks import Ranks, forked_ranks
@@ -119,6 +126,63 @@ def test_an_answer_has_what_the_reward_model_gives_it_by_its_own_tokenizer(
     assert any(value > 1e-4 for value in metric(events, "grad_norm"))
     assert of_kind(events, Prepared)[0].effective["reward_models"] == [str(model.path)]
     assert {path.name: path.read_bytes() for path in (model.path or Path()).iterdir()} == before
+
+
+def scorer_of(model: RewardModel) -> RewardScorer:
+    return RewardScorer(model, "fp32", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_conversations_are_cut_as_the_pairs_that_the_reward_model_was_trained_on(
+    reward_model: Trained, side: TruncationSide
+) -> None:
+    model = reward_model("whole")
+    prompt, texts = [{"role": "user", "content": "What is 1 plus 1? " + "Please. " * 4}], ["It is 2.", "no " * 60]
+    tokenizer = AutoTokenizer.from_pretrained(model.path)
+    pairs = [PreferenceExample(prompt, *2 * ([{"role": "assistant", "content": text}],)) for text in texts]
+    whole = list(encode_pairs(Chat(tokenizer), list(enumerate(pairs))))
+    limit = len(whole[0][0]) + 2  # the second answer alone is longer
+    counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, limit, side)
+    cut = [counter.cut_pair(*ids) for ids in whole]
+    loaded: Any = AutoModelForSequenceClassification.from_pretrained(model.path).eval()
+    with torch.no_grad():
+        expected = [float(loaded(torch.tensor([[*one[0], *one[1]]])).logits) for one in cut if one]
+    cutting = model.model_copy(update={"max_seq_length": limit, "truncation_side": side})
+    found = scorer_of(cutting).score([prompt] * 2, texts, [0, 0], lambda: None)
+    assert counter.truncated == 2
+    assert abs(expected[0] - expected[1]) > 1e-4
+    assert found.rewards == pytest.approx(expected, rel=1e-4)
+    assert found.without_room == [False, False]
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_a_warning_with_its_row(
+    tmp_path: Path, reward_model: Trained
+) -> None:
+    model = reward_model("whole").model_copy(update={"max_seq_length": 40})
+    rows = [{"prompt": "What?"}, {"prompt": "What is 1 plus 1? " + "Please. " * 20}]
+    status, events = run(tmp_path, spec_of(tmp_path, method_of(model), rows=rows, shuffle=False))
+    assert status == 0, [event.message for event in of_kind(events, Failed)]
+    (warning,) = [event.message for event in of_kind(events, Warned) if "reward model" in event.message]
+    assert warning.startswith("row 1: its prompt takes all 40 tokens that the reward model of job 'judge' reads")
+
+
+def test_a_row_that_the_template_refuses_is_named_by_its_number(reward_model: Trained) -> None:
+    scorer = scorer_of(reward_model("whole"))
+    scorer._chat.tokenizer.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(JobFailure, match=r"row 41: the model's chat template refuses the turns user, assistant"):
+        scorer.score([[{"role": "user", "content": "a"}]] * 2, ["b", "c"], [41, 42], lambda: None)
+
+
+def test_a_reward_model_whose_files_lack_its_head_is_refused(tmp_path: Path, reward_model: Trained) -> None:
+    import shutil
+
+    whole = reward_model("whole")
+    shutil.copytree(whole.path or Path(), tmp_path / "headless")
+    weights = load_file(tmp_path / "headless" / "model.safetensors")
+    del weights["score.weight"]
+    save_file(weights, tmp_path / "headless" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(JobFailure, match=r"has no weights for 1 parameters .*score\.weight: .*It is no reward model"):
+        scorer_of(whole.model_copy(update={"path": tmp_path / "headless"}))
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.jobs.demands import Demand
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.teachers import check_teacher, with_teacher
 from llama_stack_provider_trl.requests.options import ProviderOptions
@@ -140,6 +141,19 @@ def test_a_distillation_comes_after_the_job_that_is_its_teacher_and_keeps_its_ch
     (final / "config.json").write_text("{}")
     write_manifest(final)
     check_teacher(spec)
+
+
+@pytest.mark.parametrize("options", [{}, {"resources": {"nodes": 1}}])
+def test_a_distillation_stays_on_the_services_machine_where_its_teacher_is_and_is_cancelled_with_that_job(
+    store: Store, settings: Settings, tmp_path: Path, options: Any
+) -> None:
+    add(store, "large", tmp_path)
+    spec = spec_of({"teacher": "job:large/checkpoint-4"}, settings, store, cancel_with=True, **options)
+    assert (spec.resources, spec.dtype_by_device, Demand.of(spec).home) == (None, False, True)
+    assert (spec.after, spec.cancel_with) == (("large",), True)
+    assert not Demand.of(spec_of({}, settings, **options)).home  # another teacher is sent to the machine that trains
+    with pytest.raises(InvalidRequest, match=r"resources=.* is on the service's machine only"):
+        spec_of({"teacher": "job:large"}, settings, store, resources={"cpus": 2})
 
 
 def test_the_merged_checkpoint_of_an_adapter_is_a_teacher(store: Store, settings: Settings, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobConflict
+from llama_stack_provider_trl.jobs.demands import Demand
 from llama_stack_provider_trl.jobs.reward_models import check_reward_models, with_reward_models
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.launch.isolation import spec_paths
@@ -21,7 +22,7 @@ from llama_stack_provider_trl.specs.methods import RewardSpec, reward_models
 from llama_stack_provider_trl.system.files import write_manifest
 from tests.unit.test_bases import LORA, ROWS, add, complete, request
 
-REWARD = {"algorithm": "reward", "method": RewardSpec(), "max_seq_length": 512}
+REWARD = {"algorithm": "reward", "method": RewardSpec(), "max_seq_length": 512, "truncation_side": "left"}
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_a_job_comes_after_those_whose_reward_models_it_uses_and_keeps_their_che
     assert spec.after == ("judge", "a")
     (model,) = reward_models(spec.method)
     assert (model.path, model.is_adapter) == (judge.checkpoint_dir / "final", True)
-    assert (model.base, model.max_seq_length) == (judge.source, 512)
+    assert (model.base, model.max_seq_length, model.truncation_side) == (judge.source, 512, "left")
     assert [(job.job_uuid, job.checkpoint) for job in model.jobs] == [("judge", "final"), ("a", "final")]
     assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
     assert spec.bases == ()  # the model that it trains is no job's
@@ -106,6 +107,26 @@ def test_the_reward_models_of_a_job_on_other_machines_are_refused(
     add(store, "judge", tmp_path, **REWARD)
     with pytest.raises(InvalidRequest, match=r"resources=.* is on the service's machine only"):
         spec_of("job:judge", store, settings.model_copy(update={"sharding": ShardingSpec()}), resources={"cpus": 2})
+
+
+@pytest.mark.parametrize("options", [{}, {"resources": {"nodes": 1}}])
+def test_a_job_with_a_reward_model_stays_on_the_services_machine(
+    store: Store, settings: Settings, tmp_path: Path, options: Any
+) -> None:
+    joined = settings.model_copy(update={"sharding": ShardingSpec(), "max_ranks": 2})
+    add(store, "judge", tmp_path, **REWARD)
+    spec = spec_of("job:judge", store, joined, **options)
+    assert (spec.resources, spec.dtype_by_device, Demand.of(spec).home) == (None, False, True)
+    with pytest.raises(InvalidRequest, match=r"nproc_per_node=3 .*this node has devices for 2"):
+        spec_of("job:judge", store, joined, nproc_per_node=3, **options)
+
+
+def test_a_job_can_be_cancelled_with_the_job_of_its_reward_model_alone(
+    store: Store, settings: Settings, tmp_path: Path
+) -> None:
+    add(store, "judge", tmp_path, **REWARD)
+    spec = spec_of("job:judge", store, settings, cancel_with=True)
+    assert (spec.after, spec.cancel_with) == (("judge",), True)
 
 
 def test_a_job_whose_reward_model_is_damaged_does_not_start(store: Store, settings: Settings, tmp_path: Path) -> None:

@@ -9,6 +9,9 @@ from typing import Any, Protocol
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 
+from ...errors import JobFailure
+from ...specs.events import Reason
+
 
 class Sampling(Protocol):
     """How a token is chosen."""
@@ -46,6 +49,12 @@ class Sampler(LogitsProcessor):
         logits = scores.detach().to("cpu", torch.float64) / self._work.temperature
         reached = self._kept(torch.softmax(logits, dim=-1)).cumsum(dim=-1)
         total = reached[:, -1:].clone()
+        if not bool((total > 0).all()):  # NaN neither
+            raise JobFailure(
+                Reason.diverged,
+                "the model's numbers are not finite, so that no token can be chosen: lower the learning rate that it "
+                "is trained with, or use dtype bf16 or fp32 in place of fp16",
+            )
         numbers = torch.tensor([[source.random()] for source in self._sources], dtype=torch.float64)
         tokens = torch.searchsorted(reached, numbers * total, right=True)
         # Where rounding makes the product the total: the last token that is kept.

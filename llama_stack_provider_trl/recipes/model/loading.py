@@ -93,6 +93,8 @@ class WeightStorage:
     its magnitudes from them, nor for a reward model, whose head is in no file."""
     is_reward: bool = False
     """The model has the head of a reward model, with new weights where the files have none."""
+    has_head: bool = False
+    """That head has to be in the files."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> WeightStorage:
@@ -189,12 +191,14 @@ def load_model(source: ModelSource, storage: WeightStorage, device: torch.device
             raise
         raise invalid_model(source.model, "it cannot be loaded as a causal language model", error) from error
     _name(model, source)
-    if missing := sorted(set(loaded["missing_keys"]) - ({SCORE} if storage.is_reward else set())):
+    may_lack = {SCORE} if storage.is_reward and not storage.has_head else set()
+    kind = "reward model" if storage.has_head else "causal language model"
+    if missing := sorted(set(loaded["missing_keys"]) - may_lack):
         raise JobFailure(
             Reason.invalid_model,
             f"model {source.model!r} has no weights for {len(missing)} parameters of {type(model).__name__}, such as "
-            f"{', '.join(missing[:3])}: they would start at random. It is no causal language model, or a file is "
-            "missing; name a complete one.",
+            f"{', '.join(missing[:3])}: they would start at random. It is no {kind}, or a file is missing; "
+            "name a complete one.",
         )
     return model if storage.is_sharded or storage.in_4_bits else model.to(device)
 

@@ -61,6 +61,8 @@ class Group(NamedTuple):
     """Answers without a token that ends them."""
     timed_out: list[int]
     """Answers of which a check could not be decided in time, of each source."""
+    without_room: list[int]
+    """Answers of which a reward model reads no token, of each source."""
 
 
 class GrpoRecipe(AnswersPrompts, DPOTrainer):
@@ -96,14 +98,15 @@ class GrpoRecipe(AnswersPrompts, DPOTrainer):
     def _groups(self, rows: list[int], answers: list[list[int]]) -> list[Group]:
         """The prompts of a micro batch, with the rewards of their answers."""
         count, ends = self._grpo.num_generations, self._ends()
-        scores = self._score(rows, answers) if rows else Scores([], [])
+        scores = self._score(rows, answers) if rows else Scores([], [], [])
         groups = []
         for number, row in enumerate(rows):
             of_row = slice(number * count, (number + 1) * count)
             tokens = sum(map(len, answers[of_row]))
             unended = sum(ids[-1] not in ends for ids in answers[of_row])
             timed_out = [sum(of_source) for of_source in zip(*scores.timed_out[of_row], strict=True)]
-            groups.append(Group(row, scores.values[of_row], tokens, unended, timed_out))
+            without_room = [sum(of_source) for of_source in zip(*scores.without_room[of_row], strict=True)]
+            groups.append(Group(row, scores.values[of_row], tokens, unended, timed_out, without_room))
         return groups
 
     def _score(self, rows: list[int], answers: list[list[int]]) -> Scores:
@@ -111,7 +114,7 @@ class GrpoRecipe(AnswersPrompts, DPOTrainer):
         texts = [self.processing_class.decode(ids, skip_special_tokens=True) for ids in answers]
         checked = [self._rows.checked[number] for number in numbers]
         return self._rewards.score(
-            checked, texts, [self._rows.columns(number) for number in numbers], self._writer.heartbeat
+            checked, texts, [self._rows.columns(number) for number in numbers], numbers, self._writer.heartbeat
         )
 
     def compute_loss(
@@ -169,7 +172,10 @@ class GrpoRecipe(AnswersPrompts, DPOTrainer):
         """
         deviations, device = weighted.std(dim=1), self.args.device
         timed_out = [sum(counts) for counts in zip(*(group.timed_out for group in groups), strict=True)]
-        for message in self._rewards.warnings(timed_out):
+        unread = [
+            [group.row for group in groups if group.without_room[number]] for number in range(len(self._rewards.names))
+        ]
+        for message in [*self._rewards.warnings(timed_out), *self._rewards.room_warnings(unread)]:
             self._writer.write(Warned(message=message))
         means = {f"rewards/{name}/mean": rewards[..., number].sum() for number, name in enumerate(self._rewards.names)}
         of_answers = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
@@ -18,18 +18,27 @@ from ...specs.model_source import ModelSource
 from ...specs.rewards import RewardModel
 from ...specs.rows import Message
 from ..data.chat import Chat
+from ..data.prepare import TruncationCounter
 from ..model.loading import WeightStorage, load_model, load_tokenizer
 
 LARGEST = 1e30
 """Of a reward: the sum of many squares is a number in float32, too."""
 
 
+class Scored(NamedTuple):
+    """What a reward model gives completions."""
+
+    rewards: list[float]
+    without_room: list[bool]
+    """Whether the prompt takes all tokens that it reads: all answers to it get the same reward."""
+
+
 class RewardScorer:
     """A reward model that is ready to score, whole on each rank.
 
     It reads an answer as its job has read those that it was trained on: as the last turn of the conversation, by its
-    own tokenizer and chat template, cut at its own `max_seq_length`. So its vocabulary need not be that of the model
-    that answers.
+    own tokenizer and chat template, cut as they were, at its own `max_seq_length`. So its vocabulary need
+    not be that of the model that answers.
 
     Args:
         dtype: that of the job whose answers are rewarded; weights are in fp32 there, else in bf16.
@@ -46,24 +55,33 @@ class RewardScorer:
         self._tokenizer = load_tokenizer(own)
         self._chat = Chat(self._tokenizer)
         with torch.random.fork_rng():  # a head that is read from an adapter begins at random
-            model = load_model(spec.base if spec.is_adapter else own, storage_of(dtype), device)
+            model = load_model(
+                spec.base if spec.is_adapter else own, storage_of(dtype, has_head=not spec.is_adapter), device
+            )
             scorer: Any = _with_adapter(model, spec, spec.path) if spec.is_adapter else model
         model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
         self._model = scorer.to(device).requires_grad_(False).eval()
 
     def score(
-        self, prompts: Sequence[list[Message]], completions: Sequence[str], alive: Callable[[], object]
-    ) -> list[float]:
-        """The reward of each completion. Raises JobFailure: one is no finite number, or the template refuses a prompt.
+        self,
+        prompts: Sequence[list[Message]],
+        completions: Sequence[str],
+        numbers: Sequence[int],
+        alive: Callable[[], object],
+    ) -> Scored:
+        """Score completions. Raises JobFailure: a reward is no finite number, or the template refuses a prompt.
 
         Args:
+            numbers: of the row of each, for messages.
             alive: called before the forward.
         """
         turns = [
             [*prompt, {"role": "assistant", "content": text}] for prompt, text in zip(prompts, completions, strict=True)
         ]
-        texts = [self._chat.render(conversation, number) for number, conversation in enumerate(turns)]
-        rows = [torch.tensor(ids[: self._spec.max_seq_length]) for ids in self._chat.tokenize(texts)]
+        texts = [self._chat.render(conversation, number) for conversation, number in zip(turns, numbers, strict=True)]
+        read = self._chat.tokenize(texts)
+        cut = [self._cut(ids, prompt, number) for ids, prompt, number in zip(read, prompts, numbers, strict=True)]
+        rows = [torch.tensor(ids) for ids, _ in cut]
         pad = self._tokenizer.pad_token_id
         alive()
         with torch.no_grad():
@@ -79,11 +97,23 @@ class RewardScorer:
                 f"the reward model of job {self._spec.job_uuid!r} gave {wrong[0]} as a reward, expected finite "
                 "numbers: train it again, with a lower learning rate",
             )
-        return rewards
+        return Scored(rewards, [not has_room for _, has_room in cut])
+
+    def _cut(self, ids: list[int], prompt: list[Message], number: int) -> tuple[list[int], bool]:
+        """A conversation, cut as its job has cut pairs, and whether a token of the answer is left."""
+        limit = self._spec.max_seq_length
+        if len(ids) <= limit:
+            return ids, True
+        (prompt_ids,) = self._chat.tokenize([self._chat.render(prompt, number, add_generation_prompt=True)])
+        length = self._chat.prompt_length(prompt_ids, ids)
+        cutter = TruncationCounter(None, self._tokenizer.bos_token_id, limit, self._spec.truncation_side)
+        if (kept := cutter.cut_answer(ids[:length], ids[length:])) is None:
+            return cutter.cut(ids, ids, limit), False
+        return [*kept[0], *kept[1]], True
 
 
-def storage_of(dtype: Dtype) -> WeightStorage:
-    """How a reward model is held by a job that trains in `dtype`."""
+def storage_of(dtype: Dtype, *, has_head: bool = False) -> WeightStorage:
+    """How a reward model is held by a job that trains in `dtype`; `has_head`: one that is read without an adapter."""
     return WeightStorage(
         dtype=torch.float32 if dtype == "fp32" else torch.bfloat16,
         compute_dtype=dtype,
@@ -91,6 +121,7 @@ def storage_of(dtype: Dtype) -> WeightStorage:
         is_quantized=False,
         is_sharded=False,
         is_reward=True,
+        has_head=has_head,
     )
 
 

@@ -30,6 +30,8 @@ class Scores(NamedTuple):
     """Of each completion, of each source."""
     timed_out: list[list[bool]]
     """Whether a check could not be decided in time, which counts as failed; same shape."""
+    without_room: list[list[bool]]
+    """Whether the prompt takes all tokens that a reward model reads; same shape."""
 
 
 class Rewards:
@@ -44,6 +46,7 @@ class Rewards:
         self._functions = {source.name: _load(source) for source in spec.rewards if source.function is not None}
         self._scorers: dict[str, RewardScorer] = {}
         self._timed_out: set[str] = set()
+        self._without_room: set[str] = set()
         self.names = [source.name for source in spec.rewards]
         self.weights = torch.tensor([source.weight for source in spec.rewards], dtype=torch.float32)
 
@@ -58,6 +61,7 @@ class Rewards:
         checked: list[CheckedRow],
         completions: list[str],
         rows: list[dict[str, Any]],
+        row_numbers: Sequence[int],
         alive: Callable[[], object] = lambda: None,
     ) -> Scores:
         """Rewards of completions.
@@ -65,30 +69,33 @@ class Rewards:
         Args:
             checked: of each completion, its prompt and what its checks compare it with.
             rows: of each completion, with all columns.
+            row_numbers: of each completion, for messages.
             alive: called before each source, and before each completion that is checked: a check may take a second.
 
         Raises:
             JobFailure: a function raises, or does not return a finite number for each completion.
         """
         numbers = iter(range(len(self._sources)))
-        values, timed_out = [], []
+        values, timed_out, without_room = [], [], []
         for source in self._sources:
             alive()
+            late = unread = [False] * len(completions)
             if source.model is not None:
                 scorer = self._scorers[source.name]
-                values.append(scorer.score([row.messages for row in checked], completions, alive))
-                timed_out.append([False] * len(completions))
+                found, unread = scorer.score([row.messages for row in checked], completions, row_numbers, alive)
             elif source.check is None:
-                values.append(self._of_function(source, [row.messages for row in checked], completions, rows))
-                timed_out.append([False] * len(completions))
+                found = self._of_function(source, [row.messages for row in checked], completions, rows)
             else:
                 passed = _of_check(source.check, next(numbers), checked, completions, alive)
-                values.append([float(one or False) for one in passed])
-                timed_out.append([one is None for one in passed])
+                found, late = [float(one or False) for one in passed], [one is None for one in passed]
+            values.append(found)
+            timed_out.append(late)
+            without_room.append(unread)
         by_completion = range(len(completions))
         return Scores(
             [[of_source[number] for of_source in values] for number in by_completion],
             [[of_source[number] for of_source in timed_out] for number in by_completion],
+            [[of_source[number] for of_source in without_room] for number in by_completion],
         )
 
     def warnings(self, timed_out: Sequence[int]) -> list[str]:
@@ -105,6 +112,24 @@ class Rewards:
             f"metric rewards/{name}/timed_out has the share of such answers"
             for name in new
         ]
+
+    def room_warnings(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """A sentence for each reward model for which prompts left no room for their answers for the first time.
+
+        Args:
+            rows: numbers of the rows of such prompts, of each source.
+        """
+        found = []
+        for source, numbers in zip(self._sources, rows, strict=True):
+            if source.model is not None and numbers and source.name not in self._without_room:
+                self._without_room.add(source.name)
+                found.append(
+                    f"row {numbers[0]}: its prompt takes all {source.model.max_seq_length} tokens that the reward "
+                    f"model of job {source.model.job_uuid!r} reads (its max_seq_length), so all its answers get the "
+                    "same reward: shorten such prompts, or train the reward model with a larger max_seq_length. "
+                    "Further such rows are not named"
+                )
+        return found
 
     def _of_function(
         self, source: RewardSource, prompts: list[list[Message]], completions: list[str], rows: list[dict[str, Any]]
