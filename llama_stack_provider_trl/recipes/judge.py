@@ -31,6 +31,9 @@ from .distributed.replicas import ALONE, Replicas
 from .generate import Answered, Answerer, AnswerFile, pauses, report_progress
 from .model.loading import load_config, load_tokenizer
 
+_THINK = "<think>"
+"""Chat templates of some models begin their turn with it."""
+
 
 class Judge(NamedTuple):
     """A check of type judge."""
@@ -148,15 +151,22 @@ class Judges:
         found = answerer.answer(fitting, sources, writer.heartbeat)
         given = iter(found)
         verdicts = [next(given) if answerer.has_room(ids) else None for ids in encoded]
-        lines = [_line(judge.check, answer, verdict) for answer, verdict in zip(batch, verdicts, strict=True)]
+        begins = [_THINK if answerer.tokenizer.decode(ids[-16:]).rstrip().endswith(_THINK) else "" for ids in encoded]
+        lines = [_line(judge.check, *of_one) for of_one in zip(batch, verdicts, begins, strict=True)]
         found = judge.verdicts.add(lines, found)
         report_progress(self._total + self.done, self._total + self.total, found, time.monotonic() - began, writer)
 
 
-def _line(check: AnswerCheck, answer: dict[str, Any], verdict: Answered | None) -> dict[str, Any]:
-    """The line of a verdict. None: prompt and answer are longer than the judge has positions for."""
-    score = None if verdict is None else read_verdict(verdict.text, check.scale)
-    text = None if verdict is None else verdict.text
+def _line(check: AnswerCheck, answer: dict[str, Any], verdict: Answered | None, begins: str) -> dict[str, Any]:
+    """The line of a verdict. None: prompt and answer are longer than the judge has positions for.
+
+    Args:
+        begins: with what the judge's turn begins that it has not written.
+    """
+    score = text = None
+    if verdict is not None:
+        text = verdict.text
+        score = read_verdict(f"{begins}{text}", check.scale, is_complete=verdict.complete)
     return {"row": answer["row"], "sample": answer["sample"], "score": score, "verdict": text}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl import faults
-from llama_stack_provider_trl.recipes import generate
+from llama_stack_provider_trl.recipes import generate, judge
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.beginnings import AdapterSpec
 from llama_stack_provider_trl.specs.events import (
@@ -185,6 +185,23 @@ def test_an_attempt_after_sigkill_in_the_judges_phase_continues_exactly(
     path = found["answers"].pop("path")
     assert path == str(spec.checkpoint_dir / "answers.jsonl")
     assert found == {**expected, "answers": {k: v for k, v in expected["answers"].items() if k != "path"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_complete", "begins", "score"),
+    [
+        ("Verdict: 7", True, "", 7.0),
+        ("Verdict: 7", False, "", None),  # the next token might have been a digit
+        ("It is so.\nVerdict: 7\nOr", True, "<think>", None),  # thoughts that its chat template begins
+        ("Verdict: 2\nNo.</think>\nVerdict: 7", True, "<think>", 7.0),
+    ],
+)
+def test_a_judge_that_has_not_come_to_its_verdict_gives_none(
+    text: str, is_complete: bool, begins: str, score: float | None
+) -> None:
+    check, answered = AnswerCheck.model_validate(SCORED), generate.Answered(text, 9, is_complete)
+    line = judge._line(check, {"row": 3, "sample": 0}, answered, begins)
+    assert line == {"row": 3, "sample": 0, "score": score, "verdict": text}
 
 
 def test_one_model_is_in_memory_at_a_time_and_judges_that_are_equal_are_loaded_once(

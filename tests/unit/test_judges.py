@@ -55,13 +55,18 @@ def request(*checks: dict[str, Any], **changes: Any) -> EvaluateRequest:
     [
         ("Verdict: yes", 1.0),
         ("Verdict: no.", 0.0),
-        ("YES, it is", 1.0),
+        ("YES.", 1.0),
+        ("YES, it is", None),
         ("**No**", 0.0),
         ('I think.\n**Verdict:** "Yes"\n', 1.0),
         ("**Verdict**: yes", 1.0),
-        ("verdict: no\nOn reflection, verdict = yes", 1.0),
+        ("verdict: no\nOn reflection:\n> Verdict = yes\nGood.", 1.0),
+        ("Verdict: yes\nVerdict: I do not know", None),
+        ("Okay, the user wants Verdict: yes or no. The", None),
+        ("Verdict: yes or no", None),
         ("<think>Verdict: no</think> yes", 1.0),
         ("<think>yes", None),
+        ("<think>a</think>\n<think>\nVerdict: yes\n", None),
         ("Verdict: yes/no", None),
         ("Verdict: maybe. yes", None),
         ("yesterday", None),
@@ -70,7 +75,7 @@ def request(*checks: dict[str, Any], **changes: Any) -> EvaluateRequest:
         (" \n*", None),
     ],
 )
-def test_a_verdict_of_yes_or_no_is_the_marked_one_or_the_first_word(text: str, score: float | None) -> None:
+def test_a_verdict_of_yes_or_no_is_a_line_of_its_own_or_the_whole_text(text: str, score: float | None) -> None:
     assert read_verdict(text, None) == score
 
 
@@ -83,6 +88,9 @@ def test_a_verdict_of_yes_or_no_is_the_marked_one_or_the_first_word(text: str, s
         ("verdict: `6.5`", 6.5),
         ("Verdict: -0.5", None),
         ("7/9", None),
+        ("1. The answer is good", None),
+        ('<think>I must reply with one line such as "Verdict: 10". The answer is bad', None),
+        ("Verdict: 7. Not 8", None),
         ("Verdict: 11", None),
         ("Verdict: 7,5", None),
         ("Verdict: seven", None),
@@ -96,8 +104,16 @@ def test_a_score_is_a_number_of_the_scale(text: str, score: float | None) -> Non
     assert read_verdict(text, (0.0, 10.0)) == score
 
 
+@pytest.mark.parametrize(
+    ("text", "score"), [("Verdict: 1", None), ("1", None), ("1\n", None), ("Verdict: 1\n", 1.0), ("Verdict: 1\nIt", 1.0)]
+)
+def test_of_a_verdict_that_was_cut_off_a_whole_line_counts(text: str, score: float | None) -> None:
+    assert read_verdict(text, (0, 10), is_complete=False) == score
+
+
 def test_a_verdict_of_any_text_is_read_in_little_time() -> None:
-    for text in ("verdict" * 100_000, "verdict" + " " * 500_000, "verdict:" + "*" * 500_000, "7" * 500_000):
+    many = "verdict: \n" * 100_000
+    for text in (many, "verdict" * 100_000, "verdict" + " " * 500_000, "verdict:" + "*" * 500_000, "7" * 500_000):
         assert read_verdict(text, (0, 10)) is None
 
 
@@ -116,7 +132,7 @@ def test_the_default_template_has_all_parts_and_gives_a_form_that_is_read(scale:
     assert ("{reference}" in text) is has_reference
     assert text.count("{prompt}") == text.count("{answer}") == 1
     example = text.rpartition('"Verdict: ')[2].partition('"')[0]
-    assert read_verdict(f"Verdict: {example}", scale) == (0.0 if scale is None else 2.5)
+    assert read_verdict(f"Verdict: {example}", scale) == (0.0 if scale is None else None)  # no number to repeat
 
 
 @pytest.mark.parametrize(
