@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, ServiceUnreachable
+from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, ServiceRefusal, ServiceUnreachable
 from llama_stack_provider_trl.jobs.attempts import Attempts
 from llama_stack_provider_trl.jobs.merges import after_all, bases_of, beside_judges
 from llama_stack_provider_trl.jobs.store import Store
@@ -105,7 +105,8 @@ def test_a_score_is_a_number_of_the_scale(text: str, score: float | None) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "score"), [("Verdict: 1", None), ("1", None), ("1\n", None), ("Verdict: 1\n", 1.0), ("Verdict: 1\nIt", 1.0)]
+    ("text", "score"),
+    [("Verdict: 1", None), ("1", None), ("1\n", None), ("Verdict: 1\n", 1.0), ("Verdict: 1\nIt", 1.0)],
 )
 def test_of_a_verdict_that_was_cut_off_a_whole_line_counts(text: str, score: float | None) -> None:
     assert read_verdict(text, (0, 10), is_complete=False) == score
@@ -312,12 +313,18 @@ def test_a_dialog_that_ends_in_several_answers_has_one_prompt(tmp_path: Path) ->
 class Download:
     """A service whose connections break behind so many bytes; None: behind all of them."""
 
-    def __init__(self, content: bytes, *breaks: int | None) -> None:
+    url = "http://x"
+
+    def __init__(self, content: bytes, *breaks: int | None, etags: Sequence[str] = ()) -> None:
         self.content, self.breaks, self.begins = content, list(breaks), list[int]()
+        self.etags, self.sent = list(etags), list[str]()
 
     @asynccontextmanager
-    async def download(self, path: str, start: int = 0) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
+    async def download(
+        self, path: str, start: int = 0, etag: str = ""
+    ) -> AsyncIterator[tuple[int, AsyncIterator[bytes], str]]:
         assert path == "/v1/post-training/jobs/e/answers"
+        self.sent.append(etag)
         self.begins.append(start)
         end = self.breaks.pop(0)
         begin = 0 if start == 7 else start  # once it begins again, as a service may
@@ -328,7 +335,7 @@ class Download:
             if end is not None:
                 raise ServiceUnreachable("http://x", "broke off")
 
-        yield begin, pieces()
+        yield begin, pieces(), self.etags.pop(0) if self.etags else '"a"'
 
 
 def read(service: Download) -> list[bytes]:
@@ -344,5 +351,14 @@ def test_answers_are_read_on_over_connections_that_break(monkeypatch: pytest.Mon
     service = Download(content, 7, 12, 0, None)
     assert read(service) == [b"first line", b"", b"third", b"last line"]
     assert service.begins == [0, 7, 12, 12]
+    assert service.sent == ["", *['"a"'] * 3]
     with pytest.raises(ServiceUnreachable, match="broke off"):
         read(Download(content, 4, 0, 0, 0))
+
+
+def test_lines_of_two_files_of_answers_are_never_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "_PAUSES", (0.0,))
+    service = Download(b"first line\nlast line\n", 12, None, etags=['"a"', '"b"'])
+    with pytest.raises(ServiceRefusal, match="have changed while they were read"):
+        read(service)
+    assert service.sent == ["", '"a"']
