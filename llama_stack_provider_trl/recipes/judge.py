@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import faults
+from ..errors import JobFailure
 from ..specs.answer_checks import AnswerCheck
 from ..specs.answer_rows import CheckedRow
-from ..specs.events import EventWriter, Warned
+from ..specs.events import EventWriter, Reason, Warned
 from ..specs.job import AttemptSpec, JobSpec
 from ..specs.judging import VERDICT_TOKENS, default_template, filled, read_verdict
 from ..specs.kinds import ANSWERS, VERDICTS, Answering, CheckedAnswering, FurtherModel
@@ -111,8 +112,11 @@ class Judges:
         """Have the answers judged that earlier attempts have not. A collective. Returns False: the attempt is paused.
 
         Raises:
-            JobFailure: a judge cannot be used.
+            JobFailure: a judge, or a verdict of an earlier attempt, cannot be used.
         """
+        with heartbeat(writer):
+            for judge in self.all:
+                _check_recorded(judge, answers)
         loaded: tuple[Any, Answerer] | None = None
         for judge in self.all:
             if judge.verdicts.count == self._total:
@@ -155,6 +159,29 @@ class Judges:
         lines = [_line(judge.check, *of_one) for of_one in zip(batch, verdicts, begins, strict=True)]
         found = judge.verdicts.add(lines, found)
         report_progress(self._total + self.done, self._total + self.total, found, time.monotonic() - began, writer)
+
+
+def _check_recorded(judge: Judge, answers: AnswerFile) -> None:
+    """Refuse verdicts of earlier attempts that are damaged, or on other answers. Raises JobFailure: names the line."""
+    file, number = judge.verdicts, 0
+    least, most = judge.check.scale or (0.0, 1.0)
+    try:
+        if file.count > answers.count:
+            number = answers.count
+            raise ValueError(f"there are {file.count} lines for {answers.count} answers")
+        for line, answer in zip(file.lines(), answers.lines(), strict=False):
+            score, text = line["score"], line["verdict"]
+            if (line["row"], line["sample"]) != (answer["row"], answer["sample"]):
+                raise ValueError(f"it is of row {line['row']}, the answer of row {answer['row']}")
+            if not (score is None or least <= score <= most) or not (text is None or isinstance(text, str)):
+                raise ValueError("it has no score and verdict")
+            number += 1
+    except (ValueError, LookupError, TypeError) as error:
+        raise JobFailure(
+            Reason.invalid_dataset,
+            f"line {number + 1} in {file.path} cannot be read as a verdict ({error}). Another program has changed the file: "
+            "remove it, and submit the job again under another job_uuid",
+        ) from error
 
 
 def _line(check: AnswerCheck, answer: dict[str, Any], verdict: Answered | None, begins: str) -> dict[str, Any]:

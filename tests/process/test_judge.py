@@ -316,3 +316,29 @@ def test_an_answer_that_belongs_to_another_prompt_is_refused_by_its_row(
     (spec.checkpoint_dir / "answers.jsonl").write_bytes(lines.replace(b'"row": 0', b'"row": 9', 1))
     (failed,) = of_kind(run(tmp_path / "again", spec)[1], Failed)
     assert (failed.reason, "cannot be read as an answer" in failed.message) == ("invalid_dataset", True)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "number"),
+    [
+        (b'{"row": 2', b"x", 3),
+        (b'"row": 2', b'"row": 3', 3),
+        (b'"score": 7.0', b'"score": "7"', 1),
+        (b'"score": 7.0', b'"score": NaN', 1),
+        (b'"verdict": "Verdict: 11"}\n', b'"verdict": "Verdict: 11"}\n{"row": 4}\n{"row": 5}\n', 5),
+    ],
+)
+def test_a_verdict_that_is_damaged_or_on_another_answer_fails_the_job_in_a_sentence(
+    models: tuple[Path, Path], undisturbed: Any, tmp_path: Path, old: bytes, new: bytes, number: int
+) -> None:
+    spec = spec_of(tmp_path, models)
+    shutil.copytree(undisturbed[0].checkpoint_dir, spec.checkpoint_dir)
+    verdicts = undisturbed[2]["verdicts-1.jsonl"]
+    assert old in verdicts
+    (spec.checkpoint_dir / "verdicts-1.jsonl").write_bytes(verdicts.replace(old, new, 1))
+    status, events = run(tmp_path / "run", spec)
+    (failed,) = of_kind(events, Failed)
+    assert (status, failed.reason) == (1, "invalid_dataset")
+    assert (
+        f"line {number} in {spec.checkpoint_dir / 'verdicts-1.jsonl'} cannot be read as a verdict (" in failed.message
+    )

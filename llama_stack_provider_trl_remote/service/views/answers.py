@@ -23,7 +23,8 @@ def find_answers(ownership: Ownership, store: Store, digests: Digests, job_uuid:
     """The answers of a job that has ended: a function that opens their file, its bytes in whole lines, and their
     sha256.
 
-    A job that never began has none: what lies in its directory is another one's, deleted without its checkpoints. The function never follows a symbolic link out of the job's checkpoints: a training may create one at any time.
+    A job that never began has none, whatever lies in its directory: an earlier job of its name may have left it. The
+    function never follows a symbolic link out of the job's checkpoints: a training may create one at any time.
 
     Raises:
         JobNotFound.
