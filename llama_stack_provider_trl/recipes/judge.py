@@ -179,8 +179,8 @@ def _check_recorded(judge: Judge, answers: AnswerFile) -> None:
     except (ValueError, LookupError, TypeError) as error:
         raise JobFailure(
             Reason.invalid_dataset,
-            f"line {number + 1} in {file.path} cannot be read as a verdict ({error}). Another program has changed the file: "
-            "remove it, and submit the job again under another job_uuid",
+            f"line {number + 1} in {file.path} cannot be read as a verdict ({error}). Another program has changed "
+            "the file: remove it, and submit the job again under another job_uuid",
         ) from error
 
 

@@ -110,9 +110,7 @@ class GrpoRecipe(AnswersPrompts, DPOTrainer):
         numbers = [row for row in rows for _ in range(self._grpo.num_generations)]
         texts = [self.processing_class.decode(ids, skip_special_tokens=True) for ids in answers]
         checked = [self._rows.checked[number] for number in numbers]
-        return self._rewards.score(
-            checked, texts, [self._rows.columns(number) for number in numbers], self._writer.heartbeat
-        )
+        return self._rewards.score(checked, texts, [self._rows.columns(number) for number in numbers], self.alive)
 
     def compute_loss(
         self,
