@@ -107,10 +107,10 @@ def _question(row: Mapping[str, Any], index: int, has_answer: bool) -> tuple[lis
         raise InvalidRows("assistant turns only, expected a turn that asks for an answer", row=index)
     own, other = _question_of(messages[:turns]), _question_of(_prompt(row, index))
     if own != other and not _differ_by_system_turns(own, other):
-        asked = _shown(own, other), _shown(other, own)
+        prompts = _shown(own, other), _shown(other, own)
         raise InvalidRows(
-            f"its own answer belongs to the prompt {asked[0]}, and another column asks {asked[1]}: leave the columns "
-            f"of one of the two out; they are {', '.join(sorted(row))[:500]}",
+            f"its own answer belongs to the prompt {prompts[0]}, and another column asks {prompts[1]}: leave the "
+            f"columns of one of the two out; they are {', '.join(sorted(row))[:500]}",
             row=index,
         )
     return messages[:turns], messages[-1]["content"]

@@ -137,17 +137,17 @@ def test_given_answers_have_the_losses_of_one_process(ranks: Ranks, tmp_path: Pa
 
 def count_heartbeats() -> None:
     """In a rank beyond the first: note its heartbeats, once it has answered and once it has rewarded."""
-    heartbeat, collate, beats = Heartbeats.heartbeat, GrpoRecipe._groups, [0]
+    heartbeat, collate, count = Heartbeats.heartbeat, GrpoRecipe._groups, [0]
 
     def counted(self: Heartbeats) -> None:
         heartbeat(self)
-        beats[0] += 1
+        count[0] += 1
 
     def groups(self: GrpoRecipe, *arguments: Any) -> Any:
-        answered = beats[0]
+        answered = count[0]
         found = collate(self, *arguments)
-        (self.spec.checkpoint_dir / f"beats-{os.environ['RANK']}").write_text(f"{answered} {beats[0]}")
-        beats[0] = 0
+        (self.spec.checkpoint_dir / f"heartbeats-{os.environ['RANK']}").write_text(f"{answered} {count[0]}")
+        count[0] = 0
         return found
 
     Heartbeats.heartbeat, GrpoRecipe._groups = counted, groups  # type: ignore[method-assign]
@@ -156,6 +156,6 @@ def count_heartbeats() -> None:
 def test_a_rank_that_the_first_one_waits_for_shows_its_progress(ranks: Ranks, tmp_path: Path) -> None:
     spec = spec_of(tmp_path, 2, n_epochs=1, rows=ROWS[:4], gradient_accumulation_steps=1, save_steps=100)
     trained(ranks, tmp_path, spec, before="tests.process.test_grpo_ranks.count_heartbeats")
-    answered, rewarded = map(int, (spec.checkpoint_dir / "beats-1").read_text().split())
+    answered, rewarded = map(int, (spec.checkpoint_dir / "heartbeats-1").read_text().split())
     assert 1 <= answered <= METHOD.max_completion_length
     assert rewarded > answered

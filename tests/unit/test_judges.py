@@ -302,18 +302,20 @@ def test_a_row_whose_own_answer_belongs_to_another_prompt_is_refused_by_its_numb
     assert len(list(read_checked_rows(blob.path, [AnswerCheck(type="json")]))) == 2  # whose own answer is not read
 
 
-SYSTEM, ASKED, ANSWERED = ({"role": role, "content": role[0]} for role in ("system", "user", "assistant"))
+SYSTEM, REQUESTED, ANSWERED = ({"role": role, "content": role[0]} for role in ("system", "user", "assistant"))
 
 
-@pytest.mark.parametrize("prompt", ["u", [SYSTEM, ASKED]])
+@pytest.mark.parametrize("prompt", ["u", [SYSTEM, REQUESTED]])
 def test_a_prompt_beside_a_conversation_may_lack_its_system_turn(tmp_path: Path, prompt: Any) -> None:
-    blob = put_rows(tmp_path, [{"prompt": prompt, "messages": [SYSTEM, ASKED, ANSWERED]}])
+    blob = put_rows(tmp_path, [{"prompt": prompt, "messages": [SYSTEM, REQUESTED, ANSWERED]}])
     (found,) = read_checked_rows(blob.path, [AnswerCheck(type="exact")])
-    assert (found.messages, found.references) == ([SYSTEM, ASKED], ["a"])
+    assert (found.messages, found.references) == ([SYSTEM, REQUESTED], ["a"])
 
 
 def test_a_prompt_with_another_system_turn_is_refused_by_the_turns_that_differ(tmp_path: Path) -> None:
-    blob = put_rows(tmp_path, [{"prompt": [{**SYSTEM, "content": "t"}, ASKED], "messages": [SYSTEM, ASKED, ANSWERED]}])
+    blob = put_rows(
+        tmp_path, [{"prompt": [{**SYSTEM, "content": "t"}, REQUESTED], "messages": [SYSTEM, REQUESTED, ANSWERED]}]
+    )
     with pytest.raises(InvalidRows, match="belongs to the prompt 's', and another column asks 't'"):
         list(read_checked_rows(blob.path, [AnswerCheck(type="exact")]))
 
