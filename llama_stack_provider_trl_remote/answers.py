@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from llama_stack_provider_trl.errors import ServiceUnreachable
+from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
 
 from .client import ServiceClient, job_path
 
@@ -18,7 +18,8 @@ async def answer_lines(client: ServiceClient, job_uuid: str) -> AsyncGenerator[b
     """The lines of a job's answers, as they are stored. Close it where it is not read to its end.
 
     Raises:
-        ServiceRefusal: 404, the job has none; 409, it has not ended.
+        ServiceRefusal: 404, the job has none; 409, it has not ended, or the answers are other ones than those of the
+            lines before.
     """
     rest = b""
     async with aclosing(_pieces(client, job_path(job_uuid, "/answers"))) as pieces:
@@ -29,12 +30,21 @@ async def answer_lines(client: ServiceClient, job_uuid: str) -> AsyncGenerator[b
 
 
 async def _pieces(client: ServiceClient, path: str) -> AsyncGenerator[bytes, None]:
-    """A file; a connection that breaks is followed by another one, which begins where it broke."""
-    received, failures = 0, 0
+    """A file; a connection that breaks is followed by another one, which begins where it broke, in the same file.
+
+    Raises:
+        ServiceRefusal: there is another file now.
+    """
+    received, failures, etag = 0, 0, ""
     while True:
         before = received
         try:
-            async with client.download(path, received) as (begin, pieces):
+            async with client.download(path, received, etag) as (begin, pieces, found):
+                if received and found != etag:  # the first lines are handed out already
+                    raise ServiceRefusal(
+                        client.url, 409, "the answers have changed while they were read: read them again"
+                    )
+                etag = found
                 known = received - begin
                 async for piece in pieces:
                     new, known = piece[known:], max(0, known - len(piece))

@@ -192,15 +192,19 @@ class ServiceClient:
         return True
 
     @asynccontextmanager
-    async def download(self, path: str, start: int = 0) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
-        """A file from byte `start` on: (the byte at which the service begins, the bytes). It may begin at 0 again."""
+    async def download(
+        self, path: str, start: int = 0, etag: str = ""
+    ) -> AsyncIterator[tuple[int, AsyncIterator[bytes], str]]:
+        """A file from byte `start` on: (the byte at which the service begins, the bytes, the ETag of the file). It may
+        begin at 0 again, and does so where the file is no longer that of `etag`."""
         await self._identify()
-        headers = {"Range": f"bytes={start}-"} if start else {}
+        headers = {"Range": f"bytes={start}-", **({"If-Range": etag} if etag else {})} if start else {}
         # 0 is no limit: the time for a file depends on disk and network.
         async with self._open("GET", path, total=0, headers=headers) as response:
             if response.status not in (200, 206):
                 raise self._refusal(path, await _read(response))
-            yield (start if response.status == 206 else 0), response.content.iter_chunked(_CHUNK)
+            begin = start if response.status == 206 else 0
+            yield begin, response.content.iter_chunked(_CHUNK), response.headers.get("ETag", "")
 
     async def stream(self, path: str, after: str = "") -> AsyncGenerator[ServerEvent, None]:
         """Server-sent events behind the one with the id `after`, as they arrive, until the service closes the stream.

@@ -98,7 +98,7 @@ async def _complete(client: ServiceClient, url: str, path: Path, size: int | Non
         if size is not None and have >= size and path.exists():
             break
         try:
-            async with client.download(url, have) as (start, chunks):
+            async with client.download(url, have) as (start, chunks, _):
                 with open(path, "ab" if start else "wb") as out:
                     async for chunk in chunks:
                         out.write(chunk)

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import faults
+from ..errors import JobFailure
 from ..specs.answer_checks import AnswerCheck
 from ..specs.answer_rows import CheckedRow
-from ..specs.events import EventWriter, Warned
+from ..specs.events import EventWriter, Reason, Warned
 from ..specs.job import AttemptSpec, JobSpec
 from ..specs.judging import VERDICT_TOKENS, default_template, filled, read_verdict
 from ..specs.kinds import ANSWERS, VERDICTS, Answering, CheckedAnswering, FurtherModel
@@ -30,6 +31,9 @@ from .distributed.heartbeat import heartbeat
 from .distributed.replicas import ALONE, Replicas
 from .generate import Answered, Answerer, AnswerFile, pauses, report_progress
 from .model.loading import load_config, load_tokenizer
+
+_THINK = "<think>"
+"""Chat templates of some models begin their turn with it."""
 
 
 class Judge(NamedTuple):
@@ -108,8 +112,11 @@ class Judges:
         """Have the answers judged that earlier attempts have not. A collective. Returns False: the attempt is paused.
 
         Raises:
-            JobFailure: a judge cannot be used.
+            JobFailure: a judge, or a verdict of an earlier attempt, cannot be used.
         """
+        with heartbeat(writer):
+            for judge in self.all:
+                _check_recorded(judge, answers)
         loaded: tuple[Any, Answerer] | None = None
         for judge in self.all:
             if judge.verdicts.count == self._total:
@@ -148,15 +155,45 @@ class Judges:
         found = answerer.answer(fitting, sources, writer.heartbeat)
         given = iter(found)
         verdicts = [next(given) if answerer.has_room(ids) else None for ids in encoded]
-        lines = [_line(judge.check, answer, verdict) for answer, verdict in zip(batch, verdicts, strict=True)]
+        begins = [_THINK if answerer.tokenizer.decode(ids[-16:]).rstrip().endswith(_THINK) else "" for ids in encoded]
+        lines = [_line(judge.check, *of_one) for of_one in zip(batch, verdicts, begins, strict=True)]
         found = judge.verdicts.add(lines, found)
         report_progress(self._total + self.done, self._total + self.total, found, time.monotonic() - began, writer)
 
 
-def _line(check: AnswerCheck, answer: dict[str, Any], verdict: Answered | None) -> dict[str, Any]:
-    """The line of a verdict. None: prompt and answer are longer than the judge has positions for."""
-    score = None if verdict is None else read_verdict(verdict.text, check.scale)
-    text = None if verdict is None else verdict.text
+def _check_recorded(judge: Judge, answers: AnswerFile) -> None:
+    """Refuse verdicts of earlier attempts that are damaged, or on other answers. Raises JobFailure: names the line."""
+    file, number = judge.verdicts, 0
+    least, most = judge.check.scale or (0.0, 1.0)
+    try:
+        if file.count > answers.count:
+            number = answers.count
+            raise ValueError(f"there are {file.count} lines for {answers.count} answers")
+        for line, answer in zip(file.lines(), answers.lines(), strict=False):
+            score, text = line["score"], line["verdict"]
+            if (line["row"], line["sample"]) != (answer["row"], answer["sample"]):
+                raise ValueError(f"it is of row {line['row']}, the answer of row {answer['row']}")
+            if not (score is None or least <= score <= most) or not (text is None or isinstance(text, str)):
+                raise ValueError("it has no score and verdict")
+            number += 1
+    except (ValueError, LookupError, TypeError) as error:
+        raise JobFailure(
+            Reason.invalid_dataset,
+            f"line {number + 1} in {file.path} cannot be read as a verdict ({error}). Another program has changed "
+            "the file: remove it, and submit the job again under another job_uuid",
+        ) from error
+
+
+def _line(check: AnswerCheck, answer: dict[str, Any], verdict: Answered | None, begins: str) -> dict[str, Any]:
+    """The line of a verdict. None: prompt and answer are longer than the judge has positions for.
+
+    Args:
+        begins: with what the judge's turn begins that it has not written.
+    """
+    score = text = None
+    if verdict is not None:
+        text = verdict.text
+        score = read_verdict(f"{begins}{text}", check.scale, is_complete=verdict.complete)
     return {"row": answer["row"], "sample": answer["sample"], "score": score, "verdict": text}
 
 

@@ -33,6 +33,7 @@ from .data.sampling import BatchPlan
 from .distributed import ranks
 from .distributed.heartbeat import heartbeat
 from .distributed.peers import connected_peers
+from .distributed.replicas import Heartbeats
 from .model.loading import choose_device, load_adapter, within_positions
 from .trainer.base import RecipeTrainer
 from .trainer.callbacks import Decision, JobCallback
@@ -121,12 +122,23 @@ def _prepare(
         resume_from = _checkpoint_to_resume(attempt, writer, trainer.disks)
         start_step = trainer.restore(resume_from) if resume_from else 0
         effective = built.effective()
+    _show_progress(trainer, run_dir)
     answers = _answers(spec, built, writer)
     callback = JobCallback(
         spec, writer, trainer, run_dir.control, effective, start_step, resume_from, answers, mbit_per_s
     )
     trainer.add_callback(callback)
     return Run(spec, writer, trainer, callback, resume_from, require_space)
+
+
+def _show_progress(trainer: RecipeTrainer, run_dir: RunDir) -> None:
+    """Have ranks beyond the first write heartbeats while they answer prompts: the first one may wait for them."""
+    if ranks.rank() == 0:
+        return
+    from .trainer.answering import AnswersPrompts
+
+    if isinstance(trainer, AnswersPrompts):
+        trainer.alive = Heartbeats(EventWriter(run_dir.events)).heartbeat
 
 
 def _answers(spec: JobSpec, built: BuiltTrainer, writer: EventWriter) -> PromptAnswers | None:

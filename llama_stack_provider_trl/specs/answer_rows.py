@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,9 +106,10 @@ def _question(row: Mapping[str, Any], index: int, has_answer: bool) -> tuple[lis
     if not any(message["role"] != "assistant" for message in messages[:turns]):
         raise InvalidRows("assistant turns only, expected a turn that asks for an answer", row=index)
     own, other = _question_of(messages[:turns]), _question_of(_prompt(row, index))
-    if own != other:
+    if own != other and not _differ_by_system_turns(own, other):
+        prompts = _shown(own, other), _shown(other, own)
         raise InvalidRows(
-            f"its own answer belongs to the prompt {_shown(own)}, and another column asks {_shown(other)}: leave the "
+            f"its own answer belongs to the prompt {prompts[0]}, and another column asks {prompts[1]}: leave the "
             f"columns of one of the two out; they are {', '.join(sorted(row))[:500]}",
             row=index,
         )
@@ -128,8 +130,16 @@ def _question_of(turns: Sequence[Message]) -> list[Message]:
     return kept
 
 
-def _shown(turns: Sequence[Message]) -> str:
-    return repr(turns[-1]["content"][:80])
+def _differ_by_system_turns(one: Sequence[Message], other: Sequence[Message]) -> bool:
+    """Whether one of two prompts is the other one behind system turns: a column of plain text has no place for them."""
+    without = [[*dropwhile(lambda turn: turn["role"] == "system", turns)] for turns in (one, other)]
+    return without[0] == without[1] and (without[0] == one or without[1] == other)
+
+
+def _shown(turns: Sequence[Message], others: Sequence[Message]) -> str:
+    """A turn of a prompt that the other one has not; the last one where it has all."""
+    different = [turn for turn in turns if turn not in others] or turns
+    return repr(different[-1]["content"][:80])
 
 
 def _reference(check: AnswerCheck, field: str, row: Mapping[str, Any], index: int, answer: str | None) -> Any:

@@ -19,10 +19,10 @@ VERDICT_TOKENS = 256
 """Of a verdict at most, by default."""
 _PLACEHOLDER = re.compile(r"\{(prompt|answer|reference)\}")
 _MARKUP = "*_`\"'"
-_MARKED = re.compile(
-    rf"verdict[{_MARKUP}]{{0,4}}\s{{0,9}}[:=][\s{_MARKUP}]{{0,9}}([^\s{_MARKUP}]{{1,40}})", re.IGNORECASE
-)
-_NUMBER = re.compile(r"([+-]?\d{1,10}(?:\.\d{1,10})?)(?:/(\d{1,10}(?:\.\d{1,10})?))?", re.ASCII)
+_AROUND = f"{_MARKUP}.,;:!() \t\r"
+"""What may stand around a verdict."""
+_MARKED = re.compile(rf"[#> \t{_MARKUP}]{{0,9}}verdict[{_MARKUP}]{{0,4}}[ \t]{{0,9}}[:=]", re.IGNORECASE)
+_NUMBER = re.compile(r"([+-]?\d{1,10}(?:\.\d{1,10})?)(?:(?:/| out of )(\d{1,10}(?:\.\d{1,10})?))?", re.ASCII)
 _WORDS = {"yes": 1.0, "no": 0.0}
 
 Scale = tuple[float, float]
@@ -41,7 +41,8 @@ def default_template(scale: Scale | None, *, has_reference: bool) -> str:
     if scale is not None:
         least, most = (f"{value:g}" for value in scale)
         question = f"How well does the answer {correct}? Give it a score from {least} (worst) to {most} (best)."
-        form = f'Reply with one line, "Verdict: " and the score, such as "Verdict: {most}".'
+        # Without a number: a judge that repeats the sentence gives none.
+        form = 'Reply with one line, "Verdict: SCORE", with the score in place of SCORE.'
     parts = ["Prompt:\n{prompt}", "Answer:\n{answer}", *(["Reference:\n{reference}"] if has_reference else [])]
     return "\n\n".join(["Judge the answer of an assistant to a prompt.", *parts, f"{question} {form}"])
 
@@ -101,21 +102,29 @@ def filled(template: str, prompt: Sequence[dict[str, str]], answer: str, referen
     return _PLACEHOLDER.sub(lambda found: texts[found[1]], template)
 
 
-def read_verdict(text: str, scale: Scale | None) -> float | None:
+def read_verdict(text: str, scale: Scale | None, *, is_complete: bool = True) -> float | None:
     """The score in what a judge has written; None: it is unreadable.
 
-    It is what follows the last `Verdict:`, or else the first word, after any thoughts in `<think>`. A number may be
-    written `7/10` where 10 is the largest score.
+    It is that of the last line which begins with `Verdict:`, which has nothing else, or of a text that is nothing but
+    the verdict. A number may be written `7/10` or `7 out of 10` where 10 is the largest score. What precedes a
+    `</think>` is thoughts, and so is what follows a `<think>` that has none.
+
+    Args:
+        is_complete: the judge ended its text; else a line counts where it is followed by another one.
     """
     text = text.rpartition("</think>")[2]
-    marked = _MARKED.findall(text)
-    words = [marked[-1]] if marked else text.strip().strip(_MARKUP).split(maxsplit=1)[:1]
-    if not words:
+    if "<think>" in text:
         return None
-    word = words[0].strip(f"{_MARKUP}.,;:!()")
+    if not is_complete:
+        text = text.rpartition("\n")[0]
+    lines = text.split("\n")
+    marked = [line[found.end() :] for line in lines if (found := _MARKED.match(line))]
+    if not marked and not is_complete:
+        return None
+    verdict = (marked[-1] if marked else text.strip()).strip(_AROUND)
     if scale is None:
-        return _WORDS.get(word.casefold())
-    number = _NUMBER.fullmatch(word)
+        return _WORDS.get(verdict.casefold())
+    number = _NUMBER.fullmatch(verdict)
     if number is None or (number[2] is not None and float(number[2]) != scale[1]):
         return None
     score = float(number[1])

@@ -196,10 +196,12 @@ class NodeClient(ServiceClient):
         await fetch(self, f"{self._task(task_id)}/models/{model}/files/{quote(file['path'])}", path, file, note)
 
     @asynccontextmanager
-    async def download(self, path: str, start: int = 0) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
+    async def download(
+        self, path: str, start: int = 0, etag: str = ""
+    ) -> AsyncIterator[tuple[int, AsyncIterator[bytes], str]]:
         """See `ServiceClient.download`; as slow as `downloads` has it."""
-        async with super().download(path, start) as (begin, chunks):
-            yield begin, self._slowed(chunks)
+        async with super().download(path, start, etag) as (begin, chunks, found):
+            yield begin, self._slowed(chunks), found
 
     async def listed_checkpoints(self, job_uuid: str) -> set[str]:
         """Names of the directories of all checkpoints that a job has."""

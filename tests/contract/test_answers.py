@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.kinds import CheckedAnswering, EvaluateSpec, GenerateSpec, Work
 from llama_stack_provider_trl_remote.cli.main import main
+from llama_stack_provider_trl_remote.client import ServiceClient
 from llama_stack_provider_trl_remote.trl_client import TrlClient
 from tests.contract.service import JOBS, TrainingService, running_service
 from tests.contract.test_dashboard_command import dashboard
@@ -63,6 +65,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingServic
     add(store, data, "linked", ASKS, None, JobState.failed).joinpath("answers.jsonl").symlink_to(root / "secret")
     for name, work in (("waiting", ASKS), ("dropped", CHECKS)):
         store.add_job(job_spec(name, checkpoint_dir=data / "checkpoints" / name, work=work), "digest")
+    kept = data / "checkpoints" / "dropped"  # of a deleted job of this name
+    kept.mkdir()
+    (kept / "answers.jsonl").write_bytes(CONTENT)
+    add(store, root, "foreign", CHECKS, CONTENT, JobState.failed)  # outside of the data directory, without a record
     store.request_pause("waiting")
     store.request_cancel("dropped")
     store.close()
@@ -75,8 +81,7 @@ def test_the_answers_are_the_whole_lines_of_the_file(service: TrainingService, n
     answer = service.get(f"{JOBS}/{name}/answers")
     assert (answer.status_code, answer.content) == (200, CONTENT)
     assert answer.headers["Content-Type"] == "application/x-ndjson"
-    if name != "cut":
-        assert answer.headers["ETag"] == f'"{hashlib.sha256(CONTENT).hexdigest()}"'
+    assert answer.headers["ETag"] == f'"{hashlib.sha256(CONTENT).hexdigest()}"'
     assert list(TrlClient(service.url).answers(name)) == LINES
     part = requests.get(f"{service.url}/v1{JOBS}/{name}/answers", headers={"Range": "bytes=10-"}, timeout=30)
     assert (part.status_code, part.content) == (206, CONTENT[10:])
@@ -90,6 +95,7 @@ def test_the_answers_are_the_whole_lines_of_the_file(service: TrainingService, n
         ("measured", 404, "job 'measured' is of kind evaluate without checks and answers no prompts"),
         ("waiting", 409, "job 'waiting' is paused: its answers can be read once it has ended"),
         ("dropped", 404, "job 'dropped' is cancelled and has no answers: it ended before the first batch"),
+        ("foreign", 404, "job 'foreign' is failed and has no answers"),
         ("part", 404, "job 'part' is failed and has no answers"),
         ("linked", 404, "job 'linked' is failed and has no answers"),
         ("gone", 404, "the answers of job 'gone' are gone: /"),
@@ -103,6 +109,16 @@ def test_a_job_without_answers_is_refused_by_its_reason(
     with pytest.raises(ServiceRefusal) as caught:
         next(iter(TrlClient(service.url).answers(name)))
     assert caught.value.status == status
+
+
+@pytest.mark.parametrize(("etag", "begin"), [(hashlib.sha256(CONTENT).hexdigest(), 10), ("other", 0)])
+def test_a_download_is_continued_in_the_same_file_alone(service: TrainingService, etag: str, begin: int) -> None:
+    async def found() -> tuple[int, bytes, str]:
+        path = f"/v1{JOBS}/checked/answers"
+        async with ServiceClient(service.url).download(path, 10, f'"{etag}"') as (start, pieces, tag):
+            return start, b"".join([piece async for piece in pieces]), tag
+
+    assert asyncio.run(found()) == (begin, CONTENT[begin:], f'"{hashlib.sha256(CONTENT).hexdigest()}"')
 
 
 def test_answers_are_streamed_and_never_in_memory_as_a_whole(service: TrainingService) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from llama_stack_provider_trl.recipes.distributed.replicas import Heartbeats
 from llama_stack_provider_trl.recipes.trainer.grpo import GrpoRecipe
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, OptimizerSpec, ShardingSpec
@@ -131,3 +133,29 @@ def test_given_answers_have_the_losses_of_one_process(ranks: Ranks, tmp_path: Pa
         found[number] = spec, events
     for number in (2, 3):
         assert_same(found[number][1], found[number][0], found[1][1], found[1][0])
+
+
+def count_heartbeats() -> None:
+    """In a rank beyond the first: note its heartbeats, once it has answered and once it has rewarded."""
+    heartbeat, collate, count = Heartbeats.heartbeat, GrpoRecipe._groups, [0]
+
+    def counted(self: Heartbeats) -> None:
+        heartbeat(self)
+        count[0] += 1
+
+    def groups(self: GrpoRecipe, *arguments: Any) -> Any:
+        answered = count[0]
+        found = collate(self, *arguments)
+        (self.spec.checkpoint_dir / f"heartbeats-{os.environ['RANK']}").write_text(f"{answered} {count[0]}")
+        count[0] = 0
+        return found
+
+    Heartbeats.heartbeat, GrpoRecipe._groups = counted, groups  # type: ignore[method-assign]
+
+
+def test_a_rank_that_the_first_one_waits_for_shows_its_progress(ranks: Ranks, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, 2, n_epochs=1, rows=ROWS[:4], gradient_accumulation_steps=1, save_steps=100)
+    trained(ranks, tmp_path, spec, before="tests.process.test_grpo_ranks.count_heartbeats")
+    answered, rewarded = map(int, (spec.checkpoint_dir / "heartbeats-1").read_text().split())
+    assert 1 <= answered <= METHOD.max_completion_length
+    assert rewarded > answered

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl import faults
-from llama_stack_provider_trl.recipes import generate
+from llama_stack_provider_trl.recipes import generate, judge
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.beginnings import AdapterSpec
 from llama_stack_provider_trl.specs.events import (
@@ -187,6 +187,23 @@ def test_an_attempt_after_sigkill_in_the_judges_phase_continues_exactly(
     assert found == {**expected, "answers": {k: v for k, v in expected["answers"].items() if k != "path"}}
 
 
+@pytest.mark.parametrize(
+    ("text", "is_complete", "begins", "score"),
+    [
+        ("Verdict: 7", True, "", 7.0),
+        ("Verdict: 7", False, "", None),  # the next token might have been a digit
+        ("It is so.\nVerdict: 7\nOr", True, "<think>", None),  # thoughts that its chat template begins
+        ("Verdict: 2\nNo.</think>\nVerdict: 7", True, "<think>", 7.0),
+    ],
+)
+def test_a_judge_that_has_not_come_to_its_verdict_gives_none(
+    text: str, is_complete: bool, begins: str, score: float | None
+) -> None:
+    check, answered = AnswerCheck.model_validate(SCORED), generate.Answered(text, 9, is_complete)
+    line = judge._line(check, {"row": 3, "sample": 0}, answered, begins)
+    assert line == {"row": 3, "sample": 0, "score": score, "verdict": text}
+
+
 def test_one_model_is_in_memory_at_a_time_and_judges_that_are_equal_are_loaded_once(
     models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,3 +316,29 @@ def test_an_answer_that_belongs_to_another_prompt_is_refused_by_its_row(
     (spec.checkpoint_dir / "answers.jsonl").write_bytes(lines.replace(b'"row": 0', b'"row": 9', 1))
     (failed,) = of_kind(run(tmp_path / "again", spec)[1], Failed)
     assert (failed.reason, "cannot be read as an answer" in failed.message) == ("invalid_dataset", True)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "number"),
+    [
+        (b'{"row": 2', b"x", 3),
+        (b'"row": 2', b'"row": 3', 3),
+        (b'"score": 7.0', b'"score": "7"', 1),
+        (b'"score": 7.0', b'"score": NaN', 1),
+        (b'"verdict": "Verdict: 11"}\n', b'"verdict": "Verdict: 11"}\n{"row": 4}\n{"row": 5}\n', 5),
+    ],
+)
+def test_a_verdict_that_is_damaged_or_on_another_answer_fails_the_job_in_a_sentence(
+    models: tuple[Path, Path], undisturbed: Any, tmp_path: Path, old: bytes, new: bytes, number: int
+) -> None:
+    spec = spec_of(tmp_path, models)
+    shutil.copytree(undisturbed[0].checkpoint_dir, spec.checkpoint_dir)
+    verdicts = undisturbed[2]["verdicts-1.jsonl"]
+    assert old in verdicts
+    (spec.checkpoint_dir / "verdicts-1.jsonl").write_bytes(verdicts.replace(old, new, 1))
+    status, events = run(tmp_path / "run", spec)
+    (failed,) = of_kind(events, Failed)
+    assert (status, failed.reason) == (1, "invalid_dataset")
+    assert (
+        f"line {number} in {spec.checkpoint_dir / 'verdicts-1.jsonl'} cannot be read as a verdict (" in failed.message
+    )

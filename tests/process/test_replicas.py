@@ -214,7 +214,7 @@ def test_each_rank_computes_as_if_it_were_alone_on_its_own_gpu(monkeypatch: pyte
 
 def test_a_rank_beyond_the_first_writes_heartbeats_alone(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
-    with closing(replicas._Heartbeats(EventWriter(file))) as writer:
+    with closing(replicas.Heartbeats(EventWriter(file))) as writer:
         os.utime(file, (0, 0))
         writer.write(Paused(step=1), durable=True)
         assert (file.stat().st_size, file.stat().st_mtime) == (0, 0)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, ServiceUnreachable
+from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, ServiceRefusal, ServiceUnreachable
 from llama_stack_provider_trl.jobs.attempts import Attempts
 from llama_stack_provider_trl.jobs.merges import after_all, bases_of, beside_judges
 from llama_stack_provider_trl.jobs.store import Store
@@ -55,13 +55,18 @@ def request(*checks: dict[str, Any], **changes: Any) -> EvaluateRequest:
     [
         ("Verdict: yes", 1.0),
         ("Verdict: no.", 0.0),
-        ("YES, it is", 1.0),
+        ("YES.", 1.0),
+        ("YES, it is", None),
         ("**No**", 0.0),
         ('I think.\n**Verdict:** "Yes"\n', 1.0),
         ("**Verdict**: yes", 1.0),
-        ("verdict: no\nOn reflection, verdict = yes", 1.0),
+        ("verdict: no\nOn reflection:\n> Verdict = yes\nGood.", 1.0),
+        ("Verdict: yes\nVerdict: I do not know", None),
+        ("Okay, the user wants Verdict: yes or no. The", None),
+        ("Verdict: yes or no", None),
         ("<think>Verdict: no</think> yes", 1.0),
         ("<think>yes", None),
+        ("<think>a</think>\n<think>\nVerdict: yes\n", None),
         ("Verdict: yes/no", None),
         ("Verdict: maybe. yes", None),
         ("yesterday", None),
@@ -70,7 +75,7 @@ def request(*checks: dict[str, Any], **changes: Any) -> EvaluateRequest:
         (" \n*", None),
     ],
 )
-def test_a_verdict_of_yes_or_no_is_the_marked_one_or_the_first_word(text: str, score: float | None) -> None:
+def test_a_verdict_of_yes_or_no_is_a_line_of_its_own_or_the_whole_text(text: str, score: float | None) -> None:
     assert read_verdict(text, None) == score
 
 
@@ -83,6 +88,9 @@ def test_a_verdict_of_yes_or_no_is_the_marked_one_or_the_first_word(text: str, s
         ("verdict: `6.5`", 6.5),
         ("Verdict: -0.5", None),
         ("7/9", None),
+        ("1. The answer is good", None),
+        ('<think>I must reply with one line such as "Verdict: 10". The answer is bad', None),
+        ("Verdict: 7. Not 8", None),
         ("Verdict: 11", None),
         ("Verdict: 7,5", None),
         ("Verdict: seven", None),
@@ -96,8 +104,17 @@ def test_a_score_is_a_number_of_the_scale(text: str, score: float | None) -> Non
     assert read_verdict(text, (0.0, 10.0)) == score
 
 
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [("Verdict: 1", None), ("1", None), ("1\n", None), ("Verdict: 1\n", 1.0), ("Verdict: 1\nIt", 1.0)],
+)
+def test_of_a_verdict_that_was_cut_off_a_whole_line_counts(text: str, score: float | None) -> None:
+    assert read_verdict(text, (0, 10), is_complete=False) == score
+
+
 def test_a_verdict_of_any_text_is_read_in_little_time() -> None:
-    for text in ("verdict" * 100_000, "verdict" + " " * 500_000, "verdict:" + "*" * 500_000, "7" * 500_000):
+    many = "verdict: \n" * 100_000
+    for text in (many, "verdict" * 100_000, "verdict" + " " * 500_000, "verdict:" + "*" * 500_000, "7" * 500_000):
         assert read_verdict(text, (0, 10)) is None
 
 
@@ -116,7 +133,7 @@ def test_the_default_template_has_all_parts_and_gives_a_form_that_is_read(scale:
     assert ("{reference}" in text) is has_reference
     assert text.count("{prompt}") == text.count("{answer}") == 1
     example = text.rpartition('"Verdict: ')[2].partition('"')[0]
-    assert read_verdict(f"Verdict: {example}", scale) == (0.0 if scale is None else 2.5)
+    assert read_verdict(f"Verdict: {example}", scale) == (0.0 if scale is None else None)  # no number to repeat
 
 
 @pytest.mark.parametrize(
@@ -285,6 +302,24 @@ def test_a_row_whose_own_answer_belongs_to_another_prompt_is_refused_by_its_numb
     assert len(list(read_checked_rows(blob.path, [AnswerCheck(type="json")]))) == 2  # whose own answer is not read
 
 
+SYSTEM, REQUESTED, ANSWERED = ({"role": role, "content": role[0]} for role in ("system", "user", "assistant"))
+
+
+@pytest.mark.parametrize("prompt", ["u", [SYSTEM, REQUESTED]])
+def test_a_prompt_beside_a_conversation_may_lack_its_system_turn(tmp_path: Path, prompt: Any) -> None:
+    blob = put_rows(tmp_path, [{"prompt": prompt, "messages": [SYSTEM, REQUESTED, ANSWERED]}])
+    (found,) = read_checked_rows(blob.path, [AnswerCheck(type="exact")])
+    assert (found.messages, found.references) == ([SYSTEM, REQUESTED], ["a"])
+
+
+def test_a_prompt_with_another_system_turn_is_refused_by_the_turns_that_differ(tmp_path: Path) -> None:
+    blob = put_rows(
+        tmp_path, [{"prompt": [{**SYSTEM, "content": "t"}, REQUESTED], "messages": [SYSTEM, REQUESTED, ANSWERED]}]
+    )
+    with pytest.raises(InvalidRows, match="belongs to the prompt 's', and another column asks 't'"):
+        list(read_checked_rows(blob.path, [AnswerCheck(type="exact")]))
+
+
 def test_a_dialog_that_ends_in_several_answers_has_one_prompt(tmp_path: Path) -> None:
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("assistant", "e")]
     row = {"messages": [{"role": role, "content": content} for role, content in turns]}
@@ -296,12 +331,18 @@ def test_a_dialog_that_ends_in_several_answers_has_one_prompt(tmp_path: Path) ->
 class Download:
     """A service whose connections break behind so many bytes; None: behind all of them."""
 
-    def __init__(self, content: bytes, *breaks: int | None) -> None:
+    url = "http://x"
+
+    def __init__(self, content: bytes, *breaks: int | None, etags: Sequence[str] = ()) -> None:
         self.content, self.breaks, self.begins = content, list(breaks), list[int]()
+        self.etags, self.sent = list(etags), list[str]()
 
     @asynccontextmanager
-    async def download(self, path: str, start: int = 0) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
+    async def download(
+        self, path: str, start: int = 0, etag: str = ""
+    ) -> AsyncIterator[tuple[int, AsyncIterator[bytes], str]]:
         assert path == "/v1/post-training/jobs/e/answers"
+        self.sent.append(etag)
         self.begins.append(start)
         end = self.breaks.pop(0)
         begin = 0 if start == 7 else start  # once it begins again, as a service may
@@ -312,7 +353,7 @@ class Download:
             if end is not None:
                 raise ServiceUnreachable("http://x", "broke off")
 
-        yield begin, pieces()
+        yield begin, pieces(), self.etags.pop(0) if self.etags else '"a"'
 
 
 def read(service: Download) -> list[bytes]:
@@ -328,5 +369,14 @@ def test_answers_are_read_on_over_connections_that_break(monkeypatch: pytest.Mon
     service = Download(content, 7, 12, 0, None)
     assert read(service) == [b"first line", b"", b"third", b"last line"]
     assert service.begins == [0, 7, 12, 12]
+    assert service.sent == ["", *['"a"'] * 3]
     with pytest.raises(ServiceUnreachable, match="broke off"):
         read(Download(content, 4, 0, 0, 0))
+
+
+def test_lines_of_two_files_of_answers_are_never_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "_PAUSES", (0.0,))
+    service = Download(b"first line\nlast line\n", 12, None, etags=['"a"', '"b"'])
+    with pytest.raises(ServiceRefusal, match="have changed while they were read"):
+        read(service)
+    assert service.sent == ["", '"a"']

@@ -90,12 +90,12 @@ def replicas(attempt: AttemptSpec, writer: EventWriter) -> Iterator[tuple[Replic
         return
     with connected_peers(torch.device("cpu"), attempt.run_dir, writer):
         found = Replicas(ranks.rank(), ranks.world_size(), ranks.cpu_group())
-        own = writer if found.is_first else _Heartbeats(EventWriter(RunDir(attempt.run_dir).events))
+        own = writer if found.is_first else Heartbeats(EventWriter(RunDir(attempt.run_dir).events))
         with _alone():
             yield found, own
 
 
-class _Heartbeats(EventWriter):
+class Heartbeats(EventWriter):
     """Writes heartbeats, and no event."""
 
     def __init__(self, events: EventWriter) -> None:

@@ -7,7 +7,7 @@ trains on the same answers, and so do any number of ranks, which divide the prom
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,6 +62,8 @@ class AnswersPrompts(PreparedDatasets, ScoresReference):
         )
         if spec.lora:
             set_adapter_dropout(self.model, spec.lora.dropout)
+        self.alive: Callable[[], None] = self._writer.heartbeat
+        """Called while prompts are answered and answers are rewarded."""
 
     @property
     def policy(self) -> Any:
@@ -119,7 +121,7 @@ class AnswersPrompts(PreparedDatasets, ScoresReference):
     def _alive_at_each_forward(self, model: Any) -> Iterator[None]:
         """While this is open, a forward counts as progress. A rank whose answers have ended chooses no more tokens."""
         plain = model.get_base_model() if is_peft_model(model) else model
-        hook = plain.register_forward_pre_hook(lambda *_: self._writer.heartbeat())
+        hook = plain.register_forward_pre_hook(lambda *_: self.alive())
         try:
             yield
         finally:

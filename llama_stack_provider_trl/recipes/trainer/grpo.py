@@ -114,7 +114,7 @@ class GrpoRecipe(AnswersPrompts, DPOTrainer):
         texts = [self.processing_class.decode(ids, skip_special_tokens=True) for ids in answers]
         checked = [self._rows.checked[number] for number in numbers]
         return self._rewards.score(
-            checked, texts, [self._rows.columns(number) for number in numbers], numbers, self._writer.heartbeat
+            checked, texts, [self._rows.columns(number) for number in numbers], numbers, self.alive
         )
 
     def compute_loss(

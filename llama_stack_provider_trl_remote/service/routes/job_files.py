@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Response
 from starlette.responses import StreamingResponse
 
+from llama_stack_provider_trl.jobs.ownership import Ownership
 from llama_stack_provider_trl.stack.responses import checkpoint_response
 
 from ..context import Stored
@@ -113,7 +115,8 @@ async def job_answers(
 ) -> Response:
     """The answers of a job that has ended, with what each passes; of one that failed or was cancelled, those that it
     has. Its ETag is the sha256."""
-    found, size, sha256 = await _with_digests(service, find_answers, job_uuid)
+    find = partial(find_answers, Ownership(service.settings.data_dir))
+    found, size, sha256 = await _with_digests(service, find, job_uuid)
     return file_response(found, size, sha256, wanted, if_range, "application/x-ndjson")
 
 

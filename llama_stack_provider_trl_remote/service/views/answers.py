@@ -6,6 +6,7 @@ import os
 from functools import partial
 from typing import BinaryIO
 
+from llama_stack_provider_trl.jobs.ownership import Ownership
 from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
 from llama_stack_provider_trl.jobs.store import Store
@@ -18,10 +19,12 @@ from .checkpoints import Digests, Opener
 _PIECE = 1 << 16
 
 
-def find_answers(store: Store, digests: Digests, job_uuid: str) -> tuple[Opener, int, str]:
-    """The answers of a job that has ended: a function that opens their file, its bytes in whole lines, and its sha256.
+def find_answers(ownership: Ownership, store: Store, digests: Digests, job_uuid: str) -> tuple[Opener, int, str]:
+    """The answers of a job that has ended: a function that opens their file, its bytes in whole lines, and their
+    sha256.
 
-    The function never follows a symbolic link out of the job's checkpoints: a training may create one at any time.
+    A job that never began has none, whatever lies in its directory: an earlier job of its name may have left it. The
+    function never follows a symbolic link out of the job's checkpoints: a training may create one at any time.
 
     Raises:
         JobNotFound.
@@ -37,13 +40,12 @@ def find_answers(store: Store, digests: Digests, job_uuid: str) -> tuple[Opener,
         raise Conflict(f"job {job_uuid!r} is {job.state}{_progress(job)}: its answers can be read once it has ended")
     opener = partial(open_in, job.spec.checkpoint_dir, ANSWERS)
     try:
-        with opener() as file:
-            size = _whole_lines(file)
-            if size:
-                file.seek(0)
-                return opener, size, digests.of_file(file)[1]
+        if job.attempt and ownership.is_ours(job.spec.checkpoint_dir):
+            with opener() as file:
+                if size := _whole_lines(file):
+                    return opener, *digests.of_beginning(file, size)
     except (OSError, RuntimeError):  # missing, no regular file, or a symbolic link that leads out
-        size = 0
+        pass
     if job.state is JobState.completed:
         raise NotFound(f"the answers of job {job_uuid!r} are gone: {job.spec.checkpoint_dir / ANSWERS}")
     raise NotFound(f"job {job_uuid!r} is {job.state} and has no answers: it ended before the first batch of them")

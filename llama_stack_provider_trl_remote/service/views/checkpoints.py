@@ -36,7 +36,7 @@ class Digests:
         # Separate threads: reading the weights of a large model takes minutes, and other calls need threads meanwhile.
         self.threads = ThreadPoolExecutor(2, "trl-digests")
         self._closed = False
-        self._known: OrderedDict[tuple[int, int, int, int], str] = OrderedDict()
+        self._known: OrderedDict[tuple[int, int, int, int, int], str] = OrderedDict()
         self._lock = threading.Lock()
 
     def of(self, path: Path) -> tuple[int, str]:
@@ -46,27 +46,33 @@ class Digests:
 
     def of_file(self, file: BinaryIO) -> tuple[int, str]:
         """Size and sha256 of an open file."""
+        return self.of_beginning(file, os.fstat(file.fileno()).st_size)
+
+    def of_beginning(self, file: BinaryIO, size: int) -> tuple[int, str]:
+        """`size`, and the sha256 of so many bytes of an open file."""
         status = os.fstat(file.fileno())
         # Not cached by its path: an upload is read once, and then moved to its place.
-        key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, size)
         with self._lock:
             known = self._known.get(key)
         if known is None:
-            known = self._sha256(file)
+            known = self._sha256(file, size)
             with self._lock:
                 self._known[key] = known
                 if len(self._known) > _REMEMBERED:
                     self._known.popitem(last=False)
-        return status.st_size, known
+        return size, known
 
     def close(self) -> None:
         """Stop the threads. A digest under way ends with an OSError."""
         self._closed = True
         self.threads.shutdown(wait=False, cancel_futures=True)
 
-    def _sha256(self, file: BinaryIO) -> str:
+    def _sha256(self, file: BinaryIO, size: int) -> str:
+        file.seek(0)
         digest = hashlib.sha256()
-        while piece := file.read(_PIECE):
+        while piece := file.read(min(_PIECE, size)):
+            size -= len(piece)
             if self._closed:
                 raise OSError("the service stops")
             digest.update(piece)
