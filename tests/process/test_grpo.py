@@ -23,6 +23,22 @@ from tests.tiny import tiny_model
 from tests.training import LORA, job_spec, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+PLAIN_TRL: dict[str, Any] = {
+    "num_train_epochs": 1,
+    "gradient_accumulation_steps": 2,
+    "optim": "sgd",
+    "bf16": False,
+    "use_cpu": True,
+    "gradient_checkpointing": None,
+    "activation_checkpointing": False,
+    "dataloader_pin_memory": False,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "shuffle_dataset": False,
+}
+"""Arguments of TRL's trainers that answer prompts, so that they do what our job does."""
 FULL = os.environ.get("TRL_METHODS") == "full"
 STEPS = 20 if FULL else 4
 ROWS = [{"prompt": f"What is {n} plus {n}?" + " Please." * (n % 3), "answer": str(2 * n)} for n in range(2 * STEPS)]
@@ -82,22 +98,10 @@ def trl_history(root: Path, method: GrpoSpec) -> list[dict[str, float]]:
         return [float(bool(re.search("[ea]", one[0]["content"]))) for one in completions]
 
     arguments = GRPOConfig(
+        **PLAIN_TRL,
         output_dir=str(root / "trl"),
-        num_train_epochs=1,
         per_device_train_batch_size=method.num_generations,
-        gradient_accumulation_steps=2,
-        optim="sgd",
         learning_rate=0.05,
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=None,
-        activation_checkpointing=False,
-        dataloader_pin_memory=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        shuffle_dataset=False,
         num_generations=method.num_generations,
         max_completion_length=method.max_completion_length,
         temperature=method.temperature,

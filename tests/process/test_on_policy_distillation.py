@@ -25,7 +25,7 @@ from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.methods import DistillationSpec
 from llama_stack_provider_trl.specs.model_source import ReferenceSpec
-from tests.process.test_grpo import given_answers, metric
+from tests.process.test_grpo import PLAIN_TRL, given_answers, metric
 from tests.process.test_memory import most
 from tests.tiny import tiny_model
 from tests.training import LORA, job_spec, of_kind, run
@@ -98,22 +98,10 @@ def trl_history(root: Path, method: DistillationSpec, rows: list[dict[str, str]]
             return given_answers(prompt_ids, 1)
 
     arguments = DistillationConfig(
+        **PLAIN_TRL,
         output_dir=str(root / "trl"),
-        num_train_epochs=1,
         per_device_train_batch_size=1,
-        gradient_accumulation_steps=2,
-        optim="sgd",
         learning_rate=0.5,
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=None,
-        activation_checkpointing=False,
-        dataloader_pin_memory=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        shuffle_dataset=False,
         max_completion_length=method.max_completion_length,
         temperature=method.temperature,
         beta=method.beta,

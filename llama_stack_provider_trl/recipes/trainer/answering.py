@@ -7,6 +7,7 @@ trains on the same answers, and so do any number of ranks, which divide the prom
 from __future__ import annotations
 
 import random
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -80,6 +81,7 @@ class AnswersPrompts(PreparedDatasets, ScoresReference):
         self._micro_steps = len(batch_samples)
         return None
 
+    @abstractmethod
     def collate_answers(self, batches: list[dict[str, Any]], answers: list[list[list[int]]]) -> int:
         """Put the answers of an optimizer step into its batches, and note their metrics. A collective.
 
@@ -90,7 +92,6 @@ class AnswersPrompts(PreparedDatasets, ScoresReference):
         Returns:
             Tokens of the answers of all ranks.
         """
-        raise NotImplementedError
 
     def answer(self, prompts: list[list[int]], rows: list[int]) -> list[list[int]]:
         """Token ids of the answers to each prompt, by the weights as they are. A collective where ranks shard the
