@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from llama_stack_provider_trl.recipes.trainer.distillation import DistillationRecipe
-from llama_stack_provider_trl.specs.events import Failed, Prepared
+from llama_stack_provider_trl.specs.events import Failed
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, ShardingSpec
 from tests.process import test_grpo_ranks as grpo
 from tests.process.test_grpo import given_answers
-from tests.process.test_grpo_ranks import assert_same, numbers, trained, weights_of
+from tests.process.test_grpo_ranks import assert_equal_and_continued, assert_same, numbers, trained
 from tests.process.test_on_policy_distillation import method_of, teacher_model
 from tests.ranks import Ranks, forked_ranks
 from tests.training import LORA, of_kind
@@ -43,17 +42,9 @@ def test_two_ranks_give_the_answers_and_weights_of_one_process_and_continue_exac
 ) -> None:
     alone = spec_of(tmp_path / "alone", 1, lora=lora)
     expected = trained(ranks, tmp_path / "alone", alone)
-    assert len({point["completions/mean_length"] for point in numbers(expected)}) > 1  # they end at different lengths
     assert all(point["loss"] > 0.01 for point in numbers(expected))
-    spec = spec_of(tmp_path / "together", 2, strategy, lora=lora)
-    found = trained(ranks, tmp_path / "together", spec)
-    assert of_kind(found, Prepared)[0].effective["sharding"]["strategy"] == strategy
-    assert_same(found, spec, expected, alone)
-    weights = weights_of(spec)
-    (spec.checkpoint_dir / "final").rename(tmp_path / "first-final")
-    resumed = trained(ranks, tmp_path / "again", spec, spec.checkpoint_dir / "checkpoint-4")
-    assert numbers(resumed) == numbers(found)[4:]
-    assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(spec).items())
+    together = spec_of(tmp_path / "together", 2, strategy, lora=lora)
+    assert_equal_and_continued(ranks, tmp_path, together, expected, alone)
 
 
 def give_answers() -> None:

@@ -87,6 +87,20 @@ def assert_same(found: list[Any], spec: JobSpec, expected: list[Any], alone: Job
         assert torch.allclose(weight, others[name], rtol=1e-4, atol=2e-6), name
 
 
+def assert_equal_and_continued(ranks: Ranks, root: Path, spec: JobSpec, expected: list[Any], alone: JobSpec) -> None:
+    """Train on ranks, and once more from a checkpoint in the middle."""
+    assert len({point["completions/mean_length"] for point in numbers(expected)}) > 1  # they end at different lengths
+    found = trained(ranks, root / "together", spec)
+    assert spec.sharding is not None
+    assert of_kind(found, Prepared)[0].effective["sharding"]["strategy"] == spec.sharding.strategy
+    assert_same(found, spec, expected, alone)
+    weights = weights_of(spec)
+    (spec.checkpoint_dir / "final").rename(root / "first-final")
+    resumed = trained(ranks, root / "again", spec, spec.checkpoint_dir / "checkpoint-4")
+    assert numbers(resumed) == numbers(found)[4:]
+    assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(spec).items())
+
+
 @pytest.mark.parametrize(
     ("lora", "strategy"),
     [
@@ -102,17 +116,9 @@ def test_two_ranks_give_the_answers_and_weights_of_one_process_and_continue_exac
 ) -> None:
     alone = spec_of(tmp_path / "alone", 1, lora=lora)
     expected = trained(ranks, tmp_path / "alone", alone)
-    assert len({point["completions/mean_length"] for point in numbers(expected)}) > 1  # they end at different lengths
     assert any(abs(point["reward_std"]) > 0.1 for point in numbers(expected))
-    spec = spec_of(tmp_path / "together", 2, strategy, lora=lora)
-    found = trained(ranks, tmp_path / "together", spec)
-    assert of_kind(found, Prepared)[0].effective["sharding"]["strategy"] == strategy
-    assert_same(found, spec, expected, alone)
-    weights = weights_of(spec)
-    (spec.checkpoint_dir / "final").rename(tmp_path / "first-final")
-    resumed = trained(ranks, tmp_path / "again", spec, spec.checkpoint_dir / "checkpoint-4")
-    assert numbers(resumed) == numbers(found)[4:]
-    assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(spec).items())
+    together = spec_of(tmp_path / "together", 2, strategy, lora=lora)
+    assert_equal_and_continued(ranks, tmp_path, together, expected, alone)
 
 
 def give_answers() -> None:
