@@ -310,6 +310,22 @@ def test_a_node_without_a_job_can_be_removed_and_its_agent_ends_until_it_joins_a
     world.poll()
 
 
+def test_a_poll_is_refused_as_removed_while_another_thread_removes_its_node(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.join()
+    read = world.store.nodes.get
+
+    def read_after_the_removal(name: str) -> Any:
+        monkeypatch.setattr(world.store.nodes, "get", read)
+        world.remove(name)
+        return read(name)
+
+    monkeypatch.setattr(world.store.nodes, "get", read_after_the_removal)
+    with pytest.raises(Gone, match="was removed"):
+        world.poll()
+
+
 def test_a_name_is_free_once_its_agent_is_silent(world: World) -> None:
     world.join()
     world.pass_time(SILENCE)

@@ -342,9 +342,13 @@ def _welcome(service: Service, name: str, body: Poll) -> NodeRecord:
         Gone: it was removed.
         Conflict: it has not joined since it was started.
     """
-    if service.removed.get(name) == incarnation(body):
-        raise Gone(removed(name))
-    record = service.known_node(name)
+    try:
+        record = service.known_node(name)
+    except NotFound:
+        # Checked after the read: another thread may remove the node meanwhile, which notes it here before it deletes.
+        if service.removed.get(name) == incarnation(body):
+            raise Gone(removed(name)) from None
+        raise
     if record.boot_id != incarnation(body):
         raise Conflict(f"node {name!r} has joined as another agent, or before this machine was started: join again")
     return record
