@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 from ..errors import InvalidRequest, InvalidRows, MethodUnavailable, StoreError
 from ..requests.bases import Base, NamedJob
-from ..requests.kinds import EVALUATE, answering_of, evaluation_after, for_work, in_its_terms, with_work
+from ..requests.kinds import EVALUATE, answering_of, evaluation_after, for_work, in_its_terms, with_engine, with_work
 from ..requests.options import ProviderOptions
 from ..requests.resolve import Resolution, resolve
 from ..requests.search import RequestedSearch, RequestedTrial, in_trial, resolve_search
@@ -230,6 +230,7 @@ async def resolved(
     if store is not None:
         named = await asyncio.to_thread(find_base, request, store)
     if work is not None:
+        work = with_engine(work, settings)
         options, settings = for_work(request, options, settings, named, work)
     # Models, adapters and installed packages are read: none of that may hold up other requests.
     makers = [job.job_uuid for job in jobs_of(work, models or [])]

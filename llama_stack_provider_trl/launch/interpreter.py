@@ -11,6 +11,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from .. import __version__
 from ..errors import InvalidRequest
@@ -56,6 +57,17 @@ import json
 print(json.dumps([list(sys.version_info[:2]), found]))
 """
 
+_VLLM_PROBE = """
+import importlib.metadata, importlib.util, json
+found = ""
+if importlib.util.find_spec("vllm") is not None:
+    names = importlib.metadata.packages_distributions().get("vllm", [])
+    found = " ".join(["vllm", *(importlib.metadata.version(name) for name in names[:1])])
+print(json.dumps(found))
+"""
+_NO_ANSWER = (subprocess.TimeoutExpired, ValueError, IndexError, TypeError)
+"""What a probe that is no working Python leads to."""
+
 
 def check_interpreter(python: Path | None) -> None:
     """Check that an interpreter can train; None: the interpreter of this process.
@@ -72,6 +84,27 @@ def check_interpreter(python: Path | None) -> None:
         raise InvalidRequest("train_python", None if python is None else str(python), problem)
 
 
+def check_vllm(python: Path | None) -> str:
+    """Check that an interpreter has vLLM, which is not imported. Returns what it has; None: empty.
+
+    Raises:
+        InvalidRequest: it does not exist, or lacks vLLM; names the remedy.
+    """
+    if python is None:
+        return ""
+    todo = "name the Python of an environment made with pip install vllm, or leave it out"
+    try:
+        found = _answer_of(str(python), _VLLM_PROBE)
+    except OSError as error:
+        problem = f"{python} cannot be started ({error.strerror}); {todo}"
+        raise InvalidRequest("vllm_python", str(python), problem) from error
+    except _NO_ANSWER as error:
+        raise InvalidRequest("vllm_python", str(python), f"{python} is not a working Python; {todo}") from error
+    if not found:
+        raise InvalidRequest("vllm_python", str(python), f"{python} has no vllm; {todo}")
+    return str(found)
+
+
 def _installed() -> dict[str, str]:
     """The versions of what is needed and installed for this process, as the probe finds them."""
     found = {}
@@ -84,22 +117,27 @@ def _installed() -> dict[str, str]:
 
 def _problem(python: str) -> str | None:
     try:
-        done = subprocess.run(
-            [python, "-c", _PROBE, *NEEDED],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT,
-            cwd="/",  # not the server's working directory, so that nothing is imported from there
-            env=child_environment(os.environ, {}),
-        )
-        version, found = json.loads(done.stdout.splitlines()[-1])
+        version, found = _answer_of(python, _PROBE, *NEEDED)
     except OSError as error:
         return f"{python} cannot be started ({error.strerror}); name the Python of an environment made with {INSTALL}"
-    except (subprocess.TimeoutExpired, ValueError, IndexError, TypeError):
+    except _NO_ANSWER:
         return f"{python} is not a working Python; name that of an environment made with {INSTALL}"
     ours, specs = found.pop("ours", None), found.pop("specs", "")
     return _lacking(python, tuple(version), found, ours, specs)
+
+
+def _answer_of(python: str, probe: str, *arguments: str) -> Any:
+    """What a probe prints. Raises OSError, and `_NO_ANSWER`."""
+    done = subprocess.run(
+        [python, "-c", probe, *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT,
+        cwd="/",  # not the server's working directory, so that nothing is imported from there
+        env=child_environment(os.environ, {}),
+    )
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _lacking(python: str, version: tuple[int, ...], found: dict[str, str], ours: str | None, specs: str) -> str | None:

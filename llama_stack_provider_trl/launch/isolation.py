@@ -227,6 +227,9 @@ def spec_paths(spec: Mapping[str, Any], directories: Sequence[Path]) -> SpecPath
     models = [merge.get("base"), *(one.get("model") for one in merge.get("inputs") or ()), reference.get("model")]
     for one in (job, *(work.get("members") or ()), *((work.get("answers") or {}).get("judges") or ())):
         models += [one.get("model"), (one.get("adapter") or {}).get("path")]
+    for answering in (work, work.get("answers") or {}):
+        if isinstance(python := answering.get("vllm_python"), str):  # which the operator has chosen
+            found.read += _program(python)
     for source in (job.get("method") or {}).get("rewards") or ():
         reward = source.get("model") or {}
         models += [reward.get("path"), (reward.get("base") or {}).get("model")]
@@ -270,6 +273,11 @@ def _interpreter(python: str) -> Iterator[Path]:
     packages = Path(__file__).absolute().parents[1]
     yield from (packages, packages.with_name(f"{packages.name}_remote"))
     yield from (Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable))
+    yield from _program(python)
+
+
+def _program(python: str) -> Iterator[Path]:
+    """Paths of another interpreter: of its virtual environment, and of what that was made with."""
     program = Path(python)
     if not program.is_absolute():
         return

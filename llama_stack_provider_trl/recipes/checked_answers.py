@@ -19,6 +19,7 @@ from ..specs.events import Evaluated, EventWriter, Finished, Warned
 from ..specs.job import AttemptSpec
 from ..specs.kinds import ANSWERS, CheckedAnswering, EvaluateSpec
 from ..system.files import sha256_of
+from .checkpoint.merged_base import discard_merged_base
 from .distributed.heartbeat import heartbeat
 from .distributed.replicas import ALONE, Replicas, replicas
 from .generate import AnswerFile, Questions, answer_all, begin, open_answers
@@ -57,6 +58,7 @@ def _check(attempt: AttemptSpec, writer: EventWriter, team: Replicas) -> None:
                 return
             if not team.is_first:
                 return
+            discard_merged_base(spec)
             steps = answers.count + judges.total
             if judges.all:
                 with heartbeat(writer):

@@ -16,17 +16,14 @@ import random
 import resource
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-)
+from peft import PeftConfig, get_peft_model
+from transformers import PreTrainedModel
 
 from .. import faults
 from ..errors import JobFailure
@@ -35,111 +32,15 @@ from ..specs.job import AttemptSpec, JobSpec
 from ..specs.kinds import ANSWERS, ROWS, Answering, GenerateSpec
 from ..specs.rows import Message
 from ..system.files import RunDir
-from .data.chat import Chat
+from .answerer import Answered, Answerer
+from .checkpoint.merged_base import discard_merged_base, with_merged_base
+from .checkpoint.step import need_space
 from .data.prepare import read_examples
 from .distributed.heartbeat import heartbeat
 from .distributed.replicas import ALONE, Replicas, replicas
-from .model.adapters import continued
-from .model.generation import Sampler as Sampler
-from .model.generation import answer_ends
-from .model.loading import (
-    DTYPES,
-    WeightStorage,
-    choose_device,
-    load_config,
-    load_model,
-    load_tokenizer,
-    outline,
-    parameter_counts,
-    positions_of,
-)
-
-
-class Answered(NamedTuple):
-    """An answer of the model."""
-
-    text: str
-    tokens: int
-    complete: bool
-    """Whether the model ended it; False: it has `max_new_tokens`."""
-
-
-class Answerer:
-    """A model that answers prompts in batches.
-
-    Raises:
-        JobFailure: the model, or a prompt, cannot be used.
-    """
-
-    def __init__(self, spec: JobSpec, work: Answering, device: torch.device) -> None:
-        self.spec, self.work, self.device = spec, work, device
-        self.tokenizer = load_tokenizer(spec.source)
-        self.chat = Chat(self.tokenizer)
-        self.model = _load(spec, device)
-        self._positions = positions_of(spec.source)
-        self._ends = answer_ends(self.model, self.tokenizer)
-        # In place of the model's own, whose penalties and limits would change the answers.
-        self._generation = GenerationConfig(
-            max_new_tokens=work.max_new_tokens,
-            do_sample=False,
-            eos_token_id=self._ends,
-            pad_token_id=self.tokenizer.pad_token_id,
-            use_cache=True,
-        )
-        # What it leaves open is read from the model's own.
-        for model in (self.model, self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model):
-            model.generation_config = self._generation
-
-    def encode(self, prompt: list[Message], row: int) -> list[int]:
-        """The token ids of a prompt, with the header of its answer. Raises JobFailure: it is too long."""
-        ids = self.tokens_of(prompt, row)
-        if not self.has_room(ids):
-            raise JobFailure(
-                Reason.invalid_dataset,
-                f"row {row} has {len(ids)} tokens, which with max_new_tokens {self.work.max_new_tokens} are more than "
-                f"the {self._positions} positions of the model. Shorten the row, or send fewer max_new_tokens",
-            )
-        return ids
-
-    def tokens_of(self, prompt: list[Message], row: int) -> list[int]:
-        """As `encode`, of any length."""
-        (ids,) = self.chat.tokenize([self.chat.render(prompt, row, add_generation_prompt=True)])
-        return ids or [self.tokenizer.eos_token_id]
-
-    def has_room(self, ids: list[int]) -> bool:
-        """Whether the model has positions for a prompt and its answer."""
-        return self._positions is None or len(ids) + self.work.max_new_tokens <= self._positions
-
-    def answer(
-        self, prompts: list[list[int]], sources: list[random.Random], on_token: Callable[[], None]
-    ) -> list[Answered]:
-        """Answer prompts together, with padding before the shorter ones. There may be none.
-
-        Args:
-            sources: the random numbers of each.
-            on_token: called after each step of the batch.
-        """
-        if not prompts:
-            return []
-        longest = max(map(len, prompts))
-        pad = self.tokenizer.pad_token_id
-        ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device)
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        sampler = Sampler(self.work, sources, on_token)
-        with torch.no_grad():
-            found = self.model.generate(
-                generation_config=self._generation,
-                input_ids=ids,
-                attention_mask=mask.to(self.device),
-                logits_processor=LogitsProcessorList([sampler]),
-            )
-        return [self._answered(tokens) for tokens in found[:, longest:].tolist()]
-
-    def _answered(self, tokens: list[int]) -> Answered:
-        end = next((number for number, token in enumerate(tokens) if token in self._ends), None)
-        kept = tokens if end is None else tokens[: end + 1]
-        text = self.tokenizer.decode(kept, skip_special_tokens=True)
-        return Answered(text, len(kept), end is not None)
+from .model.loading import DTYPES, choose_device, load_config, outline, parameter_counts
+from .transformers_answerer import TransformersAnswerer
+from .vllm_answerer import VllmAnswerer
 
 
 class Questions(NamedTuple):
@@ -248,6 +149,7 @@ def _generate(attempt: AttemptSpec, writer: EventWriter, team: Replicas) -> None
     with closing(open_answers(spec, work, questions, team)) as answers:
         if not answer_all(attempt, writer, work, questions, answers, device, team=team) or not team.is_first:
             return
+        discard_merged_base(spec)
         result = _make_dataset(spec, answers, writer)
     faults.reach("finishing")
     writer.write(Finished(step=answers.count, result=result), durable=True)
@@ -302,19 +204,34 @@ def answer_all(
         _report_prepared(spec, _outlined(spec), rows, steps, done, writer)
         faults.reach("prepared")
         return True
-    with heartbeat(writer):
-        answerer = Answerer(spec, work, device)
-        encoded = [answerer.encode(prompt, row) for row, prompt in enumerate(questions.prompts)]
-    if answerer.chat.template_warning:
-        writer.write(Warned(message=answerer.chat.template_warning))
-    _report_prepared(spec, answerer.model, rows, steps, done, writer)
-    faults.reach("prepared")
-    while answers.count < total:
-        if pauses(attempt, writer, answers.count, team):
-            return False
-        _answer_batches(answerer, questions, encoded, answers, steps, writer, team)
-        faults.reach(f"step-{answers.count}")
+    with ExitStack() as stack:
+        with heartbeat(writer):
+            answerer = stack.enter_context(_open_answerer(spec, work, device, writer, team))
+            encoded = [answerer.encode(prompt, row) for row, prompt in enumerate(questions.prompts)]
+        answerer.prepare(encoded)
+        if answerer.chat.template_warning:
+            writer.write(Warned(message=answerer.chat.template_warning))
+        _report_prepared(spec, answerer.model, rows, steps, done, writer)
+        faults.reach("prepared")
+        while answers.count < total:
+            if pauses(attempt, writer, answers.count, team):
+                return False
+            _answer_batches(answerer, questions, encoded, answers, steps, writer, team)
+            faults.reach(f"step-{answers.count}")
     return True
+
+
+def _open_answerer(
+    spec: JobSpec, work: Answering, device: torch.device, writer: EventWriter, team: Replicas
+) -> Answerer:
+    """The model of a job, by its engine. A collective. Raises JobFailure, OSError."""
+    if work.engine == "transformers":
+        return TransformersAnswerer(spec, work, device)
+    if team.is_first:
+        with_merged_base(spec, partial(need_space, spec), writer.heartbeat)
+    team.of_first(None)  # the others read what it has written
+    merged = with_merged_base(spec, partial(need_space, spec))
+    return VllmAnswerer(merged, work, device, spec.batch_size, writer)
 
 
 def pauses(attempt: AttemptSpec, writer: EventWriter, step: int, team: Replicas) -> bool:
@@ -370,21 +287,10 @@ def _answer_batches(
     report_progress(answers.count, steps, answered, time.monotonic() - began, writer)
 
 
-def _load(spec: JobSpec, device: torch.device) -> PreTrainedModel:
-    """The model, with the adapter that the job names."""
-    storage = WeightStorage(
-        dtype=DTYPES[spec.dtype], compute_dtype=spec.dtype, in_4_bits=False, is_quantized=False, is_sharded=False
-    )
-    model: Any = load_model(spec.source, storage, device)
-    if spec.adapter is not None:
-        model = continued(spec, model, PeftConfig.from_pretrained(spec.adapter.path), reference=False)
-    return model.eval()
-
-
 def _outlined(spec: JobSpec) -> PreTrainedModel:
     """The model as `_load` returns it, without weights."""
     model: Any = outline(spec.source, load_config(spec.source), DTYPES[spec.dtype])
-    if spec.adapter is not None:
+    if spec.adapter is not None and spec.adapter.use == "continue":
         with torch.device("meta"):
             model = get_peft_model(model, PeftConfig.from_pretrained(spec.adapter.path))
     return model

@@ -27,10 +27,12 @@ from ..specs.events import EventWriter, Reason, Warned
 from ..specs.job import AttemptSpec, JobSpec
 from ..specs.judging import VERDICT_TOKENS, default_template, filled, read_verdict
 from ..specs.kinds import ANSWERS, VERDICTS, Answering, CheckedAnswering, FurtherModel
+from .answerer import Answered, Answerer
 from .distributed.heartbeat import heartbeat
 from .distributed.replicas import ALONE, Replicas
-from .generate import Answered, Answerer, AnswerFile, pauses, report_progress
+from .generate import AnswerFile, pauses, report_progress
 from .model.loading import load_config, load_tokenizer
+from .transformers_answerer import TransformersAnswerer
 
 _THINK = "<think>"
 """Chat templates of some models begin their turn with it."""
@@ -49,7 +51,7 @@ class Judge(NamedTuple):
         """The model, ready to give verdicts. Raises JobFailure."""
         most = self.check.max_new_tokens or VERDICT_TOKENS
         greedy = Answering(max_new_tokens=most, temperature=0.0, top_p=1.0, seed=0, samples_per_prompt=1)
-        return Answerer(spec.model_copy(update=self.model.as_own()), greedy, device)
+        return TransformersAnswerer(spec.model_copy(update=self.model.as_own()), greedy, device)
 
     def reads(self, answer: dict[str, Any], row: CheckedRow) -> str:
         """What the judge reads of an answer."""

@@ -94,6 +94,8 @@ class Settings(JobSettings):
     devices: tuple[str, ...]
     model_roots: tuple[Path, ...] | None = None
     """Directories below which a model may be named by its path, besides our own checkpoints; None: anywhere."""
+    vllm_python: Path | None = None
+    """Interpreter with vLLM, which answers for jobs that request that; None: there is none."""
     ranks: int = 1
     """Processes per job that sets none; 1: nothing here can train with several."""
     max_ranks: int = 1

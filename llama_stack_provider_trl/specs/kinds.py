@@ -24,6 +24,9 @@ MERGING = "merging"
 """Directory in the checkpoint directory of a `merge` job: the result while it is not whole."""
 
 
+Engine = Literal["transformers", "vllm"]
+
+
 class Answering(Frozen):
     """How a model answers prompts."""
 
@@ -34,6 +37,10 @@ class Answering(Frozen):
     """Each token is chosen among the most likely ones whose probabilities together reach this."""
     seed: int
     samples_per_prompt: int = Field(gt=0)
+    engine: Engine = "transformers"
+    """What computes the answers."""
+    vllm_python: Path | None = None
+    """Engine vllm: the interpreter that has it."""
 
 
 class GenerateSpec(Answering):

@@ -265,12 +265,16 @@ def _share_of_own_pages(pid: int) -> int | None:
     return None
 
 
-def work_done() -> tuple[float, int]:
-    """CPU seconds that this process has used so far, and bytes that it has read and written (0 on macOS)."""
-    me = psutil.Process()
-    times = me.cpu_times()
+def work_done(pid: int | None = None) -> tuple[float, int]:
+    """CPU seconds that a process has used so far, and bytes that it has read and written (0 on macOS). None: this one;
+    of one that has ended, (0, 0)."""
     try:
-        moved = me.io_counters()
+        process = psutil.Process(pid)
+        times = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0, 0
+    try:
+        moved = process.io_counters()
     except (AttributeError, psutil.Error):
         return times.user + times.system, 0
     # Mapped files count in read_bytes only, the page cache in read_chars only.

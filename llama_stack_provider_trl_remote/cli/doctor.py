@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from llama_stack_provider_trl.errors import TrlError
-from llama_stack_provider_trl.launch.interpreter import check_interpreter
+from llama_stack_provider_trl.launch.interpreter import check_interpreter, check_vllm
 from llama_stack_provider_trl.launch.isolation import ADVICE, probe
 from llama_stack_provider_trl.system.compiler import ADVICE as ADVICE_COMPILER
 from llama_stack_provider_trl.system.compiler import missing_compiler
@@ -79,6 +79,11 @@ def _python(settings: ServiceSettings) -> Iterator[Finding]:
         yield Finding("fail", "python", str(error))
         return
     yield Finding("ok", "python", f"{python}: {', '.join(f'{name} {version}' for name, version in found.items())}")
+    try:
+        if release := check_vllm(settings.vllm_python):
+            yield Finding("ok", "vllm", f"{settings.vllm_python}: {release}")
+    except TrlError as error:
+        yield Finding("fail", "vllm", str(error))
     if settings.train_python is None and not _is_compiled("transformers"):
         yield Finding(
             *("warn", "bytecode", "the packages are not compiled, and isolated trainings cannot compile them"),

@@ -29,7 +29,7 @@ from llama_stack_provider_trl.jobs.submission import ResolvedJob, Submitter, res
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
 from llama_stack_provider_trl.jobs.tokens import Tokens
 from llama_stack_provider_trl.launch.gpus import slices_of
-from llama_stack_provider_trl.launch.interpreter import check_interpreter
+from llama_stack_provider_trl.launch.interpreter import check_interpreter, check_vllm
 from llama_stack_provider_trl.launch.isolation import isolate
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.ports import PORTS, PortRange
@@ -100,6 +100,7 @@ class Service(StoredJobs):
     def __init__(self, settings: ServiceSettings, config: Path | None = None) -> None:
         self.devices = settings.devices()
         check_interpreter(settings.train_python)
+        check_vllm(settings.vllm_python)
         self.isolation = isolate(settings.isolation, [settings.data_dir], [config, settings.tls_key])
         self.blobs = Blobs(settings, self.isolation)
         registration = Registration(

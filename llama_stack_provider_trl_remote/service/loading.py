@@ -23,6 +23,7 @@ _ENVIRONMENT = {
     "TRL_NODE_NAME": "node_name",
     "TRL_SERVICE_LOG_LEVEL": "log_level",
     "TRL_SERVICE_MODEL_ROOTS": "model_roots",
+    "TRL_SERVICE_VLLM_PYTHON": "vllm_python",
     "TRL_SERVICE_ALLOWED_HOSTS": "allowed_hosts",
 }
 

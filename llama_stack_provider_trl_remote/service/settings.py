@@ -217,6 +217,9 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     audit_files: int = Field(20, ge=2, le=10_000)
     """Files of the audit log that are kept; the oldest is removed when one more begins."""
 
+    vllm_python: Path | None = None
+    """Interpreter that has vLLM, for jobs that answer prompts with engine vllm; null: none may. Checked at start."""
+
     log_level: LogLevel = "info"
     """debug, info, warning or error: the lowest level in the service's log (stderr, and `logs` in `data_dir`)."""
 
@@ -225,6 +228,16 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     def _of_a_variable(cls, value: Any) -> Any:
         """TRL_SERVICE_MODEL_ROOTS has colons between them, as PATH has."""
         return tuple(part for part in value.split(os.pathsep) if part) if isinstance(value, str) else value or ()
+
+    @field_validator("vllm_python", mode="before")
+    @classmethod
+    def _none_when_empty(cls, value: Any) -> Any:
+        return None if value == "" else value
+
+    @field_validator("vllm_python", mode="after")
+    @classmethod
+    def _absolute_vllm(cls, value: Path | None) -> Path | None:
+        return None if value is None else value.expanduser().absolute()
 
     @field_validator("allowed_hosts", mode="before")
     @classmethod
@@ -349,6 +362,7 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
         return self.resolving(
             devices,
             model_roots=None if self.on_loopback and not self.model_roots else self.model_roots,
+            vllm_python=self.vllm_python,
             ranks=ranks,
             nodes=self.torch_run_config.nnodes,
             max_nodes=1 if self.on_loopback else 1024,

@@ -15,8 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from llama_stack_provider_trl.errors import JobFailure
-from llama_stack_provider_trl.recipes import generate
-from llama_stack_provider_trl.recipes.generate import Answerer, AnswerFile, Sampler
+from llama_stack_provider_trl.recipes import transformers_answerer
+from llama_stack_provider_trl.recipes.generate import AnswerFile
+from llama_stack_provider_trl.recipes.model.generation import Sampler
+from llama_stack_provider_trl.recipes.transformers_answerer import TransformersAnswerer
 from llama_stack_provider_trl.specs.beginnings import AdapterSpec
 from llama_stack_provider_trl.specs.events import Reason
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, OptimizerSpec
@@ -111,8 +113,8 @@ def test_prompts_of_a_batch_have_the_logits_and_greedy_answers_that_they_have_al
             seen.append(scores.clone())
             return super().__call__(input_ids, scores)
 
-    monkeypatch.setattr(generate, "Sampler", Recording)
-    answerer = Answerer(spec, work(temperature=0), torch.device("cpu"))
+    monkeypatch.setattr(transformers_answerer, "Sampler", Recording)
+    answerer = TransformersAnswerer(spec, work(temperature=0), torch.device("cpu"))
     prompts = [[{"role": "user", "content": text}] for text in ("What is a fox?", "Add", "The dog " * 9)]
     encoded = [answerer.encode(prompt, row) for row, prompt in enumerate(prompts)]
     assert len({len(ids) for ids in encoded}) == 3
@@ -129,7 +131,7 @@ def test_an_adapter_of_peft_answers_within_the_same_limits_and_has_to_fit(tmp_pa
     get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["task_type"] is None
     spec = spec_of(tmp_path).model_copy(update={"adapter": AdapterSpec(path=tmp_path / "adapter", use="continue")})
-    answerer = Answerer(spec, work(temperature=0, max_new_tokens=3), torch.device("cpu"))
+    answerer = TransformersAnswerer(spec, work(temperature=0, max_new_tokens=3), torch.device("cpu"))
     encoded = [answerer.encode([{"role": "user", "content": "What is a fox?"}], 0)]
     (answer,) = answerer.answer(encoded, [random.Random("x")], lambda: None)
     assert answer.tokens <= 3
@@ -137,7 +139,7 @@ def test_an_adapter_of_peft_answers_within_the_same_limits_and_has_to_fit(tmp_pa
     moved = {name.replace("layers.0", "layers.7"): weight for name, weight in weights.items()}
     save_file(moved, tmp_path / "adapter" / "adapter_model.safetensors")
     with pytest.raises(JobFailure, match="weights are in only one of it and this model"):
-        Answerer(spec, work(), torch.device("cpu"))
+        TransformersAnswerer(spec, work(), torch.device("cpu"))
 
 
 def test_of_a_file_of_answers_whole_batches_are_kept(tmp_path: Path) -> None:

@@ -39,6 +39,11 @@ def with_merged_base(
     return spec.model_copy(update={"model": str(target), "model_path": None, "revision": None})
 
 
+def discard_merged_base(spec: JobSpec) -> None:
+    """Remove what `with_merged_base` has written, of a job that nothing is trained on."""
+    shutil.rmtree(spec.checkpoint_dir / MERGED_BASE, ignore_errors=True)
+
+
 def _merge(spec: JobSpec, target: Path, require_space: Callable[[int], None], heartbeat: Callable[[], None]) -> None:
     assert spec.adapter is not None
     if is_whole(target):

@@ -21,10 +21,13 @@ _BYTES = 1 << 20
 
 
 @contextmanager
-def heartbeat(writer: EventWriter) -> Iterator[None]:
-    """While this is open, send a heartbeat whenever the process has worked since the last poll.
+def heartbeat(writer: EventWriter, pid: int | None = None) -> Iterator[None]:
+    """While this is open, send a heartbeat whenever a process has worked since the last poll.
 
     Not for training itself, where each step sends one.
+
+    Args:
+        pid: of a child that works for this process; None: this process.
     """
     if isinstance(writer, NullEventWriter):
         yield
@@ -32,9 +35,9 @@ def heartbeat(writer: EventWriter) -> Iterator[None]:
     over = threading.Event()
 
     def watch() -> None:
-        before = work_done()
+        before = work_done(pid)
         while not over.wait(POLL_INTERVAL):
-            now = work_done()
+            now = work_done(pid)
             if now[0] - before[0] > _CPU * POLL_INTERVAL or now[1] - before[1] > _BYTES:
                 writer.heartbeat()
             before = now
