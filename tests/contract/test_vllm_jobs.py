@@ -1,0 +1,93 @@
+"""Jobs whose prompts vLLM answers.
+
+Without `TRL_VLLM_PYTHON`, an interpreter that has vLLM (its CPU build where there is no GPU), something plays vLLM
+(tests/played_vllm), and the answers are not compared with those of transformers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.contract.crashing import CrashingService
+from tests.contract.payloads import LORA, QUESTIONS, sft
+from tests.contract.service import running
+from tests.contract.stack import SFT
+from tests.contract.test_generate_jobs import GENERATE, answers_of, request
+from tests.played_vllm import played_vllm
+from tests.tiny import VOCABULARY, save_llama, tiny_tokenizer
+
+REAL = os.environ.get("TRL_VLLM_PYTHON")
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(1800 if REAL else 400)]
+EVALUATE = "/post-training/evaluate"
+
+
+class VllmService(CrashingService):
+    patience = 900.0 if REAL else CrashingService.patience
+    """vLLM itself takes 20 s to start on 2 quiet cores."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One whose heads are as large as vLLM's kernels for the CPU need them."""
+    path = tmp_path_factory.mktemp("model") / "llama"
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    save_llama(path, tiny_tokenizer(), vocab_size=VOCABULARY, max_position_embeddings=512, **sizes)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmService]:
+    root = tmp_path_factory.mktemp("service")
+    service = VllmService(root, vllm_python=REAL or str(played_vllm(root)))
+    with closing(service.store), running(service):
+        service.register("rows", QUESTIONS)
+        yield service
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_answers_are_the_same_bytes_whatever_was_killed_in_between(server: VllmService, model: str, ranks: int) -> None:
+    """16 answers in batches of 4. The trainer dies while it writes the second batch, which is half written then."""
+    quick = {"model": model, "engine": "vllm"}
+    server.submit(GENERATE, request(f"undisturbed-{ranks}", f"plain-{ranks}", **quick))
+    server.wait(f"undisturbed-{ranks}", "completed", timeout=server.patience)
+    server.arm("answering-4", "kill")
+    options = {"retries": 3, "nproc_per_node": ranks}
+    server.submit(GENERATE, request(f"killed-{ranks}", f"answers-{ranks}", **quick), options=options)
+    server.wait(f"killed-{ranks}", "completed", timeout=server.patience)
+    assert server.store.get(f"killed-{ranks}").attempt == 2
+    digest, lines = answers_of(server, f"killed-{ranks}")
+    assert digest == answers_of(server, f"undisturbed-{ranks}")[0]
+    assert [(line["row"], line["sample"]) for line in lines] == [(row, n) for row in range(8) for n in range(2)]
+
+
+def test_an_adapter_is_merged_and_an_evaluation_checks_its_answers(server: VllmService, model: str) -> None:
+    server.submit(SFT, {**sft("tuned", "rows"), "model": model, "algorithm_config": LORA})
+    server.wait("tuned", "completed", timeout=server.patience)
+    greedy = {"model": "job:tuned", "samples_per_prompt": 1, "temperature": 0}
+    server.submit(GENERATE, request("quick", "of-vllm", engine="vllm", **greedy))
+    server.submit(GENERATE, request("plain", "of-transformers", **greedy))
+    check = {"type": "regex", "pattern": "e"}
+    evaluation = {
+        "job_uuid": "checked",
+        "model": "job:tuned",
+        "dataset_id": "rows",
+        "engine": "vllm",
+        "checks": [check],
+    }
+    server.submit(EVALUATE, {**evaluation, "max_new_tokens": 12})
+    for name in ("quick", "plain", "checked"):
+        server.wait(name, "completed", timeout=server.patience)
+    (_, quick), (_, plain), (_, checked) = (answers_of(server, name) for name in ("quick", "plain", "checked"))
+    assert [line["text"] for line in checked] == [line["text"] for line in quick]
+    result = server.status("checked")["resources_allocated"]["result"]
+    assert result["passed"] == sum("e" in line["text"] for line in checked) / len(QUESTIONS)
+    if REAL:
+        assert [line["text"] for line in quick] == [line["text"] for line in plain]
+    for name in ("quick", "checked"):  # a whole model would stay for each
+        config = server.status(name)["resources_allocated"]["effective_config"]
+        assert not (Path(config["checkpoint_dir"]) / "merged-base").exists()

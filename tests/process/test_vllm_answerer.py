@@ -1,0 +1,116 @@
+"""What a job and the process of its vLLM exchange, and how it ends where that fails."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llama_stack_provider_trl.errors import InvalidRequest, JobFailure
+from llama_stack_provider_trl.launch.interpreter import check_vllm
+from llama_stack_provider_trl.recipes.vllm_answerer import VllmAnswerer
+from llama_stack_provider_trl.specs.events import NullEventWriter, Reason
+from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, OptimizerSpec
+from llama_stack_provider_trl.specs.kinds import Answering
+from tests.played_vllm import played_vllm
+from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.process
+PROMPTS = [[5, 6, 7], [9]]
+
+
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRL_FAULTS", str(tmp_path))
+    return played_vllm(tmp_path)
+
+
+def answerer_of(root: Path, python: Path, **changes: Any) -> VllmAnswerer:
+    rows = DatasetRef(dataset_id="r", path=root / "r", sha256="", num_rows=3)
+    spec = JobSpec(
+        **{"job_uuid": "g", "algorithm": "sft", "model": str(tiny_model()), "output_name": "g"},
+        **{"checkpoint_dir": root, "dataset": rows, "n_epochs": 1, "batch_size": 4, "dtype": "fp32"},
+        optimizer=OptimizerSpec(learning_rate=1e-3),
+    )
+    work = {"max_new_tokens": 6, "temperature": 1.0, "top_p": 1.0, "seed": 1, "samples_per_prompt": 1, **changes}
+    answering = Answering.model_validate({**work, "engine": "vllm", "vllm_python": python})
+    return VllmAnswerer(spec, answering, torch.device("cpu"), 4, NullEventWriter())
+
+
+def plays(root: Path, **wrong: str) -> None:
+    (root / "plays.json").write_text(json.dumps(wrong))
+
+
+def test_a_batch_is_answered_in_its_order_with_a_seed_of_its_own_for_each(tmp_path: Path, python: Path) -> None:
+    advanced = 0
+
+    def on_token() -> None:
+        nonlocal advanced
+        advanced += 1
+
+    with answerer_of(tmp_path, python) as answerer:
+        answerer.prepare(PROMPTS)
+        found = [
+            answerer.answer(PROMPTS, [random.Random(text) for text in seeds], on_token) for seeds in ("ab", "ab", "xb")
+        ]
+        assert answerer.answer([], [], on_token) == []
+    assert found[0] == found[1]
+    assert (found[2][0] != found[0][0], found[2][1] == found[0][1]) == (True, True)
+    assert [(answer.tokens, answer.complete) for answer in found[0]] == [(6, True)] * 2
+    assert advanced >= 3
+    with answerer_of(tmp_path, python, temperature=0.0) as greedy:
+        greedy.prepare(PROMPTS)
+        ids = [3 + (sum(PROMPTS[1]) + number) % 256 for number in range(5)]
+        (_, answer) = greedy.answer(PROMPTS, [random.Random("a")] * 2, on_token)
+        assert answer.text == greedy.tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason", "sentence"),
+    [
+        ({"load": "no such\narchitecture"}, Reason.invalid_model, "ValueError: no such architecture. .*transformers"),
+        ({"load": "CUDA out of memory. Tried"}, Reason.out_of_memory, "out of memory. Tried. Use fewer prompts"),
+        ({"kill": "load"}, Reason.out_of_memory, "vLLM was killed while it loaded the model"),
+    ],
+)
+def test_a_model_that_vllm_cannot_load_fails_the_job_with_one_sentence(
+    tmp_path: Path, python: Path, wrong: dict[str, str], reason: Reason, sentence: str
+) -> None:
+    plays(tmp_path, **wrong)
+    with answerer_of(tmp_path, python) as answerer, pytest.raises(JobFailure, match=sentence) as failed:
+        answerer.prepare(PROMPTS)
+    assert failed.value.reason is reason
+
+
+def test_vllm_that_fails_at_an_answer_fails_the_attempt(tmp_path: Path, python: Path) -> None:
+    for wrong, kind, sentence in (
+        ({"answer": "device-side assert"}, RuntimeError, "vLLM: ValueError: device-side assert"),
+        ({"answer": "out of memory"}, JobFailure, "Use fewer prompts per batch_size"),
+        ({"kill": "answer"}, JobFailure, "vLLM was killed while it answered"),
+    ):
+        plays(tmp_path, **wrong)
+        with answerer_of(tmp_path, python) as answerer:
+            answerer.prepare(PROMPTS)
+            with pytest.raises(kind, match=sentence):
+                answerer.answer(PROMPTS, [random.Random("a")] * 2, lambda: None)
+
+
+def test_an_interpreter_without_vllm_is_refused_by_name(tmp_path: Path, python: Path) -> None:
+    assert check_vllm(None) == ""
+    assert check_vllm(python) == "vllm"
+    empty = tmp_path / "empty"
+    empty.write_text("#!/bin/sh\necho '\"\"'\n")
+    for program, sentence in (
+        (tmp_path / "none", "cannot be started"),
+        (Path("/bin/echo"), "is not a working Python"),
+        (empty, "has no vllm"),
+    ):
+        empty.chmod(0o755)
+        with pytest.raises(InvalidRequest, match=f"vllm_python=.*{sentence}.*pip install vllm"):
+            check_vllm(program)
+    with answerer_of(tmp_path, tmp_path / "none") as gone, pytest.raises(JobFailure, match="correct vllm_python"):
+        gone.prepare(PROMPTS)
