@@ -42,7 +42,7 @@ def read_checked_rows(path: Path, checks: Sequence[AnswerCheck]) -> Iterator[Che
         yield from _checked_rows(file, checks)
 
 
-class StoredRows:
+class RowsOnDemand:
     """The rows of a stored dataset, each read when it is needed: in memory is only where each begins.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from trl import DPOTrainer
 
-from ...specs.answer_rows import StoredRows
+from ...specs.answer_rows import RowsOnDemand
 from ...specs.events import Warned
 from ...specs.job import JobSpec
 from ...specs.methods import GrpoSpec
@@ -71,7 +71,7 @@ class GrpoRecipe(AnswersPrompts, DPOTrainer):
             raise AssertionError("a GRPO job without a GrpoSpec")
         self._grpo = spec.method
         self._rewards = Rewards(spec.method)
-        self._rows = StoredRows(spec.dataset.path, checks_of(spec.method.rewards))
+        self._rows = RowsOnDemand(spec.dataset.path, checks_of(spec.method.rewards))
         super().__init__(spec=spec, sampling=spec.method, **arguments)
         fuse_head(self.policy, outputs=("log_probs",), temperature=spec.method.temperature)
         self.ref_model = load_reference(spec, self.args.device, self.accelerator) if is_needed(spec) else None
