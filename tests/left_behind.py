@@ -66,21 +66,22 @@ def _guard(pid: int) -> int:
     return writer
 
 
-def _wait(pid: int) -> None:
-    """Return when a process has ended."""
-    with suppress(ProcessLookupError):
-        descriptor = os.pidfd_open(pid)
-        select.select([descriptor], [], [])
-
-
-def _given() -> list[Path]:
-    """The directories that were written into standard input, as far as they are known by now."""
-    os.set_blocking(0, False)
+def _watched(pid: int) -> list[Path]:
+    """The directories that were written into standard input, once a process has ended. They are read at once: a pipe
+    that is full would stop the process."""
     data = b""
-    with suppress(BlockingIOError):  # a fork of pytest has the other end, too
+    os.set_blocking(0, False)  # a fork of pytest may have the other end, too
+    waited = [0]
+    with suppress(ProcessLookupError):
+        waited.append(os.pidfd_open(pid))
+        while waited[-1] not in (readable := select.select(waited, [], [])[0]):
+            chunk = os.read(0, 1 << 16) if 0 in readable else b""
+            data += chunk
+            waited = waited if chunk else waited[-1:]
+    with suppress(BlockingIOError):
         while chunk := os.read(0, 1 << 16):
             data += chunk
-    return [Path(os.fsdecode(one)) for one in data.split(b"\0")[:-1]]
+    return [Path(os.fsdecode(one)) for one in dict.fromkeys(data.split(b"\0")[:-1])]
 
 
 def _kill(roots: Sequence[Path]) -> None:
@@ -97,5 +98,4 @@ def _kill(roots: Sequence[Path]) -> None:
 
 
 if __name__ == "__main__" and os.fork() == 0:
-    _wait(int(sys.argv[1]))
-    _kill(_given())
+    _kill(_watched(int(sys.argv[1])))
