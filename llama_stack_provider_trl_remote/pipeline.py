@@ -1,9 +1,10 @@
 """Several jobs of one file, in the order in which they depend on one another, each under a name that its inputs decide.
 
 A pipeline is `{"jobs": {NAME: REQUEST, ...}}`, with a section `teacher_student` beside the jobs or in their place. In a
-request, `after`, `model: job:NAME` and `dataset_id: job:NAME` name jobs of the file. The job_uuid of each is its name
-with a digest of its request, of the rows that it names and of the jobs before it. So what was trained already is found
-by its name, and is not trained again.
+request, `after` and every `job:NAME` name jobs of the file: a base model, rows, what is merged or averaged, judges,
+reward models, teachers, and such values of a search. The job_uuid of each is its name with a digest of its request, of
+the rows that it names and of the jobs before it. So what was trained already is found by its name, and is not trained
+again.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 from urllib.parse import quote
 
@@ -30,6 +30,9 @@ JOBS = "jobs"
 """Key of a file that makes it a pipeline."""
 _PREFIX = "job:"
 _ROWS = "dataset_id"
+_SEARCH = "hyperparam_search_config"
+_Field = tuple[str, Any, Any]
+"""A field's name, the object or list that has its value, and the key or number of it there."""
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 _DIGITS = 12
 """Of a digest in a name."""
@@ -122,15 +125,12 @@ def resolved(step: PipelineJob, job_uuid: str, names: Mapping[str, str]) -> Json
     """
     request = copy.deepcopy(step.request)
     request["job_uuid"] = job_uuid
-    field = _base_field(request)
-    if (named := _named(request.get(field))) is not None:
-        request[field] = f"{_PREFIX}{names[named]}{request[field].removeprefix(_PREFIX + named)}"
-    data = _data_of(request)
-    if (named := _named(data.get(_ROWS))) is not None:
-        data[_ROWS] = f"{_PREFIX}{names[named]}"
-    for one, key in chain.from_iterable(_models(request).values()):
-        if (named := _named(one[key])) is not None:
-            one[key] = f"{_PREFIX}{names[named]}{one[key].removeprefix(_PREFIX + named)}"
+
+    def as_on_service(_: str, value: str) -> str:
+        named = _named(value)
+        return f"{_PREFIX}{names[named]}{value.removeprefix(_PREFIX + named)}"
+
+    _replace_names(request, as_on_service)
     if request.get("kind") == "generate":
         request.setdefault("output", {"dataset_id": job_uuid})
     options = request.get("provider_options") or {}
@@ -206,21 +206,17 @@ def _step(name: str, request: Any, names: Any) -> PipelineJob:
     if "job_uuid" in request:
         raise InvalidRequest(f"{where}.job_uuid", request["job_uuid"], "it follows from the job's name: leave it out")
     after = _after(where, request, names)
-    base = _named(request.get(_base_field(request)))
-    if base is not None and base not in names:
-        raise InvalidRequest(f"{where}.model", f"job:{base}", f"the jobs of this file are {', '.join(names)}")
-    rows = _named(_data_of(request).get(_ROWS))
-    if rows is not None and rows not in names:
-        raise InvalidRequest(f"{where}.{_ROWS}", f"job:{rows}", f"the jobs of this file are {', '.join(names)}")
-    models = []
-    for field, given in _models(request).items():
-        models += (named := [other for one, key in given if (other := _named(one[key])) is not None])
-        if unknown := [name for name in named if name not in names]:
+    named: list[str] = []
+
+    def collect(field: str, value: str) -> str:
+        if (other := _named(value)) not in names:
             hint = f"the jobs of this file are {', '.join(names)}"
-            raise InvalidRequest(f"{where}.{field}", f"job:{unknown[0]}", hint)
-    found = (*([base] if base else []), *([rows] if rows else []), *models, *after)
-    before = tuple(dict.fromkeys(found))
-    return PipelineJob(name, dict(request), before, _dataset_ids(request))
+            raise InvalidRequest(f"{where}.{field}", f"{_PREFIX}{other}", hint)
+        named.append(other)
+        return value
+
+    _replace_names(copy.deepcopy(dict(request)), collect)
+    return PipelineJob(name, dict(request), tuple(dict.fromkeys([*named, *after])), _dataset_ids(dict(request)))
 
 
 def _after(where: str, request: Mapping[str, Any], names: Any) -> list[str]:
@@ -237,38 +233,68 @@ def _after(where: str, request: Mapping[str, Any], names: Any) -> list[str]:
     return after
 
 
-def _base_field(request: Mapping[str, Any]) -> str:
-    """The field that names the base model: beside a `model`, `finetuned_model` names the result."""
-    return "finetuned_model" if request.get("model") is None else "model"
+def _named(value: str) -> str:
+    """The job in `job:NAME` or `job:NAME/CHECKPOINT`."""
+    return value.removeprefix(_PREFIX).partition("/")[0]
 
 
-def _named(model: Any) -> str | None:
-    """The job that a model names; None: it names none."""
-    if not isinstance(model, str) or not model.startswith(_PREFIX):
-        return None
-    return model.removeprefix(_PREFIX).partition("/")[0]
+def _replace_names(request: Json, change: Callable[[str, str], str]) -> None:
+    """Replace every value of a request that names a job.
+
+    Args:
+        change: field, value -> the value in its place.
+    """
+    for field, holder, key in [*_fields(request), *_searched(request)]:
+        value = holder[key]
+        if isinstance(value, str) and value.startswith(_PREFIX):
+            holder[key] = change(field, value)
 
 
-def _models(request: Mapping[str, Any]) -> dict[str, list[tuple[dict[str, Any], str]]]:
-    """What names models beside the base, by its field: of a merge or an ensemble, judges, reward models of GRPO, and
-    the teacher of a distillation. Each is an object with the key that names it. Nothing where the request is of another
-    form, which the service refuses."""
-    options, method = request.get("provider_options"), _method(request)
-    then = options.get("evaluate") if isinstance(options, Mapping) else None
+def _fields(request: Json) -> list[_Field]:
+    """The fields that may name a job. None of a part of another form than expected, which the service refuses."""
+    kind, data, then = request.get("kind"), _data_of(request), _evaluation_of(request)
+    # Beside a `model`, `finetuned_model` names the result.
+    single = [("model", request, "finetuned_model" if request.get("model") is None else "model")]
+    single += [(name, data, name) for name in (_ROWS, "validation_dataset_id")]
+    single += [("base", request, "base")] if kind == "merge" else []
+    single += [("algorithm_config.teacher", _method(request), "teacher")]
+    single += [(f"provider_options.evaluate.{_ROWS}", then, _ROWS)]
     lists = {
-        "models": request.get("models") if request.get("kind") in ("merge", "evaluate") else None,
-        "checks": request.get("checks") if request.get("kind") == "evaluate" else None,
-        "algorithm_config.rewards": method.get("rewards"),
-        "provider_options.evaluate.checks": then.get("checks") if isinstance(then, Mapping) else None,
+        "models": request.get("models") if kind in ("merge", "evaluate") else None,
+        "checks": request.get("checks") if kind == "evaluate" else None,
+        "algorithm_config.rewards": _method(request).get("rewards"),
+        "provider_options.evaluate.checks": then.get("checks"),
     }
-    found = {
-        field: [(one, "model") for one in given if isinstance(one, dict) and isinstance(one.get("model"), str)]
+    several = [
+        (field, one, "model")
         for field, given in lists.items()
         if isinstance(given, list)
-    }
-    return found | (
-        {"algorithm_config.teacher": [(method, "teacher")]} if isinstance(method.get("teacher"), str) else {}
-    )
+        for one in given
+        if isinstance(one, dict)
+    ]
+    return [(field, holder, key) for field, holder, key in [*single, *several] if key in holder]
+
+
+def _searched(request: Json) -> list[_Field]:
+    """The same of the values that a search has for such fields."""
+    config = request.get(_SEARCH)
+    parameters = config.get("parameters") if isinstance(config, dict) else None
+    found: list[_Field] = []
+    for path, given in parameters.items() if isinstance(parameters, dict) else ():
+        values = given.get("values") if isinstance(given, dict) else given
+        if not isinstance(values, list) or (path == "finetuned_model" and request.get("model") is not None):
+            continue
+        *above, key = str(path).split(".")
+        for number, value in enumerate(values):
+            holder: Json = {key: value}
+            trial = holder
+            for part in reversed(above):
+                trial = {part: trial}
+            where = f"{_SEARCH}.parameters.{path}"
+            for _, one, name in _fields(trial):
+                is_value = one is holder and name == key
+                found.append((where, values, number) if is_value else (where, one, name))
+    return found
 
 
 def _method(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,16 +305,23 @@ def _method(request: Mapping[str, Any]) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def _data_of(request: Mapping[str, Any]) -> Any:
+def _evaluation_of(request: Mapping[str, Any]) -> Json:
+    """The provider option `evaluate`."""
+    options = request.get("provider_options")
+    then = options.get("evaluate") if isinstance(options, Mapping) else None
+    return then if isinstance(then, dict) else {}
+
+
+def _data_of(request: Json) -> Json:
     """The part of a request that names its datasets; empty where it is of another form, which the service refuses."""
     if "kind" in request:
         return request
     training = request.get("training_config")
     data = training.get("data_config") if isinstance(training, Mapping) else None
-    return data if isinstance(data, Mapping) else {}
+    return data if isinstance(data, dict) else {}
 
 
-def _dataset_ids(request: Mapping[str, Any]) -> tuple[str, ...]:
+def _dataset_ids(request: Json) -> tuple[str, ...]:
     """The registered datasets of a request."""
     data = _data_of(request)
     found = (data.get(name) for name in (_ROWS, "validation_dataset_id"))

@@ -53,6 +53,11 @@ WAITS = (2.0, 20.0)
 
 _MOST_RUNNING = 2
 """Proposers at once; each has 100 MiB and a core for a second. As many threads resolve trials."""
+RESOLVING_S = 60.0
+"""A thread that takes longer may never end, as where a file system does not answer. It leaves its place to those of
+other searches; where it does end, its own search continues."""
+MOST_LATE = 16
+"""Threads that take longer. Beyond them none is begun."""
 
 ResolvedTrials = list[tuple[RequestedTrial, Resolution]]
 
@@ -79,6 +84,7 @@ class _Resolving(NamedTuple):
     digest: str
     """Of the search's request."""
     trials: Future[ResolvedTrials]
+    begun: float
 
 
 def in_thread[T](function: Callable[[], T]) -> Future[T]:
@@ -119,8 +125,8 @@ class Proposals:
         self._store, self._settings, self._start, self._clock, self._begin = store, settings, start, clock, begin
         self._pending: dict[str, _Pending] = {}
         self._resolving: dict[str, _Resolving] = {}
-        self._begun: list[Future[ResolvedTrials]] = []
-        """Those of searches that have ended meanwhile, too."""
+        self._begun: list[tuple[Future[ResolvedTrials], float]] = []
+        """Those of searches that have ended meanwhile, too, and when they began."""
         self._exhausted: set[str] = set()
         """Searches whose lack of descriptors or memory was logged."""
 
@@ -153,6 +159,18 @@ class Proposals:
             # Raised further, others would stop the pass, and with it all other jobs, each time.
             return _failed(name, search, trials, error)
 
+    def delay(self, name: str) -> str:
+        """Why the next trials of a search take longer than they should; empty: they do not."""
+        what = "the file system with a model, or an installed package, does not answer"
+        resolving = self._resolving.get(name)
+        if resolving is not None:
+            is_late = self._is_late(resolving.begun) and not resolving.trials.done()
+            return f"they have not been resolved within {RESOLVING_S:.0f} s, {what}" if is_late else ""
+        late = [one for one, begun in self._begun if self._is_late(begun) and not one.done()]
+        if len(late) < MOST_LATE:
+            return ""
+        return f"{len(late)} threads that resolve trials have not ended, {what}: repair that, then restart this process"
+
     def end_others(self, names: Iterable[str]) -> None:
         """End the proposers of all searches but these, and forget their trials that are being resolved."""
         for name in set(self._pending).difference(names):
@@ -169,8 +187,7 @@ class Proposals:
             InvalidRequest, ProposerFailed, OSError.
         """
         self._resolving.pop(name, None)
-        self._begun = [one for one in self._begun if not one.done()]
-        if len(self._begun) >= _MOST_RUNNING:
+        if not self._has_place():
             return None
         values = drawn_values(search, generation.first, generation.last)
         if values is None:
@@ -187,10 +204,19 @@ class Proposals:
                 requested.append((trial, find_base(trial.request, self._store)))
             except InvalidRequest as error:
                 raise in_trial(trial, error) from error
-        future = self._begin(partial(_resolved, requested, self._settings))
-        self._begun.append(future)
-        self._resolving[name] = _Resolving(generation, own, digest, future)
+        future, now = self._begin(partial(_resolved, requested, self._settings)), self._clock()
+        self._begun.append((future, now))
+        self._resolving[name] = _Resolving(generation, own, digest, future, now)
         return self._resolving[name]
+
+    def _has_place(self) -> bool:
+        """Whether a further thread may resolve trials."""
+        self._begun = [one for one in self._begun if not one[0].done()]
+        late = sum(self._is_late(begun) for _, begun in self._begun)
+        return late < MOST_LATE and len(self._begun) - late < _MOST_RUNNING
+
+    def _is_late(self, begun: float) -> bool:
+        return self._clock() - begun >= RESOLVING_S
 
     def _proposed(
         self, name: str, search: SearchSpec, trials: Sequence[Trial], generation: Generation

@@ -48,6 +48,8 @@ class Proposing(Protocol):
 
     def tend(self, name: str, search: SearchSpec, trials: Sequence[Trial], generation: Generation) -> Ending | None: ...
 
+    def delay(self, name: str) -> str: ...
+
     def end_others(self, names: Iterable[str]) -> None: ...
 
 
@@ -114,7 +116,8 @@ class Searches:
                     log.error("job %s: its record cannot be read, so nothing is decided about it: %s", name, error)
                 continue
             state = JobState(row["state"])
-            while (decided := self._advance(name, state, search, row["detail"], jobs)) is None:
+            delay = "" if proposing is None else proposing.delay(name)
+            while (decided := self._advance(name, state, search, row["detail"], jobs, delay)) is None:
                 pass  # what was recorded is acted on at once
             if decided.generation is not None and proposing is not None:
                 waiting.add(name)
@@ -125,9 +128,14 @@ class Searches:
             proposing.end_others(waiting)
 
     def _advance(
-        self, name: str, state: JobState, search: SearchSpec, detail: str, jobs: Jobs
+        self, name: str, state: JobState, search: SearchSpec, detail: str, jobs: Jobs, delay: str
     ) -> SearchDecisions | None:
-        """Returns what was decided; None: about a rung, which is recorded and not acted on yet."""
+        """Returns what was decided; None: about a rung, which is recorded and not acted on yet.
+
+        Args:
+            detail: the recorded one.
+            delay: why the next trials take long.
+        """
         rows = self._database.select("select_trials", {"search": name})
         seen = (state, tuple(map(tuple, rows)))
         if self._settled.get(name) == seen:
@@ -141,9 +149,10 @@ class Searches:
             self._end(name, state, decided.ending)
             self._settled.pop(name, None)
             return decided
-        if decided.detail != detail:
+        new_detail = f"{decided.detail}: {delay}" if decided.generation and delay else decided.detail
+        if new_detail != detail:
             with self._database.transaction() as execute:
-                execute("change_detail", {"job_uuid": name, "state": state, "detail": decided.detail})
+                execute("change_detail", {"job_uuid": name, "state": state, "detail": new_detail})
         if not decided.resume and not decided.cancel and not decided.generation:
             self._settled[name] = seen
         return decided

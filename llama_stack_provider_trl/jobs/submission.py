@@ -22,7 +22,7 @@ from ..requests.search import RequestedSearch, RequestedTrial, in_trial, resolve
 from ..requests.settings import Request, Settings
 from ..requests.trackers import TrackerChoice
 from ..specs.answer_rows import refuse_unchecked_rows
-from ..specs.custom import check_custom_rows
+from ..specs.custom_limits import refuse_custom_rows
 from ..specs.job import DataFormat, DatasetRef, JobSpec, RowUse
 from ..specs.kinds import CheckedAnswering, Work
 from ..specs.methods import GrpoSpec, MethodSpec
@@ -277,7 +277,7 @@ async def _check_custom(resolution: Resolution, dataset: DatasetRef, use: RowUse
     if dataset.of_job is not None:
         return  # the training checks them
     try:
-        await asyncio.to_thread(check_custom_rows, method, dataset, use, resolution.fields["data_format"])
+        await asyncio.to_thread(refuse_custom_rows, method, dataset, use, resolution.fields["data_format"])
     except MethodUnavailable as error:
         raise InvalidRequest("algorithm_config.type", getattr(method, "type", None), str(error)) from error
 

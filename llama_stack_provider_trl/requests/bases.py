@@ -26,6 +26,7 @@ _CHECKPOINT = r"final|merged|checkpoint-\d{1,12}"
 _CONFIG = "adapter_config.json"
 _MAX_CONFIG = 1 << 20
 """Bytes."""
+_TASK = "CAUSAL_LM"
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "fan_in_fan_out": (False,),
@@ -256,6 +257,12 @@ def _lora_of(name: str, value: str, config: dict[str, Any]) -> LoraSpec:
     kind = config.get("peft_type")
     if kind != "LORA":
         hint = f"its peft_type is {str(kind)[:40]!r}, expected 'LORA'; adapters of other kinds are taken as job:NAME"
+        raise InvalidRequest(name, value, hint)
+    if (task := config.get("task_type")) not in (None, _TASK):
+        hint = (
+            f"its {_CONFIG} has task_type {str(task)[:40]!r}, expected {_TASK!r}: it adapts no causal language model, "
+            "but for example a reward model; name another one"
+        )
         raise InvalidRequest(name, value, hint)
     for key, allowed in _WITHOUT_EFFECT.items():
         if config.get(key, allowed[0]) not in allowed:

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from ..errors import InvalidRequest, MethodUnavailable
 from ..specs.custom import ALGORITHMS, InstalledMethod, custom_names, find_method
+from ..specs.custom_limits import FIELDS, within_limits
 from ..specs.methods import CustomSpec
 from .checks import nearest_choice, refusal_of, refuse_infinite
 
@@ -21,6 +22,7 @@ def resolve_custom(name: str, given: dict[str, Any], where: str) -> tuple[Instal
 
     Raises:
         InvalidRequest: it cannot be used here, or has no such field or value.
+        LimitReached: too many requests are checked.
     """
     try:
         found = find_method(name)
@@ -45,9 +47,27 @@ def _parameters(found: InstalledMethod, given: dict[str, Any], where: str) -> di
         if name not in known:
             hint = f"{found.method.title} has no such field; its fields are: {', '.join(['type', *known])}"
             raise InvalidRequest(f"{where}.{name}", value, hint)
+    (outcome,) = within_limits(found, "read its fields", FIELDS, lambda: [_outcome(found, sent, where)])
+    if (problem := outcome.get("unavailable")) is not None:
+        raise MethodUnavailable(problem)
+    if (refused := outcome.get("refused")) is not None:
+        raise InvalidRequest(*refused)
+    parameters: dict[str, Any] = outcome["parameters"]
+    return parameters
+
+
+def _outcome(found: InstalledMethod, sent: dict[str, Any], where: str) -> dict[str, Any]:
+    """The parsed fields, or what is wrong, as JSON values: computed in another process."""
     try:
         parsed = found.parameters(sent)
+        refuse_infinite(parsed, f"{where}.")
+        return {"parameters": found.written(parsed)}
+    except MethodUnavailable as error:
+        return {"unavailable": str(error)}
     except ValidationError as error:
-        raise refusal_of(error, where) from error
-    refuse_infinite(parsed, f"{where}.")
-    return found.written(parsed)
+        refused = refusal_of(error, where)
+    except InvalidRequest as error:
+        refused = error
+    value = refused.value
+    # What a package's model refuses may be a value of its own.
+    return {"refused": [refused.field, value if isinstance(value, str | int | float) else repr(value), refused.hint]}

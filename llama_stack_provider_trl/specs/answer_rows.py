@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import os
+import weakref
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import dropwhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from ..errors import InvalidRows
 from ..system.limited import Limited, LimitExceeded
@@ -34,15 +38,59 @@ def read_checked_rows(path: Path, checks: Sequence[AnswerCheck]) -> Iterator[Che
     Raises:
         InvalidRows: a row asks nothing, lacks a column or an answer that a check reads, or its value cannot be read.
     """
-    for_all = {number: reference(check, check.given) for number, check in enumerate(checks) if check.given is not None}
     with open(path, "rb") as file:
-        for index, row in enumerate(read_ndjson(file)):
-            messages, answer = _question(row, index, any(check.reads_answers for check in checks))
-            found = [
-                for_all[number] if number in for_all else _reference(check, f"checks.{number}", row, index, answer)
-                for number, check in enumerate(checks)
-            ]
-            yield CheckedRow(messages, found)
+        yield from _checked_rows(file, checks)
+
+
+class RowsOnDemand:
+    """The rows of a stored dataset, each read when it is needed: in memory is only where each begins.
+
+    Raises:
+        InvalidRows: as `read_checked_rows`.
+    """
+
+    def __init__(self, path: Path, checks: Sequence[AnswerCheck]) -> None:
+        self._checks, self._given = checks, _given(checks)
+        self._file = open(path, "rb")  # noqa: SIM115 - open until this object is gone
+        weakref.finalize(self, self._file.close)
+        self._starts = array("q", [0])
+        for _ in _checked_rows(self._file, checks):
+            self._starts.append(self._file.tell())
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def columns(self, number: int) -> dict[str, Any]:
+        """A row with all its columns."""
+        start = self._starts[number]
+        # Without the file's position, which processes that are forked have in common.
+        line = os.pread(self._file.fileno(), self._starts[number + 1] - start, start)
+        (row,) = read_ndjson(io.BytesIO(line))
+        return row
+
+    def checked(self, number: int) -> CheckedRow:
+        """A row whose answer is checked."""
+        return _checked(self.columns(number), number, self._checks, self._given)
+
+
+def _checked_rows(file: BinaryIO, checks: Sequence[AnswerCheck]) -> Iterator[CheckedRow]:
+    given = _given(checks)
+    for index, row in enumerate(read_ndjson(file)):
+        yield _checked(row, index, checks, given)
+
+
+def _given(checks: Sequence[AnswerCheck]) -> dict[int, Any]:
+    """References that are the same for all rows, by the number of their check."""
+    return {number: reference(check, check.given) for number, check in enumerate(checks) if check.given is not None}
+
+
+def _checked(row: dict[str, Any], index: int, checks: Sequence[AnswerCheck], given: Mapping[int, Any]) -> CheckedRow:
+    messages, answer = _question(row, index, any(check.reads_answers for check in checks))
+    found = [
+        given[number] if number in given else _reference(check, f"checks.{number}", row, index, answer)
+        for number, check in enumerate(checks)
+    ]
+    return CheckedRow(messages, found)
 
 
 def refuse_unchecked_rows(dataset: DatasetRef, checks: Sequence[AnswerCheck]) -> None:

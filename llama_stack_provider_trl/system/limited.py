@@ -52,6 +52,11 @@ class LimitExceeded(Exception):
         super().__init__("it needs too much time or memory")
 
 
+class TooLate(LimitReached):
+    """Raised when a function has not ended in time, though it has not used the CPU time that it may: it waits for
+    something, or the machine has other work."""
+
+
 class Limited:
     """Calls functions, a few at a time.
 
@@ -64,12 +69,18 @@ class Limited:
         self.seconds, self.memory = seconds, memory
         self._places = threading.BoundedSemaphore(_AT_ONCE)
 
+    @property
+    def wall_seconds(self) -> float:
+        """Seconds after which a call is ended."""
+        return max(_LEAST_WALL_S, _WALL * self.seconds)
+
     def call(self, function: Callable[[], Iterable[Any]]) -> list[Any]:
         """What `function` yields: JSON values, each known here before the next one is computed. Null costs no message.
 
         Raises:
             LimitExceeded: it takes more than the limits allow.
-            LimitReached: too many other calls run, or the machine is too busy or short of memory for this one.
+            LimitReached: too many other calls run, or the machine is too busy or short of memory for this one; where
+                it has not ended in time, a TooLate.
             OSError: there can be no further process.
             RuntimeError: it raised an exception.
         """
@@ -89,7 +100,7 @@ class Limited:
             finally:
                 os.close(writer)
             try:
-                deadline = time.monotonic() + max(_LEAST_WALL_S, _WALL * self.seconds)
+                deadline = time.monotonic() + self.wall_seconds
                 lines = _lines(reader, deadline)
                 is_late = time.monotonic() >= deadline
             finally:
@@ -102,7 +113,8 @@ class Limited:
             found[number : number + 1] = [value]  # the last one may not be counted yet
         if not written or isinstance(written[-1], list):  # what comes last is missing
             if is_late or (ending.is_killed and ending.cpu_seconds < _WAS_LIMITED * self.seconds):
-                raise LimitReached("the machine is too busy, or short of memory, to check this: send it again later")
+                kind = TooLate if is_late else LimitReached
+                raise kind("the machine is too busy, or short of memory, to check this: send it again later")
             raise LimitExceeded(found)
         if (problem := written[-1]) is not None:
             raise RuntimeError(problem)

@@ -18,7 +18,7 @@ import yaml
 
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.system.files import tail
-from tests import forked
+from tests import forked, left_behind
 from tests.contract.stack import Json, Server, poll
 
 JOBS = "/post-training/jobs"
@@ -82,6 +82,7 @@ class TrainingService(Server):
         }
         main = [*(["-m", "tests.forked"] if self.forks else ["-m"]), "llama_stack_provider_trl_remote.service"]
         command = [self.python, *main, *arguments]
+        left_behind.watch(self.root)
         with open(log, "wb") as output:
             if self.forks and self.is_forked:
                 return forked.start_server(forked.SERVICE, command, output, self.root, variables)

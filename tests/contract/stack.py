@@ -22,7 +22,7 @@ import yaml
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.system.files import tail
 from llama_stack_provider_trl.system.process import RUN_DIR_MARK, TASK_MARK
-from tests import forked
+from tests import forked, left_behind
 from tests.tiny import REPOSITORY
 
 LLAMA = Path(sys.executable).with_name("llama")
@@ -244,6 +244,7 @@ class LlamaStack(Server):
             faults.VARIABLE: str(self.faults),
             "LLAMA_STACK_LOG_WIDTH": "1000",  # one line of the log per message
         }
+        left_behind.watch(self.root)
         command = self.command()
         if self.imports:
             command = [str(Path(command[0]).with_name("python")), "-m", "tests.forked", *command]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -174,8 +176,6 @@ def test_a_row_that_the_template_refuses_is_named_by_its_number(reward_model: Tr
 
 
 def test_a_reward_model_whose_files_lack_its_head_is_refused(tmp_path: Path, reward_model: Trained) -> None:
-    import shutil
-
     whole = reward_model("whole")
     shutil.copytree(whole.path or Path(), tmp_path / "headless")
     weights = load_file(tmp_path / "headless" / "model.safetensors")
@@ -209,8 +209,6 @@ def test_two_ranks_give_the_rewards_and_weights_of_one_process_and_continue_exac
 def test_a_reward_model_that_cannot_be_loaded_fails_the_job_with_one_sentence(
     tmp_path: Path, reward_model: Trained
 ) -> None:
-    import shutil
-
     good = reward_model("adapter")
     bad = tmp_path / "bad"
     shutil.copytree(good.path or Path(), bad)
@@ -221,6 +219,32 @@ def test_a_reward_model_that_cannot_be_loaded_fails_the_job_with_one_sentence(
     assert (status, failed.reason) == (1, "invalid_model")
     assert failed.message.startswith(f"the adapter of the reward model {bad} cannot be loaded (")
     assert "train job 'judge' again" in failed.message
+
+
+def test_a_reward_models_adapter_without_its_head_is_refused_by_name(tmp_path: Path, reward_model: Trained) -> None:
+    good = reward_model("adapter")
+    weights = load_file((good.path or Path()) / "adapter_model.safetensors")
+    (head,) = [name for name in weights if name.endswith("score.weight")]  # an export has it
+    bad = tmp_path / "bad"
+    for modules in (None, ["score"]):
+        shutil.copytree(good.path or Path(), bad)
+        config = json.loads((bad / "adapter_config.json").read_text())
+        # To a classifier's modules_to_save PEFT adds the head by itself.
+        changes = {"modules_to_save": modules, **({} if modules else {"task_type": None})}
+        (bad / "adapter_config.json").write_text(json.dumps({**config, **changes}))
+        kept = {name: weight for name, weight in weights.items() if name != head}
+        save_file(kept, bad / "adapter_model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(JobFailure) as failed:
+            scorer_of(good.model_copy(update={"path": bad}))
+        assert failed.value.reason == "invalid_model"
+        assert str(failed.value).startswith(f"the adapter of the reward model {bad} has no weights for score.weight")
+        shutil.rmtree(bad)
+    shutil.copytree(good.path or Path(), bad)
+    lost = next(name for name in weights if name.endswith("lora_B.weight"))
+    kept = {name: weight for name, weight in weights.items() if name != lost}
+    save_file(kept, bad / "adapter_model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(JobFailure, match=f"{bad} has no weights for {re.escape(lost)}, which would be random"):
+        scorer_of(good.model_copy(update={"path": bad}))
 
 
 def test_the_memory_check_counts_the_reference_that_scores_beside_the_policy(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from llama_stack_provider_trl.recipes import preflight
 from llama_stack_provider_trl.recipes.fast.model import use_rows
+from llama_stack_provider_trl.recipes.memory import estimate as estimates
 from llama_stack_provider_trl.recipes.memory import proposals
 from llama_stack_provider_trl.recipes.memory import trace as memory
 from llama_stack_provider_trl.recipes.memory.estimate import MemoryEstimate, _Placed, estimate
@@ -191,6 +192,27 @@ def test_fp16_takes_what_bf16_takes(tmp_path: Path) -> None:
             estimate(job_spec(tmp_path, model, dtype=dtype, **settings), batch, "cuda") for dtype in ("fp16", "bf16")
         )
         assert fp16 == bf16
+
+
+def test_flash_attention_counts_what_it_adds_up_in_a_fixed_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = shaped(tmp_path / "model", 2), Batch(4, 64)
+    cases = [("cuda", "bf16", True), ("cuda", "fp16", True), ("cuda", "fp32", True)]
+    cases += [("cuda", "bf16", False), ("cpu", "bf16", True)]
+
+    def activations() -> list[int]:
+        return [
+            estimate(job_spec(tmp_path, model, dtype=dtype, padding_free=free), batch, device).activations
+            for device, dtype, free in cases
+        ]
+
+    counted = activations()
+    monkeypatch.setattr(estimates, "flash_bytes", lambda *_: 0)
+    sums = 4 * 64 * 64  # fp32: of a row's 64 tokens, 4 heads of size 16
+    # Copies for 160 multiprocessors and 4 heads.
+    found = [one - other for one, other in zip(counted, activations(), strict=True)]
+    assert found == [40 * sums, 40 * sums, 0, 0, 0]
 
 
 def test_step_checkpoints_are_copied_to_cpu_memory_which_is_the_device_on_a_cpu(tmp_path: Path) -> None:

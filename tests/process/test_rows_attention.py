@@ -169,3 +169,33 @@ def test_one_kernel_is_for_half_precision_and_heads_of_its_sizes_on_a_gpu(
     fitting = torch.empty(1, 2, 4, 64, dtype=torch.bfloat16, device="meta")
     assert attention._kernel_of_rows(fitting, fitting) is attention._attend_in_one_kernel
     assert attention._kernel_of_rows(fitting, fitting[..., :48]) is None  # values of latent attention
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads", "head_size", "expected"),
+    [
+        ([1000], 8, 64, 20 * 4 * 1000 * 8 * 64),  # 160 multiprocessors, 8 heads
+        ([1000, 500, 500, 10], 8, 64, 20 * 4 * 1000 * 8 * 64),  # a call for each
+        ([100] * 40, 8, 64, 4 * 4000 * 8 * 64),  # one for all, whose rows keep all busy without a copy
+        ([1000] * 10, 2, 64, 80 * 4 * 1000 * 2 * 64),
+        ([5000] * 5, 64, 128, 4 * 25000 * 64 * 128),  # no copy: as many as the limit allows
+        ([4096], 32, 128, 5 * 4 * 4096 * 32 * 128),
+        ([8192], 32, 128, 4 * 4 * 8192 * 32 * 128),  # of 5 copies the limit allows 4
+        ([10**6], 32, 128, 4 * 10**6 * 32 * 128),
+    ],
+)
+def test_the_most_that_flash_attention_takes_for_its_sums(
+    sizes: list[int], heads: int, head_size: int, expected: int
+) -> None:
+    assert attention.accumulator_bytes(sizes, heads, head_size) == expected
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 46, 84, 108, 132, 148])
+@pytest.mark.parametrize(("tokens", "heads", "rows"), [(300, 4, 1), (4096, 32, 1), (8192, 32, 2), (60000, 64, 12)])
+def test_no_gpu_takes_more_for_its_sums_than_is_counted(
+    multiprocessors: int, tokens: int, heads: int, rows: int
+) -> None:
+    counted = attention._most_of_call(4 * tokens * heads * 128, heads, rows)
+    copies = attention._copies(multiprocessors, heads, rows)
+    taken = copies * 4 * tokens * heads * 128
+    assert counted >= (taken if taken <= attention._LARGEST_ACCUMULATORS else 4 * tokens * heads * 128)

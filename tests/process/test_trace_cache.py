@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from llama_stack_provider_trl.recipes.memory import trace_cache
 from llama_stack_provider_trl.recipes.memory.estimate import estimate
@@ -226,6 +227,43 @@ def test_what_the_key_knows_of_the_installation_is_its_files() -> None:
     assert any(entry.startswith("torch-") for entry in trace_cache._PACKAGES)
     assert any(entry.startswith("transformers-") for entry in trace_cache._PACKAGES)
     assert trace_cache._digest_of_code() == trace_cache._CODE
+
+
+def test_a_visible_gpu_has_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, keys = job(tmp_path, "sft"), []
+    for sees in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda sees=sees: sees)
+        keys.append(key_of(spec, BATCH, "cpu"))
+    assert keys[0] != keys[1]
+
+
+def test_what_the_key_knows_of_an_editable_package_are_its_python_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, site = tmp_path / "a checkout", tmp_path / "site"
+    (site / "edited-1.0.dist-info").mkdir(parents=True)
+    for place in ("src/edited", ".git", "env/lib"):
+        (source / place).mkdir(parents=True)
+        (source / place / "module.py").write_text("a = 1")
+    (source / "env" / "pyvenv.cfg").touch()
+    file = site / "edited-1.0.dist-info" / "direct_url.json"
+    given = {"url": source.as_uri(), "dir_info": {"editable": True}}
+    file.write_text(json.dumps(given))
+    monkeypatch.syspath_prepend(site)
+    first = trace_cache._installed()
+    for name in (".git/module.py", "env/lib/module.py", "src/edited/notes.txt"):
+        (source / name).write_text("another one")
+    assert trace_cache._installed() == first
+    (source / "src" / "edited" / "module.py").write_text("a = 12")
+    second = trace_cache._installed()
+    os.utime(source / "src" / "edited" / "module.py", (0, 0))
+    third = trace_cache._installed()
+    (source / "src" / "edited" / "other.py").touch()
+    found = [first, second, third, trace_cache._installed()]
+    assert len({json.dumps(one) for one in found}) == 4
+    for text in ("", "[]", json.dumps({**given, "dir_info": {}}), json.dumps({**given, "url": "https://a/b"})):
+        file.write_text(text)
+        assert not any(one.startswith("edited-1.0.dist-info") and len(one) > 80 for one in trace_cache._installed())
 
 
 def test_a_later_job_and_the_same_model_elsewhere_have_the_same_key(tmp_path: Path) -> None:

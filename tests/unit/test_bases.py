@@ -219,6 +219,7 @@ def test_a_directory_of_peft_gives_its_base_model_and_settings(
     ("changes", "why"),
     [
         ({"peft_type": "LOHA"}, "its peft_type is 'LOHA', expected 'LORA'"),
+        ({"task_type": "SEQ_CLS"}, "its adapter_config.json has task_type 'SEQ_CLS', expected 'CAUSAL_LM'"),
         ({"bias": "all"}, "its adapter_config.json has bias 'all', expected 'none'"),
         ({"init_lora_weights": "pissa"}, "its adapter_config.json has init_lora_weights 'pissa'"),
         ({"modules_to_save": ["lm_head"]}, "its adapter_config.json sets modules_to_save"),

@@ -406,23 +406,81 @@ def test_trials_that_are_resolved_after_a_cancel_are_not_queued(world: Searching
     assert (world.state(), len(world.table())) == (JobState.cancelled, 2)
 
 
-def test_few_threads_resolve_trials_at_once(world: Searching, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[Callable[[], ResolvedTrials]] = []
+class Hanging:
+    """In place of threads: those that never end, until the test lets them."""
 
-    def never(function: Callable[[], ResolvedTrials]) -> Future[ResolvedTrials]:
-        begun.append(function)
-        return Future()
+    def __init__(self, world: Searching) -> None:
+        self.begun: list[tuple[Callable[[], ResolvedTrials], Future[ResolvedTrials]]] = []
+        self._world = world
+        world.begin_to = self
+        world.restart()
 
-    world.begin_to = never
-    world.restart()
-    metrics = {"eval_loss": 1.0}
-    for name in "abc":
-        drawn = bayesian(parallel=1, trials=9)
-        assert world.submit(sft(drawn, job_uuid=name, algorithm_config=LORA))
-        world.run(1, prepared(), Evaluated(step=8, epoch=1.0, metrics=metrics), Finished(step=8), name=name)
-    for _ in range(5):
+    def __call__(self, function: Callable[[], ResolvedTrials]) -> Future[ResolvedTrials]:
+        self.begun.append((function, Future()))
+        return self.begun[-1][1]
+
+    def submit(self, *names: str) -> None:
+        """Searches whose second trial is to be resolved."""
+        metrics = {"eval_loss": 1.0}
+        for name in names:
+            drawn = bayesian(parallel=1, trials=9)
+            assert self._world.submit(sft(drawn, job_uuid=name, algorithm_config=LORA))
+            self._world.run(1, prepared(), Evaluated(step=8, epoch=1.0, metrics=metrics), Finished(step=8), name=name)
+        for _ in range(3):
+            self._world.tick()
+
+    def end(self, number: int) -> None:
+        proposals._call(*self.begun[number])
+        self._world.tick()
+
+    def detail(self, name: str) -> str:
+        return self._world.store.get(name).detail
+
+
+def test_few_threads_resolve_trials_at_once(world: Searching) -> None:
+    threads = Hanging(world)
+    threads.submit(*"abc")
+    assert len(threads.begun) == 2
+
+
+def test_a_thread_that_does_not_end_delays_its_own_search_only(
+    world: Searching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proposals, "RESOLVING_S", 1000.0)
+    threads = Hanging(world)
+    threads.submit(*"abc")
+    world.tick()
+    expected = "1 of 9 trials have ended, the next ones are being chosen"
+    assert (len(threads.begun), threads.detail("a")) == (2, expected)
+    world.clock.advance(1000)
+    world.tick()
+    world.tick()
+    assert len(threads.begun) == 3
+    why = "they have not been resolved within 1000 s, the file system with a model, or an installed package, does not"
+    assert threads.detail("a") == threads.detail("b") == f"{expected}: {why} answer"
+    assert threads.detail("c") == expected
+    threads.end(2)
+    assert len(world.store.searches.names_of_trials("c")) == 2
+    threads.end(0)  # what did not answer answers again
+    assert len(world.store.searches.names_of_trials("a")) == 2
+    world.tick()
+    assert threads.detail("a") == "1 of 9 trials have ended"
+
+
+def test_threads_that_do_not_end_are_few(world: Searching, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proposals, "MOST_LATE", 2)
+    threads = Hanging(world)
+    threads.submit(*"abc")
+    world.clock.advance(proposals.RESOLVING_S)
+    for _ in range(3):
         world.tick()
-    assert len(begun) == 2
+    assert len(threads.begun) == 2
+    assert "2 threads that resolve trials have not ended, the file system" in threads.detail("c")
+    threads.end(1)
+    world.tick()
+    world.tick()
+    assert len(threads.begun) > 2
+    assert "threads" not in threads.detail("c")
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

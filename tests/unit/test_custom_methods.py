@@ -14,10 +14,14 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, MethodUnavailable
+from llama_stack_provider_trl.requests import custom as custom_requests
 from llama_stack_provider_trl.requests.bodies import algorithm_of
-from llama_stack_provider_trl.specs import custom, custom_imports
+from llama_stack_provider_trl.specs import custom, custom_imports, custom_limits
 from llama_stack_provider_trl.specs.custom import CustomMethod, check_custom_rows, find_method, problems
+from llama_stack_provider_trl.specs.custom_limits import refuse_custom_rows
 from llama_stack_provider_trl.specs.methods import CustomSpec
+from llama_stack_provider_trl.system import limited
+from llama_stack_provider_trl.system.limited import Limited
 from tests.plugins import install, install_example
 from tests.tiny import REPOSITORY
 from tests.training import dataset
@@ -230,6 +234,70 @@ def test_validators_and_checks_of_rows_may_not_import_training_libraries_either(
     with pytest.raises(MethodUnavailable, match=rf"method 'checks' of late 1\.0 failed on row 0: {words}"):
         check_custom_rows(method, rows, "custom_pairs", None)
     assert "torch" not in sys.modules
+
+
+ENDLESS = (
+    METHOD
+    + """
+import signal
+from pydantic import field_validator
+def consume():
+    while True:
+        pass
+def wait():
+    while True:
+        signal.pause()
+def allocate():
+    kept = []
+    while True:
+        kept.append(bytearray(1 << 24))
+def crash():
+    import os
+    os.abort()
+def make_one(call):
+    class Endless(Fields):
+        @field_validator("weight")
+        def look(cls, value):
+            call()
+    return make(fields=Endless, check_row=lambda example, fields: call())
+consumes, waits, allocates, crashes = map(make_one, (consume, wait, allocate, crash))
+"""
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process")
+@pytest.mark.parametrize("name", ["consumes", "waits", "allocates", "crashes"])
+def test_validators_and_checks_of_rows_that_never_end_are_refused_within_limits(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    points = {one: f"endless_methods:{one}" for one in ("consumes", "waits", "allocates", "crashes")}
+    install(site, "endless", points, {"endless_methods": ENDLESS})
+    method = spec_of({"type": name}).method  # the default is not validated
+    limits = Limited(seconds=1, memory=128 << 20)
+    monkeypatch.setattr(custom_requests, "FIELDS", limits)
+    monkeypatch.setattr(custom_limits, "ROWS", limits)
+    if name == "waits":
+        monkeypatch.setattr(limited, "_LEAST_WALL_S", 1.0)
+    what = "(checked the rows of dataset 'rows'|read its fields)"
+    exceeds = rf"method '{name}' of endless 1\.0 crashed, or has not {what}"
+    why = rf"failed on (its fields|row 0): MemoryError|{exceeds} within 1 s of CPU time, \d+ s in all and 128 MiB"
+    with pytest.raises(InvalidRequest, match=why) as refused:
+        spec_of({"type": name, "weight": 2.0})
+    assert refused.value.field == "algorithm_config.type"
+    rows = dataset(tmp_path, [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    with pytest.raises(MethodUnavailable, match=why):
+        refuse_custom_rows(method, rows, "custom_pairs", None)
+
+
+def test_rows_are_refused_within_limits_as_without(site: Path, tmp_path: Path) -> None:
+    method = spec_of({"type": "robust"}).method
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b", "rejected": "b"}]
+    refuse_custom_rows(method, dataset(tmp_path, pairs[:1]), "custom_pairs", None)
+    with pytest.raises(InvalidRows, match=r"^dataset 'rows', row 1: chosen and rejected are the same answer"):
+        refuse_custom_rows(method, dataset(tmp_path, pairs), "custom_pairs", None)
+    install(site, "bad", {"bad": "bad_check:method"}, {"bad_check": METHOD + "method = make(check_row=check)"})
+    with pytest.raises(MethodUnavailable, match=r"^method 'bad' of bad 1\.0 failed on row 0: AttributeError"):
+        refuse_custom_rows(spec_of({"type": "bad"}).method, dataset(tmp_path, pairs), "custom_pairs", None)
 
 
 def test_a_failed_import_is_repeated_when_its_files_or_the_installed_packages_change(site: Path) -> None:

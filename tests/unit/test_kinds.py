@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from llama_stack_provider_trl.requests.options import ProviderOptions, Resources
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
-from llama_stack_provider_trl.specs.answer_rows import CheckedRow, read_checked_rows
+from llama_stack_provider_trl.specs.answer_rows import CheckedRow, RowsOnDemand, read_checked_rows
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, ResourcesSpec, ShardingSpec
 from llama_stack_provider_trl.specs.rows import PromptExample, check_rows, parse_row
 from llama_stack_provider_trl.system.files import put_rows
@@ -136,6 +137,26 @@ def test_rows_are_read_for_checks_or_refused_by_name(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidRows, match=sentence):
             read(checks, good, row)
+
+
+def test_rows_that_are_read_when_they_are_needed_are_the_same_and_not_in_memory(tmp_path: Path) -> None:
+    checks = [AnswerCheck(type="exact"), AnswerCheck(type="exact", name="b", column="other")]
+    rows = [{"prompt": f"{number} ä", "completion": "a" * 2000, "other": f"{number}"} for number in range(2000)]
+    path = put_rows(tmp_path, rows).path
+    expected = list(read_checked_rows(path, checks))
+    RowsOnDemand(path, checks)  # what is kept of any dataset
+    tracemalloc.start()
+    try:
+        found = RowsOnDemand(path, checks)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < path.stat().st_size / 10
+    path.unlink()  # a file that is open stays
+    assert (len(found), found.columns(7)) == (2000, rows[7])
+    assert [found.checked(number) for number in (1999, 0, 7)] == [expected[number] for number in (1999, 0, 7)]
+    with pytest.raises(InvalidRows, match="row 1: no column 'other'"):
+        RowsOnDemand(put_rows(tmp_path, [rows[0], {"prompt": "a", "completion": "b"}]).path, checks)
 
 
 def test_the_documented_fields_of_a_check_are_its_own() -> None:

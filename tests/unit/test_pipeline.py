@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -213,3 +214,75 @@ def test_a_teacher_is_a_job_of_the_file(place_of: str) -> None:
     del pipeline["jobs"]["large"]
     with pytest.raises(InvalidRequest, match="the jobs of this file are small"):
         steps_of(pipeline)
+
+
+def searched(path: str, values: Any) -> Json:
+    return job(hyperparam_search_config={"method": "grid", "parameters": {path: values}})
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"kind": "merge", "models": [{"model": "org/a"}], "method": "ties", "base": "job:x"}, "base"),
+        ({"kind": "merge", "models": [{"model": "org/a"}, {"model": "job:x/final"}]}, "models"),
+        ({"kind": "generate", "model": "job:x/checkpoint-4", "dataset_id": "rows"}, "model"),
+        ({"kind": "evaluate", "model": "org/a", "dataset_id": "job:x"}, "dataset_id"),
+        ({"kind": "evaluate", "models": [{"model": "job:x"}], "dataset_id": "rows"}, "models"),
+        (
+            {
+                "kind": "evaluate",
+                "model": "org/a",
+                "dataset_id": "rows",
+                "checks": [{"type": "judge", "model": "job:x"}],
+            },
+            "checks",
+        ),
+        (job(model=None, finetuned_model="job:x"), "model"),
+        (job("job:x"), "dataset_id"),
+        (
+            job(training_config={"data_config": {"dataset_id": "rows", "validation_dataset_id": "job:x"}}),
+            "validation_dataset_id",
+        ),
+        (job(algorithm_config={"type": "grpo", "rewards": [{"model": "job:x"}]}), "algorithm_config.rewards"),
+        (job(algorithm_config={"type": "distillation", "teacher": "job:x"}), "algorithm_config.teacher"),
+        (job(provider_options={"evaluate": {"dataset_id": "job:x"}}), "provider_options.evaluate.dataset_id"),
+        (
+            job(provider_options={"evaluate": {"dataset_id": "rows", "checks": [{"type": "judge", "model": "job:x"}]}}),
+            "provider_options.evaluate.checks",
+        ),
+        (searched("model", ["org/a", "job:x"]), "hyperparam_search_config.parameters.model"),
+        (
+            searched("algorithm_config.teacher", {"values": ["job:x/merged"]}),
+            "hyperparam_search_config.parameters.algorithm_config.teacher",
+        ),
+        (
+            searched("algorithm_config.rewards", [[{"model": "job:x"}]]),
+            "hyperparam_search_config.parameters.algorithm_config.rewards",
+        ),
+        (
+            searched("training_config.data_config", [{"dataset_id": "job:x"}]),
+            "hyperparam_search_config.parameters.training_config.data_config",
+        ),
+    ],
+)
+def test_every_field_that_names_a_job_names_one_of_the_file(given: Json, field: str) -> None:
+    """It is a job before that one, is sent under its name on the service, and must be there."""
+    pipeline = {"jobs": {"y": given, "x": job()}}
+    before = json.dumps(pipeline)
+    first, second = steps_of(pipeline)
+    assert (first.name, second.name, second.after) == ("x", "y", ("x",))
+    sent = json.dumps({key: value for key, value in resolved(second, "y-1", {"x": "x-1"}).items() if key != "job_uuid"})
+    expected = dict(given)
+    if given.get("kind") == "generate":
+        expected["output"] = {"dataset_id": "y-1"}
+    assert sent == json.dumps(expected).replace("job:x", "job:x-1")
+    assert json.dumps(pipeline) == before
+    del pipeline["jobs"]["x"]
+    with pytest.raises(InvalidRequest) as caught:
+        steps_of(pipeline)
+    assert caught.value.field == f"jobs.y.{field}"
+
+
+def test_a_search_over_names_of_the_result_names_no_job() -> None:
+    (step,) = steps_of({"jobs": {"y": searched("finetuned_model", ["job:x"])}})
+    assert step.after == ()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -193,7 +193,32 @@ class _Attend(NamedTuple):
 _REPEATABLE = ("FlashAttention", "varlen_attn")
 """In the names of the nodes of the backward pass whose kernels add in a fixed order on request. Others raise then."""
 _LARGEST_ACCUMULATORS = 512 << 20
-"""Bytes that a fixed order may take, which the memory check does not count."""
+"""Bytes that a fixed order may take."""
+_MOST_MULTIPROCESSORS = 160
+"""Of a GPU (B200: 148), for an estimate without one."""
+
+
+def accumulator_bytes(sizes: Sequence[int], heads: int, head_size: int) -> int:
+    """The most that the backward pass of flash attention takes for its sums, on any GPU.
+
+    Args:
+        sizes: `Layout.sizes`.
+        heads: of queries.
+    """
+    calls = [(size, 1) for size in sizes]
+    if len(sizes) > _FEW_ROWS:
+        calls.append((sum(sizes), len(sizes)))  # those of the parts, where this GPU or release has no kernel of rows
+    return max(_most_of_call(4 * tokens * heads * head_size, heads, rows) for tokens, rows in calls)
+
+
+def _most_of_call(sums: int, heads: int, rows: int) -> int:
+    """The same of one call, whose sums take so many bytes once: as many copies as `repeatable` allows."""
+    return sums * max(1, min(_copies(_MOST_MULTIPROCESSORS, heads, rows), _LARGEST_ACCUMULATORS // max(1, sums)))
+
+
+def _copies(multiprocessors: int, heads: int, rows: int) -> int:
+    """Blocks of keys add to copies of the queries' gradients in fp32, as many as keep all multiprocessors busy."""
+    return math.ceil(multiprocessors / (rows * heads))
 
 
 def repeatable(attended: torch.Tensor, rows: int = 1) -> torch.Tensor:
@@ -208,8 +233,7 @@ def repeatable(attended: torch.Tensor, rows: int = 1) -> torch.Tensor:
     """
     node = attended.grad_fn
     is_flash = node is not None and any(name in type(node).__name__ for name in _REPEATABLE)
-    # Blocks of keys add to copies of the queries' gradients in fp32, as many as keep all multiprocessors busy.
-    copies = math.ceil(_multiprocessors(attended.device) / (rows * attended.shape[1])) if is_flash else 0
+    copies = _copies(_multiprocessors(attended.device), attended.shape[1], rows) if is_flash else 0
     if node is not None and 0 < 4 * copies * attended.numel() <= _LARGEST_ACCUMULATORS:
         before: list[int] = []
 

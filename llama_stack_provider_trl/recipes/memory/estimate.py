@@ -11,6 +11,7 @@ from ..model.fsdp import keeps_whole_gradients, num_shards, ranks_per_machine
 from ..model.loading import WeightStorage
 from ..trainer.loader import num_workers
 from ..trainer.reference import precomputes
+from .attention import flash_bytes
 from .reward_models import reward_sizes
 from .trace import Batch, Traced, Window, is_quantized, loads_reference
 from .trace_cache import trace
@@ -69,7 +70,7 @@ def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> Mem
     """
     kind = device.partition(":")[0]
     model = trace(spec, batch, kind)
-    placed = _Placed(spec, model, kind)
+    placed = _Placed(spec, model, kind, flash_bytes(spec, batch, kind))
     moments = [placed.at(window) for window in model.windows]
     if model.reference_scoring is not None:
         moments.append(placed.reference_scoring(model.reference_scoring))
@@ -106,10 +107,15 @@ def disk_bytes(spec: JobSpec, model: Traced) -> dict[str, int]:
 
 
 class _Placed:
-    """A traced model with its optimizer, sharded over the ranks of a job."""
+    """A traced model with its optimizer, sharded over the ranks of a job.
 
-    def __init__(self, spec: JobSpec, model: Traced, kind: str) -> None:
+    Args:
+        of_attention: bytes of a backward pass that the trace lacks.
+    """
+
+    def __init__(self, spec: JobSpec, model: Traced, kind: str, of_attention: int = 0) -> None:
         self.spec, self.model, self.on_cpu = spec, model, kind == "cpu"
+        self.of_attention = of_attention
         self.shards = num_shards(spec)
         # On a CPU offloading moves nothing.
         self.offload = bool(spec.sharding and self.shards > 1 and spec.sharding.cpu_offload and not self.on_cpu)
@@ -235,7 +241,7 @@ class _Placed:
             weights=weights + gathered + dequantized,
             gradients=int(gradients),
             optimizer=optimizer,
-            activations=int(window.activations),
+            activations=int(window.activations) + self.of_attention,
             logits=int(window.logits),
             reference=reference + sum(self.rewards),
             overhead=0,

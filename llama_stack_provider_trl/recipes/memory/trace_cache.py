@@ -2,9 +2,9 @@
 
 `<data_dir>/tokens/traces/<key>.json` holds a `Traced`: the attempts of a job, later jobs of the same shape, and
 preflights read it in place of tracing again. The key is a digest of all that a trace depends on: the job but for
-`_UNREAD`, the configuration of each model and the dtype of its files, the batch, our code and every installed package.
-A file that is damaged or cannot be read is traced again; the files that were not used for longest are removed beyond
-`KEEP_FILES`.
+`_UNREAD`, the configuration of each model and the dtype of its files, the batch, our code, every installed package, and
+whether a GPU is visible. A file that is damaged or cannot be read is traced again; the files that were not used for
+longest are removed beyond `KEEP_FILES`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -80,7 +81,35 @@ def _installed() -> list[str]:
                 if entry.name.endswith(_INSTALLED):
                     with suppress(OSError):  # a link to nothing
                         found.add(f"{entry.name} {entry.stat().st_mtime_ns}")
+                    if (source := _source_of(Path(entry.path))) is not None:
+                        found.add(f"{entry.name} {_digest_of_source(source)}")
     return sorted(found)
+
+
+def _source_of(distribution: Path) -> Path | None:
+    """The directory that an editable package is imported from, where a `git pull` changes it; None: it is another one,
+    or this project (`_CODE`)."""
+    try:
+        given = json.loads((distribution / "direct_url.json").read_bytes())
+        url = urlsplit(given["url"])
+        if not given["dir_info"]["editable"] or url.scheme != "file":
+            return None
+        source = Path(unquote(url.path))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return None if Path(__file__).is_relative_to(source) else source
+
+
+def _digest_of_source(directory: Path) -> str:
+    """Digest of the names, sizes and times of the Python files below a directory, but for environments in it."""
+    found = []
+    for above, directories, names in os.walk(directory):
+        directories[:] = [] if "pyvenv.cfg" in names else sorted(one for one in directories if not one.startswith("."))
+        for name in sorted(name for name in names if name.endswith(".py") and "pyvenv.cfg" not in names):
+            with suppress(OSError):
+                status = os.stat(os.path.join(above, name))
+                found.append([above, name, status.st_size, status.st_mtime_ns])
+    return _digest(found)
 
 
 # At import, so that both are of the code that runs.
@@ -152,6 +181,8 @@ def _inputs(spec: JobSpec, batch: Batch, kind: str) -> dict[str, Any]:
         "on_cuda": kind == "cuda",
         "computes_in_torch": computes_in_torch(),
         "dtype": str(torch.get_default_dtype()),
+        # Libraries choose kernels for GPUs where one is visible, whatever the job's device is.
+        "sees_cuda": torch.cuda.is_available(),
     }
 
 

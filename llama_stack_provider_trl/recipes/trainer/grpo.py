@@ -7,16 +7,14 @@ TRL's, on given answers (tests/process/test_grpo.py).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from trl import DPOTrainer
 
-from ...specs.answer_rows import CheckedRow, read_checked_rows
+from ...specs.answer_rows import RowsOnDemand
 from ...specs.events import Warned
 from ...specs.job import JobSpec
 from ...specs.methods import GrpoSpec
@@ -73,7 +71,7 @@ class GrpoRecipe(AnswersPrompts, DPOTrainer):
             raise AssertionError("a GRPO job without a GrpoSpec")
         self._grpo = spec.method
         self._rewards = Rewards(spec.method)
-        self._rows = _Rows(spec.dataset.path, spec.method)
+        self._rows = RowsOnDemand(spec.dataset.path, checks_of(spec.method.rewards))
         super().__init__(spec=spec, sampling=spec.method, **arguments)
         fuse_head(self.policy, outputs=("log_probs",), temperature=spec.method.temperature)
         self.ref_model = load_reference(spec, self.args.device, self.accelerator) if is_needed(spec) else None
@@ -112,10 +110,9 @@ class GrpoRecipe(AnswersPrompts, DPOTrainer):
     def _score(self, rows: list[int], answers: list[list[int]]) -> Scores:
         numbers = [row for row in rows for _ in range(self._grpo.num_generations)]
         texts = [self.processing_class.decode(ids, skip_special_tokens=True) for ids in answers]
-        checked = [self._rows.checked[number] for number in numbers]
-        return self._rewards.score(
-            checked, texts, [self._rows.columns(number) for number in numbers], numbers, self.alive
-        )
+        known = {number: self._rows.checked(number) for number in rows}
+        columns = [self._rows.columns(number) for number in numbers]
+        return self._rewards.score([known[number] for number in numbers], texts, columns, numbers, self.alive)
 
     def compute_loss(
         self,
@@ -193,16 +190,3 @@ class GrpoRecipe(AnswersPrompts, DPOTrainer):
         for sums, number in ((of_answers, weighted.numel()), (of_prompts, len(weighted))):
             moved = {name: value.to(device) for name, value in sums.items()}
             self.add_metrics(moved, torch.tensor(float(number), device=device))
-
-
-class _Rows:
-    """The rows of a dataset as rewards read them: with all columns, and with what checks compare answers with."""
-
-    def __init__(self, path: Path, method: GrpoSpec) -> None:
-        self.checked: list[CheckedRow] = list(read_checked_rows(path, checks_of(method.rewards)))
-        with open(path, encoding="utf-8") as file:
-            self._lines = file.readlines()
-
-    def columns(self, number: int) -> dict[str, Any]:
-        row: dict[str, Any] = json.loads(self._lines[number])
-        return row

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
 from safetensors import SafetensorError
 from torch.nn.utils.rnn import pad_sequence
 
@@ -19,7 +20,7 @@ from ...specs.rewards import RewardModel
 from ...specs.rows import Message
 from ..data.chat import Chat
 from ..data.prepare import TruncationCounter
-from ..model.loading import WeightStorage, load_model, load_tokenizer
+from ..model.loading import SCORE, WeightStorage, load_model, load_tokenizer
 
 LARGEST = 1e30
 """Of a reward: the sum of many squares is a number in float32, too."""
@@ -127,9 +128,16 @@ def storage_of(dtype: Dtype, *, has_head: bool = False) -> WeightStorage:
 
 def _with_adapter(model: Any, spec: RewardModel, path: Path) -> PeftModel:
     try:
-        return PeftModel.from_pretrained(model, path)
+        names = load_peft_weights(str(path), device="cpu").keys()
+        if not any(name.endswith(SCORE) for name in names):
+            raise _incomplete(spec, path, [SCORE])
+        with warnings.catch_warnings():
+            # Where weights are missing PEFT only warns, and leaves them as they begin.
+            warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)
+            adapted: PeftModel = PeftModel.from_pretrained(model, path)
+        missing = sorted(get_peft_model_state_dict(adapted).keys() - names)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError | JobFailure):
             raise
         text = " ".join(str(error).split())[:300]
         raise JobFailure(
@@ -137,3 +145,14 @@ def _with_adapter(model: Any, spec: RewardModel, path: Path) -> PeftModel:
             f"the adapter of the reward model {path} cannot be loaded ({type(error).__name__}: {text}): train job "
             f"{spec.job_uuid!r} again",
         ) from error
+    if missing:
+        raise _incomplete(spec, path, missing)
+    return adapted
+
+
+def _incomplete(spec: RewardModel, path: Path, missing: Sequence[str]) -> JobFailure:
+    return JobFailure(
+        Reason.invalid_model,
+        f"the adapter of the reward model {path} has no weights for {', '.join(missing[:3])}, which would be random: a "
+        f"reward model's adapter has its head ({SCORE}), too. Train job {spec.job_uuid!r} again, or name another one",
+    )

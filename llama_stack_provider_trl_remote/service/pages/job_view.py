@@ -104,13 +104,14 @@ def values(
 
 
 def result_of(result: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]:
-    """What a job that does not train has found: each value by its dotted name, in the result's order."""
+    """What a job that does not train has found: each value by its dotted name, in their order; empty: not known."""
     found: list[tuple[str, str]] = []
     for name, value in result.items():
         if isinstance(value, Mapping):
             found += result_of(value, f"{above}{name}.")
         else:
-            found.append((f"{above}{name}", rendering.number(value) if isinstance(value, float) else str(value)))
+            text = rendering.number(value) if value is None or isinstance(value, float) else str(value)
+            found.append((f"{above}{name}", text))
     return found
 
 
