@@ -5,6 +5,7 @@ CI compares one divergence for 20 steps and the others in few; `TRL_METHODS=full
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -191,9 +192,13 @@ def test_a_new_adapter_is_its_base_as_the_teacher_and_a_trained_one_returns_to_i
     assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
 
 
-def test_rows_of_embeddings_without_a_token_are_left_out(tmp_path: Path) -> None:
-    wide = learning(tmp_path, teacher_model(tmp_path / "teacher", rows=64), n_epochs=1)
-    losses = metric(ended(*run(tmp_path, wide)), "loss")
+@pytest.mark.parametrize("of_student", [False, True])
+def test_rows_of_embeddings_without_a_token_are_left_out(tmp_path: Path, of_student: bool) -> None:
+    wide = teacher_model(tmp_path / "wide", rows=200)
+    narrow = teacher_model(tmp_path / "narrow")
+    student, teacher = (wide, narrow) if of_student else (narrow, wide)
+    spec = learning(tmp_path, teacher, n_epochs=1).model_copy(update={"model": str(student)})
+    losses = metric(ended(*run(tmp_path, spec)), "loss")
     assert all(0 < loss < 100 for loss in losses)
 
 
@@ -206,6 +211,16 @@ def test_a_teacher_with_another_vocabulary_fails_the_job_by_name(tmp_path: Path)
     (failed,) = of_kind(events, Failed)
     assert (status, failed.reason) == (1, "invalid_model")
     assert failed.message.startswith(f"algorithm_config.teacher '{teacher}' does not fit the model")
+
+
+def test_a_teacher_with_fewer_positions_fails_the_job_by_name(tmp_path: Path) -> None:
+    teacher = teacher_model(tmp_path / "teacher")
+    config = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    status, events = run(tmp_path, learning(tmp_path, teacher))
+    (failed,) = of_kind(events, Failed)
+    assert (status, failed.reason) == (1, "invalid_request")
+    assert f"but the teacher '{teacher}' has 64 positions" in failed.message
 
 
 @pytest.mark.parametrize("name", CASES)
