@@ -141,6 +141,28 @@ def test_a_start_reports_what_it_does_and_can_be_given_back(held: SshPool, machi
     assert held.observe(ORDER).given is Given.nothing
 
 
+def test_an_order_is_given_back_whose_start_has_ended_since_it_was_requested(
+    machines: Machines, clock: FakeClock
+) -> None:
+    may_end = threading.Event()
+    start = machines.start
+
+    async def start_late(*arguments: Any) -> dict[str, Any]:
+        await asyncio.to_thread(may_end.wait)
+        return await start(*arguments)
+
+    machines.start = start_late  # type: ignore[method-assign]
+    pool = made(machines, clock, patience=0.0)
+    with pytest.raises(PoolUnavailable, match="starting the agents"):
+        pool.request(ORDER)
+    may_end.set()
+    assert pool._starts[ID].done.wait(20)
+    assert machines.agents.keys() == {"a", "b"}
+    pool.release(ORDER)
+    assert machines.agents == {}
+    assert pool.observe(ORDER).given is Given.nothing
+
+
 def test_a_machine_that_fails_gives_the_others_back_and_is_chosen_last(
     pool: SshPool, machines: Machines, clock: FakeClock
 ) -> None:
