@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llama_stack_provider_trl.recipes.checkpoint.step import Saver
 from llama_stack_provider_trl.recipes.memory import trace as memory
 from llama_stack_provider_trl.recipes.memory.trace import Batch
 from llama_stack_provider_trl.recipes.memory.trace_cache import trace
+from llama_stack_provider_trl.recipes.model.generation import Sampler
 from llama_stack_provider_trl.recipes.model.loading import adapter_config
 from llama_stack_provider_trl.recipes.trainer.distillation import DistillationRecipe
 from llama_stack_provider_trl.recipes.trainer.divergence import Divergence, head_of
@@ -173,6 +176,38 @@ def test_20_steps_lower_the_divergence_and_a_job_that_continues_gives_the_same_a
     for name in ("loss", "entropy", "completions/mean_length"):
         assert metric(resumed, name) == metric(events, name)[10:], name
     assert (final / "model.safetensors").read_bytes() == weights
+
+
+def test_a_checkpoint_that_is_written_while_prompts_are_answered_generates_as_the_model_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    spec = spec_of(tmp_path, method_of(teacher_model(tmp_path / "teacher")), rows_of(2), save_steps=1)
+    is_due, is_answering, is_written = (threading.Event() for _ in range(3))
+    save, write, choose = Saver.save, LlamaForCausalLM.save_pretrained, Sampler.__call__
+
+    def save_beside(self: Any, *arguments: Any, **named: Any) -> None:
+        is_due.set()
+        save(self, *arguments, **named)
+
+    def write_late(self: Any, *arguments: Any, **named: Any) -> None:
+        assert is_answering.wait(60)
+        write(self, *arguments, **named)
+        is_written.set()
+
+    def choose_late(self: Any, *arguments: Any) -> Any:
+        if is_due.is_set():
+            is_answering.set()
+            assert is_written.wait(60)
+        return choose(self, *arguments)
+
+    monkeypatch.setattr(Saver, "save", save_beside)
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", write_late)
+    monkeypatch.setattr(Sampler, "__call__", choose_late)
+    ended(*run(tmp_path, spec))
+    found, own = (path / "generation_config.json" for path in (spec.checkpoint_dir / "checkpoint-1", tiny_model()))
+    assert json.loads(found.read_text()) == json.loads(own.read_text())
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
