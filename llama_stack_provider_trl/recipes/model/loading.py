@@ -407,9 +407,10 @@ def check_length(model: PreTrainedModel, max_seq_length: int, role: str = "") ->
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and max_seq_length > positions:
+        role = role or f"this {type(model).__name__}"
         raise JobFailure(
             Reason.invalid_request,
-            f"max_seq_length is {max_seq_length}, but {role or f'this {type(model).__name__}'} has {positions} positions. "
+            f"max_seq_length is {max_seq_length}, but {role} has {positions} positions. "
             f"Set the provider option max_seq_length to {positions} or less.",
         )
 
