@@ -33,8 +33,8 @@ Json = dict[str, Any]
 
 
 def poll[Value](probe: Callable[[], Value], what: str, timeout: float, pause: float = 0.1) -> Value:
-    """The first true value that `probe` returns; an AssertionError naming `what` and the last value after `timeout`, but
-    never within the first minute: the machine may have other work."""
+    """The first true value that `probe` returns; an AssertionError naming `what` and the last value after `timeout`,
+    but never within the first minute: the machine may have other work."""
     deadline = time.monotonic() + max(timeout, 60.0)
     while True:
         value = probe()
