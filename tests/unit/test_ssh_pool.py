@@ -33,8 +33,9 @@ class Machines:
         self.labels: dict[str, Mapping[str, str]] = {}
         self.logins = 0
         self.holds = False
+        self.held: list[str] = []
         self.installs = threading.Event()
-        """Set once a start that is held has begun."""
+        """Set once the starts of an order that are held have begun, on all of its machines."""
 
     def check(self, host: InventoryHost) -> str:
         self.logins += 1
@@ -48,7 +49,9 @@ class Machines:
         assert plan is PLAN
         progress("installing")
         if self.holds:
-            self.installs.set()
+            self.held.append(name)
+            if len(self.held) == len(ORDER.names):
+                self.installs.set()
             await asyncio.Event().wait()
         self.agents[name], self.labels[name] = host.name, host.labels
         return {"state": "started"}
