@@ -261,6 +261,8 @@ def test_a_file_comes_in_parts_and_counts_once_it_is_whole(service: Service) -> 
     assert service.send(written, "additional_chat_templates/a.jinja", 40) == 100
     assert service.ask(written) == (MANIFEST,)
     assert service.send(written, "additional_chat_templates/a.jinja", 0, b"twice") == 100  # it is here: nothing is read
+    assert not service.uploads._senders
+    assert not service.uploads._requested
 
 
 def test_a_file_with_another_digest_is_dropped(service: Service) -> None:
