@@ -334,7 +334,7 @@ def test_a_large_upload_and_its_job_do_not_grow_the_service(service: TrainingSer
 def test_a_second_service_on_the_same_data_directory_is_refused(service: TrainingService) -> None:
     log = service.root / "second.log"
     second = service.spawn(0, service.data_dir, log)
-    assert second.wait(20) == 1
+    assert second.wait(60) == 1
     message = log.read_text()
     assert f"another service runs on the data directory {service.data_dir}" in message
     assert str(service.port) in message
@@ -357,7 +357,7 @@ def test_a_start_that_would_be_wrong_is_refused_with_a_sentence(
     entry = {"provider_type": "remote::trl_remote"}
     (service.root / "open.yaml").write_text(json.dumps({"providers": {"post_training": [entry]}}))
     process = service.spawn(0, tmp_path / "data", log, *arguments, **environ)
-    assert process.wait(20) == 1
+    assert process.wait(60) == 1
     assert expected in log.read_text()
     assert "Traceback" not in log.read_text()
 

@@ -230,19 +230,19 @@ def test_two_that_ask_at_once_put_it_in_place_once(service: Service, monkeypatch
     def slowly(path: Path) -> None:
         placed.append(path)
         inside.set()
-        assert release.wait(10)
+        assert release.wait(60)
         put(path)
 
     monkeypatch.setattr(module, "fsync_tree", slowly)
     answers: list[tuple[str, ...]] = []
     asking = [threading.Thread(target=lambda: answers.append(service.ask(written))) for _ in range(2)]
     asking[0].start()
-    assert inside.wait(10)
+    assert inside.wait(60)
     asking[1].start()
     asking[1].join(0.05)  # it waits for the first
     release.set()
     for one in asking:
-        one.join(10)
+        one.join(60)
     assert (answers, len(placed)) == ([(), ()], 1)
 
 

@@ -96,7 +96,7 @@ def held(machines: Machines, clock: FakeClock) -> Iterator[SshPool]:
     pool = made(machines, clock, patience=0.0)
     with pytest.raises(PoolUnavailable):
         pool.request(ORDER)
-    assert machines.installs.wait(20)
+    assert machines.installs.wait(60)
     yield pool
     pool.release(ORDER)
 
@@ -159,7 +159,7 @@ def test_an_order_is_given_back_whose_start_has_ended_since_it_was_requested(
     with pytest.raises(PoolUnavailable, match="starting the agents"):
         pool.request(ORDER)
     may_end.set()
-    assert pool._starts[ID].done.wait(20)
+    assert pool._starts[ID].done.wait(60)
     assert machines.agents.keys() == {"a", "b"}
     pool.release(ORDER)
     assert machines.agents == {}
