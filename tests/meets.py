@@ -1,6 +1,8 @@
-"""`python -m tests.meets RUN_DIR SECONDS`: a rank that meets the others and waits for the file `end` in its directory.
+"""`python -m tests.meets RUN_DIR SECONDS MOST`: a rank that meets the others and waits for the file `end` in its
+directory.
 
-Prints `met` and the link as measured, or the failure. It reports a peer that has not answered for SECONDS.
+Prints `met` and the link as measured, or the failure. It reports a peer that has not answered for SECONDS, and waits
+for the others for MOST seconds.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ def main() -> None:
     run_dir = Path(sys.argv[1])
     writer = EventWriter(RunDir(run_dir).events)
     (run_dir / "began").touch()
-    peers.RENDEZVOUS_TIMEOUT, peers.EXCHANGE_INTERVAL, peers.EXIT_GRACE = 5.0, 0.1, 1.0
-    peers.PEER_TIMEOUT = float(sys.argv[2])
+    peers.EXCHANGE_INTERVAL, peers.EXIT_GRACE = 0.1, 1.0
+    peers.PEER_TIMEOUT, peers.RENDEZVOUS_TIMEOUT = map(float, sys.argv[2:])
     try:
         with peers.connected_peers(torch.device("cpu"), run_dir, writer) as mbit_per_s:
             print("met", flush=True)

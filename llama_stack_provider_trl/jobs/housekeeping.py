@@ -12,6 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from .store import Store
@@ -68,7 +69,11 @@ def remove_unused_rows(directory: Path, store: Store, retention: float | None) -
 
 def _registered(directory: Path) -> set[str]:
     """Digests in the service's registry, damaged entries included."""
-    return {digest for path in directory.glob("registry/*.json") for digest in _DIGEST.findall(path.read_text())}
+    found: set[str] = set()
+    for path in directory.glob("registry/*.json"):
+        with suppress(FileNotFoundError):  # a request has deleted it since it was listed
+            found.update(_DIGEST.findall(path.read_text()))
+    return found
 
 
 def _seconds_untouched(path: Path) -> float:

@@ -13,11 +13,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from .. import faults
-from ..errors import InvalidRequest, InvalidRows, JobConflict, StoreError, is_exhausted
+from ..errors import InvalidRequest, InvalidRows, JobConflict, JobNotFound, StoreError, is_exhausted
 from ..launch.base import Launcher, MasterPorts, Observation, TaskSpec, TaskState
 from ..specs.events import CheckpointSaved, Reason, read_events
 from ..system.files import RunDir, tail
@@ -283,7 +284,10 @@ class Supervisor:
 
     def _drain(self, job: JobRecord, head: str, draining: set[str]) -> None:
         """Pause a training on a node that is being drained; it resumes on another."""
-        job = self._store.get(job.job_uuid)
+        try:
+            job = self._store.get(job.job_uuid)
+        except JobNotFound:  # it has ended in this pass, and was deleted since
+            return
         on = {place.rpartition("/")[0] or head for place in job.devices}
         if job.state is JobState.in_progress and not draining.isdisjoint(on):
             self._launcher.pause(self._attempts.task(job))
@@ -365,8 +369,9 @@ class Supervisor:
             return
         placed = place(queue, nodes, holders, time.time()) if some_free else {}
         for job_uuid, places in placed.items():
-            job = self._store.get(job_uuid)
-            self._guarded(job, partial(self._begin_attempt, job, ",".join(places)))
+            with suppress(JobNotFound):  # cancelled and deleted since the queue was read
+                job = self._store.get(job_uuid)
+                self._guarded(job, partial(self._begin_attempt, job, ",".join(places)))
         if placed:
             holders = self._store.holders()
         waiting = [(kind, _why(kind, holders, nodes, notes)) for kind in self._store.kinds_waiting()]

@@ -446,12 +446,12 @@ class Agent:
             shutil.rmtree(self._data_dir / "jobs" / job_uuid, ignore_errors=True)
 
     def _models_used(self) -> set[str]:
-        """Digests of the models of the tasks here."""
-        return {model.sha256 for known in self._tasks.values() for model in known.order.models}
+        """Digests of the models of the tasks here. Called in threads, while tasks may begin."""
+        return {model.sha256 for known in list(self._tasks.values()) for model in known.order.models}
 
     def _clean(self) -> None:
         """Remove files of jobs that no attempt has used for KEEP seconds, and rows likewise; and models (`Models`)."""
-        self._models.clean(self._models_used())
+        self._models.clean(self._models_used)
         ours = {known.paths.home for known in self._tasks.values()}
         rows = {known.paths.rows(found["sha256"]) for known in self._tasks.values() for found in known.paths.datasets()}
         for path in [*(self._data_dir / "jobs").glob("*"), *(self._data_dir / "datasets").glob("*")]:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from llama_stack_provider_trl.specs.checkpoint_files import check_names
 from llama_stack_provider_trl.system.files import damage, put_in_place, resolve_under, sha256_in, sha256_of, touched
@@ -16,6 +17,8 @@ from .localize import PathMap
 from .models import ModelCalls
 
 log = logging.getLogger(__name__)
+_fetching: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()
+"""Tasks of several jobs that need the same rows fetch them once: both would write to the same file."""
 
 
 class InputCalls(ModelCalls, Protocol):
@@ -40,9 +43,10 @@ class Inputs:
         """Fetch each dataset that is missing here or has another digest."""
         for rows in self._paths.datasets():
             target = self._paths.rows(rows["sha256"])
-            if not touched(target) or await asyncio.to_thread(sha256_of, target) != rows["sha256"]:
-                self._note_detail(f"fetches {rows['num_rows']} rows")
-                await self._calls.rows(rows["sha256"], target)
+            async with _fetching.setdefault(target, asyncio.Lock()):
+                if not touched(target) or await asyncio.to_thread(sha256_of, target) != rows["sha256"]:
+                    self._note_detail(f"fetches {rows['num_rows']} rows")
+                    await self._calls.rows(rows["sha256"], target)
 
     async def fetch_checkpoints(self) -> list[str]:
         """Fetch the checkpoint to resume from: the first one that is whole.

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
@@ -71,6 +72,8 @@ class Models:
         self._digests = KeptDigests(self._root / "digests.json")
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """Two tasks that need a model fetch it once."""
+        self._removing = threading.Lock()
+        """Held from the check that no task uses a model until it is gone."""
         self.has_news = False
         """Whether `names` may have changed since the node was described last; its agent resets it."""
 
@@ -91,7 +94,7 @@ class Models:
 
         Args:
             node: this node's name.
-            used: digests of models that its tasks use, which are not removed for another one.
+            used: digests of models that its tasks use, which are not removed for another one. Called in threads.
 
         Raises:
             ModelMissing; OSError: the disk has no room. Those of the calls.
@@ -123,7 +126,7 @@ class Models:
         if (here := await asyncio.to_thread(self._same, files, revision)) is None:
             here = self._root / files.sha256
             free = int(order.spec["job"].get("min_free_bytes") or 0)
-            await asyncio.to_thread(self._make_room, files, free, node, {*used(), files.sha256})
+            await asyncio.to_thread(self._make_room, files, free, node, lambda: {*used(), files.sha256})
             await self._fetch(order.task_id, files, here, calls, note_detail)
         if here.parent == self._root:
             await asyncio.to_thread(self._record, files)
@@ -172,7 +175,9 @@ class Models:
             repository = hub_cache(self._environ) / f"models--{files.model.replace('/', '--')}"
             candidates.append(ModelDirectory.of(CachedCommit(repository, files.commit)))
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return next((one.path for one in candidates if one is not None and self._has(one, files)), None)
+        found = next((one.path for one in candidates if one is not None and self._has(one, files)), None)
+        with self._removing:  # the task that is to begin is among those that use it: what is here now stays
+            return found if found is not None and found.is_dir() else None
 
     def _has(self, found: ModelDirectory, files: ModelFiles) -> bool:
         try:
@@ -209,7 +214,7 @@ class Models:
             "download it on the service's machine or there (hf download)"
         )
 
-    def _make_room(self, files: ModelFiles, must_stay: int, node: str, used: Collection[str]) -> None:
+    def _make_room(self, files: ModelFiles, must_stay: int, node: str, used: Callable[[], Collection[str]]) -> None:
         """Check that the missing files fit. Where they do not, models that no task uses are removed, the one first that
         was used least recently. Raises OSError."""
         staging = self._root / f"{files.sha256}.tmp"
@@ -223,8 +228,7 @@ class Models:
         for digest in self._least_recent():
             if free_bytes(self._root) >= needed + must_stay:
                 break
-            if digest not in used:
-                self._remove(digest, "to make room for another one")
+            self._remove_unused(digest, used, "to make room for another one")
         if (free := free_bytes(self._root)) < needed + must_stay:
             stays = f" and {shown(must_stay)} must stay free" if must_stay else ""
             raise OSError(
@@ -242,28 +246,33 @@ class Models:
             atomic_write_json(record, {"names": [*names, files.model]})
             self.has_news = True
 
-    def clean(self, used: Collection[str]) -> None:
+    def clean(self, used: Callable[[], Collection[str]]) -> None:
         """Remove fetched models, and parts of some, that no task has needed for long."""
         now = self._clock()
         for digest in self._least_recent():
-            if digest not in used and now - self._used_at(digest) > KEEP:
-                self._remove(digest, "which no attempt has used for long")
+            if now - self._used_at(digest) > KEEP:
+                self._remove_unused(digest, used, "which no attempt has used for long")
         for removed in self._root.glob("*.old"):  # by an agent that was killed meanwhile
             shutil.rmtree(removed, ignore_errors=True)
         for staging in self._root.glob("*.tmp"):
             with suppress(OSError):
                 newest = max(path.stat().st_mtime for path in (staging, *staging.rglob("*")))
-                if staging.stem not in used and now - newest > KEEP_PARTS:
+                if staging.stem not in used() and now - newest > KEEP_PARTS:
                     shutil.rmtree(staging, ignore_errors=True)
 
-    def _remove(self, digest: str, why: str) -> None:
-        log.info("model %s (%s) is removed, %s", digest, ", ".join(self._records().get(digest, [])), why)
+    def _remove_unused(self, digest: str, used: Callable[[], Collection[str]], why: str) -> None:
+        """Remove a model, unless a task uses it by now."""
         with suppress(OSError):
             # Renamed first: what is half removed has no digest for its name.
             aside = self._root / f"{digest}.old"
             shutil.rmtree(aside, ignore_errors=True)
-            (self._root / digest).rename(aside)
-            (self._root / f"{digest}.json").unlink(missing_ok=True)
+            with self._removing:
+                if digest in used():
+                    return
+                names = ", ".join(self._records().get(digest, []))
+                (self._root / digest).rename(aside)
+                (self._root / f"{digest}.json").unlink(missing_ok=True)
+            log.info("model %s (%s) is removed, %s", digest, names, why)
             shutil.rmtree(aside, ignore_errors=True)
 
     def _least_recent(self) -> list[str]:

@@ -221,11 +221,15 @@ class Service(StoredJobs):
             raise Conflict(f"node {name!r} still has {', '.join(jobs)}: drain it first, and remove it when it is empty")
         self.removed[name] = incarnation(record)
         self.store.nodes.remove(name)
+        self.forget_node(name)
+        log.info("node %s was removed", name)
+
+    def forget_node(self, name: str) -> None:
+        """Drop what calls of a node that was removed have left."""
         self.presence.forget(name)
         self.loads.forget(name)
         self.cluster.note_owner(name, None)
         self.logs.forget(name)
-        log.info("node %s was removed", name)
 
     def versions(self) -> dict[str, str]:
         """See `identity.versions`. Read at the first join."""

@@ -88,7 +88,7 @@ class Crashing(Server):
         """SIGKILL to the server and its workers, which share its process group; every training has its own."""
         assert self.process is not None
         os.killpg(self.pid, signal.SIGKILL)
-        assert self.process.wait(10) == -signal.SIGKILL
+        assert self.process.wait(60) == -signal.SIGKILL
         poll(lambda: not _group_lives(self.pid), "the workers are gone", timeout=10, pause=0.01)
 
     def kill_if_it_lives(self) -> None:

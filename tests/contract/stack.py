@@ -33,14 +33,15 @@ Json = dict[str, Any]
 
 
 def poll[Value](probe: Callable[[], Value], what: str, timeout: float, pause: float = 0.1) -> Value:
-    """The first true value that `probe` returns; an AssertionError naming `what` and the last value after `timeout`."""
-    deadline = time.monotonic() + timeout
+    """The first true value that `probe` returns; an AssertionError naming `what` and the last value after `timeout`,
+    but never within the first minute: the machine may have other work."""
+    deadline = time.monotonic() + max(timeout, 60.0)
     while True:
         value = probe()
         if value:
             return value
         if time.monotonic() > deadline:
-            raise AssertionError(f"{what}: not within {timeout:.0f} s; last seen: {value!r}")
+            raise AssertionError(f"{what}: not within {max(timeout, 60.0):.0f} s; last seen: {value!r}")
         time.sleep(pause)
 
 

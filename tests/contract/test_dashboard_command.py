@@ -37,7 +37,7 @@ def dashboard(data_dir: Path, **environ: str) -> Iterator[str]:
     finally:
         process.send_signal(signal.SIGTERM)
         with process:
-            assert process.wait(20) == 0
+            assert process.wait(60) == 0
 
 
 def form_token(page: str) -> str:

@@ -248,9 +248,9 @@ def test_a_running_job_is_cancelled_within_seconds_and_keeps_its_checkpoints(sta
 
     requested = time.monotonic()
     assert stack.cancel(job).status_code == 200
-    poll(lambda: not stack.processes(job), "the job's processes are gone", timeout=5)
-    after = stack.wait(job, "cancelled", timeout=5)
-    assert time.monotonic() - requested < 5
+    poll(lambda: not stack.processes(job), "the job's processes are gone", timeout=30)
+    after = stack.wait(job, "cancelled", timeout=30)
+    assert time.monotonic() - requested < 30  # 1 s on a quiet machine; its 5000 epochs take hours
 
     assert after["completed_at"] is not None
     assert after["resources_allocated"]["error"] is None

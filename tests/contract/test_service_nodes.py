@@ -393,7 +393,7 @@ def test_a_name_is_one_agent_s_at_a_time_and_a_removed_one_ends(
             assert not requested.done()
             time.sleep(0.05)
         assert service.delete("/nodes/a").status_code == 204
-        assert "was removed" in refusal(requested.result(10), 410)
+        assert "was removed" in refusal(requested.result(60), 410)
     assert "was removed" in refusal(a.poll(), 410)
     a.credential = None  # it is started again
     assert a.join().ok

@@ -9,7 +9,6 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,7 +176,7 @@ def test_health_is_served_beside_the_versioned_calls_too(service: TrainingServic
 
 def test_no_answer_waits_for_the_acknowledgement_of_its_head(service: TrainingService) -> None:
     assert service.get("/health").status_code == 200  # opens the connection; with Nagle's algorithm each takes 40 ms
-    assert min(service.get("/health").elapsed for _ in range(10)).total_seconds() < 0.03
+    assert any(service.get("/health").elapsed.total_seconds() < 0.03 for _ in range(500))  # of which one is undisturbed
 
 
 def test_a_dataset_is_registered_once_and_listed_without_its_rows(service: TrainingService) -> None:
@@ -326,15 +325,16 @@ def test_a_large_upload_and_its_job_do_not_grow_the_service(service: TrainingSer
     body = sft("large", "large") | {"dataset_digests": {"large": digest}}
     assert hold(service, body, SFT)["dataset"]["num_rows"] == 55_000
     assert service.rss_mib() - before < 30
-    started = time.monotonic()
+    verdicts = {path: path.stat().st_mtime_ns for path in (service.data_dir / "datasets").glob(f"{digest}.*.json")}
+    assert len(verdicts) == 1
     assert hold(service, body | {"job_uuid": "large-again"}, SFT)["dataset"]["sha256"] == digest
-    assert time.monotonic() - started < 2  # the verdict is remembered
+    assert {path: path.stat().st_mtime_ns for path in verdicts} == verdicts  # it is not checked again
 
 
 def test_a_second_service_on_the_same_data_directory_is_refused(service: TrainingService) -> None:
     log = service.root / "second.log"
     second = service.spawn(0, service.data_dir, log)
-    assert second.wait(20) == 1
+    assert second.wait(60) == 1
     message = log.read_text()
     assert f"another service runs on the data directory {service.data_dir}" in message
     assert str(service.port) in message
@@ -357,7 +357,7 @@ def test_a_start_that_would_be_wrong_is_refused_with_a_sentence(
     entry = {"provider_type": "remote::trl_remote"}
     (service.root / "open.yaml").write_text(json.dumps({"providers": {"post_training": [entry]}}))
     process = service.spawn(0, tmp_path / "data", log, *arguments, **environ)
-    assert process.wait(20) == 1
+    assert process.wait(60) == 1
     assert expected in log.read_text()
     assert "Traceback" not in log.read_text()
 

@@ -355,7 +355,7 @@ def test_a_server_of_mlflow_that_is_away_and_killed_has_every_point_once(tmp_pat
         finally:
             for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
                 one.kill()
-            process.wait(10)
+            process.wait(60)
 
     root = tmp_path / "service"
     root.mkdir()

@@ -74,7 +74,7 @@ def test_trainings_end_with_the_process_that_forks_them(
         process.kill()
     else:
         process.stdin.close()  # as the kernel does when pytest is killed
-    process.wait(20)
+    process.wait(60)
     assert_ended(children)
 
 
@@ -104,6 +104,6 @@ def test_servers_end_with_the_process_that_forks_them(
             process.send_signal(signal.SIGKILL)
         else:
             process.stdin.close()
-        process.wait(20)
+        process.wait(60)
         assert_ended([server])
     found._connection.close()

@@ -64,12 +64,12 @@ def starter(tmp_path: Path) -> Iterator[Starter]:
         assert stream is not None
         stream.close()
     poll(lambda: not found.alive(), "all has ended", timeout=20)
-    found.guard.wait(10)
+    found.guard.wait(60)
 
 
 def test_everything_ends_with_the_starter_and_the_directory_is_removed(starter: Starter) -> None:
     """The guard has left the process tree before: its first process has ended, and what it started lives."""
-    assert starter.guard.wait(10) == 0
+    assert starter.guard.wait(60) == 0
     assert len(starter.alive()) == 2
     assert starter.guard.stdin is not None
     starter.guard.stdin.close()

@@ -48,12 +48,14 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 class Meeting:
     """One rank of several, each on a node, in a process of its own (tests/meets.py)."""
 
-    def __init__(self, root: Path, port: int, rank: int, interface: str, patience: float, size: int = 2) -> None:
+    def __init__(
+        self, root: Path, port: int, rank: int, interface: str, patience: float, size: int, most: float
+    ) -> None:
         self.run_dir = root / f"node-{rank}"
         self.run_dir.mkdir()
         ours = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": interface}
-        argv = [sys.executable, "-m", "tests.meets", str(self.run_dir), str(patience)]
+        argv = [sys.executable, "-m", "tests.meets", str(self.run_dir), str(patience), str(most)]
         with open(self.run_dir / "log", "wb") as log:
             process = start_program(argv, os.environ, log, REPOSITORY, {**ours, **place})
             if process is None:  # a test before this one has left other conditions: it is started, and not forked
@@ -75,10 +77,10 @@ class Meeting:
 
 @contextmanager
 def meeting(
-    root: Path, port: int, rank: int, interface: str = "lo", patience: float = 1.0, size: int = 2
+    root: Path, port: int, rank: int, interface: str = "lo", patience: float = 15.0, size: int = 2, most: float = 60.0
 ) -> Iterator[Meeting]:
     """A rank that meets the other and then waits to be ended."""
-    found = Meeting(root, port, rank, interface, patience, size)
+    found = Meeting(root, port, rank, interface, patience, size, most)
     try:
         yield found
     finally:
@@ -327,10 +329,11 @@ def failures(root: Path, rank: int) -> list[Failed]:
 
 
 def test_a_rank_that_answers_no_longer_ends_the_others_by_name(tmp_path: Path, port: int) -> None:
-    with meeting(tmp_path, port, 0) as first, meeting(tmp_path, port, 1) as second:
+    # A process may wait for a second where others load the machine.
+    with meeting(tmp_path, port, 0, patience=5) as first, meeting(tmp_path, port, 1, patience=5) as second:
         assert (first.report(), second.report()) == ("met", "met")
         second.process.send_signal(signal.SIGSTOP)
-        assert first.process.wait(20) == 1
+        assert first.process.wait(60) == 1
     (failed,) = failures(tmp_path, 0)
     assert failed.reason is Reason.node_lost
     assert f"rank 1 on {socket.gethostname()} has not answered rank 0" in failed.message
@@ -341,19 +344,19 @@ def test_a_rank_that_loses_its_peer_ends_without_a_reason_of_its_own(
     tmp_path: Path, port: int, number: int | None
 ) -> None:
     # A process needs more than a second to its end where others load the machine.
-    with meeting(tmp_path, port, 0, patience=15) as first, meeting(tmp_path, port, 1, patience=15) as second:
+    with meeting(tmp_path, port, 0) as first, meeting(tmp_path, port, 1) as second:
         assert (first.report(), second.report()) == ("met", "met")
         if number:
             second.process.send_signal(number)
         else:
             second.end()
-        assert first.process.wait(20) == 1
+        assert first.process.wait(60) == 1
     assert failures(tmp_path, 0) == []
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path, port: int) -> None:
     events = RunDir(tmp_path / "node-0").events
-    with meeting(tmp_path, port, 0) as first:
+    with meeting(tmp_path, port, 0, most=5) as first:
         found = first.report()
         beaten = events.stat().st_mtime
     assert found.startswith("launch_failed rank 0 on ")
@@ -362,7 +365,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path, port: int) -> None:
 
 
 def test_a_rendezvous_address_without_a_listener_is_named(tmp_path: Path, port: int) -> None:
-    with meeting(tmp_path, port, 1) as second:
+    with meeting(tmp_path, port, 1, most=5) as second:
         found = second.report()
     assert found.startswith("launch_failed rank 1 on ")
     assert f"cannot reach rank 0 at 127.0.0.1 port {port}" in found
@@ -372,7 +375,7 @@ def test_a_rendezvous_address_without_a_listener_is_named(tmp_path: Path, port: 
 def test_ranks_that_meet_at_the_store_and_not_by_gloo_report_it(tmp_path: Path, port: int) -> None:
     with ExitStack() as stack:
         both = [
-            stack.enter_context(meeting(tmp_path, port, rank, interface))
+            stack.enter_context(meeting(tmp_path, port, rank, interface, patience=3))
             for rank, interface in enumerate(("lo", "none0"))
         ]
         found = [rank.report() for rank in both]

@@ -5,16 +5,20 @@ CI compares one divergence for 20 steps and the others in few; `TRL_METHODS=full
 
 from __future__ import annotations
 
+import json
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llama_stack_provider_trl.recipes.checkpoint.step import Saver
 from llama_stack_provider_trl.recipes.memory import trace as memory
 from llama_stack_provider_trl.recipes.memory.trace import Batch
 from llama_stack_provider_trl.recipes.memory.trace_cache import trace
+from llama_stack_provider_trl.recipes.model.generation import Sampler
 from llama_stack_provider_trl.recipes.model.loading import adapter_config
 from llama_stack_provider_trl.recipes.trainer.distillation import DistillationRecipe
 from llama_stack_provider_trl.recipes.trainer.divergence import Divergence, head_of
@@ -174,6 +178,38 @@ def test_20_steps_lower_the_divergence_and_a_job_that_continues_gives_the_same_a
     assert (final / "model.safetensors").read_bytes() == weights
 
 
+def test_a_checkpoint_that_is_written_while_prompts_are_answered_generates_as_the_model_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    spec = spec_of(tmp_path, method_of(teacher_model(tmp_path / "teacher")), rows_of(2), save_steps=1)
+    is_due, is_answering, is_written = (threading.Event() for _ in range(3))
+    save, write, choose = Saver.save, LlamaForCausalLM.save_pretrained, Sampler.__call__
+
+    def save_beside(self: Any, *arguments: Any, **named: Any) -> None:
+        is_due.set()
+        save(self, *arguments, **named)
+
+    def write_late(self: Any, *arguments: Any, **named: Any) -> None:
+        assert is_answering.wait(60)
+        write(self, *arguments, **named)
+        is_written.set()
+
+    def choose_late(self: Any, *arguments: Any) -> Any:
+        if is_due.is_set():
+            is_answering.set()
+            assert is_written.wait(60)
+        return choose(self, *arguments)
+
+    monkeypatch.setattr(Saver, "save", save_beside)
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", write_late)
+    monkeypatch.setattr(Sampler, "__call__", choose_late)
+    ended(*run(tmp_path, spec))
+    found, own = (path / "generation_config.json" for path in (spec.checkpoint_dir / "checkpoint-1", tiny_model()))
+    assert json.loads(found.read_text()) == json.loads(own.read_text())
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_new_adapter_is_its_base_as_the_teacher_and_a_trained_one_returns_to_it(tmp_path: Path, dtype: Any) -> None:
     faster = {"lora": LORA, "dtype": dtype, "optimizer": OptimizerSpec(learning_rate=5e-2)}
@@ -191,9 +227,13 @@ def test_a_new_adapter_is_its_base_as_the_teacher_and_a_trained_one_returns_to_i
     assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
 
 
-def test_rows_of_embeddings_without_a_token_are_left_out(tmp_path: Path) -> None:
-    wide = learning(tmp_path, teacher_model(tmp_path / "teacher", rows=64), n_epochs=1)
-    losses = metric(ended(*run(tmp_path, wide)), "loss")
+@pytest.mark.parametrize("of_student", [False, True])
+def test_rows_of_embeddings_without_a_token_are_left_out(tmp_path: Path, of_student: bool) -> None:
+    wide = teacher_model(tmp_path / "wide", rows=200)
+    narrow = teacher_model(tmp_path / "narrow")
+    student, teacher = (wide, narrow) if of_student else (narrow, wide)
+    spec = learning(tmp_path, teacher, n_epochs=1).model_copy(update={"model": str(student)})
+    losses = metric(ended(*run(tmp_path, spec)), "loss")
     assert all(0 < loss < 100 for loss in losses)
 
 
@@ -206,6 +246,16 @@ def test_a_teacher_with_another_vocabulary_fails_the_job_by_name(tmp_path: Path)
     (failed,) = of_kind(events, Failed)
     assert (status, failed.reason) == (1, "invalid_model")
     assert failed.message.startswith(f"algorithm_config.teacher '{teacher}' does not fit the model")
+
+
+def test_a_teacher_with_fewer_positions_fails_the_job_by_name(tmp_path: Path) -> None:
+    teacher = teacher_model(tmp_path / "teacher")
+    config = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    status, events = run(tmp_path, learning(tmp_path, teacher))
+    (failed,) = of_kind(events, Failed)
+    assert (status, failed.reason) == (1, "invalid_request")
+    assert f"but the teacher '{teacher}' has 64 positions" in failed.message
 
 
 @pytest.mark.parametrize("name", CASES)

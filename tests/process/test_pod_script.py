@@ -39,7 +39,7 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
     yield run
     for process in started:
         subprocess.run(["kill", "-KILL", "--", f"-{process.pid}"], stderr=subprocess.DEVNULL, check=False)
-        process.wait(10)
+        process.wait(60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -49,7 +49,7 @@ def test_an_agent_leaves_when_its_pod_is_evicted(start: Start, tmp_path: Path, n
     poll(lambda: place.exists() and place.read_text() == "ready", "the agent runs", timeout=20)
     pod.send_signal(number)
     pod.send_signal(number)  # kubelet's, after that of an operator
-    assert pod.wait(20) == 0
+    assert pod.wait(60) == 0
     assert place.read_text() == "left"
 
 
@@ -65,7 +65,7 @@ def test_an_agent_that_has_not_begun_has_left(start: Start, tmp_path: Path, line
     pod = start("sleep", "600", script=f"{before}{line}: > {place}; sleep 0.2\n{after}")
     poll(place.exists, "process 1 is there", timeout=20)
     pod.terminate()
-    assert pod.wait(20) == 0
+    assert pod.wait(60) == 0
 
 
 @pytest.mark.parametrize("seconds", [0.05, 0.4])
@@ -87,4 +87,4 @@ def test_a_pod_ends_however_often_it_is_evicted(start: Start, tmp_path: Path, se
 def test_the_status_of_an_agent_that_fails_is_that_of_the_pod(
     start: Start, words: tuple[str, ...], status: int
 ) -> None:
-    assert start(*words).wait(20) == status
+    assert start(*words).wait(60) == status

@@ -124,10 +124,13 @@ def test_few_calls_run_at_once_and_the_others_are_refused_for_now(monkeypatch: p
 def test_a_fork_is_quick_and_has_no_files_of_its_parent() -> None:
     """Measured: 3 ms."""
     calls = Limited(5, 64 << 20)
-    began = time.monotonic()
-    (found,) = calls.call(lambda: [sorted(os.listdir("/proc/self/fd"), key=int)])
-    assert time.monotonic() - began < 2
-    assert len(found) == 5  # three streams, the pipe, and the directory itself
+    seconds = []
+    for _ in range(10):  # of which one is undisturbed
+        began = time.monotonic()
+        (found,) = calls.call(lambda: [sorted(os.listdir("/proc/self/fd"), key=int)])
+        seconds.append(time.monotonic() - began)
+        assert len(found) == 5  # three streams, the pipe, and the directory itself
+    assert min(seconds) < 2
 
 
 @pytest.mark.parametrize("pattern", GROWING, ids=["count", "nested", "spaced", "plus"])

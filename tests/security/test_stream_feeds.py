@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from llama_stack_provider_trl.errors import StoreError
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.specs.events import read_events
 from llama_stack_provider_trl_remote.service.views.events import Cursor, Feeds, read_page
@@ -53,12 +57,12 @@ def test_a_stream_of_several_jobs_shares_their_pollers_and_reports_a_job_that_is
         pollers = sum("_Feed._poll" in repr(task.get_coro()) for task in asyncio.all_tasks())
         store.request_cancel("two")
         store.delete("two")
-        parts.append(await asyncio.wait_for(_next(stream), 5))
+        parts.append(await asyncio.wait_for(_next(stream), 60))
         store.request_cancel("one")
         parts += [part async for part in stream]
-        await asyncio.wait_for(waiting, 5)  # the end of the other stream
+        await asyncio.wait_for(waiting, 60)  # the end of the other stream
         await single.aclose()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while any("_Feed" in repr(task.get_coro()) for task in asyncio.all_tasks()):
                 await asyncio.sleep(0.01)
         return pollers, parts
@@ -73,6 +77,31 @@ def test_a_stream_of_several_jobs_shares_their_pollers_and_reports_a_job_that_is
         'event: state\ndata: {"job": "one", "state": "cancelled"}',
         "event: end\ndata: {}",
     ]
+
+
+def test_a_stream_reads_again_what_could_not_be_read_for_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "jobs.db")
+    store.add_job(job_spec("streamed"), "digest")
+
+    def fails(*arguments: Any) -> Any:
+        raise StoreError("the disk is full")
+
+    async def run() -> list[list[bytes]]:
+        feeds, stopping = Feeds(store), asyncio.Event()
+        other = feeds._enter("streamed", stopping)  # a stream elsewhere in the job's events
+        await asyncio.sleep(0)  # its poller has seen the job, which changes no more
+        with monkeypatch.context() as patch:
+            patch.setattr("llama_stack_provider_trl_remote.service.views.events.read_page", fails)
+            found = [[part async for part in feeds.stream("streamed", Cursor(), stopping)]]
+        found.append([part async for part in feeds.stream("streamed", Cursor(), stopping)])
+        feeds._leave("streamed", other)
+        return found
+
+    store.request_cancel("streamed")
+    assert asyncio.run(run()) == [[], [b'event: end\ndata: {"state": "cancelled"}\n\n']]
+    store.close()
 
 
 def test_an_event_with_line_ends_between_its_values_imitates_no_other_event(tmp_path: Path) -> None:

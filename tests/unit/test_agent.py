@@ -31,6 +31,7 @@ from llama_stack_provider_trl_remote.nodes import uploader
 from llama_stack_provider_trl_remote.nodes.agent import Agent
 from llama_stack_provider_trl_remote.nodes.credential import CredentialFile
 from llama_stack_provider_trl_remote.nodes.identity import NodeError
+from llama_stack_provider_trl_remote.nodes.inputs import Inputs
 from llama_stack_provider_trl_remote.nodes.localize import PathMap
 from llama_stack_provider_trl_remote.nodes.outbox import Outbox
 from llama_stack_provider_trl_remote.nodes.task import RECORD, NodeTask
@@ -486,7 +487,7 @@ def test_what_a_node_reports_all_the_time_hides_neither_a_service_that_is_there_
         await chatter(world.clock() + 2 * LEASE)
         assert not ended
         head.cut = True
-        async with asyncio.timeout(20):  # of real time: the node does not only wait by the world's clock
+        async with asyncio.timeout(60):  # of real time: the node does not only wait by the world's clock
             await chatter()
 
     world.run(play)
@@ -1522,6 +1523,28 @@ def test_a_service_that_has_more_events_than_were_written_is_reported(world: Wor
         assert report.detail.endswith("end the job")
 
     world.run(play)
+
+
+def test_tasks_of_two_jobs_fetch_the_same_rows_once(tmp_path: Path) -> None:
+    fetched: list[Path] = []
+
+    class Calls(FakeHead):
+        async def rows(self, sha256: str, path: Path) -> None:
+            fetched.append(path)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            write(path, ROWS)
+
+    dataset = {"dataset_id": "d", "path": f"/service/datasets/{DIGEST}.jsonl", "sha256": DIGEST, "num_rows": 1}
+
+    async def run() -> None:
+        orders = [order(spec=spec(job={"job_uuid": name, "dataset": dataset}), job_uuid=name) for name in ("a", "b")]
+        calls = Calls()
+        await asyncio.gather(*(Inputs(PathMap(one, tmp_path), calls, print).fetch_rows() for one in orders))
+
+    asyncio.run(run())
+    assert fetched == [tmp_path / "datasets" / f"{DIGEST}.jsonl"]
+    assert fetched[0].read_bytes() == ROWS
 
 
 @pytest.mark.parametrize(("found", "fetched"), [(ROWS, 0), (b"half", 1)])

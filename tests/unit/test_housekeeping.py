@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,6 +64,21 @@ def test_rows_go_once_no_job_and_no_dataset_refers_to_them_and_their_time_is_ove
     assert not verdict.exists()
     kept = {blob.path for blob in (trained, validated, registered, young)}
     assert {path for path in datasets.iterdir() if path.is_file()} == kept
+
+
+def test_a_dataset_that_is_deleted_while_rows_are_removed_keeps_no_others(
+    datasets: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unused, read_text = old_rows(datasets, "a"), Path.read_text
+    (datasets / "registry").mkdir()
+    (datasets / "registry" / "x.json").write_text("{}")
+
+    def read_late(path: Path, *arguments: Any) -> str:
+        path.unlink(missing_ok=True)
+        return read_text(path, *arguments)
+
+    monkeypatch.setattr(Path, "read_text", read_late)
+    assert remove_unused_rows(datasets, store, WEEK) == [unused.sha256]
 
 
 def test_deleting_a_job_frees_its_rows(datasets: Path, store: Store) -> None:

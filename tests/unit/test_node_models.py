@@ -147,22 +147,41 @@ def test_room_is_made_by_removing_what_was_used_least_recently(node: Node, monke
     assert node.models.names() == ["org/one", "org/three"]  # the first one was older, and is in use
 
 
+def test_a_model_that_a_task_begins_with_while_room_is_made_for_another_one_stays(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = listed(model="org/one"), listed({**FILES, "note.txt": b"x" * 100}, model="org/two")
+    node.head.models[hashlib.sha256(b"x" * 100).hexdigest()] = b"x" * 100
+    directory = node.provide(first, model="org/one")["org/one"]
+    used: list[str] = []
+
+    def full(path: Path) -> int:
+        used.append(first.sha256)  # its task begins in the event loop, which does not wait for this thread
+        return 0
+
+    monkeypatch.setattr(module, "free_bytes", full)
+    requested = order(spec=spec(job={"model": "org/two"}), models=(second,))
+    with pytest.raises(OSError, match="takes"):
+        asyncio.run(node.models.provide(requested, "b", node.head, node.details.append, lambda: tuple(used)))
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == FILES
+
+
 def test_what_no_attempt_uses_is_removed_after_a_week(node: Node) -> None:
     wanted = listed()
     directory = node.provide(wanted)["org/model"]
     part = write(directory.with_name(f"{'0' * 64}.tmp") / "config.json.part", b"{")
     half_removed = write(directory.with_name(f"{'1' * 64}.old") / "model.safetensors", b"weights").parent
     node.now = part.stat().st_mtime + KEEP_PARTS - 60
-    node.models.clean(())
+    node.models.clean(tuple)
     assert part.exists()
     assert not half_removed.exists()
     node.now += 120
-    node.models.clean(())
+    node.models.clean(tuple)
     assert not part.parent.exists()
     node.now += KEEP
-    node.models.clean({wanted.sha256})
+    node.models.clean(lambda: {wanted.sha256})
     assert directory.is_dir()
-    node.models.clean(())
+    node.models.clean(tuple)
     assert not directory.exists()
     assert node.models.names() == []
 

@@ -34,6 +34,7 @@ from llama_stack_provider_trl_remote.wire import (
     DeviceLoad,
     DeviceReport,
     Load,
+    LogEntries,
     NodeReport,
     OwnerUse,
     Poll,
@@ -80,6 +81,7 @@ class World:
         )
         self.service.known_node = partial(Service.known_node, self.service)
         self.service.remove_node = partial(Service.remove_node, self.service)
+        self.service.forget_node = partial(Service.forget_node, self.service)
 
     def note_owner(self, node: str, use: OwnerUse | None) -> bool:
         before, self.owners[node] = self.owners.get(node), use
@@ -324,6 +326,29 @@ def test_a_poll_is_refused_as_removed_while_another_thread_removes_its_node(
     monkeypatch.setattr(world.store.nodes, "get", read_after_the_removal)
     with pytest.raises(Gone, match="was removed"):
         world.poll()
+
+
+def test_nothing_stays_of_a_poll_whose_node_another_thread_removes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.join()
+    note_call = world.presence.note_call
+
+    def note_after_the_removal(name: str) -> None:
+        world.remove(name)
+        note_call(name)
+
+    monkeypatch.setattr(world.presence, "note_call", note_after_the_removal)
+    load = Load(cpu_percent=1.0, memory_used_bytes=1, disk_free_bytes=1)
+    entries = LogEntries(run="a", number=1, lines=("joined",))
+    body = Poll(boot_id="1", agent_id="one", load=load, log=entries, owner=OwnerUse.low, seen=-1)
+    with pytest.raises(Gone, match="was removed"):
+        asyncio.run(routes_agents.poll(world.service, JOINS, "a", body))
+    assert not world.presence.has_called("a")
+    assert world.service.loads.last("a") is None
+    assert world.owners["a"] is None
+    with pytest.raises(NotFound):
+        world.service.logs.read("a", 10, 1000)
 
 
 def test_a_name_is_free_once_its_agent_is_silent(world: World) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +31,45 @@ def test_what_an_earlier_service_left_running_is_ended_though_it_still_writes(
     monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors: None)
     Preflights(ServiceSettings(data_dir=tmp_path), launcher, "cpu", 1).prepare()
     assert launcher.poll(left).state is TaskState.exited
+
+
+def test_a_preflight_whose_request_ends_while_it_is_started_is_ended_as_soon_as_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_starting, may_start, in_thread = threading.Event(), threading.Event(), asyncio.to_thread
+    called: list[str] = []
+
+    class Slow(FakeLauncher):
+        def start(self, task: TaskSpec) -> None:
+            is_starting.set()
+            may_start.wait()
+            super().start(task)
+
+    async def noted(function: Any, *arguments: Any) -> Any:
+        called.append(function.__name__)
+        return await in_thread(function, *arguments)
+
+    launcher = Slow()
+    preflights = Preflights(ServiceSettings(data_dir=tmp_path), launcher, "cpu", 1)
+    preflights.prepare()
+
+    async def check() -> None:
+        request = asyncio.create_task(preflights.run(job_spec(checkpoint_dir=tmp_path)))
+        await in_thread(is_starting.wait)
+        monkeypatch.setattr("asyncio.to_thread", noted)
+        request.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        before = list(called)
+        may_start.set()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        assert (before, called) == ([], ["_clean_up"])  # nothing is removed that is about to be written
+
+    asyncio.run(check())
+    (task,) = launcher.tasks.values()
+    assert (launcher.started, task.seen.state) == ([task.spec.task_id], TaskState.exited)
+    assert [*(tmp_path / "preflights").iterdir()] == []
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,35 @@ def test_rows_of_a_cluster_are_read_for_the_first_job_and_again_when_they_are_go
     assert cluster.reads == 2
 
 
+@pytest.mark.parametrize("is_registered_again", [True, False])
+def test_what_is_registered_or_deleted_while_the_rows_of_a_name_are_read_stays_so(
+    tmp_path: Path, is_registered_again: bool
+) -> None:
+    settings = ServiceSettings.model_validate({"data_dir": tmp_path, "device": "cpu"})
+    blobs = Blobs(settings)
+    body = {"dataset_id": "pairs", "source": {"type": "uri", "uri": URI}}
+    other = {"dataset_id": "pairs", "source": {"type": "rows", "rows": [{"prompt": "c", "completion": "d"}]}}
+
+    class Changing(Cluster):
+        async def read(self, uri: str) -> str:
+            datasets.delete("pairs")
+            if is_registered_again:
+                await datasets.register(RegisterDataset.model_validate(other))
+            return await super().read(uri)
+
+    datasets = DatasetRegistry(settings, blobs, Changing(blobs))
+    blobs.prepare()
+    datasets.prepare()
+    asyncio.run(datasets.register(RegisterDataset.model_validate(body)))
+    rows, _ = asyncio.run(datasets.fetch("pairs", "sft", None))
+    assert rows.num_rows == 3  # the job was submitted before
+    if is_registered_again:
+        assert datasets.get("pairs").metadata["num_rows"] == 1
+        assert datasets.get("pairs").source.type == "rows"
+    else:
+        assert not datasets.holds("pairs")
+
+
 def test_a_registry_without_a_cluster_refuses_ray(tmp_path: Path) -> None:
     settings = ServiceSettings.model_validate({"data_dir": tmp_path, "device": "cpu"})
     body = RegisterDataset.model_validate({"dataset_id": "pairs", "source": {"type": "uri", "uri": URI}})

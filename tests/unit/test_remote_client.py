@@ -268,7 +268,7 @@ def test_one_client_serves_several_event_loops(service: FakeService) -> None:
     thread.start()
     try:
         there = asyncio.run_coroutine_threadsafe(client.status("job"), loop)
-        found = [asyncio.run(client.status("job"))["job_uuid"], there.result(10)["job_uuid"]]
+        found = [asyncio.run(client.status("job"))["job_uuid"], there.result(60)["job_uuid"]]
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()

@@ -35,7 +35,7 @@ class Served:
         given = {"model": "org/tiny", **job}
         self.news.clear()
         while (found := self.models.of_job(given)) is None:
-            assert self.news.wait(10)
+            assert self.news.wait(60)
         return found[0]
 
 
@@ -115,7 +115,7 @@ def test_the_reference_of_dpo_is_listed_as_well(served: Served) -> None:
     job = {"model": "org/tiny", "dpo": {"reference": {"model": "org/none"}}}
     served.news.clear()
     while (found := served.models.of_job(job)) is None:
-        assert served.news.wait(10)
+        assert served.news.wait(60)
         served.news.clear()
     assert [(one.model, bool(one.sha256)) for one in found] == [("org/tiny", True), ("org/none", False)]
 
@@ -124,7 +124,7 @@ def test_a_list_that_no_attempt_took_is_made_again(served: Served, monkeypatch: 
     now = [0.0]
     served.models._clock = lambda: now[0]
     assert served.models.of_job({"model": "org/tiny"}) is None  # the job is cancelled now
-    assert served.news.wait(10)
+    assert served.news.wait(60)
     blob(served, "model.safetensors").write_bytes(b"other w")
     now[0] = 100.0
     fresh = served.listed()

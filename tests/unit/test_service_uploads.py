@@ -230,19 +230,19 @@ def test_two_that_ask_at_once_put_it_in_place_once(service: Service, monkeypatch
     def slowly(path: Path) -> None:
         placed.append(path)
         inside.set()
-        assert release.wait(10)
+        assert release.wait(60)
         put(path)
 
     monkeypatch.setattr(module, "fsync_tree", slowly)
     answers: list[tuple[str, ...]] = []
     asking = [threading.Thread(target=lambda: answers.append(service.ask(written))) for _ in range(2)]
     asking[0].start()
-    assert inside.wait(10)
+    assert inside.wait(60)
     asking[1].start()
     asking[1].join(0.05)  # it waits for the first
     release.set()
     for one in asking:
-        one.join(10)
+        one.join(60)
     assert (answers, len(placed)) == ([(), ()], 1)
 
 
@@ -261,6 +261,8 @@ def test_a_file_comes_in_parts_and_counts_once_it_is_whole(service: Service) -> 
     assert service.send(written, "additional_chat_templates/a.jinja", 40) == 100
     assert service.ask(written) == (MANIFEST,)
     assert service.send(written, "additional_chat_templates/a.jinja", 0, b"twice") == 100  # it is here: nothing is read
+    assert not service.uploads._senders
+    assert not service.uploads._requested
 
 
 def test_a_file_with_another_digest_is_dropped(service: Service) -> None:

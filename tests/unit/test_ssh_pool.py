@@ -33,8 +33,9 @@ class Machines:
         self.labels: dict[str, Mapping[str, str]] = {}
         self.logins = 0
         self.holds = False
+        self.held: list[str] = []
         self.installs = threading.Event()
-        """Set once a start that is held has begun."""
+        """Set once the starts of an order that are held have begun, on all of its machines."""
 
     def check(self, host: InventoryHost) -> str:
         self.logins += 1
@@ -48,7 +49,9 @@ class Machines:
         assert plan is PLAN
         progress("installing")
         if self.holds:
-            self.installs.set()
+            self.held.append(name)
+            if len(self.held) == len(ORDER.names):
+                self.installs.set()
             await asyncio.Event().wait()
         self.agents[name], self.labels[name] = host.name, host.labels
         return {"state": "started"}
@@ -93,7 +96,7 @@ def held(machines: Machines, clock: FakeClock) -> Iterator[SshPool]:
     pool = made(machines, clock, patience=0.0)
     with pytest.raises(PoolUnavailable):
         pool.request(ORDER)
-    assert machines.installs.wait(20)
+    assert machines.installs.wait(60)
     yield pool
     pool.release(ORDER)
 
@@ -139,6 +142,28 @@ def test_a_start_reports_what_it_does_and_can_be_given_back(held: SshPool, machi
     held.release(ORDER)
     assert machines.agents == {}
     assert held.observe(ORDER).given is Given.nothing
+
+
+def test_an_order_is_given_back_whose_start_has_ended_since_it_was_requested(
+    machines: Machines, clock: FakeClock
+) -> None:
+    may_end = threading.Event()
+    start = machines.start
+
+    async def start_late(*arguments: Any) -> dict[str, Any]:
+        await asyncio.to_thread(may_end.wait)
+        return await start(*arguments)
+
+    machines.start = start_late  # type: ignore[method-assign]
+    pool = made(machines, clock, patience=0.0)
+    with pytest.raises(PoolUnavailable, match="starting the agents"):
+        pool.request(ORDER)
+    may_end.set()
+    assert pool._starts[ID].done.wait(60)
+    assert machines.agents.keys() == {"a", "b"}
+    pool.release(ORDER)
+    assert machines.agents == {}
+    assert pool.observe(ORDER).given is Given.nothing
 
 
 def test_a_machine_that_fails_gives_the_others_back_and_is_chosen_last(

@@ -15,7 +15,7 @@ import pytest
 
 from llama_stack_provider_trl.errors import JobConflict, StoreError
 from llama_stack_provider_trl.jobs.demands import Queued
-from llama_stack_provider_trl.jobs.placement import why_waits
+from llama_stack_provider_trl.jobs.placement import place, why_waits
 from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
@@ -127,6 +127,23 @@ def test_the_training_process_finds_its_spec_with_the_device_filled_in(world: Wo
     assert (spec.job.device, spec.attempt, spec.run_dir, spec.task_id) == ("cpu", 1, run_dir, "a-1")
     assert world.launcher.tasks["a-1"].spec == TaskSpec("a-1", run_dir, ("cpu",))
     assert world.job().spec.device == "auto"  # what was requested stays on record
+
+
+def test_a_waiting_job_that_is_deleted_while_it_is_placed_keeps_no_other_from_its_start(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.supervisor = Supervisor(world.store, world.launcher, ["cuda:0", "cuda:1"], world.root)
+    world.add("a", "b", device="cuda")
+
+    def place_late(*arguments: Any) -> Any:
+        placed = place(*arguments)
+        world.store.request_cancel("a")
+        world.store.delete("a")
+        return placed
+
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.supervisor.place", place_late)
+    world.tick()
+    assert world.launcher.started == ["b-1"]
 
 
 def test_a_job_that_another_process_ends_during_a_pass_is_left_alone(

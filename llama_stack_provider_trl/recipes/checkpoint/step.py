@@ -22,6 +22,7 @@ releases.
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import shutil
@@ -36,7 +37,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ... import faults
 from ...errors import JobFailure
@@ -87,6 +88,9 @@ class Snapshot:
     """The JSON of the optimizer's state."""
     random: Mapping[str, Any]
     """This rank's random numbers."""
+    generation: GenerationConfig | None
+    """How the model generates; None: it cannot. In the model itself it is put aside while that answers prompts of the
+    next step."""
 
 
 class Saver:
@@ -147,7 +151,8 @@ class Saver:
         tensors = {weights_name(model): weights, optimizer_state.tensors_of(self._workers.own): state.tensors}
         if momentum is not None:
             tensors[optimizer_state.OUTER] = momentum
-        snapshot = Snapshot(self._copy.take(tensors), state.document, random)
+        generation = copy.deepcopy(getattr(model, "generation_config", None))
+        snapshot = Snapshot(self._copy.take(tensors), state.document, random, generation)
         copied_at = time.monotonic()
 
         def work() -> None:
@@ -229,6 +234,8 @@ class Saver:
                     )
                 else:
                     model.save_pretrained(staging, state_dict={})
+                    if snapshot.generation is not None:
+                        snapshot.generation.save_pretrained(staging)
                 tokenizer.save_pretrained(staging)
                 (staging / optimizer_state.VALUES).parent.mkdir(exist_ok=True)
                 (staging / optimizer_state.VALUES).write_text(snapshot.optimizer)

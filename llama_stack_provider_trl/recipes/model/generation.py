@@ -37,13 +37,23 @@ class Sampler(LogitsProcessor):
     Args:
         sources: of each sequence.
         on_token: called after each choice.
+        tokens: how many tokens, by their numbers, can be chosen; None: all that the model has a logit for.
     """
 
-    def __init__(self, work: Sampling, sources: list[random.Random], on_token: Callable[[], None]) -> None:
-        self._work, self._sources, self._on_token = work, sources, on_token
+    def __init__(
+        self,
+        work: Sampling,
+        sources: list[random.Random],
+        on_token: Callable[[], None],
+        tokens: int | None = None,
+    ) -> None:
+        self._work, self._sources, self._on_token, self._tokens = work, sources, on_token, tokens
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         self._on_token()
+        if self._tokens is not None and self._tokens < scores.shape[-1]:
+            scores = scores.clone()
+            scores[:, self._tokens :] = -torch.inf
         if not self._work.temperature:
             return scores
         logits = scores.detach().to("cpu", torch.float64) / self._work.temperature

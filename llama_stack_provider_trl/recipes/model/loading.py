@@ -396,17 +396,21 @@ def positions_of(source: ModelSource) -> int | None:
     return positions
 
 
-def check_length(model: PreTrainedModel, max_seq_length: int) -> None:
+def check_length(model: PreTrainedModel, max_seq_length: int, role: str = "") -> None:
     """Refuse sequences longer than the model has positions for. Training would fail, on CUDA without a message.
+
+    Args:
+        role: what the model is in the job, and its name, where it is not the one that is trained.
 
     Raises:
         JobFailure: invalid_request, naming both lengths.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and max_seq_length > positions:
+        role = role or f"this {type(model).__name__}"
         raise JobFailure(
             Reason.invalid_request,
-            f"max_seq_length is {max_seq_length}, but this {type(model).__name__} has {positions} positions. "
+            f"max_seq_length is {max_seq_length}, but {role} has {positions} positions. "
             f"Set the provider option max_seq_length to {positions} or less.",
         )
 

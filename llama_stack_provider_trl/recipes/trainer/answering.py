@@ -43,6 +43,8 @@ class AnswersPrompts(PreparedDatasets, ScoresReference):
     """
 
     head_outputs = ()  # its head is that of the method
+    answer_vocabulary: int | None = None
+    """How many tokens, by their numbers, answers consist of; None: all that the model has a logit for."""
     _tokens_of_step = 0
     """Tokens of all answers of the optimizer step at hand."""
     _micro_steps = 1
@@ -107,7 +109,12 @@ class AnswersPrompts(PreparedDatasets, ScoresReference):
             found = answer_ids(
                 model,
                 given or [self._filler],
-                Sampler(self._sampling, [random.Random(seed) for seed in seeds or [""]], lambda: None),
+                Sampler(
+                    self._sampling,
+                    [random.Random(seed) for seed in seeds or [""]],
+                    lambda: None,
+                    self.answer_vocabulary,
+                ),
                 most=self._most,
                 ends=self._ends(),
                 pad=self.processing_class.pad_token_id,

@@ -33,6 +33,8 @@ class DistillationRecipe(AnswersPrompts, DPOTrainer):
         super().__init__(spec=spec, sampling=spec.method, **arguments)
         fuse_head(self.policy, outputs=("log_probs",))
         self.ref_model = load_reference(spec, self.args.device, self.accelerator)
+        # A student may have more rows of embeddings than its teacher, which reads the answers.
+        self.answer_vocabulary = self.ref_model.get_input_embeddings().weight.shape[0]
 
     def collate_answers(self, batches: list[dict[str, Any]], answers: list[list[list[int]]]) -> int:
         ends = self._ends()

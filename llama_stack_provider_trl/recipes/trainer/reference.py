@@ -102,7 +102,8 @@ def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator
     set_attention(spec, model)
     if spec.padding_free:
         use_rows(model)
-    check_length(model, spec.max_seq_length)
+    role = "teacher" if isinstance(spec.method, DistillationSpec) else "reference"
+    check_length(model, spec.max_seq_length, f"the {role} {spec.reference_source.model!r}")
     fuse_head(model, outputs=("log_probs",), temperature=temperature_of(spec))
     deferred = DeferredWeights(model, storage.dtype, device) if storage.is_deferred else None
     scored = frozen(spec, model).eval() if has_reference_adapter(spec) else model

@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -173,7 +173,12 @@ class SshPool:
     async def _cancellable(self, order: PoolOrder, hosts: Sequence[InventoryHost], begun: _Start) -> None:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
-        begun.cancel = lambda: loop.call_soon_threadsafe(task.cancel)
+
+        def cancel() -> None:
+            with suppress(RuntimeError):  # the loop is closed: the start has ended meanwhile
+                loop.call_soon_threadsafe(task.cancel)
+
+        begun.cancel = cancel
         if begun.cancelled:
             raise asyncio.CancelledError
         await self._start(order, hosts, begun)

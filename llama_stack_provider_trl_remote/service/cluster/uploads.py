@@ -12,10 +12,10 @@ import os
 import re
 import shutil
 import threading
-from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from pydantic import BaseModel
 
@@ -56,7 +56,9 @@ class UploadReceiver:
         self._store = store
         self._digests = digests
         self._lock = threading.Lock()
-        self._requested: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+        self._requesting = threading.Lock()
+        self._requested: WeakValueDictionary[Path, threading.Lock] = WeakValueDictionary()
+        """Of the checkpoints that are requested at the moment."""
         self._senders: dict[Path, object] = {}
         """The writer of each file: the last one to begin. Others may be blocked on dead connections."""
 
@@ -159,7 +161,9 @@ class UploadReceiver:
             raise InvalidRequest("checkpoint", name, f"expected the name of a checkpoint of the kind {report.kind}")
         _check_files(report, code=job.spec.trust_remote_code)
         staging = _staging(job, task, name)
-        with self._requested[staging]:  # repeated while the first request still forces files to disk
+        with self._requesting:  # one lock for both of two first requests
+            requested_once = self._requested.setdefault(staging, threading.Lock())
+        with requested_once:  # repeated while the first request still forces files to disk
             if self._is_in_place(target, report):
                 return CheckpointAnswer(missing=(), path=str(target))
             contents, requested = staging / "files", staging / "report.json"
@@ -204,27 +208,27 @@ class UploadReceiver:
             return wanted.size
         part.parent.mkdir(parents=True, exist_ok=True)
         us = object()
-        with _opened(part, 0o644) as file:  # other users may read what is in `checkpoint_roots`
-            size = os.fstat(file).st_size
-            if size != offset:
-                raise WrongOffset(offset, size)
-            self._senders[part] = us
-            unchecked = 0
-            async for piece in pieces:
-                if self._senders.get(part) is not us:
-                    raise WrongOffset(offset, _size(part) or 0)
-                if size + len(piece) > wanted.size:
-                    raise InvalidRequest("body", f"{size + len(piece)} bytes", f"the file has {wanted.size}")
-                unchecked += len(piece)
-                if unchecked >= _CHECK_BYTES:  # other uploads use the same disk
-                    _check_free(job, part.parent, 0)
-                    unchecked = 0
-                write_all(file, size, piece)
-                size += len(piece)
-            if size < wanted.size:
-                return size
-            await asyncio.to_thread(os.fsync, file)
         try:
+            with _opened(part, 0o644) as file:  # other users may read what is in `checkpoint_roots`
+                size = os.fstat(file).st_size
+                if size != offset:
+                    raise WrongOffset(offset, size)
+                self._senders[part] = us
+                unchecked = 0
+                async for piece in pieces:
+                    if self._senders.get(part) is not us:
+                        raise WrongOffset(offset, _size(part) or 0)
+                    if size + len(piece) > wanted.size:
+                        raise InvalidRequest("body", f"{size + len(piece)} bytes", f"the file has {wanted.size}")
+                    unchecked += len(piece)
+                    if unchecked >= _CHECK_BYTES:  # other uploads use the same disk
+                        _check_free(job, part.parent, 0)
+                        unchecked = 0
+                    write_all(file, size, piece)
+                    size += len(piece)
+                if size < wanted.size:
+                    return size
+                await asyncio.to_thread(os.fsync, file)
             found = await self._digest(part)
             if found != sha256:
                 part.unlink()
@@ -237,6 +241,7 @@ class UploadReceiver:
         except FileNotFoundError as error:
             if _size(whole) != wanted.size:
                 raise WrongOffset(offset, _size(part) or 0) from error
+            return wanted.size
         finally:
             if self._senders.get(part) is us:
                 del self._senders[part]

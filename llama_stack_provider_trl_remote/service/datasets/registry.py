@@ -211,7 +211,8 @@ class DatasetRegistry:
     def delete(self, dataset_id: str) -> None:
         """Delete a dataset; its rows stay, since jobs may need them. Raises NotFound."""
         try:
-            self._path(dataset_id).unlink()
+            with self._registering:
+                self._path(dataset_id).unlink()
         except FileNotFoundError:
             raise _unknown(dataset_id) from None
 
@@ -300,9 +301,14 @@ class DatasetRegistry:
             except InvalidRows as error:
                 raise InvalidRows(f"dataset {entry.dataset.identifier!r} ({uri}), {error}") from error
         current = known.model_copy(update={"sha256": sha256, "num_rows": num_rows, "stamp": found.stamp})
-        if self._path(entry.dataset.identifier).exists():  # unless it was deleted meanwhile
-            await asyncio.to_thread(self._write, current)
+        await asyncio.to_thread(self._replace, known, current)
         return current
+
+    def _replace(self, known: Entry, current: Entry) -> None:
+        """Store a dataset's current rows, unless it was deleted while they were read, or its name has another one."""
+        with self._registering:
+            if self._read(known.dataset.identifier) == known:
+                self._write(current)
 
     async def _converted(self, found: Readable) -> tuple[str, int]:
         """Digest and number of the rows, which are stored."""

@@ -380,7 +380,10 @@ def _store_reports(service: Service, caller: Caller, name: str, body: Poll) -> b
     is_new = service.store.tasks.record_reports(
         name, {key: report.model_dump_json() for key, report in reports.items()}, gone
     )
-    return service.cluster.note_owner(name, body.owner) or is_new
+    is_new = service.cluster.note_owner(name, body.owner) or is_new
+    if service.store.nodes.get(name) is None:  # another thread has removed it since it was found
+        service.forget_node(name)
+    return is_new
 
 
 def _note_used(service: Service, caller: Caller) -> None:

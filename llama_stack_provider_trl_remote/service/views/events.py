@@ -197,7 +197,12 @@ class _Feed:
             while len(self._pages) >= _KEPT_PAGES:
                 self._pages.pop(next(iter(self._pages)))
             reading = self._pages[after] = asyncio.create_task(asyncio.to_thread(self._read, after))
-        return reading.result() if reading.done() else await asyncio.shield(reading)
+        try:
+            return reading.result() if reading.done() else await asyncio.shield(reading)
+        except TrlError:  # the next stream reads again: other ones may keep this feed, and the job may change no more
+            if self._pages.get(after) is reading:
+                del self._pages[after]
+            raise
 
     def _read(self, after: Cursor) -> tuple[bytes, Page]:
         page = read_page(self._store, self._job_uuid, after, _PAGE, _CHUNK)

@@ -66,16 +66,26 @@ class Preflights:
         python = str(self._settings.train_python) if self._settings.train_python else None
         # The runner itself ends a task without output for that time, so that a killed service leaves nothing behind.
         task = TaskSpec(f"preflight-{run_dir.name}", run_dir, (), python, hang_timeout=limit)
+        starting: asyncio.Future[None] | None = None
         try:
             async with asyncio.timeout(limit), self._places:
-                await asyncio.to_thread(self._start, task, spec, requested)
+                starting = asyncio.ensure_future(asyncio.to_thread(self._start, task, spec, requested))
+                await asyncio.shield(starting)
                 result = await self._end_of(task, requested, kind)
         except TimeoutError as error:
             found = f"the preflight took more than {limit:.0f} s (preflight_timeout of the service)"
             raise JobFailure(Reason.timed_out, f"{found}; repeat it when the machine is less busy") from error
         finally:
-            await asyncio.shield(asyncio.to_thread(self._clean_up, task))
+            if starting is not None:
+                await asyncio.shield(self._end(task, starting))
         return result
+
+    async def _end(self, task: TaskSpec, starting: asyncio.Future[None]) -> None:
+        """End a task, and remove its files, once the thread that starts it has done so: else it would start it later,
+        and nothing would end it."""
+        await asyncio.wait([starting])
+        starting.exception()  # raised in `_run`, unless that was cancelled meanwhile
+        await asyncio.to_thread(self._clean_up, task)
 
     def _requested(self, spec: JobSpec) -> PreflightSpec:
         gigabytes = self._settings.device_memory_gb
