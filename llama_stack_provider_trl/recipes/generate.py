@@ -39,15 +39,13 @@ from .data.chat import Chat
 from .data.prepare import read_examples
 from .distributed.heartbeat import heartbeat
 from .distributed.replicas import ALONE, Replicas, replicas
-from .model.adapters import continued
+from .model.adapters import load_to_infer
 from .model.generation import Sampler as Sampler
 from .model.generation import answer_ends
 from .model.loading import (
     DTYPES,
-    WeightStorage,
     choose_device,
     load_config,
-    load_model,
     load_tokenizer,
     outline,
     parameter_counts,
@@ -372,13 +370,7 @@ def _answer_batches(
 
 def _load(spec: JobSpec, device: torch.device) -> PreTrainedModel:
     """The model, with the adapter that the job names."""
-    storage = WeightStorage(
-        dtype=DTYPES[spec.dtype], compute_dtype=spec.dtype, in_4_bits=False, is_quantized=False, is_sharded=False
-    )
-    model: Any = load_model(spec.source, storage, device)
-    if spec.adapter is not None:
-        model = continued(spec, model, PeftConfig.from_pretrained(spec.adapter.path), reference=False)
-    return model.eval()
+    return load_to_infer(spec, device)
 
 
 def _outlined(spec: JobSpec) -> PreTrainedModel:
@@ -411,6 +403,11 @@ def report_progress(done: int, total: int, found: list[Answered], seconds: float
     """Report the steps that are done, the last of which gave these answers."""
     tokens = sum(answer.tokens for answer in found)
     metrics = {"tokens_per_second": tokens / max(seconds, 1e-9), "answer_tokens": tokens / max(len(found), 1)}
+    report_steps(done, total, metrics, writer)
+
+
+def report_steps(done: int, total: int, metrics: dict[str, float], writer: EventWriter) -> None:
+    """Report the steps that are done, with the memory that they have taken."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()

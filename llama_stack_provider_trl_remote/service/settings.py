@@ -349,6 +349,7 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
         return self.resolving(
             devices,
             model_roots=None if self.on_loopback and not self.model_roots else self.model_roots,
+            train_python=self.train_python,
             ranks=ranks,
             nodes=self.torch_run_config.nnodes,
             max_nodes=1 if self.on_loopback else 1024,
