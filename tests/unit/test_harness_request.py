@@ -1,4 +1,4 @@
-"""Evaluations on tasks of lm-evaluation-harness: what is refused at POST, and what the job has. They need no library."""
+"""Evaluations on tasks of lm-evaluation-harness: what is refused at POST, and what the job has, without the library."""
 
 from __future__ import annotations
 
