@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import chdir
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -57,22 +58,20 @@ def measured(root: Path, *names: str, **changes: Any) -> dict[str, Any]:
     return result_of(run(root / "run", spec_of(root, *names, **changes))[1])
 
 
-def directly(
-    names: list[str], monkeypatch: pytest.MonkeyPatch, root: Path = EXAMPLES, **arguments: Any
-) -> dict[str, Any]:
+def directly(names: list[str], root: Path = EXAMPLES, **arguments: Any) -> dict[str, Any]:
     """What the library finds by itself, with the model as it loads it."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    monkeypatch.chdir(root)
-    monkeypatch.setenv("DISABLE_MULTIPROC", "1")
     manager = TaskManager(include_path=str(root), include_defaults=False)
-    found: Any = lm_eval.simple_evaluate(
-        model="hf",
-        model_args={"pretrained": str(tiny_model()), "dtype": "float32"},
-        **{"tasks": names, "batch_size": 4, "device": "cpu", "task_manager": manager, "bootstrap_iters": 1000},
-        **arguments,
-    )
+    with chdir(root), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DISABLE_MULTIPROC", "1")
+        found: Any = lm_eval.simple_evaluate(
+            model="hf",
+            model_args={"pretrained": str(tiny_model()), "dtype": "float32"},
+            **{"tasks": names, "batch_size": 4, "device": "cpu", "task_manager": manager, "bootstrap_iters": 1000},
+            **arguments,
+        )
     results: dict[str, Any] = found["results"]
     return results
 
@@ -87,11 +86,9 @@ def directly(
     ],
     ids=["defaults", "examples", "one turn", "system"],
 )
-def test_measures_are_those_of_the_library_called_directly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
+def test_measures_are_those_of_the_library_called_directly(tmp_path: Path, options: dict[str, Any]) -> None:
     names = ["capitals"] if "num_fewshot" in options else ["basics"]
-    expected = directly(names, monkeypatch, **options)
+    expected = directly(names, **options)
     found = measured(tmp_path, *names, **options)
     for task, measures in {**found["tasks"], **found["groups"]}.items():
         assert {f"{name},none": value for name, value in measures.items()} == {
@@ -133,10 +130,30 @@ def test_the_names_of_task_files_are_those_that_the_library_finds(tmp_path: Path
 def test_an_error_that_has_no_formula_is_that_of_the_library(
     roots: tuple[Path, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = directly(["likely"], monkeypatch, roots[1])["likely"]
+    expected = directly(["likely"], roots[1])["likely"]
+    monkeypatch.setattr("multiprocessing.Pool", None)  # one process per core
     found = measured(tmp_path, "likely", roots=roots)["tasks"]["likely"]
     assert found == {name: expected[f"{name},none"] for name in ("perplexity", "perplexity_stderr")}
     assert found["perplexity_stderr"] > 0
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_rows_are_computed_in_batches_of_the_size_that_is_requested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    sizes: list[int] = []
+    load = harness.load_to_infer
+
+    def noted(*arguments: Any, **more: Any) -> Any:
+        model = load(*arguments, **more)
+        model.register_forward_pre_hook(
+            lambda _, given, named: sizes.append(len((*given, *named.values())[0])), with_kwargs=True
+        )
+        return model
+
+    monkeypatch.setattr(harness, "load_to_infer", noted)
+    measured(tmp_path, "sums", fields={"batch_size": size})
+    assert set(sizes) == {size, 8 % size} - {0}
 
 
 def test_an_adapter_is_measured_and_in_4_bits_where_it_was_trained_so(

@@ -20,15 +20,16 @@ from llama_stack_provider_trl.jobs import harness as submitted
 from llama_stack_provider_trl.jobs import task_files
 from llama_stack_provider_trl.jobs.harness import with_task_files
 from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.submission import submit
+from llama_stack_provider_trl.jobs.submission import keep_rows, submit
 from llama_stack_provider_trl.jobs.task_files import read_task_files
 from llama_stack_provider_trl.launch.isolation import spec_paths
+from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.harness import Harness
 from llama_stack_provider_trl.requests.kinds import EvaluateRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.harness import HarnessSpec, Unusable, check_tasks, tasks_of
-from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, JobSpec, RowUse
+from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, JobSpec, RowUse, ShardingSpec
 from llama_stack_provider_trl.specs.kinds import EvaluateSpec
 from llama_stack_provider_trl.system.installed import version_for
 from tests.tiny import REPOSITORY
@@ -255,16 +256,24 @@ def test_a_training_sees_the_directories_of_its_tasks(tmp_path: Path) -> None:
 
 
 class _Submissions:
-    """A store, in which no dataset has rows."""
+    """A store, and the rows of one dataset."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.store = root, Store(root / "jobs.sqlite3")
 
     async def rows(self, dataset_id: str, use: RowUse, data_format: DataFormat | None) -> tuple[DatasetRef, list[str]]:
-        raise InvalidRequest("dataset_id", dataset_id, "there is none")
+        assert dataset_id == "rows"
+        return keep_rows(self.root / "datasets", dataset_id, [{"prompt": "a", "completion": "b"}], use, data_format)
+
+    def train(self, evaluate: Any, job_uuid: str = "tune") -> None:
+        training = {"n_epochs": 1, "data_config": {"dataset_id": "rows", "batch_size": 2}}
+        body = {"job_uuid": job_uuid, "model": "org/base", "training_config": training}
+        sent, parsed = SupervisedFineTuneRequest.model_validate(body), ProviderOptions.parse({"evaluate": evaluate})
+        asyncio.run(submit(sent, parsed, "digest", settings(self.root), self.store, self.rows))
 
     def post(self, given: EvaluateRequest, **options: Any) -> JobSpec:
-        parsed, work, known = ProviderOptions.parse(options), given.work(), settings(self.root)
+        parsed, work = ProviderOptions.parse(options), given.work()
+        known = settings(self.root, max_ranks=4, max_nodes=4, sharding=ShardingSpec(strategy="FULL_SHARD"))
         sent = given.as_training()
         asyncio.run(submit(sent, parsed, "digest", known, self.store, self.rows, work=work, models=[]))
         return self.store.get(given.job_uuid).spec
@@ -283,13 +292,23 @@ def test_the_job_is_stored_without_rows_and_its_options_are_honoured_or_refused(
     assert isinstance(spec.work, EvaluateSpec)
     assert spec.work.harness == HarnessSpec(tasks=("capitals",), roots=(EXAMPLES,))
     assert os.path.getsize(spec.dataset.path) == 0
-    for options, field in (
-        ({"nproc_per_node": 2}, "provider_options.nproc_per_node"),
-        ({"resources": {"cpus": 1}}, "provider_options.resources"),
+    for options, sentence in (
+        ({"nproc_per_node": 2}, r"provider_options\.nproc_per_node=2 .*tasks of a harness are measured by one process"),
+        ({"resources": {"cpus": 1}}, r"provider_options\.resources=.*tasks of a harness are on the service's machine"),
     ):
-        with pytest.raises(InvalidRequest) as caught:
+        with pytest.raises(InvalidRequest, match=sentence):
             jobs.post(request(job_uuid="other"), **options)
-        assert caught.value.field == field
+
+
+def test_the_evaluation_at_the_end_of_a_training_may_measure_tasks(jobs: _Submissions) -> None:
+    jobs.train({"harness": {"tasks": ["basics"], "seed": 3}})
+    spec = jobs.store.get("tune-evaluation").spec
+    assert spec.work == EvaluateSpec(harness=HarnessSpec(tasks=("basics",), roots=(EXAMPLES,), seed=3))
+    assert (spec.after, spec.dataset.num_rows) == (("tune",), 0)
+    with pytest.raises(InvalidRequest, match=r"provider_options\.evaluate\.harness\.tasks=\['mmlu'\]"):
+        jobs.train({"harness": {"tasks": ["mmlu"]}}, job_uuid="other")
+    with pytest.raises(InvalidRequest, match=r"provider_options\.evaluate\.dataset_id=None"):
+        jobs.train({}, job_uuid="other")
 
 
 def test_the_documented_fields_are_those_of_the_block() -> None:
