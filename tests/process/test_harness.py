@@ -18,6 +18,7 @@ import pytest
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.jobs.task_files import read_task_files
 from llama_stack_provider_trl.recipes import harness
+from llama_stack_provider_trl.requests.harness import Harness
 from llama_stack_provider_trl.specs.beginnings import AdapterSpec
 from llama_stack_provider_trl.specs.events import Evaluated, Event, Failed, Finished, Paused, Prepared, Progress, Warned
 from llama_stack_provider_trl.specs.harness import HarnessSpec
@@ -135,6 +136,39 @@ def test_an_error_that_has_no_formula_is_that_of_the_library(
     found = measured(tmp_path, "likely", roots=roots)["tasks"]["likely"]
     assert found == {name: expected[f"{name},none"] for name in ("perplexity", "perplexity_stderr")}
     assert found["perplexity_stderr"] > 0
+
+
+TURNS: dict[str, Any] = {"apply_chat_template": True, "num_fewshot": 2}
+EFFECTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tasks": ({}, {"tasks": ("opposites",)}),
+    "num_fewshot": ({}, {"num_fewshot": 1}),
+    "limit": ({}, {"limit": 0.4}),
+    "apply_chat_template": ({}, {"apply_chat_template": True}),
+    "fewshot_as_multiturn": (TURNS, {**TURNS, "fewshot_as_multiturn": False}),
+    "system_instruction": ({}, {"system_instruction": "Be short."}),
+    "seed": ({"num_fewshot": 2}, {"num_fewshot": 2, "seed": 7}),
+}
+"""What each field of a request changes: the job without, and with it."""
+
+
+@pytest.mark.parametrize("field", Harness.model_fields)
+def test_every_field_changes_what_the_model_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    computed: list[list[Any]] = []
+    answer = HFLM.loglikelihood
+
+    def noted(model: Any, requests: list[Any], *more: Any, **named: Any) -> Any:
+        computed.append([request.args for request in requests])
+        return answer(model, requests, *more, **named)
+
+    monkeypatch.setattr(HFLM, "loglikelihood", noted)
+    for number, changes in enumerate((*EFFECTS[field], EFFECTS[field][0])):
+        measured(tmp_path / str(number), **{"tasks": ("capitals",), **changes})
+    before, after, again = computed
+    assert before == again != after
 
 
 @pytest.mark.parametrize("size", [2, 5])
