@@ -45,7 +45,9 @@ class TrlPostTraining(SubmittingCalls):
         devices = usable_devices(config.device)
         check_interpreter(config.train_python)
         self.isolation = isolate(config.isolation, [config.data_dir])
-        self.settings = config.resolving(tuple(devices), model_roots=config.model_roots or None)
+        self.settings = config.resolving(
+            tuple(devices), model_roots=config.model_roots or None, train_python=config.train_python
+        )
         self.store = Store(config.data_dir / DATABASE)
         self.python = str(config.train_python) if config.train_python else None
         self.launcher = LocalLauncher(

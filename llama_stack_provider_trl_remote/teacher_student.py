@@ -27,8 +27,11 @@ REQUIRED = ("teacher", "prompts", "held_out", "students")
 OPTIONAL = ("student", "data", "result", "weights", "generate", "evaluate")
 _CHOICES = {"data": ("full", "shards"), "result": ("merge", "ensemble", "students")}
 """Field -> its values, the default first."""
-_DECIDED = {"job_uuid", "model", "models", "dataset_id", "output", "algorithm", "reference_model", "checkpoint_dir"}
-"""Fields of the jobs `generate` and `evaluate` that follow from the section."""
+_DECIDED = {
+    *("job_uuid", "model", "models", "dataset_id", "output", "algorithm", "reference_model", "checkpoint_dir"),
+    "harness",
+}
+"""Fields of the jobs `generate` and `evaluate` that follow from the section, or have no place in it."""
 _DEFAULTS: Json = {
     "algorithm_config": {"type": "LoRA"},
     "training_config": {"n_epochs": 1, "data_config": {"batch_size": 4, "shuffle": True}},

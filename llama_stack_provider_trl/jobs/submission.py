@@ -15,7 +15,16 @@ from weakref import WeakValueDictionary
 
 from ..errors import InvalidRequest, InvalidRows, MethodUnavailable, StoreError
 from ..requests.bases import Base, NamedJob
-from ..requests.kinds import EVALUATE, answering_of, evaluation_after, for_work, in_its_terms, with_engine, with_work
+from ..requests.kinds import (
+    EVALUATE,
+    answering_of,
+    evaluation_after,
+    for_work,
+    harness_of,
+    in_its_terms,
+    with_engine,
+    with_work,
+)
 from ..requests.options import ProviderOptions
 from ..requests.resolve import Resolution, resolve
 from ..requests.search import RequestedSearch, RequestedTrial, in_trial, resolve_search
@@ -30,7 +39,8 @@ from ..specs.rewards import checks_of
 from ..specs.rows import UNREAD, check_rows
 from ..system.files import put_lines, put_rows
 from .bases import find_base
-from .merges import after_all, bases_of, beside_judges, jobs_of
+from .harness import with_task_files
+from .merges import after_all, bases_of, beside_judges, jobs_of, no_rows
 from .ownership import refuse_foreign
 from .promised import refuse_split, refuse_unknown_rows, shard_of
 from .reader import digest_conflict
@@ -230,7 +240,7 @@ async def resolved(
     if store is not None:
         named = await asyncio.to_thread(find_base, request, store)
     if work is not None:
-        work = with_engine(work, settings)
+        work = await asyncio.to_thread(with_task_files, with_engine(work, settings), settings)
         options, settings = for_work(request, options, settings, named, work)
     # Models, adapters and installed packages are read: none of that may hold up other requests.
     makers = [job.job_uuid for job in jobs_of(work, models or [])]
@@ -242,7 +252,10 @@ async def resolved(
     answering = answering_of(work)
     use: RowUse = "prompts" if answering is not None else resolution.fields["algorithm"]
     data_format: DataFormat | None = resolution.fields["data_format"]
-    dataset, warnings = await datasets(resolution.dataset_id, use, data_format)
+    if harness_of(work) is None:
+        dataset, warnings = await datasets(resolution.dataset_id, use, data_format)
+    else:
+        dataset, warnings = await asyncio.to_thread(no_rows, settings.data_dir / "datasets"), []
     if isinstance(answering, CheckedAnswering):
         await asyncio.to_thread(refuse_unchecked_rows, dataset, answering.checks)
         warnings = [message for message in warnings if not message.startswith(UNREAD)]  # which checks may read

@@ -233,6 +233,7 @@ def spec_paths(spec: Mapping[str, Any], directories: Sequence[Path]) -> SpecPath
     for source in (job.get("method") or {}).get("rewards") or ():
         reward = source.get("model") or {}
         models += [reward.get("path"), (reward.get("base") or {}).get("model")]
+    found.read += _paths(*((work.get("harness") or {}).get("roots") or ()))  # which the operator has named
     for model in _paths(*models):
         if _is_model(model, directories):
             found.read += [model, *_links_of(model, directories)]

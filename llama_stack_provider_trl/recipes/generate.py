@@ -39,8 +39,6 @@ from .data.prepare import read_examples
 from .distributed.heartbeat import heartbeat
 from .distributed.replicas import ALONE, Replicas, replicas
 from .model.loading import DTYPES, choose_device, load_config, outline, parameter_counts
-from .transformers_answerer import TransformersAnswerer
-from .vllm_answerer import VllmAnswerer
 
 
 class Questions(NamedTuple):
@@ -317,6 +315,11 @@ def report_progress(done: int, total: int, found: list[Answered], seconds: float
     """Report the steps that are done, the last of which gave these answers."""
     tokens = sum(answer.tokens for answer in found)
     metrics = {"tokens_per_second": tokens / max(seconds, 1e-9), "answer_tokens": tokens / max(len(found), 1)}
+    report_steps(done, total, metrics, writer)
+
+
+def report_steps(done: int, total: int, metrics: dict[str, float], writer: EventWriter) -> None:
+    """Report the steps that are done, with the memory that they have taken."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()

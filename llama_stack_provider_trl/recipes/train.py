@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..specs.events import EventWriter, NullEventWriter
+from ..specs.harness import HarnessSpec
 from ..specs.job import AttemptSpec, JobSpec
 from ..specs.kinds import CheckedAnswering, EvaluateSpec, GenerateSpec, MergeWork, members_of
 from ..system import fork
@@ -84,6 +85,10 @@ def _import_task(attempt: AttemptSpec) -> Callable[[AttemptSpec, EventWriter], N
             from .checked_answers import check_attempt
 
             return check_attempt
+        case EvaluateSpec(harness=HarnessSpec()):
+            from .harness import measure_attempt
+
+            return measure_attempt
         case EvaluateSpec():
             from .evaluate import evaluate_attempt
 

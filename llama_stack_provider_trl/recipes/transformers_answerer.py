@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from ..specs.job import JobSpec
 from ..specs.kinds import Answering
 from .answerer import Answerer
-from .model.adapters import continued
+from .model.adapters import load_to_infer
 from .model.generation import Sampler, answer_ends
-from .model.loading import DTYPES, WeightStorage, load_model
 
 
 class TransformersAnswerer(Answerer):
@@ -24,7 +22,7 @@ class TransformersAnswerer(Answerer):
     def __init__(self, spec: JobSpec, work: Answering, device: torch.device) -> None:
         super().__init__(spec, work)
         self.device = device
-        self._model = _load(spec, device)
+        self._model = load_to_infer(spec, device)
         self.ends = answer_ends(self._model, self.tokenizer)
         # In place of the model's own, whose penalties and limits would change the answers.
         self._generation = GenerationConfig(
@@ -59,15 +57,3 @@ class TransformersAnswerer(Answerer):
             )
         tokens: list[list[int]] = found[:, longest:].tolist()
         return tokens
-
-
-def _load(spec: JobSpec, device: torch.device) -> PreTrainedModel:
-    """The model, with the adapter that the job names."""
-    storage = WeightStorage(
-        dtype=DTYPES[spec.dtype], compute_dtype=spec.dtype, in_4_bits=False, is_quantized=False, is_sharded=False
-    )
-    model: Any = load_model(spec.source, storage, device)
-    if spec.adapter is not None:
-        model = continued(spec, model, PeftConfig.from_pretrained(spec.adapter.path), reference=False)
-    loaded: PreTrainedModel = model.eval()
-    return loaded

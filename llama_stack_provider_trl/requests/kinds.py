@@ -16,6 +16,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from ..documented import Documented
 from ..errors import InvalidRequest, InvalidRows
 from ..specs.answer_checks import AnswerCheck, refuse_unusable
+from ..specs.harness import HarnessSpec
 from ..specs.job import JobSpec, ShardingSpec
 from ..specs.kinds import (
     MERGING,
@@ -34,6 +35,7 @@ from ..specs.merge import ADAPTER_METHODS, MODEL_METHODS, PRUNING_METHODS, Merge
 from ..specs.methods import Call
 from .bases import Base, NamedJob, is_adapter
 from .bodies import COUNT, PreferenceOptimizeRequest, SupervisedFineTuneRequest
+from .harness import Harness
 from .lifecycle import evaluation_name
 from .options import ProviderOptions
 from .settings import Request, Settings
@@ -52,6 +54,8 @@ _MOST_SAMPLES = 1000
 _MOST_ANSWERS = 10**6
 _OF_ANSWERS = ("max_new_tokens", "temperature", "top_p", "seed", "engine", "checkpoint_dir")
 """Fields of an evaluation that only checks of answers read."""
+_OF_ROWS = ("dataset_id", "reference_model", "max_seq_length", "checks", *_OF_ANSWERS[:-1])
+"""Fields of an evaluation that tasks of a harness leave nothing to, beside an `algorithm` other than sft."""
 
 
 class _Kind(Documented):
@@ -148,9 +152,9 @@ class EvaluateRequest(_Kind):
     models: list[EnsembleModel] | None = Field(None, min_length=1, max_length=64)
     """In place of `model`, with algorithm sft and no checks: an ensemble, [{model, weight}]. Its probability of each
     token is the weighted mean of those of its models, which have the same tokenizer."""
-    dataset_id: str = Field(max_length=512)
+    dataset_id: str | None = Field(None, max_length=512)
     """The registered dataset with the rows, or with algorithm sft and no checks `job:NAME`, those that a job will have
-    made."""
+    made. Required without `harness`."""
     algorithm: Call = "sft"
     """sft: loss, perplexity and accuracy of tokens; dpo: preferences, against `reference_model`."""
     reference_model: str | None = Field(None, min_length=1)
@@ -174,7 +178,10 @@ class EvaluateRequest(_Kind):
     engine: Engine = "transformers"
     """Checks: what computes the answers, transformers or vllm (as in a generate job)."""
     checkpoint_dir: str | None = None
-    """Checks: where the answers are written, relative to the data directory, or absolute inside an allowed root."""
+    """Checks, harness: where the answers, or the measures of tasks, are written; relative to the data directory, or
+    absolute inside an allowed root."""
+    harness: Harness | None = None
+    """In place of a dataset: tasks of lm-evaluation-harness, {tasks, num_fewshot, limit ...}."""
 
     def work(self, found: Sequence[Base] = ()) -> EvaluateSpec:
         """What the job does.
@@ -186,6 +193,11 @@ class EvaluateRequest(_Kind):
             InvalidRequest: the model or the reference is missing, a field would be ignored, or a check cannot be made.
         """
         named = self.named()
+        if self.harness is not None:
+            return EvaluateSpec(harness=self._tasks(self.harness))
+        if self.dataset_id is None:
+            hint = "name the registered dataset with the rows, or in `harness` tasks, which have rows of their own"
+            raise InvalidRequest("dataset_id", None, hint)
         if self.checks is not None:
             return EvaluateSpec(answers=self._answering(self.checks, found), from_jobs=_checkpoints(found))
         for name in _OF_ANSWERS:
@@ -218,6 +230,8 @@ class EvaluateRequest(_Kind):
             hint = "`model` names what is evaluated already: leave one of them out"
         elif self.checks is not None:
             hint = "answers are those of one model: leave the checks out, or name a model in `model`"
+        elif self.harness is not None:
+            hint = "tasks of a harness measure one model: name it in `model`"
         elif self.algorithm != "sft":
             hint = f"an ensemble is measured by algorithm sft, not by {self.algorithm}: name one model in `model`"
         elif not math.fsum(one.weight for one in self.models):
@@ -237,6 +251,13 @@ class EvaluateRequest(_Kind):
             for one, base in zip(models, found, strict=True)
         ]
         return EvaluateSpec(members=tuple(members), from_jobs=_checkpoints(found))
+
+    def _tasks(self, harness: Harness) -> HarnessSpec:
+        for name in ("algorithm", *_OF_ROWS):
+            if name in self.model_fields_set and (value := getattr(self, name)) not in ("sft", None):
+                hint = "tasks of a harness have rows, prompts and measures of their own: leave it out"
+                raise InvalidRequest(name, value, hint)
+        return harness.spec()
 
     def _answering(self, checks: list[AnswerCheck], judges: Sequence[Base]) -> CheckedAnswering:
         for name in ("algorithm", "reference_model", "max_seq_length"):
@@ -261,7 +282,7 @@ class EvaluateRequest(_Kind):
             InvalidRequest: as `named`.
         """
         names = [self.model, *(name for _, name in self.named())]
-        data = {"dataset_id": self.dataset_id, "batch_size": self.batch_size}
+        data = {"dataset_id": self.dataset_id or NO_ROWS, "batch_size": self.batch_size}
         given = {
             "job_uuid": self.job_uuid,
             "model": next(name for name in names if name is not None) if model is None else model,
@@ -411,13 +432,16 @@ def for_work(
     here: dict[str, Any] = {"ranks": 1, "nodes": 1, "max_nodes": 1}
     if (resources := options.resources) is not None:
         given = resources.model_dump(exclude_unset=True)
-        if not (isinstance(work, EvaluateSpec) and work.answers is None and not work.members):
-            hint = "answers, and the models of an ensemble, are on the service's machine only: leave it out"
+        if not (isinstance(work, EvaluateSpec) and not (work.answers or work.members or work.harness)):
+            hint = "answers, ensembles and tasks of a harness are on the service's machine only: leave it out"
             raise InvalidRequest(f"provider_options.{_RESOURCES}", given, hint)
         if resources.nodes not in (None, 1):
             hint = "a job that does not train runs on one node: use 1"
             raise InvalidRequest(f"provider_options.{_RESOURCES}.nodes", resources.nodes, hint)
         here["max_nodes"] = settings.max_nodes
+    if harness_of(work) is not None and options.nproc_per_node not in (None, 1):
+        hint = "the tasks of a harness are measured by one process: leave it out, or send several jobs"
+        raise InvalidRequest(f"provider_options.{_RANKS}", options.nproc_per_node, hint)
     if settings.sharding is not None:
         here["sharding"] = ShardingSpec(strategy="NO_SHARD")
     return options.model_copy(update=chosen), settings.model_copy(update=here)
@@ -432,6 +456,8 @@ def with_work(spec: JobSpec, work: Work) -> JobSpec:
             hint = f"with {spec.dataset.num_rows} prompts that are {answers} answers, at most {_MOST_ANSWERS} are made"
             raise InvalidRequest("samples_per_prompt", answering.samples_per_prompt, f"{hint}: divide the dataset")
         untrained |= {"lora": None, "token_cache": None}
+    if harness_of(work) is not None:
+        untrained["token_cache"] = None
     if isinstance(work, MergeWork):
         merge = work.merge.model_copy(update={"output": spec.checkpoint_dir / MERGING})
         work = work.model_copy(update={"merge": merge})
@@ -454,6 +480,11 @@ def with_engine(work: Work, settings: Settings) -> Work:
 def answering_of(work: Work | None) -> Answering | None:
     """How a job answers the prompts that its rows are; None: they are read for something else."""
     return work.answers if isinstance(work, EvaluateSpec) else work if isinstance(work, GenerateSpec) else None
+
+
+def harness_of(work: Work | None) -> HarnessSpec | None:
+    """The tasks that a job measures its model on; None: it reads the rows of a dataset."""
+    return work.harness if isinstance(work, EvaluateSpec) else None
 
 
 def _checkpoints(found: Sequence[Base]) -> tuple[Path, ...]:

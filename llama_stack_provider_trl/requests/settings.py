@@ -61,6 +61,8 @@ class JobSettings(Documented):
     """Directories besides `data_dir` that an absolute `checkpoint_dir` may point into."""
     trust_remote_code: tuple[TrustedModel, ...] = ()
     """Models whose own code may run: directories, or ORG/NAME@REVISION. Other models that need it are refused."""
+    harness_roots: tuple[Path, ...] = ()
+    """Directories of task files of lm-evaluation-harness, which evaluations may name. Their code runs in the jobs."""
 
     trackers: TrackerSettings = TrackerSettings()
     """Experiment trackers that jobs may use, and where they are."""
@@ -70,7 +72,7 @@ class JobSettings(Documented):
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().absolute()
 
-    @field_validator("checkpoint_roots", mode="after")
+    @field_validator("checkpoint_roots", "harness_roots", mode="after")
     @classmethod
     def _all_absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
         return tuple(path.expanduser().absolute() for path in value)
@@ -96,6 +98,8 @@ class Settings(JobSettings):
     """Directories below which a model may be named by its path, besides our own checkpoints; None: anywhere."""
     vllm_python: Path | None = None
     """Interpreter with vLLM, which answers for jobs that request that; None: there is none."""
+    train_python: Path | None = None
+    """Interpreter that trains; None: this process's own."""
     ranks: int = 1
     """Processes per job that sets none; 1: nothing here can train with several."""
     max_ranks: int = 1

@@ -10,6 +10,7 @@ from pydantic import Field
 from .adapters import LoraSpec
 from .answer_checks import AnswerCheck
 from .beginnings import AdapterSpec, Frozen
+from .harness import HarnessSpec
 from .merge import MergeSpec
 from .model_source import ModelSource
 
@@ -90,11 +91,14 @@ class EnsembleMember(FurtherModel):
 
 
 class EvaluateSpec(Frozen):
-    """Evaluates the job's model on its dataset: SFT's measures, or DPO's against the reference, or its answers."""
+    """Evaluates the job's model on its dataset: SFT's measures, or DPO's against the reference, or its answers. Or on
+    tasks that have rows of their own: then the job's dataset has none."""
 
     kind: Literal["evaluate"] = "evaluate"
     answers: CheckedAnswering | None = None
     """Not None: the measures are those of answers to the dataset's prompts."""
+    harness: HarnessSpec | None = None
+    """Not None: the measures are those of tasks of lm-evaluation-harness."""
     members: tuple[EnsembleMember, ...] = ()
     """Not empty: SFT's measures are those of an ensemble, whose probability of each token is the weighted mean of its
     members'. The job's own model is the first of them."""

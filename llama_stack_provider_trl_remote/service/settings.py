@@ -363,6 +363,7 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
             devices,
             model_roots=None if self.on_loopback and not self.model_roots else self.model_roots,
             vllm_python=self.vllm_python,
+            train_python=self.train_python,
             ranks=ranks,
             nodes=self.torch_run_config.nnodes,
             max_nodes=1 if self.on_loopback else 1024,

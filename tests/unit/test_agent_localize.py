@@ -73,6 +73,7 @@ def test_the_spec_above_sets_every_path_that_a_spec_may_have() -> None:
             "job.work.merge.output",
             "job.work.members.adapter.path",
             "job.work.answers.judges.adapter.path",
+            "job.work.harness.roots",
         ),  # nor has it work with a path: the test after that
     }
 
@@ -86,7 +87,13 @@ def test_an_order_for_a_job_that_begins_with_an_adapter_is_refused() -> None:
 def test_an_order_for_a_job_that_does_not_train_is_refused_unless_it_evaluates_one_model() -> None:
     plain = EvaluateSpec().model_dump(mode="json")
     check_order(order(spec=spec(job={"work": plain})))
-    others = {"answers": {"checks": []}, "members": [{"model": "a"}], "from_jobs": ["/etc"], "kind": "generate"}
+    others = {
+        "harness": {"tasks": ["a"]},
+        "answers": {"checks": []},
+        "members": [{"model": "a"}],
+        "from_jobs": ["/etc"],
+        "kind": "generate",
+    }
     for name, value in others.items():
         with pytest.raises(InvalidRequest, match="other jobs that do not train run on the service's machine"):
             check_order(order(spec=spec(job={"work": {**plain, name: value}})))

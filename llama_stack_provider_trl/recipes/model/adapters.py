@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import JobSpec
-from .loading import adapter_config, load_config, outline
+from .loading import DTYPES, WeightStorage, adapter_config, load_config, load_model, outline, quantize
 
 DEFAULT, REFERENCE = "default", "reference"
 _FILE = "adapter_model.safetensors"
@@ -54,6 +55,30 @@ def continued(spec: JobSpec, model: PreTrainedModel, config: PeftConfig, *, refe
             weight.requires_grad_(False)
     read_weights(spec, adapted)
     return adapted
+
+
+def load_to_infer(spec: JobSpec, device: torch.device, *, in_4_bits: bool = False) -> PreTrainedModel:
+    """The job's model in its dtype, with the adapter that the job names, for inference.
+
+    Args:
+        in_4_bits: quantize it below the adapter.
+
+    Raises:
+        JobFailure: invalid_model.
+    """
+    storage = WeightStorage(
+        dtype=DTYPES[spec.dtype],
+        compute_dtype=spec.dtype,
+        in_4_bits=in_4_bits,
+        is_quantized=in_4_bits,
+        is_sharded=False,
+    )
+    model: Any = load_model(spec.source, storage, device)
+    if in_4_bits:
+        quantize(spec, model)
+    if spec.adapter is not None:
+        model = continued(spec, model, PeftConfig.from_pretrained(spec.adapter.path), reference=False)
+    return model.eval()
 
 
 def added(spec: JobSpec, model: PeftModel, name: str) -> None:

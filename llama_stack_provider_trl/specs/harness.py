@@ -1,0 +1,165 @@
+"""Tasks of lm-evaluation-harness that an `evaluate` job measures a model on, and which of them can be used.
+
+A task is a YAML file in a directory that the operator names. The process that serves requests reads these files without
+the library, and the recipe as the library has read them: both refuse the same tasks, by the functions here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from .beginnings import Frozen
+
+LINES = "harness.jsonl"
+"""File in the checkpoint directory of such a job: what each name of the request has been measured to be."""
+MOST_TASKS = 1000
+"""Tasks of a job."""
+_LONGEST = 128
+"""Characters of a task's name, which is a part of the names of its measures."""
+_DEPTH = 16
+"""Of groups within groups."""
+_READERS = ("json", "csv", "parquet", "arrow", "text")
+"""Values of `dataset_path` that read files which the task names."""
+_STRUCTURE = ("group", "task", "tag", "include", "task_list")
+"""Keys of a group that are not settings of its tasks."""
+
+
+class HarnessSpec(Frozen):
+    """How tasks are measured. What is None is the library's own default."""
+
+    tasks: tuple[str, ...]
+    """Names of tasks, groups and tags."""
+    roots: tuple[Path, ...] = ()
+    """Directories of task files."""
+    num_fewshot: int | None = None
+    limit: float | None = None
+    apply_chat_template: bool = False
+    fewshot_as_multiturn: bool = True
+    system_instruction: str | None = None
+    seed: int | None = None
+
+
+class TaskEntry(NamedTuple):
+    """A name that a request may give."""
+
+    kind: Literal["task", "group", "tag"]
+    config: Mapping[str, Any]
+    """Of a task or a group: its file, with what that includes, and the texts of its functions."""
+    members: tuple[str, ...] = ()
+    """Of a tag: its tasks."""
+
+
+class Unusable(ValueError):
+    """A task cannot be measured here: one sentence."""
+
+
+def tasks_of(name: str, index: Mapping[str, TaskEntry]) -> dict[str, Mapping[str, Any]]:
+    """The tasks that a name stands for, with their settings, as the library would make them.
+
+    Raises:
+        Unusable: there is no such name, or its groups contain each other.
+    """
+    if name not in index:
+        raise Unusable(f"no task file has {name!r}; {_those_known(index)}")
+    return dict(_tasks(name, index, {}, 0))
+
+
+def _tasks(
+    name: str, index: Mapping[str, TaskEntry], settings: Mapping[str, Any], depth: int
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    entry = index[name]
+    if entry.kind == "task":
+        yield name, {**entry.config, **settings}
+    elif entry.kind == "tag":
+        for member in sorted(entry.members):
+            yield from _tasks(member, index, settings, depth)
+    else:
+        yield from _of_group(name, entry.config, index, settings, depth)
+
+
+def _of_group(
+    name: str, config: Mapping[str, Any], index: Mapping[str, TaskEntry], settings: Mapping[str, Any], depth: int
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if depth == _DEPTH:
+        raise Unusable(f"group {name!r} has more than {_DEPTH} groups within each other, or contains itself")
+    of_all = {**_settings(config), **settings}
+    members = config.get("task")
+    for member in members if isinstance(members, list) else ():
+        given: Mapping[str, Any] = member if isinstance(member, Mapping) else {"task": member}
+        child = str(given.get("group", given.get("task")))
+        if child in index:
+            yield from _tasks(child, index, {**of_all, **_settings(given)}, depth + 1)
+        elif "group" in given:
+            yield from _of_group(f"{name}::{child}", given, index, of_all, depth + 1)
+        else:  # without a file of its own: the group has all its settings
+            yield f"{name}::{child}", {**of_all, **_settings(given)}
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in _STRUCTURE}
+
+
+def check_tasks(spec: HarnessSpec, index: Mapping[str, TaskEntry]) -> None:
+    """Return if all tasks of a job can be measured.
+
+    Raises:
+        Unusable: one is unknown, named twice, or cannot be measured here; names it, and what to do.
+    """
+    found: dict[str, str] = {}
+    for name in spec.tasks:
+        for task, config in tasks_of(name, index).items():
+            if task in found:
+                raise Unusable(f"{found[task]!r} and {name!r} both have the task {task!r}: leave one of them out")
+            found[task] = name
+            if len(found) > MOST_TASKS:
+                raise Unusable(f"they are more than {MOST_TASKS} tasks: send several jobs")
+            if problem := _problem_of(spec, task, config):
+                raise Unusable(f"task {task!r} {problem}")
+        if name not in found.values():
+            raise Unusable(f"{name!r} has no tasks")
+
+
+def _problem_of(spec: HarnessSpec, task: str, config: Mapping[str, Any]) -> str | None:
+    """Why a task cannot be measured; None: it can be."""
+    if len(task) > _LONGEST:
+        return f"has a name of more than {_LONGEST} characters"
+    if config.get("unsafe_code"):
+        return "runs code that the model writes, which is not supported"
+    if config.get("doc_to_image") or config.get("doc_to_audio"):
+        return "has images or sound, which is not supported"
+    if spec.num_fewshot is not None and config.get("num_fewshot") == 0:
+        return "has num_fewshot 0 in its file, which the library keeps: leave num_fewshot out"
+    if config.get("class") or config.get("custom_dataset"):
+        return None  # code that the operator trusts reads its rows
+    path, given = config.get("dataset_path"), config.get("dataset_kwargs")
+    kwargs: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    if isinstance(path, str) and path.startswith("/"):
+        return None
+    if path in _READERS:
+        files = [*_texts(kwargs.get("data_files")), *_texts(kwargs.get("data_dir"))]
+        if files and not any("://" in file for file in files):
+            return None
+    found = f"the dataset {path!r}" if path else "no dataset"
+    return (
+        f"reads {found}, and only files of this machine are read: give it dataset_path {', '.join(_READERS)} with "
+        "data_files in dataset_kwargs, or the absolute path of a directory"
+    )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in the paths of a task, which are one, a list, or those of each split."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(one)
+
+
+def _those_known(index: Mapping[str, TaskEntry]) -> str:
+    names = sorted(index)
+    if not names:
+        return "there is none in the configured harness_roots"
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return f"there are {', '.join(names[:20])}{more}"
