@@ -16,11 +16,11 @@ from pydantic import ConfigDict, Field, ValidationError
 from ..documented import Documented
 from ..errors import InvalidRequest, InvalidRows
 from ..specs.answer_checks import AnswerCheck, refuse_unusable
+from ..specs.answer_files import answering_of
 from ..specs.job import JobSpec, ShardingSpec
 from ..specs.kinds import (
     MERGING,
     OF_JOB,
-    Answering,
     CheckedAnswering,
     EnsembleMember,
     EvaluateSpec,
@@ -40,7 +40,7 @@ from .settings import Request, Settings
 OPTIONS = ("after", "cancel_with", "device", "max_duration", "priority", "retries")
 """Provider options of all jobs that do not train."""
 _RANKS, _RESOURCES = "nproc_per_node", "resources"
-"""Options of those that compute with a model, and of evaluations."""
+"""Options of those that compute with a model."""
 EVALUATE = "provider_options.evaluate"
 NO_ROWS = "none"
 """The dataset of a job that reads no rows."""
@@ -363,7 +363,7 @@ def options_of(kind: type[GenerateRequest | EvaluateRequest | MergeRequest]) -> 
     """The provider options of a kind of jobs, sorted. A merge is one process."""
     if issubclass(kind, MergeRequest):
         return sorted(OPTIONS)
-    return sorted([*OPTIONS, _RANKS, *([_RESOURCES] if issubclass(kind, EvaluateRequest) else [])])
+    return sorted([*OPTIONS, _RANKS, _RESOURCES])
 
 
 def check_options(options: ProviderOptions, kind: type[GenerateRequest | EvaluateRequest | MergeRequest]) -> None:
@@ -408,8 +408,8 @@ def for_work(
     here: dict[str, Any] = {"ranks": 1, "nodes": 1, "max_nodes": 1}
     if (resources := options.resources) is not None:
         given = resources.model_dump(exclude_unset=True)
-        if not (isinstance(work, EvaluateSpec) and work.answers is None and not work.members):
-            hint = "answers, and the models of an ensemble, are on the service's machine only: leave it out"
+        if isinstance(work, EvaluateSpec) and (work.members or (work.answers is not None and work.answers.judges)):
+            hint = "the models of an ensemble, and those that judge, are on the service's machine only: leave it out"
             raise InvalidRequest(f"provider_options.{_RESOURCES}", given, hint)
         if resources.nodes not in (None, 1):
             hint = "a job that does not train runs on one node: use 1"
@@ -434,11 +434,6 @@ def with_work(spec: JobSpec, work: Work) -> JobSpec:
         work = work.model_copy(update={"merge": merge})
         untrained |= {"lora": None, "adapter": None, "token_cache": None}
     return spec.model_copy(update={**untrained, "work": work})
-
-
-def answering_of(work: Work | None) -> Answering | None:
-    """How a job answers the prompts that its rows are; None: they are read for something else."""
-    return work.answers if isinstance(work, EvaluateSpec) else work if isinstance(work, GenerateSpec) else None
 
 
 def _checkpoints(found: Sequence[Base]) -> tuple[Path, ...]:

@@ -119,6 +119,18 @@ class NodeClient(ServiceClient):
         """Append a part of a log, like `append_events`."""
         return await self._append("PUT", f"{self._task(task_id)}/logs/{quote(file)}", offset, data)
 
+    async def put_answers(self, task_id: str, file: str, offset: int, data: bytes) -> int:
+        """Append a part of a file of answers, like `append_events`."""
+        await self._pace.take(len(data))
+        return await self._append("PUT", self._answers(task_id, file), offset, data)
+
+    async def answers(self, task_id: str, file: str, path: Path) -> None:
+        """Download a file of answers as the service has it when the task begins."""
+        url = self._answers(task_id, file)
+        async with self.download(url) as (_, _, etag):
+            sha256 = etag.strip('"')
+        await fetch(self, url, path, {"path": file, "size": None, "sha256": sha256})
+
     async def offer(self, task_id: str, checkpoint: str, report: CheckpointReport) -> CheckpointAnswer:
         """Announce a checkpoint. Returns the files that the service lacks."""
         # The service compares digests and forces files to disk before it answers.
@@ -214,6 +226,9 @@ class NodeClient(ServiceClient):
 
     def _task(self, task_id: str) -> str:
         return f"{self._home}/tasks/{quote(task_id)}"
+
+    def _answers(self, task_id: str, file: str) -> str:
+        return f"{self._task(task_id)}/answers/{quote(file)}"
 
     async def _json(self, method: str, path: str, body: Any, limit: float | None = None) -> Any:
         return json.loads((await self._call(method, path, json=body, read=limit, total=limit)).body)
