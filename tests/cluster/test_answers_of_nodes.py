@@ -69,7 +69,7 @@ def test_answers_of_a_node_are_those_of_the_head_whatever_was_killed(bed: Bed) -
     ask(bed, "generate", "plain", {}, samples_per_prompt=2, output={"dataset_id": "of-the-head"})
     expected = completed(bed, "plain")["result"]
     (bed.faults / "answering-6").write_text("kill")
-    go_on, stay = bed.hold("step-10"), bed.hold("step-14")  # rank 1 has reached 8 when rank 0 dies
+    release, stay = bed.hold("step-10"), bed.hold("step-14")  # rank 1 has reached 8 when rank 0 dies
     options = {"resources": WORKERS, "retries": 3, "nproc_per_node": 2}
     ask(bed, "generate", "moved", options, samples_per_prompt=2, output={"dataset_id": "of-nodes"})
     held(bed, "step-10")
@@ -80,7 +80,7 @@ def test_answers_of_a_node_are_those_of_the_head_whatever_was_killed(bed: Bed) -
     assert machine.name in ("a", "b")
     machine.kill_agent()
     head.kill_agent()
-    go_on()
+    release()
     held(bed, "step-14")
     assert count(bed, "moved") == 10
     head.serve()
