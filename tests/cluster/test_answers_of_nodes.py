@@ -104,6 +104,7 @@ def test_a_checked_evaluation_moves_from_node_to_node_and_to_the_head(bed: Bed) 
     """Its trainer is killed, its node is drained, and the next one is lost."""
     prepared(bed, "a", "b")
     with_questions(bed)
+    bed.wait_for_nodes("head")
     head = bed.machines[0]
     ask(bed, "evaluate", "plain", {}, checks=CHECKS)
     expected = completed(bed, "plain")["result"]
