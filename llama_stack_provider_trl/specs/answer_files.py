@@ -42,14 +42,14 @@ def whole_batches(file: BinaryIO, batch: int, total: int, begin: Whole = NONE) -
 
     Args:
         batch: answers of a batch.
-        total: answers of the job; the last batch may have fewer.
+        total: answers of the job; the last batch may have fewer, and what follows it does not count.
         begin: whole batches that are known already.
     """
     whole, lines = begin, begin.answers
     position = file.seek(begin.size)
-    while piece := file.read(_PIECE):
+    while lines < total and (piece := file.read(_PIECE)):
         at = -1
-        while (at := piece.find(b"\n", at + 1)) >= 0:
+        while lines < total and (at := piece.find(b"\n", at + 1)) >= 0:
             lines += 1
             if lines % batch == 0 or lines == total:
                 whole = Whole(lines, position + at + 1)

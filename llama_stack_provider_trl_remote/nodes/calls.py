@@ -17,7 +17,7 @@ from llama_stack_provider_trl.system.files import open_in
 
 from ..client import SLOWEST_DISK, ServiceAnswer, ServiceClient, Timeouts, job_path
 from ..pull import fetch
-from ..wire import POLL_SECONDS, CheckpointAnswer, CheckpointReport, Joined, NodeReport, Orders, Poll
+from ..wire import POLL_SECONDS, AnswersBegin, CheckpointAnswer, CheckpointReport, Joined, NodeReport, Orders, Poll
 
 GONE = 410
 _PIECE = 64 << 20
@@ -125,11 +125,11 @@ class NodeClient(ServiceClient):
         return await self._append("PUT", self._answers(task_id, file), offset, data)
 
     async def answers(self, task_id: str, file: str, path: Path) -> None:
-        """Download a file of answers as the service has it when the task begins."""
-        url = self._answers(task_id, file)
-        async with self.download(url) as (_, _, etag):
-            sha256 = etag.strip('"')
-        await fetch(self, url, path, {"path": file, "size": None, "sha256": sha256})
+        """Download the file of answers with which a task begins."""
+        # The service reads the file first.
+        answer = await self._call("POST", f"{self._task(task_id)}/answers", repeat=True, read=_LISTING, total=0)
+        begin = AnswersBegin.model_validate_json(answer.body)
+        await fetch(self, self._answers(task_id, file), path, {"path": file, **begin.model_dump()})
 
     async def offer(self, task_id: str, checkpoint: str, report: CheckpointReport) -> CheckpointAnswer:
         """Announce a checkpoint. Returns the files that the service lacks."""

@@ -107,6 +107,9 @@ class FakeAgent:
     def send_answers(self, task_id: str, offset: int, data: bytes, file: str = "answers.jsonl") -> requests.Response:
         return self._send("PUT", f"{task_id}/answers/{file}", data, offset=offset)
 
+    def begin_answers(self, task_id: str) -> requests.Response:
+        return self.call("POST", f"/nodes/{self.name}/tasks/{task_id}/answers")
+
     def answers(self, task_id: str, file: str = "answers.jsonl", **headers: str) -> requests.Response:
         return self.call("GET", f"/nodes/{self.name}/tasks/{task_id}/answers/{file}", headers=headers)
 

@@ -50,6 +50,7 @@ def test_answers_of_a_node_become_a_dataset_over_a_restart_of_the_service(
     submit(service, "generate", "ask", output={"dataset_id": "made"})
     order = a.run("ask-1")
     assert order["spec"]["job"]["dataset"]["num_rows"] == len(QUESTIONS) == 8
+    assert a.begin_answers("ask-1").json() == {"size": 0, "sha256": sha256(b"")}
     empty = a.answers("ask-1")
     assert (empty.status_code, empty.content) == (200, b"")
     assert a.send_events("ask-1", 0, BEGUN).ok
@@ -84,6 +85,7 @@ def test_another_node_continues_with_what_was_sent(service: TrainingService, age
     a.run("measure-1")
     assert a.send_events("measure-1", 0, BEGUN).ok
     assert a.send_answers("measure-1", 0, FIRST + ANSWERS[4][:5]).ok  # such a part of a line only an attacker sends
+    refusal(b.begin_answers("measure-1"), 410)
     refusal(b.answers("measure-1"), 410)
     refusal(b.send_answers("measure-1", len(FIRST), b"x\n"), 410)
     refusal(b.call("PUT", "/nodes/a/tasks/measure-1/answers/answers.jsonl", data=b"x", params={"offset": 0}), 403)
@@ -93,6 +95,7 @@ def test_another_node_continues_with_what_was_sent(service: TrainingService, age
     assert a.send_events("measure-1", len(BEGUN), lines(Paused(step=4))).ok
     a.report_task("measure-1", "pause", observation=exited(0), shipped=True)
     b.run("measure-2")
+    assert b.begin_answers("measure-2").json() == {"size": len(FIRST), "sha256": sha256(FIRST)}
     assert b.answers("measure-2").content == FIRST
     a.wait_for("measure-1", "stop")
     refusal(a.send_answers("measure-1", len(FIRST), ANSWERS[4]), 410)

@@ -33,6 +33,11 @@ def test_whole_batches_and_a_shorter_last_one_count(
     assert whole_batches(file, 2, 5, known) == whole
 
 
+def test_what_follows_the_last_answer_does_not_count() -> None:
+    assert whole_batches(io.BytesIO(b"a\n" * 9), 2, 5) == Whole(5, 10)
+    assert whole_batches(io.BytesIO(b"a\n" * 9), 2, 5, Whole(5, 10)) == Whole(5, 10)
+
+
 def test_a_file_that_is_shorter_than_what_is_known_of_it_has_nothing_more() -> None:
     assert whole_batches(io.BytesIO(b"a\n"), 1, 9, Whole(3, 40)) == Whole(3, 40)
 

@@ -13,11 +13,13 @@ import pytest
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.records import NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.specs.answer_files import Whole
 from llama_stack_provider_trl.specs.events import Finished
 from llama_stack_provider_trl.specs.job import JobSpec
 from llama_stack_provider_trl.specs.kinds import CheckedAnswering, EvaluateSpec, GenerateSpec
+from llama_stack_provider_trl_remote.service.cluster import answers as module
 from llama_stack_provider_trl_remote.service.cluster import uploads
-from llama_stack_provider_trl_remote.service.cluster.answers import begin_answers
+from llama_stack_provider_trl_remote.service.cluster.answers import remove_results
 from llama_stack_provider_trl_remote.service.cluster.uploads import UploadReceiver
 from llama_stack_provider_trl_remote.service.http.errors import Gone, NotFound, WrongOffset
 from llama_stack_provider_trl_remote.service.views.checkpoints import Digests
@@ -47,7 +49,8 @@ class Service:
         run_dir = self.root / "jobs" / name / "attempts" / str(attempt)
         run_dir.mkdir(parents=True)
         assert self.store.launch(name, attempt, "b/cpu", run_dir)
-        begin_answers(self.spec(name))
+        self.spec(name).checkpoint_dir.mkdir(exist_ok=True)
+        remove_results(self.spec(name))
         task = NodeTaskRecord(f"{name}-{attempt}", "b", name, attempt, 0, ("b/cpu",), "run", "{}", None, None, False)
         self.store.tasks.add([task])
 
@@ -129,32 +132,62 @@ def test_an_attempt_that_was_replaced_adds_nothing_also_when_it_was_current_befo
     [
         (None, b""),
         (b"a\nb\nc\nd", b"a\nb\n"),
-        (b"a\nb\nc\nd\ne\n", b"a\nb\nc\nd\ne\n"),
         (b"a\nb\nc\nd\ne", b"a\nb\nc\nd\n"),
+        (b"a\nb\nc\nd\ne\n", b"a\nb\nc\nd\ne\n"),
+        (b"a\nb\nc\nd\ne\nf\n", b"a\nb\nc\nd\ne\n"),
     ],
 )
-def test_an_attempt_on_a_node_begins_with_whole_batches_and_without_rows(
-    service: Service, there: bytes | None, kept: bytes
-) -> None:
-    file = service.root / "ask" / "answers.jsonl"
-    file.unlink()
+def test_an_attempt_on_a_node_begins_with_whole_batches(service: Service, there: bytes | None, kept: bytes) -> None:
     if there is not None:
-        file.write_bytes(there)
-    write(service.root / "ask" / "rows.jsonl", b"half")
-    begin_answers(service.spec("ask"))
+        write(service.root / "ask" / "answers.jsonl", there)
+    for _ in range(2):
+        begin = service.uploads.begin_answers("ask-1", "b")
+        assert (begin.size, begin.sha256) == (len(kept), sha256(kept))
     assert service.kept("ask") == kept
-    assert not (service.root / "ask" / "rows.jsonl").exists()
-    begin_answers(service.spec("train"))
-    assert not (service.root / "train").exists()
+    assert service.add("ask", len(kept), b"x\n") == len(kept) + 2
+    with pytest.raises(NotFound, match="it answers no prompts"):
+        service.uploads.begin_answers("train-1", "b")
+    with pytest.raises(Gone):
+        service.uploads.begin_answers("ask-1", "c")
+
+
+def test_what_was_appended_while_answers_are_counted_stays(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that was delayed, and is repeated, comes after the first parts."""
+    service.add("ask", 0, b"a\nb\nc")
+    count = module.whole_batches
+
+    def meanwhile(*arguments: Any) -> Any:
+        found = count(*arguments)
+        service.add("ask", 5, b"\nd\n")
+        return found
+
+    monkeypatch.setattr(module, "whole_batches", meanwhile)
+    assert service.uploads.begin_answers("ask-1", "b").size == 8
+
+    def stopped(*arguments: Any) -> Whole:
+        service.store.tasks.stop("ask-1", "{}")
+        return Whole(2, 4)
+
+    monkeypatch.setattr(module, "whole_batches", stopped)
+    with pytest.raises(Gone, match="its answers are not changed"):
+        service.uploads.begin_answers("ask-1", "b")
+    assert service.kept("ask") == b"a\nb\nc\nd\n"
+
+
+def test_rows_of_an_earlier_attempt_are_removed_before_one_on_a_node(service: Service) -> None:
+    rows = write(service.root / "ask" / "rows.jsonl", b"half")
+    other = write(service.root / "train" / "rows.jsonl", b"x")
+    for name in ("ask", "measure", "train"):
+        remove_results(service.spec(name))
+    assert (rows.exists(), other.exists()) == (False, True)
 
 
 def test_no_symbolic_link_is_followed(service: Service) -> None:
     """The training of an earlier attempt on this machine may have left it."""
     secret, file = write(service.root / "secret", b"a\nb\nc"), service.root / "ask" / "answers.jsonl"
-    file.unlink()
     file.symlink_to(secret)
     with pytest.raises(OSError, match="Too many levels"):
-        begin_answers(service.spec("ask"))
+        service.uploads.begin_answers("ask-1", "b")
     with pytest.raises(OSError, match="Too many levels"):
         service.add("ask", 5, b"d\n")
     with pytest.raises(NotFound):

@@ -19,7 +19,7 @@ from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.specs.answer_files import answer_files, answering_of, whole_batches
 from llama_stack_provider_trl.specs.events import Event, Finished
 from llama_stack_provider_trl.specs.job import JobSpec
-from llama_stack_provider_trl.specs.kinds import ROWS
+from llama_stack_provider_trl.specs.kinds import ANSWERS, ROWS
 from llama_stack_provider_trl.system.files import open_in
 
 from ..http.errors import Gone, NotFound, WrongOffset
@@ -27,20 +27,36 @@ from ..views.checkpoints import Digests, Opener
 from .logs import write_all
 
 
-def begin_answers(spec: JobSpec) -> None:
-    """Leave the whole batches that a job has, before an attempt on another machine: the node gets these, and appends.
+def remove_results(spec: JobSpec) -> None:
+    """Remove what an earlier attempt has made of its answers, before an attempt on another machine sends it again."""
+    for name in answer_files(spec.work)[1:]:
+        (spec.checkpoint_dir / name).unlink(missing_ok=True)
 
-    No process of the job is left. Raises OSError: a file cannot be written, or is something else.
+
+def begin_answers(store: Store, task: NodeTaskRecord, spec: JobSpec, digests: Digests) -> tuple[int, str]:
+    """Leave the whole batches of a job's answers: its node gets these, and appends. A repetition is harmless.
+
+    Returns:
+        Size and sha256 of their file.
+
+    Raises:
+        Gone: the task is not current.
+        NotFound: the job answers no prompts.
+        OSError: the file cannot be written, or is something else.
     """
-    answering, names = answering_of(spec.work), answer_files(spec.work)
+    answering = answering_of(spec.work)
     if answering is None:
-        return
-    spec.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-    for name in names[1:]:
-        (spec.checkpoint_dir / name).unlink(missing_ok=True)  # made from all answers, at the end
-    with _opened(spec.checkpoint_dir / names[0]) as descriptor, os.fdopen(os.dup(descriptor), "rb") as file:
+        raise NotFound(_no_file(spec, ANSWERS))
+    with _opened(spec.checkpoint_dir / ANSWERS) as descriptor, os.fdopen(os.dup(descriptor), "rb") as file:
+        size = os.fstat(descriptor).st_size
         whole = whole_batches(file, spec.batch_size, spec.dataset.num_rows * answering.samples_per_prompt)
-        os.ftruncate(descriptor, whole.size)
+        if whole.size < size:
+            with store.tasks.while_current(task.task_id, task.node) as is_current:
+                if not is_current:
+                    raise Gone(f"task {task.task_id!r} was ended: its answers are not changed")
+                if os.fstat(descriptor).st_size == size:
+                    os.ftruncate(descriptor, whole.size)
+        return digests.of_file(file)
 
 
 def find_file(spec: JobSpec, digests: Digests, name: str) -> tuple[Opener, int, str]:
@@ -97,9 +113,14 @@ def refuse_unfinished(event: Event, spec: JobSpec, digests: Digests) -> None:
 
 
 def _check_name(spec: JobSpec, name: str) -> None:
-    if name not in (names := answer_files(spec.work)):
-        does = f"its answers are in {' and '.join(names)}" if names else "it answers no prompts"
-        raise NotFound(f"job {spec.job_uuid!r} has no file {name[:200]!r} of answers: {does}")
+    if name not in answer_files(spec.work):
+        raise NotFound(_no_file(spec, name))
+
+
+def _no_file(spec: JobSpec, name: str) -> str:
+    names = answer_files(spec.work)
+    does = f"its answers are in {' and '.join(names)}" if names else "it answers no prompts"
+    return f"job {spec.job_uuid!r} has no file {name[:200]!r} of answers: {does}"
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from llama_stack_provider_trl.system.files import RunDir, atomic_write
 
 from ...nodes.localize import MARK
 from ...wire import Peer, Stage, TaskOrder
-from .answers import begin_answers
+from .answers import remove_results
 from .membership import Cluster
 from .models import ServedModels
 from .presence import silent_since
@@ -81,7 +81,7 @@ class ClusterLauncher:
         mark = spec.job.checkpoint_dir / MARK
         mark.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(mark, task.task_id.encode(), mode=0o644)  # a node may read it as another user
-        begin_answers(spec.job)
+        remove_results(spec.job)
         self._order(task, spec.model_dump(mode="json"), mark)
 
     def poll(self, task: TaskSpec) -> Observation:

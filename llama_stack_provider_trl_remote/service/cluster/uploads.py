@@ -37,10 +37,10 @@ from llama_stack_provider_trl.system.files import (
     resolve_under,
 )
 
-from ...wire import CheckpointAnswer, CheckpointReport
+from ...wire import AnswersBegin, CheckpointAnswer, CheckpointReport
 from ..http.errors import Gone, NotFound, WrongOffset
 from ..views.checkpoints import Digests, Opener
-from .answers import append_answers, find_file, refuse_unfinished
+from .answers import append_answers, begin_answers, find_file, refuse_unfinished
 from .logs import append_log, write_all
 
 LOG = re.compile(r"rank-\d{1,4}\.log|torchrun\.log")
@@ -145,6 +145,12 @@ class UploadReceiver:
         with self._lock:
             _check_room(job, task.run_dir, len(data))
             return append_log(task.run_dir / name, offset, data)
+
+    def begin_answers(self, task_id: str, node: str) -> AnswersBegin:
+        """See `answers.begin_answers`."""
+        task = self.first(task_id, node)
+        size, sha256 = begin_answers(self._store, task, self._store.get(task.job_uuid).spec, self._digests)
+        return AnswersBegin(size=size, sha256=sha256)
 
     def answers(self, task_id: str, node: str, name: str) -> tuple[Opener, int, str]:
         """See `answers.find_file`. Raises Gone."""

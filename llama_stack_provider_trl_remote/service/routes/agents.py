@@ -29,6 +29,7 @@ from ...wire import (
     SILENCE,
     SPECS,
     VERSIONS,
+    AnswersBegin,
     CheckpointAnswer,
     CheckpointReport,
     Joined,
@@ -147,6 +148,19 @@ async def add_log(
     data = await request.body()
     size = await asyncio.to_thread(service.uploads.add_log, task_id, name, file, offset, data)
     return Response(status_code=204, headers={"Upload-Offset": str(size)})
+
+
+@router.post(
+    "/{name}/tasks/{task_id}/answers",
+    dependencies=[NODES_READ],
+    response_model=AnswersBegin,
+    responses=declared(404, 409, 410, 507),
+)
+async def begin_answers(service: Context, name: Name, task_id: TaskId) -> Response:
+    """The answers with which the task begins: the whole batches that the job has. The rest of a batch is removed."""
+    _check_task(service, name, task_id)
+    loop, begin = asyncio.get_running_loop(), service.uploads.begin_answers
+    return as_json(await loop.run_in_executor(service.digests.threads, begin, task_id, name))
 
 
 @router.get(
