@@ -122,14 +122,15 @@ class NodeClient(ServiceClient):
     async def put_answers(self, task_id: str, file: str, offset: int, data: bytes) -> int:
         """Append a part of a file of answers, like `append_events`."""
         await self._pace.take(len(data))
-        return await self._append("PUT", self._answers(task_id, file), offset, data)
+        return await self._append("PUT", f"{self._task(task_id)}/answers/{quote(file)}", offset, data)
 
     async def answers(self, task_id: str, file: str, path: Path) -> None:
         """Download the file of answers with which a task begins."""
+        root = f"{self._task(task_id)}/answers"
         # The service reads the file first.
-        answer = await self._call("POST", f"{self._task(task_id)}/answers", repeat=True, read=_LISTING, total=0)
+        answer = await self._call("POST", root, repeat=True, json={}, read=_LISTING, total=0)
         begin = AnswersBegin.model_validate_json(answer.body)
-        await fetch(self, self._answers(task_id, file), path, {"path": file, **begin.model_dump()})
+        await fetch(self, f"{root}/{quote(file)}", path, {"path": file, **begin.model_dump()})
 
     async def offer(self, task_id: str, checkpoint: str, report: CheckpointReport) -> CheckpointAnswer:
         """Announce a checkpoint. Returns the files that the service lacks."""
@@ -226,9 +227,6 @@ class NodeClient(ServiceClient):
 
     def _task(self, task_id: str) -> str:
         return f"{self._home}/tasks/{quote(task_id)}"
-
-    def _answers(self, task_id: str, file: str) -> str:
-        return f"{self._task(task_id)}/answers/{quote(file)}"
 
     async def _json(self, method: str, path: str, body: Any, limit: float | None = None) -> Any:
         return json.loads((await self._call(method, path, json=body, read=limit, total=limit)).body)

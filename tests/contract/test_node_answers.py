@@ -3,14 +3,18 @@ nothing."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
 from llama_stack_provider_trl.specs.events import Finished, Paused, Prepared
+from llama_stack_provider_trl_remote.nodes.calls import NodeClient, Pace
 from tests.contract.fake_agent import FakeAgent, exited
 from tests.contract.payloads import QUESTIONS
 from tests.contract.service import JOBS, TrainingService, refusal
@@ -33,6 +37,17 @@ def submit(service: TrainingService, kind: str, job_uuid: str, **fields: Any) ->
     options = {"resources": WORKER, "retries": 0}
     body = {"job_uuid": job_uuid, "model": str(tiny_model()), "dataset_id": "questions", "batch_size": 4}
     return service.submit(f"/post-training/{kind}", {**body, **fields}, options=options)
+
+
+async def fetched_and_sent(agent: FakeAgent, task_id: str, more: bytes) -> tuple[bytes, int]:
+    """As a real agent calls: the answers with which its task begins, and the bytes that are there after a further
+    one, whose offset is not known at first."""
+    client = NodeClient(agent.service.url, agent.credential, agent.name, Pace(None, time.monotonic))
+    with TemporaryDirectory() as directory:
+        file = Path(directory, "answers")
+        await client.answers(task_id, "answers.jsonl", file)
+        have = await client.put_answers(task_id, "answers.jsonl", 0, b"")
+        return file.read_bytes(), await client.put_answers(task_id, "answers.jsonl", have, more)
 
 
 def finished(result: Json) -> bytes:
@@ -97,11 +112,12 @@ def test_another_node_continues_with_what_was_sent(service: TrainingService, age
     b.run("measure-2")
     assert b.begin_answers("measure-2").json() == {"size": len(FIRST), "sha256": sha256(FIRST)}
     assert b.answers("measure-2").content == FIRST
+    assert asyncio.run(fetched_and_sent(b, "measure-2", ANSWERS[4])) == (FIRST, len(FIRST + ANSWERS[4]))
     a.wait_for("measure-1", "stop")
     refusal(a.send_answers("measure-1", len(FIRST), ANSWERS[4]), 410)
     a.forget("measure-1")
     assert b.send_events("measure-2", 0, BEGUN).ok
-    assert b.send_answers("measure-2", len(FIRST), ALL[len(FIRST) :]).ok
+    assert b.send_answers("measure-2", len(FIRST + ANSWERS[4]), b"".join(ANSWERS[5:])).ok
     place = Path(service.status("measure")["resources_allocated"]["effective_config"]["checkpoint_dir"])
     for path, digest in (("/etc/passwd", sha256(ALL)), (str(place / "answers.jsonl"), sha256(FIRST))):
         wrong = finished({"rows": 8, "answers": {"path": path, "sha256": digest}})
