@@ -288,6 +288,13 @@ class Orders(_Message):
     none may not know this field."""
 
 
+class AnswersBegin(_Message):
+    """The answer to `POST /v1/nodes/{name}/tasks/{task_id}/answers`: the answers with which an attempt begins."""
+
+    size: int = Field(ge=0, le=_MOST_BYTES)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
 class CheckpointFileReport(_Message):
     path: str
     """Path relative to the checkpoint."""

@@ -25,8 +25,8 @@ URL = "http://head:8322"
 
 
 class FakeHead:
-    """Keeps events, logs and checkpoints in memory. A poll answers at once if there is something new, and else when
-    `order` or `release` is called."""
+    """Keeps events, logs, answers and checkpoints in memory. A poll answers at once if there is something new, and else
+    when `order` or `release` is called."""
 
     def __init__(self) -> None:
         self.url = URL
@@ -45,6 +45,7 @@ class FakeHead:
         self.events = bytearray()
         self.logs: dict[str, bytearray] = {}
         self.skipped: dict[str, int] = {}
+        self.answer_files: dict[str, bytearray] = {}
         self.checkpoints: dict[str, dict[str, bytes]] = {}
         """In place: name -> files."""
         self.listed: set[str] | None = None
@@ -123,6 +124,17 @@ class FakeHead:
             self.skipped[file] = self.skipped.get(file, 0) + offset - len(log)
             log += bytes(offset - len(log)) + data
         return len(log)
+
+    async def put_answers(self, task_id: str, file: str, offset: int, data: bytes) -> int:
+        self._meet(f"answers {file} {offset}")
+        answers = self.answer_files.setdefault(file, bytearray())
+        if offset == len(answers):
+            answers += data
+        return len(answers)
+
+    async def answers(self, task_id: str, file: str, path: Path) -> None:
+        self._meet(f"fetch {file}")
+        path.write_bytes(self.answer_files.setdefault(file, bytearray()))
 
     async def offer(self, task_id: str, checkpoint: str, report: CheckpointReport) -> CheckpointAnswer:
         self._meet(f"offer {checkpoint}")

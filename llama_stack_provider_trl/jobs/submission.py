@@ -17,7 +17,6 @@ from ..errors import InvalidRequest, InvalidRows, MethodUnavailable, StoreError
 from ..requests.bases import Base, NamedJob
 from ..requests.kinds import (
     EVALUATE,
-    answering_of,
     evaluation_after,
     for_work,
     harness_of,
@@ -30,6 +29,7 @@ from ..requests.resolve import Resolution, resolve
 from ..requests.search import RequestedSearch, RequestedTrial, in_trial, resolve_search
 from ..requests.settings import Request, Settings
 from ..requests.trackers import TrackerChoice
+from ..specs.answer_files import answering_of
 from ..specs.answer_rows import refuse_unchecked_rows
 from ..specs.custom_limits import refuse_custom_rows
 from ..specs.job import DataFormat, DatasetRef, JobSpec, RowUse

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from .. import faults
 from ..errors import JobFailure
+from ..specs.answer_files import whole_batches
 from ..specs.events import EventWriter, Finished, Paused, Prepared, Progress, Reason, Started, Warned
 from ..specs.job import AttemptSpec, JobSpec
 from ..specs.kinds import ANSWERS, ROWS, Answering, GenerateSpec
@@ -39,6 +40,8 @@ from .data.prepare import read_examples
 from .distributed.heartbeat import heartbeat
 from .distributed.replicas import ALONE, Replicas, replicas
 from .model.loading import DTYPES, choose_device, load_config, outline, parameter_counts
+from .transformers_answerer import TransformersAnswerer
+from .vllm_answerer import VllmAnswerer
 
 
 class Questions(NamedTuple):
@@ -66,17 +69,10 @@ class AnswerFile:
         self.count = team.of_first(0 if self._file is None else self._keep_whole_batches(self._file))
 
     def _keep_whole_batches(self, file: BinaryIO) -> int:
-        file.seek(0)
-        count, end, kept, size = 0, 0, 0, 0
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            count, size = count + 1, size + len(line)
-            if count % self._batch == 0 or count == self._total:
-                kept, end = count, size
-        file.truncate(end)
+        kept = whole_batches(file, self._batch, self._total)
+        file.truncate(kept.size)
         file.seek(0, os.SEEK_END)
-        return kept
+        return kept.answers
 
     def batches(self) -> list[range]:
         """The numbers of the answers that the ranks are to give next, by rank. A rank with nothing left has none."""

@@ -16,12 +16,12 @@ from pydantic import ConfigDict, Field, ValidationError
 from ..documented import Documented
 from ..errors import InvalidRequest, InvalidRows
 from ..specs.answer_checks import AnswerCheck, refuse_unusable
+from ..specs.answer_files import answering_of
 from ..specs.harness import HarnessSpec
 from ..specs.job import JobSpec, ShardingSpec
 from ..specs.kinds import (
     MERGING,
     OF_JOB,
-    Answering,
     CheckedAnswering,
     Engine,
     EnsembleMember,
@@ -43,7 +43,7 @@ from .settings import Request, Settings
 OPTIONS = ("after", "cancel_with", "device", "max_duration", "priority", "retries")
 """Provider options of all jobs that do not train."""
 _RANKS, _RESOURCES = "nproc_per_node", "resources"
-"""Options of those that compute with a model, and of evaluations."""
+"""Options of those that compute with a model."""
 EVALUATE = "provider_options.evaluate"
 NO_ROWS = "none"
 """The dataset of a job that reads no rows."""
@@ -385,7 +385,7 @@ def options_of(kind: type[GenerateRequest | EvaluateRequest | MergeRequest]) -> 
     """The provider options of a kind of jobs, sorted. A merge is one process."""
     if issubclass(kind, MergeRequest):
         return sorted(OPTIONS)
-    return sorted([*OPTIONS, _RANKS, *([_RESOURCES] if issubclass(kind, EvaluateRequest) else [])])
+    return sorted([*OPTIONS, _RANKS, _RESOURCES])
 
 
 def check_options(options: ProviderOptions, kind: type[GenerateRequest | EvaluateRequest | MergeRequest]) -> None:
@@ -426,14 +426,24 @@ def for_work(
     Raises:
         InvalidRequest: `model` cannot be read, or the job cannot run on a node.
     """
-    answering = answering_of(work)
-    merges = answering is not None and answering.engine == "vllm"  # which reads whole models
-    chosen = {"adapter": "merge" if merges else "continue"} if is_adapter(request, settings, named) else {}
+    # vLLM reads whole models.
+    chosen = (
+        {"adapter": "merge" if is_answered_by_vllm(work) else "continue"}
+        if is_adapter(request, settings, named)
+        else {}
+    )
     here: dict[str, Any] = {"ranks": 1, "nodes": 1, "max_nodes": 1}
     if (resources := options.resources) is not None:
         given = resources.model_dump(exclude_unset=True)
-        if not (isinstance(work, EvaluateSpec) and not (work.answers or work.members or work.harness)):
-            hint = "answers, ensembles and tasks of a harness are on the service's machine only: leave it out"
+        if is_answered_by_vllm(work):
+            hint = "vLLM answers on the service's machine only: leave it out, or leave engine out"
+            raise InvalidRequest(f"provider_options.{_RESOURCES}", given, hint)
+        if isinstance(work, EvaluateSpec) and (
+            work.harness or work.members or (work.answers is not None and work.answers.judges)
+        ):
+            hint = (
+                "ensembles, models that judge, and tasks of a harness are on the service's machine only: leave it out"
+            )
             raise InvalidRequest(f"provider_options.{_RESOURCES}", given, hint)
         if resources.nodes not in (None, 1):
             hint = "a job that does not train runs on one node: use 1"
@@ -465,21 +475,22 @@ def with_work(spec: JobSpec, work: Work) -> JobSpec:
     return spec.model_copy(update={**untrained, "work": work})
 
 
+def is_answered_by_vllm(work: Work | None) -> bool:
+    """Whether vLLM computes the answers of a job."""
+    answering = answering_of(work)
+    return answering is not None and answering.engine == "vllm"
+
+
 def with_engine(work: Work, settings: Settings) -> Work:
     """The work with the interpreter that its answers are computed by. Raises InvalidRequest: there is none."""
     answering = answering_of(work)
-    if answering is None or answering.engine == "transformers":
+    if answering is None or not is_answered_by_vllm(work):
         return work
     if settings.vllm_python is None:
         hint = "this service has no vLLM: leave it out, or have the operator name an interpreter with it (vllm_python)"
         raise InvalidRequest("engine", answering.engine, hint)
     found = answering.model_copy(update={"vllm_python": settings.vllm_python})
     return work.model_copy(update={"answers": found}) if isinstance(work, EvaluateSpec) else cast(GenerateSpec, found)
-
-
-def answering_of(work: Work | None) -> Answering | None:
-    """How a job answers the prompts that its rows are; None: they are read for something else."""
-    return work.answers if isinstance(work, EvaluateSpec) else work if isinstance(work, GenerateSpec) else None
 
 
 def harness_of(work: Work | None) -> HarnessSpec | None:

@@ -17,7 +17,7 @@ from llama_stack_provider_trl.system.files import open_in
 
 from ..client import SLOWEST_DISK, ServiceAnswer, ServiceClient, Timeouts, job_path
 from ..pull import fetch
-from ..wire import POLL_SECONDS, CheckpointAnswer, CheckpointReport, Joined, NodeReport, Orders, Poll
+from ..wire import POLL_SECONDS, AnswersBegin, CheckpointAnswer, CheckpointReport, Joined, NodeReport, Orders, Poll
 
 GONE = 410
 _PIECE = 64 << 20
@@ -118,6 +118,19 @@ class NodeClient(ServiceClient):
     async def put_log(self, task_id: str, file: str, offset: int, data: bytes) -> int:
         """Append a part of a log, like `append_events`."""
         return await self._append("PUT", f"{self._task(task_id)}/logs/{quote(file)}", offset, data)
+
+    async def put_answers(self, task_id: str, file: str, offset: int, data: bytes) -> int:
+        """Append a part of a file of answers, like `append_events`."""
+        await self._pace.take(len(data))
+        return await self._append("PUT", f"{self._task(task_id)}/answers/{quote(file)}", offset, data)
+
+    async def answers(self, task_id: str, file: str, path: Path) -> None:
+        """Download the file of answers with which a task begins."""
+        root = f"{self._task(task_id)}/answers"
+        # The service reads the file first.
+        answer = await self._call("POST", root, repeat=True, json={}, read=_LISTING, total=0)
+        begin = AnswersBegin.model_validate_json(answer.body)
+        await fetch(self, f"{root}/{quote(file)}", path, {"path": file, **begin.model_dump()})
 
     async def offer(self, task_id: str, checkpoint: str, report: CheckpointReport) -> CheckpointAnswer:
         """Announce a checkpoint. Returns the files that the service lacks."""

@@ -1,9 +1,10 @@
-"""Fetches the input files of a task from the service: rows, and the checkpoints to resume from."""
+"""Fetches the input files of a task from the service: rows, and the checkpoints or answers to continue from."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ class InputCalls(ModelCalls, Protocol):
 
     async def rows(self, sha256: str, path: Path) -> None: ...
     async def checkpoint_files(self, job_uuid: str, checkpoint: str) -> list[dict[str, Any]]: ...
+    async def answers(self, task_id: str, file: str, path: Path) -> None: ...
     async def checkpoint_file(self, job_uuid: str, checkpoint: str, path: Path, file: dict[str, Any]) -> None: ...
 
 
@@ -61,6 +63,16 @@ class Inputs:
                 return [path]
             log.warning("task %s: %s is damaged: %s", self._paths.order.task_id, path, wrong)
         return []
+
+    async def fetch_answers(self) -> None:
+        """Replace the answers that an earlier attempt has left here by those that the service has: others may have
+        followed elsewhere, and what was not uploaded is answered again."""
+        for name in self._paths.answer_files[:1]:
+            self._note_detail("fetches the answers that there are")
+            # In the attempt's own directory: an earlier training may have left symbolic links in the job's.
+            staged = self._paths.run_dir / f"{name}.fetched"
+            await self._calls.answers(self._paths.order.task_id, name, staged)
+            os.replace(staged, self._paths.checkpoint_dir / name)
 
     async def _pull(self, path: Path, target: Path) -> None:
         """Copy a checkpoint of the service to this node.

@@ -10,12 +10,15 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.requests.bodies import JOB_UUID_PATTERN
+from llama_stack_provider_trl.specs.answer_files import Whole, whole_batches
 from llama_stack_provider_trl.specs.events import CHECKPOINT_PATHS
 from llama_stack_provider_trl.specs.job import ROWS
+from llama_stack_provider_trl.specs.kinds import ANSWERS
+from llama_stack_provider_trl.specs.kinds import ROWS as ROWS_MADE
 from llama_stack_provider_trl.specs.model_files import MOST_FILES, check_model_names, files_digest
 from llama_stack_provider_trl.specs.model_source import reference_of
 from llama_stack_provider_trl.system.files import RunDir, resolve_under
@@ -89,16 +92,36 @@ class PathMap:
             return named[0] if named else path
         return path
 
+    @property
+    def answer_files(self) -> tuple[str, ...]:
+        """As `specs.answer_files` has them. A directory that is shared with the service is not used for them: they grow
+        in place, and an attempt on a lost node may still write there."""
+        work = self._job.get("work") or {}
+        if work.get("kind") == "generate":
+            return ANSWERS, ROWS_MADE
+        return (ANSWERS,) if work.get("answers") else ()
+
+    def whole_answers(self, file: BinaryIO, begin: Whole) -> Whole:
+        """The whole batches of the job's file of answers."""
+        work = self._job["work"]
+        per_prompt = (work.get("answers") or work)["samples_per_prompt"]
+        total = self._job["dataset"]["num_rows"] * per_prompt
+        return whole_batches(file, self._job["batch_size"], total, begin)
+
     def resumed_from(self) -> list[str]:
         """The service's paths of the checkpoints that the attempt may resume from, the best first."""
         spec = self.order.spec
         return [path for path in (spec.get("resume_from"), *spec.get("fall_back_to", ())) if path]
 
     def datasets(self) -> list[dict[str, Any]]:
-        """The rows of the job, as `path` and `sha256`. None for a job that was cancelled before its first order: that
-        order has no spec."""
-        job = self.order.spec.get("job", {})
-        return [job[name] for name in ROWS if job.get(name)]
+        """The rows of the job, as `path` and `sha256`."""
+        return [self._job[name] for name in ROWS if self._job.get(name)]
+
+    @property
+    def _job(self) -> dict[str, Any]:
+        """The JobSpec. Empty for a job that was cancelled before its first order: that order has no spec."""
+        job: dict[str, Any] = self.order.spec.get("job", {})
+        return job
 
     def spec(self, resume: list[str] | None = None, models: Mapping[str, Path] | None = None) -> dict[str, Any]:
         """The AttemptSpec with this node's paths.
@@ -133,9 +156,20 @@ class PathMap:
         """A line of the event file with the service's paths; one without paths stays as it is, byte for byte."""
         event = json.loads(line)
         field = CHECKPOINT_PATHS.get(event.get("type"))
-        if field is None or not event.get(field):
+        if field is not None and event.get(field):
+            event[field] = self.there(event[field])
+        elif (answers := _named_answers(event)) is not None:
+            answers["path"] = self.there(answers["path"])
+        else:
             return line
-        return json.dumps({**event, field: self.there(event[field])}, ensure_ascii=False).encode() + b"\n"
+        return json.dumps(event, ensure_ascii=False).encode() + b"\n"
+
+
+def _named_answers(event: dict[str, Any]) -> dict[str, Any] | None:
+    """The part of a job's result that has the path of its answers; None: there is none."""
+    result = event.get("result") if event.get("type") == "finished" else None
+    answers = result.get("answers") if isinstance(result, dict) else None
+    return answers if isinstance(answers, dict) and isinstance(answers.get("path"), str) else None
 
 
 def check_order(order: TaskOrder) -> None:
@@ -175,8 +209,8 @@ def _check_spec(order: TaskOrder) -> None:
     models = [one.get("model") for one in rewards if one.get("model")]
     stays = "no reward model: a job that has one trains on the service's machine"
     _expect("spec.job.method.rewards", models, not models, stays)
-    stays = "nothing, or the evaluation of one model: other jobs that do not train run on the service's machine"
-    _expect("spec.job.work", job.get("work"), _is_measured(job.get("work")), stays)
+    stays = "nothing, answers of one model or its evaluation: other jobs that do not train run on the service's machine"
+    _expect("spec.job.work", job.get("work"), _has_one_model(job.get("work")), stays)
     borrowed = (job.get("resume_from") or {}).get("path")
     for path in (order.spec.get("resume_from"), *(order.spec.get("fall_back_to") or ()), borrowed):
         given = Path(path or directory / "checkpoint-0")
@@ -187,13 +221,17 @@ def _check_spec(order: TaskOrder) -> None:
     _expect("shared_mark", mark, mark in ("", str(directory / MARK)), f"{MARK} in spec.job.checkpoint_dir, or nothing")
 
 
-def _is_measured(work: Any) -> bool:
-    """Whether a job trains, or evaluates its model on its rows alone: of neither a path, or a file, is in `work`."""
-    return not work or (
-        isinstance(work, dict)
-        and work.get("kind") == "evaluate"
-        and not any(work[name] for name in work if name != "kind")
-    )
+def _has_one_model(work: Any) -> bool:
+    """Whether a job trains, or answers or evaluates with its own model alone: no path is in `work` then."""
+    if not work:
+        return True
+    if not isinstance(work, dict) or work.get("kind") not in ("generate", "evaluate"):
+        return False
+    answers = work.get("answers") or {}
+    if not isinstance(answers, dict):
+        return False
+    further = [work.get(name) for name in ("members", "from_jobs", "harness", "vllm_python")]
+    return not any([*further, answers.get("judges"), answers.get("vllm_python")])
 
 
 def _check_models(order: TaskOrder) -> None:

@@ -2,7 +2,8 @@
 
 The training's own event file is the queue, and the size of the service's file is the progress. Only the order has to be
 stored, since events may overtake others: a checkpoint is announced when its files are with the service, and later
-events do not wait. `shipped.order` has one line for each event that may be sent, with its position in the event file.
+events do not wait. The final event of a job that answers prompts waits for its answers. `shipped.order` has one line
+for each event that may be sent, with its position in the event file.
 The line is written before the event is sent, so the service's file is always a prefix of this order.
 """
 
@@ -32,7 +33,7 @@ _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLO
 
 @dataclass(frozen=True)
 class PendingEvent:
-    """An event that waits: a checkpoint for its files, a final event for the checkpoints before it."""
+    """An event that waits: a checkpoint for its files, a final event for the checkpoints or answers before it."""
 
     start: int
     length: int
@@ -96,13 +97,13 @@ class Outbox:
         self._pending += pending
         self._read = read
 
-    def release(self, checkpoint: PendingEvent) -> None:
-        """Release the event of an uploaded checkpoint, and a final event that waits for no other.
+    def release(self, uploaded: PendingEvent) -> None:
+        """Release the event of an uploaded checkpoint, or of uploaded answers, and a final event that waits for none.
 
         Raises:
             OSError: as `read_events`.
         """
-        ready, left = [checkpoint], [pending for pending in self._pending if pending is not checkpoint]
+        ready, left = [uploaded], [pending for pending in self._pending if pending is not uploaded]
         while left and not left[0].is_checkpoint:
             ready.append(left.pop(0))
         self._append([(pending.start, pending.length) for pending in ready])
@@ -126,7 +127,8 @@ class Outbox:
         kind = event.get("type")
         if kind == "checkpoint":
             return not self._paths.shared
-        return kind in _FINAL and any(other.is_checkpoint for other in pending)
+        waits = bool(self._paths.answer_files) or any(other.is_checkpoint for other in pending)
+        return kind in _FINAL and waits
 
     def _notice(self, event: dict[str, Any]) -> None:
         self.has_finished = self.has_finished or event.get("type") == "finished"

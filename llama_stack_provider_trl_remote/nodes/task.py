@@ -258,7 +258,8 @@ class NodeTask:
         """Fetch all files that the ranks will read, then listen for the other nodes."""
         models = await self._provide_models()
         if self._shared is None:
-            self._shared = await asyncio.to_thread(sees_the_services_disk, self.order)
+            may_share = not self.paths.answer_files
+            self._shared = may_share and await asyncio.to_thread(sees_the_services_disk, self.order)
             self._keep()
         paths = self.paths
         inputs = Inputs(paths, self._node.calls, self._note_detail)
@@ -271,6 +272,7 @@ class NodeTask:
                 )
         else:
             paths.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        await inputs.fetch_answers()
         atomic_write_json(paths.files.spec, spec)
         if _STAGES.index(self.order.stage) < _STAGES.index(Stage.run):
             await self._open_listener()

@@ -1,6 +1,6 @@
-"""Uploads the results of a task beside its training: events, logs, checkpoints.
+"""Uploads the results of a task beside its training: events, logs, checkpoints, answers.
 
-Each of the three continues until the task has exited and the service has all of it. A failed call is repeated. An
+Each of these continues until the task has exited and the service has all of it. A failed call is repeated. An
 answer of 410 (the task is no longer this node's) ends the upload.
 """
 
@@ -31,6 +31,7 @@ from llama_stack_provider_trl.system.files import (
 )
 
 from ..wire import CheckpointAnswer, CheckpointFileReport, CheckpointReport
+from .answers import AnswerCalls, AnswerUpload, Unreadable
 from .calls import is_gone
 from .localize import PathMap
 from .outbox import Outbox, PendingEvent
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 POLL_INTERVAL = 0.25
 """Seconds between two reads of the event file."""
 LOG_POLL_INTERVAL = 2.0
+ANSWERS_POLL_INTERVAL = 1.0
 RETRY = 2.0
 """Seconds between attempts where the service is away or a disk is full."""
 _LOG_PIECE = 1 << 18
@@ -53,7 +55,7 @@ class Damaged(OSError):
     Neither changes with time."""
 
 
-class UploadCalls(Protocol):
+class UploadCalls(AnswerCalls, Protocol):
     """The part of `calls.NodeClient` that uploads need."""
 
     async def append_events(self, task_id: str, offset: int, lines: bytes) -> int: ...
@@ -64,7 +66,7 @@ class UploadCalls(Protocol):
 
 
 class Uploader:
-    """Uploads events, logs and checkpoints of one task.
+    """Uploads events, logs, checkpoints and answers of one task.
 
     Args:
         exited: set once no process of the task is left.
@@ -92,6 +94,7 @@ class Uploader:
         self._all_read = False
         self._waiting: int | None = None
         """Checkpoints that wait here, as last written to the training's file."""
+        self._answers = AnswerUpload(paths, calls) if self._outbox is not None and paths.answer_files else None
         self._log_sent: dict[str, int] = {}
         """Log -> byte up to which the service has it."""
 
@@ -112,6 +115,8 @@ class Uploader:
             if self._outbox is not None:
                 group.create_task(self._until_done(self._ship_events, POLL_INTERVAL))
                 group.create_task(self._until_done(self._ship_checkpoints, POLL_INTERVAL))
+            if self._answers is not None:
+                group.create_task(self._until_done(self._ship_answers, ANSWERS_POLL_INTERVAL))
 
     async def _until_done(self, ship: Callable[[bool], Awaitable[bool]], pause: float) -> None:
         trouble = ""
@@ -168,6 +173,25 @@ class Uploader:
         await self._ship_checkpoint(waiting)
         await self._remove_old_checkpoints(waiting)
         outbox.release(waiting)
+        return False
+
+    async def _ship_answers(self, over: bool) -> bool:
+        outbox, answers = self._outbox, self._answers
+        assert outbox is not None
+        assert answers is not None
+        done = self._all_read
+        final = next((pending for pending in outbox.pending if not pending.is_checkpoint), None)
+        try:
+            await answers.ship(is_finished=final is not None and final.event["type"] == "finished")
+        except ServiceRefusal as refusal:
+            if refusal.status == 400:
+                raise Damaged(f"the service does not accept the answers: {refusal}") from refusal
+            raise
+        except Unreadable as error:
+            raise Damaged(error.strerror) from error
+        if final is None:
+            return over and done
+        outbox.release(final)
         return False
 
     def _note_pending(self) -> None:

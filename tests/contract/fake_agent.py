@@ -104,6 +104,15 @@ class FakeAgent:
     def send_log(self, task_id: str, file: str, offset: int, data: bytes) -> requests.Response:
         return self._send("PUT", f"{task_id}/logs/{file}", data, offset=offset)
 
+    def send_answers(self, task_id: str, offset: int, data: bytes, file: str = "answers.jsonl") -> requests.Response:
+        return self._send("PUT", f"{task_id}/answers/{file}", data, offset=offset)
+
+    def begin_answers(self, task_id: str) -> requests.Response:
+        return self.call("POST", f"/nodes/{self.name}/tasks/{task_id}/answers")
+
+    def answers(self, task_id: str, file: str = "answers.jsonl", **headers: str) -> requests.Response:
+        return self.call("GET", f"/nodes/{self.name}/tasks/{task_id}/answers/{file}", headers=headers)
+
     def ask(self, task_id: str, checkpoint: Path, kind: str = "step") -> requests.Response:
         files = [
             {"path": name, "size": (checkpoint / name).stat().st_size, "sha256": sha256_of(checkpoint / name)}

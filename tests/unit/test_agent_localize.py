@@ -74,6 +74,8 @@ def test_the_spec_above_sets_every_path_that_a_spec_may_have() -> None:
             "job.work.members.adapter.path",
             "job.work.answers.judges.adapter.path",
             "job.work.harness.roots",
+            "job.work.vllm_python",
+            "job.work.answers.vllm_python",
         ),  # nor has it work with a path: the test after that
     }
 
@@ -84,19 +86,17 @@ def test_an_order_for_a_job_that_begins_with_an_adapter_is_refused() -> None:
         check_order(order(spec=given))
 
 
-def test_an_order_for_a_job_that_does_not_train_is_refused_unless_it_evaluates_one_model() -> None:
+def test_an_order_for_a_job_that_does_not_train_is_refused_unless_it_has_one_model() -> None:
     plain = EvaluateSpec().model_dump(mode="json")
-    check_order(order(spec=spec(job={"work": plain})))
-    others = {
-        "harness": {"tasks": ["a"]},
-        "answers": {"checks": []},
-        "members": [{"model": "a"}],
-        "from_jobs": ["/etc"],
-        "kind": "generate",
-    }
+    for work in (plain, {**plain, "answers": {"checks": [], "judges": []}}, {"kind": "generate"}):
+        check_order(order(spec=spec(job={"work": work})))
+    others: dict[str, Any] = {"answers": {"judges": [{"model": "a"}]}, "members": [{"model": "a"}]}
+    others |= {"kind": "merge", "harness": {"tasks": ["a"]}, "from_jobs": ["/etc"], "vllm_python": "/bin/sh"}
     for name, value in others.items():
         with pytest.raises(InvalidRequest, match="other jobs that do not train run on the service's machine"):
             check_order(order(spec=spec(job={"work": {**plain, name: value}})))
+    with pytest.raises(InvalidRequest, match=r"spec\.job\.work"):
+        check_order(order(spec=spec(job={"work": {**plain, "answers": {"vllm_python": "/bin/sh"}}})))
     with pytest.raises(InvalidRequest, match=r"spec\.job\.work"):
         check_order(order(spec=spec(job={"work": "evaluate"})))
 
@@ -162,6 +162,17 @@ def test_the_path_in_an_event_becomes_the_services(kind: str, field: str, here: 
     found = places.event(line)
     assert json.loads(found) == {"type": kind, field: there, "message": "größer"}
     assert found.endswith(b"\n")
+
+
+def test_the_path_of_answers_in_a_result_becomes_the_services() -> None:
+    places = PathMap(order(), Path("/node"))
+    result = {"rows": 2, "answers": {"path": "/node/jobs/job/checkpoints/answers.jsonl", "sha256": "a"}}
+    found = json.loads(places.event(json.dumps({"type": "finished", "step": 1, "result": result}).encode() + b"\n"))
+    there = {"path": "/service/checkpoints/job/answers.jsonl", "sha256": "a"}
+    assert found == {"type": "finished", "step": 1, "result": {"rows": 2, "answers": there}}
+    for other in (None, [], {"answers": []}, {"answers": {"path": 3}}, {"answers": {"count": 2}}):
+        line = json.dumps({"type": "finished", "step": 1, "result": other}).encode() + b"\n"
+        assert places.event(line) is line
 
 
 def test_an_event_without_a_path_stays_as_it_is() -> None:

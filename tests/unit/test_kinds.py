@@ -16,7 +16,6 @@ from llama_stack_provider_trl.requests.kinds import (
     EvaluateRequest,
     GenerateRequest,
     MergeRequest,
-    answering_of,
     check_options,
     for_work,
     in_its_terms,
@@ -28,6 +27,7 @@ from llama_stack_provider_trl.requests.options import ProviderOptions, Resources
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
+from llama_stack_provider_trl.specs.answer_files import answering_of
 from llama_stack_provider_trl.specs.answer_rows import CheckedRow, RowsOnDemand, read_checked_rows
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, ResourcesSpec, ShardingSpec
 from llama_stack_provider_trl.specs.rows import PromptExample, check_rows, parse_row
@@ -172,10 +172,10 @@ def test_options_of_training_are_refused_by_name() -> None:
         check_options(ProviderOptions(after=["sft"], priority="high"), kind)
         with pytest.raises(InvalidRequest, match=r"provider_options\.seed.*option of training"):
             check_options(ProviderOptions(seed=3), kind)
-    check_options(ProviderOptions(nproc_per_node=2), GenerateRequest)
-    check_options(ProviderOptions(nproc_per_node=2, resources=Resources(nodes=1)), EvaluateRequest)
-    with pytest.raises(InvalidRequest, match=r"provider_options\.resources.*has .*device, .*nproc_per_node"):
-        check_options(ProviderOptions(resources=Resources(nodes=1)), GenerateRequest)
+    for kind in (GenerateRequest, EvaluateRequest):
+        check_options(ProviderOptions(nproc_per_node=2, resources=Resources(nodes=1)), kind)
+    with pytest.raises(InvalidRequest, match=r"provider_options\.resources.*has .*device, .*max_duration"):
+        check_options(ProviderOptions(resources=Resources(nodes=1)), MergeRequest)
     with pytest.raises(InvalidRequest, match=r"provider_options\.nproc_per_node=2"):
         check_options(ProviderOptions(nproc_per_node=2), MergeRequest)
 
@@ -195,8 +195,10 @@ def test_ranks_of_a_job_that_does_not_train_are_requested_and_hold_the_whole_mod
     assert (two.ranks, two.nodes, two.sharding) == (2, 1, ShardingSpec(strategy="NO_SHARD"))
     with pytest.raises(InvalidRequest, match=r"nproc_per_node=5.*this node has devices for 4"):
         job(service, nproc_per_node=5)
-    with pytest.raises(InvalidRequest, match=r"resources=.*are on the service's machine only"):
-        for_work(generate().as_training(), ProviderOptions(resources=Resources()), service, None, generate().work())
+    on_a_node = job(service, nproc_per_node=2, resources=Resources(labels={"zone": "a"}))
+    assert (on_a_node.resources, on_a_node.ranks) == (ResourcesSpec(labels={"zone": "a"}), 2)
+    with pytest.raises(InvalidRequest, match=r"resources\.nodes=2.*runs on one node: use 1"):
+        job(service, resources=Resources(nodes=2))
     inline = Settings(data_dir=tmp_path, devices=("cpu",))
     with pytest.raises(InvalidRequest, match=r"nproc_per_node=2.*trains in one process"):
         job(inline, nproc_per_node=2)
@@ -208,17 +210,18 @@ def test_an_evaluation_of_one_model_alone_may_run_on_a_node(tmp_path: Path) -> N
     def resources(nodes: int | None = None, **changes: Any) -> ResourcesSpec | None:
         body = EvaluateRequest.model_validate({"job_uuid": "e", "model": "org/base", "dataset_id": "d", **changes})
         given = ProviderOptions(resources=Resources(nodes=nodes, labels={"zone": "a"}))
-        work = body.work([base] * len(body.models or ()))
+        work = body.work([base] * len(body.named()))
         options, own = for_work(body.as_training(), given, service, None, work)
         rows = DatasetRef(dataset_id="d", path=tmp_path / "rows", sha256="", num_rows=8)
         return with_work(resolve(body.as_training(), options, own).spec(rows, None), work).resources
 
     base = Base("org/base")
     assert resources() == resources(1) == ResourcesSpec(labels={"zone": "a"})
+    assert resources(checks=CHECKED["checks"]) == ResourcesSpec(labels={"zone": "a"})
     with pytest.raises(InvalidRequest, match=r"resources\.nodes=2.*runs on one node: use 1"):
         resources(2)
     for changes in (
-        {"checks": CHECKED["checks"]},
+        {"checks": [{"type": "judge", "model": "org/judge"}]},
         {"model": None, "models": [{"model": "org/base"}, {"model": "org/base"}]},
     ):
         with pytest.raises(InvalidRequest, match=r"resources=.*are on the service's machine only"):

@@ -23,6 +23,7 @@ from llama_stack_provider_trl.system.files import RunDir, atomic_write
 
 from ...nodes.localize import MARK
 from ...wire import Peer, Stage, TaskOrder
+from .answers import remove_results
 from .membership import Cluster
 from .models import ServedModels
 from .presence import silent_since
@@ -80,6 +81,7 @@ class ClusterLauncher:
         mark = spec.job.checkpoint_dir / MARK
         mark.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(mark, task.task_id.encode(), mode=0o644)  # a node may read it as another user
+        remove_results(spec.job)
         self._order(task, spec.model_dump(mode="json"), mark)
 
     def poll(self, task: TaskSpec) -> Observation:

@@ -1,4 +1,4 @@
-"""Uploads of nodes: event lines, logs, and checkpoints, which are assembled file by file and become visible at once.
+"""Uploads of nodes: events, logs, answers and checkpoints. These are assembled file by file and become visible at once.
 
 Everything of a task that is not current any more is refused. A checkpoint becomes visible under the same lock as that
 check, so that two attempts never both count.
@@ -37,9 +37,10 @@ from llama_stack_provider_trl.system.files import (
     resolve_under,
 )
 
-from ...wire import CheckpointAnswer, CheckpointReport
+from ...wire import AnswersBegin, CheckpointAnswer, CheckpointReport
 from ..http.errors import Gone, NotFound, WrongOffset
-from ..views.checkpoints import Digests
+from ..views.checkpoints import Digests, Opener
+from .answers import append_answers, begin_answers, find_file, refuse_unfinished
 from .logs import append_log, write_all
 
 LOG = re.compile(r"rank-\d{1,4}\.log|torchrun\.log")
@@ -50,7 +51,7 @@ _LONGEST = 240
 
 
 class UploadReceiver:
-    """Receives the events, logs and checkpoints of nodes. Safe to share between threads."""
+    """Receives the events, logs, answers and checkpoints of nodes. Safe to share between threads."""
 
     def __init__(self, store: Store, digests: Digests) -> None:
         self._store = store
@@ -81,7 +82,7 @@ class UploadReceiver:
 
         Raises:
             Gone: also for a node without rank 0.
-            InvalidRequest: they do not end with a line's end, one is no event, or a checkpoint is missing.
+            InvalidRequest: they do not end with a line's end, one is no event, or a checkpoint or an answer is missing.
             WrongOffset: they do not begin where the file ends.
             OSError: the disk is full.
         """
@@ -112,6 +113,7 @@ class UploadReceiver:
                 raise InvalidRequest("path", str(named_path(event)), why)
             if isinstance(event, CheckpointSaved) and not (event.path / MANIFEST).is_file():
                 raise InvalidRequest("path", str(event.path), "it does not exist: upload its files before its event")
+            refuse_unfinished(event, spec, self._digests)
 
     def append_event(self, path: Path, event: BaseModel) -> None:
         """Append a final event of the service's own."""
@@ -145,6 +147,24 @@ class UploadReceiver:
         with self._lock:
             _check_room(job, task.run_dir, len(data))
             return append_log(task.run_dir / name, offset, data)
+
+    def begin_answers(self, task_id: str, node: str) -> AnswersBegin:
+        """See `answers.begin_answers`."""
+        task = self.first(task_id, node)
+        size, sha256 = begin_answers(self._store, task, self._store.get(task.job_uuid).spec, self._digests)
+        return AnswersBegin(size=size, sha256=sha256)
+
+    def answers(self, task_id: str, node: str, name: str) -> tuple[Opener, int, str]:
+        """See `answers.find_file`. Raises Gone."""
+        task = self.first(task_id, node)
+        return find_file(self._store.get(task.job_uuid).spec, self._digests, name)
+
+    def add_answers(self, task_id: str, node: str, name: str, offset: int, data: bytes) -> int:
+        """See `answers.append_answers`."""
+        task = self.first(task_id, node)
+        job = self._store.get(task.job_uuid)
+        _check_free(job, job.spec.checkpoint_dir, len(data))
+        return append_answers(self._store, task, job.spec, name, offset, data)
 
     def ask(self, task_id: str, node: str, name: str, report: CheckpointReport) -> CheckpointAnswer:
         """The missing files of a checkpoint; one without missing files becomes visible.

@@ -1,4 +1,4 @@
-"""The routes of the nodes' agents (`wire`): join, poll, send events, logs and checkpoints.
+"""The routes of the nodes' agents (`wire`): join, poll, send events, logs, answers and checkpoints.
 
 A call counts as the node's heartbeat once it is accepted: a poll of the agent that joined, or a call about a current
 task.
@@ -29,6 +29,7 @@ from ...wire import (
     SILENCE,
     SPECS,
     VERSIONS,
+    AnswersBegin,
     CheckpointAnswer,
     CheckpointReport,
     Joined,
@@ -49,6 +50,7 @@ from ..http.errors import Conflict, Gone, NotFound, declared
 from ..security.access import (
     JOIN,
     NODES,
+    NODES_ANSWERS,
     NODES_EVENTS,
     NODES_LOG,
     NODES_POLL,
@@ -72,6 +74,8 @@ RECHECK = 1.0
 """Seconds between two checks that the task of an upload is still current."""
 TaskId = Annotated[str, Path(description="As its order has it")]
 Checkpoint = Annotated[str, Path(description="The name of its directory, such as checkpoint-10 or final")]
+AnswersFile = Annotated[str, Path(max_length=64, description="answers.jsonl, or rows.jsonl of a generate job")]
+RangeHeader = Annotated[str | None, Header(alias="Range", description="One range of bytes, such as bytes=100-")]
 Kept = Annotated[list[str], Query(max_length=MOST_KEPT, description="Jobs of which the node has files and no task")]
 _NONE: list[str] = []
 Offset = Annotated[int, Query(ge=0, le=2**42, description="Bytes that were sent before")]
@@ -147,6 +151,56 @@ async def add_log(
 
 
 @router.post(
+    "/{name}/tasks/{task_id}/answers",
+    dependencies=[NODES_READ],
+    response_model=AnswersBegin,
+    responses=declared(404, 409, 410, 507),
+)
+async def begin_answers(service: Context, name: Name, task_id: TaskId) -> Response:
+    """The answers with which the task begins: the whole batches that the job has. The rest of a batch is removed."""
+    _check_task(service, name, task_id)
+    loop, begin = asyncio.get_running_loop(), service.uploads.begin_answers
+    return as_json(await loop.run_in_executor(service.digests.threads, begin, task_id, name))
+
+
+@router.get(
+    "/{name}/tasks/{task_id}/answers/{file}",
+    dependencies=[NODES_READ],
+    response_class=Response,
+    responses={
+        **declared(404, 409, 410, 416),
+        200: {"content": OCTETS, "description": "The whole file"},
+        206: {"content": OCTETS, "description": "The bytes that Range asks for"},
+    },
+)
+async def answers_file(
+    service: Context, name: Name, task_id: TaskId, file: AnswersFile, wanted: RangeHeader = None
+) -> Response:
+    """The answers that the task's job has so far; the ETag is their sha256."""
+    _check_task(service, name, task_id)
+    loop, find = asyncio.get_running_loop(), service.uploads.answers
+    opener, size, sha256 = await loop.run_in_executor(service.digests.threads, find, task_id, name, file)
+    return file_response(opener, size, sha256, wanted)
+
+
+@router.put(
+    "/{name}/tasks/{task_id}/answers/{file}",
+    dependencies=[NODES_ANSWERS],
+    status_code=204,
+    responses={**declared(404, 409, 410, 507), 204: _OFFSET},
+    openapi_extra=_BYTES,
+)
+async def add_answers(
+    service: Context, name: Name, task_id: TaskId, file: AnswersFile, offset: Offset, request: Request
+) -> Response:
+    """Append to a file of answers; 409 has the offset at which a part must begin in Upload-Offset."""
+    _check_task(service, name, task_id)  # before the body is read
+    data = await request.body()
+    size = await asyncio.to_thread(service.uploads.add_answers, task_id, name, file, offset, data)
+    return Response(status_code=204, headers={"Upload-Offset": str(size)})
+
+
+@router.post(
     "/{name}/tasks/{task_id}/checkpoints/{checkpoint}",
     dependencies=[NODES],
     response_model=CheckpointAnswer,
@@ -213,7 +267,7 @@ async def model_file(
     task_id: TaskId,
     sha256: Annotated[Sha256, Path(description="Of the model, as the task's order has it")],
     path: Annotated[str, Path(description="As the task's order names it")],
-    wanted: Annotated[str | None, Header(alias="Range", description="One range of bytes, such as bytes=100-")] = None,
+    wanted: RangeHeader = None,
 ) -> Response:
     """A file of a model that the task trains; its ETag is its sha256."""
     task = service.uploads.current(task_id, name)

@@ -329,6 +329,7 @@ NODES = _access(_NODES, own_node=True, limit=4 * MIB)
 NODES_READ = _access(_NODES, own_node=True)
 NODES_POLL = _access(_NODES, own_node=True, limit=4 * MIB, record=False)
 NODES_EVENTS = _access(_NODES, own_node=True, body="bytes", limit=4 * MIB, record=False)
+NODES_ANSWERS = _access(_NODES, own_node=True, body="bytes", limit=MIB, record=False)
 NODES_LOG = _access(_NODES, own_node=True, body="bytes", limit=MIB, record=False)
 READING_UPLOAD = _access(_NODES, body="bytes", limit="max_upload_mb", join_token=True)
 """Rows that a request waits for; the handler compares the id of the reading."""

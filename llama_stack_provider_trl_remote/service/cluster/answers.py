@@ -1,0 +1,133 @@
+"""Answers of jobs on nodes: files in the job's checkpoint directory that grow as the node sends them.
+
+They are those that the job has on this machine, so an attempt continues wherever the one before it was. Every part is
+appended while the task is current, so that no earlier attempt adds to the answers of a later one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.jobs.records import NodeTaskRecord
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.specs.answer_files import answer_files, answering_of, whole_batches
+from llama_stack_provider_trl.specs.events import Event, Finished
+from llama_stack_provider_trl.specs.job import JobSpec
+from llama_stack_provider_trl.specs.kinds import ANSWERS, ROWS
+from llama_stack_provider_trl.system.files import open_in
+
+from ..http.errors import Gone, NotFound, WrongOffset
+from ..views.checkpoints import Digests, Opener
+from .logs import write_all
+
+
+def remove_results(spec: JobSpec) -> None:
+    """Remove what an earlier attempt has made of its answers, before an attempt on another machine sends it again."""
+    for name in answer_files(spec.work)[1:]:
+        (spec.checkpoint_dir / name).unlink(missing_ok=True)
+
+
+def begin_answers(store: Store, task: NodeTaskRecord, spec: JobSpec, digests: Digests) -> tuple[int, str]:
+    """Leave the whole batches of a job's answers: its node gets these, and appends. A repetition is harmless.
+
+    Returns:
+        Size and sha256 of their file.
+
+    Raises:
+        Gone: the task is not current.
+        NotFound: the job answers no prompts.
+        OSError: the file cannot be written, or is something else.
+    """
+    answering = answering_of(spec.work)
+    if answering is None:
+        raise NotFound(_no_file(spec, ANSWERS))
+    with _opened(spec.checkpoint_dir / ANSWERS) as descriptor, os.fdopen(os.dup(descriptor), "rb") as file:
+        size = os.fstat(descriptor).st_size
+        whole = whole_batches(file, spec.batch_size, spec.dataset.num_rows * answering.samples_per_prompt)
+        if whole.size < size:
+            with store.tasks.while_current(task.task_id, task.node) as is_current:
+                if not is_current:
+                    raise Gone(f"task {task.task_id!r} was ended: its answers are not changed")
+                if os.fstat(descriptor).st_size == size:
+                    os.ftruncate(descriptor, whole.size)
+        return digests.of_file(file)
+
+
+def find_file(spec: JobSpec, digests: Digests, name: str) -> tuple[Opener, int, str]:
+    """A file of a job's answers: a function that opens it, its size and its sha256. Raises NotFound."""
+    _check_name(spec, name)
+    opener = partial(open_in, spec.checkpoint_dir, name)
+    try:
+        with opener() as file:
+            return opener, *digests.of_file(file)
+    except OSError as error:
+        raise NotFound(f"job {spec.job_uuid!r} has no {name} yet") from error
+
+
+def append_answers(store: Store, task: NodeTaskRecord, spec: JobSpec, name: str, offset: int, data: bytes) -> int:
+    """Append a part of a file; returns the size of the file.
+
+    Raises:
+        Gone: the task is not current.
+        NotFound: the job has no such file.
+        WrongOffset: the part does not begin where the file ends.
+        OSError: the disk is full.
+    """
+    _check_name(spec, name)
+    with _opened(spec.checkpoint_dir / name) as file:
+        with store.tasks.while_current(task.task_id, task.node) as is_current:
+            if not is_current:
+                raise Gone(f"task {task.task_id!r} was ended during the upload of {name}: the part is not kept")
+            size = os.fstat(file).st_size
+            if size != offset:
+                raise WrongOffset(offset, size)
+            write_all(file, size, data)
+        os.fsync(file)
+    return offset + len(data)
+
+
+def refuse_unfinished(event: Event, spec: JobSpec, digests: Digests) -> None:
+    """Refuse the end of a job whose files are not those that its result names. Raises InvalidRequest."""
+    names = answer_files(spec.work)
+    if not isinstance(event, Finished) or not names:
+        return
+    result: Any = event.result or {}
+    found, name = result.get("dataset" if ROWS in names else "answers"), names[-1]
+    path, given = spec.checkpoint_dir / name, found if isinstance(found, dict) else {}
+    if given.get("path", str(path)) != str(path):
+        raise InvalidRequest("result.answers.path", str(given["path"])[:200], f"the answers of this job are {path}")
+    try:
+        with open_in(spec.checkpoint_dir, name) as file:
+            _, here = digests.of_file(file)
+    except OSError:
+        here = ""
+    if not here or given.get("sha256") != here:
+        hint = f"{path} has the sha256 {here or 'none, it is missing'}: send the whole file before the event"
+        raise InvalidRequest("result.sha256", str(given.get("sha256"))[:200], hint)
+
+
+def _check_name(spec: JobSpec, name: str) -> None:
+    if name not in answer_files(spec.work):
+        raise NotFound(_no_file(spec, name))
+
+
+def _no_file(spec: JobSpec, name: str) -> str:
+    names = answer_files(spec.work)
+    does = f"its answers are in {' and '.join(names)}" if names else "it answers no prompts"
+    return f"job {spec.job_uuid!r} has no file {name[:200]!r} of answers: {does}"
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    # Other users may read what is in `checkpoint_roots`.
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    try:
+        yield file
+    finally:
+        os.close(file)

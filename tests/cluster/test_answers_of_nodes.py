@@ -1,0 +1,135 @@
+"""Answers that nodes give: whatever is killed in between, and wherever a job continues, the bytes of an undisturbed one
+on the service's machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.system.files import sha256_of
+from tests.cluster.bed import Bed, Machine
+from tests.cluster.jobs import machines_of, prepared, ready, resources_of
+from tests.contract.payloads import QUESTIONS
+from tests.contract.stack import Json
+from tests.tiny import tiny_model
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
+
+WORKERS = {"labels": {"rack": "7"}}
+CHECKS = [{"type": "regex", "pattern": "[aeiou].*e"}, {"type": "exact"}]
+
+
+def ask(bed: Bed, kind: str, job_uuid: str, options: Json, **fields: Any) -> str:
+    """Submit a job with 8 prompts, in batches of 2."""
+    body = {"job_uuid": job_uuid, "model": str(tiny_model()), "dataset_id": "questions", "dtype": "fp32"}
+    sampled = {"max_new_tokens": 12, "batch_size": 2, "seed": 7, "temperature": 0.9, "checkpoint_dir": job_uuid}
+    answer = bed.post(f"/post-training/{kind}", {**body, **sampled, **fields, "provider_options": options})
+    assert answer.status_code == 200, answer.text
+    return job_uuid
+
+
+def with_questions(bed: Bed) -> None:
+    body = {"dataset_id": "questions", "purpose": "post-training/messages"}
+    assert bed.post("/datasets", {**body, "source": {"type": "rows", "rows": QUESTIONS}}).ok
+
+
+def answers_of(bed: Bed, job_uuid: str) -> Path:
+    """The file on the service's machine."""
+    return bed.machines[0].data_dir / job_uuid / job_uuid / "answers.jsonl"
+
+
+def count(bed: Bed, job_uuid: str) -> int:
+    """Answers that the service has."""
+    file = answers_of(bed, job_uuid)
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def held(bed: Bed, point: str) -> None:
+    bed.wait(lambda: (bed.faults / f"{point}.taken").exists(), f"the job waits at {point}", 300)
+
+
+def machine_of(bed: Bed, job_uuid: str) -> Machine:
+    return machines_of(bed, resources_of(bed, job_uuid))[0]
+
+
+def completed(bed: Bed, job_uuid: str) -> Json:
+    status = bed.wait_for_end(job_uuid)
+    assert status["status"] == "completed", status
+    return dict(status["resources_allocated"])
+
+
+def test_answers_of_a_node_are_those_of_the_head_whatever_was_killed(bed: Bed) -> None:
+    """16 answers of two ranks, in batches of 2. Rank 0 dies while it writes the fourth batch, which is half written
+    then; an agent and the service after the fifth; and the machine after the seventh: the other one continues."""
+    prepared(bed, "a", "b")
+    with_questions(bed)
+    head = bed.machines[0]
+    ask(bed, "generate", "plain", {}, samples_per_prompt=2, output={"dataset_id": "of-the-head"})
+    expected = completed(bed, "plain")["result"]
+    (bed.faults / "answering-6").write_text("kill")
+    release, stay = bed.hold("step-10"), bed.hold("step-14")  # rank 1 has reached 8 when rank 0 dies
+    options = {"resources": WORKERS, "retries": 3, "nproc_per_node": 2}
+    ask(bed, "generate", "moved", options, samples_per_prompt=2, output={"dataset_id": "of-nodes"})
+    held(bed, "step-10")
+    assert (bed.faults / "answering-6.taken").exists()
+    assert resources_of(bed, "moved")["attempt"] == 2
+    bed.wait(lambda: count(bed, "moved") == 10, "the service has 10 answers", 60)
+    machine = machine_of(bed, "moved")
+    assert machine.name in ("a", "b")
+    machine.kill_agent()
+    head.kill_agent()
+    release()
+    held(bed, "step-14")
+    assert count(bed, "moved") == 10
+    head.serve()
+    machine.join(head, "--label", "rack=7")
+    ready(bed, "a", "b")
+    bed.wait(lambda: count(bed, "moved") == 14, "the service has 14 answers", 120)
+    machine.turn_off()
+    found = completed(bed, "moved")
+    assert [attempt["reason"] for attempt in found["attempts"]] == ["rank_failed", "node_lost", None]
+    assert [attempt["start_step"] for attempt in found["attempts"]] == [0, 6, 14]
+    assert machine_of(bed, "moved") not in (machine, head)
+    assert found["result"] == expected
+    assert sha256_of(answers_of(bed, "moved")) == sha256_of(answers_of(bed, "plain"))
+    made, plain = (bed.get(f"/datasets/{name}")["metadata"]["sha256"] for name in ("of-nodes", "of-the-head"))
+    assert made == plain
+    stay()
+    bed.nothing_is_left()
+
+
+def test_a_checked_evaluation_moves_from_node_to_node_and_to_the_head(bed: Bed) -> None:
+    """Its trainer is killed, its node is drained, and the next one is lost."""
+    prepared(bed, "a", "b")
+    with_questions(bed)
+    bed.wait_for_nodes("head")
+    head = bed.machines[0]
+    ask(bed, "evaluate", "plain", {}, checks=CHECKS)
+    expected = completed(bed, "plain")["result"]
+    assert bed.session.post(f"{bed.url}/nodes/head/cordon", timeout=30).ok
+    (bed.faults / "answering-2").write_text("kill")
+    drained, lost = bed.hold("step-4"), bed.hold("step-6")
+    ask(bed, "evaluate", "moved", {"resources": {"nodes": 1}, "retries": 3}, checks=CHECKS)
+    held(bed, "step-4")
+    first = machine_of(bed, "moved")
+    assert bed.session.post(f"{bed.url}/nodes/{first.name}/drain", timeout=30).ok
+    pauses = first.data_dir / "jobs" / "moved" / "attempts" / "2" / "control.json"
+    bed.wait(pauses.exists, "the job is ordered to pause", 60)
+    drained()
+    held(bed, "step-6")
+    second = machine_of(bed, "moved")
+    assert {first.name, second.name} == {"a", "b"}
+    bed.wait(lambda: count(bed, "moved") == 6, "the service has 6 answers", 60)
+    assert bed.session.post(f"{bed.url}/nodes/head/uncordon", timeout=30).ok
+    second.turn_off()
+    found = completed(bed, "moved")
+    assert machine_of(bed, "moved") is head
+    assert [attempt["start_step"] for attempt in found["attempts"]] == [0, 2, 4, 6]
+    assert (bed.faults / "answering-2.taken").exists()
+    answers = {**expected.pop("answers"), "path": str(answers_of(bed, "moved"))}
+    assert found["result"].pop("answers") == answers
+    assert found["result"] == expected
+    lost()
+    bed.nothing_is_left()
