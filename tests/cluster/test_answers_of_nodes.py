@@ -83,8 +83,10 @@ def test_answers_of_a_node_are_those_of_the_head_whatever_was_killed(bed: Bed) -
     release()
     held(bed, "step-14")
     assert count(bed, "moved") == 10
-    head.serve()
     machine.join(head, "--label", "rack=7")
+    # A service that has started counts a node as lost after 15 s: an agent may take as long to start.
+    bed.wait(lambda: "task moved-2: restored" in machine.log.read_text(), "the agent calls the service", 240)
+    head.serve()
     ready(bed, "a", "b")
     bed.wait(lambda: count(bed, "moved") == 14, "the service has 14 answers", 120)
     machine.turn_off()
