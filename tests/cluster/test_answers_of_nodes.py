@@ -10,7 +10,7 @@ import pytest
 
 from llama_stack_provider_trl.system.files import sha256_of
 from tests.cluster.bed import Bed, Machine
-from tests.cluster.jobs import machines_of, prepared, ready, resources_of
+from tests.cluster.jobs import IN_FULL, machines_of, prepared, ready, resources_of
 from tests.contract.payloads import QUESTIONS
 from tests.contract.stack import Json
 from tests.tiny import tiny_model
@@ -83,8 +83,10 @@ def test_answers_of_a_node_are_those_of_the_head_whatever_was_killed(bed: Bed) -
     release()
     held(bed, "step-14")
     assert count(bed, "moved") == 10
-    head.serve()
     machine.join(head, "--label", "rack=7")
+    # A service that has started counts a node as lost after 15 s: an agent may take as long to start.
+    bed.wait(lambda: "task moved-2: restored" in machine.log.read_text(), "the agent calls the service", 240)
+    head.serve()
     ready(bed, "a", "b")
     bed.wait(lambda: count(bed, "moved") == 14, "the service has 14 answers", 120)
     machine.turn_off()
@@ -100,6 +102,7 @@ def test_answers_of_a_node_are_those_of_the_head_whatever_was_killed(bed: Bed) -
     bed.nothing_is_left()
 
 
+@IN_FULL
 def test_a_checked_evaluation_moves_from_node_to_node_and_to_the_head(bed: Bed) -> None:
     """Its trainer is killed, its node is drained, and the next one is lost."""
     prepared(bed, "a", "b")
@@ -132,4 +135,25 @@ def test_a_checked_evaluation_moves_from_node_to_node_and_to_the_head(bed: Bed) 
     assert found["result"].pop("answers") == answers
     assert found["result"] == expected
     lost()
+    bed.nothing_is_left()
+
+
+@IN_FULL
+def test_answers_wait_on_their_node_while_the_disk_of_the_service_is_full(bed: Bed) -> None:
+    prepared(bed, "a", disk_mb=64)
+    with_questions(bed)
+    head, a = bed.machines
+    ask(bed, "evaluate", "plain", {}, checks=CHECKS)
+    completed(bed, "plain")
+    release = bed.hold("step-2")
+    ask(bed, "evaluate", "late", {"resources": WORKERS, "retries": 0}, checks=CHECKS)
+    held(bed, "step-2")
+    with head.full_disk():
+        release()
+        bed.wait(lambda: "where checkpoints of late go" in a.log.read_text(), "its answers wait, with the reason", 120)
+    assert [attempt["reason"] for attempt in completed(bed, "late")["attempts"]] == [None]
+    found, expected = (
+        bed.session.get(f"{bed.url}/post-training/jobs/{name}/answers", timeout=30) for name in ("late", "plain")
+    )
+    assert (found.ok, found.content) == (True, expected.content)
     bed.nothing_is_left()
