@@ -15,13 +15,13 @@ from weakref import WeakValueDictionary
 
 from ..errors import InvalidRequest, InvalidRows, MethodUnavailable, StoreError
 from ..requests.bases import Base, NamedJob
+from ..requests.engines import with_engine
 from ..requests.kinds import (
     EVALUATE,
     evaluation_after,
     for_work,
     harness_of,
     in_its_terms,
-    with_engine,
     with_work,
 )
 from ..requests.options import ProviderOptions

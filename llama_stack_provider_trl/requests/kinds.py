@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
 
@@ -35,6 +35,7 @@ from ..specs.merge import ADAPTER_METHODS, MODEL_METHODS, PRUNING_METHODS, Merge
 from ..specs.methods import Call
 from .bases import Base, NamedJob, is_adapter
 from .bodies import COUNT, PreferenceOptimizeRequest, SupervisedFineTuneRequest
+from .engines import is_answered_by_vllm
 from .harness import Harness
 from .lifecycle import evaluation_name
 from .options import ProviderOptions
@@ -426,12 +427,8 @@ def for_work(
     Raises:
         InvalidRequest: `model` cannot be read, or the job cannot run on a node.
     """
-    # vLLM reads whole models.
-    chosen = (
-        {"adapter": "merge" if is_answered_by_vllm(work) else "continue"}
-        if is_adapter(request, settings, named)
-        else {}
-    )
+    use = "merge" if is_answered_by_vllm(work) else "continue"  # vLLM reads whole models
+    chosen = {"adapter": use} if is_adapter(request, settings, named) else {}
     here: dict[str, Any] = {"ranks": 1, "nodes": 1, "max_nodes": 1}
     if (resources := options.resources) is not None:
         given = resources.model_dump(exclude_unset=True)
@@ -473,24 +470,6 @@ def with_work(spec: JobSpec, work: Work) -> JobSpec:
         work = work.model_copy(update={"merge": merge})
         untrained |= {"lora": None, "adapter": None, "token_cache": None}
     return spec.model_copy(update={**untrained, "work": work})
-
-
-def is_answered_by_vllm(work: Work | None) -> bool:
-    """Whether vLLM computes the answers of a job."""
-    answering = answering_of(work)
-    return answering is not None and answering.engine == "vllm"
-
-
-def with_engine(work: Work, settings: Settings) -> Work:
-    """The work with the interpreter that its answers are computed by. Raises InvalidRequest: there is none."""
-    answering = answering_of(work)
-    if answering is None or not is_answered_by_vllm(work):
-        return work
-    if settings.vllm_python is None:
-        hint = "this service has no vLLM: leave it out, or have the operator name an interpreter with it (vllm_python)"
-        raise InvalidRequest("engine", answering.engine, hint)
-    found = answering.model_copy(update={"vllm_python": settings.vllm_python})
-    return work.model_copy(update={"answers": found}) if isinstance(work, EvaluateSpec) else cast(GenerateSpec, found)
 
 
 def harness_of(work: Work | None) -> HarnessSpec | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +37,7 @@ def polls(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[tuple[float, int]]]
     def play(done: list[tuple[float, int]]) -> threading.Event:
         ended, values = threading.Event(), iter(done)
 
-        def work() -> tuple[float, int]:
+        def work(pid: int | None) -> tuple[float, int]:
             try:
                 return next(values)
             except StopIteration:
@@ -70,7 +73,7 @@ def test_work_since_the_last_poll_is_a_heartbeat(
 
 
 def test_of_several_ranks_only_the_first_sends_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "work_done", lambda: pytest.fail("work was polled"))
+    monkeypatch.setattr(module, "work_done", lambda pid: pytest.fail("work was polled"))
     with heartbeat(NullEventWriter()):
         pass
 
@@ -83,3 +86,14 @@ def test_bytes_that_are_read_count_wherever_they_come_from(tmp_path: Path) -> No
     after = work_done()
     assert after[0] >= before[0]
     assert after[1] - before[1] >= 3 << 20 or after[1] == 0  # macOS does not report it
+
+
+def test_the_work_of_a_child_is_that_of_its_process_and_nothing_once_it_is_gone() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "sum(range(10**7)); input()"], stdin=subprocess.PIPE)
+    deadline = time.monotonic() + PATIENCE
+    while work_done(child.pid)[0] < 0.05:
+        assert time.monotonic() < deadline
+    assert child.stdin is not None
+    child.stdin.close()
+    child.wait(PATIENCE)
+    assert work_done(child.pid) == (0.0, 0)

@@ -12,6 +12,7 @@ import pytest
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
 from llama_stack_provider_trl.requests.bases import Base
 from llama_stack_provider_trl.requests.data import rows_job_of
+from llama_stack_provider_trl.requests.engines import with_engine
 from llama_stack_provider_trl.requests.kinds import (
     EvaluateRequest,
     GenerateRequest,
@@ -20,7 +21,6 @@ from llama_stack_provider_trl.requests.kinds import (
     for_work,
     in_its_terms,
     options_of,
-    with_engine,
     with_work,
 )
 from llama_stack_provider_trl.requests.options import ProviderOptions, Resources
