@@ -42,5 +42,13 @@ def _umask() -> int:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Begin without traces of earlier runs: what a trace does to a training would show in the first run only."""
+    _remove_traces(config)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    _remove_traces(config)
+
+
+def _remove_traces(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         shutil.rmtree(SHARED, ignore_errors=True)
