@@ -288,6 +288,7 @@ def _serve(path: str, imports: Sequence[str]) -> None:
             with suppress(ImportError):
                 importlib.import_module(module)
         schema.schema_digest()  # which each server would compute at its start
+        _probe_isolation()
     else:
         warm.import_libraries()
         share.enter_context(shared_traces())
@@ -323,6 +324,16 @@ def _serve(path: str, imports: Sequence[str]) -> None:
             del running[connection]
             with connection, suppress(OSError):
                 connection.send(json.dumps(status).encode())
+
+
+def _probe_isolation() -> None:
+    """Find out how this machine isolates trainings, for which each server would start a Python. Where it cannot, each
+    server tries for itself."""
+    from llama_stack_provider_trl.launch import isolation
+
+    found = isolation.probe()
+    if found.how:
+        isolation.probe = lambda: found
 
 
 def _fork(connection: socket.socket, own: Any) -> int:
