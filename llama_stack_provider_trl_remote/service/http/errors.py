@@ -104,7 +104,7 @@ _MEANING = {
 
 
 def declared(*codes: int) -> dict[int | str, dict[str, Any]]:
-    """Error answers for a route's `responses`; those of every route are included. They refer to what `describe` adds."""
+    """Error answers for a route's `responses`; those of every route are included. `describe` adds their schema."""
     # As a `model`, FastAPI would make a validator of each, a thousand in all, at the import and at the first request.
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorAnswer.__name__}"}}}
     return {
