@@ -202,7 +202,7 @@ def _imported() -> str:
 def _serving(imports: tuple[str, ...], environ: tuple[tuple[str, str], ...], python: str = sys.executable) -> str:
     """The socket of a process that has imported these modules, or a training's: one for all who share the directory."""
     directory = os.environ.get(DIRECTORY) or _own_directory()
-    share = {VARIABLE: _imported()} if imports and python == sys.executable else {}
+    share = {VARIABLE: _imported()} if imports in (SERVICE, LLAMA_STACK, OGX) and python == sys.executable else {}
     key = json.dumps([imports, environ, python]).encode()
     path = f"{directory}/{hashlib.sha256(key).hexdigest()[:12]}"
     with open(f"{path}.lock", "wb") as lock:
