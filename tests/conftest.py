@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.recipes.imports import quick_imports
+from tests import forked
 from tests.traces import SHARED
 
 # Imported modules and collected tests are a million objects, none of them garbage: without the collector each worker
@@ -41,6 +42,11 @@ def _umask() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin without traces of earlier runs: what a trace does to a training would show in the first run only."""
+    """Begin without traces of earlier runs: what a trace does to a training would show in the first run only. The
+    workers of this run fork from the same processes."""
     if not hasattr(config, "workerinput"):
         shutil.rmtree(SHARED, ignore_errors=True)
+        config.add_cleanup(lambda: shutil.rmtree(SHARED, ignore_errors=True))
+        shared = ExitStack()
+        os.environ[forked.DIRECTORY] = shared.enter_context(forked.shared_directory())
+        config.add_cleanup(shared.close)

@@ -3,13 +3,14 @@
     with forked_warm_processes() as warm:     # of a launcher in the test's own process
     python -m tests.forked MODULE ARGUMENTS   # a server whose launchers fork theirs, with `environment()`
     start_server(SERVICE, argv, ...)          # such a server, itself forked from one that has imported what it does
+    start_talking(RECIPES, MODULE, environ)   # a program with pipes that runs trainings
 
 A server may be in network, host name and mount namespaces of its own: what is forked for it joins them.
 
 What is forked is the product's own warm process, in the environment that the launcher gives it: only the interpreter's
 start and the imports are skipped. Where it would import with another environment or other limits it is started as
-usual. What is forked ends with the process that forks it, and that with pytest. The tests of the warm process itself,
-in tests/process/test_warm_start.py, fork none.
+usual. What is forked ends with the process that forks it, and that with pytest, whose workers share it.
+The tests of the warm process itself, in tests/process/test_warm_start.py, fork none.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import array
 import atexit
 import fcntl
 import gc
+import hashlib
 import importlib
 import json
 import os
@@ -49,6 +51,10 @@ from tests.traces import shared_traces
 REPOSITORY = Path(__file__).resolve().parents[1]
 VARIABLE = "TESTS_FORKED"
 """Variable of a server: the socket of the process that it forks from."""
+DIRECTORY = "TESTS_FORKED_DIRECTORY"
+"""Variable of the workers of pytest: where they find the processes that they fork from, of which they share each."""
+_PIPE = "lives"
+"""There: the pipe that is open for writing as long as these processes are to live."""
 SERVICE = ("llama_stack_provider_trl_remote.service.server",)
 LLAMA_STACK = (
     "llama_stack.cli.stack.run",
@@ -56,6 +62,7 @@ LLAMA_STACK = (
     "llama_stack_provider_trl.post_training",
 )
 OGX = ("ogx.cli.stack.run", "ogx.core.server.server", "llama_stack_provider_trl_remote.external_api")
+RECIPES = ("tests.imported_recipes",)
 """What a server of this kind imports, in any case or almost so."""
 _LATER: Mapping[str, Sequence[str]] = {
     "llama_stack": (
@@ -159,6 +166,26 @@ def start_program(
     return found  # type: ignore[no-any-return] - as `start_server`
 
 
+def start_talking(imports: Sequence[str], module: str, environ: Mapping[str, str]) -> subprocess.Popen[str]:
+    """`python -m MODULE` with pipes to its input and output, in a session of its own.
+
+    Args:
+        imports: modules of which `RECIPES` has those of a training with quantization.
+    """
+    outside = _outside({**environ, **ARROW})
+    argv = [sys.executable, "-m", module]
+    request = {"argv": argv, "environ": dict(environ), "cwd": str(REPOSITORY), "conditions": outside, "streams": True}
+    path = _serving(tuple(imports), tuple(outside.items()))
+    theirs_in, ours_in = os.pipe()
+    ours_out, theirs_out = os.pipe()
+    found: Any = _request(path, request, [sys.__stderr__.fileno(), theirs_in, theirs_out])
+    for descriptor in (theirs_in, theirs_out):
+        os.close(descriptor)
+    assert found is not None, "the environment is that of the process that forks"
+    found.stdin, found.stdout = os.fdopen(ours_in, "w"), os.fdopen(ours_out)
+    return found  # type: ignore[no-any-return] - as `start_server`
+
+
 def _outside(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that imports may read."""
     left = {name: value for name, value in environ.items() if not name.startswith(_OWN)}
@@ -173,29 +200,49 @@ def _imported() -> str:
 
 @cache
 def _serving(imports: tuple[str, ...], environ: tuple[tuple[str, str], ...], python: str = sys.executable) -> str:
-    """The socket of a process that has imported these modules, or a training's. It ends with this one."""
-    directory = tempfile.TemporaryDirectory(prefix="tests-forked-")
-    path = str(Path(directory.name) / "socket")
-    share = {VARIABLE: _imported()} if imports and python == sys.executable else {}
-    process = subprocess.Popen(
-        [python, "-m", "tests.forked", "--serve", path, "-" * 1024, *imports],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=REPOSITORY,
-        env={**dict(environ), **share, fork.ROOM: "-" * fork.ROOM_BYTES},
-    )
-    atexit.register(_end, process, directory)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"ready\n"
+    """The socket of a process that has imported these modules, or a training's: one for all who share the directory."""
+    directory = os.environ.get(DIRECTORY) or _own_directory()
+    share = {VARIABLE: _imported()} if imports in (SERVICE, LLAMA_STACK, OGX) and python == sys.executable else {}
+    key = json.dumps([imports, environ, python]).encode()
+    path = f"{directory}/{hashlib.sha256(key).hexdigest()[:12]}"
+    with open(f"{path}.lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.path.exists(path):
+            # Does not wait for a writer: without one this run is over.
+            lives = os.open(f"{directory}/{_PIPE}", os.O_RDONLY | os.O_NONBLOCK)
+            with open(lives, "rb") as lives_pipe:
+                process = subprocess.Popen(
+                    [python, "-m", "tests.forked", "--serve", path, "-" * 1024, *imports],
+                    stdin=lives_pipe,
+                    stdout=subprocess.PIPE,
+                    cwd=REPOSITORY,
+                    env={**dict(environ), **share, fork.ROOM: "-" * fork.ROOM_BYTES},
+                )
+            assert process.stdout is not None
+            with process.stdout as output:
+                assert output.readline() == b"ready\n"
+            process.returncode = 0  # it is not waited for: it ends with the directory
     return path
 
 
-def _end(process: subprocess.Popen[bytes], directory: tempfile.TemporaryDirectory[str]) -> None:
-    with process:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait(10)
-    directory.cleanup()
+@contextmanager
+def shared_directory() -> Iterator[str]:
+    """A directory for the processes that fork, for this process and those that it starts with `DIRECTORY`. What forks
+    there, and what it has forked, ends when this is closed, or when this process ends."""
+    with tempfile.TemporaryDirectory(prefix="tests-forked-") as directory:
+        os.mkfifo(pipe := f"{directory}/{_PIPE}")
+        writer = os.open(pipe, os.O_RDWR)
+        try:
+            yield directory
+        finally:
+            os.close(writer)
+
+
+@cache
+def _own_directory() -> str:
+    kept = ExitStack()
+    atexit.register(kept.close)
+    return kept.enter_context(shared_directory())
 
 
 class _Forked:
@@ -204,6 +251,8 @@ class _Forked:
     def __init__(self, pid: int, connection: socket.socket) -> None:
         self.pid = pid
         self.returncode: int | None = None
+        self.stdin: IO[str] | None = None
+        self.stdout: IO[str] | None = None
         self._connection = connection
 
     def poll(self) -> int | None:
@@ -288,6 +337,7 @@ def _serve(path: str, imports: Sequence[str]) -> None:
             with suppress(ImportError):
                 importlib.import_module(module)
         schema.schema_digest()  # which each server would compute at its start
+        _probe_isolation()
     else:
         warm.import_libraries()
         share.enter_context(shared_traces())
@@ -325,10 +375,20 @@ def _serve(path: str, imports: Sequence[str]) -> None:
                 connection.send(json.dumps(status).encode())
 
 
+def _probe_isolation() -> None:
+    """Find out how this machine isolates trainings, for which each server would start a Python. Where it cannot, each
+    server tries for itself."""
+    from llama_stack_provider_trl.launch import isolation
+
+    found = isolation.probe()
+    if found.how:
+        isolation.probe = lambda: found
+
+
 def _fork(connection: socket.socket, own: Any) -> int:
     """Fork a process as requested; 0: the request needs another one than this."""
     files = array.array("i")
-    data, ancillary, *_ = connection.recvmsg(_REQUEST_BYTES, socket.CMSG_SPACE(2 * files.itemsize))
+    data, ancillary, *_ = connection.recvmsg(_REQUEST_BYTES, socket.CMSG_SPACE(3 * files.itemsize))
     for _, _, content in ancillary:
         files.frombytes(content)
     request = json.loads(data)
@@ -378,11 +438,12 @@ def _become(request: Mapping[str, Any], peer: int, log: int, *channel: int) -> N
         os.setsid()
         _join_namespaces(peer)
         log, *channels = (fcntl.fcntl(file, fcntl.F_DUPFD, _ABOVE_ALL) for file in (log, *channel))
-        numbers = [request["channel"]] if channels else []
+        numbers = [request["channel"]] if "channel" in request else []
         for number in numbers:
             os.dup2(channels[0], number)
         nothing = os.open(os.devnull, os.O_RDWR)
-        for target, source in enumerate((nothing, nothing if channels else log, log)):
+        streams = channels if "streams" in request else [nothing, nothing if channels else log]
+        for target, source in enumerate((*streams, log)):
             os.dup2(source, target)
         fork.close_files(numbers)
         os.chdir(request["cwd"])

@@ -28,9 +28,8 @@ from llama_stack_provider_trl.specs.events import Event, iter_events
 from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec
 from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl.system.process import die_with_parent
-from tests.zygote import train_and_exit, try_out_attention
-
-REPOSITORY = Path(__file__).resolve().parents[1]
+from tests import forked
+from tests.zygote import begin, train_and_exit
 
 
 class Ranks:
@@ -119,26 +118,20 @@ def forked_ranks() -> Iterator[Ranks]:
 @cache
 def _process(environ: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
     """The process with this environment that has imported torch. It ends with this one."""
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.ranks"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-        env=dict(environ),
-    )
+    process = forked.start_talking(forked.RECIPES, "tests.ranks", dict(environ))
     atexit.register(_end, process)
     return process
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    with process:
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:  # on a machine whose other work leaves it no time; there is nothing to lose
-            process.kill()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.close()
+    process.stdout.close()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:  # on a machine whose other work leaves it no time; there is nothing to lose
+        process.kill()
 
 
 def _free_port() -> int:
@@ -149,17 +142,7 @@ def _free_port() -> int:
 
 
 def main() -> None:
-    from llama_stack_provider_trl.launch import warm
-    from llama_stack_provider_trl.recipes.imports import quick_imports
-
-    with quick_imports():
-        from transformers.models.llama import modeling_llama  # noqa: F401 - imported here so that no rank has to
-
-        from llama_stack_provider_trl.recipes import session  # noqa: F401
-        from llama_stack_provider_trl.recipes.fast import head  # noqa: F401
-
-    warm.fill_caches()
-    try_out_attention()
+    begin()
     for line in sys.stdin:
         specs, world_size, per_node, port, constants, counted, before, faults_dir = json.loads(line)
         os.environ[faults.VARIABLE] = faults_dir

@@ -2,17 +2,23 @@
 
 A trace takes as long as all else that such a training does. The key is the product's own; tests of the estimates and of
 the cache itself (tests/process/test_memory.py, test_trace_cache.py) share none.
+
+They are kept where isolated trainings write, too: below the checkout all is read-only for these.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-SHARED = Path(__file__).resolve().parents[1] / ".pytest_cache" / "traces"
+_CHECKOUT = hashlib.sha256(str(Path(__file__).resolve().parents[1]).encode()).hexdigest()[:12]
+SHARED = Path(tempfile.gettempdir()) / f"tests-traces-{os.getuid()}-{_CHECKOUT}"
 
 
 @contextmanager

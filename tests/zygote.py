@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
+import warnings
 from collections.abc import Collection
 from pathlib import Path
 from typing import NoReturn
@@ -19,13 +19,11 @@ from typing import NoReturn
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.runner import PAUSE
+from llama_stack_provider_trl.system import fork
 from llama_stack_provider_trl.system.files import RunDir, atomic_write_json
 from llama_stack_provider_trl.system.process import ProcessId, alive, die_with_parent, identify, send_signal
+from tests import forked
 from tests.traces import shared_traces
-
-REPOSITORY = Path(__file__).resolve().parents[1]
-_LENGTH = 1024
-"""Default of `max_seq_length`."""
 
 
 class ForkLauncher:
@@ -35,14 +33,8 @@ class ForkLauncher:
     """
 
     def __init__(self) -> None:
-        self.zygote = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.zygote"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        )
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self.zygote = forked.start_talking(forked.RECIPES, "tests.zygote", environ)
         self.processes: dict[str, ProcessId | None] = {}
         """Task id -> its process; None: it was gone before the poll."""
         assert self._ask("") == "ready\n"
@@ -97,27 +89,18 @@ class ForkLauncher:
 
 
 def main() -> None:
-    from llama_stack_provider_trl.launch import warm
-    from llama_stack_provider_trl.recipes.imports import quick_imports
-
-    with quick_imports():
-        from llama_stack_provider_trl.recipes import session  # noqa: F401 - imported here so that no child has to
-
-    warm.fill_caches()
-    try_out_attention()
+    begin()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the dead
     for line in sys.stdin:
         print(_fork(*json.loads(line)) if line.strip() else "ready", flush=True)
 
 
-def try_out_attention() -> None:
-    """Have forks know what each would find out of the model that most train: whether it needs padding. This
-    process computes that in one thread (OMP_NUM_THREADS), as a fork would lack the others."""
-    from llama_stack_provider_trl.recipes.fast import support
-    from llama_stack_provider_trl.specs.model_source import ModelSource
-    from tests.tiny import tiny_model
+def begin() -> None:
+    """Begin as a program that runs trainings of any kind, and shows no warnings."""
+    import tests.imported_recipes  # noqa: F401 - which is there where this process is forked
 
-    assert not support._unsupported(ModelSource(model=str(tiny_model())), _LENGTH)
+    warnings.simplefilter("ignore")
+    fork._prepared = None  # a training that it forks is no fork of a warm process: nothing is hidden from it
 
 
 def _fork(spec: str, faults_dir: str) -> int:

@@ -14,7 +14,7 @@ from llama_stack_provider_trl import __version__
 
 from .cluster.credentials import NodeCredentials
 from .context import Service
-from .http.errors import handle_errors
+from .http.errors import describe, handle_errors
 from .metrics.registry import Latency
 from .pages import assets, compare_pages, data_pages, job_pages, list_pages, login, new_job_pages, node_pages
 from .routes import agents, datasets, job_files, jobs, live, nodes, pools, tokens
@@ -32,6 +32,11 @@ _TEXT = (
     "Post-training (SFT, DPO) as Llama Stack serves it, and what its calls leave out. "
     "docs/reference/service.md explains it."
 )
+
+
+class _Application(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        return describe(super().openapi())
 
 
 def make_app(service: Service) -> FastAPI:
@@ -87,7 +92,7 @@ def make_dashboard(jobs_of: StoredJobs) -> FastAPI:
 
 def _application(service: StoredJobs) -> FastAPI:
     # One way to write each path: a redirect would carry the token along, to the host in the Host header.
-    app = FastAPI(title=_TITLE, description=_TEXT, version=__version__, redirect_slashes=False, openapi_url=None)
+    app = _Application(title=_TITLE, description=_TEXT, version=__version__, redirect_slashes=False, openapi_url=None)
     app.state.service = service
     app.state.methods = []
     handle_errors(app)

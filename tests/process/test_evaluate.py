@@ -21,7 +21,7 @@ from tests import forked
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS, job_spec, run
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 Run = Callable[..., tuple[int, str, str]]
 
 

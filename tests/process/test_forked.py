@@ -107,3 +107,46 @@ def test_servers_end_with_the_process_that_forks_them(
         process.wait(60)
         assert_ended([server])
     found._connection.close()
+
+
+STARTS = """
+import sys
+from tests import forked
+print(forked._serving(("json",), ()), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "closed"])
+def test_workers_fork_from_one_process_which_outlives_its_starter_and_ends_with_the_run(
+    start: Callable[..., subprocess.Popen[bytes]], end: str
+) -> None:
+    run = start(
+        "-c", "import sys; from tests import forked\nwith forked.shared_directory() as d: print(d, flush=True); input()"
+    )
+    assert run.stdin is not None
+    assert run.stdout is not None
+    directory = run.stdout.readline().decode().strip()
+    workers = [start("-c", STARTS, **{forked.DIRECTORY: directory}) for _ in range(2)]
+    paths = {worker.stdout.readline().decode().strip() for worker in workers if worker.stdout is not None}
+    (path,) = paths
+    (process,) = [one for one in psutil.process_iter() if path in _command(one)]
+    for worker in workers:
+        worker.kill()
+        worker.wait(20)
+    assert forked._request(path, {"conditions": None}, []) is None, "it answers, and refuses"
+    assert process.is_running()
+    if end == "killed":
+        run.kill()
+    else:
+        run.stdin.write(b"\n")
+        run.stdin.flush()
+    run.wait(20)
+    assert_ended([process])
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
