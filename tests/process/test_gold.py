@@ -10,10 +10,12 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from llama_stack_provider_trl.recipes.data.pieces import pieces_of
 from llama_stack_provider_trl.recipes.memory import trace as memory
 from llama_stack_provider_trl.recipes.memory.trace import Batch, trace_model
 from llama_stack_provider_trl.recipes.memory.trace_cache import trace
@@ -31,7 +33,7 @@ from tests.process import test_on_policy_distillation as same
 from tests.process.test_grpo import PLAIN_TRL, metric
 from tests.process.test_memory import most
 from tests.process.test_on_policy_distillation import MORE, ended, loaded, rows_of, spec_of
-from tests.tiny import VOCABULARY, tiny_model, tiny_tokenizer
+from tests.tiny import EOS, VOCABULARY, tiny_model, tiny_tokenizer
 from tests.training import LORA, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -229,6 +231,32 @@ def test_a_teacher_reads_the_prompt_by_its_own_template_and_long_ones_are_left_o
     messages = [event.message for event in of_kind(events, Warned)]
     assert any("the teacher's tokenizer has no chat template" in message for message in messages)
     assert any(message.startswith("1 of 2 prompts were dropped") for message in messages)
+
+
+def test_heads_that_leave_out_what_is_not_scored_give_the_same_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import trl.trainer.utils as utils
+
+    monkeypatch.setattr(GoldRecipe, "answer", lambda self, prompts, rows: given_answers(prompts))
+    teacher = teacher_model(tmp_path / "teacher")
+    found = []
+    for compact in (False, True):  # as on a GPU, whose kernels the comparison takes the place of
+        monkeypatch.setattr(utils, "_use_triton", lambda device, compact=compact: compact)
+        root = tmp_path / str(compact)
+        spec = learning(root, teacher, {"hybrid": True, "skip_end": False}, n_epochs=1, preflight="off")
+        events = ended(*run(root, spec))
+        found.append(metric(events, "loss") + metric(events, "grad_norm"))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_a_special_token_that_an_answer_spells_out_is_text_for_the_teacher() -> None:
+    tokenizer = tiny_tokenizer(vocabulary=FEWER)
+    ids = GoldRecipe._encode(SimpleNamespace(_teacher_tokenizer=tokenizer), f"a{EOS}b")  # type: ignore[arg-type]
+    assert tokenizer.eos_token_id not in ids
+    pieces = pieces_of(tokenizer)
+    assert pieces is not None
+    assert b"".join(pieces.of(ids)) == f"a{EOS}b".encode()
 
 
 def test_a_teacher_whose_tokens_write_no_bytes_fails_the_job_by_name(tmp_path: Path) -> None:
