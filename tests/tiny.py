@@ -40,16 +40,19 @@ _LINES = (
 )
 
 
-def tiny_model(*, chat_template: bool = True, tied: bool = True, cache: Path = CACHE) -> Path:
+def tiny_model(
+    *, chat_template: bool = True, tied: bool = True, vocabulary: int = VOCABULARY, cache: Path = CACHE
+) -> Path:
     """Directory of a model that transformers loads: 2 layers, hidden size 64, 1024 tokens, 130k-200k parameters.
 
     Args:
         chat_template: ChatML; False leaves the tokenizer without a template.
         tied: input and output embeddings are one tensor.
+        vocabulary: number of tokens, as in `tiny_tokenizer`.
         cache: where models are kept between runs.
     """
-    name = f"{'chat' if chat_template else 'plain'}-{'tied' if tied else 'untied'}"
-    return _cached(cache, name, lambda path: _save_model(path, chat_template, tied))
+    name = f"{'chat' if chat_template else 'plain'}-{'tied' if tied else 'untied'}-{vocabulary}"
+    return _cached(cache, name, lambda path: _save_model(path, chat_template, tied, vocabulary))
 
 
 def tiny_tokenizer(
@@ -135,11 +138,11 @@ def _cached(cache: Path, name: str, build: Any) -> Path:
     return path
 
 
-def _save_model(path: Path, chat_template: bool, tied: bool) -> None:
+def _save_model(path: Path, chat_template: bool, tied: bool, vocabulary: int) -> None:
     save_llama(
         path,
-        tiny_tokenizer(chat_template=chat_template),
-        vocab_size=VOCABULARY,
+        tiny_tokenizer(chat_template=chat_template, vocabulary=vocabulary),
+        vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,

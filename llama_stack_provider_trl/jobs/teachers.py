@@ -12,7 +12,7 @@ from ..requests.distillation import TEACHER
 from ..requests.options import ProviderOptions
 from ..requests.settings import Settings
 from ..specs.job import JobSpec
-from ..specs.methods import DistillationSpec
+from ..specs.methods import OTHER_VOCABULARY, DistillationSpec
 from ..specs.model_source import ReferenceSpec
 from ..system.files import is_whole
 from .bases import find_base
@@ -45,8 +45,10 @@ def with_teacher(
             "method": method.model_copy(update={"reference": teacher, "teacher_jobs": found.jobs}),
             "after": tuple(dict.fromkeys([*names, *fields["after"]])),
         }
-    own = Base(fields["model"], {"revision": fields.get("revision")})
-    refuse_other_vocabularies([("model", fields["model"]), (TEACHER, value)], [own, found])
+    if method.uld is None:
+        own = Base(fields["model"], {"revision": fields.get("revision")})
+        named = [("model", fields["model"]), (TEACHER, value)]
+        refuse_other_vocabularies(named, [own, found], hint=OTHER_VOCABULARY)
     return fields
 
 

@@ -1,4 +1,4 @@
-"""Compares the tokenizers of an ensemble's models at POST, as far as their files are on this machine by then.
+"""Compares the tokenizers of several models of a job at POST, as far as their files are on this machine by then.
 
 The evaluation itself compares whole vocabularies, with the library that reads them. Here only what cannot be meant is
 refused: a token that has two numbers. The files are read in a fork with limits: to parse 64 MiB of JSON can take
@@ -24,12 +24,17 @@ _LIMITS = Limited(seconds=20, memory=1 << 30)
 """For the tokenizers of a request. What exceeds them is left to the evaluation."""
 
 
-def refuse_other_vocabularies(named: Sequence[tuple[str, str]], found: Sequence[Base]) -> None:
+def refuse_other_vocabularies(
+    named: Sequence[tuple[str, str]],
+    found: Sequence[Base],
+    hint: str = "name models with the same tokenizer",
+) -> None:
     """Refuse models that give a token another number than the first one does.
 
     Args:
         named: the field that names each model, and its value.
         found: what each of them is.
+        hint: what to do, in the message.
 
     Raises:
         InvalidRequest: names the field, and both models.
@@ -46,11 +51,8 @@ def refuse_other_vocabularies(named: Sequence[tuple[str, str]], found: Sequence[
     for ((field, name), _), dispute in zip(here, disputed, strict=False):
         if dispute is not None:
             first, token = here[dispute[0]][0][1], dispute[1]
-            hint = (
-                f"its tokenizer is not that of {first!r}, which has another number for the token {token!r}: name "
-                "models with the same tokenizer"
-            )
-            raise InvalidRequest(field, name, hint)
+            problem = f"its tokenizer is not that of {first!r}, which has another number for the token {token!r}"
+            raise InvalidRequest(field, name, f"{problem}: {hint}")
 
 
 def _disputes(directories: Sequence[ModelDirectory]) -> Iterator[tuple[int, str] | None]:

@@ -34,6 +34,7 @@ from .model.loading import (
     adapter_config,
     check_length,
     load_model,
+    load_teacher_tokenizer,
     load_tokenizer,
     positions_of,
     quantize,
@@ -213,7 +214,8 @@ def build_trainer(
 def load_data(spec: JobSpec, tokenizer: PreTrainedTokenizerBase, writer: EventWriter) -> TrainingData:
     """Tokenize the job's datasets, and pack them where the job does."""
     check_rows_of_jobs(spec)
-    preparation = Preparation(spec, tokenizer, writer, spec.dataset, spec.validation)
+    teacher = load_teacher_tokenizer(spec)
+    preparation = Preparation(spec, tokenizer, writer, spec.dataset, spec.validation, teacher=teacher)
     train, validation = preparation.rows(spec.dataset), None
     sources = {"train_dataset": train.source}
     if spec.validation is not None:

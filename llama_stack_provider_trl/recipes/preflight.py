@@ -35,7 +35,7 @@ from .memory.proposals import Capacity, batch_fields, nearest
 from .memory.trace import Batch
 from .memory.trace_cache import trace
 from .model.fsdp import accumulates_shards, keeps_whole_gradients, ranks_per_machine
-from .model.loading import load_tokenizer, positions_of, within_positions
+from .model.loading import load_teacher_tokenizer, load_tokenizer, positions_of, within_positions
 from .preview import preview
 
 
@@ -226,7 +226,8 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     tokenizer = load_tokenizer(spec.source)
     if spec.samples:
         encode_prompts(spec.samples, tokenizer, positions_of(spec.source))
-    prepared = Preparation(spec, tokenizer, writer, spec.dataset).rows(spec.dataset)
+    teacher = load_teacher_tokenizer(spec)
+    prepared = Preparation(spec, tokenizer, writer, spec.dataset, teacher=teacher).rows(spec.dataset)
     requested = spec
     spec, batch_plan = in_parts(spec, BatchPlan.of_job(spec), prepared.dataset, request.device)
     planned = plan_steps(spec, row_lengths(prepared.dataset), batch_plan)

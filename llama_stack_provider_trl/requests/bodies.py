@@ -235,6 +235,28 @@ class DistillationConfig(_Body):
     """The divergence: 1 (default), the reverse KL; 0, the forward one; between, Jensen-Shannon."""
     lmbda: float | None = None
     """Share of prompts that the model answers itself: 1 only."""
+    use_uld_loss: bool | None = None
+    """Compare spans of text: for a teacher with another vocabulary. Default false: the same vocabulary."""
+    uld_token_merge_strategy: str | None = None
+    """How the tokens of a span are merged: bayesian only."""
+    uld_use_hybrid_loss: bool | None = None
+    """Compare tokens of both vocabularies as they are, and only the others by their rank. Default false."""
+    uld_hybrid_matched_weight: float | None = Field(None, ge=0, le=1e6)
+    """Weight of the tokens of both vocabularies. Default: their share of the teacher's vocabulary."""
+    uld_hybrid_unmatched_weight: float | None = Field(None, ge=0, le=1e6)
+    """Weight of the other tokens. Default: the rest. Both weights or none."""
+    uld_crossentropy_weight: float | None = None
+    """Weight of the answers' cross entropy: 0 only."""
+    uld_distillation_weight: float | None = Field(None, gt=0, le=1e6)
+    """Multiplies the loss. Default 1."""
+    uld_student_temperature: float | None = Field(None, gt=0, le=100)
+    """Divides the model's logits where they are compared. Default 1."""
+    uld_teacher_temperature: float | None = Field(None, gt=0, le=100)
+    """Divides the teacher's logits where they are compared. Default 1."""
+    uld_skip_student_eos: bool | None = None
+    """Leave the ends of answers out of the loss. Default true."""
+    uld_skip_teacher_eos: bool | None = None
+    """The same: each sets both."""
 
 
 class _JobRequest(_Body):

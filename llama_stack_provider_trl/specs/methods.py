@@ -15,6 +15,8 @@ from .beginnings import BaseJob, Frozen
 from .model_source import ReferenceSpec
 from .rewards import RewardModel, RewardSource, reward_models_of
 
+OTHER_VOCABULARY = "name a teacher with the same tokenizer, or set algorithm_config.use_uld_loss: it compares others"
+"""What to do about a teacher with another vocabulary."""
 Algorithm = Literal[
     "sft", "dpo", "orpo", "cpo", "simpo", "reward", "kto", "grpo", "distillation", "custom_pairs", "custom_rows"
 ]
@@ -108,6 +110,27 @@ class GrpoSpec(Frozen):
     step, or none."""
 
 
+class UldSpec(Frozen):
+    """How a model is compared with a teacher of another vocabulary: universal logit distillation (arXiv:2402.12030) of
+    spans of text, with the names of TRL's GOLDConfig. A span ends where a token of each ends at the same byte; its
+    distributions are those of its last tokens, times the probabilities of its earlier ones. The loss of an answer is
+    the mean over its spans, that of an optimizer step the mean over its answers."""
+
+    student_temperature: float = Field(1.0, gt=0)
+    """Divides the model's logits where they are compared."""
+    teacher_temperature: float = Field(1.0, gt=0)
+    distillation_weight: float = Field(1.0, gt=0)
+    """Multiplies the loss."""
+    hybrid: bool = False
+    """Tokens of both vocabularies are compared as they are, and only the others by their rank."""
+    matched_weight: float | None = Field(None, ge=0)
+    """Of the tokens of both vocabularies; None: their share of the teacher's vocabulary, and the rest for the others.
+    """
+    unmatched_weight: float | None = Field(None, ge=0)
+    skip_end: bool = True
+    """The ends of answers are not compared."""
+
+
 class DistillationSpec(Frozen):
     """On-policy distillation (arXiv:2306.13649): the model answers each prompt, and learns a teacher's distribution of
     each token of its own answer. The loss is the mean over the tokens of the whole optimizer step."""
@@ -126,6 +149,8 @@ class DistillationSpec(Frozen):
     beta: float = Field(1.0, ge=0, le=1)
     """The divergence. 1: KL(model || teacher), the reverse one. 0: KL(teacher || model). Between: the generalized
     Jensen-Shannon divergence, with the mixture beta * teacher + (1 - beta) * model."""
+    uld: UldSpec | None = None
+    """Of a teacher with another vocabulary; `beta` is then that of `hybrid`. None: both have the same."""
 
 
 class KtoSpec(Frozen):
@@ -169,6 +194,11 @@ MethodSpec = Annotated[
 def answer_tokens(method: MethodSpec | None) -> int | None:
     """Tokens of an answer at most, of a method that trains on the model's own answers; None: of another method."""
     return method.max_completion_length if isinstance(method, GrpoSpec | DistillationSpec) else None
+
+
+def uld_of(method: MethodSpec | None) -> UldSpec | None:
+    """How a model is compared with a teacher of another vocabulary; None: no such teacher."""
+    return method.uld if isinstance(method, DistillationSpec) else None
 
 
 def reference_in(method: MethodSpec | None) -> ReferenceSpec | None:

@@ -142,6 +142,13 @@ GRPO: Json = {
     "scale_rewards": "none",
 }
 DISTILLATION: Json = {"type": "distillation", "teacher": "org/teacher"}
+ULD: Json = {**DISTILLATION, "use_uld_loss": True}
+HYBRID: Json = {
+    **ULD,
+    "uld_use_hybrid_loss": True,
+    "uld_hybrid_matched_weight": 1.0,
+    "uld_hybrid_unmatched_weight": 1.0,
+}
 QAT = {"type": "QAT", "quantizer_name": "Int8DynActInt4WeightQATQuantizer", "group_size": 32}
 INT4 = "Int4WeightOnlyQATQuantizer"
 DATA, TRAINING = "training_config.data_config.", "training_config."
@@ -218,6 +225,22 @@ ASKS: dict[str, Try] = {
     },
     "algorithm_config.teacher": Try("org/other", "dpo", around={"algorithm_config": DISTILLATION}),
     "algorithm_config.lmbda": Try(0.5, "dpo", around={"algorithm_config": DISTILLATION}),
+    "algorithm_config.use_uld_loss": Try(True, "dpo", around={"algorithm_config": DISTILLATION}),
+    **{
+        f"algorithm_config.uld_{name}": Try(value, "dpo", around={"algorithm_config": around})
+        for name, value, around in (
+            ("token_merge_strategy", "observed", ULD),
+            ("use_hybrid_loss", True, ULD),
+            ("hybrid_matched_weight", 0.5, HYBRID),
+            ("hybrid_unmatched_weight", 0.5, HYBRID),
+            ("crossentropy_weight", 0.5, ULD),
+            ("distillation_weight", 0.5, ULD),
+            ("student_temperature", 0.5, ULD),
+            ("teacher_temperature", 0.5, ULD),
+            ("skip_student_eos", False, ULD),
+            ("skip_teacher_eos", False, ULD),
+        )
+    },
     "algorithm_config.epsilon": Try(0.1, "dpo"),
     "algorithm_config.gamma": Try(0.99, "dpo"),
 }
@@ -351,6 +374,7 @@ NOTHING = [
     for nothing in NO_ASKS
     if nothing is None or isinstance(nothing, dict) == isinstance(ASKS[field].value, dict)
     if (field, nothing) != ("algorithm_config.lmbda", False)  # 0 asks for no answers of the model's own
+    if (field, nothing) != ("algorithm_config.uld_token_merge_strategy", False)  # a text
 ]
 
 

@@ -357,6 +357,11 @@ ELSEWHERE: dict[str, str] = {
         if name not in ("type", "beta", "loss_type")
     },
     ALGORITHM + "teacher": "another model: tests/process/test_on_policy_distillation.py",
+    **{
+        ALGORITHM + name: "another model: tests/unit/test_gold_request.py, tests/process/test_gold.py"
+        for name in requests.DistillationConfig.model_fields
+        if "uld_" in name
+    },
     ALGORITHM + "lmbda": "1 or refused: tests/unit/test_distillation_request.py",
     ALGORITHM + "epsilon": "noted, without meaning in DPO: tests/contract/test_api_table.py",
     ALGORITHM + "gamma": "noted, without meaning in DPO: tests/contract/test_api_table.py",

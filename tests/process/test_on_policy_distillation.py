@@ -51,11 +51,12 @@ def rows_of(steps: int) -> list[dict[str, str]]:
     return [{"prompt": f"What is {n} plus {n}?" + " Please." * (n % 3)} for n in range(2 * steps)]
 
 
-def teacher_model(root: Path, *, rows: int = 0, is_constant: bool = False) -> Path:
-    """A model of another width than the tiny one, with its tokenizer.
+def teacher_model(root: Path, *, rows: int = 0, is_constant: bool = False, tokenizer: Any = None) -> Path:
+    """A model of another width than the tiny one.
 
     Args:
         rows: of its embeddings beyond those of the tiny model.
+        tokenizer: None: that of the tiny model.
         is_constant: its distribution is the same after every text, and so learned in a few steps.
     """
     import torch
@@ -73,7 +74,7 @@ def teacher_model(root: Path, *, rows: int = 0, is_constant: bool = False) -> Pa
         embeddings = model.get_input_embeddings().weight.data
         embeddings.copy_(embeddings[:1].expand_as(embeddings).clone())
     model.save_pretrained(root)
-    AutoTokenizer.from_pretrained(tiny_model()).save_pretrained(root)
+    (tokenizer or AutoTokenizer.from_pretrained(tiny_model())).save_pretrained(root)
     return root
 
 
@@ -246,6 +247,7 @@ def test_a_teacher_with_another_vocabulary_fails_the_job_by_name(tmp_path: Path)
     (failed,) = of_kind(events, Failed)
     assert (status, failed.reason) == (1, "invalid_model")
     assert failed.message.startswith(f"algorithm_config.teacher '{teacher}' does not fit the model")
+    assert failed.message.endswith("or set algorithm_config.use_uld_loss: it compares others.")
 
 
 def test_a_teacher_with_fewer_positions_fails_the_job_by_name(tmp_path: Path) -> None:

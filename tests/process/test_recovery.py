@@ -28,7 +28,7 @@ from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.events import Reason
 from llama_stack_provider_trl.specs.job import JobSpec
-from llama_stack_provider_trl.specs.methods import DistillationSpec, GrpoSpec
+from llama_stack_provider_trl.specs.methods import DistillationSpec, GrpoSpec, UldSpec
 from llama_stack_provider_trl.specs.model_source import ReferenceSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl.system import process
@@ -55,6 +55,13 @@ def distillation() -> DistillationSpec:
     return DistillationSpec(reference=ReferenceSpec(model=str(tiny_model(tied=False))), max_completion_length=4)
 
 
+def other_vocabulary() -> DistillationSpec:
+    """The same, of a teacher with another vocabulary."""
+    teacher = ReferenceSpec(model=str(tiny_model(vocabulary=330)))
+    uld = UldSpec(hybrid=True, skip_end=False)
+    return DistillationSpec(reference=teacher, max_completion_length=4, beta=0.5, uld=uld)
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "sft-lora": {"algorithm": "sft", "lora": LORA, "validation_rows": SFT_ROWS[:4]},
     "dpo-full": {"algorithm": "dpo", "samples": SAMPLES},
@@ -62,6 +69,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "dpo-lora": {"algorithm": "dpo", "lora": LORA, "samples": SAMPLES},
     "grpo-lora": {"algorithm": "grpo", "lora": LORA, "rows": SFT_ROWS, "method": GRPO},
     "distillation-full": {"algorithm": "distillation", "rows": SFT_ROWS, "method": distillation},
+    "other-vocabulary-lora": {
+        "algorithm": "distillation",
+        "lora": LORA,
+        "rows": SFT_ROWS,
+        "method": other_vocabulary,
+    },
 }
 KILLS = int(os.environ.get("TRL_TEST_KILLS", "6"))
 """Interruptions per signal; more by command: TRL_TEST_KILLS=200."""
@@ -249,7 +262,10 @@ def test_a_kill_in_the_middle_of_a_checkpoint_or_an_export_costs_nothing(
     assert_clean(forked.root)
 
 
-@pytest.mark.parametrize(("kind", "varying"), [("grpo-lora", "reward"), ("distillation-full", "entropy")])
+@pytest.mark.parametrize(
+    ("kind", "varying"),
+    [("grpo-lora", "reward"), ("distillation-full", "entropy"), ("other-vocabulary-lora", "matched_loss")],
+)
 def test_a_kill_of_a_job_with_answers_that_it_has_not_trained_on_gives_them_again(
     forked: World, undisturbed: dict[str, Undisturbed], armed: Path, kind: str, varying: str
 ) -> None:

@@ -35,18 +35,24 @@ _CODE = _digest_of_code()
 
 
 class RowKeys:
-    """Keys of the rows of one job, with its tokenizer."""
+    """Keys of the rows of one job, with its tokenizer, and that of a teacher with another vocabulary."""
 
-    def __init__(self, spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, spec: JobSpec, tokenizer: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase | None = None
+    ) -> None:
         self._spec = spec
         self._inputs = _tokenizer_inputs(tokenizer)
+        self._teacher = None if teacher is None else _tokenizer_inputs(teacher)
+        if teacher is not None and self._teacher is None:
+            self._inputs = None
 
     def of(self, rows: DatasetRef) -> str | None:
         """The key of a dataset's rows; None: the content of the tokenizer is not known."""
         if self._inputs is None:
             return None
         spec, is_sft = self._spec, not self._spec.has_pairs
-        varies = _VARYING.search(json.dumps(self._inputs["chat_template"]))
+        templates = [inputs["chat_template"] for inputs in (self._inputs, self._teacher) if inputs]
+        varies = _VARYING.search(json.dumps(templates))
         return _digest(
             **self._inputs,
             rows=rows.sha256,
@@ -56,6 +62,7 @@ class RowKeys:
             max_seq_length=spec.max_seq_length,
             truncation_side=spec.truncation_side,
             answer=spec.answer_tokens,
+            **({"teacher": self._teacher} if self._teacher else {}),
             # The ranks and attempts of a job train on the same rows also where the template writes the date.
             job=spec.job_uuid if varies else None,
         )

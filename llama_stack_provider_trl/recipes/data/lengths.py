@@ -10,11 +10,13 @@ from datasets import Dataset
 
 def row_lengths(dataset: Dataset) -> torch.Tensor:
     """Tokens of each prepared row, or packed sequence, shape (rows,); of a pair, of its longer half with the prompt;
-    of a prompt to answer, without the answer."""
+    of a prompt to answer, without the answer, as the model or its teacher reads it, whichever is longer."""
     if "input_ids" in dataset.column_names:
         return list_lengths(dataset, "input_ids")
     if "completion_ids" in dataset.column_names:
         return list_lengths(dataset, "prompt_ids") + list_lengths(dataset, "completion_ids")
+    if "teacher_ids" in dataset.column_names:
+        return torch.maximum(list_lengths(dataset, "prompt_ids"), list_lengths(dataset, "teacher_ids"))
     if "chosen_ids" not in dataset.column_names:
         return list_lengths(dataset, "prompt_ids")
     prompt, chosen, rejected = (list_lengths(dataset, name) for name in ("prompt_ids", "chosen_ids", "rejected_ids"))

@@ -14,7 +14,7 @@ On prompt/completion rows and preference pairs, ids and labels are those of TRL 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import batched
 from pathlib import Path
@@ -33,7 +33,7 @@ from .packing import IGNORED, pack
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 from .chat import Chat
-from .tables import DPO_COLUMNS, KTO_COLUMNS, PROMPT_COLUMNS, SFT_COLUMNS, in_memory, table
+from .tables import DPO_COLUMNS, KTO_COLUMNS, PROMPT_COLUMNS, SFT_COLUMNS, TAUGHT_COLUMNS, in_memory, table
 from .tokenize import SftEncoder, encode_chats, encode_labelled, encode_pairs
 
 _CHUNK = 1000
@@ -131,10 +131,17 @@ class Tokenization:
         return in_memory(tables), report
 
 
-def tokenize(spec: JobSpec, dataset: DatasetRef, tokenizer: PreTrainedTokenizerBase) -> Tokenization:
-    """Tokenize a dataset of the job for its trainer."""
+def tokenize(
+    spec: JobSpec,
+    dataset: DatasetRef,
+    tokenizer: PreTrainedTokenizerBase,
+    teacher: PreTrainedTokenizerBase | None = None,
+) -> Tokenization:
+    """Tokenize a dataset of the job for its trainer; `teacher`: of a teacher with another vocabulary."""
     if spec.answer_tokens is not None:
         prompts = read_examples(dataset.path, "prompts")
+        if teacher is not None:
+            return tokenize_taught_prompts(prompts, tokenizer, teacher, spec.max_seq_length, spec.answer_tokens)
         return tokenize_prompts(prompts, tokenizer, spec.max_seq_length, spec.answer_tokens)
     if spec.has_pairs:
         return tokenize_dpo(read_examples(dataset.path, "dpo"), tokenizer, spec.max_seq_length, spec.truncation_side)
@@ -247,6 +254,31 @@ def tokenize_prompts(
     return Tokenization(tables, PROMPT_COLUMNS, chat, "prompt", counter)
 
 
+def tokenize_taught_prompts(
+    prompts: Iterable[PromptExample],
+    tokenizer: PreTrainedTokenizerBase,
+    teacher: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    answer: int,
+) -> Tokenization:
+    """As `tokenize_prompts`, with each prompt as a teacher's own chat template writes it and its tokenizer reads it.
+    The longer one of both decides whether a prompt is dropped.
+
+    Returns:
+        Tables with the columns `prompt_ids`, `row` and `teacher_ids`; after the last one, the report on their rows.
+    """
+    chat, other = Chat(tokenizer), Chat(teacher)
+    counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length)
+
+    def rows(chunk: Sequence[tuple[int, PromptExample]]) -> Iterator[tuple[list[int], list[int], list[int]]]:
+        for (row, ids), (_, theirs) in zip(encode_chats(chat, chunk), encode_chats(other, chunk), strict=True):
+            if counter.keeps(max(ids, theirs, key=len) if ids and theirs else [], answer):
+                yield ids, [row], theirs
+
+    tables = (table(list(rows(chunk)), TAUGHT_COLUMNS) for chunk in batched(enumerate(prompts), _CHUNK))
+    return Tokenization(tables, TAUGHT_COLUMNS, chat, "prompt", counter)
+
+
 def with_filler(dataset: Dataset) -> Dataset:
     """The dataset with one filler row, which has no loss, at its end. It fills up incomplete batches.
 
@@ -261,6 +293,8 @@ def with_filler(dataset: Dataset) -> Dataset:
     elif "label" in first:
         ids = first["prompt_ids"][:2] or first["completion_ids"][:2]
         filler = in_memory([table([(ids, [], False)], KTO_COLUMNS)])
+    elif "teacher_ids" in first:
+        filler = in_memory([table([(first["prompt_ids"][:2], [], first["teacher_ids"][:2])], TAUGHT_COLUMNS)])
     elif "row" in first:
         filler = in_memory([table([(first["prompt_ids"][:2], [])], PROMPT_COLUMNS)])
     else:

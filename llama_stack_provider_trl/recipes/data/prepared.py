@@ -18,7 +18,7 @@ from .chat import DEFAULT_TEMPLATE_WARNING, ensure_chat_template
 from .keys import RowKeys
 from .packing import pack, packed_tables
 from .prepare import DataReport, Tokenization, tokenize
-from .tables import COLUMNS, PACKED_COLUMNS, in_memory
+from .tables import COLUMNS, PACKED_COLUMNS, TAUGHT_COLUMNS, in_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,6 +47,7 @@ class Preparation:
     Args:
         writer: gets the progress, warnings, and heartbeats while another process tokenizes the same rows.
         datasets: all that will be prepared, for the progress.
+        teacher: the tokenizer of a teacher with another vocabulary.
     """
 
     def __init__(
@@ -56,15 +57,17 @@ class Preparation:
         writer: EventWriter,
         *datasets: DatasetRef | None,
         clock: Callable[[], float] = time.monotonic,
+        teacher: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self._spec, self._tokenizer, self._writer = spec, tokenizer, writer
+        self._teacher = teacher
         self._lacked_template = not tokenizer.chat_template
         self._progress = _Progress(writer, sum(rows.num_rows for rows in datasets if rows), clock)
         self._cache: TokenCache | None = None
         self._keys: RowKeys | None = None
         if spec.token_cache:
             self._cache = TokenCache(spec.token_cache, spec.min_free_bytes, self._wait)
-            self._keys = RowKeys(spec, tokenizer)
+            self._keys = RowKeys(spec, tokenizer, teacher)
 
     def rows(self, dataset: DatasetRef, first: int | None = None) -> PreparedRows:
         """Tokenize a dataset, and pack its rows where the job does.
@@ -99,12 +102,12 @@ class Preparation:
         return PreparedRows(rows, self._report(entry.notes), "cache" if entry.was_found else "computed")
 
     def _tokens(self, cache: TokenCache, key: str, dataset: DatasetRef) -> CachedRows:
-        columns = COLUMNS[METHODS[self._spec.algorithm].rows]
+        columns = COLUMNS[METHODS[self._spec.algorithm].rows] if self._teacher is None else TAUGHT_COLUMNS
         return cache.get(key, columns, partial(self._write_tokens, cache, dataset))
 
     def _write_tokens(self, cache: TokenCache, dataset: DatasetRef, add: Add) -> dict[str, Any]:
         cache.check_space(_BYTES_PER_BYTE * dataset.path.stat().st_size)
-        tokenization = tokenize(self._spec, dataset, self._tokenizer)
+        tokenization = tokenize(self._spec, dataset, self._tokenizer, self._teacher)
         for table in tokenization.tables:
             add(table, str(tokenization.rows))
             self._progress.show(tokenization.rows)
@@ -128,7 +131,7 @@ class Preparation:
         return replace(report, warnings=[*([DEFAULT_TEMPLATE_WARNING] if lacked else []), *report.warnings])
 
     def _in_memory(self, dataset: DatasetRef, first: int | None) -> PreparedRows:
-        tokenization = tokenize(self._spec, dataset, self._tokenizer)
+        tokenization = tokenize(self._spec, dataset, self._tokenizer, self._teacher)
         tables = []
         for table in tokenization.tables:
             tables.append(table)

@@ -14,6 +14,8 @@ SFT_COLUMNS = ("input_ids", "labels")
 PACKED_COLUMNS = (*SFT_COLUMNS, "seq_lengths")
 PROMPT_COLUMNS = ("prompt_ids", "row")
 """`row`: one number, that of the row in its file."""
+TAUGHT_COLUMNS = (*PROMPT_COLUMNS, "teacher_ids")
+"""The last one: of a teacher with another vocabulary, the prompt as it reads it."""
 DPO_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
 KTO_COLUMNS = ("prompt_ids", "completion_ids", "label")
 COLUMNS = {"sft": SFT_COLUMNS, "dpo": DPO_COLUMNS, "kto": KTO_COLUMNS, "prompts": PROMPT_COLUMNS}

@@ -8,7 +8,7 @@ arithmetic, and less memory than the tiles' intermediate results.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -110,6 +110,14 @@ class Head:
     """After that they are bounded by this: cap * tanh(logits / cap). None: they are not."""
     dtype: torch.dtype
     """Of the product with the weight."""
+
+    def of_rows(self, rows: torch.Tensor) -> Head:
+        """That of some of the tokens.
+
+        Args:
+            rows: whether each is one of them, shape (tokens,).
+        """
+        return replace(self, hidden=self.hidden[rows])
 
     def log_softmax(self, begin: int, end: int) -> torch.Tensor:
         """Of the tokens from `begin` to `end`, shape (tokens, vocabulary), fp32."""

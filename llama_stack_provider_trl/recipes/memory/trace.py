@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -57,7 +57,7 @@ from ..trainer.trl_patches import (
     traced_experts,
     traced_head,
 )
-from .distillation import traced_divergence_loss
+from .distillation import traced_divergence_loss, traced_span_loss
 
 _STASH = 5
 """Tensors that are copied to CPU memory at a time (TRL's OffloadActivations, max_fwd_stash_size)."""
@@ -427,7 +427,7 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
         stack.enter_context(live)
         if spec.activation_offloading:
             stack.enter_context(_offloading(live))
-        _step(trained, spec, batch, kind, reference)
+        _step(trained, spec, batch, kind, reference, partial(live.counting, "logits"))
     shapes = [weight.shape for weight in trained.parameters() if weight.requires_grad]
     trainable = sum(shape.numel() for shape in shapes)
     total = sum(weight.numel() for weight in trained.parameters())
@@ -515,10 +515,18 @@ def _make_fake(model: torch.nn.Module) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-def _step(model: Any, spec: JobSpec, batch: Batch, kind: str, reference: Any = None) -> None:
-    """Run the step of `recipes.trainer.sft`, `recipes.trainer.dpo` or `recipes.trainer.distillation` on a batch."""
+def _step(
+    model: Any,
+    spec: JobSpec,
+    batch: Batch,
+    kind: str,
+    reference: Any,
+    counting: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Run the step of `recipes.trainer.sft`, `recipes.trainer.dpo`, `recipes.trainer.distillation` or
+    `recipes.trainer.gold` on a batch."""
     if isinstance(spec.method, DistillationSpec):
-        return _distill(model, spec, spec.method, batch, kind, reference).backward()
+        return _distill(model, spec, spec.method, batch, kind, reference, counting).backward()
     loss = _score(model, spec, batch, kind)
     if (spec.reference is not None and not precomputes(spec)) or spec.kl_weight:
         loss = loss - _score_reference(model, spec, batch, kind, reference)
@@ -526,20 +534,39 @@ def _step(model: Any, spec: JobSpec, batch: Batch, kind: str, reference: Any = N
 
 
 def _distill(
-    model: Any, spec: JobSpec, method: DistillationSpec, batch: Batch, kind: str, teacher: Any
+    model: Any,
+    spec: JobSpec,
+    method: DistillationSpec,
+    batch: Batch,
+    kind: str,
+    teacher: Any,
+    counting: Callable[[], AbstractContextManager[None]],
 ) -> torch.Tensor:
-    def forward(one: Any) -> Any:
-        return one(**_inputs(one, spec, batch, kind), use_cache=False, fused_lm_head=True)
+    # A teacher with another vocabulary may read as many tokens of an answer again as the model has given.
+    read = replace(batch, tokens=batch.tokens + method.max_completion_length) if method.uld else batch
+
+    def forward(one: Any, of: Batch = batch) -> Any:
+        return one(**_inputs(one, spec, of, kind), use_cache=False, fused_lm_head=True)
 
     def unrecomputed() -> None:
         with no_recomputation(model):
-            forward(teacher)
+            forward(teacher, read)
 
+    answer_tokens = batch.sequences * method.max_completion_length
     with torch.autocast("cpu", torch.bfloat16) if spec.dtype != "fp32" else nullcontext():
+        if method.uld:
+            return traced_span_loss(
+                lambda: forward(model),
+                unrecomputed,
+                answer_tokens=answer_tokens,
+                method=method,
+                copied=is_sharded(spec),
+                counting=counting,
+            )
         return traced_divergence_loss(
             lambda: forward(model),
             unrecomputed,
-            answer_tokens=batch.sequences * method.max_completion_length,
+            answer_tokens=answer_tokens,
             beta=method.beta,
             temperature=method.temperature,
             copied=is_sharded(spec),

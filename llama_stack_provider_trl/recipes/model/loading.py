@@ -26,6 +26,7 @@ from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import Dtype, JobSpec, LoraSpec
 from ...specs.kinds import members_of
+from ...specs.methods import uld_of
 from ...specs.model_source import ModelSource
 from ..distributed import ranks
 from . import quantization
@@ -131,6 +132,11 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def load_teacher_tokenizer(spec: JobSpec) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a teacher with another vocabulary; None: the job has none. Raises as `load_tokenizer`."""
+    return None if uld_of(spec.method) is None else load_tokenizer(spec.reference_source)
 
 
 def load_config(source: ModelSource) -> Any:

@@ -31,7 +31,28 @@ from .trl_patches import PreparedDatasets
 def collate_prompts(prompts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Prompts as they are, without fillers: they are answered before they become tensors."""
     real = [prompt for prompt in prompts if prompt["row"]]
-    return {"prompts": [list(prompt["prompt_ids"]) for prompt in real], "rows": [prompt["row"][0] for prompt in real]}
+    found = {"prompts": [list(prompt["prompt_ids"]) for prompt in real], "rows": [prompt["row"][0] for prompt in real]}
+    if prompts and "teacher_ids" in prompts[0]:
+        found["teacher_prompts"] = [list(prompt["teacher_ids"]) for prompt in real]
+    return found
+
+
+def filler_of(pad: int) -> list[int]:
+    """A prompt that has no answer."""
+    return [pad] * 2
+
+
+def padded_answers(prompts: list[list[int]], answers: list[list[int]], pad: int) -> dict[str, torch.Tensor]:
+    """Prompts with their answers, padded behind; `completion_mask` is 1 for the answers' tokens. Of none: one filler
+    without an answer."""
+    pairs = list(zip(prompts, answers, strict=True)) or [(filler_of(pad), [])]
+    ids = [torch.tensor(prompt + answer) for prompt, answer in pairs]
+    scored = [torch.tensor([0] * len(prompt) + [1] * len(answer)) for prompt, answer in pairs]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad),
+        "attention_mask": pad_sequence([torch.ones_like(one) for one in ids], batch_first=True),
+        "completion_mask": pad_sequence(scored, batch_first=True),
+    }
 
 
 class AnswersPrompts(PreparedDatasets, ScoresReference):
@@ -138,23 +159,14 @@ class AnswersPrompts(PreparedDatasets, ScoresReference):
     @property
     def _filler(self) -> list[int]:
         """What a rank without prompts computes with."""
-        return [self.processing_class.pad_token_id] * 2
+        return filler_of(self.processing_class.pad_token_id)
 
     def _ends(self) -> list[int]:
         return answer_ends(self.accelerator.unwrap_model(self.model), self.processing_class)
 
     def _collated(self, prompts: list[list[int]], answers: list[list[int]]) -> dict[str, torch.Tensor]:
-        """Prompts with their answers, padded behind; `completion_mask` is 1 for the answers' tokens. Of none: one
-        filler without an answer."""
-        pairs = list(zip(prompts, answers, strict=True)) or [(self._filler, [])]
-        pad = self.processing_class.pad_token_id
-        ids = [torch.tensor(prompt + answer) for prompt, answer in pairs]
-        scored = [torch.tensor([0] * len(prompt) + [1] * len(answer)) for prompt, answer in pairs]
-        return {
-            "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad),
-            "attention_mask": pad_sequence([torch.ones_like(one) for one in ids], batch_first=True),
-            "completion_mask": pad_sequence(scored, batch_first=True),
-        }
+        """As `padded_answers`, of the model's own tokens."""
+        return padded_answers(prompts, answers, self.processing_class.pad_token_id)
 
     def _router(self) -> dict[str, bool]:
         """Arguments of a forward whose loss keeps the router of a mixture of experts balanced."""

@@ -67,11 +67,18 @@ class DistillationRecipe(AnswersPrompts, DPOTrainer):
             forward = self._batches.forward_arguments(teacher, inputs)
             head = head_of(lambda: teacher(**forward), copied=is_sharded(self.spec))
         with divergence.in_head(head):
-            outputs = model(**self._batches.forward_arguments(self.model, inputs), **self._router())
-        loss: torch.Tensor = (outputs.log_probs * mask).sum() * self._parts / max(1, self._tokens_of_step)
-        if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
-            loss = loss + self.router_aux_loss_coef * outputs.aux_loss
+            loss = self.loss_in_head(model, inputs, max(1, self._tokens_of_step))
         entropy, count = self.accelerator.reduce(torch.stack([divergence.entropy, mask.sum().float()]))
         self.add_metrics({"entropy": entropy}, count)
+        return loss
+
+    def loss_in_head(self, model: Any, inputs: dict[str, torch.Tensor], count: int) -> torch.Tensor:
+        """The sum of what the head gives for the answers' tokens, in a micro batch, divided by `count`, that of the
+        optimizer step. A collective."""
+        mask = inputs["completion_mask"][:, 1:]
+        outputs = model(**self._batches.forward_arguments(self.model, inputs), **self._router())
+        loss: torch.Tensor = (outputs.log_probs * mask).sum() * self._parts / count
+        if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss
         self._count_tokens(inputs, mask)
         return loss

@@ -9,13 +9,14 @@ import torch
 
 from ...specs.job import Algorithm, JobSpec
 from ...specs.kinds import members_of
-from ...specs.methods import METHODS, CustomSpec
+from ...specs.methods import METHODS, CustomSpec, uld_of
 from .arguments import kto_arguments, pair_arguments, prompt_arguments, reward_arguments, sft_arguments
 from .base import RecipeTrainer
 from .custom import custom_trainer
 from .distillation import DistillationRecipe
 from .dpo import DpoRecipe
 from .ensemble import EnsembleRecipe
+from .gold import GoldRecipe
 from .grpo import GrpoRecipe
 from .kto import KtoRecipe
 from .preference import CpoRecipe, OrpoRecipe
@@ -35,6 +36,8 @@ def trainer_of(spec: JobSpec) -> tuple[type[RecipeTrainer], _Arguments]:
     """
     if isinstance(spec.method, CustomSpec):
         return custom_trainer(spec, spec.method), _CUSTOM[METHODS[spec.algorithm].rows]
+    if uld_of(spec.method) is not None:
+        return GoldRecipe, prompt_arguments
     if members_of(spec.work):
         return EnsembleRecipe, sft_arguments
     return TRAINERS[spec.algorithm]

@@ -20,8 +20,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import JobSpec
-from ...specs.methods import DistillationSpec, GrpoSpec
+from ...specs.methods import OTHER_VOCABULARY, DistillationSpec, GrpoSpec, uld_of
 from ...specs.model_source import ModelSource
+from ..data.pieces import Pieces, pieces_of
 from ..distributed import ranks
 from ..fast.model import use_rows
 from ..model.adapters import frozen, has_reference_adapter
@@ -60,20 +61,48 @@ def check_vocabulary(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> None:
         JobFailure: invalid_model, naming both models and where they differ.
     """
     reference = spec.reference_source
+    if uld_of(spec.method) is not None:
+        check_pieces(spec, tokenizer)
+        return
     if reference.model == spec.model:
         return
     if problem := vocabulary_problem(tokenizer, reference):
         if isinstance(spec.method, DistillationSpec):
             raise JobFailure(
                 Reason.invalid_model,
-                f"algorithm_config.teacher {reference.model!r} does not fit the model {spec.model!r}: {problem}. Name "
-                "a teacher with the same tokenizer: distributions over other vocabularies are not compared.",
+                f"algorithm_config.teacher {reference.model!r} does not fit the model {spec.model!r}: {problem}. "
+                f"{OTHER_VOCABULARY[0].upper()}{OTHER_VOCABULARY[1:]}.",
             )
         raise JobFailure(
             Reason.invalid_model,
             f"reference_model {reference.model!r} does not fit the model {spec.model!r}: {problem}. Name a reference "
             "with the same tokenizer, such as an earlier checkpoint of the model, or leave it out: the base model.",
         )
+
+
+def check_pieces(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Pieces, Pieces, PreTrainedTokenizerBase]:
+    """The pieces of a model and of its teacher with another vocabulary, and the teacher's tokenizer.
+
+    Raises:
+        JobFailure: invalid_model, naming the model whose tokens cannot be compared.
+    """
+    theirs = load_tokenizer(spec.reference_source)
+    found = []
+    for name, source, each in (
+        ("model", spec.source, tokenizer),
+        ("algorithm_config.teacher", spec.reference_source, theirs),
+    ):
+        pieces, problem = pieces_of(each), ""
+        if pieces is None:
+            problem = "its tokens are not known to write bytes, as those of byte-level tokenizers and of SentencePiece "
+            problem += "ones that fall back to bytes are"
+        elif vocabulary_size(source) < len(pieces.written):
+            problem = f"it has embeddings for {vocabulary_size(source)} tokens of {len(pieces.written)}"
+        if pieces is None or problem:
+            hint = "name another one: use_uld_loss compares the bytes of tokens"
+            raise JobFailure(Reason.invalid_model, f"{name} {source.model!r}: {problem}; {hint}.")
+        found.append(pieces)
+    return found[0], found[1], theirs
 
 
 def vocabulary_problem(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> str:

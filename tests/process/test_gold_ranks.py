@@ -1,0 +1,65 @@
+"""Distillation from another vocabulary on several ranks: they train what one process does, whatever each has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.recipes.trainer.gold import GoldRecipe
+from llama_stack_provider_trl.specs.events import Failed
+from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, ShardingSpec
+from tests.process import test_grpo_ranks as grpo
+from tests.process.test_gold import given_answers, method_of, teacher_model
+from tests.process.test_grpo_ranks import assert_equal_and_continued, assert_same, numbers, trained
+from tests.ranks import Ranks, forked_ranks
+from tests.training import LORA, of_kind
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+
+def spec_of(root: Path, ranks: int, strategy: str = "FULL_SHARD", **changes: Any) -> JobSpec:
+    """The same job for any number of ranks, as in GRPO's test: the last step of an epoch leaves a rank fillers only."""
+    root.mkdir(parents=True, exist_ok=True)
+    method = method_of(teacher_model(root / "teacher"), hybrid=True, skip_end=False)
+    spec = grpo.spec_of(root, ranks, strategy, **changes)
+    return spec.model_copy(update={"algorithm": "distillation", "method": method})
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with forked_ranks() as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("lora", [LORA, None], ids=["adapters", "whole"])
+def test_two_ranks_give_the_answers_and_weights_of_one_process_and_continue_exactly(
+    ranks: Ranks, tmp_path: Path, lora: LoraSpec | None, strategy: str
+) -> None:
+    alone = spec_of(tmp_path / "alone", 1, lora=lora)
+    expected = trained(ranks, tmp_path / "alone", alone)
+    assert any(point["loss"] > 0.01 for point in numbers(expected))
+    together = spec_of(tmp_path / "together", 2, strategy, lora=lora)
+    assert_equal_and_continued(ranks, tmp_path, together, expected, alone)
+
+
+def give_answers() -> None:
+    """In a rank: answers that follow from the prompts."""
+    GoldRecipe.answer = lambda self, prompts, rows: given_answers(prompts)  # type: ignore[method-assign]
+
+
+def test_given_answers_have_the_losses_of_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    found = {}
+    for number in (1, 2, 3):  # of three ranks one has fillers only, of the last row of an epoch two
+        root = tmp_path / str(number)
+        spec = spec_of(root, 1, batch_size=4, gradient_accumulation_steps=1, sharding=ShardingSpec())
+        given = "tests.process.test_gold_ranks.give_answers"
+        codes, events = ranks.run(root / "run", spec, world_size=number, before=given)
+        assert codes == [0] * number, [event.message for event in of_kind(events, Failed)]
+        found[number] = spec, events
+    assert all(point["loss"] > 0.01 for point in numbers(found[1][1]))
+    for number in (2, 3):
+        assert_same(found[number][1], found[number][0], found[1][1], found[1][0])
