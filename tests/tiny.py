@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,11 @@ def tiny_model(
 
 
 def tiny_tokenizer(
-    *, chat_template: bool = True, trim_offsets: bool = False, vocabulary: int = VOCABULARY
+    *,
+    chat_template: bool = True,
+    trim_offsets: bool = False,
+    vocabulary: int = VOCABULARY,
+    lines: Sequence[str] = _LINES,
 ) -> PreTrainedTokenizerFast:
     """The tokenizer alone (no torch): eos `<|im_end|>`, pad `<|endoftext|>`, no bos.
 
@@ -64,6 +69,7 @@ def tiny_tokenizer(
         chat_template: ChatML; False leaves it without a template.
         trim_offsets: leave a token's spaces out of its character offsets, as GPT-2's and Llama 3's tokenizers do.
         vocabulary: number of tokens; 259 are the bytes and the three special tokens.
+        lines: the text whose words become tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -73,7 +79,7 @@ def tiny_tokenizer(
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
     tokenizer.train_from_iterator(
-        _LINES,
+        lines,
         trainers.BpeTrainer(
             vocab_size=vocabulary,
             special_tokens=[PAD, TURN, EOS],

@@ -14,6 +14,7 @@ from llama_stack_provider_trl.recipes.trainer import uld
 from llama_stack_provider_trl.recipes.trainer.alignment import align
 from llama_stack_provider_trl.recipes.trainer.uld import Side, UniversalDistance, Vocabularies
 from llama_stack_provider_trl.specs.methods import UldSpec
+from tests.process.test_gold import teacher_tokenizer
 from tests.tiny import tiny_tokenizer
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
@@ -75,7 +76,7 @@ def test_values_and_gradients_are_those_of_trl(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     monkeypatch.setattr(uld, "TILE_BYTES", tile)
     spec, beta = CASES[name]
-    own, theirs = tiny_tokenizer(), tiny_tokenizer(vocabulary=330)
+    own, theirs = tiny_tokenizer(), teacher_tokenizer()
     answer = own(TEXT)["input_ids"] + [own.eos_token_id]
     one, two = pieces(own), pieces(theirs)
     aligned = align(answer, one, two, lambda text: theirs(text)["input_ids"], most=10**6, has_ended=True, end=None)
@@ -100,7 +101,10 @@ def test_values_and_gradients_are_those_of_trl(monkeypatch: pytest.MonkeyPatch, 
     vocabularies = Vocabularies((len(own), len(theirs)))
     if spec.hybrid:
         vocabularies = Vocabularies.of(vocabularies.sizes, one.shared_with(two), torch.device("cpu"))
-        assert len(vocabularies.shared[0]) > 259  # type: ignore[index]
+        assert vocabularies.shared is not None
+        assert vocabularies.rests is not None
+        assert len(vocabularies.shared[0]) > 259
+        assert min(map(len, vocabularies.rests)) > 20
     distance = UniversalDistance(spec, beta, vocabularies)
     found = distance.between(
         side(hidden, weight, ids[0], spec.student_temperature),
