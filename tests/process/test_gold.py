@@ -223,11 +223,12 @@ def test_a_teacher_reads_the_prompt_by_its_own_template_and_long_ones_are_left_o
     teacher = teacher_model(tmp_path / "teacher")
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     (teacher / "chat_template.jinja").unlink()
-    read = []
+    read, answered = [], []
     align = GoldRecipe.align
 
     def noted(self: GoldRecipe, prompt: list[int], ids: list[int]) -> Any:
         read.append(tokenizer.decode(prompt))
+        answered.extend(ids)
         return align(self, prompt, ids)
 
     monkeypatch.setattr(GoldRecipe, "align", noted)
@@ -239,6 +240,7 @@ def test_a_teacher_reads_the_prompt_by_its_own_template_and_long_ones_are_left_o
     spec = spec_of(tmp_path, method_of(teacher), [{"prompt": "Why?"}, {"prompt": long}], max_seq_length=limit)
     events = ended(*run(tmp_path, spec))
     assert read == ["### User:\nWhy?\n\n### Assistant:\n"]
+    assert max(answered) >= FEWER  # tokens that the teacher has no row for
     messages = [event.message for event in of_kind(events, Warned)]
     assert any("the teacher's tokenizer has no chat template" in message for message in messages)
     assert any(message.startswith("1 of 2 prompts were dropped") for message in messages)

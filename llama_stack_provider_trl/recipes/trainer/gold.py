@@ -41,6 +41,7 @@ class GoldRecipe(DistillationRecipe):
         if self._method.uld is None:
             raise AssertionError("a teacher with the same vocabulary")
         self._uld = self._method.uld
+        self.answer_vocabulary = None  # the teacher reads the answers' text
         self._own, self._theirs, self._teacher_tokenizer = check_pieces(spec, self.processing_class)
         if not self._teacher_tokenizer.chat_template:
             message = "the teacher's tokenizer has no chat template: it was given a plain one (### User: ...)"
