@@ -72,6 +72,12 @@ def test_vllm_answers_where_the_operator_has_named_an_interpreter_with_it(tmp_pa
         body = generate(engine=engine, model=str(adapter))
         options, _ = for_work(body.as_training(), ProviderOptions(), here, None, with_engine(body.work(), here))
         assert options.adapter == use
+    body = generate(engine="vllm")
+    there = ProviderOptions(resources=Resources(nodes=1))
+    with pytest.raises(
+        InvalidRequest, match=r"provider_options\.resources=.*vLLM answers on the service's machine only"
+    ):
+        for_work(body.as_training(), there, here, None, with_engine(body.work(), here))
 
 
 def test_a_reference_belongs_to_preferences() -> None:
