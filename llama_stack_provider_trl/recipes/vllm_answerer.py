@@ -57,7 +57,9 @@ class VllmAnswerer(Answerer):
         assert work.vllm_python is not None
         self._python, self._device, self._batch, self._writer = work.vllm_python, device, batch, writer
         self._outline: PreTrainedModel = outline(spec.source, load_config(spec.source), torch.float32)
-        self.ends = answer_ends(SimpleNamespace(generation_config=_generation_config(spec)), self.tokenizer)
+        # Without a file of its own, a model's generation configuration follows from its config.json.
+        generation = _generation_config(spec) or self._outline.generation_config
+        self.ends = answer_ends(SimpleNamespace(generation_config=generation), self.tokenizer)
         self._child: subprocess.Popen[str] | None = None
 
     @property

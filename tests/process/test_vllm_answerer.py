@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobFailure
 from llama_stack_provider_trl.launch.interpreter import check_vllm
+from llama_stack_provider_trl.recipes.transformers_answerer import TransformersAnswerer
 from llama_stack_provider_trl.recipes.vllm_answerer import VllmAnswerer
 from llama_stack_provider_trl.specs.events import NullEventWriter, Reason
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, OptimizerSpec
@@ -29,10 +31,10 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return played_vllm(tmp_path)
 
 
-def answerer_of(root: Path, python: Path, **changes: Any) -> VllmAnswerer:
+def answerer_of(root: Path, python: Path, model: Path | None = None, **changes: Any) -> VllmAnswerer:
     rows = DatasetRef(dataset_id="r", path=root / "r", sha256="", num_rows=3)
     spec = JobSpec(
-        **{"job_uuid": "g", "algorithm": "sft", "model": str(tiny_model()), "output_name": "g"},
+        **{"job_uuid": "g", "algorithm": "sft", "model": str(model or tiny_model()), "output_name": "g"},
         **{"checkpoint_dir": root, "dataset": rows, "n_epochs": 1, "batch_size": 4, "dtype": "fp32"},
         optimizer=OptimizerSpec(learning_rate=1e-3),
     )
@@ -67,6 +69,20 @@ def test_a_batch_is_answered_in_its_order_with_a_seed_of_its_own_for_each(tmp_pa
         ids = [3 + (sum(PROMPTS[1]) + number) % 256 for number in range(5)]
         (_, answer) = greedy.answer(PROMPTS, [random.Random("a")] * 2, on_token)
         assert answer.text == greedy.tokenizer.decode(ids)
+
+
+def test_answers_end_where_those_of_transformers_do_without_a_generation_configuration(
+    tmp_path: Path, python: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model(), model)
+    (model / "generation_config.json").unlink()
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "eos_token_id": [2, 77]}))
+    with answerer_of(tmp_path, python, model) as answerer:
+        plain = TransformersAnswerer(answerer.spec, answerer.work, torch.device("cpu"))
+        assert answerer.ends == plain.ends
+        assert 77 in answerer.ends
 
 
 @pytest.mark.parametrize(
