@@ -21,6 +21,7 @@ from ..errors import JobFailure
 from ..specs.events import EventWriter, Reason
 from ..specs.job import JobSpec
 from ..specs.kinds import Answering
+from ..system.process import without_modules
 from .answerer import Answerer
 from .distributed.heartbeat import heartbeat
 from .model.generation import answer_ends
@@ -136,7 +137,7 @@ class VllmAnswerer(Answerer):
         if self._device.type == "cuda" and self._device.index is not None:
             visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
             given["CUDA_VISIBLE_DEVICES"] = visible[self._device.index] if visible else str(self._device.index)
-        return {**os.environ, **_ENVIRONMENT, **given}
+        return {**without_modules(os.environ), **_ENVIRONMENT, **given}
 
     def _exchanged(self, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Send a message; yields the program's own until it ends."""

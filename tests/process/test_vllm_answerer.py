@@ -115,6 +115,21 @@ def test_vllm_that_fails_at_an_answer_fails_the_attempt(tmp_path: Path, python: 
                 answerer.answer(PROMPTS, [random.Random("a")] * 2, lambda: None)
 
 
+def test_modules_of_our_own_interpreter_are_not_those_of_vllms(
+    tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = tmp_path / "seen"
+    wrapper = tmp_path / "observed"
+    wrapper.write_text(f'#!/bin/sh\necho "$PYTHONPATH$PYTHONHOME" >> {seen}\nunset PYTHONHOME\nexec {python} "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    monkeypatch.setenv("PYTHONHOME", "/ours")
+    assert check_vllm(wrapper) == "vllm"
+    with answerer_of(tmp_path, wrapper) as answerer:
+        answerer.prepare(PROMPTS)
+    assert seen.read_text() == "\n\n"
+
+
 def test_an_interpreter_without_vllm_is_refused_by_name(tmp_path: Path, python: Path) -> None:
     assert check_vllm(None) == ""
     assert check_vllm(python) == "vllm"
