@@ -36,6 +36,9 @@ _ENVIRONMENT = {
 }
 _CPU_CACHE_GIB = "2"
 """Of keys and values. vLLM's own default is nearly all memory of the machine."""
+_MOST_AT_ONCE = 1024
+"""Answers of a batch that vLLM has in progress; the others of it wait. vLLM refuses more than the tokens that one of
+its steps takes, 4096 on a CPU and 2048 or more elsewhere."""
 _END_SECONDS = 20.0
 _NO_MEMORY = ("out of memory", "OutOfMemory", "No available memory", "less than desired")
 """In the texts of vLLM's errors: of torch, and of its own before it reserves the cache."""
@@ -76,7 +79,7 @@ class VllmAnswerer(Answerer):
             "trust_remote_code": source.trust_remote_code,
             "dtype": str(DTYPES[self.spec.dtype]).removeprefix("torch."),
             "max_model_len": max(map(len, prompts)) + self.work.max_new_tokens,
-            "max_num_seqs": self._batch,
+            "max_num_seqs": min(self._batch, _MOST_AT_ONCE),
             "is_cpu": self._device.type == "cpu",
         }
         try:

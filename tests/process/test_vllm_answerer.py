@@ -31,7 +31,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return played_vllm(tmp_path)
 
 
-def answerer_of(root: Path, python: Path, model: Path | None = None, **changes: Any) -> VllmAnswerer:
+def answerer_of(root: Path, python: Path, model: Path | None = None, batch: int = 4, **changes: Any) -> VllmAnswerer:
     rows = DatasetRef(dataset_id="r", path=root / "r", sha256="", num_rows=3)
     spec = JobSpec(
         **{"job_uuid": "g", "algorithm": "sft", "model": str(model or tiny_model()), "output_name": "g"},
@@ -40,7 +40,7 @@ def answerer_of(root: Path, python: Path, model: Path | None = None, **changes: 
     )
     work = {"max_new_tokens": 6, "temperature": 1.0, "top_p": 1.0, "seed": 1, "samples_per_prompt": 1, **changes}
     answering = Answering.model_validate({**work, "engine": "vllm", "vllm_python": python})
-    return VllmAnswerer(spec, answering, torch.device("cpu"), 4, NullEventWriter())
+    return VllmAnswerer(spec, answering, torch.device("cpu"), batch, NullEventWriter())
 
 
 def plays(root: Path, **wrong: str) -> None:
@@ -113,6 +113,12 @@ def test_vllm_that_fails_at_an_answer_fails_the_attempt(tmp_path: Path, python: 
             answerer.prepare(PROMPTS)
             with pytest.raises(kind, match=sentence):
                 answerer.answer(PROMPTS, [random.Random("a")] * 2, lambda: None)
+
+
+def test_a_batch_may_be_larger_than_what_vllm_has_in_progress(tmp_path: Path, python: Path) -> None:
+    with answerer_of(tmp_path, python, batch=5000) as answerer:
+        answerer.prepare(PROMPTS)
+        assert len(answerer.answer(PROMPTS * 2500, [random.Random("a")] * 5000, lambda: None)) == 5000
 
 
 def test_modules_of_our_own_interpreter_are_not_those_of_vllms(
