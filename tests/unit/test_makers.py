@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -87,6 +89,22 @@ def test_a_dataset_is_not_registered_under_a_promised_name(
     store.request_cancel("a")
     registry.delete("answers")
     assert register(registry, "answers").identifier == "answers"
+
+
+def test_rows_of_a_job_are_read_in_pieces_whatever_lines_they_have(registry: DatasetRegistry, tmp_path: Path) -> None:
+    """A node may send a line without an end, and the service itself reads it."""
+    rows = tmp_path / ROWS
+    rows.write_bytes(b"{}\n{}\n")
+    os.truncate(rows, 64 << 20)  # zeros follow
+    sha256 = sha256_of(rows)
+    tracemalloc.start()
+    try:
+        registry.register_made("answers", rows, sha256, "a", "")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 << 20
+    assert registry.get("answers").metadata["num_rows"] == 3
 
 
 def test_a_job_whose_name_is_taken_at_its_end_names_the_file_of_its_rows(

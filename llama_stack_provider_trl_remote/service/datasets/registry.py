@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -36,6 +37,7 @@ from .registration import StoredRows
 FIELD = "training_config.data_config.dataset_id"
 _HUB_OPTIONS = ("split", "name", "revision")
 _RAY = "ray"
+_PIECE = 1 << 20
 
 
 class Entry(BaseModel):
@@ -146,7 +148,7 @@ class DatasetRegistry:
         try:
             with open_regular(rows) as file:
                 self._blobs.check_space(os.fstat(file.fileno()).st_size)
-                blob = put_lines(self._blobs.directory, file)
+                blob = put_lines(self._blobs.directory, iter(partial(file.read, _PIECE), b""))
         except FileNotFoundError as error:
             raise InvalidRequest("output.dataset_id", dataset_id, f"{rows}, the job's rows, is gone") from error
         except OSError as error:
