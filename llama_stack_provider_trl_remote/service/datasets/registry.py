@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -134,14 +134,16 @@ class DatasetRegistry:
             )
         return shown(known)
 
-    def register_made(self, dataset_id: str, rows: Path, sha256: str, job_uuid: str, created_by: str) -> None:
+    def register_made(
+        self, dataset_id: str, rows: Path, made: Mapping[str, object], job_uuid: str, created_by: str
+    ) -> None:
         """Register rows that a job has made; repeating the same registration changes nothing.
 
         Args:
-            sha256: as the job has reported it.
+            made: sha256 and num_rows, as the job has reported them.
 
         Raises:
-            InvalidRequest: the file is missing, or has another digest.
+            InvalidRequest: the file is missing, or has another digest or other rows than reported.
             JobConflict: the name is taken by another dataset.
             StoreError: they cannot be stored.
         """
@@ -153,7 +155,7 @@ class DatasetRegistry:
             raise InvalidRequest("output.dataset_id", dataset_id, f"{rows}, the job's rows, is gone") from error
         except OSError as error:
             raise StoreError(f"dataset {dataset_id!r} cannot be stored: {error}") from error
-        if blob.sha256 != sha256:
+        if made != {"sha256": blob.sha256, "num_rows": blob.num_rows}:
             raise InvalidRequest("output.dataset_id", dataset_id, f"{rows} was changed after the job had written it")
         dataset = Dataset(
             identifier=dataset_id,
@@ -163,7 +165,11 @@ class DatasetRegistry:
             metadata={"job_uuid": job_uuid},
         )
         entry = Entry(
-            dataset=dataset, registered_at=time.time(), sha256=sha256, num_rows=blob.num_rows, created_by=created_by
+            dataset=dataset,
+            registered_at=time.time(),
+            sha256=blob.sha256,
+            num_rows=blob.num_rows,
+            created_by=created_by,
         )
         known = self._claim(entry, is_made=True)
         if known is not None and _content(known) != _content(entry):
