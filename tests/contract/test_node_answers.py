@@ -136,7 +136,12 @@ def test_further_models_and_nodes_of_answers_are_refused_by_name(service: Traini
     judge = {"type": "judge", "model": str(tiny_model())}
     for kind, fields, options, sentence in (
         ("evaluate", {"checks": [judge]}, {}, "provider_options.resources={'labels': {'kind': 'worker'}} is not"),
-        ("evaluate", {"checks": [judge]}, {}, "those that judge, are on the service's machine only"),
+        (
+            "evaluate",
+            {"checks": [judge]},
+            {},
+            "models that judge, and tasks of a harness are on the service's machine only",
+        ),
         ("generate", {"output": {"dataset_id": "x"}}, {"nodes": 2}, "provider_options.resources.nodes=2 is not"),
     ):
         body = {"job_uuid": "refused", "model": str(tiny_model()), "dataset_id": "questions", **fields}
