@@ -175,7 +175,7 @@ def put_lines(directory: Path, lines: Iterable[bytes]) -> Blob:
     """Store rows that are lines of JSON already, like `put_rows`.
 
     Args:
-        lines: whole ones, or any pieces of them: a file that somebody else has written may have a line without an end.
+        lines: whole ones, or any pieces of them: a file that a node has sent may have a line without an end.
 
     Raises:
         OSError: the directory cannot be written.

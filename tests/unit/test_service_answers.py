@@ -95,7 +95,7 @@ def test_parts_are_appended_once_in_their_order(service: Service) -> None:
         assert (file.read(), size, digest) == (b"a\nb\nc\n", 6, sha256(b"a\nb\nc\n"))
 
 
-def test_answers_are_sent_again_where_somebody_has_removed_their_directory(service: Service) -> None:
+def test_answers_are_sent_again_where_their_directory_was_removed(service: Service) -> None:
     service.add("ask", 0, b"a\nb\n")
     shutil.rmtree(service.root / "ask")
     with pytest.raises(WrongOffset) as refused:
