@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from .. import __version__
 from ..errors import InvalidRequest
 from ..specs.schema import schema_digest
-from ..system.process import child_environment
+from ..system.process import child_environment, without_modules
 
 NEEDED = {
     "torch": "2.",
@@ -94,7 +95,7 @@ def check_vllm(python: Path | None) -> str:
         return ""
     todo = "name the Python of an environment made with pip install vllm, or leave it out"
     try:
-        found = _answer_of(str(python), _VLLM_PROBE)
+        found = _answer_of(str(python), _VLLM_PROBE, environ=without_modules(os.environ))
     except OSError as error:
         problem = f"{python} cannot be started ({error.strerror}); {todo}"
         raise InvalidRequest("vllm_python", str(python), problem) from error
@@ -126,7 +127,7 @@ def _problem(python: str) -> str | None:
     return _lacking(python, tuple(version), found, ours, specs)
 
 
-def _answer_of(python: str, probe: str, *arguments: str) -> Any:
+def _answer_of(python: str, probe: str, *arguments: str, environ: Mapping[str, str] = os.environ) -> Any:
     """What a probe prints. Raises OSError, and `_NO_ANSWER`."""
     done = subprocess.run(
         [python, "-c", probe, *arguments],
@@ -135,7 +136,7 @@ def _answer_of(python: str, probe: str, *arguments: str) -> Any:
         text=True,
         timeout=_TIMEOUT,
         cwd="/",  # not the server's working directory, so that nothing is imported from there
-        env=child_environment(os.environ, {}),
+        env=child_environment(environ, {}),
     )
     return json.loads(done.stdout.splitlines()[-1])
 

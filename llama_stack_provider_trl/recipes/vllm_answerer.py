@@ -21,6 +21,7 @@ from ..errors import JobFailure
 from ..specs.events import EventWriter, Reason
 from ..specs.job import JobSpec
 from ..specs.kinds import Answering
+from ..system.process import without_modules
 from .answerer import Answerer
 from .distributed.heartbeat import heartbeat
 from .model.generation import answer_ends
@@ -35,6 +36,9 @@ _ENVIRONMENT = {
 }
 _CPU_CACHE_GIB = "2"
 """Of keys and values. vLLM's own default is nearly all memory of the machine."""
+_MOST_AT_ONCE = 1024
+"""Answers of a batch that vLLM has in progress; the others of it wait. vLLM refuses more than the tokens that one of
+its steps takes, 4096 on a CPU and 2048 or more elsewhere."""
 _END_SECONDS = 20.0
 _NO_MEMORY = ("out of memory", "OutOfMemory", "No available memory", "less than desired")
 """In the texts of vLLM's errors: of torch, and of its own before it reserves the cache."""
@@ -57,7 +61,9 @@ class VllmAnswerer(Answerer):
         assert work.vllm_python is not None
         self._python, self._device, self._batch, self._writer = work.vllm_python, device, batch, writer
         self._outline: PreTrainedModel = outline(spec.source, load_config(spec.source), torch.float32)
-        self.ends = answer_ends(SimpleNamespace(generation_config=_generation_config(spec)), self.tokenizer)
+        # Without a file of its own, a model's generation configuration follows from its config.json.
+        generation = _generation_config(spec) or self._outline.generation_config
+        self.ends = answer_ends(SimpleNamespace(generation_config=generation), self.tokenizer)
         self._child: subprocess.Popen[str] | None = None
 
     @property
@@ -73,7 +79,7 @@ class VllmAnswerer(Answerer):
             "trust_remote_code": source.trust_remote_code,
             "dtype": str(DTYPES[self.spec.dtype]).removeprefix("torch."),
             "max_model_len": max(map(len, prompts)) + self.work.max_new_tokens,
-            "max_num_seqs": self._batch,
+            "max_num_seqs": min(self._batch, _MOST_AT_ONCE),
             "is_cpu": self._device.type == "cpu",
         }
         try:
@@ -134,7 +140,7 @@ class VllmAnswerer(Answerer):
         if self._device.type == "cuda" and self._device.index is not None:
             visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
             given["CUDA_VISIBLE_DEVICES"] = visible[self._device.index] if visible else str(self._device.index)
-        return {**os.environ, **_ENVIRONMENT, **given}
+        return {**without_modules(os.environ), **_ENVIRONMENT, **given}
 
     def _exchanged(self, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Send a message; yields the program's own until it ends."""

@@ -174,6 +174,9 @@ def put_rows(directory: Path, rows: Iterable[dict[str, Any]]) -> Blob:
 def put_lines(directory: Path, lines: Iterable[bytes]) -> Blob:
     """Store rows that are lines of JSON already, like `put_rows`.
 
+    Args:
+        lines: whole ones, or any pieces of them: a file that a node has sent may have a line without an end.
+
     Raises:
         OSError: the directory cannot be written.
     """
@@ -410,12 +413,13 @@ def tail_of(file: BinaryIO, lines: int, limit: int) -> str:
 
 
 def _write_lines(file: BinaryIO, lines: Iterable[bytes]) -> tuple[str, int]:
-    digest, count = hashlib.sha256(), 0
+    digest, count, last = hashlib.sha256(), 0, b"\n"
     for line in lines:
         digest.update(line)
         file.write(line)
-        count += 1
-    return digest.hexdigest(), count
+        count += line.count(b"\n")
+        last = line[-1:] or last
+    return digest.hexdigest(), count + (last != b"\n")
 
 
 def _encoded(row: dict[str, Any], number: int) -> bytes:

@@ -356,6 +356,11 @@ def child_environment(environ: Mapping[str, str], added: Mapping[str, str]) -> d
     return {**allowed, **added}
 
 
+def without_modules(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a program of another interpreter, which imports none of the modules of this one."""
+    return {name: value for name, value in environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+
+
 class FileLock:
     """A lock on a file, held until released or until this process ends in any way.
 

@@ -308,11 +308,10 @@ class Service(StoredJobs):
     def _keep_result(self, job: JobRecord) -> None:
         """Keep what a job has made, before it counts as completed. Raises InvalidRequest, JobConflict, StoreError."""
         if isinstance(job.spec.work, GenerateSpec):
-            made = (job.result or {}).get("dataset") or {}
             self.datasets.register_made(
                 job.spec.work.output_dataset_id,
                 job.spec.checkpoint_dir / ROWS,
-                str(made.get("sha256")),
+                (job.result or {}).get("dataset") or {},
                 job.job_uuid,
                 job.created_by,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobFailure
 from llama_stack_provider_trl.launch.interpreter import check_vllm
+from llama_stack_provider_trl.recipes.transformers_answerer import TransformersAnswerer
 from llama_stack_provider_trl.recipes.vllm_answerer import VllmAnswerer
 from llama_stack_provider_trl.specs.events import NullEventWriter, Reason
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, OptimizerSpec
@@ -29,16 +31,16 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return played_vllm(tmp_path)
 
 
-def answerer_of(root: Path, python: Path, **changes: Any) -> VllmAnswerer:
+def answerer_of(root: Path, python: Path, model: Path | None = None, batch: int = 4, **changes: Any) -> VllmAnswerer:
     rows = DatasetRef(dataset_id="r", path=root / "r", sha256="", num_rows=3)
     spec = JobSpec(
-        **{"job_uuid": "g", "algorithm": "sft", "model": str(tiny_model()), "output_name": "g"},
+        **{"job_uuid": "g", "algorithm": "sft", "model": str(model or tiny_model()), "output_name": "g"},
         **{"checkpoint_dir": root, "dataset": rows, "n_epochs": 1, "batch_size": 4, "dtype": "fp32"},
         optimizer=OptimizerSpec(learning_rate=1e-3),
     )
     work = {"max_new_tokens": 6, "temperature": 1.0, "top_p": 1.0, "seed": 1, "samples_per_prompt": 1, **changes}
     answering = Answering.model_validate({**work, "engine": "vllm", "vllm_python": python})
-    return VllmAnswerer(spec, answering, torch.device("cpu"), 4, NullEventWriter())
+    return VllmAnswerer(spec, answering, torch.device("cpu"), batch, NullEventWriter())
 
 
 def plays(root: Path, **wrong: str) -> None:
@@ -69,6 +71,20 @@ def test_a_batch_is_answered_in_its_order_with_a_seed_of_its_own_for_each(tmp_pa
         assert answer.text == greedy.tokenizer.decode(ids)
 
 
+def test_answers_end_where_those_of_transformers_do_without_a_generation_configuration(
+    tmp_path: Path, python: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model(), model)
+    (model / "generation_config.json").unlink()
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "eos_token_id": [2, 77]}))
+    with answerer_of(tmp_path, python, model) as answerer:
+        plain = TransformersAnswerer(answerer.spec, answerer.work, torch.device("cpu"))
+        assert answerer.ends == plain.ends
+        assert 77 in answerer.ends
+
+
 @pytest.mark.parametrize(
     ("wrong", "reason", "sentence"),
     [
@@ -97,6 +113,27 @@ def test_vllm_that_fails_at_an_answer_fails_the_attempt(tmp_path: Path, python: 
             answerer.prepare(PROMPTS)
             with pytest.raises(kind, match=sentence):
                 answerer.answer(PROMPTS, [random.Random("a")] * 2, lambda: None)
+
+
+def test_a_batch_may_be_larger_than_what_vllm_has_in_progress(tmp_path: Path, python: Path) -> None:
+    with answerer_of(tmp_path, python, batch=5000) as answerer:
+        answerer.prepare(PROMPTS)
+        assert len(answerer.answer(PROMPTS * 2500, [random.Random("a")] * 5000, lambda: None)) == 5000
+
+
+def test_modules_of_our_own_interpreter_are_not_those_of_vllms(
+    tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = tmp_path / "seen"
+    wrapper = tmp_path / "observed"
+    wrapper.write_text(f'#!/bin/sh\necho "$PYTHONPATH$PYTHONHOME" >> {seen}\nunset PYTHONHOME\nexec {python} "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    monkeypatch.setenv("PYTHONHOME", "/ours")
+    assert check_vllm(wrapper) == "vllm"
+    with answerer_of(tmp_path, wrapper) as answerer:
+        answerer.prepare(PROMPTS)
+    assert seen.read_text() == "\n\n"
 
 
 def test_an_interpreter_without_vllm_is_refused_by_name(tmp_path: Path, python: Path) -> None:

@@ -65,6 +65,10 @@ def test_vllm_answers_where_the_operator_has_named_an_interpreter_with_it(tmp_pa
         assert found is not None
         assert (found.engine, found.vllm_python) == ("vllm", tmp_path / "python")
     assert with_engine(generate().work(), here) == generate().work()
+    with pytest.raises(InvalidRequest, match=r"temperature=0.009 .*no temperature below 0.01 but 0"):
+        with_engine(generate(engine="vllm", temperature=0.009).work(), here)
+    for work in (generate(temperature=0.009).work(), generate(engine="vllm", temperature=0.01).work()):
+        assert with_engine(work, here).kind == "generate"
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -82,11 +84,45 @@ def test_a_dataset_is_not_registered_under_a_promised_name(
     (tmp_path / "a").mkdir()
     rows = tmp_path / "a" / ROWS
     rows.write_text('{"prompt": "a"}\n')
-    registry.register_made("answers", rows, sha256_of(rows), "a", "")
+    registry.register_made("answers", rows, reported(rows, 1), "a", "")
     assert registry.holds("answers")
     store.request_cancel("a")
     registry.delete("answers")
     assert register(registry, "answers").identifier == "answers"
+
+
+def reported(rows: Path, num_rows: int) -> dict[str, Any]:
+    return {"sha256": sha256_of(rows), "num_rows": num_rows}
+
+
+@pytest.mark.parametrize("wrong", [{"num_rows": 2}, {"num_rows": "1"}, {"sha256": "0" * 64}, {"path": "/etc/passwd"}])
+def test_rows_that_are_not_those_of_the_result_are_refused(
+    registry: DatasetRegistry, tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    """A job that comes after reads them as the result has them (`promised.with_known_rows`), which a node may send."""
+    rows = tmp_path / ROWS
+    rows.write_text('{"prompt": "a"}\n')
+    others: list[Any] = [{**reported(rows, 1), **wrong}, None, []]
+    for made in others:
+        with pytest.raises(InvalidRequest, match="was changed after the job had written it"):
+            registry.register_made("answers", rows, made, "a", "")
+    assert not registry.holds("answers")
+
+
+def test_rows_of_a_job_are_read_in_pieces_whatever_lines_they_have(registry: DatasetRegistry, tmp_path: Path) -> None:
+    """A node may send a line without an end, and the service itself reads it."""
+    rows = tmp_path / ROWS
+    rows.write_bytes(b"{}\n{}\n")
+    os.truncate(rows, 24 << 20)  # zeros follow
+    made = reported(rows, 3)
+    tracemalloc.start()
+    try:
+        registry.register_made("answers", rows, made, "a", "")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 12 << 20
+    assert registry.get("answers").metadata["num_rows"] == 3
 
 
 def test_a_job_whose_name_is_taken_at_its_end_names_the_file_of_its_rows(
@@ -97,7 +133,7 @@ def test_a_job_whose_name_is_taken_at_its_end_names_the_file_of_its_rows(
     rows = tmp_path / ROWS
     rows.write_text('{"prompt": "a"}\n')
     with pytest.raises(JobConflict, match=f"registered with another content meanwhile; the rows .* {rows}: register"):
-        registry.register_made("answers", rows, sha256_of(rows), "a", "")
+        registry.register_made("answers", rows, reported(rows, 1), "a", "")
 
 
 def test_a_job_is_not_stored_when_its_name_was_registered_meanwhile(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,16 @@ def test_parts_are_appended_once_in_their_order(service: Service) -> None:
     opener, size, digest = service.uploads.answers("ask-1", "b", "answers.jsonl")
     with opener() as file:
         assert (file.read(), size, digest) == (b"a\nb\nc\n", 6, sha256(b"a\nb\nc\n"))
+
+
+def test_answers_are_sent_again_where_their_directory_was_removed(service: Service) -> None:
+    service.add("ask", 0, b"a\nb\n")
+    shutil.rmtree(service.root / "ask")
+    with pytest.raises(WrongOffset) as refused:
+        service.add("ask", 4, b"c\n")
+    assert refused.value.offset == 0
+    service.add("ask", 0, b"a\nb\nc\n")
+    assert service.kept("ask") == b"a\nb\nc\n"
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,8 @@ def _no_file(spec: JobSpec, name: str) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
+    # Where the directory was removed, the node finds the file empty, and sends it again from its beginning.
+    path.parent.mkdir(parents=True, exist_ok=True)
     # Other users may read what is in `checkpoint_roots`.
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     try:

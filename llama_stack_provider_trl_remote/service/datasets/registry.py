@@ -10,9 +10,10 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -36,6 +37,7 @@ from .registration import StoredRows
 FIELD = "training_config.data_config.dataset_id"
 _HUB_OPTIONS = ("split", "name", "revision")
 _RAY = "ray"
+_PIECE = 1 << 20
 
 
 class Entry(BaseModel):
@@ -132,26 +134,28 @@ class DatasetRegistry:
             )
         return shown(known)
 
-    def register_made(self, dataset_id: str, rows: Path, sha256: str, job_uuid: str, created_by: str) -> None:
+    def register_made(
+        self, dataset_id: str, rows: Path, made: Mapping[str, object], job_uuid: str, created_by: str
+    ) -> None:
         """Register rows that a job has made; repeating the same registration changes nothing.
 
         Args:
-            sha256: as the job has reported it.
+            made: sha256 and num_rows, as the job has reported them.
 
         Raises:
-            InvalidRequest: the file is missing, or has another digest.
+            InvalidRequest: the file is missing, or has another digest or other rows than reported.
             JobConflict: the name is taken by another dataset.
             StoreError: they cannot be stored.
         """
         try:
             with open_regular(rows) as file:
                 self._blobs.check_space(os.fstat(file.fileno()).st_size)
-                blob = put_lines(self._blobs.directory, file)
+                blob = put_lines(self._blobs.directory, iter(partial(file.read, _PIECE), b""))
         except FileNotFoundError as error:
             raise InvalidRequest("output.dataset_id", dataset_id, f"{rows}, the job's rows, is gone") from error
         except OSError as error:
             raise StoreError(f"dataset {dataset_id!r} cannot be stored: {error}") from error
-        if blob.sha256 != sha256:
+        if made != {"sha256": blob.sha256, "num_rows": blob.num_rows}:
             raise InvalidRequest("output.dataset_id", dataset_id, f"{rows} was changed after the job had written it")
         dataset = Dataset(
             identifier=dataset_id,
@@ -161,7 +165,11 @@ class DatasetRegistry:
             metadata={"job_uuid": job_uuid},
         )
         entry = Entry(
-            dataset=dataset, registered_at=time.time(), sha256=sha256, num_rows=blob.num_rows, created_by=created_by
+            dataset=dataset,
+            registered_at=time.time(),
+            sha256=blob.sha256,
+            num_rows=blob.num_rows,
+            created_by=created_by,
         )
         known = self._claim(entry, is_made=True)
         if known is not None and _content(known) != _content(entry):

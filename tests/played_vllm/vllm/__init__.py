@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 _LARGEST = 256
+_TOKENS_OF_A_STEP = 2048
 
 
 def _reach(name: str) -> None:
@@ -36,6 +37,8 @@ class LLM:
     def __init__(self, **settings: Any) -> None:
         assert "RANK" not in os.environ
         assert not Path(settings["model"], "adapter_config.json").exists()
+        if settings["max_num_seqs"] > _TOKENS_OF_A_STEP:
+            raise ValueError("max_num_batched_tokens has to be greater than or equal to max_num_seqs")
         self.longest = settings["max_model_len"]
         self.llm_engine = SimpleNamespace(step=lambda: None)
         _reach("load")
