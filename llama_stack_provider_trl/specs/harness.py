@@ -145,6 +145,20 @@ def _problem_of(spec: HarnessSpec, task: str, config: Mapping[str, Any]) -> str 
         return "has images or sound, which is not supported"
     if spec.num_fewshot is not None and config.get("num_fewshot") == 0:
         return "has num_fewshot 0 in its file, which the library keeps: leave num_fewshot out"
+    if _fetches_metrics(config):
+        return "has a metric with hf_evaluate, whose code would be fetched: name one of the library's, or a function"
+    return _problem_of_rows(config)
+
+
+def _fetches_metrics(config: Mapping[str, Any]) -> bool:
+    metrics = None if config.get("process_results") else config.get("metric_list")
+    return any(
+        isinstance(metric, Mapping) and metric.get("hf_evaluate") is True
+        for metric in (metrics if isinstance(metrics, list) else ())
+    )
+
+
+def _problem_of_rows(config: Mapping[str, Any]) -> str | None:
     if config.get("class") or config.get("custom_dataset"):
         return None  # code that the operator trusts reads its rows
     path, given = config.get("dataset_path"), config.get("dataset_kwargs")

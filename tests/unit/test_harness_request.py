@@ -168,6 +168,11 @@ def test_the_version_of_a_package_is_found_in_another_interpreter() -> None:
         ("doc_to_image: picture\n", "task 'a' has images or sound"),
         ("dataset_path: csv\ndataset_kwargs: {data_files: a}\nnum_fewshot: 0\n", "task 'a' has num_fewshot 0 in its"),
         ("dataset_path: /srv/rows\nnum_fewshot: 3\n", ""),
+        ("class: t.Task\nmetric_list: [{metric: f1, hf_evaluate: true}]\n", "task 'a' has a metric with hf_evaluate"),
+        (
+            "dataset_path: /srv/rows\nprocess_results: !function f.f\nmetric_list: [{metric: f, hf_evaluate: true}]\n",
+            "",
+        ),
         ("custom_dataset: !function rows.read\n", ""),
         ("class: !function task.Task\n", ""),
         ("dataset_path: parquet\ndataset_kwargs: {data_dir: rows}\n", ""),
