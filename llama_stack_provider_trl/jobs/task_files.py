@@ -1,11 +1,14 @@
 """Reads the task files of lm-evaluation-harness in the directories that the operator names, without the library.
 
 The names are those that the library finds there: of two files of a directory with the same name the first counts, in
-the order of their paths, and of two directories the last. No function that a file names is imported.
+the order of their paths, and of two directories the last. No function that a file names is imported. A file that would
+stop or fill the process that serves requests (a pipe, a device, one whose aliases grow without end) is left out.
 """
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
@@ -18,8 +21,14 @@ from ..specs.harness import TaskEntry, Unusable
 MOST_FILES = 2000
 _LARGEST = 1 << 20
 """Bytes of a file."""
+_MOST_VALUES = 1 << 19
+"""Values of a file, where each alias counts as all that it stands for."""
+_MOST_ABOVE = 64
+"""Files that include each other."""
 _IGNORED = {"__pycache__", ".ipynb_checkpoints"}
 type _Stamp = tuple[int, int, int]
+type _Merged = dict[Path, dict[str, Any] | None]
+"""Files with what they include; None: one that cannot be read, or is being read."""
 
 
 class _TaskLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -36,9 +45,10 @@ def read_task_files(roots: Iterable[Path]) -> dict[str, TaskEntry]:
     """The tasks, groups and tags of some directories, by name. A file that the library cannot read is left out.
 
     Raises:
-        Unusable: they have too many files.
+        Unusable: they have too many files, or too many include each other.
     """
     found: dict[str, TaskEntry] = {}
+    merged: _Merged = {}
     files = 0
     for root in roots:
         paths = sorted(islice(_files(root), MOST_FILES + 1 - files), key=Path.as_posix)
@@ -48,7 +58,7 @@ def read_task_files(roots: Iterable[Path]) -> dict[str, TaskEntry]:
             raise Unusable(f"{hint}: the operator names directories of those that are used")
         of_root: dict[str, TaskEntry] = {}
         for path in paths:
-            if (config := _with_included(path, frozenset())) is not None:
+            if (config := _with_included(path, merged)) is not None:
                 _add(config, of_root)
         found |= of_root
     return found
@@ -60,44 +70,91 @@ def _files(root: Path) -> Iterable[Path]:
 
 def _add(config: Mapping[str, Any], index: dict[str, TaskEntry]) -> None:
     kind = "group" if "group" in config and "class" not in config else "task"
-    name = config.get(kind)
-    if not isinstance(name, str) or name in index:
+    name, given = config.get(kind), config.get("tag")
+    tags = given if isinstance(given, list) else [] if given is None else [given]
+    if not isinstance(name, str) or name in index or not all(isinstance(tag, str) for tag in tags):
         return
     index[name] = TaskEntry("group" if kind == "group" else "task", config)
-    tags = config.get("tag") if kind == "task" else None
-    for tag in [tags] if isinstance(tags, str) else tags or ():
+    for tag in tags if kind == "task" else ():
         of_tag = index.get(tag, TaskEntry("tag", {}))
         index[tag] = of_tag._replace(members=(*of_tag.members, name))
 
 
-def _with_included(path: Path, above: frozenset[Path]) -> dict[str, Any] | None:
+def _with_included(path: Path, merged: _Merged, depth: int = 0) -> dict[str, Any] | None:
     """A file with what it includes; None: it cannot be read, or includes itself."""
-    path = path.expanduser().resolve()
-    config = None if path in above else _read(path)
-    if config is None or "include" not in config:
+    try:
+        path = path.expanduser().resolve()
+    except (OSError, ValueError, RuntimeError):  # a link to itself, or no path
+        return None
+    if path not in merged:
+        if depth > _MOST_ABOVE:
+            raise Unusable(
+                f"{path} is included by more than {_MOST_ABOVE} files, one by the other: the operator joins them"
+            )
+        merged[path] = None
+        config = _read(path)
+        merged[path] = config if config is None else _merge(config, path, merged, depth)
+    return merged[path]
+
+
+def _merge(config: dict[str, Any], path: Path, merged: _Merged, depth: int) -> dict[str, Any] | None:
+    if "include" not in config:
         return config
     given = config["include"]
-    merged: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name in given if isinstance(given, list) else [given]:
-        one = _with_included(path.parent / str(name), above | {path})
+        one = _with_included(path.parent / str(name), merged, depth + 1)
         if one is None:
             return None
-        merged |= {key: value for key, value in one.items() if key != "task_list"}
-    return merged | {key: value for key, value in config.items() if key != "include"}
+        found |= {key: value for key, value in one.items() if key != "task_list"}
+    return found | {key: value for key, value in config.items() if key != "include"}
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        state = path.stat()
-        stamp = state.st_size, state.st_mtime_ns, state.st_ino
-        if (kept := _known.get(path)) is not None and kept[0] == stamp:
-            return kept[1]
-        config = yaml.load(path.read_bytes(), _TaskLoader) if state.st_size <= _LARGEST else None
+        # A pipe without a writer would be waited for.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            state = os.fstat(file.fileno())
+            if not stat.S_ISREG(state.st_mode):
+                return None
+            stamp = state.st_size, state.st_mtime_ns, state.st_ino
+            if (kept := _known.get(path)) is not None and kept[0] == stamp:
+                return kept[1]
+            content = file.read(_LARGEST + 1)
     except OSError:
         return None
-    except (yaml.YAMLError, ValueError, RecursionError):
-        config = None
+    config = _parsed(content) if len(content) <= _LARGEST else None
     if len(_known) >= 4 * MOST_FILES:
         _known.clear()
-    _known[path] = stamp, config if isinstance(config, dict) else None
-    return _known[path][1]
+    _known[path] = stamp, config
+    return config
+
+
+def _parsed(content: bytes) -> dict[str, Any] | None:
+    try:
+        loader = _TaskLoader(content)
+        try:
+            node = loader.get_single_node()
+            if node is None or _values(node, {}) > _MOST_VALUES:
+                return None
+            config = loader.construct_document(node)
+        finally:
+            loader.dispose()
+    # The last ones are what the library yaml raises for a value that is not of its tag, as in `!!bool x`.
+    except (yaml.YAMLError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def _values(node: yaml.Node, counted: dict[int, int]) -> int:
+    """How many a node stands for. Raises ValueError: it contains itself."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if (known := counted.get(id(node))) is not None:
+        if not known:
+            raise ValueError("it contains itself")
+        return known
+    counted[id(node)] = 0
+    parts = node.value if isinstance(node, yaml.SequenceNode) else [one for pair in node.value for one in pair]
+    counted[id(node)] = 1 + sum(_values(one, counted) for one in parts)
+    return counted[id(node)]

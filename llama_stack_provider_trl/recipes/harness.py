@@ -149,7 +149,7 @@ def _load_tasks(work: HarnessSpec, names: Sequence[str]) -> Iterator[LoadedTasks
         _seed(work)
         found: dict[str, Any] = {"tasks": {}, "groups": {}}
         for member, root in zip(members, roots, strict=True):
-            with _named(name, root):
+            with _named(name, root), _known_metrics():
                 loaded = manager.load([member])
                 found["tasks"] |= loaded["tasks"]
                 found["groups"] |= loaded.get("groups", {})
@@ -328,6 +328,27 @@ def _named(name: str, directory: Path) -> Iterator[None]:
             f"harness.tasks: {name!r} cannot be measured ({type(error).__name__}: {text}). Correct its files in "
             f"{directory}, or leave it out",
         ) from error
+
+
+@contextmanager
+def _known_metrics() -> Iterator[None]:
+    """While this is open, the library does not look for a metric that it does not know in the hub, whose code it would
+    run."""
+    from lm_eval.api import task
+    from lm_eval.api.registry import metric_registry
+
+    before = task.get_metric
+
+    def known(name: str, hf_evaluate_metric: bool = False) -> Any:
+        if hf_evaluate_metric or name not in metric_registry:
+            raise ValueError(f"lm_eval has no metric {name!r}")
+        return before(name)
+
+    task.get_metric = known
+    try:
+        yield
+    finally:
+        task.get_metric = before
 
 
 @contextmanager

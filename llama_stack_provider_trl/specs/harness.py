@@ -18,6 +18,8 @@ MOST_TASKS = 1000
 """Tasks of a job."""
 _LONGEST = 128
 """Characters of a task's name, which is a part of the names of its measures."""
+_MOST_VISITS = 10 * MOST_TASKS
+"""Tasks and groups that a name leads to, however often each."""
 _DEPTH = 16
 """Of groups within groups."""
 _READERS = ("json", "csv", "parquet", "arrow", "text")
@@ -59,42 +61,54 @@ def tasks_of(name: str, index: Mapping[str, TaskEntry]) -> dict[str, Mapping[str
     """The tasks that a name stands for, with their settings, as the library would make them.
 
     Raises:
-        Unusable: there is no such name, or its groups contain each other.
+        Unusable: there is no such name, its groups contain each other, or lead to too many.
     """
     if name not in index:
         raise Unusable(f"no task file has {name!r}; {_those_known(index)}")
-    return dict(_tasks(name, index, {}, 0))
+    return dict(_Walk(index).tasks(name, {}, 0))
 
 
-def _tasks(
-    name: str, index: Mapping[str, TaskEntry], settings: Mapping[str, Any], depth: int
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    entry = index[name]
-    if entry.kind == "task":
-        yield name, {**entry.config, **settings}
-    elif entry.kind == "tag":
-        for member in sorted(entry.members):
-            yield from _tasks(member, index, settings, depth)
-    else:
-        yield from _of_group(name, entry.config, index, settings, depth)
+class _Walk:
+    """Goes through the groups and tags of a name."""
 
+    def __init__(self, index: Mapping[str, TaskEntry]) -> None:
+        self._index, self._visits = index, 0
 
-def _of_group(
-    name: str, config: Mapping[str, Any], index: Mapping[str, TaskEntry], settings: Mapping[str, Any], depth: int
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if depth == _DEPTH:
-        raise Unusable(f"group {name!r} has more than {_DEPTH} groups within each other, or contains itself")
-    of_all = {**_settings(config), **settings}
-    members = config.get("task")
-    for member in members if isinstance(members, list) else ():
-        given: Mapping[str, Any] = member if isinstance(member, Mapping) else {"task": member}
-        child = str(given.get("group", given.get("task")))
-        if child in index:
-            yield from _tasks(child, index, {**of_all, **_settings(given)}, depth + 1)
-        elif "group" in given:
-            yield from _of_group(f"{name}::{child}", given, index, of_all, depth + 1)
-        else:  # without a file of its own: the group has all its settings
-            yield f"{name}::{child}", {**of_all, **_settings(given)}
+    def tasks(self, name: str, settings: Mapping[str, Any], depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Those that a name of the index stands for, with settings of the groups above it."""
+        entry = self._index[name]
+        if entry.kind == "task":
+            self._visit(name)
+            yield name, {**entry.config, **settings}
+        elif entry.kind == "tag":
+            for member in sorted(entry.members):
+                yield from self.tasks(member, settings, depth)
+        else:
+            yield from self._of_group(name, entry.config, settings, depth)
+
+    def _of_group(
+        self, name: str, config: Mapping[str, Any], settings: Mapping[str, Any], depth: int
+    ) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        self._visit(name)
+        if depth == _DEPTH:
+            raise Unusable(f"group {name!r} has more than {_DEPTH} groups within each other, or contains itself")
+        of_all = {**_settings(config), **settings}
+        members = config.get("task")
+        for member in members if isinstance(members, list) else ():
+            given: Mapping[str, Any] = member if isinstance(member, Mapping) else {"task": member}
+            child = str(given.get("group", given.get("task")))
+            if child in self._index:
+                yield from self.tasks(child, {**of_all, **_settings(given)}, depth + 1)
+            elif "group" in given:
+                yield from self._of_group(f"{name}::{child}", given, of_all, depth + 1)
+            else:  # without a file of its own: the group has all its settings
+                self._visit(name)
+                yield f"{name}::{child}", {**of_all, **_settings(given)}
+
+    def _visit(self, name: str) -> None:
+        self._visits += 1
+        if self._visits > _MOST_VISITS:
+            raise Unusable(f"group {name!r} is one of more than {_MOST_VISITS} groups and tasks: name fewer at once")
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,6 +145,20 @@ def _problem_of(spec: HarnessSpec, task: str, config: Mapping[str, Any]) -> str 
         return "has images or sound, which is not supported"
     if spec.num_fewshot is not None and config.get("num_fewshot") == 0:
         return "has num_fewshot 0 in its file, which the library keeps: leave num_fewshot out"
+    if _fetches_metrics(config):
+        return "has a metric with hf_evaluate, whose code would be fetched: name one of the library's, or a function"
+    return _problem_of_rows(config)
+
+
+def _fetches_metrics(config: Mapping[str, Any]) -> bool:
+    metrics = None if config.get("process_results") else config.get("metric_list")
+    return any(
+        isinstance(metric, Mapping) and metric.get("hf_evaluate") is True
+        for metric in (metrics if isinstance(metrics, list) else ())
+    )
+
+
+def _problem_of_rows(config: Mapping[str, Any]) -> str | None:
     if config.get("class") or config.get("custom_dataset"):
         return None  # code that the operator trusts reads its rows
     path, given = config.get("dataset_path"), config.get("dataset_kwargs")

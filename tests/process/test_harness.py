@@ -377,7 +377,16 @@ ROWS = "dataset_path: json\ndataset_kwargs: {data_files: {test: rows.jsonl}}\n"
         (ROWS + "process_results: !function code.score\n", "def score(*of): return 1 / 0", "(ZeroDivisionError: "),
         (ROWS + "doc_to_txt: x\n", "", "'a' cannot be measured (TypeError: "),
         (ROWS + "num_fewshot: 99\n", "", "'a' cannot be measured ("),
-        (ROWS + "metric_list: [{metric: no_such_metric}]\n", "", "'a' cannot be measured ("),
+        (
+            ROWS + "metric_list: [{metric: no_such_metric}]\n",
+            "",
+            "(ValueError: lm_eval has no metric 'no_such_metric')",
+        ),
+        (
+            ROWS + "metric_list: [{metric: acc, hf_evaluate: true}]\n",
+            "",
+            "'a' has a metric with hf_evaluate, whose code",
+        ),
         ("dataset_path: org/rows\n", "", "task 'a' reads the dataset 'org/rows', and only files of this machine"),
         ("", "", "task 'a' reads no dataset"),
     ],

@@ -155,6 +155,23 @@ def test_a_sentencepiece_tokenizer_has_no_space_before_a_text() -> None:
     assert as_teacher.spans == [(0, 1, 0, 1), (1, 2, 1, 3)]
 
 
+@pytest.mark.parametrize("text", ["\n", "\u00e4"])
+def test_a_text_before_which_the_teacher_has_a_space_alone_is_compared(text: str) -> None:
+    written = [f"<0x{byte:02X}>" for byte in text.encode()]
+    pieces = vocabulary("</s>", "\u2581", *written, "s", document=SENTENCEPIECE)
+    ids = [*range(1, 3 + len(written))]
+    student = vocabulary("<end>", *("\u010a" if text == "\n" else "\u00c3\u00a4"), "s")
+    found = align([*range(1, 2 + len(written)), 0], student[0], pieces[0], lambda _: ids, most=9, has_ended=True, end=0)
+    expected = [(0, 1, 0, 2), *((at, at + 1, at + 1, at + 2) for at in range(1, len(written) + 2))]
+    assert found == Aligned([*ids, 0], expected)
+
+
+def test_added_tokens_of_a_sentencepiece_tokenizer_write_spaces() -> None:
+    added = [{"id": 0, "content": "\u2581\u2581"}, {"id": 1, "content": "<x>"}]
+    pieces, _ = vocabulary("\u2581\u2581", "<x>", "s", document={**SENTENCEPIECE, "added_tokens": added})
+    assert pieces.written == (b"  ", b"<x>", b"s")
+
+
 def test_tokens_of_both_vocabularies_write_the_same_bytes_or_are_special_ones_of_one_name() -> None:
     other, _ = vocabulary("</s>", "at", "\u2581c", "<0x73>", "s", document=SENTENCEPIECE)
     assert TEACHER[0].shared_with(other) == [(6, 2), (7, 1), (11, 3)]

@@ -168,6 +168,11 @@ def test_the_version_of_a_package_is_found_in_another_interpreter() -> None:
         ("doc_to_image: picture\n", "task 'a' has images or sound"),
         ("dataset_path: csv\ndataset_kwargs: {data_files: a}\nnum_fewshot: 0\n", "task 'a' has num_fewshot 0 in its"),
         ("dataset_path: /srv/rows\nnum_fewshot: 3\n", ""),
+        ("class: t.Task\nmetric_list: [{metric: f1, hf_evaluate: true}]\n", "task 'a' has a metric with hf_evaluate"),
+        (
+            "dataset_path: /srv/rows\nprocess_results: !function f.f\nmetric_list: [{metric: f, hf_evaluate: true}]\n",
+            "",
+        ),
         ("custom_dataset: !function rows.read\n", ""),
         ("class: !function task.Task\n", ""),
         ("dataset_path: parquet\ndataset_kwargs: {data_dir: rows}\n", ""),
@@ -317,3 +322,43 @@ def test_the_documented_fields_are_those_of_the_block() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*?) *\|", table, re.MULTILINE))
     assert list(rows) == list(Harness.model_fields)
     assert (rows["apply_chat_template"], rows["fewshot_as_multiturn"]) == ("False", "True")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tag: 5",
+        "tag: [[1]]",
+        'include: "a\\0b"',
+        "include: /dev/zero",
+        "include: pipe",
+        "include: loop.yaml",
+        "x: !!bool perhaps",
+        "x: !!timestamp perhaps",
+        "dataset_path: json\ndataset_kwargs: {data_files: &a [*a]}",
+        "a0: &a0 [x, x]\n" + "\n".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)),
+        "a0: &a0 {x: 1}\n" + "\n".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, 40)),
+    ],
+    ids=lambda text: str(text).replace("\0", "")[-24:],
+)
+def test_a_file_that_would_stop_or_fill_the_service_is_left_out(tmp_path: Path, text: str) -> None:
+    root = written(tmp_path / "tasks", good=TASK.format("good"), other=f"task: other\n{text}")
+    os.mkfifo(root / "pipe")
+    os.mkfifo(root / "pipe.yaml")
+    (root / "loop.yaml").symlink_to("loop.yaml")
+    assert list(read_task_files([root])) == ["good"]
+
+
+def test_files_and_groups_that_multiply_are_read_in_bounded_time(tmp_path: Path) -> None:
+    levels = range(12)
+    included = {f"i{n}": f"task: i{n}\ninclude: [{', '.join([f'i{n + 1}.yaml'] * 8)}]" for n in levels}
+    groups = {f"g{n}": f"group: g{n}\ntask: [{', '.join([f'g{n + 1}'] * 8)}]" for n in levels}
+    ends = {"i12": TASK.format("i12"), "g12": "group: g12\ntask: [i12]"}
+    index = read_task_files([written(tmp_path / "tasks", **included, **groups, **ends)])
+    assert index["i0"].config["dataset_path"] == "json"
+    with pytest.raises(Unusable, match="is one of more than 10000 groups and tasks: name fewer at once"):
+        check_tasks(HarnessSpec(tasks=("g0",)), index)
+    check_tasks(HarnessSpec(tasks=("g10",)), index)
+    chain = {f"c{n:03}": f"task: c{n}\ninclude: c{n + 1:03}.yaml" for n in range(200)}
+    with pytest.raises(Unusable, match=r"c065.yaml is included by more than 64 files, one by the other"):
+        read_task_files([written(tmp_path / "chain", **chain)])

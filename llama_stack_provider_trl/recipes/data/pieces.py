@@ -51,6 +51,10 @@ class Pieces:
             found[first] = found[first][1:]
         return found
 
+    def begins_alone(self, ids: Sequence[int]) -> bool:
+        """The first token is the space that each text begins with, and nothing else, as before a line break."""
+        return self.begins_with_space and self.written[ids[0]] == b" " if ids else False
+
     def shared_with(self, other: Pieces) -> list[tuple[int, int]]:
         """Numbers here and there of the tokens of both: those that write the same bytes, or special ones of the same
         name. Each number is in one of them at most."""
@@ -97,7 +101,9 @@ def read_pieces(document: dict[str, Any], vocabulary: dict[str, int], special: S
     for text, number in vocabulary.items():
         texts[number] = text
         if number not in hidden:
-            written[number] = text.encode() if number in added else write(text)
+            # Gemma's runs of spaces are added tokens: what writes bytes for others writes theirs.
+            is_as_it_is = number in added and write is _byte_level
+            written[number] = text.encode() if is_as_it_is else write(text)
     strips = any(part["type"] == "Strip" and part.get("start") for part in decoders)
     return Pieces(tuple(texts), tuple(written), begins_with_space=strips)
 

@@ -51,7 +51,7 @@ def align(
     pieces = own.of(content)
     decoded = decode(b"".join(pieces))
     read = encode(decoded.text)[:most]
-    ends = _ends(teacher.of(read), decoded.text.encode())
+    ends = _ends(teacher.of(read), decoded.text.encode(), teacher.begins_alone(read))
     tokens = {position: number + 1 for number, position in enumerate(ends)}
     spans = []
     first = theirs = raw = 0
@@ -75,10 +75,10 @@ def align(
     return Aligned(read, spans)
 
 
-def _ends(pieces: Sequence[bytes], text: bytes) -> list[int]:
-    """Where each token ends in the text, as far as the tokens write it."""
-    found, position = [], 0
-    for piece in pieces:
+def _ends(pieces: Sequence[bytes], text: bytes, begins_alone: bool) -> list[int]:
+    """Where each token ends in the text, as far as the tokens write it. The first one may be a space before it."""
+    found, position = [0] if begins_alone else [], 0
+    for piece in pieces[len(found) :]:
         if not piece or not text.startswith(piece, position):
             break
         position += len(piece)
