@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl import faults
-from llama_stack_provider_trl.recipes import generate, judge
+from llama_stack_provider_trl.recipes import judge, transformers_answerer
+from llama_stack_provider_trl.recipes.answerer import Answered
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.beginnings import AdapterSpec
 from llama_stack_provider_trl.specs.events import (
@@ -199,7 +200,7 @@ def test_an_attempt_after_sigkill_in_the_judges_phase_continues_exactly(
 def test_a_judge_that_has_not_come_to_its_verdict_gives_none(
     text: str, is_complete: bool, begins: str, score: float | None
 ) -> None:
-    check, answered = AnswerCheck.model_validate(SCORED), generate.Answered(text, 9, is_complete)
+    check, answered = AnswerCheck.model_validate(SCORED), Answered(text, 9, is_complete)
     line = judge._line(check, {"row": 3, "sample": 0}, answered, begins)
     assert line == {"row": 3, "sample": 0, "score": score, "verdict": text}
 
@@ -208,7 +209,7 @@ def test_one_model_is_in_memory_at_a_time_and_judges_that_are_equal_are_loaded_o
     models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[weakref.ref[Any]] = []
-    load = generate._load
+    load = transformers_answerer.load_to_infer
 
     def counted(*arguments: Any) -> Any:
         assert [one() for one in loaded if one() is not None] == []
@@ -216,7 +217,7 @@ def test_one_model_is_in_memory_at_a_time_and_judges_that_are_equal_are_loaded_o
         loaded.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(generate, "_load", counted)
+    monkeypatch.setattr(transformers_answerer, "load_to_infer", counted)
     checks = PLAIN, {**PLAIN, "name": "again"}, {**SCORED}
     status, events = run(tmp_path / "run", spec_of(tmp_path, models, *checks))
     assert status == 0, of_kind(events, Failed)
@@ -262,8 +263,10 @@ def test_an_attempt_loads_no_model_that_has_nothing_left_to_do(
     models: tuple[Path, Path], undisturbed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[JobSpec] = []
-    load = generate._load
-    monkeypatch.setattr(generate, "_load", lambda spec, device: (loaded.append(spec), load(spec, device))[1])
+    load = transformers_answerer.load_to_infer
+    monkeypatch.setattr(
+        transformers_answerer, "load_to_infer", lambda spec, device: (loaded.append(spec), load(spec, device))[1]
+    )
     spec = spec_of(tmp_path, models)
     shutil.copytree(undisturbed[0].checkpoint_dir, spec.checkpoint_dir)
     status, events = run(tmp_path / "run", spec)
@@ -318,6 +321,16 @@ def test_an_answer_that_belongs_to_another_prompt_is_refused_by_its_row(
     assert (failed.reason, "cannot be read as an answer" in failed.message) == ("invalid_dataset", True)
 
 
+def test_lines_after_the_last_verdict_do_not_count(models: tuple[Path, Path], undisturbed: Any, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, models)
+    shutil.copytree(undisturbed[0].checkpoint_dir, spec.checkpoint_dir)
+    with open(spec.checkpoint_dir / "verdicts-1.jsonl", "ab") as file:
+        file.write(b'{"row": 4}\n{"row": 5}\n')
+    status, events = run(tmp_path / "run", spec)
+    assert status == 0, of_kind(events, Failed)
+    assert files_of(spec) == undisturbed[2]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "number"),
     [
@@ -325,7 +338,6 @@ def test_an_answer_that_belongs_to_another_prompt_is_refused_by_its_row(
         (b'"row": 2', b'"row": 3', 3),
         (b'"score": 7.0', b'"score": "7"', 1),
         (b'"score": 7.0', b'"score": NaN', 1),
-        (b'"verdict": "Verdict: 11"}\n', b'"verdict": "Verdict: 11"}\n{"row": 4}\n{"row": 5}\n', 5),
     ],
 )
 def test_a_verdict_that_is_damaged_or_on_another_answer_fails_the_job_in_a_sentence(

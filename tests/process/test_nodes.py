@@ -39,7 +39,8 @@ from llama_stack_provider_trl.system.files import RunDir, damage
 from tests.contract.stack import poll
 from tests.forked import forked_warm_processes, start_program
 from tests.process.test_ranks import assert_same_numbers, numbers, spec_of, trained
-from tests.ranks import REPOSITORY, Ranks, forked_ranks
+from tests.ranks import Ranks, forked_ranks
+from tests.tiny import REPOSITORY
 from tests.training import LORA, SFT_ROWS, of_kind
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]

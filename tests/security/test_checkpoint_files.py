@@ -28,8 +28,8 @@ from llama_stack_provider_trl.recipes.model.loading import WeightStorage, load_m
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Event, Failed, Prepared, Progress, Reason
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, OptimizerSpec, ShardingSpec
 from llama_stack_provider_trl.system.files import file_names, write_manifest
-from tests.ranks import REPOSITORY, Ranks, forked_ranks
-from tests.tiny import tiny_model
+from tests.ranks import Ranks, forked_ranks
+from tests.tiny import REPOSITORY, tiny_model
 from tests.training import SFT_ROWS, job_spec, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]

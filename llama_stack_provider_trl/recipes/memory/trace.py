@@ -520,8 +520,8 @@ def _step(
     spec: JobSpec,
     batch: Batch,
     kind: str,
-    reference: Any,
-    counting: Callable[[], AbstractContextManager[None]],
+    reference: Any = None,
+    counting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Run the step of `recipes.trainer.sft`, `recipes.trainer.dpo`, `recipes.trainer.distillation` or
     `recipes.trainer.gold` on a batch."""
