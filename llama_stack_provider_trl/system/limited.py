@@ -33,6 +33,10 @@ _WAIT_S = 0.5
 _WALL = 3
 """Wall-clock seconds for each CPU second that is allowed: the machine may have other work."""
 _LEAST_WALL_S = 30.0
+_BLOCKED_S = 10.0
+"""Seconds asleep, without any CPU time, after which a fork counts as blocked: it waits for a lock that another thread
+held when it was forked, and that no thread of it releases. Seen once, in a service under load."""
+_TRIES = 3
 _WAS_LIMITED = 0.5
 """Share of the CPU time that is allowed, from which on the kernel has killed a process for its limit, which it compares
 with its own estimate (0.90 to 1.01 s at 1 s), and not for want of memory."""
@@ -55,6 +59,10 @@ class LimitExceeded(Exception):
 class TooLate(LimitReached):
     """Raised when a function has not ended in time, though it has not used the CPU time that it may: it waits for
     something, or the machine has other work."""
+
+
+class _BlockedError(Exception):
+    """Raised when a fork waits for what never comes."""
 
 
 class Limited:
@@ -87,11 +95,15 @@ class Limited:
         if not self._places.acquire(timeout=_WAIT_S):
             raise LimitReached("too many requests are being checked: send it again later")
         try:
-            return self._call(function)
+            for _ in range(_TRIES - 1):
+                with suppress(_BlockedError):
+                    return self._call(function, _BLOCKED_S)
+            return self._call(function, self.wall_seconds)
         finally:
             self._places.release()
 
-    def _call(self, function: Callable[[], Iterable[Any]]) -> list[Any]:
+    def _call(self, function: Callable[[], Iterable[Any]], patience: float) -> list[Any]:
+        """As `call`. Raises _BlockedError where the fork sleeps for `patience` seconds."""
         reader, writer = os.pipe()
         count = mmap(-1, _COUNT.size)
         try:
@@ -101,7 +113,7 @@ class Limited:
                 os.close(writer)
             try:
                 deadline = time.monotonic() + self.wall_seconds
-                lines = _lines(reader, deadline)
+                lines = _lines(reader, deadline, _Sleep(pid, patience))
                 is_late = time.monotonic() >= deadline
             finally:
                 ending = _end(pid)
@@ -174,17 +186,44 @@ def _send(writer: int, value: Any) -> None:
         data = data[os.write(writer, data) :]
 
 
-def _lines(reader: int, deadline: float) -> list[bytes]:
-    """What is written until the end, or the deadline; whole lines only."""
+class _Sleep:
+    """How long a process has been asleep.
+
+    Args:
+        patience: seconds after which that is too long.
+    """
+
+    def __init__(self, pid: int, patience: float) -> None:
+        self._file, self._patience = f"/proc/{pid}/stat", patience
+        self._used, self._since = b"", time.monotonic()
+
+    def check(self) -> None:
+        """Compare its CPU time with that at the call before. Raises _BlockedError."""
+        try:
+            with open(self._file, "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:  # there is no such file but on Linux
+            return
+        state, used = fields[0], b" ".join(fields[11:13])
+        if state != b"S" or used != self._used:
+            self._used, self._since = used, time.monotonic()
+        elif time.monotonic() - self._since > self._patience:
+            raise _BlockedError
+
+
+def _lines(reader: int, deadline: float, sleep: _Sleep) -> list[bytes]:
+    """What is written until the end, or the deadline; whole lines only. Raises _BlockedError."""
     data = bytearray()
     waiting = select.poll()
     waiting.register(reader, select.POLLIN)
     while (left := deadline - time.monotonic()) > 0:
-        if waiting.poll(left * 1000):
+        if waiting.poll(min(left, 1.0) * 1000):
             chunk = os.read(reader, _CHUNK)
             if not chunk:
                 break
             data += chunk
+        else:
+            sleep.check()
     return bytes(data).split(b"\n")[:-1]
 
 

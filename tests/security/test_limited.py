@@ -192,3 +192,22 @@ def test_a_bad_pattern_of_a_row_is_named_as_elsewhere(tmp_path: Path) -> None:
     dataset = DatasetRef(dataset_id="forms", path=path, sha256="2" * 64, num_rows=2)
     with pytest.raises(InvalidRows, match=r"dataset 'forms', row 1: column form \(checks.0.column\): it is not"):
         refuse_unchecked_rows(dataset, [AnswerCheck(type="regex", column="form")])
+
+
+def test_a_fork_that_waits_for_a_lock_of_another_thread_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock is held at the first fork only."""
+    monkeypatch.setattr(limited, "_BLOCKED_S", 1.5)
+    tried = tmp_path / "tried"
+
+    def function() -> Iterator[int]:
+        if not tried.exists():
+            tried.touch()
+            held = threading.Lock()
+            held.acquire()
+            held.acquire()
+        yield 7
+
+    assert Limited(seconds=5, memory=64 << 20).call(function) == [7]
+    assert tried.exists()
