@@ -32,6 +32,8 @@ _BEFORE_THE_DATABASE = {"llama-stack", "service.lock", "supervisor.lock"}
 """What a data directory of the provider may hold before its first job database exists."""
 _BUSY_SECONDS = 10.0
 """Seconds that a writer waits for another. Transactions take about a millisecond."""
+_inherited: list[sqlite3.Connection] = []
+"""Connections of the process that this one is a fork of. They stay open until it ends."""
 log = logging.getLogger(__name__)
 
 Execute = Callable[[str, Mapping[str, Any]], sqlite3.Cursor]
@@ -43,13 +45,22 @@ class _ThreadConnection:
 
     A `sqlite3.Connection` is part of a reference cycle, by its statement cache. It would stay open until the garbage
     collector finds it, and Python 3.13 warns of that.
+
+    A fork of the process drops the objects of all threads but its own, before it runs anything else, and keeps their
+    connections open: to close one waits for a mutex of SQLite that the thread may have held (41 of 100 forks beside a
+    thread that writes), and would undo its transaction in the index of the write-ahead log, which both processes share.
+    https://www.sqlite.org/howtocorrupt.html (2.6).
     """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.connection = connection
+        self._process = os.getpid()
 
     def __del__(self) -> None:
-        self.connection.close()
+        if os.getpid() == self._process:
+            self.connection.close()
+        else:
+            _inherited.append(self.connection)
 
 
 class Database:

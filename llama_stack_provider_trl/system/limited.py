@@ -35,7 +35,8 @@ _WALL = 3
 _LEAST_WALL_S = 30.0
 _BLOCKED_S = 10.0
 """Seconds asleep, without any CPU time, after which a fork counts as blocked: it waits for a lock that another thread
-held when it was forked, and that no thread of it releases. Seen once, in a service under load."""
+held when it was forked, and that no thread of it releases. A fork drops what is local to the other threads, and a
+library in this process (Llama Stack has many) may free it with such a lock. `jobs.database` did so."""
 _TRIES = 3
 _WAS_LIMITED = 0.5
 """Share of the CPU time that is allowed, from which on the kernel has killed a process for its limit, which it compares

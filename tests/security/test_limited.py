@@ -17,6 +17,7 @@ import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, LimitReached
 from llama_stack_provider_trl.jobs import vocabularies
+from llama_stack_provider_trl.jobs.database import Database, _inherited
 from llama_stack_provider_trl.jobs.vocabularies import refuse_other_vocabularies
 from llama_stack_provider_trl.requests.bases import Base
 from llama_stack_provider_trl.specs import answer_rows
@@ -192,6 +193,32 @@ def test_a_bad_pattern_of_a_row_is_named_as_elsewhere(tmp_path: Path) -> None:
     dataset = DatasetRef(dataset_id="forms", path=path, sha256="2" * 64, num_rows=2)
     with pytest.raises(InvalidRows, match=r"dataset 'forms', row 1: column form \(checks.0.column\): it is not"):
         refuse_unchecked_rows(dataset, [AnswerCheck(type="regex", column="form")])
+
+
+def test_a_fork_leaves_the_database_of_other_threads_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread runs a statement, and SQLite holds the mutex of its connection meanwhile."""
+    monkeypatch.setattr(limited, "_TRIES", 1)
+    database = Database(tmp_path / "jobs.sqlite3")
+    runs, may_end = threading.Event(), threading.Event()
+
+    def held() -> int:
+        runs.set()
+        return int(may_end.wait(300))
+
+    def statement() -> tuple[int]:
+        connection = database._connection()
+        connection.create_function("held", 0, held)
+        return tuple(connection.execute("SELECT held()").fetchone())
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(statement)
+        try:
+            assert runs.wait(60)
+            assert Limited(5, 64 << 20).call(lambda: [len(_inherited)]) == [1]
+        finally:
+            may_end.set()
+        assert other.result() == (1,)
+    database.close()
 
 
 def test_a_fork_that_waits_for_a_lock_of_another_thread_is_replaced(
