@@ -129,7 +129,7 @@ class Agent:
         self._refused: dict[str, TaskReport] = {}
         """Tasks whose orders are not followed."""
         self._news = asyncio.Event()
-        self._seen = 0
+        self._seen = self._polls = 0
         self._interrupted = False
         """Whether the last poll was abandoned for news: the next one finds out whether the service answers."""
         self._answered_at = -math.inf
@@ -292,9 +292,12 @@ class Agent:
         seen = -1 if self._interrupted else self._seen
         load = None if self._load is None else await asyncio.to_thread(self._load)
         log_entries = self._log_entries()
+        self._polls += 1
         body = Poll(
             boot_id=before.boot_id,
             agent_id=before.agent_id,
+            run=self._run,
+            number=self._polls,
             tasks=self._reports(),
             load=load,
             log=log_entries,
