@@ -50,7 +50,7 @@ from .calls import GONE, is_gone
 from .credential import CredentialFile
 from .identity import ADDRESS, NodeError
 from .localize import check_order
-from .models import Models
+from .models import Models, models_used
 from .task import NodeContext, NodeTask, kept_tasks
 
 log = logging.getLogger(__name__)
@@ -449,8 +449,8 @@ class Agent:
             shutil.rmtree(self._data_dir / "jobs" / job_uuid, ignore_errors=True)
 
     def _models_used(self) -> set[str]:
-        """Digests of the models of the tasks here. Called in threads, while tasks may begin."""
-        return {model.sha256 for known in list(self._tasks.values()) for model in known.order.models}
+        """Digests or names of the models of the tasks here. Called in threads, while tasks may begin."""
+        return {used for known in list(self._tasks.values()) for used in models_used(known.order)}
 
     def _clean(self) -> None:
         """Remove files of jobs that no attempt has used for KEEP seconds, and rows likewise; and models (`Models`)."""
