@@ -28,7 +28,7 @@ from llama_stack_provider_trl.system.beneath import open_beneath
 from llama_stack_provider_trl.system.files import atomic_write_json, open_regular, put_lines, put_rows
 
 from ..http.bodies import BlobSource, Dataset, RegisterDataset, RowsSource, UriSource
-from ..http.errors import Conflict, NotFound
+from ..http.errors import Conflict, NotFound, TooLarge
 from ..settings import ServiceSettings
 from .blobs import Blobs
 from .reader import HUB, READERS
@@ -143,10 +143,17 @@ class DatasetRegistry:
             made: sha256 and num_rows, as the job has reported them.
 
         Raises:
-            InvalidRequest: the file is missing, or has another digest or other rows than reported.
+            InvalidRequest: the file is missing, or has another digest or other rows than reported, or more than a
+                dataset may have.
             JobConflict: the name is taken by another dataset.
             StoreError: they cannot be stored.
         """
+        count = made.get("num_rows") if isinstance(made, Mapping) else None
+        try:
+            self._blobs.check_count(count if isinstance(count, int) else 0)
+        except TooLarge as error:
+            hint = f"{error}; the rows of this job are in {rows}: register parts of them"
+            raise InvalidRequest("output.dataset_id", dataset_id, hint) from error
         try:
             with open_regular(rows) as file:
                 self._blobs.check_space(os.fstat(file.fileno()).st_size)
