@@ -15,11 +15,11 @@ import re
 import shutil
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from llama_stack_provider_trl.specs.model_source import reference_of
 from llama_stack_provider_trl.system.digests import KeptDigests
@@ -70,8 +70,8 @@ class Models:
         self._root = data_dir / "models"
         self._environ, self._clock = environ, clock
         self._digests = KeptDigests(self._root / "digests.json")
-        self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """Two tasks that need a model fetch it once."""
+        self._fetching: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Of the models that tasks need at the moment: two tasks fetch one once."""
         self._removing = threading.Lock()
         """Held from the check that no task uses a model until it is gone."""
         self.has_news = False
@@ -107,7 +107,8 @@ class Models:
             if files is None or not files.sha256:
                 directory = await asyncio.to_thread(self._unlisted, name, revision, node, files)
             else:
-                async with self._locks[files.sha256]:
+                lock = self._fetching.setdefault(files.sha256, asyncio.Lock())
+                async with lock:
                     directory = await self._listed(order, files, revision, node, calls, note_detail, used)
             if directory is not None and str(directory) != name:
                 found[name] = directory

@@ -9,7 +9,6 @@ import json
 import os
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from uuid import uuid4
+from weakref import WeakValueDictionary
 
 from pydantic import BaseModel
 
@@ -102,7 +102,8 @@ class DatasetRegistry:
         self._roots = tuple(root.resolve() for root in settings.dataset_roots)
         self._directory = settings.data_dir / "datasets" / "registry"
         self._registering = threading.Lock()
-        self._reading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._reading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Of the datasets that are read at the moment."""
 
     def prepare(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -243,7 +244,8 @@ class DatasetRegistry:
             raise InvalidRequest(FIELD, dataset_id, hint)
         if isinstance(entry.dataset.source, UriSource):
             # One reader at a time: the second job of a dataset reuses the rows that the first job's POST has stored.
-            async with self._reading[dataset_id]:
+            lock = self._reading.setdefault(dataset_id, asyncio.Lock())
+            async with lock:
                 entry = await self._current(entry, entry.dataset.source.uri)
         assert entry.sha256 is not None
         if not self._blobs.holds(entry.sha256):
