@@ -29,7 +29,7 @@ Json = dict[str, Any]
 JOBS = "jobs"
 """Key of a file that makes it a pipeline."""
 _PREFIX = "job:"
-_ROWS = "dataset_id"
+_ROWS, _OTHER_ROWS = "dataset_id", "validation_dataset_id"
 _SEARCH = "hyperparam_search_config"
 _Field = tuple[str, Any, Any]
 """A field's name, the object or list that has its value, and the key or number of it there."""
@@ -255,7 +255,7 @@ def _fields(request: Json) -> list[_Field]:
     kind, data, then = request.get("kind"), _data_of(request), _evaluation_of(request)
     # Beside a `model`, `finetuned_model` names the result.
     single = [("model", request, "finetuned_model" if request.get("model") is None else "model")]
-    single += [(name, data, name) for name in (_ROWS, "validation_dataset_id")]
+    single += [(name, data, name) for name in (_ROWS, _OTHER_ROWS)]
     single += [("base", request, "base")] if kind == "merge" else []
     single += [("algorithm_config.teacher", _method(request), "teacher")]
     single += [(f"provider_options.evaluate.{_ROWS}", then, _ROWS)]
@@ -322,7 +322,11 @@ def _data_of(request: Json) -> Json:
 
 
 def _dataset_ids(request: Json) -> tuple[str, ...]:
-    """The registered datasets of a request."""
-    data = _data_of(request)
-    found = (data.get(name) for name in (_ROWS, "validation_dataset_id"))
-    return tuple(one for one in found if isinstance(one, str) and not one.startswith(_PREFIX))
+    """The registered datasets of a request: to train on, to evaluate on, of an evaluation after it, and those that a
+    search tries."""
+    found = [
+        holder[key]
+        for field, holder, key in [*_fields(request), *_searched(request)]
+        if (key if isinstance(key, str) else field.rpartition(".")[2]) in (_ROWS, _OTHER_ROWS)
+    ]
+    return tuple(dict.fromkeys(one for one in found if isinstance(one, str) and not one.startswith(_PREFIX)))

@@ -265,6 +265,10 @@ class Poll(_Message):
 
     boot_id: _Id
     agent_id: _Id = ""
+    run: _Id = ""
+    """Identifies the process of the agent. Empty: the agent is of an earlier build."""
+    number: int = Field(0, ge=0, le=_MOST_BYTES)
+    """Of the poll, in the order in which that process has sent them. What an earlier one reports does not count."""
     tasks: tuple[TaskReport, ...] = Field((), max_length=1000)
     load: Load | None = None
     """None: it cannot be measured, or the agent is of an earlier build."""

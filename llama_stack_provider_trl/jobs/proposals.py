@@ -55,9 +55,13 @@ _MOST_RUNNING = 2
 """Proposers at once; each has 100 MiB and a core for a second. As many threads resolve trials."""
 RESOLVING_S = 60.0
 """A thread that takes longer may never end, as where a file system does not answer. It leaves its place to those of
-other searches; where it does end, its own search continues."""
+other searches; where it does end before `GIVE_UP_S`, its own search continues."""
+GIVE_UP_S = 3600.0
+"""A search whose trials are not resolved within that fails."""
 MOST_LATE = 16
 """Threads that take longer. Beyond them none is begun."""
+
+_NO_ANSWER = "the file system with a model, or an installed package, does not answer"
 
 ResolvedTrials = list[tuple[RequestedTrial, Resolution]]
 
@@ -147,6 +151,9 @@ class Proposals:
                 del self._resolving[name]
                 self._store_trials(name, resolving.search, self._new_trials(resolving))
                 self._exhausted.discard(name)
+            elif resolving is not None and self._clock() - resolving.begun >= GIVE_UP_S:
+                del self._resolving[name]
+                raise ProposerFailed(f"they have not been resolved within {GIVE_UP_S:.0f} s, {_NO_ANSWER}")
             return None
         except Exception as error:
             if is_exhausted(error) or isinstance(error, LimitReached):
@@ -161,15 +168,14 @@ class Proposals:
 
     def delay(self, name: str) -> str:
         """Why the next trials of a search take longer than they should; empty: they do not."""
-        what = "the file system with a model, or an installed package, does not answer"
         resolving = self._resolving.get(name)
         if resolving is not None:
             is_late = self._is_late(resolving.begun) and not resolving.trials.done()
-            return f"they have not been resolved within {RESOLVING_S:.0f} s, {what}" if is_late else ""
+            return f"they have not been resolved within {RESOLVING_S:.0f} s, {_NO_ANSWER}" if is_late else ""
         late = [one for one, begun in self._begun if self._is_late(begun) and not one.done()]
         if len(late) < MOST_LATE:
             return ""
-        return f"{len(late)} threads that resolve trials have not ended, {what}: repair that, then restart this process"
+        return f"{len(late)} threads that resolve trials have not ended, {_NO_ANSWER}: repair that, then restart this process"
 
     def end_others(self, names: Iterable[str]) -> None:
         """End the proposers of all searches but these, and forget their trials that are being resolved."""

@@ -278,7 +278,8 @@ def _interpreter(python: str) -> Iterator[Path]:
 
 
 def _program(python: str) -> Iterator[Path]:
-    """Paths of another interpreter: of its virtual environment, and of what that was made with."""
+    """Paths of another interpreter: of its virtual environment and of what that was made with, or of the prefix that
+    conda, or an installation from source, has its modules in."""
     program = Path(python)
     if not program.is_absolute():
         return
@@ -287,6 +288,8 @@ def _program(python: str) -> Iterator[Path]:
     try:
         lines = (home / "pyvenv.cfg").read_text().splitlines()
     except OSError:
+        prefixes = {home, program.resolve().parent.parent}
+        yield from (prefix for prefix in prefixes if any(prefix.glob("lib/python3*/os.py")))
         return
     yield home
     base = [line.partition("=")[2].strip() for line in lines if line.partition("=")[0].strip() == "home"]

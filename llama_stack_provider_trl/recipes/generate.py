@@ -193,7 +193,7 @@ def answer_all(
     total = rows * work.samples_per_prompt
     done, steps = answers.count + more[0], total + more[1]
     with heartbeat(writer):
-        _check_recorded(answers, questions)
+        _check_recorded(answers, questions, work.samples_per_prompt)
     if answers.count == total:
         _report_prepared(spec, _outlined(spec), rows, steps, done, writer)
         faults.reach("prepared")
@@ -236,8 +236,13 @@ def pauses(attempt: AttemptSpec, writer: EventWriter, step: int, team: Replicas)
     return True
 
 
-def _check_recorded(answers: AnswerFile, questions: Questions) -> None:
-    """Refuse answers of earlier attempts that belong to other prompts. Raises JobFailure: names the row."""
+def _check_recorded(answers: AnswerFile, questions: Questions, samples: int) -> None:
+    """Refuse answers of earlier attempts that belong to other prompts, or have another place than theirs. Raises
+    JobFailure: names the row.
+
+    Args:
+        samples: answers of each prompt.
+    """
     number, lines = 0, answers.lines()
     todo = "Another program has changed the file: remove it, and submit the job again under another job_uuid"
     try:
@@ -245,6 +250,9 @@ def _check_recorded(answers: AnswerFile, questions: Questions) -> None:
             if line["prompt"] != questions.prompts[row := line["row"]]:
                 found = f"row {row}: answer {number} in {answers.path} belongs to another prompt than this row has"
                 raise JobFailure(Reason.invalid_dataset, f"{found}. {todo}")
+            if (row, line["sample"]) != (place := divmod(number, samples)):
+                found = f"row {row}: answer {number} in {answers.path} is sample {line['sample']} of it, where sample "
+                raise JobFailure(Reason.invalid_dataset, f"{found}{place[1]} of row {place[0]} belongs. {todo}")
     except (ValueError, LookupError, TypeError) as error:
         found = f"the line after answer {number} in {answers.path} cannot be read as an answer ({error})"
         raise JobFailure(Reason.invalid_dataset, f"{found}. {todo}") from error

@@ -24,7 +24,7 @@ import torch
 from .. import faults
 from ..errors import JobFailure
 from ..specs.events import Evaluated, EventWriter, Finished, Prepared, Reason, Warned
-from ..specs.harness import LINES, HarnessSpec, TaskEntry, Unusable, check_tasks
+from ..specs.harness import LINES, HarnessSpec, TaskEntry, Unusable, check_tasks, final_event
 from ..specs.job import AttemptSpec, JobSpec
 from ..specs.kinds import EvaluateSpec
 from .distributed.heartbeat import heartbeat
@@ -71,9 +71,10 @@ def measure_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
             if not _measure_all(attempt, work, lines, device, writer):
                 return
         result = _result(list(lines.lines()))
+        finished = _finished(result, len(work.tasks), lines.path)
     _report(result, len(work.tasks), writer)
     faults.reach("finishing")
-    writer.write(Finished(step=len(work.tasks), result=result), durable=True)
+    writer.write(finished, durable=True)
 
 
 def _measure_all(
@@ -277,6 +278,15 @@ def _result(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         **({"left_out": left_out} if left_out else {}),
         "lm_eval": _version(),
     }
+
+
+def _finished(result: dict[str, Any], step: int, path: Path) -> Finished:
+    """The final event. Raises JobFailure: it would not be read, and the result lost."""
+    try:
+        return final_event(result, step)
+    except Unusable as error:
+        found = f"harness.tasks: {error}. All measures are in {path}; name fewer tasks in a job"
+        raise JobFailure(Reason.invalid_request, found) from error
 
 
 def _report(result: Mapping[str, Any], step: int, writer: EventWriter) -> None:

@@ -108,11 +108,9 @@ class VllmAnswerer(Answerer):
         self._child = None
         with contextlib.suppress(OSError):
             child.stdin.close()  # type: ignore[union-attr]
-        try:
-            child.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
+        if _status_of(child) is None:
             child.kill()
-            child.wait()
+            _status_of(child)
         child.stdout.close()  # type: ignore[union-attr]
 
     def _answer(
@@ -155,11 +153,21 @@ class VllmAnswerer(Answerer):
     def _ended(self, when: str) -> Exception:
         """Why the program has ended without a message."""
         assert self._child is not None
-        status = self._child.wait()
+        status = _status_of(self._child)
+        if status is None:
+            # `close` kills it.
+            return RuntimeError(f"vLLM has closed its output {when}, and has not ended: what it has written is in the log")
         if status == -signal.SIGKILL:
             found = f"vLLM was killed {when}, as the kernel does when memory runs out"
             return JobFailure(Reason.out_of_memory, f"{found}. Use a smaller batch_size or more memory")
         return RuntimeError(f"vLLM ended with exit status {status} {when}: its output is in the log")
+
+
+def _status_of(child: subprocess.Popen[str]) -> int | None:
+    """The exit status of a program that is to end; None: it has not, also in `_END_SECONDS`."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return child.wait(_END_SECONDS)
+    return None
 
 
 def _out_of_memory(error: str) -> JobFailure | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from .beginnings import Frozen
+from .events import Finished, parse_event
 
 LINES = "harness.jsonl"
 """File in the checkpoint directory of such a job: what each name of the request has been measured to be."""
@@ -133,6 +134,21 @@ def check_tasks(spec: HarnessSpec, index: Mapping[str, TaskEntry]) -> None:
                 raise Unusable(f"task {task!r} {problem}")
         if name not in found.values():
             raise Unusable(f"{name!r} has no tasks")
+
+
+def final_event(result: dict[str, Any], step: int) -> Finished:
+    """The event that ends a job with its result.
+
+    Raises:
+        Unusable: the result is larger than one that is read.
+    """
+    try:
+        event = Finished(step=step, result=result)
+        parse_event(event.model_dump_json().encode())
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:500]
+        raise Unusable(f"the measures of its {step} names are more than a job's result can have ({reason})") from error
+    return event
 
 
 def _problem_of(spec: HarnessSpec, task: str, config: Mapping[str, Any]) -> str | None:

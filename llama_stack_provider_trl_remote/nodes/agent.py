@@ -50,7 +50,7 @@ from .calls import GONE, is_gone
 from .credential import CredentialFile
 from .identity import ADDRESS, NodeError
 from .localize import check_order
-from .models import Models
+from .models import Models, models_used
 from .task import NodeContext, NodeTask, kept_tasks
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class Agent:
         self._refused: dict[str, TaskReport] = {}
         """Tasks whose orders are not followed."""
         self._news = asyncio.Event()
-        self._seen = 0
+        self._seen = self._polls = 0
         self._interrupted = False
         """Whether the last poll was abandoned for news: the next one finds out whether the service answers."""
         self._answered_at = -math.inf
@@ -292,9 +292,12 @@ class Agent:
         seen = -1 if self._interrupted else self._seen
         load = None if self._load is None else await asyncio.to_thread(self._load)
         log_entries = self._log_entries()
+        self._polls += 1
         body = Poll(
             boot_id=before.boot_id,
             agent_id=before.agent_id,
+            run=self._run,
+            number=self._polls,
             tasks=self._reports(),
             load=load,
             log=log_entries,
@@ -446,8 +449,8 @@ class Agent:
             shutil.rmtree(self._data_dir / "jobs" / job_uuid, ignore_errors=True)
 
     def _models_used(self) -> set[str]:
-        """Digests of the models of the tasks here. Called in threads, while tasks may begin."""
-        return {model.sha256 for known in list(self._tasks.values()) for model in known.order.models}
+        """Digests or names of the models of the tasks here. Called in threads, while tasks may begin."""
+        return {used for known in list(self._tasks.values()) for used in models_used(known.order)}
 
     def _clean(self) -> None:
         """Remove files of jobs that no attempt has used for KEEP seconds, and rows likewise; and models (`Models`)."""

@@ -15,11 +15,11 @@ import re
 import shutil
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from llama_stack_provider_trl.specs.model_source import reference_of
 from llama_stack_provider_trl.system.digests import KeptDigests
@@ -70,8 +70,8 @@ class Models:
         self._root = data_dir / "models"
         self._environ, self._clock = environ, clock
         self._digests = KeptDigests(self._root / "digests.json")
-        self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """Two tasks that need a model fetch it once."""
+        self._fetching: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Of the models that tasks need at the moment: two tasks fetch one once."""
         self._removing = threading.Lock()
         """Held from the check that no task uses a model until it is gone."""
         self.has_news = False
@@ -94,7 +94,8 @@ class Models:
 
         Args:
             node: this node's name.
-            used: digests of models that its tasks use, which are not removed for another one. Called in threads.
+            used: digests and names of models that its tasks use (`models_used`), which are not removed for another one.
+                Called in threads.
 
         Raises:
             ModelMissing; OSError: the disk has no room. Those of the calls.
@@ -106,7 +107,8 @@ class Models:
             if files is None or not files.sha256:
                 directory = await asyncio.to_thread(self._unlisted, name, revision, node, files)
             else:
-                async with self._locks[files.sha256]:
+                lock = self._fetching.setdefault(files.sha256, asyncio.Lock())
+                async with lock:
                     directory = await self._listed(order, files, revision, node, calls, note_detail, used)
             if directory is not None and str(directory) != name:
                 found[name] = directory
@@ -205,10 +207,11 @@ class Models:
             )
         if files is None or find_model(self._environ, name, revision) is not None or not is_offline(self._environ):
             return None
-        for digest, names in self._records().items():
-            if name in names and (self._root / digest).is_dir():
-                os.utime(self._root / f"{digest}.json")
-                return self._root / digest
+        with self._removing:  # the name is among those that tasks use: what is here now stays
+            for digest, names in self._records().items():
+                if name in names and (self._root / digest).is_dir():
+                    os.utime(self._root / f"{digest}.json")
+                    return self._root / digest
         raise ModelMissing(
             f"node {node} does not have the model {name} in its cache, is offline (HF_HUB_OFFLINE), and {why_not}: "
             "download it on the service's machine or there (hf download)"
@@ -267,12 +270,12 @@ class Models:
             aside = self._root / f"{digest}.old"
             shutil.rmtree(aside, ignore_errors=True)
             with self._removing:
-                if digest in used():
+                names = self._records().get(digest, [])
+                if not {digest, *names}.isdisjoint(used()):
                     return
-                names = ", ".join(self._records().get(digest, []))
                 (self._root / digest).rename(aside)
                 (self._root / f"{digest}.json").unlink(missing_ok=True)
-            log.info("model %s (%s) is removed, %s", digest, names, why)
+            log.info("model %s (%s) is removed, %s", digest, ", ".join(names), why)
             shutil.rmtree(aside, ignore_errors=True)
 
     def _least_recent(self) -> list[str]:
@@ -303,6 +306,13 @@ def models_of(job: Mapping[str, Any]) -> list[tuple[str, str | None]]:
     reference = reference_of(job)
     found = [(str(one["model"]), one.get("revision")) for one in (job, reference) if one.get("model")]
     return list(dict.fromkeys(found))
+
+
+def models_used(order: TaskOrder) -> set[str]:
+    """Digests of the models of a task, and names of those that the service does not send, or has not listed yet."""
+    digests = {model.model: model.sha256 for model in order.models if model.sha256}
+    names = {name for name, _ in models_of(order.spec.get("job") or {})}
+    return {*digests.values(), *(names - digests.keys())}
 
 
 def shown(size: int) -> str:

@@ -66,7 +66,7 @@ class NodeContext:
     models: Models | None = None
     """None: those in `data_dir` and in the cache of this process's environment."""
     models_used: Callable[[], Collection[str]] = tuple
-    """Digests of the models of all tasks of the node."""
+    """Digests or names of the models of all tasks of the node."""
     python: str | None = None
     """Interpreter that trains; None: the interpreter of this process."""
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep

@@ -55,6 +55,7 @@ from .cluster.loads import Loads
 from .cluster.membership import Cluster, incarnation
 from .cluster.models import DIRECTORY as MODELS
 from .cluster.models import ServedModels
+from .cluster.poll_order import PollOrder
 from .cluster.pools import Pools
 from .cluster.presence import Presence
 from .cluster.uploads import UploadReceiver
@@ -140,6 +141,7 @@ class Service(StoredJobs):
             self.pools.why_closed,
         )
         self.loads = Loads(self.store)
+        self.polls = PollOrder()
         self.logs = ServiceLogs(settings.data_dir)
         self.metrics = Metrics(self.store, self.cluster)
         self.uploads = UploadReceiver(self.store, self.digests)
@@ -228,6 +230,7 @@ class Service(StoredJobs):
         """Drop what calls of a node that was removed have left."""
         self.presence.forget(name)
         self.loads.forget(name)
+        self.polls.forget(name)
         self.cluster.note_owner(name, None)
         self.logs.forget(name)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes import transformers_answerer
-from llama_stack_provider_trl.recipes.generate import AnswerFile
+from llama_stack_provider_trl.recipes.generate import AnswerFile, Questions, _check_recorded
 from llama_stack_provider_trl.recipes.model.generation import Sampler
 from llama_stack_provider_trl.recipes.transformers_answerer import TransformersAnswerer
 from llama_stack_provider_trl.specs.beginnings import AdapterSpec
@@ -157,3 +157,20 @@ def test_of_a_file_of_answers_whole_batches_are_kept(tmp_path: Path) -> None:
         with closing(AnswerFile(path, 3, 7)) as answers:
             assert answers.count == kept
         assert path.read_text() == "".join(lines[:kept])
+
+
+def test_answers_in_other_places_than_theirs_are_refused_by_their_number(tmp_path: Path) -> None:
+    """Lines that have changed places: what a job after it reads as the answers of a row would be of another one."""
+    path, prompts = tmp_path / "answers", [[{"role": "user", "content": "a"}]] * 2
+    lines = [
+        json.dumps({"row": row, "sample": sample, "prompt": prompts[row]}) + "\n" for row in (0, 1) for sample in (0, 1)
+    ]
+    for order, found in (
+        ((0, 1, 2, 3), ""),
+        ((1, 0, 2, 3), "row 0: answer 0 in .* is sample 1 of it, where sample 0 of row 0 belongs"),
+        ((0, 1, 1, 3), "row 0: answer 2 in .* is sample 1 of it, where sample 0 of row 1 belongs"),
+    ):
+        path.write_text("".join(lines[number] for number in order))
+        with closing(AnswerFile(path, 2, 4)) as answers:
+            with pytest.raises(JobFailure, match=found) if found else nullcontext():
+                _check_recorded(answers, Questions(prompts), 2)

@@ -21,8 +21,9 @@ from llama_stack_provider_trl.recipes.memory.trace import Batch, trace_model
 from llama_stack_provider_trl.recipes.memory.trace_cache import trace
 from llama_stack_provider_trl.recipes.model.loading import adapter_config
 from llama_stack_provider_trl.recipes.trainer import uld
+from llama_stack_provider_trl.recipes.trainer.alignment import Aligned
 from llama_stack_provider_trl.recipes.trainer.divergence import head_of
-from llama_stack_provider_trl.recipes.trainer.gold import GoldRecipe, _side
+from llama_stack_provider_trl.recipes.trainer.gold import NOTHING_COMPARED, GoldRecipe, _side
 from llama_stack_provider_trl.recipes.trainer.pairs import PaddedPairs
 from llama_stack_provider_trl.recipes.trainer.trl_patches import computing_heads, fuse_head
 from llama_stack_provider_trl.recipes.trainer.uld import UniversalDistance, Vocabularies
@@ -175,6 +176,17 @@ def test_given_answers_have_the_losses_of_trl_called_directly(
         assert losses == pytest.approx([0.7 * matched + 2.0 * unmatched for matched, unmatched in parts], rel=1e-5)
     # The end of an answer is one of the tokens that are not compared.
     assert all((ratio == 1.0) == (name == "ends") for ratio in metric(events, "completions/compared_ratio"))
+
+
+def test_steps_in_which_nothing_is_compared_are_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GoldRecipe, "answer", lambda self, prompts, rows: given_answers(prompts))
+    monkeypatch.setattr(GoldRecipe, "align", lambda self, prompt, ids: Aligned([5] * len(ids), []))
+    method = method_of(teacher_model(tmp_path / "teacher"))
+    events = ended(*run(tmp_path, spec_of(tmp_path, method, MORE, n_epochs=2)))
+    ratios = metric(events, "completions/compared_ratio")
+    assert len(ratios) > 1
+    assert set(ratios) == {0.0}
+    assert [event.message for event in of_kind(events, Warned)].count(NOTHING_COMPARED) == 1
 
 
 def learning(root: Path, teacher: Path, how: dict[str, Any], **changes: Any) -> JobSpec:

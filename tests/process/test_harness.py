@@ -360,6 +360,28 @@ def test_lines_of_earlier_attempts_that_are_damaged_fail_the_job_in_a_sentence(
     )
 
 
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"tasks": {"sums": {f"{number:0200}": 0.5 for number in range(12_000)}}}, "an event has 2097152 at most"),
+        ({"left_out": ["x" * 70_000]}, "a text has more than 65536 characters"),
+    ],
+)
+def test_measures_that_no_result_can_have_fail_the_job_in_a_sentence_that_names_their_file(
+    undisturbed: Any, roots: tuple[Path, ...], tmp_path: Path, more: dict[str, Any], why: str
+) -> None:
+    spec = spec_of(tmp_path, *ALL, roots=roots)
+    spec.checkpoint_dir.mkdir(parents=True)
+    *first, last = map(json.loads, undisturbed[1].splitlines())
+    lines = spec.checkpoint_dir / "harness.jsonl"
+    lines.write_text("".join(json.dumps(line) + "\n" for line in (*first, {**last, **more})))
+    events = run(tmp_path / "run", spec)[1]
+    (failed,) = of_kind(events, Failed)
+    assert (failed.reason, of_kind(events, Finished)) == ("invalid_request", [])
+    assert why in failed.message
+    assert f"All measures are in {lines}; name fewer tasks in a job" in failed.message
+
+
 TASK = "task: a\ntest_split: test\noutput_type: generate_until\ndoc_to_text: '{{word}}'\ndoc_to_target: '{{word}}'\n"
 ROWS = "dataset_path: json\ndataset_kwargs: {data_files: {test: rows.jsonl}}\n"
 

@@ -13,6 +13,7 @@ import torch
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobFailure
 from llama_stack_provider_trl.launch.interpreter import check_vllm
+from llama_stack_provider_trl.recipes import vllm_answerer
 from llama_stack_provider_trl.recipes.transformers_answerer import TransformersAnswerer
 from llama_stack_provider_trl.recipes.vllm_answerer import VllmAnswerer
 from llama_stack_provider_trl.specs.events import NullEventWriter, Reason
@@ -134,6 +135,22 @@ def test_modules_of_our_own_interpreter_are_not_those_of_vllms(
     with answerer_of(tmp_path, wrapper) as answerer:
         answerer.prepare(PROMPTS)
     assert seen.read_text() == "\n\n"
+
+
+def test_vllm_that_closes_its_output_and_does_not_end_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is not awaited without a limit."""
+    monkeypatch.setattr(vllm_answerer, "_END_SECONDS", 0.0)
+    wrapper = tmp_path / "closed"
+    wrapper.write_text("#!/bin/sh\nexec sleep 600 >&-\n")
+    wrapper.chmod(0o755)
+    with answerer_of(tmp_path, wrapper) as answerer:
+        with pytest.raises(RuntimeError, match="vLLM has closed its output while it loaded the model"):
+            answerer.prepare(PROMPTS)
+        child = answerer._child
+    assert child is not None
+    assert child.wait(60) == -9
 
 
 def test_an_interpreter_without_vllm_is_refused_by_name(tmp_path: Path, python: Path) -> None:

@@ -334,6 +334,8 @@ def test_an_agent_calls_again_after_its_heartbeat_interval(world: World) -> None
 
     world.run(play)
     assert [poll.seen for poll in world.head.polls][1:5] == [-1, 0, -1, 0]
+    assert [poll.number for poll in world.head.polls] == [1, 2, 3, 4, 5, 6]
+    assert len({poll.run for poll in world.head.polls} - {""}) == 1
     assert {poll.load for poll in world.head.polls} == {world.load()}
 
 

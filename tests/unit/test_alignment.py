@@ -166,6 +166,27 @@ def test_a_text_before_which_the_teacher_has_a_space_alone_is_compared(text: str
     assert found == Aligned([*ids, 0], expected)
 
 
+@pytest.mark.parametrize("first", ["\u0120", "\u0120the"])
+def test_a_space_that_a_byte_level_teacher_puts_before_each_text_is_no_part_of_it(first: str) -> None:
+    teacher = vocabulary("<end>", first, "the", "\u0120cat")
+    texts = [first, "\u0120cat"] if first != "\u0120" else [first, "the", "\u0120cat"]
+    ids = [teacher[1][text] for text in texts]
+    found = aligned(STUDENT, teacher, "the", "\u0120cat", encode=lambda _: ids)
+    assert found == Aligned(ids, [(0, 1, 0, len(ids) - 1), (1, 2, len(ids) - 1, len(ids))])
+    # A space that the answer begins with is compared.
+    assert aligned(STUDENT, teacher, "\u0120cat", encode=lambda _: [3]) == Aligned([3], [(0, 1, 0, 1)])
+
+
+def test_a_space_alone_that_a_students_text_begins_with_is_in_the_first_span() -> None:
+    pieces = vocabulary("</s>", "\u2581", "<0x0A>", "s", "<0xC3>", document=SENTENCEPIECE)
+    teacher = vocabulary("<end>", "\u010a", "s")
+    found = aligned(pieces, teacher, "\u2581", "<0x0A>", "s", "</s>", has_ended=True, end=0)
+    assert found == Aligned([1, 2, 0], [(0, 2, 0, 1), (2, 3, 1, 2), (3, 4, 2, 3)])
+    assert found.compared == 4
+    assert aligned(pieces, teacher, "\u2581", "</s>", has_ended=True, end=0) == Aligned([0], [(1, 2, 0, 1)])
+    assert aligned(pieces, STUDENT, "\u2581", "</s>", "s") == Aligned([8], [(2, 3, 0, 1)])
+
+
 def test_added_tokens_of_a_sentencepiece_tokenizer_write_spaces() -> None:
     added = [{"id": 0, "content": "\u2581\u2581"}, {"id": 1, "content": "<x>"}]
     pieces, _ = vocabulary("\u2581\u2581", "<x>", "s", document={**SENTENCEPIECE, "added_tokens": added})

@@ -467,6 +467,22 @@ def test_a_thread_that_does_not_end_delays_its_own_search_only(
     assert threads.detail("a") == "1 of 9 trials have ended"
 
 
+def test_a_search_whose_trials_are_not_resolved_for_an_hour_fails(world: Searching) -> None:
+    threads = Hanging(world)
+    threads.submit("a")
+    world.clock.advance(proposals.GIVE_UP_S - 600)
+    world.tick()
+    assert world.store.get("a").state is JobState.in_progress
+    world.clock.advance(600)
+    world.tick()
+    job = world.store.get("a")
+    assert (job.state, job.reason) == (JobState.failed, Reason.no_proposal)
+    assert "they have not been resolved within 3600 s, the file system with a model" in job.message
+    assert "the best of the 1 trials before is a-" in job.message
+    threads.end(0)  # it ends after all: nothing is queued
+    assert len(world.store.searches.names_of_trials("a")) == 1
+
+
 def test_threads_that_do_not_end_are_few(world: Searching, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proposals, "MOST_LATE", 2)
     threads = Hanging(world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -361,6 +362,46 @@ def test_a_node_that_cannot_start_a_job_is_left_out_for_it_until_its_agent_joins
     world.join("c", labels={"kind": "worker"})
     world.pass_time(1, "b", "c")
     assert (world.job().attempt, world.job().device) == (3, "c/cpu")
+
+
+def test_a_node_whose_agent_has_joined_again_before_its_failure_was_read_is_not_left_out(world: World) -> None:
+    labels = {"kind": "worker"}
+    world.join("b", labels=labels)
+    world.add(nodes=1, retries=1, resources={"labels": labels})
+    world.tick()
+    failed: dict[str, Any] = {"error": "the model /m is not on node b", "lasting": True}
+    world.report("b", "prepare", "failed", **failed)
+    world.join("b", labels=labels)  # with the model
+    world.tick()
+    world.gone("b")
+    world.pass_time(60, "b")
+    assert (world.job().attempt, world.job().device) == (2, "b/cpu")
+    world.report("b", "prepare", "failed", task_id="a-2", **failed)
+    world.tick()
+    world.gone("b", task_id="a-2")
+    world.pass_time(60, "b")
+    assert "b cannot start it until its agent joins again" in world.job().detail
+
+
+def test_what_a_node_was_left_out_for_does_not_return_with_the_next_failure(world: World) -> None:
+    """Its agent joins in one thread while the supervisor leaves the node out in another."""
+
+    class JoinsMeanwhile(dict[str, dict[str, str]]):
+        def get(self, node: str, default: Any = None) -> Any:
+            found = super().get(node, default)
+            joins = threading.Thread(target=world.cluster.allow_again, args=("b",), daemon=True)
+            joins.start()
+            joins.join(0.2)  # it waits for the lock
+            joining.append(joins)
+            return found
+
+    joining: list[threading.Thread] = []
+    world.join("b")
+    world.cluster._refused = JoinsMeanwhile()
+    world.cluster._refused["b"] = {"old": "the disk is full"}
+    world.cluster.leave_out("b", "a-1", "a", "the model /m is not on node b")
+    joining[0].join()
+    assert "b" not in world.cluster._refused
 
 
 def test_a_job_is_over_when_all_nodes_are_and_rank_0_has_shipped_everything(pair: World) -> None:

@@ -28,7 +28,7 @@ from llama_stack_provider_trl.requests.harness import Harness
 from llama_stack_provider_trl.requests.kinds import EvaluateRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.settings import Settings
-from llama_stack_provider_trl.specs.harness import HarnessSpec, Unusable, check_tasks, tasks_of
+from llama_stack_provider_trl.specs.harness import HarnessSpec, Unusable, check_tasks, final_event, tasks_of
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, JobSpec, RowUse, ShardingSpec
 from llama_stack_provider_trl.specs.kinds import EvaluateSpec
 from llama_stack_provider_trl.system.installed import version_for
@@ -362,3 +362,14 @@ def test_files_and_groups_that_multiply_are_read_in_bounded_time(tmp_path: Path)
     chain = {f"c{n:03}": f"task: c{n}\ninclude: c{n + 1:03}.yaml" for n in range(200)}
     with pytest.raises(Unusable, match=r"c065.yaml is included by more than 64 files, one by the other"):
         read_task_files([written(tmp_path / "chain", **chain)])
+
+
+def test_a_result_is_one_that_is_read_or_refused_before_it_is_written() -> None:
+    measures = {f"{number:0200}": 0.5 for number in range(9_000)}
+    assert final_event({"tasks": {"a": measures}}, 1).result == {"tasks": {"a": measures}}
+    for result, why in (
+        ({"tasks": {"a": measures, "b": measures}}, "an event has 2097152 at most"),
+        ({"left_out": ["x" * 70_000]}, "a text has more than 65536 characters"),
+    ):
+        with pytest.raises(Unusable, match=f"the measures of its 2 names are more than a job's result .*{why}"):
+            final_event(result, 2)

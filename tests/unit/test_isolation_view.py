@@ -119,3 +119,17 @@ def test_a_symbolic_link_below_the_data_directory_is_kept_and_its_target_seen(da
     assert str(disk / "checkpoints") in found.covers
     assert str(disk / "checkpoints/mine") in found.write
     assert found.links == ((str(data / "checkpoints"), str(disk / "checkpoints")),)
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_job_sees_the_prefix_of_its_other_interpreter_below_a_hidden_directory(data: Path, is_link: bool) -> None:
+    """Such as conda's, which has no pyvenv.cfg. A program alone has no prefix."""
+    for path in ("conda/bin/python", "conda/lib/python3.12/os.py", "tools/bin/python", "tools/lib/notes"):
+        (data / path).parent.mkdir(parents=True, exist_ok=True)
+        (data / path).touch()
+    (data / "link").symlink_to(data / "conda/bin/python")
+    python = data / ("link" if is_link else "conda/bin/python")
+    found = view(data, {"job": {"work": {"vllm_python": str(python)}}})
+    assert "conda" in below(data, found.read)
+    found = view(data, {"job": {"work": {"vllm_python": str(data / "tools/bin/python")}}})
+    assert below(data, found.read) == ["tools/bin/python"]

@@ -109,6 +109,18 @@ def test_rows_that_are_not_those_of_the_result_are_refused(
     assert not registry.holds("answers")
 
 
+def test_a_job_does_not_make_a_dataset_of_more_rows_than_one_may_have(tmp_path: Path) -> None:
+    rows = tmp_path / ROWS
+    rows.write_text('{"prompt": "a"}\n' * 3)
+    settings = ServiceSettings(data_dir=tmp_path, max_rows=2)
+    registry = DatasetRegistry(settings, Blobs(settings))
+    registry.prepare()
+    with pytest.raises(InvalidRequest, match=rf"more than 2 rows \(max_rows\).*the rows of this job are in {rows}"):
+        registry.register_made("answers", rows, reported(rows, 3), "a", "")
+    assert not list(registry._blobs.directory.glob("*.jsonl"))
+    assert not registry.holds("answers")
+
+
 def test_rows_of_a_job_are_read_in_pieces_whatever_lines_they_have(registry: DatasetRegistry, tmp_path: Path) -> None:
     """A node may send a line without an end, and the service itself reads it."""
     rows = tmp_path / ROWS

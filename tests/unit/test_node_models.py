@@ -15,7 +15,7 @@ from llama_stack_provider_trl.errors import InvalidRequest, ServiceUnreachable
 from llama_stack_provider_trl.specs.model_files import files_digest
 from llama_stack_provider_trl_remote.nodes import models as module
 from llama_stack_provider_trl_remote.nodes.localize import check_order
-from llama_stack_provider_trl_remote.nodes.models import KEEP, KEEP_PARTS, ModelMissing, Models
+from llama_stack_provider_trl_remote.nodes.models import KEEP, KEEP_PARTS, ModelMissing, Models, models_used
 from llama_stack_provider_trl_remote.wire import ModelFile, ModelFiles, TaskOrder
 from tests.fake_head import FakeHead, away
 from tests.orders import order, spec, write
@@ -184,6 +184,22 @@ def test_what_no_attempt_uses_is_removed_after_a_week(node: Node) -> None:
     node.models.clean(tuple)
     assert not directory.exists()
     assert node.models.names() == []
+
+
+def test_a_fetched_model_that_a_task_has_found_by_its_name_stays(node: Node) -> None:
+    """The order of such a task has no digest: the service does not send the model any more."""
+    wanted, gone = listed(), ModelFiles(model="org/model", why_not="it is not on the service's machine")
+    directory = node.provide(wanted)["org/model"]
+    by_name = order(spec=spec(job={"model": "org/model"}), models=(gone,))
+    assert node.provide(gone, model="org/model") == {"org/model": directory}
+    assert models_used(by_name) == {"org/model"}
+    assert models_used(order(models=(wanted,))) == {wanted.sha256}
+    assert models_used(order(spec={})) == set()
+    node.now = directory.stat().st_mtime + KEEP + 120
+    node.models.clean(lambda: models_used(by_name))
+    assert directory.is_dir()
+    node.models.clean(tuple)
+    assert not directory.exists()
 
 
 def test_a_model_that_the_service_does_not_send_is_this_nodes_own_or_missing(node: Node) -> None:

@@ -19,6 +19,7 @@ from llama_stack_provider_trl.specs.schema import schema_digest
 from llama_stack_provider_trl_remote.service.cluster.credentials import NodeCredentials
 from llama_stack_provider_trl_remote.service.cluster.loads import Loads
 from llama_stack_provider_trl_remote.service.cluster.membership import Cluster
+from llama_stack_provider_trl_remote.service.cluster.poll_order import PollOrder
 from llama_stack_provider_trl_remote.service.cluster.presence import Presence
 from llama_stack_provider_trl_remote.service.context import Service
 from llama_stack_provider_trl_remote.service.http.errors import Conflict, Gone, NotFound
@@ -74,6 +75,7 @@ class World:
             cluster=SimpleNamespace(allow_again=lambda node: None, note_owner=self.note_owner),
             removed={},
             loads=Loads(self.store, self.clock),
+            polls=PollOrder(),
             logs=ServiceLogs(self.root),
             supervisor=SimpleNamespace(wake=lambda: None),
             stopping=SimpleNamespace(is_set=lambda: True),  # a poll is answered at once
@@ -204,6 +206,34 @@ def test_a_task_that_its_agent_has_ended_by_itself_is_gone_and_its_devices_are_f
         body = Poll(boot_id="1", agent_id="one", tasks=(report,), seen=-1)
         asyncio.run(routes_agents.poll(world.service, JOINS, "a", body))
         assert len(world.store.tasks.of_node("a")) == left
+
+
+def test_an_earlier_poll_that_arrives_late_replaces_nothing(world: World) -> None:
+    """It is of before the task began, which would be gone, and its devices given to another job."""
+    world.join()
+    world.give_task(order(Stage.run).model_dump_json())
+
+    def poll(number: int, *tasks: TaskReport, run: str = "r", leaving: bool = False) -> None:
+        body = Poll(boot_id="1", agent_id="one", run=run, number=number, tasks=tasks, leaving=leaving, seen=-1)
+        asyncio.run(routes_agents.poll(world.service, JOINS, "a", body))
+
+    def left() -> list[str | None]:
+        return [task.report for task in world.store.tasks.of_node("a")]
+
+    runs, done = (
+        TaskReport(task_id="job-1", stage=Stage.run, progress=progress)
+        for progress in (StageProgress.working, StageProgress.done)
+    )
+    poll(3, done)
+    world.store.tasks.stop("job-1", "{}")
+    poll(2, runs, leaving=True)
+    poll(2)
+    assert left() == [done.model_dump_json()]
+    assert world.store.nodes.all()[0].mode == "open"
+    poll(1, runs, run="of an agent that was started again")
+    assert left() == [runs.model_dump_json()]
+    poll(2, run="of an agent that was started again")
+    assert left() == []
 
 
 def test_a_node_that_reports_that_its_machine_is_taken_away_is_drained(world: World) -> None:

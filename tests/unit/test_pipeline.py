@@ -114,6 +114,32 @@ def test_other_rows_make_new_jobs_too() -> None:
     assert {one.name for one in service.run(PIPELINE) if one.is_new} == {"prefer", "last"}
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        job(provider_options={"evaluate": {"dataset_id": "pairs"}}),
+        job(
+            hyperparam_search_config={
+                "method": "grid",
+                "parameters": {"training_config.data_config.dataset_id": ["rows", "pairs"]},
+            }
+        ),
+        job(
+            hyperparam_search_config={
+                "method": "grid",
+                "parameters": {"training_config.data_config": {"values": [{"validation_dataset_id": "pairs"}]}},
+            }
+        ),
+    ],
+)
+def test_other_rows_of_an_evaluation_or_a_search_make_a_new_job(given: Json) -> None:
+    service, pipeline = Service(), {"jobs": {"tune": given, "other": job()}}
+    service.run(pipeline)
+    assert not [one for one in service.run(pipeline) if one.is_new]
+    service.rows["pairs"] = "c" * 64
+    assert {one.name for one in service.run(pipeline) if one.is_new} == {"tune"}
+
+
 def test_what_failed_is_submitted_again_with_what_waited_for_it_and_found_the_next_time() -> None:
     service = Service()
     tune, prefer, last = (one.job_uuid for one in service.run(PIPELINE))

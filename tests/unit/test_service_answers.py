@@ -236,3 +236,40 @@ def test_the_end_is_accepted_once_the_files_are_those_of_the_result(service: Ser
     assert service.finish("ask", made)
     assert service.finish("measure", measured)
     assert service.finish("train", {"answers": 3})
+
+
+def test_nothing_is_appended_to_files_of_a_job_that_has_finished(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those that the result names, until it is recorded and the task is ended."""
+    answers = b"a\nb\nc\n"
+    result = {"answers": {"sha256": sha256(answers), "path": str(service.root / "measure" / "answers.jsonl")}}
+    service.add("measure", 0, answers)
+    refused: list[str] = []
+
+    def meanwhile(*given: Any) -> None:
+        with pytest.raises(InvalidRequest, match="the final event of the job was sent") as caught:
+            service.add("measure", 6, b"d\n")
+        refused.append(str(caught.value))
+        module.refuse_unfinished(*given)
+
+    monkeypatch.setattr(uploads, "refuse_unfinished", meanwhile)
+    assert service.finish("measure", result)
+    meanwhile(Finished(step=5, result=result), service.spec("measure"), service.digests)
+    assert len(refused) == 2
+    assert service.kept("measure") == answers
+    assert service.add("measure", 6, b"") == 6  # an agent that was started again asks for the size
+    with pytest.raises(WrongOffset):
+        service.add("measure", 0, answers)
+    service.add("ask", 0, b"a\n")  # another job's
+
+
+def test_a_file_of_answers_is_not_larger_than_the_job_can_need(service: Service) -> None:
+    spec = service.spec("ask")
+    write(spec.dataset.path, b"x" * 100)
+    most = module.most_bytes(spec)
+    assert most == 8 * 100 + 5 * ((256 << 10) + 4 * (4 << 10))
+    with pytest.raises(InvalidRequest, match=f"answers.jsonl of this job has at most {most} bytes"):
+        service.add("ask", most - 1, b"xx")
+    with pytest.raises(WrongOffset):  # it is no size that is refused
+        service.add("ask", most - 2, b"xx")

@@ -56,10 +56,13 @@ def align(
     spans = []
     first = theirs = raw = 0
     is_whole = True
+    has_lone_space = own.begins_alone(content)
     for number, piece in enumerate(pieces):
         begin, raw = raw, raw + len(piece)
-        if not piece and first == number:  # between two spans
-            first += 1
+        if number == 0 and has_lone_space:  # a part of the first span, as that of the teacher is
+            continue
+        if not piece and (first == number or (has_lone_space and number == 1)):  # between two spans
+            first = number + 1
             continue
         is_whole = is_whole and bool(piece) and not any(decoded.is_broken[begin:raw])
         position = decoded.at[raw]
@@ -76,7 +79,10 @@ def align(
 
 
 def _ends(pieces: Sequence[bytes], text: bytes, begins_alone: bool) -> list[int]:
-    """Where each token ends in the text, as far as the tokens write it. The first one may be a space before it."""
+    """Where each token ends in the text, as far as the tokens write it. A space before it that the tokenizer has added,
+    in the first token or as one, is no part of it."""
+    if pieces and pieces[0].startswith(b" ") and not text.startswith(b" "):  # a byte-level one with add_prefix_space
+        pieces, begins_alone = [pieces[0][1:], *pieces[1:]], begins_alone or pieces[0] == b" "
     found, position = [0] if begins_alone else [], 0
     for piece in pieces[len(found) :]:
         if not piece or not text.startswith(piece, position):

@@ -28,6 +28,11 @@ from .uld import Side, UniversalDistance, Vocabularies
 
 _PAD = 0
 """The teacher's token behind a sequence, which nothing attends to."""
+NOTHING_COMPARED = (
+    "no token of the answers of a step could be compared with the teacher's: nothing is learned from such a step. The "
+    "metric completions/compared_ratio has the share of each step; where it stays 0, the teacher's tokenizer writes "
+    "other text than it reads: choose another teacher"
+)
 
 
 class GoldRecipe(DistillationRecipe):
@@ -35,6 +40,8 @@ class GoldRecipe(DistillationRecipe):
 
     _answers_of_step = 0
     """Answers of the optimizer step at hand, of all ranks."""
+    _has_warned = False
+    """Whether a step was reported in which nothing was compared."""
 
     def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
         super().__init__(spec=spec, **arguments)
@@ -85,6 +92,9 @@ class GoldRecipe(DistillationRecipe):
             inputs["spans"] = _numbered(aligned, ids)
             own = [own[0] + len(ids), own[1] + sum(each.compared for each in aligned)]
         self._answers_of_step, compared = (sum(counts) for counts in zip(*ranks.gather_all(own), strict=True))
+        if not compared and not self._has_warned:
+            self._has_warned = True
+            self._writer.write(Warned(message=NOTHING_COMPARED))
         self.add_metrics(
             {"completions/compared_ratio": torch.tensor(float(compared), device=self.args.device)},
             torch.tensor(float(tokens), device=self.args.device),

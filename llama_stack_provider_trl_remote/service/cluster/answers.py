@@ -7,8 +7,8 @@ appended while the task is current, so that no earlier attempt adds to the answe
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,19 @@ from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.records import NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.specs.answer_files import answer_files, answering_of, whole_batches
-from llama_stack_provider_trl.specs.events import Event, Finished
+from llama_stack_provider_trl.specs.events import Event, Finished, event_lines, parse_event
 from llama_stack_provider_trl.specs.job import JobSpec
 from llama_stack_provider_trl.specs.kinds import ANSWERS, ROWS
+from llama_stack_provider_trl.specs.row_files import LINE_BYTES
 from llama_stack_provider_trl.system.files import open_in
 
 from ..http.errors import Gone, NotFound, WrongOffset
 from ..views.checkpoints import Digests, Opener
 from .logs import write_all
+
+_REPEATED, _LINE, _TOKEN = 8, 256 << 10, 4 << 10
+"""How often a line of answers may repeat its row, bytes of all else in it, and bytes of a token's text: several times
+what is found."""
 
 
 def remove_results(spec: JobSpec) -> None:
@@ -70,16 +75,31 @@ def find_file(spec: JobSpec, digests: Digests, name: str) -> tuple[Opener, int, 
         raise NotFound(f"job {spec.job_uuid!r} has no {name} yet") from error
 
 
-def append_answers(store: Store, task: NodeTaskRecord, spec: JobSpec, name: str, offset: int, data: bytes) -> int:
+def append_answers(
+    store: Store,
+    task: NodeTaskRecord,
+    spec: JobSpec,
+    name: str,
+    offset: int,
+    data: bytes,
+    is_finishing: Callable[[], bool] = lambda: False,
+) -> int:
     """Append a part of a file; returns the size of the file.
+
+    Args:
+        is_finishing: whether the final event of the task is being checked against its files, or was accepted.
 
     Raises:
         Gone: the task is not current.
         NotFound: the job has no such file.
         WrongOffset: the part does not begin where the file ends.
+        InvalidRequest: the file would be larger than the job can need, or the job has finished.
         OSError: the disk is full.
     """
     _check_name(spec, name)
+    if offset + len(data) > (most := most_bytes(spec)):
+        hint = f"{name} of this job has at most {most} bytes: its prompts, and max_new_tokens tokens for each answer"
+        raise InvalidRequest("offset", f"{offset} + {len(data)}", hint)
     with _opened(spec.checkpoint_dir / name) as file:
         with store.tasks.while_current(task.task_id, task.node) as is_current:
             if not is_current:
@@ -87,9 +107,63 @@ def append_answers(store: Store, task: NodeTaskRecord, spec: JobSpec, name: str,
             size = os.fstat(file).st_size
             if size != offset:
                 raise WrongOffset(offset, size)
+            if data and is_finishing():
+                raise InvalidRequest("offset", offset, f"the final event of the job was sent: {name} is complete")
             write_all(file, size, data)
         os.fsync(file)
     return offset + len(data)
+
+
+class Finishing:
+    """The tasks whose final event is being checked against their files, or was accepted: nothing is appended to these.
+
+    Safe to share between threads."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._tasks: set[tuple[str, str]] = set()
+
+    def has(self, task: NodeTaskRecord) -> bool:
+        return (task.task_id, task.node) in self._tasks
+
+    @contextmanager
+    def beginning(self, task: NodeTaskRecord, lines: bytes) -> Iterator[None]:
+        """Nothing is appended to the task's files from here on, if these events end it and the block accepts them."""
+        if self.has(task) or not _has_end(lines):
+            yield
+            return
+        name = (task.task_id, task.node)
+        over = {one for one in list(self._tasks) if self._store.tasks.current(*one) is None}
+        # A write transaction, as that of each append: one that has begun ends before.
+        with self._store.tasks.while_current(*name):
+            self._tasks.difference_update(over)
+            self._tasks.add(name)
+        try:
+            yield
+        except BaseException:
+            self._tasks.discard(name)
+            raise
+
+
+def _has_end(lines: bytes) -> bool:
+    for line in event_lines(lines):
+        if b'"finished"' in line:
+            with suppress(ValueError):  # which is refused
+                if isinstance(parse_event(line), Finished):
+                    return True
+    return False
+
+
+def most_bytes(spec: JobSpec) -> int:
+    """Bytes of the largest file that a job's answers can make; so a node cannot fill the disk with one."""
+    answering = answering_of(spec.work)
+    assert answering is not None
+    count = spec.dataset.num_rows * answering.samples_per_prompt
+    try:
+        rows = spec.dataset.path.stat().st_size
+    except OSError:  # an answer's line repeats its prompt
+        rows = spec.dataset.num_rows * LINE_BYTES
+    return _REPEATED * rows * answering.samples_per_prompt + count * (_LINE + _TOKEN * answering.max_new_tokens)
 
 
 def refuse_unfinished(event: Event, spec: JobSpec, digests: Digests) -> None:

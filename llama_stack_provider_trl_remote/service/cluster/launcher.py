@@ -218,7 +218,7 @@ class ClusterLauncher:
         if observed.event is AttemptEvent.stage_failed:
             for other in parts:
                 if other.has_failed and other.report is not None and other.report.lasting:
-                    self._cluster.leave_out(other.node, other.record.job_uuid, other.error)
+                    self._cluster.leave_out(other.node, task.task_id, other.record.job_uuid, other.error)
             return Observation(TaskState.exited, launch_error=f"node {part.node}: {part.error}")
         if observed.event is AttemptEvent.task_lost:
             if part.report is not None and part.report.stage is Stage.stop and part.report.error:

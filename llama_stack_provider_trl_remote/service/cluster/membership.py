@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -65,6 +66,10 @@ class Cluster:
         """Loaned node -> how much its owner uses it, as its agent has reported last."""
         self._refused: dict[str, dict[str, str]] = {}
         """Node -> job that it cannot start -> reason."""
+        self._earlier: dict[str, frozenset[str]] = {}
+        """Node -> tasks that were ordered before its agent joined last."""
+        self._refusing = threading.Lock()
+        """Held where either changes: the supervisor's thread and those of calls do that."""
         self._head = Node(head, tuple(devices), machine_id, head=True, joins=False, cpus=cpus, slices=frozenset(slices))
 
     def nodes(self) -> list[Node]:
@@ -118,14 +123,20 @@ class Cluster:
     def _owner(self, report: NodeReport) -> OwnerUse:
         return self._owners.get(report.name, OwnerUse.unknown) if report.loaned else OwnerUse.low
 
-    def leave_out(self, node: str, job_uuid: str, why: str) -> None:
-        """Give a node no further attempt of a job, until its agent joins again or the service is started again."""
-        jobs = self._refused.get(node, {})
-        self._refused[node] = {**jobs, job_uuid: why}  # replaced, since a placement may read it in another thread
+    def leave_out(self, node: str, task_id: str, job_uuid: str, why: str) -> None:
+        """Give a node no further attempt of a job, until its agent joins again or the service is started again. Has no
+        effect if the agent has joined since the task was ordered."""
+        with self._refusing:
+            if task_id not in self._earlier.get(node, ()):
+                jobs = self._refused.get(node, {})
+                # Replaced, since a placement may read it in another thread.
+                self._refused[node] = {**jobs, job_uuid: why}
 
     def allow_again(self, node: str) -> None:
         """Let a node whose agent has joined again start any job."""
-        self._refused.pop(node, None)
+        with self._refusing:
+            self._earlier[node] = frozenset(task.task_id for task in self._store.tasks.of_node(node))
+            self._refused.pop(node, None)
 
     def why_closed(self, record: NodeRecord, report: NodeReport) -> str:
         """The reason for which a node takes no jobs; empty: it takes jobs."""

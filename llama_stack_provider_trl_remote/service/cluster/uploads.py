@@ -14,6 +14,7 @@ import shutil
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -40,7 +41,7 @@ from llama_stack_provider_trl.system.files import (
 from ...wire import AnswersBegin, CheckpointAnswer, CheckpointReport
 from ..http.errors import Gone, NotFound, WrongOffset
 from ..views.checkpoints import Digests, Opener
-from .answers import append_answers, begin_answers, find_file, refuse_unfinished
+from .answers import Finishing, append_answers, begin_answers, find_file, refuse_unfinished
 from .logs import append_log, write_all
 
 LOG = re.compile(r"rank-\d{1,4}\.log|torchrun\.log")
@@ -56,6 +57,7 @@ class UploadReceiver:
     def __init__(self, store: Store, digests: Digests) -> None:
         self._store = store
         self._digests = digests
+        self._finishing = Finishing(store)
         self._lock = threading.Lock()
         self._requesting = threading.Lock()
         self._requested: WeakValueDictionary[Path, threading.Lock] = WeakValueDictionary()
@@ -89,14 +91,19 @@ class UploadReceiver:
         task = self.first(task_id, node)
         if lines and not lines.endswith(b"\n"):
             raise InvalidRequest("body", f"... {lines[-20:]!r}", "send whole lines")
-        self._check_events(task, lines)
         assert task.run_dir is not None
-        _check_room(self._store.get(task.job_uuid), task.run_dir, len(lines))
+        with self._finishing.beginning(task, lines):
+            self._check_events(task, lines)
+            _check_room(self._store.get(task.job_uuid), task.run_dir, len(lines))
+            return self._append_events(task, offset, lines)
+
+    def _append_events(self, task: NodeTaskRecord, offset: int, lines: bytes) -> int:
+        assert task.run_dir is not None
         with self._lock, _opened(RunDir(task.run_dir).events) as file:
             size = os.fstat(file).st_size
             if size != offset:
                 raise WrongOffset(offset, size)
-            self.current(task_id, node)  # repeated: a conclusion of the attempt writes here under the same lock
+            self.current(task.task_id, task.node)  # repeated: a conclusion of the attempt writes here under the same lock
             write_all(file, size, lines)
             return size + len(lines)
 
@@ -164,7 +171,8 @@ class UploadReceiver:
         task = self.first(task_id, node)
         job = self._store.get(task.job_uuid)
         _check_free(job, job.spec.checkpoint_dir, len(data))
-        return append_answers(self._store, task, job.spec, name, offset, data)
+        ends = partial(self._finishing.has, task)
+        return append_answers(self._store, task, job.spec, name, offset, data, ends)
 
     def ask(self, task_id: str, node: str, name: str, report: CheckpointReport) -> CheckpointAnswer:
         """The missing files of a checkpoint; one without missing files becomes visible.

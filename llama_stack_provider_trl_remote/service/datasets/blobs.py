@@ -12,11 +12,11 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+from weakref import WeakValueDictionary
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
@@ -53,7 +53,8 @@ class Blobs:
         self.directory = settings.data_dir / "datasets"
         self._settings = settings
         self._children = asyncio.Semaphore(_CHILDREN)
-        self._checking: defaultdict[Path, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._checking: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()
+        """Of the files that are checked at the moment."""
 
     def prepare(self) -> None:
         """Create the directory, and remove unfinished uploads of a service that was killed."""
@@ -128,7 +129,8 @@ class Blobs:
         path = self.path(sha256)
         kept = path.with_name(f"{sha256}.{use}-{data_format or 'any'}.json")
         # One check at a time: a repeated POST, of a client that has waited too long, reuses the first one's verdict.
-        async with self._checking[kept]:
+        lock = self._checking.setdefault(kept, asyncio.Lock())
+        async with lock:
             verdict = await asyncio.to_thread(_read_verdict, kept)
             if verdict is None:
                 verdict = await self._check(path, use, data_format)

@@ -9,7 +9,6 @@ import json
 import os
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from uuid import uuid4
+from weakref import WeakValueDictionary
 
 from pydantic import BaseModel
 
@@ -28,7 +28,7 @@ from llama_stack_provider_trl.system.beneath import open_beneath
 from llama_stack_provider_trl.system.files import atomic_write_json, open_regular, put_lines, put_rows
 
 from ..http.bodies import BlobSource, Dataset, RegisterDataset, RowsSource, UriSource
-from ..http.errors import Conflict, NotFound
+from ..http.errors import Conflict, NotFound, TooLarge
 from ..settings import ServiceSettings
 from .blobs import Blobs
 from .reader import HUB, READERS
@@ -102,7 +102,8 @@ class DatasetRegistry:
         self._roots = tuple(root.resolve() for root in settings.dataset_roots)
         self._directory = settings.data_dir / "datasets" / "registry"
         self._registering = threading.Lock()
-        self._reading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._reading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Of the datasets that are read at the moment."""
 
     def prepare(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -143,10 +144,17 @@ class DatasetRegistry:
             made: sha256 and num_rows, as the job has reported them.
 
         Raises:
-            InvalidRequest: the file is missing, or has another digest or other rows than reported.
+            InvalidRequest: the file is missing, or has another digest or other rows than reported, or more than a
+                dataset may have.
             JobConflict: the name is taken by another dataset.
             StoreError: they cannot be stored.
         """
+        count = made.get("num_rows") if isinstance(made, Mapping) else None
+        try:
+            self._blobs.check_count(count if isinstance(count, int) else 0)
+        except TooLarge as error:
+            hint = f"{error}; the rows of this job are in {rows}: register parts of them"
+            raise InvalidRequest("output.dataset_id", dataset_id, hint) from error
         try:
             with open_regular(rows) as file:
                 self._blobs.check_space(os.fstat(file.fileno()).st_size)
@@ -236,7 +244,8 @@ class DatasetRegistry:
             raise InvalidRequest(FIELD, dataset_id, hint)
         if isinstance(entry.dataset.source, UriSource):
             # One reader at a time: the second job of a dataset reuses the rows that the first job's POST has stored.
-            async with self._reading[dataset_id]:
+            lock = self._reading.setdefault(dataset_id, asyncio.Lock())
+            async with lock:
                 entry = await self._current(entry, entry.dataset.source.uri)
         assert entry.sha256 is not None
         if not self._blobs.holds(entry.sha256):

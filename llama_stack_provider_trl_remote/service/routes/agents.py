@@ -415,6 +415,16 @@ def _store_reports(service: Service, caller: Caller, name: str, body: Poll) -> b
         _check(report)
     service.presence.note_call(name)
     _note_used(service, caller)
+    with service.polls.recording(name, body) as counts:
+        is_new = counts and _record_poll(service, record, body)
+    if service.store.nodes.get(name) is None:  # another thread has removed it since it was found
+        service.forget_node(name)
+    return is_new
+
+
+def _record_poll(service: Service, record: NodeRecord, body: Poll) -> bool:
+    """Record what a node reports. Returns whether any of its tasks, or of its owner's use, is new."""
+    name = record.name
     if body.load is not None and name != service.node_name:  # which the service measures itself
         service.loads.note(name, body.load)
     if body.log is not None:
@@ -434,10 +444,7 @@ def _store_reports(service: Service, caller: Caller, name: str, body: Poll) -> b
     is_new = service.store.tasks.record_reports(
         name, {key: report.model_dump_json() for key, report in reports.items()}, gone
     )
-    is_new = service.cluster.note_owner(name, body.owner) or is_new
-    if service.store.nodes.get(name) is None:  # another thread has removed it since it was found
-        service.forget_node(name)
-    return is_new
+    return service.cluster.note_owner(name, body.owner) or is_new
 
 
 def _note_used(service: Service, caller: Caller) -> None:

@@ -1,0 +1,50 @@
+"""Checks of datasets that are requested at once."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl_remote.service.datasets import blobs as module
+from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
+from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
+from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
+from llama_stack_provider_trl_remote.service.settings import ServiceSettings
+
+
+def test_rows_that_are_requested_at_once_are_read_and_checked_once_and_leave_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ServiceSettings(data_dir=tmp_path / "data", dataset_roots=(tmp_path / "roots",))
+    blobs = Blobs(settings)
+    registry = DatasetRegistry(settings, blobs)
+    blobs.prepare()
+    registry.prepare()
+    (tmp_path / "roots").mkdir()
+    rows = tmp_path / "roots" / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n')
+    body = {"dataset_id": "d", "purpose": "post-training/messages", "source": {"type": "uri", "uri": str(rows)}}
+    done: list[str] = []
+
+    def check(*given: Any) -> Any:
+        done.append("checked")
+        return found(*given)
+
+    async def convert(uri: str, file: int | None = None) -> tuple[str, int]:
+        done.append("read")
+        return await read(uri, file)
+
+    found, read = module.check_file, blobs.convert
+    monkeypatch.setattr(module, "check_file", check)
+    monkeypatch.setattr(blobs, "convert", convert)
+
+    async def fetch() -> None:
+        await registry.register(RegisterDataset.model_validate(body))
+        await asyncio.gather(*(registry.fetch("d", "sft", None) for _ in range(4)))
+
+    asyncio.run(fetch())
+    assert done == ["read", "checked"]
+    assert (len(blobs._checking), len(registry._reading)) == (0, 0)
