@@ -422,8 +422,9 @@ SELECT job_uuid FROM jobs WHERE state NOT IN ('completed', 'failed', 'cancelled'
 UPDATE attempts SET progress = json_patch(progress, :progress) WHERE job_uuid = :job_uuid AND attempt = :attempt;
 
 -- name: note_finished
--- A job that stops early ends at its last step all the same.
-UPDATE attempts SET finished = 1, total_steps = min(total_steps, :step) WHERE job_uuid = :job_uuid AND attempt = :attempt;
+-- A job that stops early ends at its last step all the same. A merge, and an evaluation without checks, report no step before.
+UPDATE attempts SET finished = 1, total_steps = min(total_steps, :step), step = max(step, coalesce(min(total_steps, :step), 0))
+WHERE job_uuid = :job_uuid AND attempt = :attempt;
 
 -- name: note_result
 -- Of a job that does not train: beside what it has reported at its beginning.
