@@ -26,7 +26,7 @@ from machine import REPOSITORY, command, machine, print_header
 
 sys.path.insert(0, str(REPOSITORY))
 
-from training_inputs import conversational_rows
+from training_inputs import conversational_rows, data_file
 
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.specs.averaging import AveragingSpec
@@ -40,6 +40,10 @@ WITHIN = 0.02
 """Share of DDP's held-out loss by which that of an averaged run may be higher."""
 LESS_TRAFFIC = 15
 HELD_OUT = 96
+STEP = 16
+"""Rows of an optimizer step, over all workers."""
+SAVE_EVERY = 5
+"""Averages from one checkpoint to the next."""
 _INSIDE = "TRL_BENCHMARK_IN_NAMESPACE"
 LOOPBACK = Path("/proc/self/net/dev")
 Result = dict[str, Any]
@@ -57,6 +61,7 @@ def main() -> int:
         "runs": [],
     }
     print_header(report)
+    check_steps(options)
     outer = [outer_of(text, options.interval) for text in options.outer]
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory(prefix="averaging-") as scratch:
@@ -96,9 +101,25 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--no-kill", dest="kill", action="store_false", help="leave out the run that loses a worker")
     parser.add_argument("--json", type=Path, metavar="OUT")
     options = parser.parse_args()
-    if options.workers < 2 or 16 % options.workers:
+    if options.workers < 2 or STEP % options.workers:
         parser.error("expected 2, 4, 8 or 16 --workers: a step has 16 rows")
     return options
+
+
+def steps_of(options: argparse.Namespace) -> int:
+    """Optimizer steps of a run, of the rows that there are."""
+    rows = len(list(conversational_rows("sft"))) - HELD_OUT
+    return int(options.epochs * -(-min(options.rows, max(rows, 0)) // STEP))
+
+
+def check_steps(options: argparse.Namespace) -> None:
+    """End the program where the steps are too few for a worker to be lost between two averages in the middle."""
+    steps, needed = steps_of(options), options.interval * (SAVE_EVERY + 1)
+    if steps < needed:
+        sys.exit(
+            f"averaging.py: the rows of {data_file('sft')} make {steps} steps, expected {needed} at least: name a "
+            "directory with `data/instruct_999.jsonl` in TRL_SHARED_DIR, or set more --epochs or a smaller --interval"
+        )
 
 
 def outer_of(text: str, interval: int) -> AveragingSpec:
@@ -133,7 +154,7 @@ def base_of(ranks: Ranks, folder: Path, options: argparse.Namespace) -> Path:
         tiny_model(),
         rows=rows,
         train_on_input=True,
-        batch_size=16,
+        batch_size=STEP,
         n_epochs=options.base_epochs,
         max_seq_length=options.tokens,
         logging_steps=100,
@@ -156,12 +177,12 @@ def spec_of(folder: Path, base: Path, averaging: AveragingSpec | None, options: 
         ranks=options.workers,
         sharding=ShardingSpec(strategy="NO_SHARD"),
         averaging=averaging,
-        batch_size=16 // options.workers,
+        batch_size=STEP // options.workers,
         n_epochs=options.epochs,
         train_on_input=True,  # the prompt of some rows is all that fits
         max_seq_length=options.tokens,
         logging_steps=options.interval,
-        save_steps=options.interval * 5 if averaging else None,
+        save_steps=options.interval * SAVE_EVERY if averaging else None,
         keep_last=1,
         optimizer=OptimizerSpec(learning_rate=options.learning_rate, warmup_steps=options.interval, scheduler="cosine"),
         num_threads=1,
@@ -184,9 +205,8 @@ def with_a_loss(
     """Kill a worker before an average in the middle of the run, and resume on one worker less."""
     folder = folder / "lost"
     spec = spec_of(folder, base, averaging, options)
-    steps = options.epochs * -(-options.rows // 16)
     save_steps = int(spec.save_steps or 0)
-    killed_at = max(1, round(steps / 2 / save_steps)) * save_steps + options.interval - 1
+    killed_at = max(1, round(steps_of(options) / 2 / save_steps)) * save_steps + options.interval - 1
     (folder.parent / "faults" / f"step-{killed_at}").write_text("kill")
     before, began = exchanged(), time.monotonic()
     codes, events = ranks.run(folder / "run", spec)

@@ -13,13 +13,14 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 from llama_stack_provider_trl.errors import InvalidRequest, ServiceRefusal
 from llama_stack_provider_trl.jobs.graph import cycle
+from llama_stack_provider_trl.requests.lifecycle import evaluation_name
 
 from .client import ServiceClient
 from .submitting import submit_request
@@ -61,6 +62,8 @@ class Placed:
     """Whether it was submitted; else it was there."""
     state: str
     """As it was then."""
+    evaluation: str | None = None
+    """The job that evaluates its result (the provider option `evaluate`), if it is there."""
 
 
 def is_pipeline(body: Mapping[str, Any]) -> bool:
@@ -158,8 +161,21 @@ async def place(client: ServiceClient, steps: list[PipelineJob]) -> list[Placed]
         names[step.name] = job_uuid
         if state is None:
             await submit_request(client, resolved(step, job_uuid, names))
-        placed.append(Placed(step.name, job_uuid, state is None, state or "scheduled"))
+        evaluation = evaluation_name(job_uuid) if _evaluation_of(step.request) else None
+        if evaluation is not None and await _state_of(client, evaluation) is None:  # it may have been deleted
+            evaluation = None
+        placed.append(Placed(step.name, job_uuid, state is None, state or "scheduled", evaluation))
     return placed
+
+
+async def _state_of(client: ServiceClient, job_uuid: str) -> str | None:
+    """None: the service has no such job."""
+    try:
+        return str((await client.status(job_uuid))["status"])
+    except ServiceRefusal as error:
+        if error.status != 404:
+            raise
+        return None
 
 
 async def _unfailed(client: ServiceClient, name: str, before: Set[str]) -> tuple[str, str | None]:
@@ -277,24 +293,36 @@ def _fields(request: Json) -> list[_Field]:
 
 def _searched(request: Json) -> list[_Field]:
     """The same of the values that a search has for such fields."""
+    found: list[_Field] = []
+    for path, values, number, trial in _trials(request):
+        if path == "finetuned_model" and request.get("model") is not None:
+            continue
+        *above, key = path.split(".")
+        holder = trial
+        for part in above:
+            holder = holder[part]
+        where = f"{_SEARCH}.parameters.{path}"
+        for _, one, name in _fields(trial):
+            is_value = one is holder and name == key
+            found.append((where, values, number) if is_value else (where, one, name))
+    return found
+
+
+def _trials(request: Json) -> Iterator[tuple[str, list[Any], int, Json]]:
+    """Each value of a search: the path of its field, the values, its number among them, and a request that has it
+    alone."""
     config = request.get(_SEARCH)
     parameters = config.get("parameters") if isinstance(config, dict) else None
-    found: list[_Field] = []
     for path, given in parameters.items() if isinstance(parameters, dict) else ():
         values = given.get("values") if isinstance(given, dict) else given
-        if not isinstance(values, list) or (path == "finetuned_model" and request.get("model") is not None):
+        if not isinstance(values, list):
             continue
         *above, key = str(path).split(".")
         for number, value in enumerate(values):
-            holder: Json = {key: value}
-            trial = holder
+            trial: Json = {key: value}
             for part in reversed(above):
                 trial = {part: trial}
-            where = f"{_SEARCH}.parameters.{path}"
-            for _, one, name in _fields(trial):
-                is_value = one is holder and name == key
-                found.append((where, values, number) if is_value else (where, one, name))
-    return found
+            yield str(path), values, number, trial
 
 
 def _method(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,10 @@ def bases_of(request: MergeRequest | EvaluateRequest, settings: Settings, store:
             found.append(resolve_base(one, *for_work(one, ProviderOptions(), settings, named), named))
         except InvalidRequest as error:
             raise InvalidRequest(field, model, error.hint) from error
-    if isinstance(request, EvaluateRequest) and request.models is not None:
+    if isinstance(request, MergeRequest):
+        if not any(one.adapter for one in found):
+            refuse_other_vocabularies(names, found, hint="merge models with the same tokenizer")
+    elif request.models is not None:
         refuse_other_vocabularies(names, found)
     return found
 

@@ -118,7 +118,8 @@ async def _run_pipeline(client: ServiceClient, body: dict[str, Any], options: Na
         print(table(("job", "job_uuid", "state"), rows), flush=True)
     if options.detach:
         return 0
-    ended = await watch(client, [one.job_uuid for one in placed], options.interval, as_json=options.json)
+    followed = [name for one in placed for name in (one.job_uuid, one.evaluation) if name is not None]
+    ended = await watch(client, followed, options.interval, as_json=options.json)
     for status in ended:
         if status["status"] != "completed":
             print(f"trl-remote: {_ending(status)}", file=sys.stderr)

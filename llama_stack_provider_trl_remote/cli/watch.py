@@ -18,6 +18,8 @@ from .terminal import bar, progress_line
 EXIT_STATUS = {"completed": 0, "failed": 1, "cancelled": 2}
 _WINDOW = 2000
 """Lines of a log that are read at each poll."""
+_MEASURES = 40
+"""Of a result, that are shown: one of hundreds of tasks has thousands."""
 
 
 async def watch(
@@ -162,11 +164,26 @@ class _Display:
 
 
 def _ending(status: dict[str, Any]) -> list[str]:
-    """How a job ended, and its checkpoints."""
-    lines = [progress_line(status)]
-    error = (status.get("resources_allocated") or {}).get("error")
+    """How a job ended, what it has measured, and its checkpoints."""
+    resources = status.get("resources_allocated") or {}
+    measures = _measures(resources.get("result") or {})
+    lines = [progress_line(status), *measures[:_MEASURES]]
+    if len(measures) > _MEASURES:
+        lines.append(f"{len(measures) - _MEASURES} more: trl-remote jobs show {status['job_uuid']}")
+    error = resources.get("error")
     if error:
         lines.append(f"{error['reason']}: {error['message']}")
         if error.get("log_path"):
             lines.append(f"log: {error['log_path']}")
     return lines + [f"checkpoint {found['identifier']}: {found['path']}" for found in status["checkpoints"]]
+
+
+def _measures(result: dict[str, Any], above: str = "") -> list[str]:
+    """The numbers of a result, each on a line."""
+    found: list[str] = []
+    for name, value in result.items():
+        if isinstance(value, dict):
+            found += _measures(value, f"{above}{name}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found.append(f"{above}{name} {value:.6g}" if isinstance(value, float) else f"{above}{name} {value}")
+    return found

@@ -186,6 +186,7 @@ def test_a_pipeline_in_a_file_is_run_to_its_end_and_not_repeated(
         return body
 
     tune = job("rows", algorithm_config=LORA)
+    tune["provider_options"] = {"evaluate": {"dataset_id": "rows"}}
     prefer = job("pairs", model="job:tune", algorithm_config={"type": "dpo", "beta": 0.1})
     prefer["provider_options"] = {"adapter": "continue"}
     file = tmp_path / "pipeline.yaml"
@@ -195,9 +196,11 @@ def test_a_pipeline_in_a_file_is_run_to_its_end_and_not_repeated(
         status = main(["run", str(file), "--json", "--interval", "0.2"])
         captured = capsys.readouterr()
         assert status == 0, captured.err
-        first, *_, last = captured.out.splitlines()
-        assert json.loads(last)["status"] == "completed"
+        first, *lines = captured.out.splitlines()
         placed: list[Json] = json.loads(first)
+        followed = {one["job_uuid"]: one["status"] for one in map(json.loads, lines)}
+        named = {name for one in placed for name in (one["job_uuid"], one["evaluation"]) if name}
+        assert followed == dict.fromkeys(named, "completed")
         return placed
 
     with running_service(tmp_path) as service:
@@ -206,11 +209,12 @@ def test_a_pipeline_in_a_file_is_run_to_its_end_and_not_repeated(
         service.register("pairs", PAIRS, dataset_type="preference")
         first = run(prefer=prefer, tune=tune)
         assert [(one["name"], one["is_new"]) for one in first] == [("tune", True), ("prefer", True)]
+        assert [one["evaluation"] for one in first] == [f"{first[0]['job_uuid']}-evaluation", None]
         assert [one["is_new"] for one in run(tune=tune, prefer=prefer)] == [False, False]
         prefer["algorithm_config"] = {"type": "dpo", "beta": 0.2}
         again = run(tune=tune, prefer=prefer)
         assert [one["is_new"] for one in again] == [False, True]
         assert again[0] == {**first[0], "is_new": False, "state": "completed"}
-        assert len(service.jobs()) == 3
+        assert len(service.jobs()) == 4
         assert main(["run", str(file), "--pull", str(tmp_path / "model")]) == 1
         assert "--pull" in capsys.readouterr().err

@@ -28,7 +28,15 @@ from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.events import Reason
 from llama_stack_provider_trl.specs.job import JobSpec
-from llama_stack_provider_trl.specs.methods import DistillationSpec, GrpoSpec, UldSpec
+from llama_stack_provider_trl.specs.methods import (
+    CpoSpec,
+    DistillationSpec,
+    GrpoSpec,
+    KtoSpec,
+    OrpoSpec,
+    RewardSpec,
+    UldSpec,
+)
 from llama_stack_provider_trl.specs.model_source import ReferenceSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl.system import process
@@ -76,6 +84,19 @@ KINDS: dict[str, dict[str, Any]] = {
         "method": other_vocabulary,
     },
 }
+UNPAIRED = [
+    {"prompt": row["prompt"], "completion": row["chosen" if n % 3 else "rejected"], "label": bool(n % 3)}
+    for n, row in enumerate(DPO_ROWS)
+]
+SIMPO = CpoSpec(loss_type="simpo", beta=2.0, gamma=0.7, alpha=0.0)
+KINDS_ON_ROWS: dict[str, dict[str, Any]] = {
+    "orpo-lora": {"algorithm": "orpo", "lora": LORA, "method": OrpoSpec()},
+    "cpo-full": {"algorithm": "cpo", "method": CpoSpec()},
+    "simpo-lora": {"algorithm": "simpo", "lora": LORA, "method": SIMPO},
+    "kto-full": {"algorithm": "kto", "rows": UNPAIRED, "method": KtoSpec()},
+    "reward-lora": {"algorithm": "reward", "lora": LORA, "method": RewardSpec()},
+}
+"""Of the other methods. They answer no prompts, so that one test is enough for each."""
 KILLS = int(os.environ.get("TRL_TEST_KILLS", "6"))
 """Interruptions per signal; more by command: TRL_TEST_KILLS=200."""
 
@@ -109,8 +130,9 @@ class World:
         self.supervisor = Supervisor(self.store, launcher, ["cpu"], root, hang_timeout=120, ports=PortRange())
 
     def add(self, name: str, kind: str, **changes: Any) -> None:
-        values = {**KINDS[kind], "n_epochs": 4, "batch_size": 2, "save_steps": 3, "num_threads": 1, "retries": 1000}
-        values |= {name: value for name, value in KINDS[kind].items() if name != "algorithm"} | changes
+        given = {**KINDS, **KINDS_ON_ROWS}[kind]
+        values = {**given, "n_epochs": 4, "batch_size": 2, "save_steps": 3, "num_threads": 1, "retries": 1000}
+        values |= {name: value for name, value in given.items() if name != "algorithm"} | changes
         values |= {"method": values["method"]()} if callable(values.get("method")) else {}
         directory = self.root / "checkpoints" / name
         spec = job_spec(self.root, tiny_model(), job_uuid=name, checkpoint_dir=directory, **values)
@@ -291,6 +313,22 @@ def test_a_kill_of_a_job_with_answers_that_it_has_not_trained_on_gives_them_agai
     )
     assert cut == whole
     assert len({point[varying] for point in cut}) > 2
+    assert_clean(forked.root)
+
+
+@pytest.mark.parametrize("kind", KINDS_ON_ROWS)
+def test_a_kill_of_a_job_of_each_other_method_changes_no_number(forked: World, armed: Path, kind: str) -> None:
+    points = ["step-5", "exporting-final"]
+    for point in points:
+        (armed / point).write_text("kill")
+    forked.add("cut", kind, n_epochs=2)
+    forked.finish("cut")
+    assert all((armed / f"{point}.taken").exists() for point in points)
+    assert len(forked.store.attempts("cut")) == len(points) + 1
+    assert forked.store.attempts("cut")[-1].start_step >= 9
+    forked.add("whole", kind, n_epochs=2)
+    forked.finish("whole")
+    assert forked.outcome("cut") == forked.outcome("whole")
     assert_clean(forked.root)
 
 

@@ -1,8 +1,10 @@
-"""The difference of jobs' configurations."""
+"""The difference of jobs' configurations, and their results."""
 
 from __future__ import annotations
 
-from llama_stack_provider_trl_remote.service.pages.compare_view import compared
+from typing import Any
+
+from llama_stack_provider_trl_remote.service.pages.compare_view import compared, measured
 from llama_stack_provider_trl_remote.service.pages.job_view import Setting
 
 
@@ -23,3 +25,28 @@ def test_settings_are_beside_each_other_and_those_that_differ_are_known() -> Non
 def test_a_job_alone_differs_from_nothing() -> None:
     assert not [one for one in compared([[Setting("seed", "1", "")]]) if one.differs]
     assert compared([]) == []
+
+
+def test_results_are_beside_each_other_under_the_model_or_checkpoint_that_was_measured() -> None:
+    base = {"job_uuid": "tune", "checkpoint": "checkpoint-2"}
+    before = {"result": {"loss": 2.5, "checks": {"json": 0.25}}, "effective_config": {"model": "org/a", "bases": []}}
+    below = {"job_uuid": "before-tune", "checkpoint": "final"}
+    within: dict[str, Any] = {
+        "result": {"loss": 2.25, "rows": 8},
+        "effective_config": {"model": "org/a", "bases": [base, below]},
+    }
+    training = {"effective_config": {"model": "org/a", "bases": []}}
+    assert [(one.name, one.values) for one in measured([before, within, training])] == [
+        ("model", ["org/a", "job:tune/checkpoint-2", ""]),
+        ("loss", ["2.5", "2.25", ""]),
+        ("checks.json", ["0.25", "", ""]),
+        ("rows", ["", "8", ""]),
+    ]
+    assert measured([training]) == []
+    both = {**within["effective_config"], "work": {"kind": "evaluate", "members": [{}, {}]}}
+    assert measured([{**within, "effective_config": both}])[0].values == [
+        "job:tune/checkpoint-2, job:before-tune/final"
+    ]
+    adapter = {"model": "org/a", "bases": [], "adapter": {"path": "/adapters/a"}}
+    assert measured([{**before, "effective_config": adapter}])[0].values == ["/adapters/a"]
+    assert not compared([[Setting("result.loss", "", "2.5")], [Setting("result.loss", "", "2.25")]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -193,26 +194,38 @@ def test_other_jobs_are_refused_by_name(
         spec_of({"teacher": "job:large"}, settings)  # a job that is run by hand has no other ones
 
 
-def test_a_teacher_that_gives_a_token_another_number_is_refused(settings: Settings, tmp_path: Path) -> None:
-    import json
-
-    for name, vocab in (("student", {"a": 0, "b": 1}), ("same", {"a": 0, "b": 1}), ("other", {"a": 1, "b": 0})):
+@pytest.mark.parametrize(
+    ("vocab", "config", "problem"),
+    [
+        ({"a": 0, "b": 1}, {}, ""),
+        (
+            {"a": 1, "b": 0},
+            {},
+            "which has another number for the token 'a': name a teacher with the same",
+        ),
+        ({"a": 0}, {}, "whose token 'b' it lacks: name a teacher"),
+        ({"a": 0, "b": 1, "c": 2}, {}, "which lacks its token 'c': name a teacher"),
+        ({"a": 0}, {"added_tokens_decoder": {"1": {"content": "b"}}}, ""),
+        ({"a": 0, "b": 1, "<pad>": 2, "[MASK]": 3}, {}, ""),
+        (["a", "b"], {}, ""),
+    ],
+    ids=["same", "renumbered", "fewer", "more", "added by its configuration", "special", "another form"],
+)
+def test_a_teacher_with_another_vocabulary_is_refused_as_far_as_its_files_are_certain(
+    settings: Settings, tmp_path: Path, vocab: Any, config: Any, problem: str
+) -> None:
+    for name, tokens in (("student", {"a": 0, "b": 1}), ("teacher", vocab)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
-        (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
-    fields = resolve(
-        request(
-            str(tmp_path / "student"),
-            "dpo",
-            algorithm_config={"type": "distillation", "teacher": str(tmp_path / "same")},
-        ),
-        ProviderOptions(),
-        settings,
-    ).fields
-    assert with_teacher(fields, ProviderOptions(), settings, None) == fields
-    method = fields["method"]
-    other = method.reference.model_copy(update={"model": str(tmp_path / "other")})
-    changed = {**fields, "method": method.model_copy(update={"reference": other})}
-    with pytest.raises(InvalidRequest, match="another number for the token 'a'") as refused:
-        with_teacher(changed, ProviderOptions(), settings, None)
-    assert refused.value.field == "algorithm_config.teacher"
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}}))
+    (tmp_path / "teacher" / "tokenizer_config.json").write_text(json.dumps(config))
+    student, teacher = (str(tmp_path / name) for name in ("student", "teacher"))
+    given = request(student, "dpo", algorithm_config={"type": "distillation", "teacher": teacher})
+    fields = resolve(given, ProviderOptions(), settings).fields
+    if not problem:
+        assert with_teacher(fields, ProviderOptions(), settings, None) == fields
+        return
+    with pytest.raises(InvalidRequest) as refused:
+        with_teacher(fields, ProviderOptions(), settings, None)
+    assert (refused.value.field, refused.value.value) == ("algorithm_config.teacher", teacher)
+    assert f"its tokenizer is not that of {student!r}, {problem}" in str(refused.value)

@@ -182,6 +182,13 @@ def test_tokenizers_that_number_tokens_otherwise_are_refused_by_both_names(
     with pytest.raises(InvalidRequest, match=f"{re.escape(repr(first))}.*'<end>'.*the same tokenizer") as caught:
         bases_of(request(first, same, other), settings, store)
     assert (caught.value.field, caught.value.value) == ("models.2.model", other)
+    fewer = model(tmp_path, "fewer", {"a": 0})
+    named = [{"model": first}, {"model": same}]
+    for changes, field in (({"models": [*named, {"model": fewer}]}, "models.2.model"), ({"base": fewer}, "base")):
+        merge = MergeRequest.model_validate({"job_uuid": "m", "models": named, "method": "ties", **changes})
+        with pytest.raises(InvalidRequest, match="whose token 'b' it lacks: merge models with the same") as caught:
+            bases_of(merge, settings, store)
+        assert (caught.value.field, caught.value.value) == (field, fewer)
 
 
 def test_files_of_tokenizers_of_another_form_are_left_to_the_evaluation() -> None:

@@ -312,3 +312,31 @@ def test_every_field_that_names_a_job_names_one_of_the_file(given: Json, field: 
 def test_a_search_over_names_of_the_result_names_no_job() -> None:
     (step,) = steps_of({"jobs": {"y": searched("finetuned_model", ["job:x"])}})
     assert step.after == ()
+
+
+def test_the_evaluation_at_the_end_of_a_job_is_known_while_the_service_has_it() -> None:
+    service = Service()
+    pipeline = {"jobs": {"tune": job(provider_options={"evaluate": {"dataset_id": "exam"}})}}
+    with pytest.raises(InvalidRequest, match="dataset_id='exam' is not supported: no dataset of this name"):
+        service.run(pipeline)
+    service.rows["exam"] = "c" * 64
+    (tune,) = service.run(pipeline)
+    assert tune.evaluation is None
+    evaluation = f"{tune.job_uuid}-evaluation"
+    service.jobs[evaluation], service.bodies[evaluation] = "scheduled", {}
+    assert [(one.job_uuid, one.is_new, one.evaluation) for one in service.run(pipeline)] == [
+        (tune.job_uuid, False, evaluation)
+    ]
+    service.rows["exam"] = "d" * 64
+    assert service.run(pipeline)[0].is_new, "it is evaluated on other rows"
+
+
+def test_other_rows_of_a_dataset_that_a_search_names_make_a_new_search() -> None:
+    service = Service()
+    values = {"training_config.data_config.dataset_id": ["rows", "pairs"]}
+    pipeline = {"jobs": {"best": job(hyperparam_search_config={"method": "grid", "parameters": values})}}
+    (first,) = service.run(pipeline)
+    assert not service.run(pipeline)[0].is_new
+    service.rows["pairs"] = "c" * 64
+    (second,) = service.run(pipeline)
+    assert (second.is_new, second.job_uuid != first.job_uuid) == (True, True)

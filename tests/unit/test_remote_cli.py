@@ -151,6 +151,15 @@ def test_watch_ends_with_the_job_and_its_exit_status_shows_how(
     ]
 
 
+def test_watch_ends_with_what_a_job_has_measured(run: Run, service: FakeService) -> None:
+    result = {"loss": 2.3456789, "rows": 8, "perplexity": None, "checks": {"json": 0.25}, "exact": True, "path": "/a"}
+    service.jobs["job"] = [status("job", "completed", result=result)]
+    assert run("jobs", "watch", "job")[1].splitlines() == ["completed", "loss 2.34568", "rows 8", "checks.json 0.25"]
+    service.jobs["job"] = [status("job", "completed", result={"tasks": {f"task-{n}": 0.5 for n in range(42)}})]
+    _, first, *_, last = run("jobs", "watch", "job")[1].splitlines()
+    assert (first, last) == ("tasks.task-0 0.5", "2 more: trl-remote jobs show job")
+
+
 def test_watch_outlives_the_service(run: Run, service: FakeService) -> None:
     service.jobs["job"] = [status("job"), status("job", "completed")]
     polls: list[int] = []

@@ -323,6 +323,18 @@ def test_a_job_that_ended_early_is_done_to_the_last_of_its_steps(store: Store) -
     assert (progress.step, progress.total_steps, progress.percent, progress.eta_seconds) == (10, 10, 100.0, 0.0)
 
 
+def test_a_job_whose_only_step_is_its_end_is_done_then(store: Store) -> None:
+    """A merge, or an evaluation without checks, whose status had 0 % when it was completed."""
+    running(store)
+    ready = Prepared(total_steps=1, num_rows=8, trainable_parameters=0, total_parameters=3, time=100.0)
+    store.apply_events("job-1", 1, [ready], 20)
+    assert store.get("job-1").progress.percent == 0.0
+    store.apply_events("job-1", 1, [Finished(step=1)], 30)
+    progress = store.get("job-1").progress
+    assert (progress.step, progress.total_steps, progress.percent) == (1, 1, 100.0)
+    assert store.attempts("job-1")[-1].step == 1
+
+
 def test_a_job_that_has_not_begun_promises_no_time(store: Store) -> None:
     progress = running(store).progress
     assert (progress.eta_seconds, progress.percent) == (None, None)

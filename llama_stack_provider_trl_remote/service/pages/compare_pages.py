@@ -14,7 +14,7 @@ from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusRespon
 from ..context import Stored
 from ..security.access import USERS
 from ..stored_jobs import StoredJobs
-from .compare_view import compared
+from .compare_view import compared, measured
 from .job_view import settings_of
 from .rendering import page
 from .route import PageRoute
@@ -37,6 +37,7 @@ async def compare_page(
     settings = compared([settings_of(one.resources_allocated["effective_config"]) for one in jobs])
     values: dict[str, Any] = {
         "jobs": jobs,
+        "measured": measured([one.resources_allocated for one in jobs]),
         "most": MOST,
         "different": [one for one in settings if one.differs],
         "same": [one for one in settings if not one.differs],

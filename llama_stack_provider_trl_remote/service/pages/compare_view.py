@@ -1,11 +1,11 @@
-"""The difference of several jobs' configurations. Pure functions."""
+"""The difference of several jobs' configurations, and their results beside each other. Pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from .job_view import Setting
+from .job_view import Setting, result_of
 
 
 class ComparedSetting(NamedTuple):
@@ -18,6 +18,8 @@ class ComparedSetting(NamedTuple):
         return len({*self.values}) > 1
 
 
+RESULT = "result."
+"""Beginning of the settings that are the result of a job which does not train."""
 _OF_EVERY_JOB = ("job_uuid", "checkpoint_dir", "output_name", "run_dir")
 """Settings that differ between any two jobs."""
 
@@ -25,5 +27,36 @@ _OF_EVERY_JOB = ("job_uuid", "checkpoint_dir", "output_name", "run_dir")
 def compared(jobs: Sequence[Sequence[Setting]]) -> list[ComparedSetting]:
     """The settings of some jobs beside each other, in the order in which they are first found."""
     found = [{one.name: one.reported or one.submitted for one in job} for job in jobs]
-    names = dict.fromkeys(name for job in found for name in job if name not in _OF_EVERY_JOB)
+    named = (name for job in found for name in job if not name.startswith(RESULT))
+    names = dict.fromkeys(name for name in named if name not in _OF_EVERY_JOB)
     return [ComparedSetting(name, [job.get(name, "") for job in found]) for name in names]
+
+
+def measured(jobs: Sequence[Mapping[str, Any]]) -> list[ComparedSetting]:
+    """What jobs that do not train have found: a row for each value, beside what each of them has read.
+
+    Args:
+        jobs: `resources_allocated` of each.
+
+    Returns:
+        Empty: none of them has a result.
+    """
+    found = [dict(result_of(job.get("result") or {})) for job in jobs]
+    if not any(found):
+        return []
+    read = [_read(job["effective_config"]) if result else "" for job, result in zip(jobs, found, strict=True)]
+    names = dict.fromkeys(name for job in found for name in job)
+    return [
+        ComparedSetting("model", read),
+        *(ComparedSetting(name, [job.get(name, "") for job in found]) for name in names),
+    ]
+
+
+def _read(config: Mapping[str, Any]) -> str:
+    """What a job that does not train has read: checkpoints of jobs, or what the request named."""
+    named = [f"job:{base['job_uuid']}/{base['checkpoint']}" for base in config.get("bases") or ()]
+    work = config.get("work") or {}
+    if work.get("members") or work.get("kind") == "merge":
+        return ", ".join(named)
+    given = (config.get("adapter") or {}).get("path") or config.get("model") or ""
+    return named[0] if named else str(given)  # the others are below its adapter, or judges
