@@ -329,14 +329,3 @@ def test_the_evaluation_at_the_end_of_a_job_is_known_while_the_service_has_it() 
     ]
     service.rows["exam"] = "d" * 64
     assert service.run(pipeline)[0].is_new, "it is evaluated on other rows"
-
-
-def test_other_rows_of_a_dataset_that_a_search_names_make_a_new_search() -> None:
-    service = Service()
-    values = {"training_config.data_config.dataset_id": ["rows", "pairs"]}
-    pipeline = {"jobs": {"best": job(hyperparam_search_config={"method": "grid", "parameters": values})}}
-    (first,) = service.run(pipeline)
-    assert not service.run(pipeline)[0].is_new
-    service.rows["pairs"] = "c" * 64
-    (second,) = service.run(pipeline)
-    assert (second.is_new, second.job_uuid != first.job_uuid) == (True, True)
