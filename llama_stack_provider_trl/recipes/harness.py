@@ -27,6 +27,7 @@ from ..specs.events import Evaluated, EventWriter, Finished, Prepared, Reason, W
 from ..specs.harness import LINES, HarnessSpec, TaskEntry, Unusable, check_tasks, final_event
 from ..specs.job import AttemptSpec, JobSpec
 from ..specs.kinds import EvaluateSpec
+from ..system.bounded_yaml import check_files
 from .distributed.heartbeat import heartbeat
 from .distributed.ranks import check_world_size
 from .distributed.replicas import ALONE
@@ -138,6 +139,11 @@ def _load_tasks(work: HarnessSpec, names: Sequence[str]) -> Iterator[LoadedTasks
             f"lm_eval cannot be imported in the environment that trains: {error}. Install it there: pip install "
             "'llama_stack_provider_trl[harness]'",
         ) from error
+    try:  # the library reads all of them
+        check_files(path for root in work.roots for path in root.glob("**/*.yaml"))
+    except ValueError as error:
+        found = f"harness.tasks: {error}. The operator removes it from the configured harness_roots"
+        raise JobFailure(Reason.invalid_request, found) from error
     manager = TaskManager(include_path=[*work.roots], include_defaults=False)
     entries = {name: _entry(found) for name, found in manager.task_index.items()}
     try:

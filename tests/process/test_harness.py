@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import chdir
@@ -424,6 +425,16 @@ def test_a_task_that_fails_fails_the_job_by_its_name(tmp_path: Path, text: str, 
     assert (status, failed.reason) == (1, "invalid_request")
     assert failed.message.startswith("harness.tasks: ")
     assert sentence in failed.message, failed.message
+
+
+def test_a_task_file_that_would_stop_or_fill_the_job_fails_it_by_its_path(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES, tmp_path / "tasks")
+    os.mkfifo(tmp_path / "tasks" / "pipe.yaml")
+    (failed,) = of_kind(run(tmp_path / "run", spec_of(tmp_path, roots=(tmp_path / "tasks",)))[1], Failed)
+    assert failed.reason == "invalid_request"
+    assert (
+        f"{tmp_path / 'tasks' / 'pipe.yaml'} cannot be read: it is not a regular file. The operator" in failed.message
+    )
 
 
 def test_a_limit_of_the_machine_is_not_blamed_on_a_task(tmp_path: Path) -> None:
