@@ -142,8 +142,8 @@ def _load_tasks(work: HarnessSpec, names: Sequence[str]) -> Iterator[LoadedTasks
     try:  # the library reads all of them
         check_files(path for root in work.roots for path in root.glob("**/*.yaml"))
     except ValueError as error:
-        found = f"harness.tasks: {error}. The operator removes it from the configured harness_roots"
-        raise JobFailure(Reason.invalid_request, found) from error
+        refused = f"harness.tasks: {error}. The operator removes it from the configured harness_roots"
+        raise JobFailure(Reason.invalid_request, refused) from error
     manager = TaskManager(include_path=[*work.roots], include_defaults=False)
     entries = {name: _entry(found) for name, found in manager.task_index.items()}
     try:
