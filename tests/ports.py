@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TextIO
 
 _FIRST, _COUNT = 21000, 1000
-"""Below those that the kernel gives to connections (32768 and more on Linux, 49152 and more on macOS): it would give one
-that was free a moment ago."""
+"""Below those that the kernel gives to connections (32768 and more on Linux, 49152 and more on macOS): of these it may
+give one to another process that was free a moment ago."""
 
 
 @contextmanager
