@@ -175,7 +175,8 @@ class Proposals:
         late = [one for one, begun in self._begun if self._is_late(begun) and not one.done()]
         if len(late) < MOST_LATE:
             return ""
-        return f"{len(late)} threads that resolve trials have not ended, {_NO_ANSWER}: repair that, then restart this process"
+        todo = "repair that, then restart this process"
+        return f"{len(late)} threads that resolve trials have not ended, {_NO_ANSWER}: {todo}"
 
     def end_others(self, names: Iterable[str]) -> None:
         """End the proposers of all searches but these, and forget their trials that are being resolved."""

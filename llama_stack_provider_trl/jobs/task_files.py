@@ -17,12 +17,9 @@ from typing import Any
 import yaml
 
 from ..specs.harness import TaskEntry, Unusable
+from ..system.bounded_yaml import LARGEST, MOST_VALUES, check_levels, values_of
 
 MOST_FILES = 2000
-_LARGEST = 1 << 20
-"""Bytes of a file."""
-_MOST_VALUES = 1 << 19
-"""Values of a file, where each alias counts as all that it stands for."""
 _MOST_ABOVE = 64
 """Files that include each other."""
 _IGNORED = {"__pycache__", ".ipynb_checkpoints"}
@@ -120,10 +117,10 @@ def _read(path: Path) -> dict[str, Any] | None:
             stamp = state.st_size, state.st_mtime_ns, state.st_ino
             if (kept := _known.get(path)) is not None and kept[0] == stamp:
                 return kept[1]
-            content = file.read(_LARGEST + 1)
+            content = file.read(LARGEST + 1)
     except OSError:
         return None
-    config = _parsed(content) if len(content) <= _LARGEST else None
+    config = _parsed(content) if len(content) <= LARGEST else None
     if len(_known) >= 4 * MOST_FILES:
         _known.clear()
     _known[path] = stamp, config
@@ -132,10 +129,11 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _parsed(content: bytes) -> dict[str, Any] | None:
     try:
+        check_levels(content)
         loader = _TaskLoader(content)
         try:
             node = loader.get_single_node()
-            if node is None or _values(node, {}) > _MOST_VALUES:
+            if node is None or values_of(node, {}) > MOST_VALUES:
                 return None
             config = loader.construct_document(node)
         finally:
@@ -144,17 +142,3 @@ def _parsed(content: bytes) -> dict[str, Any] | None:
     except (yaml.YAMLError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
     return config if isinstance(config, dict) else None
-
-
-def _values(node: yaml.Node, counted: dict[int, int]) -> int:
-    """How many a node stands for. Raises ValueError: it contains itself."""
-    if not isinstance(node, yaml.CollectionNode):
-        return 1
-    if (known := counted.get(id(node))) is not None:
-        if not known:
-            raise ValueError("it contains itself")
-        return known
-    counted[id(node)] = 0
-    parts = node.value if isinstance(node, yaml.SequenceNode) else [one for pair in node.value for one in pair]
-    counted[id(node)] = 1 + sum(_values(one, counted) for one in parts)
-    return counted[id(node)]

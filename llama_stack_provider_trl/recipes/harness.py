@@ -7,7 +7,9 @@ undisturbed one does. Nothing is fetched: tasks read files of this machine.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import json
 import math
 import os
 import random
@@ -24,9 +26,10 @@ import torch
 from .. import faults
 from ..errors import JobFailure
 from ..specs.events import Evaluated, EventWriter, Finished, Prepared, Reason, Warned
-from ..specs.harness import LINES, HarnessSpec, TaskEntry, Unusable, check_tasks, final_event
+from ..specs.harness import LINES, HarnessSpec, TaskEntry, Unusable, check_tasks, final_event, tasks_of
 from ..specs.job import AttemptSpec, JobSpec
 from ..specs.kinds import EvaluateSpec
+from ..system.bounded_yaml import check_files
 from .distributed.heartbeat import heartbeat
 from .distributed.ranks import check_world_size
 from .distributed.replicas import ALONE
@@ -52,6 +55,8 @@ class LoadedTasks(NamedTuple):
     tasks: dict[str, Any]
     """As the library's `TaskManager.load` returns them."""
     rows: int
+    files: str
+    """Digest of what their task files have."""
 
 
 def measure_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
@@ -85,7 +90,7 @@ def _measure_all(
     left = work.tasks[lines.count :]
     with heartbeat(writer):
         # Tasks before weights: a faulty task is found in a second, a large model takes minutes to load.
-        tasks = [*_load_tasks(work, left)] if left else []
+        tasks = [*_load_tasks(work, left, {line["name"]: line.get("files") for line in lines.lines()})] if left else []
         model = _MeasuredModel(spec, work, device) if left else None
         shown = model.model if model else outline(spec.source, load_config(spec.source), DTYPES[spec.dtype])
     writer.write(
@@ -104,7 +109,7 @@ def _measure_all(
         if pauses(attempt, writer, lines.count, ALONE):
             return False
         with heartbeat(writer):
-            lines.append([{"name": loaded.name, **model.measures(loaded)}])
+            lines.append([{"name": loaded.name, "files": loaded.files, **model.measures(loaded)}])
         report_steps(lines.count, total, {}, writer)
         faults.reach(f"step-{lines.count}")
     return True
@@ -128,8 +133,15 @@ def _check_recorded(lines: AnswerFile, work: HarnessSpec) -> None:
         ) from error
 
 
-def _load_tasks(work: HarnessSpec, names: Sequence[str]) -> Iterator[LoadedTasks]:
-    """The tasks of some names, with their rows. Raises JobFailure: names the one that cannot be read."""
+def _load_tasks(work: HarnessSpec, names: Sequence[str], measured: Mapping[str, str | None]) -> Iterator[LoadedTasks]:
+    """The tasks of some names, with their rows.
+
+    Args:
+        measured: name that an earlier attempt has measured -> digest of its task files; None: an earlier release did.
+
+    Raises:
+        JobFailure: names the one that cannot be read, or whose files were changed after it was measured.
+    """
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
@@ -138,12 +150,23 @@ def _load_tasks(work: HarnessSpec, names: Sequence[str]) -> Iterator[LoadedTasks
             f"lm_eval cannot be imported in the environment that trains: {error}. Install it there: pip install "
             "'llama_stack_provider_trl[harness]'",
         ) from error
+    try:  # the library reads all of them
+        check_files(path for root in work.roots for path in root.glob("**/*.yaml"))
+    except ValueError as error:
+        refused = f"harness.tasks: {error}. The operator removes it from the configured harness_roots"
+        raise JobFailure(Reason.invalid_request, refused) from error
     manager = TaskManager(include_path=[*work.roots], include_defaults=False)
     entries = {name: _entry(found) for name, found in manager.task_index.items()}
     try:
         check_tasks(work, entries)
     except Unusable as error:
         raise JobFailure(Reason.invalid_request, f"harness.tasks: {error}") from error
+    if changed := [name for name, files in measured.items() if files not in (None, _digest(name, entries))]:
+        raise JobFailure(
+            Reason.invalid_request,
+            f"harness.tasks: the files of {changed[0]!r} were changed after an earlier attempt of the job had measured "
+            "it: submit the job again under another job_uuid",
+        )
     for name in names:
         members = entries[name].members or (name,)
         roots = [_root_of(manager.task_index[member].yaml_path, work.roots) for member in members]
@@ -156,7 +179,13 @@ def _load_tasks(work: HarnessSpec, names: Sequence[str]) -> Iterator[LoadedTasks
                 found["groups"] |= loaded.get("groups", {})
         with _named(name, roots[0]):
             rows = sum(_set_up(task, work) for task in found["tasks"].values())
-        yield LoadedTasks(name, roots[0], found, rows)
+        yield LoadedTasks(name, roots[0], found, rows, _digest(name, entries))
+
+
+def _digest(name: str, entries: Mapping[str, TaskEntry]) -> str:
+    """Identifies what the task files of a name have: not their rows, and not the code of their functions."""
+    text = json.dumps(tasks_of(name, entries), default=str, skipkeys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _entry(found: Any) -> TaskEntry:

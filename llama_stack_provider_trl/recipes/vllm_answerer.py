@@ -156,7 +156,9 @@ class VllmAnswerer(Answerer):
         status = _status_of(self._child)
         if status is None:
             # `close` kills it.
-            return RuntimeError(f"vLLM has closed its output {when}, and has not ended: what it has written is in the log")
+            return RuntimeError(
+                f"vLLM has closed its output {when}, and has not ended: what it has written is in the log"
+            )
         if status == -signal.SIGKILL:
             found = f"vLLM was killed {when}, as the kernel does when memory runs out"
             return JobFailure(Reason.out_of_memory, f"{found}. Use a smaller batch_size or more memory")

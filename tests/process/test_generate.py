@@ -171,6 +171,6 @@ def test_answers_in_other_places_than_theirs_are_refused_by_their_number(tmp_pat
         ((0, 1, 1, 3), "row 0: answer 2 in .* is sample 1 of it, where sample 0 of row 1 belongs"),
     ):
         path.write_text("".join(lines[number] for number in order))
-        with closing(AnswerFile(path, 2, 4)) as answers:
-            with pytest.raises(JobFailure, match=found) if found else nullcontext():
-                _check_recorded(answers, Questions(prompts), 2)
+        refused = pytest.raises(JobFailure, match=found) if found else nullcontext()
+        with closing(AnswerFile(path, 2, 4)) as answers, refused:
+            _check_recorded(answers, Questions(prompts), 2)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import chdir
@@ -382,6 +383,28 @@ def test_measures_that_no_result_can_have_fail_the_job_in_a_sentence_that_names_
     assert f"All measures are in {lines}; name fewer tasks in a job" in failed.message
 
 
+def test_task_files_that_were_changed_after_they_were_measured_fail_the_job_by_the_name(
+    undisturbed: Any, roots: tuple[Path, ...], tmp_path: Path
+) -> None:
+    changed = []
+    for number, root in enumerate(roots):
+        changed.append(Path(shutil.copytree(root, tmp_path / str(number))))
+    (path,) = (path for root in changed for path in root.rglob("sums.yaml"))
+    path.write_text(f"{path.read_text()}\n# what is no part of a task\n")
+    spec = spec_of(tmp_path, *ALL, roots=tuple(changed))
+    measured = [line for line in undisturbed[1].splitlines(keepends=True) if json.loads(line)["name"] != ALL[-1]]
+    spec.checkpoint_dir.mkdir(parents=True)
+    lines = spec.checkpoint_dir / "harness.jsonl"
+    lines.write_bytes(b"".join(measured))
+    found = result_of(run(tmp_path / "first", spec)[1])
+    assert found["tasks"] == undisturbed[0]["tasks"]
+    path.write_text(f"{path.read_text()}\nfewshot_delimiter: x\n")
+    lines.write_bytes(b"".join(measured))
+    (failed,) = of_kind(run(tmp_path / "second", spec)[1], Failed)
+    assert failed.reason == "invalid_request"
+    assert "the files of 'sums' were changed after an earlier attempt of the job had measured it" in failed.message
+
+
 TASK = "task: a\ntest_split: test\noutput_type: generate_until\ndoc_to_text: '{{word}}'\ndoc_to_target: '{{word}}'\n"
 ROWS = "dataset_path: json\ndataset_kwargs: {data_files: {test: rows.jsonl}}\n"
 
@@ -424,6 +447,16 @@ def test_a_task_that_fails_fails_the_job_by_its_name(tmp_path: Path, text: str, 
     assert (status, failed.reason) == (1, "invalid_request")
     assert failed.message.startswith("harness.tasks: ")
     assert sentence in failed.message, failed.message
+
+
+def test_a_task_file_that_would_stop_or_fill_the_job_fails_it_by_its_path(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES, tmp_path / "tasks")
+    os.mkfifo(tmp_path / "tasks" / "pipe.yaml")
+    (failed,) = of_kind(run(tmp_path / "run", spec_of(tmp_path, roots=(tmp_path / "tasks",)))[1], Failed)
+    assert failed.reason == "invalid_request"
+    assert (
+        f"{tmp_path / 'tasks' / 'pipe.yaml'} cannot be read: it is not a regular file. The operator" in failed.message
+    )
 
 
 def test_a_limit_of_the_machine_is_not_blamed_on_a_task(tmp_path: Path) -> None:

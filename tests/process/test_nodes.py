@@ -38,6 +38,7 @@ from llama_stack_provider_trl.specs.job import AttemptSpec, DpoSpec, JobSpec, Op
 from llama_stack_provider_trl.system.files import RunDir, damage
 from tests.contract.stack import poll
 from tests.forked import forked_warm_processes, start_program
+from tests.ports import reserved_port
 from tests.process.test_ranks import assert_same_numbers, numbers, spec_of, trained
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import REPOSITORY
@@ -308,9 +309,9 @@ def test_torchruns_that_do_not_meet_end_with_a_sentence(
 
 
 @pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+def port() -> Iterator[int]:
+    with reserved_port() as port:
+        yield port
 
 
 def test_ranks_of_several_nodes_measure_the_link_when_they_meet(tmp_path: Path, port: int) -> None:

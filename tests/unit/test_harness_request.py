@@ -333,6 +333,7 @@ def test_the_documented_fields_are_those_of_the_block() -> None:
         "include: /dev/zero",
         "include: pipe",
         "include: loop.yaml",
+        f"x: {'[' * 200_000}{']' * 200_000}",  # which ends a process, in the parser's C
         "x: !!bool perhaps",
         "x: !!timestamp perhaps",
         "dataset_path: json\ndataset_kwargs: {data_files: &a [*a]}",

@@ -28,8 +28,8 @@ from ..views.checkpoints import Digests, Opener
 from .logs import write_all
 
 _REPEATED, _LINE, _TOKEN = 8, 256 << 10, 4 << 10
-"""How often a line of answers may repeat its row, bytes of all else in it, and bytes of a token's text: several times
-what is found."""
+"""How often a line of answers may repeat its row, bytes of everything else in it, and bytes of a token's text: several
+times what is found."""
 
 
 def remove_results(spec: JobSpec) -> None:

@@ -103,7 +103,8 @@ class UploadReceiver:
             size = os.fstat(file).st_size
             if size != offset:
                 raise WrongOffset(offset, size)
-            self.current(task.task_id, task.node)  # repeated: a conclusion of the attempt writes here under the same lock
+            # Repeated: a conclusion of the attempt writes here under the same lock.
+            self.current(task.task_id, task.node)
             write_all(file, size, lines)
             return size + len(lines)
 
