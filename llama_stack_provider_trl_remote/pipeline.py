@@ -13,7 +13,7 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -30,7 +30,7 @@ Json = dict[str, Any]
 JOBS = "jobs"
 """Key of a file that makes it a pipeline."""
 _PREFIX = "job:"
-_ROWS = "dataset_id"
+_ROWS, _OTHER_ROWS = "dataset_id", "validation_dataset_id"
 _SEARCH = "hyperparam_search_config"
 _Field = tuple[str, Any, Any]
 """A field's name, the object or list that has its value, and the key or number of it there."""
@@ -271,7 +271,7 @@ def _fields(request: Json) -> list[_Field]:
     kind, data, then = request.get("kind"), _data_of(request), _evaluation_of(request)
     # Beside a `model`, `finetuned_model` names the result.
     single = [("model", request, "finetuned_model" if request.get("model") is None else "model")]
-    single += [(name, data, name) for name in (_ROWS, "validation_dataset_id")]
+    single += [(name, data, name) for name in (_ROWS, _OTHER_ROWS)]
     single += [("base", request, "base")] if kind == "merge" else []
     single += [("algorithm_config.teacher", _method(request), "teacher")]
     single += [(f"provider_options.evaluate.{_ROWS}", then, _ROWS)]
@@ -293,36 +293,24 @@ def _fields(request: Json) -> list[_Field]:
 
 def _searched(request: Json) -> list[_Field]:
     """The same of the values that a search has for such fields."""
-    found: list[_Field] = []
-    for path, values, number, trial in _trials(request):
-        if path == "finetuned_model" and request.get("model") is not None:
-            continue
-        *above, key = path.split(".")
-        holder = trial
-        for part in above:
-            holder = holder[part]
-        where = f"{_SEARCH}.parameters.{path}"
-        for _, one, name in _fields(trial):
-            is_value = one is holder and name == key
-            found.append((where, values, number) if is_value else (where, one, name))
-    return found
-
-
-def _trials(request: Json) -> Iterator[tuple[str, list[Any], int, Json]]:
-    """Each value of a search: the path of its field, the values, its number among them, and a request that has it
-    alone."""
     config = request.get(_SEARCH)
     parameters = config.get("parameters") if isinstance(config, dict) else None
+    found: list[_Field] = []
     for path, given in parameters.items() if isinstance(parameters, dict) else ():
         values = given.get("values") if isinstance(given, dict) else given
-        if not isinstance(values, list):
+        if not isinstance(values, list) or (path == "finetuned_model" and request.get("model") is not None):
             continue
         *above, key = str(path).split(".")
         for number, value in enumerate(values):
-            trial: Json = {key: value}
+            holder: Json = {key: value}
+            trial = holder
             for part in reversed(above):
                 trial = {part: trial}
-            yield str(path), values, number, trial
+            where = f"{_SEARCH}.parameters.{path}"
+            for _, one, name in _fields(trial):
+                is_value = one is holder and name == key
+                found.append((where, values, number) if is_value else (where, one, name))
+    return found
 
 
 def _method(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -350,8 +338,11 @@ def _data_of(request: Json) -> Json:
 
 
 def _dataset_ids(request: Json) -> tuple[str, ...]:
-    """The registered datasets of a request, of its evaluation at the end, and of the values of a search."""
-    parts = [_data_of(one) for one in (request, *(trial for *_, trial in _trials(request)))]
-    found = [data.get(name) for data in parts for name in (_ROWS, "validation_dataset_id")]
-    found.append(_evaluation_of(request).get(_ROWS))
+    """The registered datasets of a request: to train on, to evaluate on, of an evaluation after it, and those that a
+    search tries."""
+    found = [
+        holder[key]
+        for field, holder, key in [*_fields(request), *_searched(request)]
+        if (key if isinstance(key, str) else field.rpartition(".")[2]) in (_ROWS, _OTHER_ROWS)
+    ]
     return tuple(dict.fromkeys(one for one in found if isinstance(one, str) and not one.startswith(_PREFIX)))
