@@ -13,7 +13,7 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -293,36 +293,24 @@ def _fields(request: Json) -> list[_Field]:
 
 def _searched(request: Json) -> list[_Field]:
     """The same of the values that a search has for such fields."""
-    found: list[_Field] = []
-    for path, values, number, trial in _trials(request):
-        if path == "finetuned_model" and request.get("model") is not None:
-            continue
-        *above, key = path.split(".")
-        holder = trial
-        for part in above:
-            holder = holder[part]
-        where = f"{_SEARCH}.parameters.{path}"
-        for _, one, name in _fields(trial):
-            is_value = one is holder and name == key
-            found.append((where, values, number) if is_value else (where, one, name))
-    return found
-
-
-def _trials(request: Json) -> Iterator[tuple[str, list[Any], int, Json]]:
-    """Each value of a search: the path of its field, the values, its number among them, and a request that has it
-    alone."""
     config = request.get(_SEARCH)
     parameters = config.get("parameters") if isinstance(config, dict) else None
+    found: list[_Field] = []
     for path, given in parameters.items() if isinstance(parameters, dict) else ():
         values = given.get("values") if isinstance(given, dict) else given
-        if not isinstance(values, list):
+        if not isinstance(values, list) or (path == "finetuned_model" and request.get("model") is not None):
             continue
         *above, key = str(path).split(".")
         for number, value in enumerate(values):
-            trial: Json = {key: value}
+            holder: Json = {key: value}
+            trial = holder
             for part in reversed(above):
                 trial = {part: trial}
-            yield str(path), values, number, trial
+            where = f"{_SEARCH}.parameters.{path}"
+            for _, one, name in _fields(trial):
+                is_value = one is holder and name == key
+                found.append((where, values, number) if is_value else (where, one, name))
+    return found
 
 
 def _method(request: Mapping[str, Any]) -> dict[str, Any]:

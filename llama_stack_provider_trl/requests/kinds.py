@@ -312,7 +312,7 @@ class MergeRequest(_Kind):
     models: list[MergedModel] = Field(min_length=1, max_length=64)
     """What is merged: [{model, weight}]."""
     method: MergeMethod = "linear"
-    """linear, slerp (two models), ties, dare_linear, dare_ties, cat (adapters)."""
+    """linear, slerp (two models or adapters), ties, dare_linear, dare_ties, cat (adapters)."""
     base: str | None = None
     """ties and dare of whole models: the model from which they were trained, named as those are."""
     density: float | None = Field(None, gt=0, le=1)

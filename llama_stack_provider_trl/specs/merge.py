@@ -9,7 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 MergeMethod = Literal["linear", "slerp", "ties", "dare_linear", "dare_ties", "cat"]
 MODEL_METHODS: tuple[MergeMethod, ...] = ("linear", "slerp", "ties", "dare_linear", "dare_ties")
-ADAPTER_METHODS: tuple[MergeMethod, ...] = ("linear", "cat", "ties", "dare_linear", "dare_ties")
+ADAPTER_METHODS: tuple[MergeMethod, ...] = ("linear", "cat", "slerp", "ties", "dare_linear", "dare_ties")
+STACKED_METHODS: tuple[MergeMethod, ...] = ("cat", "slerp")
+"""Of adapters, exact: the rank of the result is the sum of theirs."""
 PRUNING_METHODS: tuple[MergeMethod, ...] = ("ties", "dare_linear", "dare_ties")
 """They keep a share of each model's differences, `density`."""
 

@@ -167,7 +167,7 @@ def _ending(status: dict[str, Any]) -> list[str]:
     """How a job ended, what it has measured, and its checkpoints."""
     resources = status.get("resources_allocated") or {}
     measures = _measures(resources.get("result") or {})
-    lines = [progress_line(status), *measures[:_MEASURES]]
+    lines = [progress_line(status), *_best(resources.get("search") or {}), *measures[:_MEASURES]]
     if len(measures) > _MEASURES:
         lines.append(f"{len(measures) - _MEASURES} more: trl-remote jobs show {status['job_uuid']}")
     error = resources.get("error")
@@ -176,6 +176,15 @@ def _ending(status: dict[str, Any]) -> list[str]:
         if error.get("log_path"):
             lines.append(f"log: {error['log_path']}")
     return lines + [f"checkpoint {found['identifier']}: {found['path']}" for found in status["checkpoints"]]
+
+
+def _best(search: dict[str, Any]) -> list[str]:
+    """The best trial of a search, with its values."""
+    best = search.get("best")
+    if not best:
+        return []
+    values = ", ".join(f"{path}={value}" for path, value in best["values"].items())
+    return [f"best {best['job_uuid']}: {search['objective']} {best['value']:.6g} with {values}"]
 
 
 def _measures(result: dict[str, Any], above: str = "") -> list[str]:

@@ -195,6 +195,8 @@ def learning(root: Path, teacher: Path, how: dict[str, Any], **changes: Any) -> 
 
 
 def test_20_steps_lower_the_distance_and_a_job_that_continues_gives_the_same_answers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     spec = learning(tmp_path, teacher_model(tmp_path / "teacher", is_constant=True), {"hybrid": True})
     events = ended(*run(tmp_path, spec))
     losses = metric(events, "loss")
@@ -207,6 +209,7 @@ def test_20_steps_lower_the_distance_and_a_job_that_continues_gives_the_same_ans
     assert effective["memory"]["fits"]
     assert effective["memory"]["reference_bytes"] > 0
     final = spec.checkpoint_dir / "final"
+    assert AutoModelForCausalLM.from_pretrained(final).config.model_type == "llama"
     weights = (final / "model.safetensors").read_bytes()
     final.rename(tmp_path / "first-final")
     resumed = ended(*run(tmp_path / "resumed", spec, spec.checkpoint_dir / "checkpoint-10"))

@@ -7,6 +7,7 @@ import math
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,13 @@ from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.checkpoint import merge as merging
 from llama_stack_provider_trl.recipes.checkpoint.merge import merge
 from llama_stack_provider_trl.recipes.checkpoint.merge_methods import seeded, slerp
-from llama_stack_provider_trl.specs.merge import MergeInput, MergeSpec
+from llama_stack_provider_trl.specs.merge import (
+    ADAPTER_METHODS,
+    MODEL_METHODS,
+    PRUNING_METHODS,
+    MergeInput,
+    MergeSpec,
+)
 from llama_stack_provider_trl.system.files import MANIFEST, write_manifest
 from llama_stack_provider_trl_remote.cli.main import main
 from tests.tiny import tiny_model
@@ -174,6 +181,56 @@ def test_merged_adapters_equal_pefts(method: str, adapters: list[Path], base: Pa
     assert compared == 4
 
 
+@pytest.mark.parametrize("method", ["dare_linear", "dare_ties"])
+def test_dare_of_adapters_has_the_matrices_of_the_papers_formula(
+    method: str, adapters: list[Path], tmp_path: Path
+) -> None:
+    merge(spec(adapters[:2], [0.7, 1.1], tmp_path / "merged", method=method, density=0.5, seed=7))
+    file = "adapter_model.safetensors"
+    merged, read = values(tmp_path / "merged", file), [values(path, file) for path in adapters[:2]]
+    roots = [
+        math.sqrt(0.7 * 4 / 4),
+        math.sqrt(1.1 * 8 / math.sqrt(4)),
+    ]  # with the scales; the second is rank-stabilized
+    modules = [name.removesuffix(".lora_A.weight") for name in merged if "lora_A" in name]
+    assert len(modules) == 4
+    for module in modules:
+        with seeded(7, module):
+            for part in (".lora_A.weight", ".lora_B.weight"):
+                tensors = [one[module + part] for one in read]
+                masks = [torch.bernoulli(torch.full_like(one, 0.5)) for one in tensors]
+                dropped = [one * mask / 0.5 for one, mask in zip(tensors, masks, strict=True)]
+                summed = sum((one * root for one, root in zip(dropped, roots, strict=True)), 0 * tensors[0])
+                expected = elected(dropped, roots) if method == "dare_ties" else summed
+                assert (merged[module + part] - expected).abs().max() < 1e-5, module + part
+
+
+@pytest.mark.parametrize("second", [1, 2], ids=["the same modules", "a module less"])
+def test_slerp_of_adapters_goes_along_the_arc_of_what_they_change(
+    second: int, adapters: list[Path], base: Path, tmp_path: Path
+) -> None:
+    named = [adapters[0], adapters[second]]
+    merge(spec(named, [1, 3], tmp_path / "merged", method="slerp"))
+    loaded = [
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), path)
+        for path in (*named, tmp_path / "merged")
+    ]
+    compared = 0
+    for name, module in loaded[2].named_modules():
+        if "default" not in getattr(module, "lora_A", {}):
+            continue
+        found = module.get_delta_weight("default")
+        one, other = (getattr(model.get_submodule(name), "get_delta_weight", None) for model in loaded[:2])
+        a = one("default").double() if one else 0 * found.double()
+        b = other("default").double() if other else 0 * found.double()
+        angle = math.acos(float((a * b).sum() / (a.norm() * b.norm()))) if other else 0.0
+        factors = [math.sin(share * angle) / math.sin(angle) if angle else share for share in (0.25, 0.75)]
+        expected = factors[0] * a + factors[1] * b
+        assert (found - expected).abs().max() < 1e-6 * max(1, float(expected.abs().max())), name
+        compared += 1
+    assert compared == 4
+
+
 class _nothing:
     def __enter__(self) -> None: ...
 
@@ -258,6 +315,30 @@ def test_no_model_is_in_memory_as_a_whole(base: Path, tmp_path: Path) -> None:
     assert values(tmp_path / "merged")["block.7.weight"].unique().tolist() == [7.5]
 
 
+def test_each_method_reads_one_weight_of_each_model_at_a_time(
+    models: list[Path], adapters: list[Path], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+    real = merging._Weights.get
+
+    def get(self: Any, name: str) -> torch.Tensor:
+        weight = name.replace(".lora_B.", ".lora_A.")
+        others = {one for one, tensor in read if one != weight and tensor() is not None}
+        assert not others, f"{others} are in memory while {name} is read"
+        found = real(self, name)
+        read.append((weight, weakref.ref(found)))
+        return found
+
+    monkeypatch.setattr(merging._Weights, "get", get)
+    for method in MODEL_METHODS:
+        given = {"base": str(base), "density": 0.5} if method in PRUNING_METHODS else {}
+        merge(spec(models[:2], [1, 1], tmp_path / f"model-{method}", method=method, **given))
+    for method in ADAPTER_METHODS:
+        given = {"density": 0.5} if method in PRUNING_METHODS else {}
+        merge(spec(adapters[:2], [1, 1], tmp_path / f"adapter-{method}", method=method, **given))
+    assert len({name for name, _ in read}) == len(values(base)) + 4
+
+
 def changed(path: Path, tmp_path: Path, file: str, change: Callable[[dict[str, Any]], None]) -> Path:
     """A copy of a model, or adapter, with another JSON file."""
     copied = tmp_path / "changed"
@@ -288,7 +369,7 @@ def test_what_cannot_be_merged_is_refused_by_name(
     assert "slerp merges two models, 3 were named" in refusal(spec(models, [1, 1, 1], output, method="slerp"))
     assert "add up to 0 or less" in refusal(spec(models[:2], [1, -1], output))
     assert "method cat does not merge whole models" in refusal(spec(models[:2], two, output, method="cat"))
-    assert "method slerp does not merge adapters" in refusal(spec(adapters[:2], two, output, method="slerp"))
+    assert "slerp merges two adapters, 3 were named" in refusal(spec(adapters, [1, 1, 1], output, method="slerp"))
     assert "merged without a base" in refusal(spec(adapters[:2], two, output, base=str(base)))
     assert "neither a directory nor in the local cache" in refusal(spec([models[0], Path("no/such")], two, output))
     (tmp_path / "taken").mkdir()
@@ -328,7 +409,7 @@ def test_models_that_do_not_fit_together_are_refused_by_name(models: list[Path],
         ({"peft_type": "IA3"}, "only LoRA is merged"),
         ({"use_dora": True}, "its use_dora is True"),
         ({"rank_pattern": {"q_proj": 8}}, "its rank_pattern is"),
-        ({"r": 8}, "of ranks [4, 8] are merged by the method cat only"),
+        ({"r": 8}, "of ranks [4, 8] are merged by the methods cat and slerp only"),
         ({"base_model_name_or_path": "another"}, "base_model_name_or_path of"),
     ],
 )

@@ -28,6 +28,8 @@ from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.events import Reason
 from llama_stack_provider_trl.specs.job import JobSpec
+from llama_stack_provider_trl.specs.kinds import MERGING, EvaluateSpec, MergeWork
+from llama_stack_provider_trl.specs.merge import MergeInput, MergeSpec
 from llama_stack_provider_trl.specs.methods import (
     CpoSpec,
     DistillationSpec,
@@ -329,6 +331,32 @@ def test_a_kill_of_a_job_of_each_other_method_changes_no_number(forked: World, a
     forked.add("whole", kind, n_epochs=2)
     forked.finish("whole")
     assert forked.outcome("cut") == forked.outcome("whole")
+    assert_clean(forked.root)
+
+
+@pytest.mark.parametrize("kind", ["merge", "evaluate"])
+def test_a_job_that_does_not_train_and_is_killed_begins_again(forked: World, armed: Path, kind: str) -> None:
+    points = ["started", *(["merging-final", "exported-final"] if kind == "merge" else ["prepared"])]
+    for point in points:
+        (armed / point).write_text("kill")
+    for name in ("cut", "whole"):
+        directory = forked.root / "checkpoints" / name
+        inputs = (MergeInput(model=str(tiny_model()), weight=1.0),) * 2
+        merge = MergeWork(merge=MergeSpec(inputs=inputs, output=directory / MERGING), of_adapters=False)
+        work = merge if kind == "merge" else EvaluateSpec()
+        fields = {"job_uuid": name, "checkpoint_dir": directory, "retries": 1000, "num_threads": 1, "work": work}
+        forked.store.add_job(job_spec(forked.root, tiny_model(), **fields), "digest")
+        forked.finish(name)
+        if name == "cut":
+            assert all((armed / f"{point}.taken").exists() for point in points)
+            assert len(forked.store.attempts("cut")) == len(points) + 1
+    cut, whole = (forked.store.get(name).effective for name in ("cut", "whole"))
+    assert cut is not None
+    assert whole is not None
+    assert cut["result"] == whole["result"]
+    if kind == "merge":
+        weights = [forked.spec(name).checkpoint_dir / "final" / "model.safetensors" for name in ("cut", "whole")]
+        assert weights[0].read_bytes() == weights[1].read_bytes()
     assert_clean(forked.root)
 
 

@@ -160,6 +160,16 @@ def test_watch_ends_with_what_a_job_has_measured(run: Run, service: FakeService)
     assert (first, last) == ("tasks.task-0 0.5", "2 more: trl-remote jobs show job")
 
 
+def test_watch_ends_with_the_best_trial_of_a_search(run: Run, service: FakeService) -> None:
+    best = {"job_uuid": "job-trial-2", "value": 1.23456789, "values": {"algorithm_config.rank": 8, "lr": 0.001}}
+    for found, lines in (
+        ({"best": best}, ["best job-trial-2: eval_loss 1.23457 with algorithm_config.rank=8, lr=0.001"]),
+        ({"best": None}, []),
+    ):
+        service.jobs["job"] = [status("job", "completed", search={"objective": "eval_loss", **found})]
+        assert run("jobs", "watch", "job")[1].splitlines() == ["completed", *lines]
+
+
 def test_watch_outlives_the_service(run: Run, service: FakeService) -> None:
     service.jobs["job"] = [status("job"), status("job", "completed")]
     polls: list[int] = []

@@ -19,9 +19,9 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from ...errors import JobFailure
 from ...specs.checkpoint_files import is_data_name
 from ...specs.events import Reason
-from ...specs.merge import ADAPTER_METHODS, MODEL_METHODS, PRUNING_METHODS, MergeSpec
+from ...specs.merge import ADAPTER_METHODS, MODEL_METHODS, PRUNING_METHODS, STACKED_METHODS, MergeSpec
 from ...system.files import MANIFEST, atomic_write_json, put_in_place
-from .merge_methods import merged_adapter, merged_weight, seeded
+from .merge_methods import merged_adapter, merged_weight, seeded, shares_of, slerp_weights
 from .shards import Outline, outlines, write
 
 _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -123,10 +123,8 @@ def _planned_model(spec: MergeSpec, inputs: list[_Weights], base: _Weights | Non
     if differences != (base is not None):
         hint = "name the model from which they were trained" if differences else "leave it out"
         raise _refusal(f"method {spec.method} of whole models {'needs a' if differences else 'has no'} base: {hint}")
-    if spec.method == "slerp" and len(inputs) != 2:
-        raise _refusal(f"slerp merges two models, {len(inputs)} were named: use linear for more")
-    if not differences and sum(one.weight for one in spec.inputs) <= 0:
-        raise _refusal(f"the weights of {spec.method} add up to 0 or less: their shares of the sum are used")
+    if not differences:
+        _check_shares(spec, "models")
     if base is not None and base.kind == "adapter":
         raise _refusal(f"the base {base.given} is an adapter: name the whole model")
     first = inputs[0]
@@ -164,9 +162,14 @@ def _planned_adapter(spec: MergeSpec, inputs: list[_Weights]) -> _Plan:
     for one, config in zip(inputs, configs, strict=True):
         _check_adapter(one, config, configs[0])
     ranks = [int(config["r"]) for config in configs]
-    if spec.method != "cat" and len(set(ranks)) > 1:
-        raise _refusal(f"adapters of ranks {ranks} are merged by the method cat only, or give all the same rank")
-    rank = sum(ranks) if spec.method == "cat" else ranks[0]
+    if spec.method == "slerp":
+        _check_shares(spec, "adapters")
+    is_stacked = spec.method in STACKED_METHODS
+    if not is_stacked and len(set(ranks)) > 1:
+        methods = " and ".join(STACKED_METHODS)
+        raise _refusal(f"adapters of ranks {ranks} are merged by the methods {methods} only, or give all the same rank")
+    rank = sum(ranks) if is_stacked else ranks[0]
+    shares = shares_of([one.weight for one in spec.inputs]) if spec.method == "slerp" else []
     targets = sorted({target for config in configs for target in config["target_modules"]})
     merged = {**configs[0], "r": rank, "lora_alpha": rank, "use_rslora": False, "target_modules": targets}
     plan = _Plan(_ADAPTER_WEIGHTS, (_ADAPTER_CONFIG, {**merged, "inference_mode": True}))
@@ -186,6 +189,11 @@ def _planned_adapter(spec: MergeSpec, inputs: list[_Weights]) -> _Plan:
         def compute(part: int, module: str = module, having: list[int] = having) -> torch.Tensor:
             pairs = [tuple(inputs[number].get(module + name).float() for name in (_A, _B)) for number in having]
             weights = [spec.inputs[number].weight * scales[number] for number in having]
+            if spec.method == "slerp":
+                of_pairs = [scales[number] for number in having]
+                # Of a module that one adapter lacks, its change is 0: the arc is a line.
+                alone = [shares[number] * scales[number] for number in having]
+                weights = slerp_weights(pairs, of_pairs, shares[1]) if len(pairs) == 2 else alone
             with seeded(spec.seed, module):
                 return _padded(merged_adapter(spec.method, pairs, weights, spec.density or 1.0), rank)[part]
 
@@ -197,7 +205,7 @@ def _planned_adapter(spec: MergeSpec, inputs: list[_Weights]) -> _Plan:
 
 
 def _padded(pair: tuple[torch.Tensor, torch.Tensor], rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a module that not every adapter has, `cat` gives fewer rows than the rank: the rest are 0."""
+    """Of a module that not every adapter has, `cat` and `slerp` give fewer rows than the rank: the rest are 0."""
     a, b = pair
     missing = rank - a.shape[0]
     pad = torch.nn.functional.pad
@@ -241,6 +249,13 @@ def _check_method(spec: MergeSpec, methods: tuple[str, ...], kind: str) -> None:
         verb = "needs" if spec.density is None else "has no"
         hint = "set it, such as 0.5" if spec.density is None else "leave it out"
         raise _refusal(f"method {spec.method} {verb} density: {hint}")
+
+
+def _check_shares(spec: MergeSpec, kind: str) -> None:
+    if spec.method == "slerp" and len(spec.inputs) != 2:
+        raise _refusal(f"slerp merges two {kind}, {len(spec.inputs)} were named: use linear for more")
+    if sum(one.weight for one in spec.inputs) <= 0:
+        raise _refusal(f"the weights of {spec.method} add up to 0 or less: their shares of the sum are used")
 
 
 def _check_alike(first: _Weights, other: _Weights) -> None:

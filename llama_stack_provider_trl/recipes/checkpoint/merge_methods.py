@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from peft.utils.merge_utils import dare_linear, dare_ties, task_arithmetic, ties
 
-from ...specs.merge import MergeMethod
+from ...specs.merge import STACKED_METHODS, MergeMethod
 
 _PRUNED = {"ties": ties, "dare_linear": dare_linear, "dare_ties": dare_ties}
 _PARALLEL = 1.0 - 1e-6
@@ -34,9 +34,9 @@ def merged_weight(
         density: share of the differences that `ties` and `dare_*` keep.
     """
     if method == "linear":
-        return combined("linear", tensors, _shares(weights), density)
+        return combined("linear", tensors, shares_of(weights), density)
     if method == "slerp":
-        return slerp(tensors[0], tensors[1], _shares(weights)[1])
+        return slerp(tensors[0], tensors[1], shares_of(weights)[1])
     if base is None:
         raise AssertionError(f"{method} without a base")
     return base + combined(method, [tensor - base for tensor in tensors], weights, density)
@@ -52,9 +52,9 @@ def merged_adapter(
 
     Args:
         pairs: A, shape (rank, inputs), and B, shape (outputs, rank), of each adapter.
-        weights: each times the scale of its adapter.
+        weights: each times the scale of its adapter; `slerp`: those of `slerp_weights`.
     """
-    if method == "cat":
+    if method in STACKED_METHODS:
         scaled = [a * weight for (a, _), weight in zip(pairs, weights, strict=True)]
         return torch.cat(scaled, dim=0), torch.cat([b for _, b in pairs], dim=1)
     roots = [math.sqrt(abs(weight)) for weight in weights]
@@ -89,6 +89,32 @@ def slerp(one: torch.Tensor, other: torch.Tensor, share: float) -> torch.Tensor:
     return (math.sin((1 - share) * angle) * one + math.sin(share * angle) * other) / math.sin(angle)
 
 
+def slerp_weights(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], scales: Sequence[float], share: float
+) -> list[float]:
+    """The weights of two adapters' changes B A whose sum is the point at `share` of the way along the arc between
+    these. The changes, each as large as a weight of the model, are not computed.
+
+    Args:
+        pairs: as in `merged_adapter`.
+        scales: of the adapters.
+    """
+    one, other = pairs
+    norms = math.sqrt(_inner(one, one) * _inner(other, other))
+    cosine = _inner(one, other) / norms * math.copysign(1.0, scales[0] * scales[1]) if norms > 0 else 1.0
+    factors = [1 - share, share]
+    if abs(cosine) <= _PARALLEL:
+        angle = math.acos(cosine)
+        factors = [math.sin(factor * angle) / math.sin(angle) for factor in factors]
+    return [factor * scale for factor, scale in zip(factors, scales, strict=True)]
+
+
+def _inner(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """The sum of the products of two changes' values."""
+    (a, b), (c, d) = ((a.double(), b.double()) for a, b in (one, other))
+    return float(((b.T @ d) * (a @ c.T)).sum())
+
+
 @contextmanager
 def seeded(seed: int, name: str) -> Iterator[None]:
     """Random numbers that depend on the seed and the weight's name only, while this is open."""
@@ -98,6 +124,6 @@ def seeded(seed: int, name: str) -> Iterator[None]:
         yield
 
 
-def _shares(weights: Sequence[float]) -> list[float]:
+def shares_of(weights: Sequence[float]) -> list[float]:
     total = sum(weights)
     return [weight / total for weight in weights]
