@@ -1,4 +1,4 @@
-"""Answers computed by vLLM, in a process of its own (`vllm_process`)."""
+"""Answers computed by vLLM, in a process of its own (`recipes.model.vllm_process`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..specs.kinds import Answering
 from .answerer import Answerer
 from .model.generation import answer_ends
 from .model.loading import DTYPES, load_config, outline, source_arguments
-from .vllm_process import MOST_AT_ONCE, VllmProcess
+from .model.vllm_process import MOST_AT_ONCE, VllmProcess
 
 
 class VllmAnswerer(Answerer):

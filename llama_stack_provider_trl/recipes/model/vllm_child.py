@@ -1,5 +1,5 @@
 """Answers prompts with vLLM: a program of its own, run by the interpreter that has vLLM, which has nothing of this
-project. `recipes.vllm_process` starts it and has the other end of its pipes.
+project. `recipes.model.vllm_process` starts it and has the other end of its pipes.
 
 Messages are lines of JSON. It reads its settings and then batches, each with the token ids of prompts. It answers with
 `ready`, with `answers`, with `progress` in between, or with `error`, after which it ends. A model that trains has two
@@ -88,7 +88,8 @@ class Weights:
 def _reloaded(worker: Any, weights: Iterator[tuple[str, Any]]) -> set[str]:
     """Have a worker of an engine take weights. Returns the names of those that it has and did not get."""
     model = worker.model_runner.get_model()
-    plain, loaded = model.load_weights, set()
+    plain = model.load_weights
+    loaded: set[str] = set()
 
     def observed(given: Any) -> Any:
         found = plain(given)

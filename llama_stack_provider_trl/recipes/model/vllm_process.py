@@ -1,5 +1,5 @@
-"""The process of vLLM (https://docs.vllm.ai), under an interpreter of its own: it pins releases of torch and transformers
-that are not those of training. `vllm_child` is its program."""
+"""The process of vLLM (https://docs.vllm.ai), under an interpreter of its own: it pins releases of torch and
+transformers that are not those of training. `vllm_child` is its program."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
-from ..errors import JobFailure
-from ..specs.events import EventWriter, Reason
-from ..system.process import without_modules
-from .distributed.heartbeat import heartbeat
+from ...errors import JobFailure
+from ...specs.events import EventWriter, Reason
+from ...system.process import without_modules
+from ..distributed.heartbeat import heartbeat
 
 MOST_AT_ONCE = 1024
 """Answers of a batch that vLLM has in progress; the others of it wait. vLLM refuses more than the tokens that one of
 its steps takes, 4096 on a CPU and 2048 or more elsewhere."""
 CPU_CACHE_GIB = 2
 """Of keys and values. vLLM's own default is nearly all memory of the machine."""
-_PROGRAM = Path(__file__).with_name("vllm_child.py")
+PROGRAM = Path(__file__).with_name("vllm_child.py")
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # what is computed together follows from the batch alone
     "VLLM_NO_USAGE_STATS": "1",
@@ -62,7 +62,7 @@ class VllmProcess:
         """
         try:
             self._child = subprocess.Popen(
-                [str(self._python), str(_PROGRAM)],
+                [str(self._python), str(PROGRAM)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -111,9 +111,7 @@ class VllmProcess:
                 raise _out_of_memory(reply["error"]) or JobFailure(Reason.invalid_model, problem)
         raise self._ended("while it loaded the model")
 
-    def _reply(
-        self, name: str, message: dict[str, Any], when: str, on_progress: Callable[[], None]
-    ) -> dict[str, Any]:
+    def _reply(self, name: str, message: dict[str, Any], when: str, on_progress: Callable[[], None]) -> dict[str, Any]:
         for reply in self._exchanged(message):
             on_progress()
             if "error" in reply:
