@@ -34,7 +34,13 @@ class VllmAnswerer(Answerer):
         super().__init__(spec, work)
         assert work.vllm_python is not None
         self._batch = batch
-        self._vllm = VllmProcess(work.vllm_python, device, writer, "Leave engine out, and transformers answers")
+        self._vllm = VllmProcess(
+            work.vllm_python,
+            device,
+            writer,
+            todo="Leave engine out, and transformers answers",
+            less="Use fewer prompts per batch_size, fewer max_new_tokens, or a device with more memory",
+        )
         self._outline: PreTrainedModel = outline(spec.source, load_config(spec.source), torch.float32)
         # Without a file of its own, a model's generation configuration follows from its config.json.
         generation = _generation_config(spec) or self._outline.generation_config

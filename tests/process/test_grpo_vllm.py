@@ -15,12 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from llama_stack_provider_trl.recipes.memory.estimate import estimate
+from llama_stack_provider_trl.recipes.memory.trace import Batch
+from llama_stack_provider_trl.recipes.memory.trace_cache import trace
 from llama_stack_provider_trl.recipes.model.vllm_process import PROGRAM
 from llama_stack_provider_trl.recipes.trainer.grpo import GrpoRecipe
 from llama_stack_provider_trl.recipes.trainer.vllm_policy import ScoredAnswer, VllmPolicy
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
-from llama_stack_provider_trl.specs.events import Failed, Progress, Reason
+from llama_stack_provider_trl.specs.events import Failed, NullEventWriter, Progress, Reason
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.methods import GrpoSpec, VllmSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
@@ -28,6 +32,7 @@ from llama_stack_provider_trl.system.process import alive, identify
 from tests.played_vllm import played_vllm
 from tests.process.test_grpo import DIGITS, FULL, LETTER, MORE, ROWS, STEPS, given_answers, metric, spec_of, trl_history
 from tests.process.waiting import until
+from tests.tiny import tiny_model
 from tests.training import LORA, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -166,7 +171,11 @@ def test_a_job_that_continues_has_the_answers_and_weights_of_an_undisturbed_one(
             "ValueError: no such architecture. .*Leave use_vllm out",
         ),
         ({"lack": "lm_head.bias"}, Reason.invalid_model, "1 weights are not among those of the model that trains"),
-        ({"reload": "CUDA out of memory"}, Reason.out_of_memory, "vLLM: ValueError: CUDA out of memory"),
+        (
+            {"reload": "CUDA out of memory"},
+            Reason.out_of_memory,
+            "CUDA out of memory. Lower max_seq_length or vllm_gpu",
+        ),
         ({"answer": "device-side assert"}, Reason.rank_failed, "vLLM: ValueError: device-side assert"),
         ({"kill": "answer"}, Reason.out_of_memory, "vLLM was killed while it answered"),
     ],
@@ -179,6 +188,41 @@ def test_vllm_that_fails_fails_the_job_with_one_sentence(
     (failed,) = of_kind(events, Failed)
     assert (status, failed.reason) == (1, reason)
     assert re.search(sentence, failed.message), failed.message
+
+
+def test_on_a_gpu_vllm_sleeps_between_its_answers_and_gets_new_weights_when_it_wakes(
+    tmp_path: Path, python: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    spec = job(tmp_path, python)
+    assert isinstance(spec.method, GrpoSpec)
+    assert spec.method.vllm is not None
+    more = {"most": 6, "at_once": 2, "device": torch.device("cuda"), "writer": NullEventWriter()}
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype="float32")
+    seeds = ["a", "b"]
+    with VllmPolicy(spec, spec.method.vllm, spec.method, **more) as vllm:
+        vllm.start(model)
+        found = [vllm.answer([[5, 6], [7]], seeds, [2], lambda: None) for _ in range(2)]
+        with torch.no_grad():
+            model.get_input_embeddings().weight += 1
+        found.append(vllm.answer([[5, 6], [7]], seeds, [2], lambda: None))
+    assert found[0] == found[1] != found[2]
+
+
+def test_the_memory_check_counts_vllm_beside_the_training(tmp_path: Path, python: Path) -> None:
+    with_vllm = job(tmp_path, python)
+    assert isinstance(with_vllm.method, GrpoSpec)
+    plain = with_vllm.model_copy(update={"method": with_vllm.method.model_copy(update={"vllm": None})})
+    batch = Batch(sequences=16, tokens=64)
+    for device, beside, host in (("cpu", 3 << 30, 3 << 30), ("cuda", 768 << 20, 1 << 30)):
+        ours, before = estimate(with_vllm, batch, device), estimate(plain, batch, device)
+        assert before.vllm == 0
+        weights = 4 * (trace(plain, batch, device).trainable)  # in the memory that both have, on a CPU in vLLM, too
+        of_device = beside + (2 * weights if device == "cpu" else 0)
+        of_machine = host + (2 * weights if device == "cpu" else weights)
+        assert ours.total - before.total == ours.vllm == of_device
+        assert ours.machine - before.machine == of_machine
 
 
 PARENT = """

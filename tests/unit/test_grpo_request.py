@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
+from llama_stack_provider_trl.launch.isolation import spec_paths
 from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
@@ -195,3 +196,11 @@ def test_what_vllm_cannot_do_for_grpo_is_refused_by_name(config: Any, options: A
     with pytest.raises(InvalidRequest, match=words) as caught:
         spec_of({"rewards": [EXACT], **config}, sharding=True, **options)
     assert caught.value.field.endswith(field)
+
+
+def test_a_training_that_is_isolated_reads_the_interpreter_of_vllm() -> None:
+    spec = spec_of({"rewards": [EXACT], "use_vllm": True}).model_dump(mode="json")
+    assert Path("/vllm/python") in spec_paths({"job": spec}, []).read
+    assert (
+        Path("/vllm/python") not in spec_paths({"job": {**spec, "method": {**spec["method"], "vllm": None}}}, []).read
+    )

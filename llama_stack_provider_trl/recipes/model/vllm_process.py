@@ -45,10 +45,11 @@ class VllmProcess:
         python: the interpreter that has it.
         writer: gets heartbeats while the process loads weights.
         todo: what to do where vLLM cannot have the model.
+        less: what to do where memory runs out.
     """
 
-    def __init__(self, python: Path, device: torch.device, writer: EventWriter, todo: str) -> None:
-        self._python, self._device, self._writer, self._todo = python, device, writer, todo
+    def __init__(self, python: Path, device: torch.device, writer: EventWriter, *, todo: str, less: str) -> None:
+        self._python, self._device, self._writer, self._todo, self._less = python, device, writer, todo, less
         self._child: subprocess.Popen[str] | None = None
 
     def start(self, settings: dict[str, Any], inherited: Sequence[int] = ()) -> None:
@@ -108,14 +109,14 @@ class VllmProcess:
                     return
                 todo = f"The log of the job has the rest. {self._todo}"
                 problem = f"vLLM cannot load {model}: {reply['error']}. {todo}"
-                raise _out_of_memory(reply["error"]) or JobFailure(Reason.invalid_model, problem)
+                raise self._out_of_memory(reply["error"]) or JobFailure(Reason.invalid_model, problem)
         raise self._ended("while it loaded the model")
 
     def _reply(self, name: str, message: dict[str, Any], when: str, on_progress: Callable[[], None]) -> dict[str, Any]:
         for reply in self._exchanged(message):
             on_progress()
             if "error" in reply:
-                raise _out_of_memory(reply["error"]) or RuntimeError(f"vLLM: {reply['error']}")
+                raise self._out_of_memory(reply["error"]) or RuntimeError(f"vLLM: {reply['error']}")
             if name in reply:
                 return reply
         raise self._ended(when)
@@ -144,13 +145,11 @@ class VllmProcess:
         status = self._child.wait()
         if status == -signal.SIGKILL:
             found = f"vLLM was killed {when}, as the kernel does when memory runs out"
-            return JobFailure(Reason.out_of_memory, f"{found}. Use a smaller batch_size or more memory")
+            return JobFailure(Reason.out_of_memory, f"{found}. {self._less}")
         return RuntimeError(f"vLLM ended with exit status {status} {when}: its output is in the log")
 
-
-def _out_of_memory(error: str) -> JobFailure | None:
-    """The failure that an error of vLLM is by its text; None: it is another one."""
-    if not any(text in error for text in _NO_MEMORY):
-        return None
-    todo = "Use fewer prompts per batch_size, fewer max_new_tokens, or a device with more memory"
-    return JobFailure(Reason.out_of_memory, f"vLLM: {error}. {todo}")
+    def _out_of_memory(self, error: str) -> JobFailure | None:
+        """The failure that an error of vLLM is by its text; None: it is another one."""
+        if not any(text in error for text in _NO_MEMORY):
+            return None
+        return JobFailure(Reason.out_of_memory, f"vLLM: {error}. {self._less}")

@@ -60,8 +60,13 @@ class VllmPolicy:
             raise AssertionError("a job with vLLM and no interpreter")
         self._spec, self._vllm, self._sampling, self._most, self._at_once = spec, vllm, sampling, most, at_once
         self._device, self._writer = device, writer
-        todo = "Leave use_vllm out, and transformers answers"
-        self._process = VllmProcess(vllm.python, device, writer, todo)
+        self._process = VllmProcess(
+            vllm.python,
+            device,
+            writer,
+            todo="Leave use_vllm out, and transformers answers",
+            less="Lower max_seq_length or vllm_gpu_memory_utilization, or leave use_vllm out",
+        )
         self._weights: _SharedWeights | None = None
 
     def __enter__(self) -> Self:

@@ -86,18 +86,34 @@ class LLM:
         self.longest = settings["max_model_len"]
         self.scores = settings.get("logprobs_mode") == "processed_logprobs"
         self.is_current = False
+        self.can_sleep = settings.get("enable_sleep_mode", False)
+        assert not self.can_sleep or settings["gpu_memory_utilization"] < 0.9
+        self.asleep: set[str] = set()
         self.worker = Worker(Path(settings["model"]))
         self.llm_engine = SimpleNamespace(step=lambda: None)
         _reach("load")
 
     def collective_rpc(self, method: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         """Call a function with each worker."""
+        assert "weights" not in self.asleep
         found = [method(self.worker, *args)]
         self.is_current = True
         return found
 
+    def sleep(self, level: int) -> None:
+        """Release all memory of the device."""
+        assert self.can_sleep
+        assert level == 2
+        self.asleep = {"weights", "kv_cache"}
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Take memory of the device again."""
+        assert self.asleep.issuperset(tags)
+        self.asleep -= set(tags)
+
     def generate(self, prompts: list[Any], chosen: list[SamplingParams], use_tqdm: bool) -> list[Any]:
         """The answers, in the order of the prompts."""
+        assert not self.asleep
         _reach("answer")
         if self.scores:
             assert self.is_current, "these weights have answered before"
