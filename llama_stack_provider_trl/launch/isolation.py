@@ -227,8 +227,9 @@ def spec_paths(spec: Mapping[str, Any], directories: Sequence[Path]) -> SpecPath
     models = [merge.get("base"), *(one.get("model") for one in merge.get("inputs") or ()), reference.get("model")]
     for one in (job, *(work.get("members") or ()), *((work.get("answers") or {}).get("judges") or ())):
         models += [one.get("model"), (one.get("adapter") or {}).get("path")]
-    for answering in (work, work.get("answers") or {}):
-        if isinstance(python := answering.get("vllm_python"), str):  # which the operator has chosen
+    answering = [one.get("vllm_python") for one in (work, work.get("answers") or {})]
+    for python in (*answering, ((job.get("method") or {}).get("vllm") or {}).get("python")):
+        if isinstance(python, str):  # which the operator has chosen
             found.read += _program(python)
     for source in (job.get("method") or {}).get("rewards") or ():
         reward = source.get("model") or {}

@@ -218,6 +218,18 @@ class GRPOConfig(_Body):
     """grpo or dapo (default)."""
     scale_rewards: str | None = None
     """group (default), batch or none."""
+    use_vllm: bool | None = None
+    """Have vLLM compute the answers, where the operator has set `vllm_python`. Default false: transformers."""
+    vllm_gpu_memory_utilization: float | None = Field(None, gt=0, lt=1)
+    """Share of a GPU's memory that vLLM takes while it answers. Default 0.3."""
+    vllm_importance_sampling_correction: bool | None = None
+    """Correct the loss for the difference between vLLM's log-probabilities and those of training. Default true."""
+    vllm_importance_sampling_mode: str | None = None
+    """token_truncate, token_mask, sequence_truncate or sequence_mask (default)."""
+    vllm_importance_sampling_clip_max: float | None = Field(None, gt=0, le=1e6)
+    """The largest ratio of both. Default 3."""
+    vllm_importance_sampling_clip_min: float | None = Field(None, ge=0, le=1e6)
+    """The smallest ratio. Default: none."""
 
 
 class DistillationConfig(_Body):

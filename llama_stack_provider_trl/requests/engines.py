@@ -1,16 +1,32 @@
-"""What computes the answers of jobs that answer prompts: transformers in their own process, or vLLM."""
+"""What computes the answers of jobs that answer prompts, or train on answers: transformers in their own process, or
+vLLM."""
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast, get_args
 
 from ..errors import InvalidRequest
 from ..specs.answer_files import answering_of
 from ..specs.kinds import EvaluateSpec, GenerateSpec, Work
+from ..specs.methods import GrpoSpec, VllmCorrection, VllmSpec, vllm_of
+from .bodies import GRPOConfig
+from .checks import nearest_choice
+from .options import ProviderOptions
 from .settings import Settings
 
 _LEAST_TEMPERATURE = 0.01
 """vLLM raises a lower one to this, but for 0."""
+_FIELDS = (
+    "gpu_memory_utilization",
+    "importance_sampling_correction",
+    "importance_sampling_mode",
+    "importance_sampling_clip_max",
+    "importance_sampling_clip_min",
+)
+"""Of a VllmSpec; a request has them with `vllm_` before."""
+_OF_THE_CORRECTION = _FIELDS[2:]
 
 
 def is_answered_by_vllm(work: Work | None) -> bool:
@@ -28,11 +44,67 @@ def with_engine(work: Work, settings: Settings) -> Work:
     answering = answering_of(work)
     if answering is None or not is_answered_by_vllm(work):
         return work
-    if settings.vllm_python is None:
-        hint = "this service has no vLLM: leave it out, or have the operator name an interpreter with it (vllm_python)"
-        raise InvalidRequest("engine", answering.engine, hint)
+    python = _python("engine", answering.engine, settings)
     if 0 < answering.temperature < _LEAST_TEMPERATURE:
         hint = f"vLLM has no temperature below {_LEAST_TEMPERATURE} but 0: send one of these, or leave engine out"
         raise InvalidRequest("temperature", answering.temperature, hint)
-    found = answering.model_copy(update={"vllm_python": settings.vllm_python})
+    found = answering.model_copy(update={"vllm_python": python})
     return work.model_copy(update={"answers": found}) if isinstance(work, EvaluateSpec) else cast(GenerateSpec, found)
+
+
+def resolve_vllm(config: GRPOConfig, options: ProviderOptions, where: str) -> VllmSpec | None:
+    """How vLLM answers the prompts of a job that trains, but for its interpreter; None: transformers does.
+
+    Raises:
+        InvalidRequest: names a field that vLLM cannot honour, or that has no effect.
+    """
+    given = {name: value for name in _FIELDS if (value := getattr(config, f"vllm_{name}")) is not None}
+    if not config.use_vllm:
+        for name, value in given.items():
+            hint = "it belongs to use_vllm, which has vLLM compute the answers: set that, or leave this out"
+            raise InvalidRequest(f"{where}.vllm_{name}", value, hint)
+        return None
+    if config.temperature is not None and config.temperature < _LEAST_TEMPERATURE:
+        hint = f"vLLM has no temperature below {_LEAST_TEMPERATURE} but 0: send more, or leave use_vllm out"
+        raise InvalidRequest(f"{where}.temperature", config.temperature, hint)
+    if options.resources is not None:
+        hint = "vLLM answers on the service's machine only: leave it out, or leave use_vllm out"
+        raise InvalidRequest("provider_options.resources", options.resources.model_dump(exclude_unset=True), hint)
+    mode = config.vllm_importance_sampling_mode
+    if mode is not None and mode not in get_args(VllmCorrection):
+        hint = nearest_choice(mode, get_args(VllmCorrection))
+        raise InvalidRequest(f"{where}.vllm_importance_sampling_mode", mode, hint)
+    if config.vllm_importance_sampling_correction is False:
+        for name in _OF_THE_CORRECTION:
+            if name in given:
+                hint = "it has no effect without vllm_importance_sampling_correction: leave one of them out"
+                raise InvalidRequest(f"{where}.vllm_{name}", given[name], hint)
+    found = VllmSpec(**given)
+    least = found.importance_sampling_clip_min
+    if least is not None and least >= found.importance_sampling_clip_max:
+        hint = f"it must be less than vllm_importance_sampling_clip_max, {found.importance_sampling_clip_max:g}"
+        raise InvalidRequest(f"{where}.vllm_importance_sampling_clip_min", least, hint)
+    return found
+
+
+def with_vllm(method: GrpoSpec, settings: Settings) -> GrpoSpec:
+    """The method with the interpreter that its answers are computed by. Raises InvalidRequest: there is none."""
+    if method.vllm is None:
+        return method
+    vllm = method.vllm.model_copy(update={"python": _python("algorithm_config.use_vllm", True, settings)})
+    return method.model_copy(update={"vllm": vllm})
+
+
+def check_vllm_ranks(fields: Mapping[str, Any]) -> None:
+    """Refuse several ranks for a job whose answers vLLM computes, by its resolved fields. Raises InvalidRequest."""
+    if vllm_of(fields.get("method")) is not None and fields["ranks"] > 1:
+        hint = "vLLM answers for a job of one process: send 1, or leave use_vllm out"
+        raise InvalidRequest("provider_options.nproc_per_node", fields["ranks"], hint)
+
+
+def _python(field: str, value: object, settings: Settings) -> Path:
+    """The interpreter with vLLM. Raises InvalidRequest: there is none."""
+    if settings.vllm_python is None:
+        hint = "this service has no vLLM: leave it out, or have the operator name an interpreter with it (vllm_python)"
+        raise InvalidRequest(field, value, hint)
+    return settings.vllm_python

@@ -13,6 +13,7 @@ from .answering import refuse_options
 from .bases import PREFIX
 from .bodies import JOB_UUID_PATTERN, GRPOConfig, GRPOReward
 from .checks import nearest_choice, parse_fields
+from .engines import resolve_vllm
 from .options import ProviderOptions
 
 _LONGEST_CHECKPOINT = 256
@@ -27,7 +28,8 @@ def resolve_grpo(config: GRPOConfig, options: ProviderOptions, where: str) -> Gr
         if value is not None and value not in choices:
             raise InvalidRequest(f"{where}.{name}", value, nearest_choice(value, choices))
     given = {name: value for name in GrpoSpec.model_fields if (value := getattr(config, name, None)) is not None}
-    return GrpoSpec(**{**given, "rewards": _rewards(config.rewards, f"{where}.rewards")})
+    vllm = resolve_vllm(config, options, where)
+    return GrpoSpec(**{**given, "rewards": _rewards(config.rewards, f"{where}.rewards"), "vllm": vllm})
 
 
 def _rewards(given: list[dict[str, Any]] | None, where: str) -> tuple[RewardSource, ...]:

@@ -14,7 +14,7 @@ from ..specs.job import (
     Quantizer,
     ReferenceSpec,
 )
-from ..specs.methods import METHODS, DistillationSpec, MethodSpec, reward_models
+from ..specs.methods import METHODS, DistillationSpec, GrpoSpec, MethodSpec, reward_models, vllm_of
 from .bases import PREFIX, Base
 from .bodies import (
     DPOAlignmentConfig,
@@ -26,6 +26,7 @@ from .bodies import (
 from .checks import nearest_choice, parse_fields, unknown_fields
 from .custom import unknown_method
 from .distillation import with_model
+from .engines import with_vllm
 from .options import ProviderOptions
 from .paths import resolve_base_model, resolve_trust
 from .preference import method_names, resolve_preference
@@ -57,6 +58,8 @@ def resolve_method(
             fields["method"] = with_model(fields["method"], settings)
         else:
             refuse_reference_options(options, METHODS[fields["algorithm"]].title)
+            if isinstance(fields["method"], GrpoSpec):
+                fields["method"] = with_vllm(fields["method"], settings)
     else:
         dpo = resolve_dpo(request, options, settings, warnings, base)
         fields = {"algorithm": "dpo", "lora": resolve_dpo_lora(options, warnings), "dpo": dpo}
@@ -75,6 +78,11 @@ def jobs_named_by(fields: dict[str, Any]) -> list[str]:
     if teacher.startswith(PREFIX):
         names.append(teacher.removeprefix(PREFIX).partition("/")[0])
     return names
+
+
+def stays_here(fields: dict[str, Any]) -> bool:
+    """Whether a requested method trains on this machine only, which has the checkpoints of jobs, and vLLM."""
+    return bool(jobs_named_by(fields)) or vllm_of(fields.get("method")) is not None
 
 
 def _continued(trained: LoraSpec, fields: dict[str, Any], options: ProviderOptions) -> LoraSpec:

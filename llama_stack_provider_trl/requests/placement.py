@@ -21,7 +21,7 @@ def resolve_placement(
     """Resolve the fields of this module.
 
     Args:
-        stays: the method reads checkpoints of jobs, which are on this machine.
+        stays: the method reads checkpoints of jobs, or has vLLM, which are on this machine.
 
     Raises:
         InvalidRequest: names the field.

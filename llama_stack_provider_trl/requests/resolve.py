@@ -17,8 +17,9 @@ from .averaging import resolve_averaging
 from .bases import NamedJob, resolve_base
 from .checks import refuse_infinite, refuse_unknown, refuse_unsupported
 from .data import resolve_data, resolve_data_config, resolve_shard, resolve_train_share
+from .engines import check_vllm_ranks
 from .lifecycle import resolve_lifecycle
-from .method import jobs_named_by, resolve_method
+from .method import jobs_named_by, resolve_method, stays_here
 from .options import ProviderOptions
 from .paths import resolve_paths
 from .placement import on_reserved_cores, resolve_placement
@@ -83,10 +84,11 @@ def resolve(
         **resolve_data(training, data, options, settings, algorithm, warnings),
         **resolve_training(training, options, settings, algorithm, has_adapters=has_adapters),
         **resolve_lifecycle(request, options, settings, base, [*makers, *named_jobs]),
-        **resolve_placement(request, options, settings, base, stays=bool(named_jobs)),
+        **resolve_placement(request, options, settings, base, stays=stays_here(method)),
     }
     fields |= resolve_averaging(options, settings, fields)
     check_step(fields)
     check_answers(fields, data)
+    check_vllm_ranks(fields)
     share, shard = resolve_train_share(data), resolve_shard(options)
     return Resolution(data.dataset_id, data.validation_dataset_id, fields, warnings, trackers, share, shard)

@@ -28,6 +28,9 @@ class MemoryEstimate:
     the first one, and every job that runs for half an hour, or is paused, saves one."""
     loading: int = 0
     """CPU: the memory of loading the model beyond the sum of all of the above; 0 where it is less."""
+    vllm: int = 0
+    """GRPO: vLLM beside training. On a CPU its process, weights and cache, and the memory in which it gets new weights;
+    on a GPU what it keeps while it sleeps."""
     host: int = field(default=0, metadata={"beside": True})
     """CPU memory of a rank that trains on another device, in no total: the copy for checkpoints, offloaded activations,
     offloaded parts."""

@@ -7,6 +7,7 @@ a trainer in `recipes.trainer.methods`. Installed packages add methods without o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
@@ -29,6 +30,7 @@ DpoLoss = Literal["sigmoid", "hinge", "ipo", "kto_pair"]
 CpoLoss = Literal["sigmoid", "hinge", "ipo", "simpo"]
 KtoLoss = Literal["kto", "apo_zero_unpaired"]
 GrpoLoss = Literal["grpo", "dapo"]
+VllmCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 RewardScale = Literal["group", "batch", "none"]
 
 
@@ -84,6 +86,23 @@ class RewardSpec(Frozen):
     """Weight of the squared sum of both rewards (arXiv:2312.09244), which keeps their mean near 0."""
 
 
+class VllmSpec(Frozen):
+    """How vLLM answers the prompts of a job that trains, with the names of TRL's GRPOConfig. Its log-probabilities of
+    the tokens that it chose differ from those of training; a ratio of both corrects the loss of each token."""
+
+    python: Path | None = None
+    """The interpreter that has it; None: it is not known yet."""
+    gpu_memory_utilization: float = Field(0.3, gt=0, lt=1)
+    """Share of a GPU's memory that it takes while it answers, its weights included."""
+    importance_sampling_correction: bool = True
+    importance_sampling_mode: VllmCorrection = "sequence_mask"
+    """token: the ratio of each token; sequence: the product of those of an answer. truncate: it is limited to the
+    bounds; mask: beyond them it is 0."""
+    importance_sampling_clip_max: float = Field(3.0, gt=0)
+    importance_sampling_clip_min: float | None = Field(None, ge=0)
+    """None: no lower bound."""
+
+
 class GrpoSpec(Frozen):
     """Group relative policy optimization (arXiv:2402.03300): the model answers each prompt several times, and an
     answer's advantage is its reward compared with those of its group. Each answer is trained on once, with the weights
@@ -108,6 +127,8 @@ class GrpoSpec(Frozen):
     scale_rewards: RewardScale = "group"
     """Standard deviation of the rewards that divides an advantage: of the prompt's answers, of all of the optimizer
     step, or none."""
+    vllm: VllmSpec | None = None
+    """vLLM computes the answers; None: transformers in the process that trains."""
 
 
 class UldSpec(Frozen):
@@ -194,6 +215,11 @@ MethodSpec = Annotated[
 def answer_tokens(method: MethodSpec | None) -> int | None:
     """Tokens of an answer at most, of a method that trains on the model's own answers; None: of another method."""
     return method.max_completion_length if isinstance(method, GrpoSpec | DistillationSpec) else None
+
+
+def vllm_of(method: MethodSpec | None) -> VllmSpec | None:
+    """How vLLM computes the answers of a job that trains; None: it does not."""
+    return method.vllm if isinstance(method, GrpoSpec) else None
 
 
 def uld_of(method: MethodSpec | None) -> UldSpec | None:

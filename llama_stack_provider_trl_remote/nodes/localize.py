@@ -215,6 +215,8 @@ def _check_spec(order: TaskOrder) -> None:
     models = [one.get("model") for one in rewards if one.get("model")]
     stays = "no reward model: a job that has one trains on the service's machine"
     _expect("spec.job.method.rewards", models, not models, stays)
+    vllm = (job.get("method") or {}).get("vllm")
+    _expect("spec.job.method.vllm", vllm, not vllm, "nothing: vLLM answers on the service's machine")
     stays = "nothing, answers of one model or its evaluation: other jobs that do not train run on the service's machine"
     _expect("spec.job.work", job.get("work"), _has_one_model(job.get("work")), stays)
     borrowed = (job.get("resume_from") or {}).get("path")

@@ -218,7 +218,8 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     """Files of the audit log that are kept; the oldest is removed when one more begins."""
 
     vllm_python: Path | None = None
-    """Interpreter that has vLLM, for jobs that answer prompts with engine vllm; null: none may. Checked at start."""
+    """Interpreter that has vLLM, for jobs that answer prompts with engine vllm, and GRPO with use_vllm; null: none may.
+    Checked at start."""
 
     log_level: LogLevel = "info"
     """debug, info, warning or error: the lowest level in the service's log (stderr, and `logs` in `data_dir`)."""

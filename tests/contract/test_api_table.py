@@ -141,6 +141,13 @@ GRPO: Json = {
     "top_p": 0.9,
     "scale_rewards": "none",
 }
+VLLM: Json = {
+    "gpu_memory_utilization": 0.5,
+    "importance_sampling_correction": False,
+    "importance_sampling_mode": "token_truncate",
+    "importance_sampling_clip_max": 2.0,
+    "importance_sampling_clip_min": 0.5,
+}
 DISTILLATION: Json = {"type": "distillation", "teacher": "org/teacher"}
 ULD: Json = {**DISTILLATION, "use_uld_loss": True}
 HYBRID: Json = {
@@ -221,7 +228,13 @@ ASKS: dict[str, Try] = {
         f"algorithm_config.{name}": Try(
             value, "dpo", around={"algorithm_config": {"type": "grpo", "rewards": [IS_JSON]}}
         )
-        for name, value in GRPO.items()
+        for name, value in [*GRPO.items(), ("use_vllm", True)]
+    },
+    **{
+        f"algorithm_config.vllm_{name}": Try(
+            value, "dpo", around={"algorithm_config": {"type": "grpo", "rewards": [IS_JSON], "use_vllm": True}}
+        )
+        for name, value in VLLM.items()
     },
     "algorithm_config.teacher": Try("org/other", "dpo", around={"algorithm_config": DISTILLATION}),
     "algorithm_config.lmbda": Try(0.5, "dpo", around={"algorithm_config": DISTILLATION}),
@@ -283,7 +296,8 @@ ALSO_REFUSED: list[tuple[str, Try]] = [
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setattr("llama_stack_provider_trl.requests.trackers.find_spec", lambda name: name)  # installed or not
     trackers = TrackerSettings.model_validate({"tensorboard": {}})
-    return Settings(data_dir=tmp_path, devices=("cpu", "cuda:1"), trackers=trackers)
+    here = {"devices": ("cpu", "cuda:1"), "vllm_python": tmp_path / "python"}
+    return Settings(data_dir=tmp_path, trackers=trackers, **here)
 
 
 def set_field(body: Json, path: str, value: Any) -> None:

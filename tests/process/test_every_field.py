@@ -354,7 +354,12 @@ ELSEWHERE: dict[str, str] = {
     **{
         ALGORITHM + name: "answers to prompts: tests/unit/test_grpo_request.py, tests/process/test_grpo.py"
         for name in requests.GRPOConfig.model_fields
-        if name not in ("type", "beta", "loss_type")
+        if name not in ("type", "beta", "loss_type") and "vllm" not in name
+    },
+    **{
+        ALGORITHM + name: "another interpreter: tests/unit/test_grpo_request.py, tests/process/test_grpo_vllm.py"
+        for name in requests.GRPOConfig.model_fields
+        if "vllm" in name
     },
     ALGORITHM + "teacher": "another model: tests/process/test_on_policy_distillation.py",
     **{

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,18 @@ def metric(events: list[Any], name: str) -> list[float]:
     return [event.metrics[name] for event in of_kind(events, Progress)]
 
 
-def trl_history(root: Path, method: GrpoSpec) -> list[dict[str, float]]:
-    """What TRL's own trainer reports of the same rows and answers, in order."""
+def trl_history(
+    root: Path,
+    method: GrpoSpec,
+    log_probs: Callable[[list[list[int]]], list[list[float]]] = lambda answers: [],
+    **further: Any,
+) -> list[dict[str, float]]:
+    """What TRL's own trainer reports of the same rows and answers, in order.
+
+    Args:
+        log_probs: of the tokens of answers, where another program chose them.
+        further: arguments of the trainer.
+    """
     import re
 
     from datasets import Dataset
@@ -89,7 +100,8 @@ def trl_history(root: Path, method: GrpoSpec) -> list[dict[str, float]]:
     class Given(GRPOTrainer):  # type: ignore[misc]
         def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
             # Each prompt is repeated num_generations times already.
-            return given_answers(prompt_ids[:: method.num_generations], method.num_generations), None
+            answers = given_answers(prompt_ids[:: method.num_generations], method.num_generations)
+            return answers, log_probs(answers) or None
 
     def digits(completions: list[Any], **_: Any) -> list[float]:
         return [float(bool(re.search("[0-9]", one[0]["content"]))) for one in completions]
@@ -109,6 +121,7 @@ def trl_history(root: Path, method: GrpoSpec) -> list[dict[str, float]]:
         loss_type=method.loss_type,
         scale_rewards=method.scale_rewards,
         reward_weights=[1.0, 0.5],
+        **further,
     )
     trainer = Given(
         model=AutoModelForCausalLM.from_pretrained(tiny_model(), dtype="float32"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -261,6 +262,12 @@ def test_what_the_key_knows_of_an_editable_package_are_its_python_files(
     (source / "src" / "edited" / "other.py").touch()
     found = [first, second, third, trace_cache._installed()]
     assert len({json.dumps(one) for one in found}) == 4
+    again = importlib.util.spec_from_file_location(f"{trace_cache.__name__}_again", trace_cache.__file__)
+    assert again is not None
+    assert again.loader is not None
+    imported = importlib.util.module_from_spec(again)
+    again.loader.exec_module(imported)  # as a training does where there is such a package
+    assert found[-1] == imported._PACKAGES
     for text in ("", "[]", json.dumps({**given, "dir_info": {}}), json.dumps({**given, "url": "https://a/b"})):
         file.write_text(text)
         assert not any(one.startswith("edited-1.0.dist-info") and len(one) > 80 for one in trace_cache._installed())

@@ -13,7 +13,7 @@ import torch
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobFailure
 from llama_stack_provider_trl.launch.interpreter import check_vllm
-from llama_stack_provider_trl.recipes import vllm_answerer
+from llama_stack_provider_trl.recipes.model import vllm_process
 from llama_stack_provider_trl.recipes.transformers_answerer import TransformersAnswerer
 from llama_stack_provider_trl.recipes.vllm_answerer import VllmAnswerer
 from llama_stack_provider_trl.specs.events import NullEventWriter, Reason
@@ -141,14 +141,14 @@ def test_vllm_that_closes_its_output_and_does_not_end_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its end is not awaited without a limit."""
-    monkeypatch.setattr(vllm_answerer, "_END_SECONDS", 0.0)
+    monkeypatch.setattr(vllm_process, "_END_SECONDS", 0.0)
     wrapper = tmp_path / "closed"
     wrapper.write_text("#!/bin/sh\nexec sleep 600 >&-\n")
     wrapper.chmod(0o755)
     with answerer_of(tmp_path, wrapper) as answerer:
         with pytest.raises(RuntimeError, match="vLLM has closed its output while it loaded the model"):
             answerer.prepare(PROMPTS)
-        child = answerer._child
+        child = answerer._vllm._child
     assert child is not None
     assert child.wait(60) == -9
 

@@ -75,6 +75,7 @@ def test_the_spec_above_sets_every_path_that_a_spec_may_have() -> None:
             "job.work.answers.judges.adapter.path",
             "job.work.harness.roots",
             "job.work.vllm_python",
+            "job.method.vllm.python",
             "job.work.answers.vllm_python",
         ),  # nor has it work with a path: the test after that
     }
@@ -135,9 +136,13 @@ def test_an_order_with_a_part_of_another_form_is_refused_in_one_sentence(job: di
         check_order(order(spec=spec(job=job)))
 
 
-def test_an_order_for_a_job_with_a_reward_model_is_refused() -> None:
+def test_an_order_for_a_job_with_a_reward_model_or_vllm_is_refused() -> None:
     check = {"name": "regex", "check": {"type": "regex", "pattern": "a"}, "model": None}
     check_order(order(spec=spec(job={"method": {"name": "grpo", "rewards": [check]}})))
+    with pytest.raises(InvalidRequest, match="vLLM answers on the service's machine"):
+        check_order(
+            order(spec=spec(job={"method": {"name": "grpo", "rewards": [check], "vllm": {"python": "/bin/sh"}}}))
+        )
     judge = {"name": "judge", "model": {"job_uuid": "judge", "path": "/service/checkpoints/judge/final"}}
     with pytest.raises(InvalidRequest, match="a job that has one trains on the service's machine"):
         check_order(order(spec=spec(job={"method": {"name": "grpo", "rewards": [check, judge]}})))

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
+from llama_stack_provider_trl.launch.isolation import spec_paths
 from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.answer_rows import refuse_unchecked_rows
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, ShardingSpec
-from llama_stack_provider_trl.specs.methods import GrpoSpec
+from llama_stack_provider_trl.specs.methods import GrpoSpec, VllmSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource, checks_of
 from llama_stack_provider_trl.specs.rows import check_rows
 
@@ -24,7 +25,14 @@ EXACT = {"check": {"type": "exact", "column": "answer"}}
 REGEX = {"check": {"type": "regex", "pattern": "a"}}
 
 
-def spec_of(config: dict[str, Any], *, sharding: bool = False, data: Any = None, **options: Any) -> JobSpec:
+def spec_of(
+    config: dict[str, Any],
+    *,
+    sharding: bool = False,
+    data: Any = None,
+    vllm_python: Path | None = Path("/vllm/python"),
+    **options: Any,
+) -> JobSpec:
     data = {"dataset_id": "prompts", "batch_size": 2, **(data or {})}
     body = PreferenceOptimizeRequest(
         job_uuid="job-1",
@@ -33,7 +41,7 @@ def spec_of(config: dict[str, Any], *, sharding: bool = False, data: Any = None,
         algorithm_config={"type": "grpo", **config},
     )
     many = {"sharding": ShardingSpec(), "max_ranks": 2, "max_nodes": 2} if sharding else {}
-    settings = Settings(data_dir=Path("/data"), devices=("cpu",), **many)
+    settings = Settings(data_dir=Path("/data"), devices=("cpu",), vllm_python=vllm_python, **many)
     rows = DatasetRef(dataset_id="prompts", path=Path("/rows"), sha256="0" * 64, num_rows=4)
     spec = resolve(body, ProviderOptions.parse(options), settings).spec(rows, None)
     assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
@@ -147,3 +155,52 @@ def test_a_row_without_the_column_of_a_reward_is_named(tmp_path: Path) -> None:
         refuse_unchecked_rows(dataset, checks_of(_sources(spec_of({"rewards": [REGEX, EXACT]}))))
     report = check_rows(rows, "grpo")
     assert (report.shapes, report.warnings) == ({"prompt": 2}, [])
+
+
+def test_vllm_answers_where_the_operator_has_named_an_interpreter_with_it() -> None:
+    plain = spec_of({"rewards": [EXACT], "use_vllm": False}, sharding=True).method
+    assert isinstance(plain, GrpoSpec)
+    assert plain.vllm is None
+    spec = spec_of({"rewards": [EXACT], "use_vllm": True}, sharding=True)
+    assert isinstance(spec.method, GrpoSpec)
+    assert spec.method.vllm == VllmSpec(python=Path("/vllm/python"))
+    assert spec_of({"rewards": [EXACT]}, sharding=True).resources is not None
+    assert spec.resources is None  # vLLM is on the service's machine
+    fields = {"gpu_memory_utilization": 0.4, "importance_sampling_mode": "token_mask"}
+    bounds = {"importance_sampling_clip_max": 2.0, "importance_sampling_clip_min": 0.5}
+    config = {f"vllm_{name}": value for name, value in {**fields, **bounds}.items()}
+    found = spec_of({"rewards": [EXACT], "use_vllm": True, **config}).method
+    assert isinstance(found, GrpoSpec)
+    assert found.vllm == VllmSpec(python=Path("/vllm/python"), **fields, **bounds)  # type: ignore[arg-type]
+
+
+MODE, MOST, LEAST = (f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min"))
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "field", "words"),
+    [
+        ({"use_vllm": True}, {"vllm_python": None}, "algorithm_config.use_vllm", r"has no vLLM.*\(vllm_python\)"),
+        ({MODE: "token_mask"}, {}, f"algorithm_config.{MODE}", "it belongs to use_vllm"),
+        ({"use_vllm": False, MOST: 2.0}, {}, f"algorithm_config.{MOST}", "it belongs to use_vllm"),
+        ({"use_vllm": True, MODE: "token"}, {}, f"algorithm_config.{MODE}", "expected one of token_truncate"),
+        ({"use_vllm": True, LEAST: 3.0}, {}, f"algorithm_config.{LEAST}", "less than vllm_importance.*_clip_max, 3"),
+        ({"use_vllm": True, "vllm_importance_sampling_correction": False, MOST: 2.0}, {}, MOST, "has no effect"),
+        ({"use_vllm": True, "vllm_gpu_memory_utilization": 1.0}, {}, "vllm_gpu_memory_utilization", "less than 1"),
+        ({"use_vllm": True, "temperature": 0.009}, {}, "algorithm_config.temperature", "no temperature below 0.01"),
+        ({"use_vllm": True}, {"resources": {"nodes": 1}}, "provider_options.resources", "service's machine only"),
+        ({"use_vllm": True}, {"nproc_per_node": 2}, "provider_options.nproc_per_node", "a job of one process"),
+    ],
+)
+def test_what_vllm_cannot_do_for_grpo_is_refused_by_name(config: Any, options: Any, field: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        spec_of({"rewards": [EXACT], **config}, sharding=True, **options)
+    assert caught.value.field.endswith(field)
+
+
+def test_a_training_that_is_isolated_reads_the_interpreter_of_vllm() -> None:
+    spec = spec_of({"rewards": [EXACT], "use_vllm": True}).model_dump(mode="json")
+    assert Path("/vllm/python") in spec_paths({"job": spec}, []).read
+    assert (
+        Path("/vllm/python") not in spec_paths({"job": {**spec, "method": {**spec["method"], "vllm": None}}}, []).read
+    )

@@ -93,25 +93,49 @@ def write_weights(
     Returns:
         What the files must hold, by name; on rank 0, empty on the others.
     """
-    plain = model.get_base_model() if isinstance(model, PeftModel) else model
-    sources = _sources(plain, dtype)
-    groups = [
-        (names, _converted(plain, {name: _meta(sources[name]) for name in names})) for names in _groups(plain, sources)
-    ]
-    files = _Files(directory, [planned for _, planned in groups])
-    for names, planned in groups:
-        weights = {name: sources[name].whole() for name in names}
-        heartbeat()
-        if ranks.rank() == 0:
-            found = _converted(plain, {name: weight for name, weight in weights.items() if weight is not None})
-            if found.keys() != planned.keys():
-                raise AssertionError(f"converted to {sorted(found)}, planned were {sorted(planned)}")
-            for name, weight in found.items():
-                files.add(name, weight)
-            heartbeat()
+    groups = WeightGroups(model, dtype)
+    files = _Files(directory, groups.planned)
+    for weights in groups.values(heartbeat):
+        for name, weight in weights.items():
+            files.add(name, weight)
     if ranks.rank() == 0:
         files.finish()
     return files.written
+
+
+class WeightGroups:
+    """A model's weights as its files have them, in groups that are converted together.
+
+    Args:
+        dtype: as `write_weights`.
+    """
+
+    def __init__(self, model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> None:
+        self._plain = model.get_base_model() if isinstance(model, PeftModel) else model
+        self._sources = _sources(self._plain, dtype)
+        self._names = _groups(self._plain, self._sources)
+        self.planned = [
+            _converted(self._plain, {name: _meta(self._sources[name]) for name in names}) for names in self._names
+        ]
+        """Tensors without data, by name."""
+
+    def values(self, heartbeat: Callable[[], None] = lambda: None) -> Iterator[dict[str, torch.Tensor]]:
+        """The groups in CPU memory on rank 0, empty ones on the others. Every rank must iterate.
+
+        Args:
+            heartbeat: called after every weight.
+        """
+        for names, planned in zip(self._names, self.planned, strict=True):
+            weights = {name: self._sources[name].whole() for name in names}
+            heartbeat()
+            if ranks.rank() != 0:
+                yield {}
+                continue
+            found = _converted(self._plain, {name: weight for name, weight in weights.items() if weight is not None})
+            if found.keys() != planned.keys():
+                raise AssertionError(f"converted to {sorted(found)}, planned were {sorted(planned)}")
+            yield found
+            heartbeat()
 
 
 def adapter_tensors(model: PeftModel) -> dict[str, torch.Tensor]:

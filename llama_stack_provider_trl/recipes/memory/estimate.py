@@ -6,9 +6,11 @@ from dataclasses import replace
 
 from ...specs.job import JobSpec
 from ...specs.memory import MemoryEstimate
+from ...specs.methods import vllm_of
 from ...specs.moments import moment_bytes
 from ..model.fsdp import keeps_whole_gradients, num_shards, ranks_per_machine
 from ..model.loading import WeightStorage
+from ..model.vllm_process import CPU_CACHE_GIB
 from ..trainer.loader import num_workers
 from ..trainer.reference import precomputes
 from .attention import flash_bytes
@@ -85,16 +87,18 @@ def estimate(spec: JobSpec, batch: Batch, device: str, baseline: int = 0) -> Mem
     # On a CPU they keep every page as it was that their rank changes after the fork.
     overhead += used + workers if kind == "cpu" and workers else 0
     most_host, host_loading = max(moments, key=lambda memory: memory.host), placed.host_loading
+    vllm, vllm_host = _vllm_bytes(spec, model, kind)
     rank = used + overhead + loading if kind == "cpu" else max(most_host.host, host_loading) + _HOST_PROCESS + workers
     return replace(
         peak,
         overhead=overhead,
         loading=loading,
+        vllm=vllm,
         host=most_host.host,
         host_offloaded=most_host.host_offloaded,
         host_loading=host_loading,
         page_cache=placed.page_cache,
-        machine=rank * ranks_per_machine(spec),
+        machine=rank * ranks_per_machine(spec) + vllm_host,
     )
 
 
@@ -281,6 +285,22 @@ class _Placed:
     def _gathered(self, model: Traced, blocks: int) -> int:
         """Gathered bytes of a sharded model: embeddings, `blocks` blocks, and the head, which TRL gathers in fp32."""
         return (model.embeddings + blocks * model.block) * self.compute + model.head * 4
+
+
+def _vllm_bytes(spec: JobSpec, model: Traced, kind: str) -> tuple[int, int]:
+    """What vLLM takes on the device beside the training at its peak, and of CPU memory.
+
+    On a GPU it sleeps then. While it answers, training holds no activations, and vLLM itself refuses to start where its
+    share of the memory is not free beside the model.
+    """
+    if vllm_of(spec.method) is None:
+        return 0, 0
+    weights = (model.trainable if spec.lora is None else 0) + model.frozen
+    shared = weights * (4 if spec.dtype == "fp32" else 2)
+    if kind == "cpu":
+        taken = 2 * shared + (CPU_CACHE_GIB << 30) + _HOST_PROCESS
+        return taken, taken
+    return _CUDA_CONTEXT, shared + _HOST_PROCESS
 
 
 def _moment_bytes(spec: JobSpec, model: Traced) -> int:

@@ -112,9 +112,6 @@ def _digest_of_source(directory: Path) -> str:
     return _digest(found)
 
 
-# At import, so that both are of the code that runs.
-_CODE = _digest_of_code()
-_PACKAGES = _installed()
 _TRACES: dict[str, Traced] = {}
 
 
@@ -260,3 +257,8 @@ def _tidy(directory: Path) -> None:
 
 def _digest(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+# At import, so that both are of the code that runs; and behind all that they call.
+_CODE = _digest_of_code()
+_PACKAGES = _installed()

@@ -98,7 +98,7 @@ class AnswersPrompts(PreparedDatasets, ScoresReference):
         """Trainer's, which sees all batches of an optimizer step before the first of them is computed: they are
         answered here, by the weights that the step changes. A collective."""
         self.model.train()  # as in the step itself: metrics of the first one would count as an evaluation's
-        answers = [self.answer(inputs["prompts"], inputs["rows"]) for inputs in batch_samples]
+        answers = self.answer_batches(batch_samples)
         faults.reach(f"answered-{self.state.global_step + 1}")
         self._tokens_of_step = self.collate_answers(batch_samples, answers)
         self._micro_steps = len(batch_samples)
@@ -116,6 +116,10 @@ class AnswersPrompts(PreparedDatasets, ScoresReference):
             Tokens of the answers of all ranks.
         """
 
+    def answer_batches(self, batches: list[dict[str, Any]]) -> list[list[list[int]]]:
+        """Token ids of the answers to the prompts of each batch of an optimizer step. A collective as `answer`."""
+        return [self.answer(inputs["prompts"], inputs["rows"]) for inputs in batches]
+
     def answer(self, prompts: list[list[int]], rows: list[int]) -> list[list[int]]:
         """Token ids of the answers to each prompt, by the weights as they are. A collective where ranks shard the
         model: those without prompts compute with the others. FSDP2 gathers weights in `generate`, with which Trainer
@@ -124,7 +128,7 @@ class AnswersPrompts(PreparedDatasets, ScoresReference):
         if not prompts and not sharded:
             return []
         model, count = self.accelerator.unwrap_model(self.model), self.spec.sequences_per_row
-        seeds = [f"{self.spec.seed}/{self.state.global_step}/{row}/{number}" for row in rows for number in range(count)]
+        seeds = self._seeds(rows)
         given = [prompt for prompt in prompts for _ in range(count)]
         with undisturbed(model, self.args.device), self._precision(), self._alive_at_each_forward(model):
             found = answer_ids(
@@ -145,6 +149,11 @@ class AnswersPrompts(PreparedDatasets, ScoresReference):
             if sharded:
                 reshard(model)
         return found if given else []
+
+    def _seeds(self, rows: list[int]) -> list[str]:
+        """Of the random numbers of each answer to the prompts of these rows."""
+        count = self.spec.sequences_per_row
+        return [f"{self.spec.seed}/{self.state.global_step}/{row}/{number}" for row in rows for number in range(count)]
 
     @contextmanager
     def _alive_at_each_forward(self, model: Any) -> Iterator[None]:

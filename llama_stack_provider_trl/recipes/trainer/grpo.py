@@ -21,9 +21,11 @@ from ...specs.methods import GrpoSpec
 from ...specs.rewards import checks_of
 from ..distributed import ranks
 from .answering import AnswersPrompts
+from .importance import Correction
 from .reference import is_needed, load_reference
 from .rewards import Rewards, Scores
 from .trl_patches import fuse_head
+from .vllm_policy import VllmPolicy
 
 _EPSILON = 1e-4
 """Added to a standard deviation of rewards, as TRL does."""
@@ -46,6 +48,17 @@ def kl_divergence(log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Ten
     """An estimate per token, at least 0 (http://joschu.net/blog/kl-approx.html, k3)."""
     difference = reference - log_probs
     return torch.exp(difference) - difference - 1
+
+
+def _behind_prompts(values: Sequence[list[float]], mask: torch.Tensor) -> torch.Tensor:
+    """A number for each token of answers, 0 for all other tokens.
+
+    Args:
+        mask: 1 for the answers' tokens, shape (answers, tokens).
+    """
+    found = torch.zeros(mask.shape)
+    found[mask.bool()] = torch.tensor([value for of_answer in values for value in of_answer])
+    return found
 
 
 class Group(NamedTuple):
@@ -76,6 +89,41 @@ class GrpoRecipe(AnswersPrompts, DPOTrainer):
         fuse_head(self.policy, outputs=("log_probs",), temperature=spec.method.temperature)
         self.ref_model = load_reference(spec, self.args.device, self.accelerator) if is_needed(spec) else None
         self._rewards.load_models(spec.dtype, self.args.device)
+        self._correction: Correction | None = None
+        self._sampling_log_probs: dict[int, list[list[float]]] = {}
+        """Of the tokens of the optimizer step's answers, by row, where vLLM chose them."""
+        self._vllm: VllmPolicy | None = None
+        if spec.method.vllm is not None:
+            self._vllm = VllmPolicy(
+                spec,
+                spec.method.vllm,
+                spec.method,
+                most=self._most,
+                at_once=self.batch_plan.rows_per_step * spec.method.num_generations,
+                device=self.args.device,
+                writer=self._writer,
+            )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, with vLLM beside it where that answers."""
+        if self._vllm is None:
+            return super().train(*args, **kwargs)
+        with self._vllm as vllm:
+            vllm.start(self.accelerator.unwrap_model(self.model))
+            return super().train(*args, **kwargs)
+
+    def answer_batches(self, batches: list[dict[str, Any]]) -> list[list[list[int]]]:
+        """As AnswersPrompts. vLLM answers all prompts of the optimizer step together: they do not depend on the micro
+        batches, which an attempt after a lack of memory has others of."""
+        if self._vllm is None:
+            return super().answer_batches(batches)
+        count = self._grpo.num_generations
+        rows = [row for inputs in batches for row in inputs["rows"]]
+        prompts = [prompt for inputs in batches for prompt in inputs["prompts"] for _ in range(count)]
+        sampled = self._vllm.answer(prompts, self._seeds(rows), self._ends(), self.alive)
+        of_rows = {row: sampled[number * count : (number + 1) * count] for number, row in enumerate(rows)}
+        self._sampling_log_probs = {row: [one.log_probs for one in answers] for row, answers in of_rows.items()}
+        return [[one.ids for row in inputs["rows"] for one in of_rows[row]] for inputs in batches]
 
     def collate_answers(self, batches: list[dict[str, Any]], answers: list[list[list[int]]]) -> int:
         own = [
@@ -85,12 +133,17 @@ class GrpoRecipe(AnswersPrompts, DPOTrainer):
         rewards = torch.tensor([group.rewards for group in groups], dtype=torch.float32)
         weighted = rewards @ self._rewards.weights
         self._note_rewards(groups, rewards, weighted)
+        vllm = self._grpo.vllm
+        self._correction = Correction(vllm) if vllm is not None and vllm.importance_sampling_correction else None
         advantages = dict(zip((group.row for group in groups), advantages_of(weighted, self._grpo), strict=True))
         for inputs, ids in zip(batches, answers, strict=True):
             prompts = [prompt for prompt in inputs["prompts"] for _ in range(self._grpo.num_generations)]
             of_rows = [advantages[row] for row in inputs["rows"]]
+            sampling = [given for row in inputs["rows"] for given in self._sampling_log_probs.get(row, ())]
             inputs.clear()
             inputs.update(self._collated(prompts, ids), advantages=torch.cat(of_rows or [torch.zeros(1)]))
+            if self._correction is not None:
+                inputs["sampling_log_probs"] = _behind_prompts(sampling, inputs["completion_mask"])
         return sum(group.tokens for group in groups)
 
     def _groups(self, rows: list[int], answers: list[list[int]]) -> list[Group]:
@@ -131,6 +184,10 @@ class GrpoRecipe(AnswersPrompts, DPOTrainer):
         # The weights gave these answers: the ratio is 1, and its gradient that of the log-probability.
         ratio = torch.exp(log_probs - log_probs.detach())
         losses = -ratio * inputs["advantages"].to(log_probs)[:, None]
+        if self._correction is not None:
+            losses = losses * self._correction.ratios(log_probs, inputs["sampling_log_probs"][:, 1:], mask)
+            if self._correction.micro_batches == self._micro_steps:
+                self.add_metrics(self._correction.metrics(), torch.ones((), device=log_probs.device))
         if reference is not None:
             kl = kl_divergence(log_probs, reference)
             # With the ratio its gradient is that of the reverse KL divergence, without a bias (arXiv:2512.02556).

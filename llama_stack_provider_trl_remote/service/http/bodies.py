@@ -128,7 +128,7 @@ class MemoryVerdict(BaseModel):
     devices: int
     """Ranks of the job; the numbers are those of each."""
     estimate_bytes: int
-    """The sum of the following parts, up to loading."""
+    """The sum of the following parts, up to vllm."""
     limit_bytes: int
     largest_batch: dict[str, int]
     """Sequences, and tokens of each with padding."""
@@ -141,6 +141,8 @@ class MemoryVerdict(BaseModel):
     overhead_bytes: int
     checkpoint_copy_bytes: int
     loading_bytes: int
+    vllm_bytes: int = 0
+    """vLLM beside training."""
     host_bytes: int
     """Of CPU memory, for each device; not in the estimate."""
     host_offloaded_bytes: int

@@ -1,7 +1,8 @@
-"""Takes the place of vLLM: its calls, as `recipes.vllm_child` makes them, without a model.
+"""Takes the place of vLLM: its calls, as `recipes.model.vllm_child` makes them, without a model.
 
-An answer has the numbers that follow from its prompt and its seed. `plays.json`, which `TRL_FAULTS` names the directory
-of, has what goes wrong: {"load": TEXT}, {"answer": TEXT}, {"kill": "load"} or {"kill": "answer"}.
+An answer has the numbers that follow from its prompt, its seed, and the weights that were loaded last. `plays.json`,
+which `TRL_FAULTS` names the directory of, has what goes wrong at a point, load, reload or answer: {POINT: TEXT},
+{"kill": POINT} or {"wait": POINT}. With {"keep": NAME} the weights that were loaded last are in that file beside it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,18 +21,57 @@ _LARGEST = 256
 _TOKENS_OF_A_STEP = 2048
 
 
+def _plays() -> dict[str, str]:
+    file = Path(os.environ.get("TRL_FAULTS", "/"), "plays.json")
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
 def _reach(name: str) -> None:
     print("vLLM is at", name)  # which is no message to the parent
-    file = Path(os.environ.get("TRL_FAULTS", "/"), "plays.json")
-    plays = json.loads(file.read_text()) if file.exists() else {}
+    plays = _plays()
     if plays.get("kill") == name:
         os.kill(os.getpid(), signal.SIGKILL)
+    while plays.get("wait") == name:
+        time.sleep(0.1)
     if text := plays.get(name):
         raise ValueError(text)
 
 
 class SamplingParams(SimpleNamespace):
     """How the tokens of a prompt are chosen."""
+
+
+class Worker:
+    """What has the weights of a model that is loaded."""
+
+    def __init__(self, model: Path) -> None:
+        self.digest = 0
+        self._path = model
+        self.model_runner = SimpleNamespace(get_model=lambda: self)
+
+    def named_parameters(self) -> list[tuple[str, None]]:
+        """The weights of the model's file, by name."""
+        from safetensors import safe_open
+
+        with safe_open(self._path / "model.safetensors", framework="pt") as weights:
+            return [(name, None) for name in [*weights.keys(), *filter(None, [_plays().get("lack")])]]
+
+    def reload_weights(self, weights_iterator: Iterator[tuple[str, Any]]) -> None:
+        """Load weights by the model's own method, which may be replaced."""
+        self.load_weights(weights_iterator)
+
+    def load_weights(self, weights: Iterator[tuple[str, Any]]) -> set[str]:
+        """Load weights; returns their names."""
+        from safetensors.torch import save_file
+
+        _reach("reload")
+        loaded = {name: weight.clone() for name, weight in weights}
+        self.digest = 0
+        for _, weight in sorted(loaded.items()):
+            self.digest = zlib.crc32(weight.contiguous().numpy().tobytes(), self.digest)
+        if name := _plays().get("keep"):
+            save_file(loaded, Path(os.environ["TRL_FAULTS"], name))
+        return set(loaded)
 
 
 class LLM:
@@ -39,19 +82,51 @@ class LLM:
         assert not Path(settings["model"], "adapter_config.json").exists()
         if settings["max_num_seqs"] > _TOKENS_OF_A_STEP:
             raise ValueError("max_num_batched_tokens has to be greater than or equal to max_num_seqs")
+        assert not settings["enable_prefix_caching"]  # new weights would not be used for prompts that it has
         self.longest = settings["max_model_len"]
+        self.scores = settings.get("logprobs_mode") == "processed_logprobs"
+        self.is_current = False
+        self.can_sleep = settings.get("enable_sleep_mode", False)
+        assert not self.can_sleep or settings["gpu_memory_utilization"] < 0.9
+        self.asleep: set[str] = set()
+        self.worker = Worker(Path(settings["model"]))
         self.llm_engine = SimpleNamespace(step=lambda: None)
         _reach("load")
 
+    def collective_rpc(self, method: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        """Call a function with each worker."""
+        assert "weights" not in self.asleep
+        found = [method(self.worker, *args)]
+        self.is_current = True
+        return found
+
+    def sleep(self, level: int) -> None:
+        """Release all memory of the device."""
+        assert self.can_sleep
+        assert level == 2
+        self.asleep = {"weights", "kv_cache"}
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Take memory of the device again."""
+        assert self.asleep.issuperset(tags)
+        self.asleep -= set(tags)
+
     def generate(self, prompts: list[Any], chosen: list[SamplingParams], use_tqdm: bool) -> list[Any]:
         """The answers, in the order of the prompts."""
+        assert not self.asleep
         _reach("answer")
+        if self.scores:
+            assert self.is_current, "these weights have answered before"
+            self.is_current = False
+        assert all((params.logprobs == 0) is self.scores for params in chosen)
         found = []
         for prompt, params in zip(prompts, chosen, strict=True):
             ids = prompt["prompt_token_ids"]
             assert len(ids) + params.max_tokens <= self.longest
             self.llm_engine.step()
-            first = sum(ids) + (params.seed if params.temperature else 0)
+            first = sum(ids) + (params.seed if params.temperature else 0) + self.worker.digest
             tokens = [3 + (first + number) % _LARGEST for number in range(params.max_tokens - 1)]
-            found.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=[*tokens, params.stop_token_ids[0]])]))
+            tokens.append(params.stop_token_ids[0])
+            scores = [{token: SimpleNamespace(logprob=-6.5 - token % 8 / 8)} for token in tokens]
+            found.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=scores)]))
         return found

@@ -1,0 +1,213 @@
+"""Answers prompts with vLLM: a program of its own, run by the interpreter that has vLLM, which has nothing of this
+project. `recipes.model.vllm_process` starts it and has the other end of its pipes.
+
+Messages are lines of JSON. It reads its settings and then batches, each with the token ids of prompts. It answers with
+`ready`, with `answers`, with `progress` in between, or with `error`, after which it ends. A model that trains has two
+messages more: `reload`, answered with `reloaded` once vLLM has its weights as they are now, and `sleep`, answered with
+`asleep` once vLLM has released the device's memory until the next `reload`. What vLLM prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_PROGRESS_SECONDS = 1.0
+"""Between two messages of progress at least."""
+_WATCH_SECONDS = 1.0
+_LONGEST_ERROR = 600
+
+
+def load(settings: dict[str, Any]) -> Any:
+    """The engine with the model. Raises what vLLM raises."""
+    from vllm import LLM
+
+    training: dict[str, Any] = {}
+    if "weights" in settings:
+        training = {
+            # Of the distribution that tokens are chosen from, with its temperature.
+            "logprobs_mode": "processed_logprobs",
+            # What a job that trains takes of the device beside it.
+            **({} if settings["is_cpu"] else {"gpu_memory_utilization": settings["gpu_memory_utilization"]}),
+            "enable_sleep_mode": not settings["is_cpu"],
+        }
+    return LLM(
+        model=settings["model"],
+        revision=settings["revision"],
+        trust_remote_code=settings["trust_remote_code"],
+        dtype=settings["dtype"],
+        max_model_len=settings["max_model_len"],
+        max_num_seqs=settings["max_num_seqs"],
+        # Compilation and graphs take a minute on a CPU, and save nothing there.
+        enforce_eager=settings["is_cpu"],
+        seed=0,
+        skip_tokenizer_init=True,  # prompts and answers are token ids
+        generation_config="vllm",  # not the model's own, whose penalties and limits would change the answers
+        enable_prefix_caching=False,  # what was answered before must not change the order of a batch's sums
+        distributed_executor_backend="uni",
+        disable_log_stats=True,
+        **training,
+    )
+
+
+class Weights:
+    """The weights of a model that trains, in memory that the process which trains it writes.
+
+    Args:
+        settings: with the file descriptor of that memory, and the place of each weight.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._table = settings["weights"]
+        self._memory = mmap.mmap(settings["weights_fd"], settings["weights_bytes"])
+
+    def reload(self, llm: Any, *, sleeps: bool) -> None:
+        """Have an engine take them. Raises ValueError: the engine's model has weights that these lack."""
+        if sleeps:
+            llm.wake_up(tags=["weights"])
+        missing = sorted(llm.collective_rpc(_reloaded, args=(self._tensors(),))[0])
+        if missing:
+            raise ValueError(f"{len(missing)} weights are not among those of the model that trains: {missing[:3]}")
+        if sleeps:
+            llm.wake_up(tags=["kv_cache"])
+
+    def _tensors(self) -> Iterator[tuple[str, Any]]:
+        import torch
+
+        for name, dtype, shape, begin, end in self._table:
+            data = torch.frombuffer(self._memory, dtype=torch.uint8, offset=begin, count=end - begin)
+            yield name, data.view(getattr(torch, dtype)).reshape(shape)
+
+
+def _reloaded(worker: Any, weights: Iterator[tuple[str, Any]]) -> set[str]:
+    """Have a worker of an engine take weights. Returns the names of those that it has and did not get."""
+    model = worker.model_runner.get_model()
+    plain = model.load_weights
+    loaded: set[str] = set()
+
+    def observed(given: Any) -> Any:
+        found = plain(given)
+        loaded.update({name for name, _ in model.named_parameters()} if found is None else found)
+        return found
+
+    expected = {name for name, _ in model.named_parameters()}
+    model.load_weights = observed
+    try:
+        worker.reload_weights(weights_iterator=weights)
+    finally:
+        del model.load_weights
+    return expected - loaded
+
+
+def answer(llm: Any, batch: dict[str, Any], *, scored: bool) -> dict[str, Any]:
+    """The token ids of the answers to a batch's prompts, in their order, as `answers`.
+
+    Args:
+        batch: prompts, their seeds, and how tokens are chosen.
+        scored: `log_probs` has the log-probability of each token, too.
+    """
+    from vllm import SamplingParams
+
+    chosen = [
+        SamplingParams(
+            temperature=batch["temperature"],
+            top_p=batch["top_p"],
+            max_tokens=batch["max_tokens"],
+            stop_token_ids=batch["ends"],
+            seed=seed,
+            detokenize=False,
+            logprobs=0 if scored else None,
+        )
+        for seed in batch["seeds"]
+    ]
+    prompts = [{"prompt_token_ids": prompt} for prompt in batch["prompts"]]
+    outputs = [found.outputs[0] for found in llm.generate(prompts, chosen, use_tqdm=False)]
+    answers: dict[str, Any] = {"answers": [list(output.token_ids) for output in outputs]}
+    if scored:
+        answers["log_probs"] = [
+            [of_token[token].logprob for token, of_token in zip(output.token_ids, output.logprobs, strict=True)]
+            for output in outputs
+        ]
+    return answers
+
+
+def report_steps(llm: Any, after_step: Callable[[], None]) -> None:
+    """Have a function called after each step of an engine. Its public methods return when all prompts are answered."""
+    step = llm.llm_engine.step
+
+    def observed() -> Any:
+        found = step()
+        after_step()
+        return found
+
+    llm.llm_engine.step = observed
+
+
+def end_with_parent() -> None:
+    """End when the process that started this one has ended, even by SIGKILL: no process reads the answers."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCH_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def main() -> int:
+    """Answer batches until there is no further one. Returns the exit status."""
+    if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
+        del sys.path[0]  # the modules beside this file are none of vLLM's
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    end_with_parent()
+    sent = time.monotonic()
+
+    def send(**message: Any) -> None:
+        channel.write(json.dumps(message) + "\n")
+        channel.flush()
+
+    def after_step() -> None:
+        nonlocal sent
+        if time.monotonic() - sent >= _PROGRESS_SECONDS:
+            sent = time.monotonic()
+            send(progress=True)
+
+    try:
+        settings = json.loads(sys.stdin.readline())
+        llm = load(settings)
+        report_steps(llm, after_step)
+        weights = Weights(settings) if "weights" in settings else None
+        sleeps = weights is not None and not settings["is_cpu"]
+        if sleeps:
+            llm.sleep(level=2)
+        send(ready=True)
+        for line in sys.stdin:
+            message = json.loads(line)
+            if weights is not None and "reload" in message:
+                weights.reload(llm, sleeps=sleeps)
+                send(reloaded=True)
+            elif "sleep" in message:
+                if sleeps:
+                    llm.sleep(level=2)
+                send(asleep=True)
+            else:
+                send(**answer(llm, message, scored=weights is not None))
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        send(error=f"{type(error).__name__}: {' '.join(str(error).split())}"[:_LONGEST_ERROR])
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""The process of vLLM (https://docs.vllm.ai), under an interpreter of its own: it pins releases of torch and
+transformers that are not those of training. `vllm_child` is its program."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import JobFailure
+from ...specs.events import EventWriter, Reason
+from ...system.process import without_modules
+from ..distributed.heartbeat import heartbeat
+
+MOST_AT_ONCE = 1024
+"""Answers of a batch that vLLM has in progress; the others of it wait. vLLM refuses more than the tokens that one of
+its steps takes, 4096 on a CPU and 2048 or more elsewhere."""
+CPU_CACHE_GIB = 2
+"""Of keys and values. vLLM's own default is nearly all memory of the machine."""
+PROGRAM = Path(__file__).with_name("vllm_child.py")
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # what is computed together follows from the batch alone
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "PYTHONSAFEPATH": "1",  # our modules beside the program are none of its own
+}
+_ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+"""Of the allocator of training: vLLM cannot release a device's memory with segments that expand."""
+_END_SECONDS = 20.0
+_NO_MEMORY = ("out of memory", "OutOfMemory", "No available memory", "less than desired")
+"""In the texts of vLLM's errors: of torch, and of its own before it reserves the cache."""
+
+
+class VllmProcess:
+    """vLLM with a model, which answers batches.
+
+    Args:
+        python: the interpreter that has it.
+        writer: gets heartbeats while the process loads weights.
+        todo: what to do where vLLM cannot have the model.
+        less: what to do where memory runs out.
+    """
+
+    def __init__(self, python: Path, device: torch.device, writer: EventWriter, *, todo: str, less: str) -> None:
+        self._python, self._device, self._writer, self._todo, self._less = python, device, writer, todo, less
+        self._child: subprocess.Popen[str] | None = None
+
+    def start(self, settings: dict[str, Any], inherited: Sequence[int] = ()) -> None:
+        """Start vLLM with the model of its settings.
+
+        Args:
+            inherited: file descriptors that the process gets.
+
+        Raises:
+            JobFailure: it cannot be started, or cannot load the model.
+        """
+        try:
+            self._child = subprocess.Popen(
+                [str(self._python), str(PROGRAM)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=self._environment(),
+                pass_fds=inherited,
+            )
+        except OSError as error:
+            problem = f"the interpreter with vLLM, {self._python}, cannot be started ({error.strerror})"
+            raise JobFailure(Reason.launch_failed, f"{problem}: correct vllm_python") from error
+        self._loading("ready", {**settings, "is_cpu": self._device.type == "cpu"}, settings["model"])
+
+    def reload(self, model: str) -> None:
+        """Have vLLM take the weights of the file descriptor that its settings name. Raises JobFailure: it cannot."""
+        self._loading("reloaded", {"reload": True}, model)
+
+    def sleep(self) -> None:
+        """Have vLLM release the device's memory until the next `reload`."""
+        self._reply("asleep", {"sleep": True}, "while it released its memory", lambda: None)
+
+    def answer(self, batch: dict[str, Any], on_progress: Callable[[], None]) -> dict[str, Any]:
+        """The message with the answers of a batch, which `vllm_child.answer` describes. Raises JobFailure."""
+        return self._reply("answers", batch, "while it answered", on_progress)
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if (child := self._child) is None:
+            return
+        self._child = None
+        with contextlib.suppress(OSError):
+            child.stdin.close()  # type: ignore[union-attr]
+        if _status_of(child) is None:
+            child.kill()
+            _status_of(child)
+        child.stdout.close()  # type: ignore[union-attr]
+
+    def _loading(self, name: str, message: dict[str, Any], model: str) -> None:
+        assert self._child is not None
+        with heartbeat(self._writer, self._child.pid):
+            for reply in self._exchanged(message):
+                if name in reply:
+                    return
+                todo = f"The log of the job has the rest. {self._todo}"
+                problem = f"vLLM cannot load {model}: {reply['error']}. {todo}"
+                raise self._out_of_memory(reply["error"]) or JobFailure(Reason.invalid_model, problem)
+        raise self._ended("while it loaded the model")
+
+    def _reply(self, name: str, message: dict[str, Any], when: str, on_progress: Callable[[], None]) -> dict[str, Any]:
+        for reply in self._exchanged(message):
+            on_progress()
+            if "error" in reply:
+                raise self._out_of_memory(reply["error"]) or RuntimeError(f"vLLM: {reply['error']}")
+            if name in reply:
+                return reply
+        raise self._ended(when)
+
+    def _environment(self) -> dict[str, str]:
+        given = {"VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB)} if self._device.type == "cpu" else {}
+        if self._device.type == "cuda" and self._device.index is not None:
+            visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+            given["CUDA_VISIBLE_DEVICES"] = visible[self._device.index] if visible else str(self._device.index)
+        own = {name: value for name, value in without_modules(os.environ).items() if name not in _ALLOCATOR}
+        return {**own, **_ENVIRONMENT, **given}
+
+    def _exchanged(self, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Send a message; yields the program's own until it ends."""
+        assert self._child is not None
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: its exit status is reported
+            self._child.stdin.write(json.dumps(message) + "\n")
+            self._child.stdin.flush()
+        yield from map(json.loads, self._child.stdout)
+
+    def _ended(self, when: str) -> Exception:
+        """Why the program has ended without a message."""
+        assert self._child is not None
+        status = _status_of(self._child)
+        if status is None:
+            # `close` kills it.
+            return RuntimeError(
+                f"vLLM has closed its output {when}, and has not ended: what it has written is in the log"
+            )
+        if status == -signal.SIGKILL:
+            found = f"vLLM was killed {when}, as the kernel does when memory runs out"
+            return JobFailure(Reason.out_of_memory, f"{found}. {self._less}")
+        return RuntimeError(f"vLLM ended with exit status {status} {when}: its output is in the log")
+
+    def _out_of_memory(self, error: str) -> JobFailure | None:
+        """The failure that an error of vLLM is by its text; None: it is another one."""
+        if not any(text in error for text in _NO_MEMORY):
+            return None
+        return JobFailure(Reason.out_of_memory, f"vLLM: {error}. {self._less}")
+
+
+def _status_of(child: subprocess.Popen[str]) -> int | None:
+    """The exit status of a program that is to end; None: it has not, also in `_END_SECONDS`."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return child.wait(_END_SECONDS)
+    return None

@@ -1,0 +1,251 @@
+"""GRPO whose answers vLLM computes: the correction is TRL's, every step's weights are sent, and it fails as it should.
+
+CI compares two modes of the correction; `TRL_METHODS=full` compares all for 20 steps. Something plays vLLM
+(tests/played_vllm); tests/contract/test_vllm_jobs.py has the real one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llama_stack_provider_trl.recipes.memory.estimate import estimate
+from llama_stack_provider_trl.recipes.memory.trace import Batch
+from llama_stack_provider_trl.recipes.memory.trace_cache import trace
+from llama_stack_provider_trl.recipes.model.vllm_process import PROGRAM
+from llama_stack_provider_trl.recipes.trainer.grpo import GrpoRecipe
+from llama_stack_provider_trl.recipes.trainer.vllm_policy import ScoredAnswer, VllmPolicy
+from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
+from llama_stack_provider_trl.specs.events import Failed, NullEventWriter, Progress, Reason
+from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
+from llama_stack_provider_trl.specs.methods import GrpoSpec, VllmSpec
+from llama_stack_provider_trl.specs.rewards import RewardSource
+from llama_stack_provider_trl.system.process import alive, identify
+from tests.played_vllm import played_vllm
+from tests.process.test_grpo import DIGITS, FULL, LETTER, MORE, ROWS, STEPS, given_answers, metric, spec_of, trl_history
+from tests.process.waiting import until
+from tests.tiny import tiny_model
+from tests.training import LORA, of_kind, run
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+MODES: dict[str, dict[str, Any]] = {
+    "sequence_mask": {},
+    "token_truncate": {"importance_sampling_clip_max": 1.5, "importance_sampling_clip_min": 0.6},
+    "sequence_truncate": {"importance_sampling_clip_max": 2.0},
+    "token_mask": {"importance_sampling_clip_min": 0.4},
+}
+SOME = [*MODES] if FULL else ["sequence_mask", "token_truncate"]
+SAMPLING_METRICS = (
+    *(f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max")),
+    *(f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max")),
+)
+
+
+def given_log_probs(answers: list[list[int]]) -> list[list[float]]:
+    """Log-probabilities that follow from the tokens: about those of an untrained model, some of them unknown."""
+    return [
+        [math.nan if token % 11 == 0 else -6.9 + (token * 7 % 20 - 10) / 8 for token in answer] for answer in answers
+    ]
+
+
+def give_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have jobs get given answers, four to each prompt, in place of vLLM's."""
+
+    def answer(self: Any, prompts: list[list[int]], *_: Any) -> list[ScoredAnswer]:
+        answers = given_answers(prompts[::4], 4)
+        return list(map(ScoredAnswer, answers, given_log_probs(answers)))
+
+    monkeypatch.setattr(VllmPolicy, "start", lambda self, model: None)
+    monkeypatch.setattr(VllmPolicy, "answer", answer)
+
+
+@pytest.mark.parametrize("mode", SOME)
+def test_the_correction_of_given_log_probabilities_is_that_of_trl_called_directly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    vllm = VllmSpec(python=tmp_path, importance_sampling_mode=mode, **MODES[mode])  # type: ignore[arg-type]
+    method = GrpoSpec(rewards=(DIGITS, LETTER), num_generations=4, max_completion_length=8, beta=0.2, vllm=vllm)
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", lambda **_: None)
+    further = {
+        "use_vllm": True,
+        **{f"vllm_{name}": value for name, value in vllm.model_dump(exclude={"python"}).items()},
+    }
+    expected = trl_history(tmp_path, method, given_log_probs, **further)
+
+    give_answers(monkeypatch)
+    spec = spec_of(tmp_path, method, batch_size=1, gradient_accumulation_steps=2, shuffle=False)
+    status, events = run(tmp_path, spec)
+    assert status == 0, [event.message for event in of_kind(events, Failed)]
+    assert len(expected) == STEPS
+    for name in ("loss", "grad_norm", "reward", *SAMPLING_METRICS):
+        found = metric(events, name)
+        assert found == pytest.approx([entry[name] for entry in expected], rel=1e-4, abs=1e-6), name
+    most = vllm.importance_sampling_clip_max  # which has an effect
+    found = metric(events, SAMPLING_METRICS[4 if mode.endswith("truncate") else 2])
+    assert (most if mode.endswith("truncate") else 0.0) in [pytest.approx(value) for value in found]
+
+
+def test_without_the_correction_the_loss_is_that_of_answers_of_the_policy_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_answers(monkeypatch)
+    norms = {}
+    for corrects in (False, True):
+        vllm = VllmSpec(python=tmp_path, importance_sampling_correction=corrects)
+        method = GrpoSpec(rewards=(DIGITS, LETTER), num_generations=4, max_completion_length=8, vllm=vllm)
+        events = run(tmp_path / str(corrects), spec_of(tmp_path / str(corrects), method, rows=ROWS[:4]))[1]
+        norms[corrects] = metric(events, "grad_norm")
+        assert (SAMPLING_METRICS[0] in of_kind(events, Progress)[0].metrics) is corrects
+    plain = GrpoSpec(rewards=(DIGITS, LETTER), num_generations=4, max_completion_length=8)
+    monkeypatch.setattr(GrpoRecipe, "answer", lambda self, prompts, rows: given_answers(prompts, 4))
+    assert metric(run(tmp_path / "plain", spec_of(tmp_path, plain, rows=ROWS[:4]))[1], "grad_norm") == norms[False]
+    assert norms[True] != norms[False] != [0.0] * len(norms[False])
+
+
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRL_FAULTS", str(tmp_path))
+    return played_vllm(tmp_path)
+
+
+def plays(root: Path, **played: str) -> None:
+    (root / "plays.json").write_text(json.dumps(played))
+
+
+def job(root: Path, python: Path, **changes: Any) -> JobSpec:
+    """4 prompts in each of its steps, in 2 micro batches. So many answers that their rewards differ."""
+    some = RewardSource(name="some", check=AnswerCheck(type="regex", pattern="[a-zA-Z]"))
+    method = GrpoSpec(rewards=(some,), num_generations=16, max_completion_length=6, vllm=VllmSpec(python=python))
+    fields = {"rows": MORE[:4], "n_epochs": 2, "gradient_accumulation_steps": 2, "save_steps": 1}
+    rate = OptimizerSpec(name="sgd", learning_rate=0.5, scheduler="constant")
+    return spec_of(root, method, **{**fields, "optimizer": rate, **changes})
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_each_step_is_answered_by_its_weights_with_adapters_merged(
+    tmp_path: Path, python: Path, adapters: bool
+) -> None:
+    from safetensors.torch import load_file
+
+    plays(tmp_path, keep="last.safetensors")
+    lora = {"lora": LORA, "merge_adapter": True} if adapters else {}
+    status, events = run(tmp_path / "two", job(tmp_path / "two", python, **lora))
+    assert status == 0, [event.message for event in of_kind(events, Failed)]
+    sent = load_file(tmp_path / "last.safetensors")
+    one = job(tmp_path / "one", python, n_epochs=1, **lora)
+    assert run(tmp_path / "one", one)[0] == 0
+    after_one_step = load_file(one.checkpoint_dir / ("merged" if adapters else "final") / "model.safetensors")
+    at_first = load_file(tmp_path / "last.safetensors")
+    assert sent.keys() == after_one_step.keys()
+    assert all(bool((sent[name] == weight).all()) for name, weight in after_one_step.items())
+    assert any(bool((sent[name] != weight).any()) for name, weight in at_first.items())
+
+
+def test_a_job_that_continues_has_the_answers_and_weights_of_an_undisturbed_one(tmp_path: Path, python: Path) -> None:
+    spec = job(tmp_path, python, n_epochs=4)
+    status, events = run(tmp_path / "whole", spec)
+    assert status == 0, [event.message for event in of_kind(events, Failed)]
+    final = spec.checkpoint_dir / "final"
+    weights = (final / "model.safetensors").read_bytes()
+    final.rename(tmp_path / "first-final")
+    resumed = run(tmp_path / "resumed", spec, spec.checkpoint_dir / "checkpoint-2")[1]
+    for name in ("loss", "reward", *SAMPLING_METRICS):
+        assert metric(resumed, name) == metric(events, name)[2:], name
+    assert (final / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize(
+    ("played", "reason", "sentence"),
+    [
+        (
+            {"load": "no such architecture"},
+            Reason.invalid_model,
+            "ValueError: no such architecture. .*Leave use_vllm out",
+        ),
+        ({"lack": "lm_head.bias"}, Reason.invalid_model, "1 weights are not among those of the model that trains"),
+        (
+            {"reload": "CUDA out of memory"},
+            Reason.out_of_memory,
+            "CUDA out of memory. Lower max_seq_length or vllm_gpu",
+        ),
+        ({"answer": "device-side assert"}, Reason.rank_failed, "vLLM: ValueError: device-side assert"),
+        ({"kill": "answer"}, Reason.out_of_memory, "vLLM was killed while it answered"),
+    ],
+)
+def test_vllm_that_fails_fails_the_job_with_one_sentence(
+    tmp_path: Path, python: Path, played: dict[str, str], reason: Reason, sentence: str
+) -> None:
+    plays(tmp_path, **played)
+    status, events = run(tmp_path / "run", job(tmp_path / "run", python))
+    (failed,) = of_kind(events, Failed)
+    assert (status, failed.reason) == (1, reason)
+    assert re.search(sentence, failed.message), failed.message
+
+
+def test_on_a_gpu_vllm_sleeps_between_its_answers_and_gets_new_weights_when_it_wakes(
+    tmp_path: Path, python: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    spec = job(tmp_path, python)
+    assert isinstance(spec.method, GrpoSpec)
+    assert spec.method.vllm is not None
+    more = {"most": 6, "at_once": 2, "device": torch.device("cuda"), "writer": NullEventWriter()}
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype="float32")
+    seeds = ["a", "b"]
+    with VllmPolicy(spec, spec.method.vllm, spec.method, **more) as vllm:
+        vllm.start(model)
+        found = [vllm.answer([[5, 6], [7]], seeds, [2], lambda: None) for _ in range(2)]
+        with torch.no_grad():
+            model.get_input_embeddings().weight += 1
+        found.append(vllm.answer([[5, 6], [7]], seeds, [2], lambda: None))
+    assert found[0] == found[1] != found[2]
+
+
+def test_the_memory_check_counts_vllm_beside_the_training(tmp_path: Path, python: Path) -> None:
+    with_vllm = job(tmp_path, python)
+    assert isinstance(with_vllm.method, GrpoSpec)
+    plain = with_vllm.model_copy(update={"method": with_vllm.method.model_copy(update={"vllm": None})})
+    batch = Batch(sequences=16, tokens=64)
+    for device, beside, host in (("cpu", 3 << 30, 3 << 30), ("cuda", 768 << 20, 1 << 30)):
+        ours, before = estimate(with_vllm, batch, device), estimate(plain, batch, device)
+        assert before.vllm == 0
+        weights = 4 * (trace(plain, batch, device).trainable)  # in the memory that both have, on a CPU in vLLM, too
+        of_device = beside + (2 * weights if device == "cpu" else 0)
+        of_machine = host + (2 * weights if device == "cpu" else weights)
+        assert ours.total - before.total == ours.vllm == of_device
+        assert ours.machine - before.machine == of_machine
+
+
+PARENT = """
+import json, subprocess, sys, time
+child = subprocess.Popen([sys.argv[1], sys.argv[2]], stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+settings = dict(json.loads(sys.argv[3]))
+child.stdin.write((json.dumps(settings) + chr(10)).encode()); child.stdin.flush()
+time.sleep(600)
+"""
+
+
+def test_vllm_ends_with_the_process_that_started_it_even_while_it_loads(tmp_path: Path, python: Path) -> None:
+    plays(tmp_path, wait="load")
+    settings = {"model": str(tmp_path), "revision": None, "trust_remote_code": False, "dtype": "float32"}
+    settings |= {"max_model_len": 8, "max_num_seqs": 1, "is_cpu": True}
+    command = [sys.executable, "-c", PARENT, str(python), str(PROGRAM), json.dumps(settings)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stderr is not None
+        child = identify(int(parent.stdout.readline()))
+        assert child is not None
+        assert any("vLLM is at load" in line for line in iter(parent.stderr.readline, ""))
+        assert alive(child)
+        parent.kill()
+    until(lambda: not alive(child))
