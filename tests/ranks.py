@@ -29,7 +29,7 @@ from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec
 from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl.system.process import die_with_parent
 from tests import forked
-from tests.zygote import begin, train_and_exit
+from tests.zygote import begin, environment, train_and_exit
 
 
 class Ranks:
@@ -109,7 +109,7 @@ class Ranks:
 @contextmanager
 def forked_ranks() -> Iterator[Ranks]:
     """Runs attempts with the faults that are armed now."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environ = environment()
     faults_dir = environ.pop(faults.VARIABLE, "")
     environ.pop("PYTEST_CURRENT_TEST", None)
     yield Ranks(_process(tuple(environ.items())), faults_dir)

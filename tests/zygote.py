@@ -33,8 +33,7 @@ class ForkLauncher:
     """
 
     def __init__(self) -> None:
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        self.zygote = forked.start_talking(forked.RECIPES, "tests.zygote", environ)
+        self.zygote = forked.start_talking(forked.RECIPES, "tests.zygote", environment())
         self.processes: dict[str, ProcessId | None] = {}
         """Task id -> its process; None: it was gone before the poll."""
         assert self._ask("") == "ready\n"
@@ -86,6 +85,11 @@ class ForkLauncher:
         self.zygote.stdin.write(line + "\n")
         self.zygote.stdin.flush()
         return self.zygote.stdout.readline()
+
+
+def environment() -> dict[str, str]:
+    """Of programs that fork trainings. Those of several ranks have the same one, so that one process imports for all."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,15 +60,21 @@ def model(setting: Setting, shape: Shape) -> Path:
     scratch = Path(tempfile.mkdtemp(dir=setting.models))
     # In a process of its own: one that had used CUDA would keep its context beside the jobs that are measured.
     argv = [f"--folder={scratch}", f"--shape={shape.name}", f"--device={setting.device}"]
-    argv = [sys.executable, "-W", "ignore", "-m", "gpu_checks.inputs", *argv]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"the model {shape.name} was not made: {' '.join(done.stderr.strip().splitlines()[-1:])}")
+    exit_code, output = run_this(argv)
+    if exit_code != 0:
+        raise RuntimeError(f"the model {shape.name} was not made: {' '.join(output.strip().splitlines()[-1:])}")
     try:
         scratch.rename(path)
     except OSError:  # another process was first
         shutil.rmtree(scratch)
     return path
+
+
+def run_this(arguments: Sequence[str]) -> tuple[int, str]:
+    """Run this module as a program; its exit code and what it writes to standard error."""
+    argv = [sys.executable, "-W", "ignore", "-m", "gpu_checks.inputs", *arguments]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr
 
 
 def save_model(path: Path, shape: Shape, device: str) -> None:

@@ -6,6 +6,7 @@ Of those, what imports torch is itself forked.
 
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -36,12 +37,12 @@ def _fork_warm_processes() -> None:
 
 
 def _fork_trainers() -> None:
-    """Those that a check starts without a launcher."""
+    """Those that a check starts without a launcher, and what makes its models."""
     sys.path.insert(0, str(_BENCHMARKS))
-    from gpu_checks import jobs
+    from gpu_checks import inputs, jobs
 
     del sys.path[0]
-    started = jobs.start_trainer
+    started, run = jobs.start_trainer, inputs.run_this
 
     def start_trainer(arguments: Sequence[str], environ: Mapping[str, str], log: IO[bytes]) -> Any:
         from tests.forked import start_program
@@ -49,7 +50,18 @@ def _fork_trainers() -> None:
         argv = [sys.executable, "-W", "ignore", "-m", "gpu_checks.trainer", *arguments]
         return start_program(argv, environ, log, _BENCHMARKS) or started(arguments, environ, log)
 
-    jobs.start_trainer = start_trainer
+    def run_this(arguments: Sequence[str]) -> tuple[int, str]:
+        from tests.forked import start_program
+
+        argv = [sys.executable, "-W", "ignore", "-m", "gpu_checks.inputs", *arguments]
+        with tempfile.TemporaryFile() as log:
+            if not (found := start_program(argv, os.environ, log, _BENCHMARKS)):
+                return run(arguments)
+            exit_code = found.wait()
+            log.seek(0)
+            return exit_code, log.read().decode(errors="replace")
+
+    jobs.start_trainer, inputs.run_this = start_trainer, run_this
 
 
 def _fork_this() -> None:
