@@ -248,7 +248,8 @@ class LlamaStack(Server):
         left_behind.watch(self.root)
         command = self.command()
         if self.imports:
-            command = [str(Path(command[0]).with_name("python")), "-m", "tests.forked", *command]
+            python = Path(command[0]).with_name("python")
+            command = [str(python), "-m", "tests.forked", str(Path(__file__).with_name("plain_log.py")), *command]
             environ |= forked.environment() if self.warm_start else {}
         with open(self.log, "ab") as output:
             if self.imports:
