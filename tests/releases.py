@@ -30,6 +30,8 @@ OGX = "ogx-1.5.0"
 RELEASES = ("0.2.14", "0.2.23", "0.3.5", "0.4.7", "0.5.4", "0.6.1", "0.7.3", OGX)
 NATIVE = ("0.2.14", "0.2.23", "0.3.5", "0.4.7", "0.6.1")
 """Those whose own post-training API our providers serve."""
+_LEFT_OUT = frozenset({"oci"})
+"""What is not installed: 18,000 files and 244 MB, which only Oracle's inference and vector stores import."""
 
 
 def constraints_of(release: str) -> Path:
@@ -65,9 +67,10 @@ def _make(release: str, home: Path, python: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
     (packages,) = home.glob("lib/python*/site-packages")
     # Three in four packages are those of this environment: linked with their bytecode, they cost a tenth.
-    missing = [f"{name}=={version}" for name, version in pins(release).items() if not _linked(name, version, packages)]
+    wanted = {name: version for name, version in pins(release).items() if name not in _LEFT_OUT}
+    missing = [f"{name}=={version}" for name, version in wanted.items() if not _linked(name, version, packages)]
     # The files name all that pip would find, so that there is nothing to resolve; and half of what is installed is
-    # never imported (0.6.1 brings the 20,000 files of oci), so that nothing is compiled before.
+    # never imported, so that nothing is compiled before.
     done = _pip(python, "install", "--no-deps", "--no-compile", *missing)
     if done.returncode != 0:
         if not _index_answers(python):

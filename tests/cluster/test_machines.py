@@ -155,12 +155,14 @@ def test_a_machine_that_dies_is_replaced_by_a_spare(bed: Bed) -> None:
     bed.wait_for_nodes("head", "a", "b")
     bed.hold("step-10")  # until it dies there
     submitted = time.time()
-    submit(bed, dpo("pair", 40, resources={"nodes": 2}))
+    submit(bed, dpo("pair", 16, resources={"nodes": 2}))
     resources = bed.wait(lambda: has_saved(bed, "pair", 8), "the job has a checkpoint", 420)
     victim = next(machine for machine in machines_of(bed, resources) if machine.name != "head")
+    release = bed.hold("step-14")  # so that it is seen to train again
     victim.turn_off()
     died = time.time()
     resources = bed.wait(lambda: trains(bed, "pair", attempt=2), "it trains again", 420)
+    release()
     assert f"{victim.name}/" not in resources["device"]
     status = bed.wait_for_end("pair")
     assert status["status"] == "completed", status
@@ -173,7 +175,7 @@ def test_a_machine_that_dies_is_replaced_by_a_spare(bed: Bed) -> None:
     again = next(step for step in steps if step > died) - died
     print(f"trains again {again:.0f} s after the machine died; its first step took {loading:.0f} s")  # pytest -rP
     assert again < 60 + loading
-    assert sorted(bed.losses("pair")) == list(range(1, 41))
+    assert sorted(bed.losses("pair")) == list(range(1, 17))
     bed.nothing_is_left()
 
 
@@ -185,7 +187,7 @@ def test_without_a_spare_it_waits_names_the_node_and_continues_when_it_is_back(b
     prepared(bed, "a", "b")
     head = bed.machines[0]
     bed.hold("step-12")
-    submit(bed, dpo("pair", 40, resources={"nodes": 2, "labels": {"rack": "7"}}, save_steps=10))
+    submit(bed, dpo("pair", 20, resources={"nodes": 2, "labels": {"rack": "7"}}, save_steps=10))
     resources = bed.wait(lambda: has_saved(bed, "pair", 10), "the job has a checkpoint", 420)
     lost = machines_of(bed, resources)[rank]
     began = time.monotonic()
@@ -206,7 +208,7 @@ def test_without_a_spare_it_waits_names_the_node_and_continues_when_it_is_back(b
     assert (first["reason"], second["reason"]) == ("node_lost", None)
     assert f"node {lost.name} is silent since" in first["message"]
     assert second["start_step"] == 10
-    assert sorted(bed.losses("pair")) == list(range(1, 41))
+    assert sorted(bed.losses("pair")) == list(range(1, 21))
     bed.nothing_is_left()
 
 
@@ -215,32 +217,34 @@ def test_a_service_that_is_killed_and_started_again_stops_no_training(bed: Bed) 
     prepared(bed, "a")
     bed.wait_for_nodes("head", "a")
     head, a = bed.machines
-    release = bed.hold("step-30")  # so that it does not end before the service is back
-    submit(bed, dpo("pair", 40, resources={"nodes": 2}, save_steps=10))
+    trains_on = bed.hold("step-4")
+    release = bed.hold("step-12")  # so that it does not end before the service is back
+    submit(bed, dpo("pair", 20, resources={"nodes": 2}, save_steps=10))
     bed.wait(lambda: trains(bed, "pair", beyond=2), "the job trains", 420)
     trainings = head.trainings() + a.trainings()
     head.kill_agent()
+    trains_on()
     time.sleep(20)  # longer than a node may be silent
     assert set(head.trainings() + a.trainings()) == set(trainings)
-    bed.wait(lambda: (bed.faults / "step-30.taken").exists(), "it trains on meanwhile", 60)
+    bed.wait(lambda: (bed.faults / "step-12.taken").exists(), "it trains on meanwhile", 60)
     head.serve()
     bed.wait_for_nodes("head", "a")
     release()
     status = bed.wait_for_end("pair")
     assert status["status"] == "completed", status
     assert [attempt["reason"] for attempt in status["resources_allocated"]["attempts"]] == [None]
-    assert sorted(bed.losses("pair")) == list(range(1, 41))
+    assert sorted(bed.losses("pair")) == list(range(1, 21))
     bed.nothing_is_left()
 
 
 def test_what_a_node_sends_that_was_replaced_while_it_was_cut_off_is_refused(bed: Bed) -> None:
     """One rank on one machine: it trains on while it is cut off, and comes back with events and checkpoints."""
     prepared(bed, "a", "b")
-    release = bed.hold("step-25")
-    submit(bed, dpo("late", 40, resources={"labels": {"rack": "7"}}, save_steps=10))
-    bed.wait(lambda: (bed.faults / "step-25.taken").exists(), "the job waits there", 420)
+    release = bed.hold("step-15")
+    submit(bed, dpo("late", 20, resources={"labels": {"rack": "7"}}, save_steps=10))
+    bed.wait(lambda: (bed.faults / "step-15.taken").exists(), "the job waits there", 420)
     (lost,) = machines_of(bed, resources_of(bed, "late"))
-    second_continues = bed.hold("step-24")  # the first is beyond that
+    second_continues = bed.hold("step-14")  # the first is beyond that
     lost.link(up=False)
     release()
     theirs = lost.data_dir / "jobs" / "late" / "attempts" / "1" / "events.jsonl"
@@ -256,7 +260,7 @@ def test_what_a_node_sends_that_was_replaced_while_it_was_cut_off_is_refused(bed
     assert (first["reason"], second["reason"]) == ("node_lost", None)
     taken = (bed.machines[0].data_dir / "jobs" / "late" / "attempts" / "1" / "events.jsonl").read_text()
     assert '"finished"' not in taken
-    assert sorted(bed.losses("late")) == list(range(1, 41))
+    assert sorted(bed.losses("late")) == list(range(1, 21))
     saved = [(event["step"], event["path"]) for event in bed.events("late") if event["type"] == "checkpoint"]
     assert len(set(saved)) == len(saved)
     bed.nothing_is_left()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -156,17 +155,6 @@ class Crashing(Server):
         return Outcome(hashlib.sha256((final / "model.safetensors").read_bytes()).hexdigest(), losses)
 
 
-PATIENT = """
-import functools, sys, uvicorn
-from llama_stack.cli.llama import main
-uvicorn.run = functools.partial(uvicorn.run, timeout_worker_healthcheck=60)
-sys.argv = ["llama", *sys.argv[1:]]
-main()
-"""
-"""`llama`, but uvicorn's main process gives a worker a minute to import Llama Stack. Of its own it gives 5 s, and on a
-busy machine it ends one worker after the other before they answer, forever."""
-
-
 class CrashingStack(Crashing, LlamaStack):
     """Trains one process for two epochs of three steps."""
 
@@ -174,19 +162,12 @@ class CrashingStack(Crashing, LlamaStack):
     rows = QUESTIONS[:6]
 
     def __init__(self, root: Path, workers: int = 1) -> None:
-        if workers > 1:
-            self.warm_start = False  # each worker would import torch for a warm process of its own
-            self.imports = ()
         super().__init__(root)
-        self.workers = workers
         if workers > 1:
+            self.programs = (*self.programs, Path(__file__).with_name("forked_workers.py"))
             text = self._config.read_text()
             assert text.count("\nserver:\n") == 1
             self._config.write_text(text.replace("\nserver:\n", f"\nserver:\n  workers: {workers}\n"))
-
-    def command(self) -> list[str]:
-        llama, *arguments = super().command()
-        return [sys.executable, "-c", PATIENT, *arguments] if self.workers > 1 else [llama, *arguments]
 
     def request(self, job_uuid: str) -> Json:
         body = sft(job_uuid, "rows")

@@ -206,6 +206,8 @@ class LlamaStack(Server):
     """With processes that are forked from one that all servers of this test process share."""
     imports: Sequence[str] = forked.LLAMA_STACK
     """What the server is forked with (tests/forked.py). Empty: it is started as users start it."""
+    programs: Sequence[Path] = (Path(__file__).with_name("plain_log.py"),)
+    """What runs it then, each the next one."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -248,7 +250,8 @@ class LlamaStack(Server):
         left_behind.watch(self.root)
         command = self.command()
         if self.imports:
-            command = [str(Path(command[0]).with_name("python")), "-m", "tests.forked", *command]
+            python = Path(command[0]).with_name("python")
+            command = [str(python), "-m", "tests.forked", *map(str, self.programs), *command]
             environ |= forked.environment() if self.warm_start else {}
         with open(self.log, "ab") as output:
             if self.imports:
