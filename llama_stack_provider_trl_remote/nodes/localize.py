@@ -242,7 +242,7 @@ def _has_one_model(work: Any) -> bool:
 
 
 def _check_answering(job: dict[str, Any]) -> None:
-    """Check what tells whole batches of a job's answers, where it answers prompts."""
+    """Check the numbers by which whole batches of answers are counted, of a job that answers prompts."""
     work = job.get("work") or {}
     name = "spec.job.work" if work.get("kind") == "generate" else "spec.job.work.answers"
     answering = work if work.get("kind") == "generate" else work.get("answers")
