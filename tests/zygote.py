@@ -88,7 +88,7 @@ class ForkLauncher:
 
 
 def environment() -> dict[str, str]:
-    """Of programs that fork trainings. Those of several ranks have the same one: one process imports for all."""
+    """Of programs that fork trainings, of one rank or of several: one process imports for all."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
