@@ -102,7 +102,21 @@ def _reloaded(worker: Any, weights: Iterator[tuple[str, Any]]) -> set[str]:
         worker.reload_weights(weights_iterator=weights)
     finally:
         del model.load_weights
+    _process_tied(model)
     return expected - loaded
+
+
+def _process_tied(model: Any) -> None:
+    """Have layers that share a weight of another layer process that again.
+
+    vLLM reloads a weight by its first layer, and on a CPU a head computes with a packed copy of the weight that it
+    shares with the embeddings.
+    """
+    own = {name for name, _ in model.named_parameters()}
+    shared = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in own]
+    for layer in (model.get_submodule(name.rpartition(".")[0]) for name in shared):
+        if getattr(layer, "quant_method", None) is not None:
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def answer(llm: Any, batch: dict[str, Any], *, scored: bool) -> dict[str, Any]:

@@ -45,16 +45,27 @@ class Worker:
     """What has the weights of a model that is loaded."""
 
     def __init__(self, model: Path) -> None:
-        self.digest = 0
+        self.digest = self.packed = 0
+        self.quant_method = SimpleNamespace(process_weights_after_loading=Worker.pack)
         self._path = model
         self.model_runner = SimpleNamespace(get_model=lambda: self)
 
-    def named_parameters(self) -> list[tuple[str, None]]:
-        """The weights of the model's file, by name."""
+    def pack(self) -> None:
+        """Copy the weight that a layer shares, as vLLM does on a CPU."""
+        self.packed = self.digest
+
+    def get_submodule(self, name: str) -> Worker:
+        """The layer that shares a weight with another one."""
+        assert name == "tied"
+        return self
+
+    def named_parameters(self, remove_duplicate: bool = True) -> list[tuple[str, None]]:
+        """The weights of the model's file, by name, and one that a second layer has."""
         from safetensors import safe_open
 
         with safe_open(self._path / "model.safetensors", framework="pt") as weights:
-            return [(name, None) for name in [*weights.keys(), *filter(None, [_plays().get("lack")])]]
+            more = [_plays().get("lack"), None if remove_duplicate else "tied.weight"]
+            return [(name, None) for name in [*weights.keys(), *filter(None, more)]]
 
     def reload_weights(self, weights_iterator: Iterator[tuple[str, Any]]) -> None:
         """Load weights by the model's own method, which may be replaced."""
@@ -114,6 +125,7 @@ class LLM:
     def generate(self, prompts: list[Any], chosen: list[SamplingParams], use_tqdm: bool) -> list[Any]:
         """The answers, in the order of the prompts."""
         assert not self.asleep
+        assert self.worker.packed == self.worker.digest
         _reach("answer")
         if self.scores:
             assert self.is_current, "these weights have answered before"
