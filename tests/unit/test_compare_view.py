@@ -59,7 +59,11 @@ def test_what_was_measured_is_told_from_judges_and_models_that_no_job_has_made()
     judge = {"job_uuid": "judge", "checkpoint": "final"}
     tune = {"job_uuid": "tune", "checkpoint": "final"}
     merge = {"inputs": [{"model": "/jobs/tune/final"}, {"model": "org/b"}], "base": "org/a"}
-    members = [{"model": "org/a"}, {"model": "org/b", "adapter": {"path": "/adapters/b"}}, {"model": "/jobs/tune/final"}]
+    members = [
+        {"model": "org/a"},
+        {"model": "org/b", "adapter": {"path": "/adapters/b"}},
+        {"model": "/jobs/tune/final"},
+    ]
     cases: list[tuple[str, dict[str, Any], list[Any], list[str], str]] = [
         ("org/a", judged, [judge], ["/jobs/judge/final"], "org/a"),
         ("/jobs/tune/final", judged, [tune, judge], ["/jobs/tune/final", "/jobs/judge/final"], "job:tune/final"),
