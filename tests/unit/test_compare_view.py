@@ -54,7 +54,7 @@ def test_results_are_beside_each_other_under_the_model_or_checkpoint_that_was_me
     assert not compared([[Setting("result.loss", "", "2.5")], [Setting("result.loss", "", "2.25")]])
 
 
-def test_what_was_measured_is_told_from_judges_and_models_that_no_job_has_made() -> None:
+def test_judges_and_models_that_no_job_has_made_are_not_taken_for_what_was_measured() -> None:
     judged = {"kind": "evaluate", "answers": {"judges": [{"model": "/jobs/judge/final"}]}}
     judge = {"job_uuid": "judge", "checkpoint": "final"}
     tune = {"job_uuid": "tune", "checkpoint": "final"}
