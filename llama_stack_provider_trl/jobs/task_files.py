@@ -16,13 +16,12 @@ from typing import Any
 
 import yaml
 
-from ..specs.harness import TaskEntry, Unusable
+from ..specs.harness import IGNORED, TaskEntry, Unusable
 from ..system.bounded_yaml import LARGEST, MOST_VALUES, check_levels, values_of
 
 MOST_FILES = 2000
 _MOST_ABOVE = 64
 """Files that include each other."""
-_IGNORED = {"__pycache__", ".ipynb_checkpoints"}
 type _Stamp = tuple[int, int, int]
 type _Merged = dict[Path, dict[str, Any] | None]
 """Files with what they include; None: one that cannot be read, or is being read."""
@@ -62,7 +61,7 @@ def read_task_files(roots: Iterable[Path]) -> dict[str, TaskEntry]:
 
 
 def _files(root: Path) -> Iterable[Path]:
-    return (path for path in root.glob("**/*.yaml") if not _IGNORED.intersection(path.parts))
+    return (path for path in root.glob("**/*.yaml") if not IGNORED.intersection(path.parts))
 
 
 def _add(config: Mapping[str, Any], index: dict[str, TaskEntry]) -> None:

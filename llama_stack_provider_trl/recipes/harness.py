@@ -26,7 +26,7 @@ import torch
 from .. import faults
 from ..errors import JobFailure
 from ..specs.events import Evaluated, EventWriter, Finished, Prepared, Reason, Warned
-from ..specs.harness import LINES, HarnessSpec, TaskEntry, Unusable, check_tasks, final_event, tasks_of
+from ..specs.harness import IGNORED, LINES, HarnessSpec, TaskEntry, Unusable, check_tasks, final_event, tasks_of
 from ..specs.job import AttemptSpec, JobSpec
 from ..specs.kinds import EvaluateSpec
 from ..system.bounded_yaml import check_files
@@ -150,8 +150,9 @@ def _load_tasks(work: HarnessSpec, names: Sequence[str], measured: Mapping[str, 
             f"lm_eval cannot be imported in the environment that trains: {error}. Install it there: pip install "
             "'llama_stack_provider_trl[harness]'",
         ) from error
+    files = (path for root in work.roots for path in root.glob("**/*.yaml") if not IGNORED.intersection(path.parts))
     try:  # the library reads all of them
-        check_files(path for root in work.roots for path in root.glob("**/*.yaml"))
+        check_files(files)
     except ValueError as error:
         refused = f"harness.tasks: {error}. The operator removes it from the configured harness_roots"
         raise JobFailure(Reason.invalid_request, refused) from error

@@ -15,6 +15,8 @@ from .events import Finished, parse_event
 
 LINES = "harness.jsonl"
 """File in the checkpoint directory of such a job: what each name of the request has been measured to be."""
+IGNORED = frozenset({"__pycache__", ".ipynb_checkpoints"})
+"""Directories in which the library looks for no task files."""
 MOST_TASKS = 1000
 """Tasks of a job."""
 _LONGEST = 128

@@ -3,6 +3,7 @@ without end."""
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,8 +21,8 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def check_files(paths: Iterable[Path]) -> None:
-    """Return if all files, and those that they name as `include`, can be read without harm. Those that do not exist or
-    are no YAML are left to whatever reads them.
+    """Return if all files, and those that they name as `include`, can be read without harm. Those that do not exist,
+    may not be read or are no YAML, directories, and links to themselves are left to whatever reads them: it fails.
 
     Raises:
         ValueError: names the file, and what it would do.
@@ -36,14 +37,23 @@ def check_files(paths: Iterable[Path]) -> None:
             checked.add(path)
             with open_regular(path) as file:
                 content = file.read(LARGEST + 1)
-        except FileNotFoundError:
+        except (OSError, RuntimeError, ValueError) as error:
+            if _is_waited_for(path):
+                raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
             continue
-        except (OSError, RuntimeError, ValueError) as error:  # a link to itself, or no path
-            raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
         try:
             waiting += [path.parent / name for name in _included(content)]
         except ValueError as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _is_waited_for(path: Path) -> bool:
+    """Whether a program that opens and reads what is no file may never end: a pipe or a device."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, RuntimeError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
 
 
 def _included(content: bytes) -> list[str]:

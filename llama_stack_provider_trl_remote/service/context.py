@@ -231,7 +231,7 @@ class Service(StoredJobs):
         self.presence.forget(name)
         self.loads.forget(name)
         self.polls.forget(name)
-        self.cluster.note_owner(name, None)
+        self.cluster.forget(name)
         self.logs.forget(name)
 
     def versions(self) -> dict[str, str]:

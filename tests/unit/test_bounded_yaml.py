@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml
 
 from llama_stack_provider_trl.system.bounded_yaml import check_files
 
@@ -17,6 +18,18 @@ def test_files_that_are_read_without_harm_pass(tmp_path: Path) -> None:
     for name, text in texts.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     (tmp_path / "link.yaml").symlink_to("a.yaml")
+    check_files(tmp_path.glob("*.yaml"))
+
+
+def test_what_a_library_leaves_out_is_left_to_it(tmp_path: Path) -> None:
+    """As lm-evaluation-harness does. Its other tasks are measured."""
+    (tmp_path / "directory.yaml").mkdir()
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    unreadable = tmp_path / "unreadable.yaml"
+    unreadable.write_text("task: a\n")
+    unreadable.chmod(0)
+    names = ["directory.yaml", "loop.yaml", "unreadable.yaml", "~no-user-of-this-name/a.yaml", "a\0b.yaml"]
+    (tmp_path / "plain.yaml").write_text(yaml.safe_dump({"task": "a", "include": names}))
     check_files(tmp_path.glob("*.yaml"))
 
 

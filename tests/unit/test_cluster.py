@@ -383,6 +383,15 @@ def test_a_node_whose_agent_has_joined_again_before_its_failure_was_read_is_not_
     assert "b cannot start it until its agent joins again" in world.job().detail
 
 
+def test_nothing_is_kept_of_a_node_that_was_removed(world: World) -> None:
+    """Machines of a pool have other names each time."""
+    world.join("b")
+    world.cluster.leave_out("b", "a-1", "a", "the model /m is not on node b")
+    world.cluster.note_owner("b", OwnerUse.low)
+    world.cluster.forget("b")
+    assert not [name for name, kept in vars(world.cluster).items() if isinstance(kept, dict) and "b" in kept]
+
+
 def test_what_a_node_was_left_out_for_does_not_return_with_the_next_failure(world: World) -> None:
     """Its agent joins in one thread while the supervisor leaves the node out in another."""
 

@@ -72,7 +72,11 @@ class World:
             versions=lambda: VERSION,
             store=self.store,
             presence=self.presence,
-            cluster=SimpleNamespace(allow_again=lambda node: None, note_owner=self.note_owner),
+            cluster=SimpleNamespace(
+                allow_again=lambda node: None,
+                note_owner=self.note_owner,
+                forget=lambda node: self.owners.pop(node, None),
+            ),
             removed={},
             loads=Loads(self.store, self.clock),
             polls=PollOrder(),
@@ -376,7 +380,7 @@ def test_nothing_stays_of_a_poll_whose_node_another_thread_removes(
         asyncio.run(routes_agents.poll(world.service, JOINS, "a", body))
     assert not world.presence.has_called("a")
     assert world.service.loads.last("a") is None
-    assert world.owners["a"] is None
+    assert "a" not in world.owners
     with pytest.raises(NotFound):
         world.service.logs.read("a", 10, 1000)
 

@@ -264,6 +264,35 @@ def test_nothing_is_appended_to_files_of_a_job_that_has_finished(
     service.add("ask", 0, b"a\n")  # another job's
 
 
+def test_a_final_event_that_is_sent_twice_is_not_undone_by_the_call_that_fails(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node has waited too long for the answer to its first call, which then finds the event recorded."""
+    answers = b"a\nb\nc\n"
+    result = {"answers": {"sha256": sha256(answers), "path": str(service.root / "measure" / "answers.jsonl")}}
+    service.add("measure", 0, answers)
+
+    def again(*given: Any) -> None:
+        monkeypatch.setattr(uploads, "refuse_unfinished", module.refuse_unfinished)
+        assert service.finish("measure", result)
+        module.refuse_unfinished(*given)
+
+    monkeypatch.setattr(uploads, "refuse_unfinished", again)
+    for _ in range(2):
+        with pytest.raises(WrongOffset):
+            service.finish("measure", result)
+    with pytest.raises(InvalidRequest, match="the final event of the job was sent"):
+        service.add("measure", 6, b"d\n")
+    assert service.kept("measure") == answers
+
+
+def test_answers_are_taken_again_after_a_final_event_that_was_refused(service: Service) -> None:
+    service.add("measure", 0, b"a\nb\n")
+    with pytest.raises(InvalidRequest, match="send the whole file before the event"):
+        service.finish("measure", {"answers": {"sha256": sha256(b"a\nb\nc\n")}})
+    assert service.add("measure", 4, b"c\n") == 6
+
+
 def test_a_file_of_answers_is_not_larger_than_the_job_can_need(service: Service) -> None:
     spec = service.spec("ask")
     write(spec.dataset.path, b"x" * 100)

@@ -7,6 +7,7 @@ appended while the task is current, so that no earlier attempt adds to the answe
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -121,27 +122,35 @@ class Finishing:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._tasks: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()
+        self._calls: dict[tuple[str, str], set[object]] = {}
+        """Task and node -> its calls with a final event. A node that has had no answer sends the event again, while the
+        first call is not over: the failure of one does not undo the other."""
 
     def has(self, task: NodeTaskRecord) -> bool:
-        return (task.task_id, task.node) in self._tasks
+        return (task.task_id, task.node) in self._calls
 
     @contextmanager
     def beginning(self, task: NodeTaskRecord, lines: bytes) -> Iterator[None]:
         """Nothing is appended to the task's files from here on, if these events end it and the block accepts them."""
-        if self.has(task) or not _has_end(lines):
+        if not _has_end(lines):
             yield
             return
-        name = (task.task_id, task.node)
-        over = {one for one in list(self._tasks) if self._store.tasks.current(*one) is None}
+        name, call = (task.task_id, task.node), object()
+        over = {one for one in list(self._calls) if self._store.tasks.current(*one) is None}
         # A write transaction, as that of each append: one that has begun ends before.
-        with self._store.tasks.while_current(*name):
-            self._tasks.difference_update(over)
-            self._tasks.add(name)
+        with self._store.tasks.while_current(*name), self._lock:
+            for one in over:
+                self._calls.pop(one, None)
+            self._calls.setdefault(name, set()).add(call)
         try:
             yield
         except BaseException:
-            self._tasks.discard(name)
+            with self._lock:
+                calls = self._calls.get(name, set())
+                calls.discard(call)
+                if not calls:
+                    self._calls.pop(name, None)
             raise
 
 

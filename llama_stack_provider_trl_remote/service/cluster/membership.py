@@ -138,6 +138,13 @@ class Cluster:
             self._earlier[node] = frozenset(task.task_id for task in self._store.tasks.of_node(node))
             self._refused.pop(node, None)
 
+    def forget(self, node: str) -> None:
+        """Drop what is known of a node that was removed."""
+        with self._refusing:
+            self._owners.pop(node, None)
+            self._refused.pop(node, None)
+            self._earlier.pop(node, None)
+
     def why_closed(self, record: NodeRecord, report: NodeReport) -> str:
         """The reason for which a node takes no jobs; empty: it takes jobs."""
         match self._condition(record, report):

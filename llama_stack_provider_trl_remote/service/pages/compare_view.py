@@ -56,7 +56,15 @@ def _read(config: Mapping[str, Any]) -> str:
     """What a job that does not train has read: checkpoints of jobs, or what the request named."""
     named = [f"job:{base['job_uuid']}/{base['checkpoint']}" for base in config.get("bases") or ()]
     work = config.get("work") or {}
-    if work.get("members") or work.get("kind") == "merge":
-        return ", ".join(named)
-    given = (config.get("adapter") or {}).get("path") or config.get("model") or ""
-    return named[0] if named else str(given)  # the others are below its adapter, or judges
+    merge, of_jobs = work.get("merge") or {}, work.get("from_jobs") or ()
+    if several := [*(work.get("members") or ()), *(merge.get("inputs") or ())]:
+        given = dict.fromkeys([*map(_given, several), *([merge["base"]] if merge.get("base") else [])])
+        return ", ".join([*named, *(one for one in given if one not in of_jobs)])
+    # The others are below its adapter, or judges.
+    is_of_job = not (work.get("answers") or {}).get("judges") or _given(config) in of_jobs
+    return named[0] if named and is_of_job else _given(config)
+
+
+def _given(config: Mapping[str, Any]) -> str:
+    """The model, or the adapter, in the fields of a job or of one of its models."""
+    return str((config.get("adapter") or {}).get("path") or config.get("model") or "")
