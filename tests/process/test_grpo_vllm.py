@@ -174,7 +174,12 @@ def test_a_job_that_continues_has_the_answers_and_weights_of_an_undisturbed_one(
         (
             {"reload": "CUDA out of memory"},
             Reason.out_of_memory,
-            "CUDA out of memory. Lower max_seq_length or vllm_gpu",
+            "CUDA out of memory. Lower max_seq_length, raise vllm_gpu.* and lower it",
+        ),
+        (
+            {"load": "GiB KV cache is needed, which is larger than the available KV cache memory (1 GiB)."},
+            Reason.out_of_memory,
+            "raise vllm_gpu_memory_utilization where its cache lacks room",
         ),
         ({"answer": "device-side assert"}, Reason.rank_failed, "vLLM: ValueError: device-side assert"),
         ({"kill": "answer"}, Reason.out_of_memory, "vLLM was killed while it answered"),

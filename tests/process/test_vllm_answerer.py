@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -151,6 +152,33 @@ def test_vllm_that_closes_its_output_and_does_not_end_is_killed(
         child = answerer._vllm._child
     assert child is not None
     assert child.wait(60) == -9
+
+
+def test_vllm_that_is_killed_within_a_message_is_reported_as_killed(tmp_path: Path) -> None:
+    """A pipe takes a part of a long line at a time."""
+    wrapper = tmp_path / "killed"
+    wrapper.write_text("#!/bin/sh\nread settings\nprintf '{\"ready\": tr'\nkill -9 $$\n")
+    wrapper.chmod(0o755)
+    with answerer_of(tmp_path, wrapper) as answerer, pytest.raises(JobFailure, match="vLLM was killed") as failed:
+        answerer.prepare(PROMPTS)
+    assert failed.value.reason is Reason.out_of_memory
+
+
+def test_vllm_ends_by_itself_where_a_forked_process_still_has_its_pipes(tmp_path: Path, python: Path) -> None:
+    """As loader workers have them: it gets no end of file."""
+    with answerer_of(tmp_path, python) as answerer:
+        answerer.prepare(PROMPTS)
+        child = answerer._vllm._child
+        assert child is not None
+        reader, writer = os.pipe()
+        if not (worker := os.fork()):
+            os.close(writer)
+            os.read(reader, 1)
+            os._exit(0)
+        os.close(reader)
+    os.close(writer)
+    os.waitpid(worker, 0)
+    assert child.returncode == 0
 
 
 def test_an_interpreter_without_vllm_is_refused_by_name(tmp_path: Path, python: Path) -> None:

@@ -65,7 +65,8 @@ class VllmPolicy:
             device,
             writer,
             todo="Leave use_vllm out, and transformers answers",
-            less="Lower max_seq_length or vllm_gpu_memory_utilization, or leave use_vllm out",
+            less="Lower max_seq_length, raise vllm_gpu_memory_utilization where its cache lacks room and lower it where "
+            "the device does, or leave use_vllm out",
         )
         self._weights: _SharedWeights | None = None
 
