@@ -339,6 +339,9 @@ class JobSpec(Frozen):
             here = {"reference": self.reference.model_copy(update={"model_path": None})}
             name = "method" if self.dpo is None else "dpo"
             changes[name] = getattr(self, name).model_copy(update=here)
+        if isinstance(self.method, GrpoSpec) and self.method.vllm is not None:
+            vllm = self.method.vllm.model_copy(update={"python": None})
+            changes["method"] = self.method.model_copy(update={"vllm": vllm})
         return self.model_copy(update=changes)
 
     @property
