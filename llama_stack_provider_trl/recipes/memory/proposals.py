@@ -113,7 +113,7 @@ def _families(spec: JobSpec, max_ranks: int, may_offload: bool) -> Iterator[list
         yield [adapters, *((*adapters, *more) for more in same)]
     most = (*adapters, *(same[-1] if same else ()))
     length, shorter = spec.max_seq_length, []
-    while length // 2 >= _SHORTEST:
+    while length // 2 >= _SHORTEST and length // 2 > (spec.answer_tokens or 0):  # which leaves a token for a prompt
         length //= 2
         cut = _Change((("max_seq_length", length),), (("provider_options.max_seq_length", length),))
         shorter.append((*most, cut))
