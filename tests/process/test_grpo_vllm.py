@@ -174,7 +174,7 @@ def test_a_job_that_continues_has_the_answers_and_weights_of_an_undisturbed_one(
         (
             {"reload": "CUDA out of memory"},
             Reason.out_of_memory,
-            "CUDA out of memory. Lower max_seq_length, raise vllm_gpu.* and lower it",
+            "CUDA out of memory. Lower max_seq_length, raise vllm_gpu.*, lower that where",
         ),
         (
             {"load": "GiB KV cache is needed, which is larger than the available KV cache memory (1 GiB)."},

@@ -212,7 +212,7 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused_by_name(
 def test_a_grpo_job_resumes_with_another_interpreter_of_vllm_and_less_memory_for_it(
     store: Store, tmp_path: Path
 ) -> None:
-    """What a job that ran out of memory is told to do."""
+    """As the message of a job that ran out of memory advises."""
 
     def answered_by(vllm: VllmSpec) -> dict[str, Any]:
         rewards = (RewardSource(name="a", check=AnswerCheck(type="regex", pattern="a")),)

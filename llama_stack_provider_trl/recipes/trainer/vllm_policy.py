@@ -65,7 +65,7 @@ class VllmPolicy:
             device,
             writer,
             todo="Leave use_vllm out, and transformers answers",
-            less="Lower max_seq_length, raise vllm_gpu_memory_utilization where its cache lacks room and lower it where "
+            less="Lower max_seq_length, raise vllm_gpu_memory_utilization where its cache lacks room, lower that where "
             "the device does, or leave use_vllm out",
         )
         self._weights: _SharedWeights | None = None
