@@ -147,8 +147,13 @@ class _SharedWeights:
         except (AttributeError, OSError) as error:
             problem = f"the memory that training shares with vLLM cannot be made ({error})"
             raise JobFailure(Reason.launch_failed, f"{problem}: vLLM needs Linux; leave use_vllm out") from error
-        os.ftruncate(self.fd, end)
-        self._memory = torch.frombuffer(mmap.mmap(self.fd, end), dtype=torch.uint8)
+        try:
+            os.ftruncate(self.fd, end)
+            self._memory = torch.frombuffer(mmap.mmap(self.fd, end), dtype=torch.uint8)
+        except OSError as error:
+            os.close(self.fd)
+            problem = f"the {end / 2**30:.1f} GiB that training shares with vLLM cannot be reserved ({error.strerror})"
+            raise JobFailure(Reason.out_of_memory, f"{problem}: leave use_vllm out") from error
         self.settings = {"weights": table, "weights_fd": self.fd, "weights_bytes": end}
 
     def write(self, heartbeat: Callable[[], None]) -> None:
