@@ -239,7 +239,7 @@ def test_without_memory_for_the_weights_that_vllm_gets_no_descriptor_stays_open(
     monkeypatch.setattr(vllm_policy, "WeightGroups", lambda *_: SimpleNamespace(planned=[dict(model.state_dict())]))
     with (
         VllmPolicy(spec, spec.method.vllm, spec.method, **more) as vllm,
-        pytest.raises(JobFailure, match="cannot be reserved .*leave use_vllm out") as failed,
+        pytest.raises(JobFailure, match=r"cannot be reserved .*leave use_vllm out") as failed,
     ):
         vllm.start(model)
     assert failed.value.reason is Reason.out_of_memory
