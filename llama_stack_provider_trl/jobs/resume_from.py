@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from ..errors import InvalidRequest, JobNotFound, StoreError
 from ..specs.job import JobSpec
+from ..specs.methods import VllmSpec, vllm_of
 from ..system.files import fsync_tree, is_whole, resolve_under
 from .store import Store
 
@@ -108,7 +109,8 @@ def _refuse_links(requested: str, checkpoint: Path) -> None:
 
 
 def _refuse_differences(requested: str, other: JobSpec, spec: JobSpec) -> None:
-    pairs = [(name, getattr(other, name), getattr(spec, name)) for name in _MUST_MATCH]
+    one, another = _without_place_of_vllm(other), _without_place_of_vllm(spec)
+    pairs = [(name, getattr(one, name), getattr(another, name)) for name in _MUST_MATCH]
     pairs.append(("dataset (its rows' sha256)", other.dataset.sha256, spec.dataset.sha256))
     for name, theirs, ours in pairs:
         if theirs != ours:
@@ -122,6 +124,14 @@ def _refuse_differences(requested: str, other: JobSpec, spec: JobSpec) -> None:
             f"that job takes {other.rows_per_step} rows per optimizer step and this one {spec.rows_per_step}: choose "
             f"batch_size x gradient_accumulation_steps x nproc_per_node = {other.rows_per_step}",
         )
+
+
+def _without_place_of_vllm(spec: JobSpec) -> JobSpec:
+    """The job whatever interpreter has vLLM, and however much memory that takes."""
+    if (vllm := vllm_of(spec.method)) is None:
+        return spec
+    anywhere = VllmSpec(**vllm.model_dump(exclude={"python", "gpu_memory_utilization"}))
+    return spec.model_copy(update={"method": spec.method.model_copy(update={"vllm": anywhere})})  # type: ignore[union-attr]
 
 
 def _text(value: object) -> str:

@@ -70,6 +70,9 @@ def resolve_vllm(config: GRPOConfig, options: ProviderOptions, where: str) -> Vl
     if options.resources is not None:
         hint = "vLLM answers on the service's machine only: leave it out, or leave use_vllm out"
         raise InvalidRequest("provider_options.resources", options.resources.model_dump(exclude_unset=True), hint)
+    if options.device == "cpu" and "gpu_memory_utilization" in given:
+        hint = "it is a share of a GPU's memory, and the device is cpu: leave it out"
+        raise InvalidRequest(f"{where}.vllm_gpu_memory_utilization", given["gpu_memory_utilization"], hint)
     mode = config.vllm_importance_sampling_mode
     if mode is not None and mode not in get_args(VllmCorrection):
         hint = nearest_choice(mode, get_args(VllmCorrection))
@@ -87,11 +90,15 @@ def resolve_vllm(config: GRPOConfig, options: ProviderOptions, where: str) -> Vl
     return found
 
 
-def with_vllm(method: GrpoSpec, settings: Settings) -> GrpoSpec:
-    """The method with the interpreter that its answers are computed by. Raises InvalidRequest: there is none."""
+def with_vllm(method: GrpoSpec, settings: Settings, where: str) -> GrpoSpec:
+    """The method with the interpreter that its answers are computed by. Raises InvalidRequest: there is none.
+
+    Args:
+        where: the field of the request that has those of the method.
+    """
     if method.vllm is None:
         return method
-    vllm = method.vllm.model_copy(update={"python": _python("algorithm_config.use_vllm", True, settings)})
+    vllm = method.vllm.model_copy(update={"python": _python(f"{where}.use_vllm", True, settings)})
     return method.model_copy(update={"vllm": vllm})
 
 

@@ -59,7 +59,8 @@ def resolve_method(
         else:
             refuse_reference_options(options, METHODS[fields["algorithm"]].title)
             if isinstance(fields["method"], GrpoSpec):
-                fields["method"] = with_vllm(fields["method"], settings)
+                where = "algorithm_config" if options.method is None else "provider_options.method"
+                fields["method"] = with_vllm(fields["method"], settings, where)
     else:
         dpo = resolve_dpo(request, options, settings, warnings, base)
         fields = {"algorithm": "dpo", "lora": resolve_dpo_lora(options, warnings), "dpo": dpo}

@@ -20,7 +20,7 @@ from .averaging import AveragingSpec
 from .beginnings import AdapterSpec, BaseJob, Frozen
 from .beginnings import ResumeFrom as ResumeFrom
 from .kinds import Work
-from .methods import METHODS, GrpoSpec, MethodSpec, answer_tokens, reference_in
+from .methods import METHODS, GrpoSpec, MethodSpec, answer_tokens, reference_in, without_interpreter
 from .methods import Algorithm as Algorithm  # parts of JobSpec
 from .methods import DpoLoss as DpoLoss
 from .methods import DpoSpec as DpoSpec
@@ -334,7 +334,7 @@ class JobSpec(Frozen):
 
     def without_model_paths(self) -> JobSpec:
         """The job without what holds on one machine only: how checkpoints record it."""
-        changes: dict[str, Any] = {"model_path": None}
+        changes: dict[str, Any] = {"model_path": None, "method": without_interpreter(self.method)}
         if self.reference is not None:
             here = {"reference": self.reference.model_copy(update={"model_path": None})}
             name = "method" if self.dpo is None else "dpo"

@@ -222,6 +222,13 @@ def vllm_of(method: MethodSpec | None) -> VllmSpec | None:
     return method.vllm if isinstance(method, GrpoSpec) else None
 
 
+def without_interpreter(method: MethodSpec | None) -> MethodSpec | None:
+    """A method without the path of the interpreter that has vLLM."""
+    if not isinstance(method, GrpoSpec) or method.vllm is None:
+        return method
+    return method.model_copy(update={"vllm": method.vllm.model_copy(update={"python": None})})
+
+
 def uld_of(method: MethodSpec | None) -> UldSpec | None:
     """How a model is compared with a teacher of another vocabulary; None: no such teacher."""
     return method.uld if isinstance(method, DistillationSpec) else None

@@ -6,21 +6,28 @@ CI compares two modes of the correction; `TRL_METHODS=full` compares all for 20 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import mmap
+import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.memory.estimate import estimate
 from llama_stack_provider_trl.recipes.memory.trace import Batch
 from llama_stack_provider_trl.recipes.memory.trace_cache import trace
 from llama_stack_provider_trl.recipes.model.vllm_process import PROGRAM
+from llama_stack_provider_trl.recipes.trainer import vllm_policy
 from llama_stack_provider_trl.recipes.trainer.grpo import GrpoRecipe
 from llama_stack_provider_trl.recipes.trainer.vllm_policy import ScoredAnswer, VllmPolicy
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
@@ -174,7 +181,12 @@ def test_a_job_that_continues_has_the_answers_and_weights_of_an_undisturbed_one(
         (
             {"reload": "CUDA out of memory"},
             Reason.out_of_memory,
-            "CUDA out of memory. Lower max_seq_length or vllm_gpu",
+            "CUDA out of memory. Lower max_seq_length, raise vllm_gpu.*, lower that where",
+        ),
+        (
+            {"load": "GiB KV cache is needed, which is larger than the available KV cache memory (1 GiB)."},
+            Reason.out_of_memory,
+            "raise vllm_gpu_memory_utilization where its cache lacks room",
         ),
         ({"answer": "device-side assert"}, Reason.rank_failed, "vLLM: ValueError: device-side assert"),
         ({"kill": "answer"}, Reason.out_of_memory, "vLLM was killed while it answered"),
@@ -208,6 +220,32 @@ def test_on_a_gpu_vllm_sleeps_between_its_answers_and_gets_new_weights_when_it_w
             model.get_input_embeddings().weight += 1
         found.append(vllm.answer([[5, 6], [7]], seeds, [2], lambda: None))
     assert found[0] == found[1] != found[2]
+
+
+def test_without_memory_for_the_weights_that_vllm_gets_no_descriptor_stays_open(
+    tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, size: int) -> None:
+        opened.append(fd)
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    opened: list[int] = []
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    spec = job(tmp_path, python)
+    assert isinstance(spec.method, GrpoSpec)
+    assert spec.method.vllm is not None
+    more = {"most": 6, "at_once": 2, "device": torch.device("cpu"), "writer": NullEventWriter()}
+    model = torch.nn.Linear(2, 2)
+    monkeypatch.setattr(vllm_policy, "WeightGroups", lambda *_: SimpleNamespace(planned=[dict(model.state_dict())]))
+    with (
+        VllmPolicy(spec, spec.method.vllm, spec.method, **more) as vllm,
+        pytest.raises(JobFailure, match=r"cannot be reserved .*leave use_vllm out") as failed,
+    ):
+        vllm.start(model)
+    assert failed.value.reason is Reason.out_of_memory
+    (fd,) = opened
+    with suppress(FileNotFoundError):  # or it is another file's by now
+        assert "weights" not in os.readlink(f"/proc/self/fd/{fd}")
 
 
 def test_the_memory_check_counts_vllm_beside_the_training(tmp_path: Path, python: Path) -> None:

@@ -28,7 +28,10 @@ from llama_stack_provider_trl.recipes.preflight import check, choose_gradient_sy
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
+from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, OptimizerSpec, QatSpec, ReferenceSpec, ShardingSpec
+from llama_stack_provider_trl.specs.methods import GrpoSpec, VllmSpec
+from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.tiny import REPOSITORY, tiny_model
 from tests.training import LORA, dataset, job_spec
@@ -598,6 +601,28 @@ def test_adapters_are_proposed_what_their_method_can_do(
     assert nearest(job_spec(tmp_path, "model", lora=lora), Batch(4, 256), "cpu", Capacity(1000, max_ranks=2)) is None
     assert {spec.lora.quantize_base for spec in tried if spec.lora} == quantizes
     assert {spec.ranks for spec in tried} | {1} == ranks
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_grpo_is_proposed_nothing_that_it_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    """A base in 4 bits, sequences without room for a prompt, and with answers of vLLM several ranks."""
+    tried: list[JobSpec] = []
+
+    def too_large(spec: JobSpec, *_: Any) -> MemoryEstimate:
+        tried.append(spec)
+        return MemoryEstimate(GIB, 0, 0, 0, 0, 0, 0)
+
+    monkeypatch.setattr(proposals, "estimate", too_large)
+    rewards = (RewardSource(name="a", check=AnswerCheck(type="regex", pattern="a")),)
+    vllm = VllmSpec(python=tmp_path) if answers else None
+    method = GrpoSpec(rewards=rewards, num_generations=4, max_completion_length=256, vllm=vllm)
+    spec = job_spec(tmp_path, "model", "grpo", method=method, lora=LORA, max_seq_length=1024)
+    assert nearest(spec, Batch(16, 1024), "cpu", Capacity(1000, max_ranks=2)) is None
+    assert {one.lora.quantize_base for one in tried if one.lora} == {False}
+    assert min(one.max_seq_length for one in tried) == 512
+    assert {one.ranks for one in tried} | {1} == ({1} if answers else {1, 2})
 
 
 def test_the_estimate_takes_no_memory(tmp_path: Path) -> None:

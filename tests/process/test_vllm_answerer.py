@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,29 @@ def test_vllm_that_closes_its_output_and_does_not_end_is_killed(
         child = answerer._vllm._child
     assert child is not None
     assert child.wait(60) == -9
+
+
+def test_vllm_that_is_killed_within_a_message_is_reported_as_killed(tmp_path: Path) -> None:
+    """A pipe takes a part of a long line at a time."""
+    wrapper = tmp_path / "killed"
+    wrapper.write_text("#!/bin/sh\nread settings\nprintf '{\"ready\": tr'\nkill -9 $$\n")
+    wrapper.chmod(0o755)
+    with answerer_of(tmp_path, wrapper) as answerer, pytest.raises(JobFailure, match="vLLM was killed") as failed:
+        answerer.prepare(PROMPTS)
+    assert failed.value.reason is Reason.out_of_memory
+
+
+def test_vllm_ends_by_itself_where_another_process_still_has_its_pipe(tmp_path: Path, python: Path) -> None:
+    """As a loader worker has it, which is forked: vLLM gets no end of file."""
+    with answerer_of(tmp_path, python) as answerer:
+        answerer.prepare(PROMPTS)
+        child = answerer._vllm._child
+        assert child is not None
+        assert child.stdin is not None
+        worker = subprocess.Popen(["sleep", "600"], pass_fds=[child.stdin.fileno()])
+    with worker:
+        worker.kill()
+    assert child.returncode == 0
 
 
 def test_an_interpreter_without_vllm_is_refused_by_name(tmp_path: Path, python: Path) -> None:

@@ -175,6 +175,7 @@ def test_vllm_answers_where_the_operator_has_named_an_interpreter_with_it() -> N
 
 
 MODE, MOST, LEAST = (f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min"))
+SHARE = "vllm_gpu_memory_utilization"
 
 
 @pytest.mark.parametrize(
@@ -187,6 +188,7 @@ MODE, MOST, LEAST = (f"vllm_importance_sampling_{name}" for name in ("mode", "cl
         ({"use_vllm": True, LEAST: 3.0}, {}, f"algorithm_config.{LEAST}", "less than vllm_importance.*_clip_max, 3"),
         ({"use_vllm": True, "vllm_importance_sampling_correction": False, MOST: 2.0}, {}, MOST, "has no effect"),
         ({"use_vllm": True, "vllm_gpu_memory_utilization": 1.0}, {}, "vllm_gpu_memory_utilization", "less than 1"),
+        ({"use_vllm": True, SHARE: 0.4}, {"device": "cpu"}, f"algorithm_config.{SHARE}", "the device is cpu"),
         ({"use_vllm": True, "temperature": 0.009}, {}, "algorithm_config.temperature", "no temperature below 0.01"),
         ({"use_vllm": True}, {"resources": {"nodes": 1}}, "provider_options.resources", "service's machine only"),
         ({"use_vllm": True}, {"nproc_per_node": 2}, "provider_options.nproc_per_node", "a job of one process"),
@@ -196,6 +198,19 @@ def test_what_vllm_cannot_do_for_grpo_is_refused_by_name(config: Any, options: A
     with pytest.raises(InvalidRequest, match=words) as caught:
         spec_of({"rewards": [EXACT], **config}, sharding=True, **options)
     assert caught.value.field.endswith(field)
+
+
+def test_where_the_method_is_an_option_its_field_is_named_there() -> None:
+    method = {"type": "grpo", "rewards": [EXACT], "use_vllm": True}
+    with pytest.raises(InvalidRequest, match="has no vLLM") as caught:
+        spec_of({}, vllm_python=None, method=method)
+    assert caught.value.field == "provider_options.method.use_vllm"
+
+
+def test_checkpoints_do_not_record_where_the_interpreter_of_vllm_is() -> None:
+    spec = spec_of({"rewards": [EXACT], "use_vllm": True, SHARE: 0.4}).without_model_paths()
+    assert isinstance(spec.method, GrpoSpec)
+    assert spec.method.vllm == VllmSpec(gpu_memory_utilization=0.4)
 
 
 def test_a_training_that_is_isolated_reads_the_interpreter_of_vllm() -> None:

@@ -20,8 +20,11 @@ from llama_stack_provider_trl.jobs.submission import ResolvedJob
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest, TrainingConfig
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.events import CheckpointSaved
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, OptimizerSpec, QatSpec, ResumeFrom
+from llama_stack_provider_trl.specs.methods import GrpoSpec, VllmSpec
+from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl.system.files import is_whole, write_manifest
 from tests.fakes import job_spec
 
@@ -204,3 +207,30 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused_by_name(
     assert refused.value.field == "provider_options.resume_from"
     assert message in str(refused.value)
     assert not (tmp_path / "jobs").exists()
+
+
+def test_a_grpo_job_resumes_with_another_interpreter_of_vllm_and_less_memory_for_it(
+    store: Store, tmp_path: Path
+) -> None:
+    """As the message of a job that ran out of memory advises."""
+
+    def answered_by(vllm: VllmSpec) -> dict[str, Any]:
+        rewards = (RewardSource(name="a", check=AnswerCheck(type="regex", pattern="a")),)
+        return {"algorithm": "grpo", "method": GrpoSpec(rewards=rewards, vllm=vllm)}
+
+    earlier = answered_by(VllmSpec(python=Path("/vllm-1"), gpu_memory_utilization=0.5))
+    directory = tmp_path / "grpo"
+    store.add_job(job_spec("grpo", batch_size=4, checkpoint_dir=directory, **earlier), "digest of grpo")
+    store.launch("grpo", 1, "cpu", tmp_path / "run-grpo")
+    shutil.copytree(tmp_path / "first" / "checkpoint-2", directory / "checkpoint-2")
+    saved = CheckpointSaved(kind="step", step=2, epoch=1, path=directory / "checkpoint-2", train_loss=1.0)
+    store.apply_events("grpo", 1, [saved], 100)
+    wanted = ResumeFrom(job_uuid="grpo")
+    less = VllmSpec(python=Path("/vllm-2"), gpu_memory_utilization=0.3)
+    spec = copy_checkpoint(asking(wanted, **answered_by(less)), store, tmp_path)
+    assert copy_of(spec).name == "checkpoint-2"
+    assert isinstance(spec.method, GrpoSpec)
+    assert spec.method.vllm == less
+    for other in (None, less.model_copy(update={"importance_sampling_mode": "token_mask"})):
+        with pytest.raises(InvalidRequest, match="method is"):
+            copy_checkpoint(asking(wanted, **answered_by(other)), store, tmp_path)  # type: ignore[arg-type]

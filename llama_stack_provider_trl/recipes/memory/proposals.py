@@ -8,6 +8,7 @@ from typing import Any
 
 from ...specs.job import JobSpec, LoraSpec, ShardingSpec
 from ...specs.memory import MemoryEstimate
+from ...specs.methods import vllm_of
 from ..model.fsdp import keeps_whole_gradients
 from .estimate import estimate
 from .trace import Batch, attention_modules
@@ -60,7 +61,8 @@ def nearest(spec: JobSpec, batch: Batch, device: str, capacity: Capacity) -> Pro
     the same global batch, more ranks, parts in CPU memory), then adapters instead of all weights, then shorter
     sequences.
     """
-    shards = spec.lora is None or spec.lora.method != "vera"  # VeRA's shared matrices cannot be sharded
+    # VeRA's shared matrices cannot be sharded, and vLLM answers for one process only.
+    shards = (spec.lora is None or spec.lora.method != "vera") and vllm_of(spec.method) is None
     most_ranks = capacity.max_ranks if capacity.max_ranks and shards else spec.ranks
 
     def proposed(candidate: _Changes) -> Proposal:
@@ -104,12 +106,14 @@ def _families(spec: JobSpec, max_ranks: int, may_offload: bool) -> Iterator[list
     if spec.lora is None and spec.qat is None:  # QAT trains every weight
         adapters = (_with_lora(spec),)
         yield [adapters, *((*adapters, *more) for more in same)]
-    if spec.qat is None and not (spec.lora and (spec.lora.quantize_base or spec.lora.method != "lora")):
+    # A model that answers prompts, or gives rewards, trains with no base in 4 bits.
+    may_quantize = spec.qat is None and spec.answer_tokens is None and not spec.trains_reward
+    if may_quantize and not (spec.lora and (spec.lora.quantize_base or spec.lora.method != "lora")):
         adapters = (_quantized(spec),)
         yield [adapters, *((*adapters, *more) for more in same)]
     most = (*adapters, *(same[-1] if same else ()))
     length, shorter = spec.max_seq_length, []
-    while length // 2 >= _SHORTEST:
+    while length // 2 >= _SHORTEST and length // 2 > (spec.answer_tokens or 0):  # which leaves a token for a prompt
         length //= 2
         cut = _Change((("max_seq_length", length),), (("provider_options.max_seq_length", length),))
         shorter.append((*most, cut))

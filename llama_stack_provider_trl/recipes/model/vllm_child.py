@@ -1,10 +1,11 @@
 """Answers prompts with vLLM: a program of its own, run by the interpreter that has vLLM, which has nothing of this
 project. `recipes.model.vllm_process` starts it and has the other end of its pipes.
 
-Messages are lines of JSON. It reads its settings and then batches, each with the token ids of prompts. It answers with
-`ready`, with `answers`, with `progress` in between, or with `error`, after which it ends. A model that trains has two
-messages more: `reload`, answered with `reloaded` once vLLM has its weights as they are now, and `sleep`, answered with
-`asleep` once vLLM has released the device's memory until the next `reload`. What vLLM prints goes to standard error.
+Messages are lines of JSON. It reads its settings and then batches, each with the token ids of prompts, until `end`. It
+answers with `ready`, with `answers`, with `progress` in between, or with `error`, after which it ends. A model that
+trains has two messages more: `reload`, answered with `reloaded` once vLLM has its weights as they are now, and `sleep`,
+answered with `asleep` once vLLM has released the device's memory until the next `reload`. What vLLM prints goes to
+standard error.
 """
 
 from __future__ import annotations
@@ -205,6 +206,8 @@ def main() -> int:
         send(ready=True)
         for line in sys.stdin:
             message = json.loads(line)
+            if "end" in message:
+                break
             if weights is not None and "reload" in message:
                 weights.reload(llm, sleeps=sleeps)
                 send(reloaded=True)

@@ -34,7 +34,13 @@ _ENVIRONMENT = {
 _ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 """Of the allocator of training: vLLM cannot release a device's memory with segments that expand."""
 _END_SECONDS = 20.0
-_NO_MEMORY = ("out of memory", "OutOfMemory", "No available memory", "less than desired")
+_NO_MEMORY = (
+    "out of memory",
+    "OutOfMemory",
+    "No available memory",
+    "less than desired",
+    "larger than the available KV cache",
+)
 """In the texts of vLLM's errors: of torch, and of its own before it reserves the cache."""
 
 
@@ -93,6 +99,10 @@ class VllmProcess:
             return
         self._child = None
         with contextlib.suppress(OSError):
+            # Processes that were forked from this one, such as loader workers, may still have the pipe.
+            child.stdin.write(json.dumps({"end": True}) + "\n")  # type: ignore[union-attr]
+            child.stdin.flush()  # type: ignore[union-attr]
+        with contextlib.suppress(OSError):
             child.stdin.close()  # type: ignore[union-attr]
         if _status_of(child) is None:
             child.kill()
@@ -135,7 +145,9 @@ class VllmProcess:
         with contextlib.suppress(BrokenPipeError):  # it has ended: its exit status is reported
             self._child.stdin.write(json.dumps(message) + "\n")
             self._child.stdin.flush()
-        yield from map(json.loads, self._child.stdout)
+        for line in self._child.stdout:
+            if line.endswith("\n"):  # else it ended within a message
+                yield json.loads(line)
 
     def _ended(self, when: str) -> Exception:
         """Why the program has ended without a message."""

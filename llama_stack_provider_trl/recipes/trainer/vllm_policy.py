@@ -65,7 +65,8 @@ class VllmPolicy:
             device,
             writer,
             todo="Leave use_vllm out, and transformers answers",
-            less="Lower max_seq_length or vllm_gpu_memory_utilization, or leave use_vllm out",
+            less="Lower max_seq_length, raise vllm_gpu_memory_utilization where its cache lacks room, lower that where "
+            "the device does, or leave use_vllm out",
         )
         self._weights: _SharedWeights | None = None
 
@@ -146,8 +147,13 @@ class _SharedWeights:
         except (AttributeError, OSError) as error:
             problem = f"the memory that training shares with vLLM cannot be made ({error})"
             raise JobFailure(Reason.launch_failed, f"{problem}: vLLM needs Linux; leave use_vllm out") from error
-        os.ftruncate(self.fd, end)
-        self._memory = torch.frombuffer(mmap.mmap(self.fd, end), dtype=torch.uint8)
+        try:
+            os.ftruncate(self.fd, end)
+            self._memory = torch.frombuffer(mmap.mmap(self.fd, end), dtype=torch.uint8)
+        except OSError as error:
+            os.close(self.fd)
+            problem = f"the {end / 2**30:.1f} GiB that training shares with vLLM cannot be reserved ({error.strerror})"
+            raise JobFailure(Reason.out_of_memory, f"{problem}: leave use_vllm out") from error
         self.settings = {"weights": table, "weights_fd": self.fd, "weights_bytes": end}
 
     def write(self, heartbeat: Callable[[], None]) -> None:
