@@ -178,7 +178,7 @@ class Agent:
                 if not kept.begun:  # else it was ended: the service was away for too long
                     kept.begin()
             try:
-                while not (self._reported_leaving and not self._tasks):
+                while not (self._reported_leaving and await self._has_ended_all()):
                     await self._poll_once()
             except ServiceRefusal as final:
                 for known in self._tasks.values():
@@ -379,6 +379,11 @@ class Agent:
             task_id=order.task_id, stage=order.stage, progress=progress, error="" if is_over else why
         )
         self._news.set()
+
+    async def _has_ended_all(self) -> bool:
+        """Whether no task is left. Without a further poll: the service would hold it until it has news."""
+        await self._forget()
+        return not self._tasks
 
     async def _forget(self) -> None:
         """Delete tasks that have ended and are no longer ordered."""

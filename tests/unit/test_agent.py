@@ -231,7 +231,7 @@ def test_an_agent_whose_machine_is_taken_away_ends_once_its_jobs_have_saved(worl
         world.launcher.exit("job-1", 0)
         await head.until(lambda: (report := head.report()) and report.stage is Stage.stop)
         head.order()
-        await asyncio.sleep(20)
+        await asyncio.Event().wait()
 
     world.run(play)  # ends with the agent
     assert not world.head.polls[0].leaving
