@@ -65,7 +65,7 @@ def resolve_vllm(config: GRPOConfig, options: ProviderOptions, where: str) -> Vl
             raise InvalidRequest(f"{where}.vllm_{name}", value, hint)
         return None
     if config.temperature is not None and config.temperature < _LEAST_TEMPERATURE:
-        hint = f"vLLM has no temperature below {_LEAST_TEMPERATURE} but 0: send more, or leave use_vllm out"
+        hint = f"vLLM has no temperature below {_LEAST_TEMPERATURE}: send at least that, or leave use_vllm out"
         raise InvalidRequest(f"{where}.temperature", config.temperature, hint)
     if options.resources is not None:
         hint = "vLLM answers on the service's machine only: leave it out, or leave use_vllm out"

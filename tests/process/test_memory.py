@@ -583,20 +583,26 @@ def test_what_trains_every_weight_is_not_advised_to_train_adapters(tmp_path: Pat
     assert nearest(spec, Batch(4, 256), "cpu", Capacity(1000)) is None
 
 
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[JobSpec]:
+    """The jobs whose memory is estimated, each of which is too large."""
+    found: list[JobSpec] = []
+
+    def too_large(spec: JobSpec, *_: Any) -> MemoryEstimate:
+        found.append(spec)
+        return MemoryEstimate(GIB, 0, 0, 0, 0, 0, 0)
+
+    monkeypatch.setattr(proposals, "estimate", too_large)
+    return found
+
+
 @pytest.mark.parametrize(
     ("method", "quantizes", "ranks"),
     [("lora", {False, True}, {1, 2}), ("ia3", {False}, {1, 2}), ("vera", {False}, {1})],
 )
 def test_adapters_are_proposed_what_their_method_can_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: Any, quantizes: set[bool], ranks: set[int]
+    tmp_path: Path, tried: list[JobSpec], method: Any, quantizes: set[bool], ranks: set[int]
 ) -> None:
-    tried: list[JobSpec] = []
-
-    def too_large(spec: JobSpec, *_: Any) -> MemoryEstimate:
-        tried.append(spec)
-        return MemoryEstimate(GIB, 0, 0, 0, 0, 0, 0)
-
-    monkeypatch.setattr(proposals, "estimate", too_large)
     lora = LORA.model_copy(update={"method": method})
     assert nearest(job_spec(tmp_path, "model", lora=lora), Batch(4, 256), "cpu", Capacity(1000, max_ranks=2)) is None
     assert {spec.lora.quantize_base for spec in tried if spec.lora} == quantizes
@@ -604,17 +610,8 @@ def test_adapters_are_proposed_what_their_method_can_do(
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_grpo_is_proposed_nothing_that_it_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
-) -> None:
+def test_grpo_is_proposed_nothing_that_it_refuses(tmp_path: Path, tried: list[JobSpec], answers: bool) -> None:
     """A base in 4 bits, sequences without room for a prompt, and with answers of vLLM several ranks."""
-    tried: list[JobSpec] = []
-
-    def too_large(spec: JobSpec, *_: Any) -> MemoryEstimate:
-        tried.append(spec)
-        return MemoryEstimate(GIB, 0, 0, 0, 0, 0, 0)
-
-    monkeypatch.setattr(proposals, "estimate", too_large)
     rewards = (RewardSource(name="a", check=AnswerCheck(type="regex", pattern="a")),)
     vllm = VllmSpec(python=tmp_path) if answers else None
     method = GrpoSpec(rewards=rewards, num_generations=4, max_completion_length=256, vllm=vllm)
