@@ -43,11 +43,12 @@ class Shape:
 
 TINY = Shape("tiny", 64, 2, 4, 2, 128, 512)
 DEEP = Shape("deep", 256, 8, 4, 2, 1024, 1024)
+TEACHER = Shape("teacher", 320, 4, 5, 5, 960, 1024)
 TEN_M = Shape("10M", 320, 6, 5, 5, 960, 4096)
 HUNDRED_M = Shape("100M", 768, 12, 12, 12, 2048, 16384)
 HALF_B = Shape("0.5B", 896, 24, 14, 2, 4864, 151_936)
 ONE_B = Shape("1B", 2048, 16, 32, 8, 8192, 128_256)
-SHAPES = {shape.name: shape for shape in (TINY, DEEP, TEN_M, HUNDRED_M, HALF_B, ONE_B)}
+SHAPES = {shape.name: shape for shape in (TINY, DEEP, TEACHER, TEN_M, HUNDRED_M, HALF_B, ONE_B)}
 
 
 def model(setting: Setting, shape: Shape) -> Path:

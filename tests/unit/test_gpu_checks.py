@@ -17,7 +17,18 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.append(str(REPOSITORY / "benchmarks"))
 
 import gpu  # noqa: E402
-from gpu_checks import environment, numerics, peak_memory, recovery, registry, report, sharding, speed, wheels  # noqa: E402
+from gpu_checks import (  # noqa: E402
+    environment,
+    methods,
+    numerics,
+    peak_memory,
+    recovery,
+    registry,
+    report,
+    sharding,
+    speed,
+    wheels,
+)
 from gpu_checks.inputs import ONE_B  # noqa: E402
 from gpu_checks.jobs import Outcome, Step, digest  # noqa: E402
 from gpu_checks.report import Finding, Result, Status  # noqa: E402
@@ -77,6 +88,12 @@ SPEEDS = {
     name: {"steady_tokens_per_s": 1000.0, "speed_against_stock": {"steady_wall_s": {"median": 1.0}}}
     for name in ("stock TRL", "our recipe", "bare loop")
 }
+BY_METHOD = {"ORPO": job(), "KTO": job()}
+ANSWERED = job(steps=job().steps[: methods.STEPS])
+TWICE = {f"{name}, {turn}": ANSWERED for name in ("GRPO", "GOLD") for turn in (methods.FIRST, methods.SECOND)}
+NOT_A_NUMBER = replace(ANSWERED, steps=(*ANSWERED.steps[:-1], replace(ANSWERED.steps[-1], loss=float("nan"))))
+GENERATED = {"here": job(steps=()), "on a CPU": job(steps=())}
+TEXTS = [*"abcdefghij"]
 HUNG = recovery.Hung(job(ended="hung"), seconds=25.0, timeout=20.0, stacks="Current thread")
 TERMINATED = recovery.Terminated(0.5, job(exit_code=-signal.SIGTERM), job())
 
@@ -284,6 +301,35 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
         {"not sharded": ({"a": job(), "b": SHORT}, 0.05)},
     ),
     "QAT": (numerics.judge_falling, ({"QAT": job()}, 0.05), {"the loss rises": ({"QAT": DIVERGED}, 0.05)}),
+    "methods": (
+        methods.judge_methods,
+        (BY_METHOD, BY_METHOD),
+        {
+            "other losses": (BY_METHOD, {**BY_METHOD, "KTO": DIVERGED}),
+            "a job fails": ({**BY_METHOD, "ORPO": FAILED}, BY_METHOD),
+            "a job fails on the CPU": (BY_METHOD, {**BY_METHOD, "ORPO": FAILED}),
+        },
+    ),
+    "own answers": (
+        methods.judge_answers,
+        (TWICE,),
+        {
+            "a job fails": ({**TWICE, "GRPO, first": FAILED},),
+            "other weights": ({**TWICE, "GOLD, second": replace(ANSWERED, weights="others")},),
+            "a loss is no number": ({**TWICE, "GOLD, first": NOT_A_NUMBER},),
+            "a step is missing": ({**TWICE, "GRPO, first": SHORT},),
+        },
+    ),
+    "answers": (
+        methods.judge_generated,
+        (GENERATED, TEXTS, [*"abcdefghi", "z"]),
+        {
+            "other answers": (GENERATED, TEXTS, [*"abcdefgh", "y", "z"]),
+            "a row without an answer": (GENERATED, TEXTS[1:], TEXTS),
+            "no answers": (GENERATED, [], []),
+            "a job fails": ({**GENERATED, "here": FAILED}, TEXTS, TEXTS),
+        },
+    ),
     "speed on rows of many lengths": (
         speed.judge_many_lengths,
         ({"sft": STEPS_OF_BOTH, "dpo": STEPS_OF_BOTH}, True),

@@ -56,7 +56,9 @@ class Sampler(LogitsProcessor):
             scores[:, self._tokens :] = -torch.inf
         if not self._work.temperature:
             return scores
-        logits = scores.detach().to("cpu", torch.float64) / self._work.temperature
+        # There on a GPU: a CPU takes longer than the model where the vocabulary is large. MPS has no fp64.
+        place = scores.device if scores.device.type == "cuda" else torch.device("cpu")
+        logits = scores.detach().to(place, torch.float64) / self._work.temperature
         reached = self._kept(torch.softmax(logits, dim=-1)).cumsum(dim=-1)
         total = reached[:, -1:].clone()
         if not bool((total > 0).all()):  # NaN neither
@@ -65,7 +67,7 @@ class Sampler(LogitsProcessor):
                 "the model's numbers are not finite, so that no token can be chosen: lower the learning rate that it "
                 "is trained with, or use dtype bf16 or fp32 in place of fp16",
             )
-        numbers = torch.tensor([[source.random()] for source in self._sources], dtype=torch.float64)
+        numbers = torch.tensor([[source.random()] for source in self._sources], dtype=torch.float64, device=place)
         tokens = torch.searchsorted(reached, numbers * total, right=True)
         # Where rounding makes the product the total: the last token that is kept.
         tokens = torch.minimum(tokens, torch.searchsorted(reached, total))
