@@ -114,8 +114,9 @@ def enter_environment(options: argparse.Namespace) -> None:
 def import_libraries() -> None:
     """All that a measurement needs, so that no child pays for an import. Nothing here may compute with torch."""
     sys.path.insert(0, str(REPOSITORY))
-    # As in a job that quantizes nothing. bitsandbytes would also open CUDA, which no forked child could use then.
-    sys.modules.setdefault("bitsandbytes", None)  # type: ignore[arg-type]
+    # As in a job that quantizes nothing. They would also open CUDA, which no forked child could use then.
+    for name in ("bitsandbytes", "torchao"):
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     for name in (
         "torch._dynamo",  # torch's optimizers import it at their first step
         "trl.trainer.dpo_trainer",
