@@ -2,8 +2,8 @@
 
 The job itself compares whole vocabularies, with the library that reads them. Here only what it would refuse for certain
 is refused: a token that has two numbers, or that one of two tokenizers has in none of its files. The files are read in
-a fork with limits: to parse 64 MiB of JSON can take 1.3 GiB, and the requests that are served meanwhile would wait for
-it (that of Qwen2.5: 73 MiB, 0.2 s).
+a process with limits: to parse 64 MiB of JSON can take 1.3 GiB, and the requests that are served meanwhile would wait
+for it (that of Qwen2.5: 73 MiB, 0.2 s).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def refuse_other_vocabularies(
     if len(set(directories) - {None}) < 2:
         return
     try:
-        disputed = _LIMITS.call(lambda: _disputes([directory for _, directory in here]))
+        disputed = _LIMITS.call(_disputes, [directory for _, directory in here])
     except LimitExceeded as error:
         disputed = error.found
     for ((field, name), _), dispute in zip(here, disputed, strict=False):

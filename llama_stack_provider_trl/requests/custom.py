@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import ValidationError
@@ -47,7 +48,7 @@ def _parameters(found: InstalledMethod, given: dict[str, Any], where: str) -> di
         if name not in known:
             hint = f"{found.method.title} has no such field; its fields are: {', '.join(['type', *known])}"
             raise InvalidRequest(f"{where}.{name}", value, hint)
-    (outcome,) = within_limits(found, "read its fields", FIELDS, lambda: [_outcome(found, sent, where)])
+    (outcome,) = within_limits(found, "read its fields", FIELDS, _outcome, found.name, sent, where)
     if (problem := outcome.get("unavailable")) is not None:
         raise MethodUnavailable(problem)
     if (refused := outcome.get("refused")) is not None:
@@ -56,18 +57,21 @@ def _parameters(found: InstalledMethod, given: dict[str, Any], where: str) -> di
     return parameters
 
 
-def _outcome(found: InstalledMethod, sent: dict[str, Any], where: str) -> dict[str, Any]:
+def _outcome(name: str, sent: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
     """The parsed fields, or what is wrong, as JSON values: computed in another process."""
     try:
+        found = find_method(name)
         parsed = found.parameters(sent)
         refuse_infinite(parsed, f"{where}.")
-        return {"parameters": found.written(parsed)}
+        yield {"parameters": found.written(parsed)}
+        return
     except MethodUnavailable as error:
-        return {"unavailable": str(error)}
+        yield {"unavailable": str(error)}
+        return
     except ValidationError as error:
         refused = refusal_of(error, where)
     except InvalidRequest as error:
         refused = error
     value = refused.value
     # What a package's model refuses may be a value of its own.
-    return {"refused": [refused.field, value if isinstance(value, str | int | float) else repr(value), refused.hint]}
+    yield {"refused": [refused.field, value if isinstance(value, str | int | float) else repr(value), refused.hint]}

@@ -10,7 +10,7 @@ TimeoutError. `regex` has timeouts, which `re` lacks; jsonschema searches with `
 deadline, and a `$schema` below the top, where jsonschema would continue with its own validator.
 
 To compile a pattern has no such bounds: `regex` writes a repeated part out as often as it occurs at least, so eleven
-characters can take all memory, and nested `+` double it. A process that serves requests compiles none: a fork does.
+characters can take all memory, and nested `+` double it. A process that serves requests compiles none: another does.
 """
 
 from __future__ import annotations
@@ -162,16 +162,20 @@ def refuse_references(checks: Mapping[str, AnswerCheck]) -> None:
 
 @lru_cache(maxsize=16)
 def _refuse_uncompiled(fields: tuple[str, ...], texts: tuple[str, ...]) -> None:
-    """Compile the references of checks, in a fork. The trials of a search have the same ones. Raises InvalidRequest."""
+    """Compile the references of checks in another process. The trials of a search have the same ones. Raises
+    InvalidRequest."""
     checks = [AnswerCheck.model_validate_json(text) for text in texts]
-    load_libraries()
     try:
-        problems = _REQUESTED.call(lambda: (_problem(check) for check in checks))
+        problems = _REQUESTED.call(_problems, checks, before=load_libraries)
     except LimitExceeded as error:
         problems = [*error.found, f"it takes more than {too_much(_REQUESTED)} to be compiled: {SIMPLER}"]
     for field, check, problem in zip(fields, checks, problems, strict=False):
         if problem is not None:
             raise _unusable(field, check, problem)
+
+
+def _problems(checks: Sequence[AnswerCheck]) -> Iterator[str | None]:
+    return map(_problem, checks)
 
 
 def _problem(check: AnswerCheck) -> str | None:
@@ -191,12 +195,12 @@ SIMPLER = "make it shorter, repeat parts less often, and nest fewer of them"
 
 
 def too_much(limits: Limited) -> str:
-    """The limits of a fork, in words."""
+    """The limits of a process, in words."""
     return f"{limits.seconds} s or {limits.memory >> 20} MiB"
 
 
 def load_libraries() -> None:
-    """Import what `reference` does, in a process that forks for it."""
+    """Import what `reference` does."""
     import regex  # noqa: F401
     from jsonschema import FormatChecker
 

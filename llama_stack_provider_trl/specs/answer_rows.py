@@ -94,7 +94,7 @@ def _checked(row: dict[str, Any], index: int, checks: Sequence[AnswerCheck], giv
 
 
 def refuse_unchecked_rows(dataset: DatasetRef, checks: Sequence[AnswerCheck]) -> None:
-    """Read all rows of a dataset as the job will: where patterns or schemas are compiled, in a fork with limits.
+    """Read all rows of a dataset as the job will: where patterns or schemas are compiled, in a process with limits.
 
     Raises:
         InvalidRows: as `read_checked_rows`, or their patterns and schemas take too long, or too much memory.
@@ -112,11 +112,10 @@ def refuse_unchecked_rows(dataset: DatasetRef, checks: Sequence[AnswerCheck]) ->
 
 @lru_cache(maxsize=16)
 def _refuse_uncompiled(path: Path, sha256: str, texts: tuple[str, ...]) -> None:
-    """Read rows in a fork. The trials of a search have the same ones. Raises InvalidRows."""
+    """Read rows in another process. The trials of a search have the same ones. Raises InvalidRows."""
     checks = [AnswerCheck.model_validate_json(text) for text in texts]
-    load_libraries()
     try:
-        found = _LIMITS.call(lambda: _first_problem(path, checks))
+        found = _LIMITS.call(_first_problem, path, checks, before=load_libraries)
     except LimitExceeded as error:
         hint = f"patterns and schemas up to this row take more than {too_much(_LIMITS)}: {SIMPLER}, or use fewer rows"
         raise InvalidRows(hint, row=len(error.found)) from error

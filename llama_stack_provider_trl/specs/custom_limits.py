@@ -1,4 +1,4 @@
-"""Calls the validators and row checks of installed packages where requests are served: in forks with limits.
+"""Calls the validators and row checks of installed packages where requests are served: in processes with limits.
 
 There a package that never ends, or takes all memory, would stop the service. A training calls them itself.
 """
@@ -6,6 +6,7 @@ There a package that never ends, or takes all memory, would stop the service. A 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from ..errors import InvalidRows, MethodUnavailable
@@ -20,7 +21,9 @@ ROWS = Limited(seconds=120, memory=1 << 30)
 """For the rows of a dataset."""
 
 
-def within_limits(found: InstalledMethod, what: str, limits: Limited, call: Callable[[], Iterable[Any]]) -> list[Any]:
+def within_limits(
+    found: InstalledMethod, what: str, limits: Limited, call: Callable[..., Iterable[Any]], *arguments: Any
+) -> list[Any]:
     """What a call of a package's code yields (`Limited.call`).
 
     Args:
@@ -31,7 +34,7 @@ def within_limits(found: InstalledMethod, what: str, limits: Limited, call: Call
         LimitReached: too many requests are checked.
     """
     try:
-        return limits.call(call)
+        return limits.call(call, *arguments, before=partial(find_method, found.name))
     except (LimitExceeded, TooLate) as error:
         raise MethodUnavailable(
             f"method {found.name!r} of {found.package} {found.version} crashed, or has not {what} within "
@@ -53,17 +56,21 @@ def refuse_custom_rows(
     """
     if not isinstance(method, CustomSpec):
         return
-    found = find_method(method.type)  # imports its package here, once for all forks
+    found = find_method(method.type)
     if found.method.check_row is None:
         return
-
-    def outcome() -> Iterator[list[str]]:
-        try:
-            check_custom_rows(method, dataset, use, data_format)
-        except InvalidRows as error:
-            yield ["rows", str(error)]
-        except MethodUnavailable as error:
-            yield ["method", str(error)]
-
-    for kind, sentence in within_limits(found, f"checked the rows of dataset {dataset.dataset_id!r}", ROWS, outcome):
+    what = f"checked the rows of dataset {dataset.dataset_id!r}"
+    for kind, sentence in within_limits(found, what, ROWS, _problem, method, dataset, use, data_format):
         raise InvalidRows(sentence) if kind == "rows" else MethodUnavailable(sentence)
+
+
+def _problem(
+    method: CustomSpec, dataset: DatasetRef, use: RowUse, data_format: DataFormat | None
+) -> Iterator[list[str]]:
+    """What is wrong, as JSON values: in another process."""
+    try:
+        check_custom_rows(method, dataset, use, data_format)
+    except InvalidRows as error:
+        yield ["rows", str(error)]
+    except MethodUnavailable as error:
+        yield ["method", str(error)]

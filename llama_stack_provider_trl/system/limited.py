@@ -1,48 +1,45 @@
-"""Calls functions in forks of this process, within limits of time and memory: for what a request may make large.
+"""Calls functions in other processes, within limits of time and memory: for what a request may make large.
 
-A fork takes 2 ms, a process that starts Python and imports a library 200. It has this thread alone, so the function
-may neither wait for other threads nor import a module for the first time. Linux limits its memory, macOS only its time.
+`call_server` has them called. It starts with the first call (0.3 s), and forks for each: 5 ms. Linux limits memory,
+macOS only time.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
+import pickle
 import select
-import signal
-import struct
+import socket
+import subprocess
+import sys
 import threading
 import time
-import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from mmap import mmap
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from ..errors import LimitReached
-from . import fork
-from .process import allocated_memory, die_with_parent, limit_memory
+from .call_server import LARGEST_ORDER, SIZE, Ending, Order, Request, program
 
 _CHUNK = 1 << 16
-_COUNT = struct.Struct("=Q")
-"""Of the values so far, in memory that a fork shares: a message for each would double the time of a row."""
 _AT_ONCE = 2
 _WAIT_S = 0.5
 """Seconds that a call waits for a place. It waits in a thread that other requests may need."""
 _WALL = 3
 """Wall-clock seconds for each CPU second that is allowed: the machine may have other work."""
 _LEAST_WALL_S = 30.0
-_BLOCKED_S = 10.0
-"""Seconds asleep, without any CPU time, after which a fork counts as blocked: it waits for a lock that another thread
-held when it was forked, and that no thread of it releases. A fork drops what is local to the other threads, and a
-library in this process (Llama Stack has many) may free it with such a lock. `jobs.database` did so."""
 _TRIES = 3
+_SEND_S = 30.0
+"""Seconds that a server may import what calls before need."""
+_END_S = 5.0
+"""Seconds that a process which is ended may take for it."""
 _WAS_LIMITED = 0.5
 """Share of the CPU time that is allowed, from which on the kernel has killed a process for its limit, which it compares
 with its own estimate (0.90 to 1.01 s at 1 s), and not for want of memory."""
-_forking = threading.Lock()
-"""Filters of warnings are those of the whole process."""
+_TOO_BUSY = "the machine is too busy, or short of memory, to check this: send it again later"
 
 
 class LimitExceeded(Exception):
@@ -62,10 +59,6 @@ class TooLate(LimitReached):
     something, or the machine has other work."""
 
 
-class _BlockedError(Exception):
-    """Raised when a fork waits for what never comes."""
-
-
 class Limited:
     """Calls functions, a few at a time.
 
@@ -83,8 +76,18 @@ class Limited:
         """Seconds after which a call is ended."""
         return max(_LEAST_WALL_S, _WALL * self.seconds)
 
-    def call(self, function: Callable[[], Iterable[Any]]) -> list[Any]:
-        """What `function` yields: JSON values, each known here before the next one is computed. Null costs no message.
+    def call(
+        self,
+        function: Callable[..., Iterable[Any]],
+        *arguments: Any,
+        before: Callable[[], object] | None = None,
+    ) -> list[Any]:
+        """What `function(*arguments)` yields: JSON values, each known here before the next one is computed. Null costs
+        no message.
+
+        Args:
+            function: of a module, as pickle finds it by name; its process has none of this one's other objects.
+            before: called in that process, without limits, by the first call that has it: imports what is needed.
 
         Raises:
             LimitExceeded: it takes more than the limits allow.
@@ -93,155 +96,141 @@ class Limited:
             OSError: there can be no further process.
             RuntimeError: it raised an exception.
         """
+        order = pickle.dumps(Order(tuple(map(str, sys.path)), function.__module__, before))
+        if len(order) > LARGEST_ORDER:
+            raise ValueError(f"an order has {len(order)} bytes, at most {LARGEST_ORDER} are expected")
+        request = pickle.dumps(Request(partial(function, *arguments), self.seconds, self.memory))
         if not self._places.acquire(timeout=_WAIT_S):
             raise LimitReached("too many requests are being checked: send it again later")
         try:
-            for _ in range(_TRIES - 1):
-                with suppress(_BlockedError):
-                    return self._call(function, _BLOCKED_S)
-            return self._call(function, self.wall_seconds)
+            lines, is_late = self._called(order, request)
         finally:
             self._places.release()
+        return self._found(lines, is_late)
 
-    def _call(self, function: Callable[[], Iterable[Any]], patience: float) -> list[Any]:
-        """As `call`. Raises _BlockedError where the fork sleeps for `patience` seconds."""
-        reader, writer = os.pipe()
-        count = mmap(-1, _COUNT.size)
-        try:
-            try:
-                pid = self._fork(function, writer, count)
-            finally:
-                os.close(writer)
-            try:
-                deadline = time.monotonic() + self.wall_seconds
-                lines = _lines(reader, deadline, _Sleep(pid, patience))
-                is_late = time.monotonic() >= deadline
-            finally:
-                ending = _end(pid)
-        finally:
-            os.close(reader)
-        written = [json.loads(line) for line in lines]
-        found: list[Any] = [None] * _COUNT.unpack_from(count)[0]
+    def _called(self, order: bytes, request: bytes) -> tuple[list[bytes], bool]:
+        """What comes back, and whether it took too long. Nothing comes from a server that ended, as it does without
+        calls, while this one was sent: the next one may not be sent at all, and the third has a new server."""
+        deadline = time.monotonic() + self.wall_seconds
+        for _ in range(_TRIES - 1):
+            lines, is_late = _exchange(order, request, deadline)
+            if lines or is_late:
+                return lines, is_late
+        return _exchange(order, request, deadline)
+
+    def _found(self, lines: list[bytes], is_late: bool) -> list[Any]:
+        if is_late:
+            raise TooLate(_TOO_BUSY)
+        written = []
+        for line in lines:
+            with suppress(ValueError):  # of a process that was killed while it wrote
+                written.append(json.loads(line))
+        reported = written.pop() if written and isinstance(written[-1], dict) else {}
+        if (problem := reported.get("no_process")) is not None:
+            raise OSError(f"no process can be started: {problem}")
+        if not reported:
+            raise LimitReached(_TOO_BUSY)  # the server or the keeper was killed
+        ending = Ending(**reported)
+        found: list[Any] = [None] * ending.values
         for number, value in (line for line in written if isinstance(line, list)):
             found[number : number + 1] = [value]  # the last one may not be counted yet
         if not written or isinstance(written[-1], list):  # what comes last is missing
-            if is_late or (ending.is_killed and ending.cpu_seconds < _WAS_LIMITED * self.seconds):
-                kind = TooLate if is_late else LimitReached
-                raise kind("the machine is too busy, or short of memory, to check this: send it again later")
+            if ending.is_killed and ending.cpu_seconds < _WAS_LIMITED * self.seconds:
+                raise LimitReached(_TOO_BUSY)
             raise LimitExceeded(found)
-        if (problem := written[-1]) is not None:
-            raise RuntimeError(problem)
+        if (raised := written[-1]) is not None:
+            raise RuntimeError(raised)
         return found
 
-    def _fork(self, function: Callable[[], Iterable[Any]], writer: int, count: mmap) -> int:
-        parent = os.getpid()
-        try:
-            with _forking, warnings.catch_warnings():
-                # The fork waits for no lock of another thread: see above.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                pid = os.fork()
-            if pid:
-                return pid
-            die_with_parent(parent)
-            fork.close_files((writer,))
-            self._limit()
-            _write(function, writer, count)
-            os._exit(0)
-        finally:
-            if os.getpid() != parent:
-                os._exit(1)
 
-    def _limit(self) -> None:
-        """Set the limits of this process, which has no handlers of signals from now on."""
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        _, most = resource.getrlimit(resource.RLIMIT_CPU)
-        seconds = self.seconds if most == resource.RLIM_INFINITY else min(self.seconds, most)
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-        limit_memory(allocated_memory() + self.memory)
-        with suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
-            file.write(b"1000")  # where memory runs out, this process ends, and not the server
+def _exchange(order: bytes, request: bytes, deadline: float) -> tuple[list[bytes], bool]:
+    """The lines that answer a call, and whether it was ended at its deadline. No lines: the server is gone."""
+    here, there = socket.socketpair()
+    with here:
+        with there:
+            server = _the_server()
+            if not server.send(order, there):
+                _forget(server)
+                return [], False
+        here.settimeout(max(0.001, deadline - time.monotonic()))
+        with suppress(OSError):  # what is wrong shows below
+            here.sendall(SIZE.pack(len(request)) + request)
+        data = bytearray()
+        if not _read(here, data, deadline):
+            with suppress(OSError):
+                here.shutdown(socket.SHUT_WR)
+            _read(here, data, time.monotonic() + _END_S)
+            return [], True
+        return (bytes(data).split(b"\n") if data else []), False
 
 
-def _write(function: Callable[[], Iterable[Any]], writer: int, count: mmap) -> None:
-    """Count the values in shared memory. Write each but null as a line, [number, value], and at the end null, or a text
-    if the function raised."""
-    try:
-        for number, value in enumerate(function()):
-            if value is not None:
-                _send(writer, [number, value])
-            _COUNT.pack_into(count, 0, number + 1)
-    except MemoryError:
-        raise
-    except Exception as error:
-        _send(writer, f"{type(error).__name__}: {error}")
-        return
-    _send(writer, None)
-
-
-def _send(writer: int, value: Any) -> None:
-    data = json.dumps(value).encode() + b"\n"
-    while data:
-        data = data[os.write(writer, data) :]
-
-
-class _Sleep:
-    """How long a process has been asleep.
-
-    Args:
-        patience: seconds after which that is too long.
-    """
-
-    def __init__(self, pid: int, patience: float) -> None:
-        self._file, self._patience = f"/proc/{pid}/stat", patience
-        self._used, self._since = b"", time.monotonic()
-
-    def check(self) -> None:
-        """Compare its CPU time with that at the call before. Raises _BlockedError."""
-        try:
-            with open(self._file, "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:  # there is no such file but on Linux
-            return
-        state, used = fields[0], b" ".join(fields[11:13])
-        if state != b"S" or used != self._used:
-            self._used, self._since = used, time.monotonic()
-        elif time.monotonic() - self._since > self._patience:
-            raise _BlockedError
-
-
-def _lines(reader: int, deadline: float, sleep: _Sleep) -> list[bytes]:
-    """What is written until the end, or the deadline; whole lines only. Raises _BlockedError."""
-    data = bytearray()
+def _read(connection: socket.socket, data: bytearray, deadline: float) -> bool:
+    """Read until the other end is closed. Returns False at the deadline."""
     waiting = select.poll()
-    waiting.register(reader, select.POLLIN)
+    waiting.register(connection, select.POLLIN)
     while (left := deadline - time.monotonic()) > 0:
-        if waiting.poll(min(left, 1.0) * 1000):
-            chunk = os.read(reader, _CHUNK)
-            if not chunk:
-                break
-            data += chunk
-        else:
-            sleep.check()
-    return bytes(data).split(b"\n")[:-1]
+        if waiting.poll(left * 1000):
+            try:
+                part = connection.recv(_CHUNK)
+            except OSError:
+                return True
+            if not part:
+                return True
+            data += part
+    return False
 
 
-class _Ending(NamedTuple):
-    """How a process ended."""
+class _Server:
+    """A running `call_server`. It ends by itself once this object is gone."""
 
-    is_killed: bool
-    """By SIGKILL: ours, or the kernel's at a limit or where memory ran out."""
-    cpu_seconds: float
+    def __init__(self) -> None:
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, _KEEPS_BOUNDS)
+        self._orders.settimeout(_SEND_S)
+        self.close = weakref.finalize(self, self._orders.close)
+        with theirs:
+            process = subprocess.Popen(
+                program(theirs.fileno()),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C is for this process
+            )
+        threading.Thread(target=process.wait, daemon=True).start()  # it may end at any time
+
+    def send(self, order: bytes, call: socket.socket) -> bool:
+        """Returns False where it has ended, or takes no orders."""
+        try:
+            socket.send_fds(self._orders, [order], [call.fileno()])
+        except OSError:
+            return False
+        return True
 
 
-def _end(pid: int) -> _Ending:
-    """Have a process ended."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)  # one that has closed its end of the pipe has ended by now, or does so
-    try:
-        _, status, usage = os.wait4(pid, 0)
-    except ChildProcessError:  # where SIGCHLD is ignored
-        return _Ending(False, 0.0)
-    return _Ending(os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, usage.ru_utime + usage.ru_stime)
+_KEEPS_BOUNDS = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
+_server: _Server | None = None
+_lock = threading.Lock()
+
+
+def _the_server() -> _Server:
+    """Raises OSError: it cannot be started."""
+    global _server
+    with _lock:
+        if _server is None:
+            _server = _Server()
+        return _server
+
+
+def _forget(server: _Server) -> None:
+    global _server
+    with _lock:
+        if _server is server:
+            _server = None
+    server.close()
+
+
+def _after_fork() -> None:
+    """The server is the parent's."""
+    global _server, _lock
+    _server, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

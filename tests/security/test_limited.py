@@ -1,14 +1,22 @@
-"""What a request may make large is computed in forks with limits, and nothing of it in the process that serves."""
+"""What a request may make large is computed in processes with limits, and nothing of it in the one that serves."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pickle
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +32,10 @@ from llama_stack_provider_trl.specs import answer_rows
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck, refuse_unusable
 from llama_stack_provider_trl.specs.answer_rows import refuse_unchecked_rows
 from llama_stack_provider_trl.specs.job import DatasetRef
-from llama_stack_provider_trl.system import limited
+from llama_stack_provider_trl.system import call_server, limited
 from llama_stack_provider_trl.system.limited import Limited, LimitExceeded
 from llama_stack_provider_trl.system.process import resident_memory
+from tests.tiny import REPOSITORY
 
 pytestmark = pytest.mark.process
 
@@ -35,15 +44,19 @@ NESTED = "(" * 60 + "a" + ")+" * 60
 GROWING = ["a{4000000000}", "(?:(?:a{1000}){1000}){1000}", "(?x)(?:a{ 9 9 9 9 9 }){99999}", NESTED]
 
 
+def _values() -> Iterator[Any]:
+    return iter([1, None, "\ud800", {"a": [2]}])
+
+
+def _failing() -> Iterator[int]:
+    yield 1
+    raise ValueError("of a test")
+
+
 def test_values_come_back_and_exceptions_are_named() -> None:
-    assert Limited(5, 64 << 20).call(lambda: iter([1, None, "\ud800", {"a": [2]}])) == [1, None, "\ud800", {"a": [2]}]
-
-    def failing() -> Iterator[int]:
-        yield 1
-        raise ValueError("of a test")
-
+    assert Limited(5, 64 << 20).call(_values) == [1, None, "\ud800", {"a": [2]}]
     with pytest.raises(RuntimeError, match=r"^ValueError: of a test$"):
-        Limited(5, 64 << 20).call(failing)
+        Limited(5, 64 << 20).call(_failing)
 
 
 def _all_memory() -> Iterator[int]:
@@ -72,36 +85,176 @@ def _killed() -> Iterator[int]:
     os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does where the machine's memory runs out
 
 
+def _without_a_keeper() -> Iterator[int]:
+    yield 1
+    os.kill(os.getppid(), signal.SIGKILL)
+    threading.Event().wait()
+
+
+def _without_a_server() -> Iterator[int]:
+    server = psutil.Process().parents()[1]
+    server.kill()
+    yield server.pid
+
+
+def _echo(*values: Any) -> Iterator[Any]:
+    return iter(values)
+
+
+def _where() -> Iterator[int]:
+    """This process, its keeper, the server, and threads and children of the latter."""
+    server = psutil.Process().parents()[1]
+    yield from (os.getpid(), os.getppid(), server.pid, server.num_threads(), len(server.children()))
+
+
+def _is_gone(pids: Iterable[int]) -> bool:
+    return wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not (holds := condition()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return holds
+
+
 @pytest.mark.parametrize("function", [_all_memory, _all_time, _crash])
 def test_a_call_ends_at_its_limits_with_what_it_found(
     function: Callable[[], Iterator[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limited, "_LEAST_WALL_S", 100.0)  # the machine may have other work
-    before = psutil.Process().children()  # such as what other tests fork from
     with pytest.raises(LimitExceeded) as caught:
         Limited(1, 64 << 20).call(function)
     assert caught.value.found == [1]
-    assert set(psutil.Process().children()) <= set(before)
 
 
-@pytest.mark.parametrize("function", [_waiting, _killed])
+@pytest.mark.parametrize("function", [_waiting, _killed, _without_a_keeper])
 def test_a_call_that_the_machine_ends_can_be_sent_again(
     function: Callable[[], Iterator[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limited, "_LEAST_WALL_S", 0.5)
+    calls = Limited(5, 64 << 20)
+    calls.call(_values)  # the server has started
+    monkeypatch.setattr(limited, "_LEAST_WALL_S", 1.5)
     monkeypatch.setattr(limited, "_WALL", 0)
     with pytest.raises(LimitReached, match="too busy, or short of memory"):
-        Limited(5, 64 << 20).call(function)
+        calls.call(function)
+    monkeypatch.undo()
+    *own, server, threads, _ = calls.call(_where)
+    assert (len({*own, server, os.getpid()}), threads) == (4, 1)
+    assert _is_gone(own)
+    assert wait_until(lambda: not psutil.Process(server).children())
 
 
-def test_where_memory_runs_out_the_fork_ends_before_the_server() -> None:
-    assert Limited(5, 64 << 20).call(lambda: [Path("/proc/self/oom_score_adj").read_text().strip()]) == ["1000"]
+def test_the_next_call_has_another_server_where_one_was_killed() -> None:
+    calls = Limited(5, 64 << 20)
+    (killed,) = calls.call(_without_a_server)
+    assert _is_gone([killed])
+    assert calls.call(_values) == [*_values()]
+
+
+def test_a_server_without_calls_ends_and_one_with_calls_does_not() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    here, there = socket.socketpair()
+    argv = call_server.program(theirs.fileno())
+    argv[2] = argv[2].replace("import serve;", "import serve; serve.__globals__['IDLE_S'] = 0.1;")
+    with ours, theirs, here:
+        server = subprocess.Popen(argv, pass_fds=[theirs.fileno()])
+        with there:
+            order = call_server.Order(tuple(sys.path), __name__, None)
+            socket.send_fds(ours, [pickle.dumps(order)], [there.fileno()])
+        request = pickle.dumps(call_server.Request(_waiting, 5, 64 << 20))
+        here.sendall(call_server.SIZE.pack(len(request)) + request)
+        assert here.recv(100) == b"[0, 1]\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.wait(1.0)
+        here.shutdown(socket.SHUT_WR)
+        assert server.wait(60) == 0
+
+
+def test_where_the_caller_is_killed_the_call_ends(tmp_path: Path) -> None:
+    program = "from tests.security import test_limited as t; t.Limited(60, 64 << 20).call(t._reported, {!r})"
+    caller = subprocess.Popen([sys.executable, "-c", program.format(str(tmp_path / "reported"))], cwd=REPOSITORY)
+    try:
+        assert wait_until((tmp_path / "reported").exists)
+    finally:
+        caller.kill()
+        caller.wait()
+    assert _is_gone(json.loads((tmp_path / "reported").read_text()))
+
+
+def _reported(path: str) -> Iterator[int]:
+    """Write which processes there are, and stay."""
+    part = Path(f"{path}.part")
+    part.write_text(json.dumps([one.pid for one in (psutil.Process(), *psutil.Process().parents()[:2])]))
+    part.rename(path)
+    threading.Event().wait()
+    yield 1
+
+
+def _before() -> None:
+    importlib.import_module("of_a_test").seen.append(1)
+
+
+def _seen() -> Iterator[int]:
+    yield len(sys.modules["of_a_test"].seen)
+
+
+def _end_the_server() -> None:
+    if limited._server is not None:
+        limited._forget(limited._server)
+
+
+def test_what_a_function_needs_is_imported_as_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _end_the_server()
+    (tmp_path / "of_a_test.py").write_text("seen = []")
+    calls = Limited(5, 64 << 20)
+    with monkeypatch.context() as other:
+        other.syspath_prepend(tmp_path)
+        assert [calls.call(_seen, before=_before) for _ in range(2)] == [[1], [2]]  # by the server
+    _end_the_server()
+    assert calls.call(_echo, 1) == [1]
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [calls.call(_seen, before=_before) for _ in range(2)] == [[1], [1]]  # by the keeper of each call
+
+
+def test_a_function_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("made_by_a_test")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec("def function(): yield 1", module.__dict__)
+    with pytest.raises(RuntimeError, match="ModuleNotFoundError: No module named 'made_by_a_test'"):
+        Limited(5, 64 << 20).call(module.function)
+
+
+def test_without_a_further_process_a_call_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    _end_the_server()
+
+    def popen(*_: Any, **__: Any) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with pytest.raises(OSError, match="no more processes"):
+        Limited(5, 64 << 20).call(_values)
+
+
+def test_arguments_may_be_large_and_an_order_may_not() -> None:
+    text = "a" * (8 << 20)
+    assert Limited(5, 256 << 20).call(_echo, text) == [text]
+    with pytest.raises(ValueError, match="an order has"):
+        Limited(5, 64 << 20).call(_echo, before=partial(len, "a" * (1 << 20)))
+
+
+def _adjustment() -> Iterator[str]:
+    yield Path("/proc/self/oom_score_adj").read_text().strip()
+
+
+def test_where_memory_runs_out_the_call_ends_before_the_server() -> None:
+    assert Limited(5, 64 << 20).call(_adjustment) == ["1000"]
 
 
 def test_a_server_that_ignores_its_children_gets_what_they_found() -> None:
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        assert Limited(5, 64 << 20).call(lambda: [1, None]) == [1, None]
+        assert Limited(5, 64 << 20).call(_echo, 1, None) == [1, None]
     finally:
         signal.signal(signal.SIGCHLD, before)
 
@@ -119,18 +272,22 @@ def test_few_calls_run_at_once_and_the_others_are_refused_for_now(monkeypatch: p
 
     with ThreadPoolExecutor(5) as pool:
         assert sorted(pool.map(call, range(5))) == ["LimitExceeded"] * 2 + ["LimitReached"] * 3
-    assert calls.call(lambda: [1]) == [1]
+    assert calls.call(_echo, 1) == [1]
 
 
-def test_a_fork_is_quick_and_has_no_files_of_its_parent() -> None:
-    """Measured: 3 ms."""
+def _files() -> Iterator[list[str]]:
+    yield sorted(os.listdir("/proc/self/fd"), key=int)
+
+
+def test_a_call_is_quick_and_has_no_files_of_this_process() -> None:
+    """Measured: 5 ms."""
     calls = Limited(5, 64 << 20)
     seconds = []
     for _ in range(10):  # of which one is undisturbed
         began = time.monotonic()
-        (found,) = calls.call(lambda: [sorted(os.listdir("/proc/self/fd"), key=int)])
+        (found,) = calls.call(_files)
         seconds.append(time.monotonic() - began)
-        assert len(found) == 5  # three streams, the pipe, and the directory itself
+        assert len(found) == 6  # three streams, the socket, the keeper's pipe, and the directory itself
     assert min(seconds) < 2
 
 
@@ -195,9 +352,8 @@ def test_a_bad_pattern_of_a_row_is_named_as_elsewhere(tmp_path: Path) -> None:
         refuse_unchecked_rows(dataset, [AnswerCheck(type="regex", column="form")])
 
 
-def test_a_fork_leaves_the_database_of_other_threads_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_leaves_the_database_of_other_threads_alone(tmp_path: Path) -> None:
     """Another thread runs a statement, and SQLite holds the mutex of its connection meanwhile."""
-    monkeypatch.setattr(limited, "_TRIES", 1)
     database = Database(tmp_path / "jobs.sqlite3")
     runs, may_end = threading.Event(), threading.Event()
     connections: list[Any] = []
@@ -216,28 +372,24 @@ def test_a_fork_leaves_the_database_of_other_threads_alone(tmp_path: Path, monke
         other = pool.submit(statement)
         try:
             assert runs.wait(60)
-            # Threads of other tests may have some, too.
-            assert Limited(5, 64 << 20).call(lambda: [connections[0] in _inherited]) == [True]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+            if not pid:
+                os._exit(0 if connections[0] in _inherited else 1)
+            statuses: list[int] = []
+
+            def is_over() -> bool:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    statuses.append(status)
+                return bool(ended)
+
+            if not wait_until(is_over):  # it waits for that mutex
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            assert statuses == [0]
         finally:
             may_end.set()
         assert other.result() == (1,)
     database.close()
-
-
-def test_a_fork_that_waits_for_a_lock_of_another_thread_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The lock is held at the first fork only."""
-    monkeypatch.setattr(limited, "_BLOCKED_S", 1.5)
-    tried = tmp_path / "tried"
-
-    def function() -> Iterator[int]:
-        if not tried.exists():
-            tried.touch()
-            held = threading.Lock()
-            held.acquire()
-            held.acquire()
-        yield 7
-
-    assert Limited(seconds=5, memory=64 << 20).call(function) == [7]
-    assert tried.exists()
