@@ -33,14 +33,15 @@ EXTERNAL = [f"{OURS[1]}.external_api{name}" for name in ("", ".inline", ".remote
 
 @pytest.mark.parametrize("modules", [NATIVE, EXTERNAL], ids=["native", "external"])
 def test_importing_both_providers_is_cheap_and_imports_no_torch(modules: list[str]) -> None:
-    """0.3 s of CPU time where Llama Stack takes 2 s itself, as on a quiet machine; on a busy one both grow."""
+    """0.3 s of CPU time where Llama Stack takes 1.5 s itself; on a slower or busy machine both grow. Measured: 0.18 s
+    (native) and 0.26 s (external), Llama Stack 1.6 s."""
     runs = []
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", MEASURE, *modules], capture_output=True, text=True, check=True)
         stack, seconds, mib, heavy = json.loads(done.stdout)
         assert heavy == []
         assert mib < 30
-        runs.append(seconds / max(1.0, stack / 2.0))
+        runs.append(seconds / max(1.0, stack / 1.5))
         if runs[-1] < 0.3:
             break
     assert min(runs) < 0.3, runs
