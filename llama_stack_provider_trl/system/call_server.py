@@ -36,7 +36,7 @@ SIZE = struct.Struct("=Q")
 time of a row."""
 
 
-class Order(NamedTuple):
+class CallOrder(NamedTuple):
     """What this process does itself before it forks, so that it is done once for all calls."""
 
     path: tuple[str, ...]
@@ -48,7 +48,7 @@ class Order(NamedTuple):
     to the function."""
 
 
-class Request(NamedTuple):
+class LimitedCall(NamedTuple):
     """A call, within limits."""
 
     function: Callable[[], Iterable[Any]]
@@ -58,7 +58,7 @@ class Request(NamedTuple):
     """Bytes beyond those that are allocated when it starts."""
 
 
-class Ending(NamedTuple):
+class CallEnding(NamedTuple):
     """How a function's process ended."""
 
     is_killed: bool
@@ -79,8 +79,8 @@ def serve(number: int) -> None:
     """Serve calls until there are none for a while, or the other end is closed.
 
     Args:
-        number: file descriptor of a socket that keeps the bounds of messages. Each is a pickled Order with the socket
-            of its call, on which a pickled Request comes.
+        number: file descriptor of a socket that keeps the bounds of messages. Each is a pickled CallOrder with the
+            socket of its call, on which a pickled LimitedCall comes.
     """
     path = tuple(sys.path)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps keepers
@@ -96,7 +96,7 @@ def serve(number: int) -> None:
             if not message or not files:
                 return
             with socket.socket(fileno=files[0]) as call:
-                order: Order = pickle.loads(message)
+                order: CallOrder = pickle.loads(message)
                 with suppress(Exception):
                     importlib.import_module(order.module)
                 if order.path == path:
@@ -112,13 +112,13 @@ def _has_keepers() -> bool:
     return True
 
 
-def _prepare(order: Order) -> None:
+def _prepare(order: CallOrder) -> None:
     if order.before is not None:
         with suppress(Exception):
             order.before()
 
 
-def _start_keeper(order: Order, path: tuple[str, ...], orders: socket.socket, call: socket.socket) -> None:
+def _start_keeper(order: CallOrder, path: tuple[str, ...], orders: socket.socket, call: socket.socket) -> None:
     try:
         if os.fork():
             return
@@ -145,12 +145,12 @@ def _report_no_process(call: socket.socket, error: OSError) -> None:
 def _keep(call: socket.socket) -> None:
     """Start the function's process, wait until it has ended or the caller has hung up, and report how it ended."""
     try:
-        request: Request = pickle.loads(_received(call))
+        request: LimitedCall = pickle.loads(_received(call))
     except EOFError:
         return
     except Exception as error:  # the function, or an argument, is not there
         _send(call, f"{type(error).__name__}: {error}")
-        _send(call, Ending(False, 0.0, 0)._asdict())
+        _send(call, CallEnding(False, 0.0, 0)._asdict())
         return
     count = mmap.mmap(-1, SIZE.size)
     alive, held = os.pipe()
@@ -171,7 +171,7 @@ def _keep(call: socket.socket) -> None:
         os.kill(pid, signal.SIGKILL)
     _, status, usage = os.wait4(pid, 0)
     is_killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    ending = Ending(is_killed, usage.ru_utime + usage.ru_stime, SIZE.unpack_from(count)[0])
+    ending = CallEnding(is_killed, usage.ru_utime + usage.ru_stime, SIZE.unpack_from(count)[0])
     with suppress(OSError):
         call.sendall(b"\n")  # behind what the process may have written of a line
         _send(call, ending._asdict())
@@ -191,7 +191,7 @@ def _received(call: socket.socket) -> bytes:
     return exactly(SIZE.unpack(exactly(SIZE.size))[0])
 
 
-def _run(request: Request, call: socket.socket, count: mmap.mmap, keeper: int, held: int) -> NoReturn:
+def _run(request: LimitedCall, call: socket.socket, count: mmap.mmap, keeper: int, held: int) -> NoReturn:
     try:
         die_with_parent(keeper)
         fork.close_files((call.fileno(), held))
@@ -202,7 +202,7 @@ def _run(request: Request, call: socket.socket, count: mmap.mmap, keeper: int, h
         os._exit(1)
 
 
-def _limit(request: Request) -> None:
+def _limit(request: LimitedCall) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     seconds = request.seconds if most == resource.RLIM_INFINITY else min(request.seconds, most)

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import LimitReached
-from .call_server import LARGEST_ORDER, SIZE, Ending, Order, Request, program
+from .call_server import LARGEST_ORDER, SIZE, CallEnding, CallOrder, LimitedCall, program
 
 _CHUNK = 1 << 16
 _AT_ONCE = 2
@@ -96,10 +96,10 @@ class Limited:
             OSError: there can be no further process.
             RuntimeError: it raised an exception.
         """
-        order = pickle.dumps(Order(tuple(map(str, sys.path)), function.__module__, before))
+        order = pickle.dumps(CallOrder(tuple(map(str, sys.path)), function.__module__, before))
         if len(order) > LARGEST_ORDER:
             raise ValueError(f"an order has {len(order)} bytes, at most {LARGEST_ORDER} are expected")
-        request = pickle.dumps(Request(partial(function, *arguments), self.seconds, self.memory))
+        request = pickle.dumps(LimitedCall(partial(function, *arguments), self.seconds, self.memory))
         if not self._places.acquire(timeout=_WAIT_S):
             raise LimitReached("too many requests are being checked: send it again later")
         try:
@@ -130,7 +130,7 @@ class Limited:
             raise OSError(f"no process can be started: {problem}")
         if not reported:
             raise LimitReached(_TOO_BUSY)  # the server or the keeper was killed
-        ending = Ending(**reported)
+        ending = CallEnding(**reported)
         found: list[Any] = [None] * ending.values
         for number, value in (line for line in written if isinstance(line, list)):
             found[number : number + 1] = [value]  # the last one may not be counted yet
@@ -180,7 +180,7 @@ def _read(connection: socket.socket, data: bytearray, deadline: float) -> bool:
     return False
 
 
-class _Server:
+class _CallServer:
     """A running `call_server`. It ends by itself once this object is gone."""
 
     def __init__(self) -> None:
@@ -206,20 +206,20 @@ class _Server:
 
 
 _KEEPS_BOUNDS = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
-_server: _Server | None = None
+_server: _CallServer | None = None
 _lock = threading.Lock()
 
 
-def _the_server() -> _Server:
+def _the_server() -> _CallServer:
     """Raises OSError: it cannot be started."""
     global _server
     with _lock:
         if _server is None:
-            _server = _Server()
+            _server = _CallServer()
         return _server
 
 
-def _forget(server: _Server) -> None:
+def _forget(server: _CallServer) -> None:
     global _server
     with _lock:
         if _server is server:

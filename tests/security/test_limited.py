@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -85,10 +86,25 @@ def _killed() -> Iterator[int]:
     os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does where the machine's memory runs out
 
 
-def _without_a_keeper() -> Iterator[int]:
+def _without_a_keeper(path: Path) -> Iterator[int]:
     yield 1
+    path.write_text(str(os.getpid()))
     os.kill(os.getppid(), signal.SIGKILL)
     threading.Event().wait()
+
+
+def _killed_within_a_line() -> Iterator[int]:
+    yield 1
+    (connection,) = (number for number in range(3, 100) if _is_socket(number))
+    os.write(connection, b"[1, ")
+    os.abort()
+
+
+def _is_socket(number: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(number).st_mode)
+    except OSError:
+        return False
 
 
 def _without_a_server() -> Iterator[int]:
@@ -118,7 +134,7 @@ def wait_until(condition: Callable[[], bool]) -> bool:
     return holds
 
 
-@pytest.mark.parametrize("function", [_all_memory, _all_time, _crash])
+@pytest.mark.parametrize("function", [_all_memory, _all_time, _crash, _killed_within_a_line])
 def test_a_call_ends_at_its_limits_with_what_it_found(
     function: Callable[[], Iterator[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +144,7 @@ def test_a_call_ends_at_its_limits_with_what_it_found(
     assert caught.value.found == [1]
 
 
-@pytest.mark.parametrize("function", [_waiting, _killed, _without_a_keeper])
+@pytest.mark.parametrize("function", [_waiting, _killed])
 def test_a_call_that_the_machine_ends_can_be_sent_again(
     function: Callable[[], Iterator[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +159,33 @@ def test_a_call_that_the_machine_ends_can_be_sent_again(
     assert (len({*own, server, os.getpid()}), threads) == (4, 1)
     assert _is_gone(own)
     assert wait_until(lambda: not psutil.Process(server).children())
+    assert os.getsid(server) == server  # Ctrl-C is for this process
+
+
+def test_without_its_keeper_a_call_ends(tmp_path: Path) -> None:
+    with pytest.raises(LimitReached, match="too busy, or short of memory"):
+        Limited(5, 64 << 20).call(_without_a_keeper, tmp_path / "pid")
+    assert _is_gone([int((tmp_path / "pid").read_text())])
+
+
+def test_a_fork_of_this_process_has_a_server_of_its_own() -> None:
+    calls = Limited(5, 64 << 20)
+    *_, ours, _, _ = calls.call(_where)
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if not pid:
+        try:
+            os.write(writer, str(calls.call(_where)[2]).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        theirs = int(pipe.read())
+    os.waitpid(pid, 0)
+    assert theirs != ours
+    assert calls.call(_where)[2] == ours
 
 
 def test_the_next_call_has_another_server_where_one_was_killed() -> None:
@@ -160,9 +203,9 @@ def test_a_server_without_calls_ends_and_one_with_calls_does_not() -> None:
     with ours, theirs, here:
         server = subprocess.Popen(argv, pass_fds=[theirs.fileno()])
         with there:
-            order = call_server.Order(tuple(sys.path), __name__, None)
+            order = call_server.CallOrder(tuple(sys.path), __name__, None)
             socket.send_fds(ours, [pickle.dumps(order)], [there.fileno()])
-        request = pickle.dumps(call_server.Request(_waiting, 5, 64 << 20))
+        request = pickle.dumps(call_server.LimitedCall(_waiting, 5, 64 << 20))
         here.sendall(call_server.SIZE.pack(len(request)) + request)
         assert here.recv(100) == b"[0, 1]\n"
         with pytest.raises(subprocess.TimeoutExpired):
