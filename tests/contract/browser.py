@@ -13,7 +13,7 @@ from tests.required import lacking
 from tests.security.guarded import TOKENS
 
 CHROMIUM = os.environ.get("TRL_CHROMIUM") or shutil.which("chromium-headless-shell") or shutil.which("chromium")
-"""The headless shell is the same engine without windows, menus and extensions: a window takes a fifth of the CPU time."""
+"""The headless shell is the same engine without menus and extensions: a window takes a fifth of the CPU time."""
 
 _REPORT_VIOLATIONS = """
 document.addEventListener("securitypolicyviolation",
