@@ -23,7 +23,7 @@ get_lists() {
     "${apt[@]}" update
 }
 
-# A third of the CPU time of the package chromium, which does as well where Debian's release lacks this one.
+# A window takes a fifth of the CPU time that one of the package chromium does, which serves where a release lacks this.
 get_chromium-headless-shell() {
     "${apt[@]}" --no-install-recommends install chromium-headless-shell ||
         command -v chromium >/dev/null || "${apt[@]}" --no-install-recommends install chromium
