@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.recipes.imports import quick_imports
-from tests import forked
+from tests import compiled, forked
 from tests.traces import SHARED
 
 # Imported modules and collected tests are a million objects, none of them garbage: without the collector each worker
@@ -34,6 +34,12 @@ def umask_and_working_directory_are_kept() -> Iterator[None]:
 def pytest_collection_finish() -> None:
     _COLLECTION.close()
     gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    if config.args_source == pytest.Config.ArgsSource.TESTPATHS:  # all tests
+        compiled.compile_tests()
 
 
 def _umask() -> int:

@@ -52,7 +52,7 @@ class Size:
 
 
 FULL = Size(idle=2000, streams=500, bodies=100, body_mib=31, posts=20_000, training_seconds=300)
-SMALL = Size(idle=300, streams=50, bodies=3, body_mib=31, posts=300, training_seconds=20)
+SMALL = Size(idle=300, streams=50, bodies=3, body_mib=12, posts=300, training_seconds=20)
 
 
 @dataclass
