@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,6 +45,19 @@ def quick_imports() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def packages_looked_up_once() -> Iterator[None]:
+    """While this is open, accelerate looks for each package once, and not at every optimizer step and unwrapped model.
+
+    Each look searches the path, and parses the metadata of what it finds. An accelerate that looks in another way is
+    left alone.
+    """
+    accelerate = sys.modules.get("accelerate.utils.imports")
+    look = getattr(accelerate, "_is_package_available", None)
+    with patch.object(accelerate, "_is_package_available", functools.cache(look)) if look else nullcontext():
+        yield
 
 
 class _Distributions(dict[str, list[str]]):
