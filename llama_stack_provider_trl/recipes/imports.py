@@ -48,15 +48,15 @@ def quick_imports() -> Iterator[None]:
 
 
 @contextmanager
-def packages_looked_up_once() -> Iterator[None]:
-    """While this is open, accelerate looks for each package once, and not at every optimizer step and unwrapped model.
+def packages_found_once() -> Iterator[None]:
+    """While this is open, accelerate searches for each package once, and not at every optimizer step and unwrapped model.
 
-    Each look searches the path, and parses the metadata of what it finds. An accelerate that looks in another way is
-    left alone.
+    Each time it searches the path, and parses the metadata of what it finds. An accelerate that does so in a function
+    of another name is left alone.
     """
     accelerate = sys.modules.get("accelerate.utils.imports")
-    look = getattr(accelerate, "_is_package_available", None)
-    with patch.object(accelerate, "_is_package_available", functools.cache(look)) if look else nullcontext():
+    search = getattr(accelerate, "_is_package_available", None)
+    with patch.object(accelerate, "_is_package_available", functools.cache(search)) if search else nullcontext():
         yield
 
 
