@@ -49,7 +49,7 @@ def quick_imports() -> Iterator[None]:
 
 @contextmanager
 def packages_found_once() -> Iterator[None]:
-    """While this is open, accelerate searches for each package once, and not at every optimizer step and unwrapped model.
+    """While this is open, accelerate searches for each package once, not at every step and unwrapped model.
 
     Each time it searches the path, and parses the metadata of what it finds. An accelerate that does so in a function
     of another name is left alone.
