@@ -98,6 +98,9 @@ _WITHOUT_EFFECT = (REPOSITORY, REPOSITORY / "benchmarks", _SITE)
 """On PYTHONPATH: what trainings import of these is installed in the environment that runs the tests."""
 _WITHOUT_CONSEQUENCE = ("PYTHONDONTWRITEBYTECODE", "TOKENIZERS_PARALLELISM", "TRANSFORMERS_VERBOSITY")
 """Variables that change no number."""
+_SET_BY_TRAININGS = ("FSDP_CPU_RAM_EFFICIENT_LOADING",)
+"""Variables that accelerate sets where a job is sharded, also in the process of a test: tests after it fork from the
+same process as those before it."""
 _REQUEST_BYTES = 1 << 18
 _ABOVE_ALL = 1000
 """File descriptors from here on are those of a request until they have the numbers that it names."""
@@ -188,7 +191,8 @@ def start_talking(imports: Sequence[str], module: str, environ: Mapping[str, str
 
 def _outside(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that imports may read."""
-    left = {name: value for name, value in environ.items() if not name.startswith(_OWN)}
+    later = (*_OWN, *_SET_BY_TRAININGS)
+    left = {name: value for name, value in environ.items() if not name.startswith(later)}
     return dict(sorted(left.items()))
 
 
@@ -310,7 +314,8 @@ def _request(path: str, request: Mapping[str, Any], files: Sequence[int]) -> _Fo
 
 
 def _conditions(python: str, environ: Mapping[str, str]) -> Any:
-    left = {name: value for name, value in environ.items() if name not in (*ARROW, fork.ROOM, *_WITHOUT_CONSEQUENCE)}
+    left_out = {*ARROW, fork.ROOM, *_WITHOUT_CONSEQUENCE, *_SET_BY_TRAININGS}
+    left = {name: value for name, value in environ.items() if name not in left_out}
     paths = left.pop("PYTHONPATH", "").split(os.pathsep)
     others = [path for path in paths if path and Path(path) not in _WITHOUT_EFFECT]
     if others:

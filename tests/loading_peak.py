@@ -1,7 +1,8 @@
 """Measures the memory that two or more ranks take while they load a model: from the imports to the first step. Linux.
 
-`python -m tests.loading_peak SPEC ...` imports torch and trl once, forks the ranks of each job, and prints one line of
-JSON per job: bytes above those after the imports, summed over the ranks.
+`python -m tests.loading_peak` reads a line of JSON, [path of a spec, ...], forks the ranks of each job, and prints one
+line of JSON per job: bytes above those after the imports, summed over the ranks. It is itself forked from what has
+imported torch and trl.
 
 - `private`: the peak of private memory (RssAnon, sampled each millisecond).
 - `resident`: the peak of all resident memory (VmHWM), with pages of mapped files, which ranks share.
@@ -12,11 +13,11 @@ JSON per job: bytes above those after the imports, summed over the ranks.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -26,34 +27,32 @@ from typing import Any
 from unittest.mock import patch
 
 from llama_stack_provider_trl.specs.job import JobSpec
+from tests import forked
+from tests.zygote import begin, environment
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+_M_MMAP_THRESHOLD = -3
 _EVERY = 0.001
 """Seconds between two samples."""
 
 
 def loading_peaks(specs: Sequence[str]) -> list[dict[str, int]]:
-    """The measurements of jobs, given as in the command line."""
-    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.loading_peak", *specs],
-        cwd=REPOSITORY,
-        env={**os.environ, **settings, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=110,
-    )
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    """The measurements of jobs."""
+    process = forked.start_talking(forked.RECIPES, "tests.loading_peak", environment())
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process.stdin as given, process.stdout as found:
+        given.write(json.dumps(specs) + "\n")
+        given.flush()
+        measured = [json.loads(line) for line in found if line.startswith("{")]
+    assert process.wait() == 0
+    return measured
 
 
 def main() -> None:
-    from llama_stack_provider_trl.recipes import session  # noqa: F401 - imported here so that no rank has to
-
-    arguments = [argument.rpartition(":") for argument in sys.argv[1:]]
+    begin()
+    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20) == 1  # freed blocks of weights are given back
+    arguments = [argument.rpartition(":") for argument in json.loads(sys.stdin.readline())]
     specs = [JobSpec.model_validate_json(Path(path).read_text()) for *_, path in arguments]
-    if any(spec.lora and spec.lora.quantize_base for spec in specs):
-        import bitsandbytes  # noqa: F401
     for spec, (kind, _, _) in zip(specs, arguments, strict=True):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

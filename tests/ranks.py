@@ -31,6 +31,9 @@ from llama_stack_provider_trl.system.process import die_with_parent
 from tests import forked
 from tests.zygote import begin, environment, train_and_exit
 
+_NO_TORCHRUN = {"train._WAIT_FOR_TORCHRUN": 0.0}
+"""A rank that fails because another has waits this long for torchrun, which ends it. Here is none."""
+
 
 class Ranks:
     """Runs attempts, one after the other."""
@@ -94,7 +97,8 @@ class Ranks:
         started = started or world_size
         specs = [str(RunDir(one.run_dir).spec) for one in attempts]
         per_node = per_node or started // len(specs)
-        order = [specs, started, per_node, _free_port(), dict(constants or {}), counted, before, self._faults_dir]
+        constants = {**_NO_TORCHRUN, **(constants or {})}
+        order = [specs, started, per_node, _free_port(), constants, counted, before, self._faults_dir]
         try:
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()

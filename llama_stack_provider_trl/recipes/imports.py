@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,6 +45,19 @@ def quick_imports() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def packages_found_once() -> Iterator[None]:
+    """While this is open, accelerate searches for each package once, not at every step and unwrapped model.
+
+    Each time it searches the path, and parses the metadata of what it finds. An accelerate that does so in a function
+    of another name is left alone.
+    """
+    accelerate = sys.modules.get("accelerate.utils.imports")
+    search = getattr(accelerate, "_is_package_available", None)
+    with patch.object(accelerate, "_is_package_available", functools.cache(search)) if search else nullcontext():
+        yield
 
 
 class _Distributions(dict[str, list[str]]):

@@ -25,7 +25,7 @@ from ..system import fork
 from ..system.files import RunDir
 from ..system.process import die_with_parent
 from .failures import classify, follows_from_another_rank
-from .imports import quick_imports
+from .imports import packages_found_once, quick_imports
 
 QUANTIZATION_LIBRARIES = frozenset({"bitsandbytes", "torchao"})
 _BALLAST = 64 << 10
@@ -51,7 +51,8 @@ def main(argv: list[str]) -> int:
         with unused_libraries_hidden(_unused_libraries(attempt.job)):
             with quick_imports():
                 run = _import_task(attempt)
-            run(attempt, events if _rank() == 0 else NullEventWriter())
+            with packages_found_once():
+                run(attempt, events if _rank() == 0 else NullEventWriter())
     except BaseException as error:
         _report(error, attempt, run_dir, events)
         return 1

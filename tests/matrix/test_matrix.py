@@ -1,7 +1,7 @@
 """Every way to train keeps its word: the numbers of one process, exact checkpoints, an export that loads.
 
 Here the cells run in which every pair of values occurs; `TRL_MATRIX=full ./scripts/test.sh tests/matrix` runs them all,
-for twice the steps.
+for three times the steps.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
 FULL = os.environ.get("TRL_MATRIX") == "full"
 CELLS = all_cells() if FULL else covering(all_cells())
-EPOCHS, STEPS, SAVED = (4, 20, 10) if FULL else (2, 10, 5)
+EPOCHS, PER_EPOCH = (4, 5) if FULL else (2, 3)
+STEPS, SAVED = EPOCHS * PER_EPOCH, EPOCHS * PER_EPOCH // 2
 GLOBAL_BATCH = 4
-ROWS = {"sft": (SFT_ROWS * 2)[:19], "dpo": (DPO_ROWS * 2)[:19]}
-"""Five steps an epoch, of which the last is not full."""
+NUM_ROWS = PER_EPOCH * GLOBAL_BATCH - 1
+ROWS = {"sft": (SFT_ROWS * 2)[:NUM_ROWS], "dpo": (DPO_ROWS * 2)[:NUM_ROWS]}
+"""The last step of an epoch is not full."""
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"lora": LORA},

@@ -381,7 +381,7 @@ def test_answers_are_reused_only_where_everything_that_decides_them_is_the_same(
     shutil.copytree(tiny_model(), model)
 
     def sources(name: str, **changes: Any) -> tuple[str, str]:
-        fields = {"model": model, "dpo": once(tmp_path), "validation_rows": DPO_ROWS[:5], **changes}
+        fields = {"model": model, "dpo": once(tmp_path), "validation_rows": DPO_ROWS[:5], "preflight": "off", **changes}
         _, events = run(tmp_path / name, job_spec(tmp_path / name, fields.pop("model"), "dpo", **fields))
         return of_reference(events)["train_dataset"], of_reference(events)["validation_dataset"]
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from llama_stack_provider_trl.recipes.evaluate import evaluate
 from llama_stack_provider_trl.specs.job import DpoSpec, OptimizerSpec, ReferenceSpec
 from llama_stack_provider_trl_remote.cli.main import main
 from llama_stack_provider_trl_remote.cli.terminal import evaluation_lines
-from tests import forked
+from tests.process.forked_recipes import fork_recipes
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS, job_spec, run
 
@@ -97,16 +94,7 @@ def test_a_model_that_was_trained_on_pairs_prefers_their_chosen_answers(tmp_path
 def test_what_cannot_be_evaluated_is_one_sentence(
     tmp_path: Path, trl_remote: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forked_run(argv: list[str], *, env: dict[str, str], stdout: Any, **more: Any) -> Any:
-        process = forked.start_program(argv, env, stdout, tmp_path)
-        if process is None:  # a test before this one has left other conditions: it is started, and not forked
-            return subprocess_run(argv, env=env, stdout=stdout, **more)
-        process.wait()
-        return process
-
-    subprocess_run = subprocess.run
-    replaced = SimpleNamespace(**{**vars(subprocess), "run": forked_run})
-    monkeypatch.setattr("llama_stack_provider_trl_remote.cli.recipe_process.subprocess", replaced)
+    fork_recipes(monkeypatch, tmp_path)
     rows, pairs = written(tmp_path / "rows.jsonl", SFT_ROWS), written(tmp_path / "pairs.jsonl", DPO_ROWS)
     other = written(tmp_path / "other.jsonl", [{"colour": "red"}])
     adapter = tmp_path / "adapter"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,26 @@ def ranks() -> Iterator[Ranks]:
         yield ranks
 
 
+Alone = Callable[[LoraSpec | None], tuple[JobSpec, list[Any]]]
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    return trained_alone(ranks, tmp_path_factory, spec_of)
+
+
+def trained_alone(ranks: Ranks, factory: pytest.TempPathFactory, spec_of: Callable[..., JobSpec]) -> Alone:
+    """What one process makes of the job: its spec and its events, trained once for all strategies."""
+
+    @cache
+    def train(lora: LoraSpec | None) -> tuple[JobSpec, list[Any]]:
+        root = factory.mktemp("alone")
+        spec = spec_of(root, 1, lora=lora)
+        return spec, trained(ranks, root, spec)
+
+    return train
+
+
 def trained(ranks: Ranks, root: Path, spec: JobSpec, *arguments: Any, **others: Any) -> list[Any]:
     codes, events = ranks.run(root / "run", spec, *arguments, **others)
     assert codes == [0] * spec.ranks, [event.message for event in of_kind(events, Failed)]
@@ -112,13 +133,12 @@ def assert_equal_and_continued(ranks: Ranks, root: Path, spec: JobSpec, expected
     ],
 )
 def test_two_ranks_give_the_answers_and_weights_of_one_process_and_continue_exactly(
-    ranks: Ranks, tmp_path: Path, lora: LoraSpec | None, strategy: str
+    ranks: Ranks, alone: Alone, tmp_path: Path, lora: LoraSpec | None, strategy: str
 ) -> None:
-    alone = spec_of(tmp_path / "alone", 1, lora=lora)
-    expected = trained(ranks, tmp_path / "alone", alone)
+    single, expected = alone(lora)
     assert any(abs(point["reward_std"]) > 0.1 for point in numbers(expected))
     together = spec_of(tmp_path / "together", 2, strategy, lora=lora)
-    assert_equal_and_continued(ranks, tmp_path, together, expected, alone)
+    assert_equal_and_continued(ranks, tmp_path, together, expected, single)
 
 
 def give_answers() -> None:
@@ -130,15 +150,14 @@ def give_answers() -> None:
 def test_given_answers_have_the_losses_of_one_process(ranks: Ranks, tmp_path: Path, changes: dict[str, Any]) -> None:
     method = METHOD.model_copy(update=changes)
     found = {}
-    for number in (1, 2, 3):  # of three ranks one has fillers only, of the last row of an epoch two
+    for number in (1, 3):  # of three ranks one has fillers only, of the last row of an epoch two
         root = tmp_path / str(number)
         spec = spec_of(root, 1, method=method, batch_size=4, gradient_accumulation_steps=1, sharding=ShardingSpec())
         given = "tests.process.test_grpo_ranks.give_answers"
         codes, events = ranks.run(root / "run", spec, world_size=number, before=given)
         assert codes == [0] * number, [event.message for event in of_kind(events, Failed)]
         found[number] = spec, events
-    for number in (2, 3):
-        assert_same(found[number][1], found[number][0], found[1][1], found[1][0])
+    assert_same(found[3][1], found[3][0], found[1][1], found[1][0])
 
 
 def count_heartbeats() -> None:

@@ -33,7 +33,7 @@ from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, OptimizerSpec, 
 from llama_stack_provider_trl.specs.methods import GrpoSpec, VllmSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
-from tests.tiny import REPOSITORY, tiny_model
+from tests.tiny import CACHE, REPOSITORY, _cached, tiny_model
 from tests.training import LORA, dataset, job_spec
 
 pytestmark = pytest.mark.process
@@ -52,13 +52,13 @@ GIB = 2**30
 NO_SHARD = ShardingSpec(strategy="NO_SHARD")
 
 
-def shaped(root: Path, layers: int, **more: Any) -> Path:
-    """A directory with a config.json, no weights and no tokenizer."""
-    config = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    LlamaConfig(**{**config, "num_hidden_layers": layers, "max_position_embeddings": 4096, **more}).save_pretrained(
-        root
-    )
-    return root
+def shaped(layers: int, **more: Any) -> Path:
+    """A directory with a config.json, no weights and no tokenizer: the same one for all tests, as a process traces the
+    same job on it once."""
+    config = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, **more}
+    config |= {"num_hidden_layers": layers, "max_position_embeddings": 4096}
+    name = "shape-" + "-".join(str(value) for _, value in sorted(config.items()))
+    return _cached(CACHE, name, LlamaConfig(**config).save_pretrained)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def most(windows: Sequence[memory.Window]) -> float:
 def test_two_shallow_traces_predict_what_the_whole_depth_takes(
     tmp_path: Path, layers: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = job_spec(tmp_path, shaped(tmp_path / "model", layers), **settings)
+    spec = job_spec(tmp_path, shaped(layers), **settings)
     message = trace_model(spec, Batch(2, 128), "cpu")
     monkeypatch.setattr(memory, "_blocks_are_alike", lambda *_: False)
     whole = trace_model(spec, Batch(2, 128), "cpu")
@@ -174,7 +174,7 @@ def test_two_shallow_traces_predict_what_the_whole_depth_takes(
 
 
 def test_the_parts_are_those_of_the_method(tmp_path: Path) -> None:
-    model, batch = shaped(tmp_path / "model", 2), Batch(4, 64)
+    model, batch = shaped(2), Batch(4, 64)
     parameters = trace(job_spec(tmp_path, model), batch, "cpu").trainable
     adam = estimate(job_spec(tmp_path, model), batch, "cpu")
     assert (adam.weights, adam.optimizer, adam.reference) == (4 * parameters, 8 * parameters, 0)
@@ -189,7 +189,7 @@ def test_the_parts_are_those_of_the_method(tmp_path: Path) -> None:
 
 
 def test_fp16_takes_what_bf16_takes(tmp_path: Path) -> None:
-    model, batch = shaped(tmp_path / "model", 2), Batch(4, 64)
+    model, batch = shaped(2), Batch(4, 64)
     for settings in ({}, {"lora": LORA}, {"ranks": 2, "sharding": ShardingSpec()}):
         fp16, bf16 = (
             estimate(job_spec(tmp_path, model, dtype=dtype, **settings), batch, "cuda") for dtype in ("fp16", "bf16")
@@ -200,7 +200,7 @@ def test_fp16_takes_what_bf16_takes(tmp_path: Path) -> None:
 def test_flash_attention_counts_what_it_adds_up_in_a_fixed_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, batch = shaped(tmp_path / "model", 2), Batch(4, 64)
+    model, batch = shaped(2), Batch(4, 64)
     cases = [("cuda", "bf16", True), ("cuda", "fp16", True), ("cuda", "fp32", True)]
     cases += [("cuda", "bf16", False), ("cpu", "bf16", True)]
 
@@ -219,7 +219,7 @@ def test_flash_attention_counts_what_it_adds_up_in_a_fixed_order(
 
 
 def test_step_checkpoints_are_copied_to_cpu_memory_which_is_the_device_on_a_cpu(tmp_path: Path) -> None:
-    model, batch = shaped(tmp_path / "model", 2), Batch(4, 64)
+    model, batch = shaped(2), Batch(4, 64)
     parameters = trace(job_spec(tmp_path, model), batch, "cpu").trainable
     cpu, cuda = (estimate(job_spec(tmp_path, model), batch, device) for device in ("cpu", "cuda"))
     assert (cpu.checkpoint_copy, cpu.host) == (12 * parameters, 0)
@@ -230,7 +230,7 @@ def test_step_checkpoints_are_copied_to_cpu_memory_which_is_the_device_on_a_cpu(
 
 
 def test_offloaded_activations_wait_in_cpu_memory(tmp_path: Path) -> None:
-    model, batch = shaped(tmp_path / "model", 6), Batch(4, 64)
+    model, batch = shaped(6), Batch(4, 64)
     here, away = (
         estimate(job_spec(tmp_path, model, activation_offloading=offloading), batch, "cuda")
         for offloading in (False, True)
@@ -240,7 +240,7 @@ def test_offloaded_activations_wait_in_cpu_memory(tmp_path: Path) -> None:
 
 
 def test_blocks_that_are_not_recomputed_keep_their_activations(tmp_path: Path) -> None:
-    model, batch = shaped(tmp_path / "model", 6), Batch(4, 64)
+    model, batch = shaped(6), Batch(4, 64)
     some, all_of_them = (
         estimate(job_spec(tmp_path, model, gradient_checkpointing=True, checkpoint_every=every), batch, "cpu")
         for every in (2, 1)
@@ -250,8 +250,8 @@ def test_blocks_that_are_not_recomputed_keep_their_activations(tmp_path: Path) -
 
 
 def test_the_reference_is_loaded_when_it_is_used(tmp_path: Path) -> None:
-    model, batch = shaped(tmp_path / "model", 2), Batch(2, 16)
-    larger = shaped(tmp_path / "larger", 8, hidden_size=256, intermediate_size=512)
+    model, batch = shaped(2), Batch(2, 16)
+    larger = shaped(8, hidden_size=256, intermediate_size=512)
     size = sum(4 * weight.numel() for weight in LlamaForCausalLM(LlamaConfig.from_pretrained(larger)).parameters())
 
     def of(device: str = "cuda", ranks: int = 1, lora: Any = None, **reference: Any) -> memory.MemoryEstimate:
@@ -275,7 +275,7 @@ def test_the_reference_is_loaded_when_it_is_used(tmp_path: Path) -> None:
 
 
 def test_accumulated_gradients_are_there_from_the_second_micro_step_on(tmp_path: Path) -> None:
-    model, batch = shaped(tmp_path / "model", 2), Batch(4, 64)
+    model, batch = shaped(2), Batch(4, 64)
     once = estimate(job_spec(tmp_path, model), batch, "cpu")
     again = estimate(job_spec(tmp_path, model, gradient_accumulation_steps=2), batch, "cpu")
     assert again.gradients == once.weights
@@ -283,7 +283,7 @@ def test_accumulated_gradients_are_there_from_the_second_micro_step_on(tmp_path:
 
 
 def test_ranks_shard_what_the_strategy_names(tmp_path: Path) -> None:
-    model, batch = shaped(tmp_path / "model", 8), Batch(1, 16)
+    model, batch = shaped(8), Batch(1, 16)
 
     def of(strategy: str, steps: int = 1, **more: Any) -> memory.MemoryEstimate:
         sharding = ShardingSpec(strategy=strategy, **more)  # type: ignore[arg-type]
@@ -300,7 +300,7 @@ def test_ranks_shard_what_the_strategy_names(tmp_path: Path) -> None:
 
 
 def test_whole_gradients_on_sharded_ranks_are_counted_and_chosen_where_they_fit(tmp_path: Path) -> None:
-    model, batch = shaped(tmp_path / "model", 8, hidden_size=512, intermediate_size=2048), Batch(1, 16)
+    model, batch = shaped(8, hidden_size=512, intermediate_size=2048), Batch(1, 16)
     spec = job_spec(tmp_path, model, ranks=4, sharding=ShardingSpec(), gradient_accumulation_steps=2, batch_size=1)
     weights = 4 * trace(spec, batch, "cuda").trainable
 
@@ -335,7 +335,7 @@ def recipe(name: str, root: Path, **changes: Any) -> tuple[JobSpec, int, int]:
     text = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
     settings = ServiceSettings(**text["service"], data_dir=root)
     gpus = tuple(f"cuda:{index}" for index in range(text["service"]["torch_run_config"]["nproc_per_node"]))
-    body = {**text["job"], "model": str(shaped(root / "model", **{"vocab_size": 32000, **depth(SHAPES[name])}))}
+    body = {**text["job"], "model": str(shaped(**{"vocab_size": 32000, **depth(SHAPES[name])}))}
     options = ProviderOptions.parse(body.pop("provider_options"))
     for_jobs = settings.for_jobs(gpus)
     spec = resolve(SupervisedFineTuneRequest.model_validate({**body, **changes}), options, for_jobs).spec(
@@ -388,7 +388,8 @@ def test_a_recipe_is_refused_with_the_cause_of_what_exceeds_the_cpu_memory_of_a_
 
     def refused(expected: str, **changes: Any) -> str:
         """The message on the largest machines that are too small."""
-        changed = spec.model_copy(update=changes)
+        # With gradients reduced at every micro step, which is not compared with the other way: half the traces.
+        changed = spec.model_copy(update={"gradient_sync": "micro_step", **changes})
         needed = estimate(changed, batch, "cuda").machine * proposals.MARGIN
         assert check(changed, batch, "cuda", Capacity(1 << 60, machine=int(needed) + 1))["fits"]
         found = check(changed, batch, "cuda", Capacity(1 << 60, machine=int(needed) - 1))
@@ -413,7 +414,7 @@ def test_a_recipe_is_refused_with_the_cause_of_what_exceeds_the_cpu_memory_of_a_
 
 
 def test_what_checkpoints_are_written_from_is_the_cause_where_every_weight_is_trained(tmp_path: Path) -> None:
-    spec = job_spec(tmp_path, shaped(tmp_path / "model", 8, hidden_size=1024, intermediate_size=4096), batch_size=1)
+    spec = job_spec(tmp_path, shaped(8, hidden_size=1024, intermediate_size=4096), batch_size=1)
     limit = int(estimate(spec, Batch(1, 16), "cuda").machine * proposals.MARGIN) - 1
     message = check(spec, Batch(1, 16), "cuda", Capacity(1 << 60, machine=limit))["message"]
     assert "Checkpoints are written from a copy of the trained weights and their optimizer state" in message
@@ -425,7 +426,7 @@ def test_what_checkpoints_are_written_from_is_the_cause_where_every_weight_is_tr
 
 def test_each_reason_for_copies_while_loading_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "nearest", lambda *_, **__: None)
-    model, batch = stored_as(tmp_path, shaped(tmp_path / "model", 4), "bf16", "bfloat16"), Batch(1, 16)
+    model, batch = stored_as(tmp_path, shaped(4), "bf16", "bfloat16"), Batch(1, 16)
     spec = job_spec(tmp_path, model, ranks=2, sharding=ShardingSpec(), lora=LORA)
     mixture(tmp_path / "experts")
     attention_only = LORA.model_copy(update={"mlp": False})
@@ -469,7 +470,7 @@ def test_eight_ranks_load_a_model_of_70_billion_parameters_in_its_size_of_cpu_me
 
 
 def test_copies_that_loading_makes_are_counted_for_every_rank(tmp_path: Path) -> None:
-    model, batch = stored_as(tmp_path, shaped(tmp_path / "model", 4), "bf16", "bfloat16"), Batch(1, 16)
+    model, batch = stored_as(tmp_path, shaped(4), "bf16", "bfloat16"), Batch(1, 16)
     spec = job_spec(tmp_path, model, ranks=4, sharding=ShardingSpec())
 
     def of(**changes: Any) -> MemoryEstimate:
@@ -495,7 +496,7 @@ def test_copies_that_loading_makes_are_counted_for_every_rank(tmp_path: Path) ->
 
 
 def test_every_rank_has_the_quantization_constants_of_every_layer(tmp_path: Path) -> None:
-    model, batch = shaped(tmp_path / "model", 4, hidden_size=1024, intermediate_size=4096), Batch(1, 16)
+    model, batch = shaped(4, hidden_size=1024, intermediate_size=4096), Batch(1, 16)
     spec = job_spec(tmp_path, model, lora=LORA.model_copy(update={"quantize_base": True}), dtype="bf16")
 
     def at_rest(ranks: int) -> float:
@@ -509,7 +510,7 @@ def test_every_rank_has_the_quantization_constants_of_every_layer(tmp_path: Path
 
 
 def test_parts_in_cpu_memory_are_not_proposed_where_it_is_too_small(tmp_path: Path) -> None:
-    model = shaped(tmp_path / "model", 8, hidden_size=1024, intermediate_size=4096)
+    model = shaped(8, hidden_size=1024, intermediate_size=4096)
     spec = job_spec(tmp_path, model, ranks=2, sharding=ShardingSpec(), gradient_checkpointing=True, batch_size=1)
     batch = Batch(1, 16)
     offloaded = spec.model_copy(update={"sharding": ShardingSpec(cpu_offload=True)})
@@ -547,7 +548,7 @@ def test_training_every_weight_does_not_fit_there_and_the_nearest_that_does_is_n
 
 
 def test_the_nearest_keeps_the_results_where_it_can(tmp_path: Path) -> None:
-    spec = job_spec(tmp_path, shaped(tmp_path / "model", 2, hidden_size=256, intermediate_size=1024), batch_size=8)
+    spec = job_spec(tmp_path, shaped(2, hidden_size=256, intermediate_size=1024), batch_size=8)
     batch = Batch(8, 1024)
     wanted = estimate(spec, batch, "cpu").total
     little_less = nearest(spec, batch, "cpu", Capacity(int(wanted * 1.05)))
@@ -565,7 +566,7 @@ def test_pairs_that_are_compared_within_their_batch_keep_it(tmp_path: Path) -> N
     for loss_type, micro in (("sigmoid", 4), ("kto_pair", 8)):
         dpo = DpoSpec(loss_type=loss_type)  # type: ignore[arg-type]
         settings = {"dpo": dpo, "gradient_checkpointing": True, "ranks": 2, "sharding": sharding, "batch_size": 8}
-        spec = job_spec(tmp_path, shaped(tmp_path / "model", 2), "dpo", **settings)
+        spec = job_spec(tmp_path, shaped(2), "dpo", **settings)
         batch = Batch(16, 1024)
         limit = int(estimate(spec, batch, "cpu").total * 1.09)
         found = nearest(spec, batch, "cpu", Capacity(limit, max_ranks=4))
@@ -575,7 +576,7 @@ def test_pairs_that_are_compared_within_their_batch_keep_it(tmp_path: Path) -> N
 
 def test_what_trains_every_weight_is_not_advised_to_train_adapters(tmp_path: Path) -> None:
     qat = QatSpec(quantizer_name="Int4WeightOnlyQATQuantizer", group_size=32)
-    spec = job_spec(tmp_path, shaped(tmp_path / "model", 2), qat=qat, gradient_checkpointing=True, checkpoint_every=2)
+    spec = job_spec(tmp_path, shaped(2), qat=qat, gradient_checkpointing=True, checkpoint_every=2)
     wanted = estimate(spec.model_copy(update={"checkpoint_every": 1}), Batch(4, 256), "cpu").total
     found = nearest(spec, Batch(4, 256), "cpu", Capacity(int(wanted * 1.101)))
     assert found is not None
@@ -624,5 +625,6 @@ def test_grpo_is_proposed_nothing_that_it_refuses(tmp_path: Path, tried: list[Jo
 
 def test_the_estimate_takes_no_memory(tmp_path: Path) -> None:
     spec, _, _ = recipe("70b-8gpu", tmp_path)
-    assert estimate(spec, Batch(8, 4096), "cuda").total > 17 * GIB  # an eighth of 140 GB of weights
+    batch = Batch(spec.batch_size, spec.max_seq_length)
+    assert estimate(spec, batch, "cuda").total > 17 * GIB  # an eighth of 140 GB of weights
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 6 * 2**20  # KiB

@@ -32,6 +32,7 @@ from llama_stack_provider_trl.specs.merge import (
 )
 from llama_stack_provider_trl.system.files import MANIFEST, write_manifest
 from llama_stack_provider_trl_remote.cli.main import main
+from tests.process.forked_recipes import fork_recipes
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
@@ -439,7 +440,10 @@ def test_a_full_disk_leaves_nothing(models: list[Path], tmp_path: Path, monkeypa
     assert "cannot be written (No space left on device)" in refusal(spec(models[:2], [1, 1], tmp_path / "merged"))
 
 
-def test_the_command_merges_and_reports(models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_merges_and_reports(
+    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_recipes(monkeypatch, tmp_path)
     words = ["merge", f"{models[0]}=3", str(models[1]), "-o", str(tmp_path / "merged")]
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

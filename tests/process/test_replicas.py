@@ -38,8 +38,6 @@ from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS, job_spec, of_kind
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
-AT_ONCE = {"train._WAIT_FOR_TORCHRUN": 0.0}
-"""A rank that has lost another one ends at once: no torchrun ends it here."""
 SAMPLING: dict[str, Any] = {"max_new_tokens": 6, "temperature": 1.0, "top_p": 0.9, "seed": 7}
 PROMPTS = [{"prompt": f"Count {'more ' * number}{number}"} for number in range(5)]
 GENERATE = GenerateSpec(**SAMPLING, samples_per_prompt=3, output_dataset_id="answers")
@@ -134,7 +132,7 @@ def test_answers_continue_exactly_after_sigkill_of_a_rank(
 ) -> None:
     spec = spec_of(tmp_path, GENERATE, 2)
     (armed / fault).write_text("kill")
-    codes, events = ranks.run(tmp_path / "killed", spec, constants=AT_ONCE)
+    codes, events = ranks.run(tmp_path / "killed", spec)
     assert -9 in codes
     assert not of_kind(events, Finished)
     events, result, files = finished(ranks, tmp_path / "again", spec)
@@ -170,7 +168,7 @@ def test_ranks_check_and_judge_answers_with_the_bytes_of_one_process(
         spec = spec_of(root, EvaluateSpec(answers=CHECKED), 2)
         if fault:
             (armed / fault).write_text("kill")
-            codes, _ = ranks.run(root / "killed", spec, constants=AT_ONCE)
+            codes, _ = ranks.run(root / "killed", spec)
             assert -9 in codes, fault
         _, result, files = finished(ranks, root / "run", spec)
         assert (without_path(result), files) == (without_path(checked[0]), checked[1]), fault

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from accelerate.utils import imports as accelerate_imports
 from transformers import conversion_mapping
 
 from llama_stack_provider_trl import faults
@@ -35,7 +37,8 @@ from llama_stack_provider_trl.system.process import child_environment
 from tests.census import assert_clean
 from tests.process.test_recovery import KINDS, World
 from tests.process.waiting import until
-from tests.tiny import REPOSITORY
+from tests.tiny import REPOSITORY, tiny_model
+from tests.training import job_spec, run
 
 pytestmark = [
     pytest.mark.process,
@@ -292,3 +295,17 @@ def test_what_is_kept_of_transformers_models_is_what_it_reads(tmp_path: Path) ->
     imports.keep_structure(module, tmp_path)
     assert module.create_import_structure_from_path(models) == expected
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_training_looks_for_each_package_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    look, looked = accelerate_imports._is_package_available, Counter[str]()
+
+    def counted(name: str, *others: Any) -> bool | None:
+        looked[" ".join([name, *others])] += 1
+        return look(name, *others)
+
+    monkeypatch.setattr(accelerate_imports, "_is_package_available", counted)
+    for _ in range(2):
+        assert run(tmp_path, job_spec(tmp_path, tiny_model(), max_steps_per_epoch=1, preflight="off"))[0] == 0
+    # Not once for both: a library that is hidden from one training may be used by another.
+    assert max(looked.values()) == looked["deepspeed"] == 2, looked
