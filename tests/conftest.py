@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -29,6 +30,15 @@ def umask_and_working_directory_are_kept() -> Iterator[None]:
     before = _umask(), Path.cwd()
     yield
     assert (_umask(), Path.cwd()) == before, "this test has changed the umask or working directory of the process"
+
+
+@pytest.fixture(autouse=True)
+def logs_go_nowhere_that_is_closed() -> Iterator[None]:
+    """A program that a test calls logs to that test's standard error. What is logged after it, by a task that is freed
+    by then, would be an error in the output of another test."""
+    yield
+    for handler in [handler for handler in logging.root.handlers if type(handler) is logging.StreamHandler]:
+        logging.root.removeHandler(handler)
 
 
 def pytest_collection_finish() -> None:

@@ -66,11 +66,18 @@ class FakeService:
 
     def stop(self) -> None:
         if self._runner is not None:
-            asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+            asyncio.run_coroutine_threadsafe(self._end(self._runner), self._loop).result(10)
             self._runner = None
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
+
+    async def _end(self, runner: web.AppRunner) -> None:
+        await runner.cleanup()
+        left = asyncio.all_tasks() - {asyncio.current_task()}  # of connections that have not ended in time
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     async def _start(self, port: int) -> int:
         app = web.Application(client_max_size=1 << 40)

@@ -30,7 +30,7 @@ from .process import allocated_memory, die_with_parent, limit_memory
 
 IDLE_S = 60.0
 """Seconds without a call after which this process ends."""
-LARGEST_ORDER = 64 << 10
+LARGEST_ORDER = 128 << 10
 SIZE = struct.Struct("=Q")
 """Before a request; and the number of values so far, in memory that a fork shares: a message for each would double the
 time of a row."""
