@@ -9,7 +9,6 @@ The functions are pytest's own affair: where they are others, the workers compil
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -17,12 +16,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from llama_stack_provider_trl.system.process import usable_cpus
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def compile_tests() -> None:
     """By as many processes as there are cores, before workers start."""
-    count = os.cpu_count() or 1
+    count = usable_cpus()
     commands = [[sys.executable, "-m", "tests.compiled", str(part), str(count)] for part in range(count)]
     for process in [subprocess.Popen(command, cwd=REPOSITORY) for command in commands]:
         process.wait()

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import InvalidRequest, MethodUnavailable
-from ..specs.custom import ALGORITHMS, InstalledMethod, custom_names, find_method
+from ..specs.custom import ALGORITHMS, InstalledMethod, custom_names, find_method, same_method
 from ..specs.custom_limits import FIELDS, within_limits
 from ..specs.methods import CustomSpec
 from .checks import nearest_choice, refusal_of, refuse_infinite
@@ -48,7 +48,9 @@ def _parameters(found: InstalledMethod, given: dict[str, Any], where: str) -> di
         if name not in known:
             hint = f"{found.method.title} has no such field; its fields are: {', '.join(['type', *known])}"
             raise InvalidRequest(f"{where}.{name}", value, hint)
-    (outcome,) = within_limits(found, "read its fields", FIELDS, _outcome, found.name, sent, where)
+    (outcome,) = within_limits(
+        found, "read its fields", FIELDS, _outcome, found.name, found.package, found.version, sent, where
+    )
     if (problem := outcome.get("unavailable")) is not None:
         raise MethodUnavailable(problem)
     if (refused := outcome.get("refused")) is not None:
@@ -57,10 +59,10 @@ def _parameters(found: InstalledMethod, given: dict[str, Any], where: str) -> di
     return parameters
 
 
-def _outcome(name: str, sent: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
+def _outcome(name: str, package: str, version: str, sent: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
     """The parsed fields, or what is wrong, as JSON values: computed in another process."""
     try:
-        found = find_method(name)
+        found = same_method(name, package, version)
         parsed = found.parameters(sent)
         refuse_infinite(parsed, f"{where}.")
         yield {"parameters": found.written(parsed)}

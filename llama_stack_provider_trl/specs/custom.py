@@ -104,6 +104,21 @@ def find_method(name: str) -> InstalledMethod:
     return _imports.get((name, point.value), point.module, lambda: _import(point), what)
 
 
+def same_method(name: str, package: str, version: str) -> InstalledMethod:
+    """The method of an installed package, in a process that a server has called.
+
+    Raises:
+        MethodUnavailable: as `find_method`, or the package is not the server's any more: one sentence.
+    """
+    found = find_method(name)
+    if (found.package, found.version) != (package, version):
+        raise MethodUnavailable(
+            f"method {name!r} is of {found.package} {found.version} now, and was of {package} {version} when this "
+            "server imported it: restart the server"
+        )
+    return found
+
+
 def log_unusable_methods() -> None:
     """Log why installed methods cannot be used, when a server starts."""
     for problem in problems():

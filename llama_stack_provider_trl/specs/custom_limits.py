@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import InvalidRows, MethodUnavailable
 from ..system.limited import Limited, LimitExceeded, TooLate
-from .custom import InstalledMethod, check_custom_rows, find_method
+from .custom import InstalledMethod, check_custom_rows, find_method, same_method
 from .job import DataFormat, DatasetRef, RowUse
 from .methods import CustomSpec, MethodSpec
 
@@ -59,16 +59,18 @@ def refuse_custom_rows(
     found = find_method(method.type)
     if found.method.check_row is None:
         return
+    checked = method, dataset, use, data_format
     what = f"checked the rows of dataset {dataset.dataset_id!r}"
-    for kind, sentence in within_limits(found, what, ROWS, _problem, method, dataset, use, data_format):
+    for kind, sentence in within_limits(found, what, ROWS, _problem, found.package, found.version, *checked):
         raise InvalidRows(sentence) if kind == "rows" else MethodUnavailable(sentence)
 
 
 def _problem(
-    method: CustomSpec, dataset: DatasetRef, use: RowUse, data_format: DataFormat | None
+    package: str, version: str, method: CustomSpec, dataset: DatasetRef, use: RowUse, data_format: DataFormat | None
 ) -> Iterator[list[str]]:
     """What is wrong, as JSON values: in another process."""
     try:
+        same_method(method.type, package, version)
         check_custom_rows(method, dataset, use, data_format)
     except InvalidRows as error:
         yield ["rows", str(error)]

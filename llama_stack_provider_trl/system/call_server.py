@@ -26,11 +26,13 @@ from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 from . import fork
-from .process import allocated_memory, die_with_parent, limit_memory
+from .process import allocated_memory, die_with_parent, hide_from_other_processes, limit_memory
 
 IDLE_S = 60.0
 """Seconds without a call after which this process ends."""
 LARGEST_ORDER = 128 << 10
+RECEIVED = b"\n"
+"""What a call's socket has first: this process has its order."""
 SIZE = struct.Struct("=Q")
 """Before a request; and the number of values so far, in memory that a fork shares: a message for each would double the
 time of a row."""
@@ -72,7 +74,7 @@ def program(number: int) -> list[str]:
     """The command that serves on a socket with this file descriptor, with this process's `sys.path`."""
     start = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     start += f"from {__name__} import serve; serve(int(sys.argv[2]))"
-    return [sys.executable, "-c", start, json.dumps([*map(str, sys.path)]), str(number)]
+    return [sys.executable, "-P", "-c", start, json.dumps([*map(str, sys.path)]), str(number)]
 
 
 def serve(number: int) -> None:
@@ -83,8 +85,12 @@ def serve(number: int) -> None:
             socket of its call, on which a pickled LimitedCall comes.
     """
     path = tuple(sys.path)
+    with suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
+        file.write(b"1000")  # where memory runs out, this process and its forks end, and not the caller
+    hide_from_other_processes()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps keepers
     with socket.socket(fileno=number) as orders:
+        orders.set_inheritable(False)
         orders.settimeout(IDLE_S)
         while True:
             try:
@@ -96,7 +102,14 @@ def serve(number: int) -> None:
             if not message or not files:
                 return
             with socket.socket(fileno=files[0]) as call:
-                order: CallOrder = pickle.loads(message)
+                call.set_inheritable(False)
+                with suppress(OSError):
+                    call.sendall(RECEIVED)
+                try:
+                    order: CallOrder = pickle.loads(message)
+                except Exception as error:  # of a module that is not there
+                    _report_error(call, error)
+                    continue
                 with suppress(Exception):
                     importlib.import_module(order.module)
                 if order.path == path:
@@ -139,7 +152,13 @@ def _start_keeper(order: CallOrder, path: tuple[str, ...], orders: socket.socket
 
 def _report_no_process(call: socket.socket, error: OSError) -> None:
     with suppress(OSError):
-        _send(call, {"no_process": str(error)})
+        _send(call, {"no_process": [error.errno, str(error)]})
+
+
+def _report_error(call: socket.socket, error: Exception) -> None:
+    with suppress(OSError):
+        _send(call, f"{type(error).__name__}: {error}")
+        _send(call, CallEnding(False, 0.0, 0)._asdict())
 
 
 def _keep(call: socket.socket) -> None:
@@ -149,8 +168,7 @@ def _keep(call: socket.socket) -> None:
     except EOFError:
         return
     except Exception as error:  # the function, or an argument, is not there
-        _send(call, f"{type(error).__name__}: {error}")
-        _send(call, CallEnding(False, 0.0, 0)._asdict())
+        _report_error(call, error)
         return
     count = mmap.mmap(-1, SIZE.size)
     alive, held = os.pipe()
@@ -208,8 +226,6 @@ def _limit(request: LimitedCall) -> None:
     seconds = request.seconds if most == resource.RLIM_INFINITY else min(request.seconds, most)
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     limit_memory(allocated_memory() + request.memory)
-    with suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
-        file.write(b"1000")  # where memory runs out, this process ends, and not the server
 
 
 def _write(function: Callable[[], Iterable[Any]], call: socket.socket, count: mmap.mmap) -> None:

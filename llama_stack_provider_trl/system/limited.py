@@ -22,7 +22,8 @@ from functools import partial
 from typing import Any
 
 from ..errors import LimitReached
-from .call_server import LARGEST_ORDER, SIZE, CallEnding, CallOrder, LimitedCall, program
+from .call_server import LARGEST_ORDER, RECEIVED, SIZE, CallEnding, CallOrder, LimitedCall, program
+from .process import child_environment
 
 _CHUNK = 1 << 16
 _AT_ONCE = 2
@@ -32,6 +33,8 @@ _WALL = 3
 """Wall-clock seconds for each CPU second that is allowed: the machine may have other work."""
 _LEAST_WALL_S = 30.0
 _TRIES = 3
+_RECEIVED_S = 20.0
+"""Seconds after which a server that has not taken an order is replaced. It starts in 0.3 s."""
 _SEND_S = 30.0
 """Seconds that a server may import what calls before need."""
 _END_S = 5.0
@@ -116,7 +119,13 @@ class Limited:
             lines, is_late = _exchange(order, request, deadline)
             if lines or is_late:
                 return lines, is_late
-        return _exchange(order, request, deadline)
+        lines, is_late = _exchange(order, request, deadline)
+        if not lines and not is_late and (status := _status_of_last_server()):
+            raise LimitReached(
+                f"this cannot be checked: the process for it ended with status {status}. The log has the reason; "
+                "restart this server if a package was upgraded meanwhile"
+            )
+        return lines, is_late
 
     def _found(self, lines: list[bytes], is_late: bool) -> list[Any]:
         if is_late:
@@ -127,7 +136,7 @@ class Limited:
                 written.append(json.loads(line))
         reported = written.pop() if written and isinstance(written[-1], dict) else {}
         if (problem := reported.get("no_process")) is not None:
-            raise OSError(f"no process can be started: {problem}")
+            raise OSError(problem[0], f"no process can be started: {problem[1]}")
         if not reported:
             raise LimitReached(_TOO_BUSY)  # the server or the keeper was killed
         ending = CallEnding(**reported)
@@ -148,24 +157,30 @@ def _exchange(order: bytes, request: bytes, deadline: float) -> tuple[list[bytes
     here, there = socket.socketpair()
     with here:
         with there:
+            there.setblocking(True)  # whatever socket.setdefaulttimeout says in this process
             server = _the_server()
             if not server.send(order, there):
                 _forget(server)
                 return [], False
+        data = bytearray()
+        _read(here, data, min(deadline, time.monotonic() + _RECEIVED_S), len(RECEIVED))
+        if not data:
+            server.kill()  # it imports what never ends, or is stopped; other calls do not need it any more
+            _forget(server)
+            return [], False
         here.settimeout(max(0.001, deadline - time.monotonic()))
         with suppress(OSError):  # what is wrong shows below
             here.sendall(SIZE.pack(len(request)) + request)
-        data = bytearray()
         if not _read(here, data, deadline):
             with suppress(OSError):
                 here.shutdown(socket.SHUT_WR)
             _read(here, data, time.monotonic() + _END_S)
             return [], True
-        return (bytes(data).split(b"\n") if data else []), False
+        return bytes(data).split(b"\n"), False
 
 
-def _read(connection: socket.socket, data: bytearray, deadline: float) -> bool:
-    """Read until the other end is closed. Returns False at the deadline."""
+def _read(connection: socket.socket, data: bytearray, deadline: float, enough: int | None = None) -> bool:
+    """Read until the other end is closed, or `enough` bytes are there. Returns False at the deadline."""
     waiting = select.poll()
     waiting.register(connection, select.POLLIN)
     while (left := deadline - time.monotonic()) > 0:
@@ -177,6 +192,8 @@ def _read(connection: socket.socket, data: bytearray, deadline: float) -> bool:
             if not part:
                 return True
             data += part
+            if enough is not None and len(data) >= enough:
+                return True
     return False
 
 
@@ -188,13 +205,19 @@ class _CallServer:
         self._orders.settimeout(_SEND_S)
         self.close = weakref.finalize(self, self._orders.close)
         with theirs:
-            process = subprocess.Popen(
+            environ = child_environment(os.environ, {})
+            self.process = subprocess.Popen(
                 program(theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
+                # Without the tokens of the service.
+                env={name: value for name, value in environ.items() if "TOKEN" not in name},
                 start_new_session=True,  # Ctrl-C is for this process
             )
-        threading.Thread(target=process.wait, daemon=True).start()  # it may end at any time
+        threading.Thread(target=self.process.wait, daemon=True).start()  # it may end at any time
+
+    def kill(self) -> None:
+        self.process.kill()
 
     def send(self, order: bytes, call: socket.socket) -> bool:
         """Returns False where it has ended, or takes no orders."""
@@ -207,6 +230,8 @@ class _CallServer:
 
 _KEEPS_BOUNDS = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
 _server: _CallServer | None = None
+_last: _CallServer | None = None
+"""The one that was forgotten last."""
 _lock = threading.Lock()
 
 
@@ -220,17 +245,26 @@ def _the_server() -> _CallServer:
 
 
 def _forget(server: _CallServer) -> None:
-    global _server
+    global _server, _last
     with _lock:
         if _server is server:
             _server = None
+        _last = server
     server.close()
+
+
+def _status_of_last_server() -> int:
+    """The exit status of the server that was forgotten last where it is an error of its own; else 0."""
+    with suppress(subprocess.TimeoutExpired):
+        status = _last.process.wait(_END_S) if _last is not None else 0
+        return max(0, status)
+    return 0
 
 
 def _after_fork() -> None:
     """The server is the parent's."""
-    global _server, _lock
-    _server, _lock = None, threading.Lock()
+    global _server, _last, _lock
+    _server, _last, _lock = None, None, threading.Lock()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -36,7 +36,7 @@ def chromium() -> Iterator[Any]:
     except ImportError:
         lacking("playwright is not installed: scripts/prepare-env.sh installs it")
     if CHROMIUM is None:
-        lacking("chromium is not installed: `apt-get install chromium`, or name one in TRL_CHROMIUM")
+        lacking("no browser is installed: `apt-get install chromium-headless-shell`, or name one in TRL_CHROMIUM")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS)
         yield browser

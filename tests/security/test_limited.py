@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import importlib
 import json
 import os
@@ -24,7 +26,7 @@ from typing import Any
 import psutil
 import pytest
 
-from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, LimitReached
+from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, LimitReached, is_exhausted
 from llama_stack_provider_trl.jobs import vocabularies
 from llama_stack_provider_trl.jobs.database import Database, _inherited
 from llama_stack_provider_trl.jobs.vocabularies import refuse_other_vocabularies
@@ -35,7 +37,7 @@ from llama_stack_provider_trl.specs.answer_rows import refuse_unchecked_rows
 from llama_stack_provider_trl.specs.job import DatasetRef
 from llama_stack_provider_trl.system import call_server, limited
 from llama_stack_provider_trl.system.limited import Limited, LimitExceeded
-from llama_stack_provider_trl.system.process import resident_memory
+from llama_stack_provider_trl.system.process import identify, resident_memory
 from tests.tiny import REPOSITORY
 
 pytestmark = pytest.mark.process
@@ -124,7 +126,7 @@ def _where() -> Iterator[int]:
 
 
 def _is_gone(pids: Iterable[int]) -> bool:
-    return wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    return wait_until(lambda: all(identify(pid) is None for pid in pids))
 
 
 def wait_until(condition: Callable[[], bool]) -> bool:
@@ -132,6 +134,11 @@ def wait_until(condition: Callable[[], bool]) -> bool:
     while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(0.01)
     return holds
+
+
+def _end_the_server() -> None:
+    if limited._server is not None:
+        limited._forget(limited._server)
 
 
 @pytest.mark.parametrize("function", [_all_memory, _all_time, _crash, _killed_within_a_line])
@@ -207,6 +214,7 @@ def test_a_server_without_calls_ends_and_one_with_calls_does_not() -> None:
             socket.send_fds(ours, [pickle.dumps(order)], [there.fileno()])
         request = pickle.dumps(call_server.LimitedCall(_waiting, 5, 64 << 20))
         here.sendall(call_server.SIZE.pack(len(request)) + request)
+        assert here.recv(1) == call_server.RECEIVED
         assert here.recv(100) == b"[0, 1]\n"
         with pytest.raises(subprocess.TimeoutExpired):
             server.wait(1.0)
@@ -242,11 +250,6 @@ def _seen() -> Iterator[int]:
     yield len(sys.modules["of_a_test"].seen)
 
 
-def _end_the_server() -> None:
-    if limited._server is not None:
-        limited._forget(limited._server)
-
-
 def test_what_a_function_needs_is_imported_as_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _end_the_server()
     (tmp_path / "of_a_test.py").write_text("seen = []")
@@ -266,6 +269,77 @@ def test_a_function_that_is_not_there_is_one_sentence(monkeypatch: pytest.Monkey
     exec("def function(): yield 1", module.__dict__)
     with pytest.raises(RuntimeError, match="ModuleNotFoundError: No module named 'made_by_a_test'"):
         Limited(5, 64 << 20).call(module.function)
+
+
+def test_what_imports_nothing_that_is_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("made_by_a_test")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec("def function(): pass", module.__dict__)
+    with pytest.raises(RuntimeError, match="ModuleNotFoundError: No module named 'made_by_a_test'"):
+        Limited(5, 64 << 20).call(_values, before=module.function)
+    assert Limited(5, 64 << 20).call(_values) == [*_values()]
+
+
+def test_a_server_that_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    _end_the_server()
+    monkeypatch.setattr(limited, "program", lambda number: [sys.executable, "-c", "raise SystemExit(7)"])
+    with pytest.raises(LimitReached, match="the process for it ended with status 7"):
+        Limited(5, 64 << 20).call(_values)
+
+
+def test_a_server_that_takes_no_order_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Limited(5, 64 << 20)
+    *_, server, _, _ = calls.call(_where)
+    psutil.Process(server).suspend()
+    monkeypatch.setattr(limited, "_RECEIVED_S", 3.0)
+    # The next one has so long, too: the machine may have other work.
+    monkeypatch.setattr(limited, "_forget", lambda one: (monkeypatch.undo(), limited._forget(one)))
+    *_, other, _, _ = calls.call(_where)
+    assert other != server
+    assert _is_gone([server])
+
+
+def _environment() -> Iterator[list[str]]:
+    yield sorted(os.environ)
+
+
+def _is_hidden() -> Iterator[int]:
+    yield ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)  # PR_GET_DUMPABLE
+
+
+def test_other_processes_read_nothing_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service has hidden itself, and its tokens are in its environment."""
+    _end_the_server()
+    monkeypatch.setenv("TRL_SERVICE_TOKEN", "secret-of-a-test")
+    monkeypatch.setenv("HF_TOKEN", "secret-of-a-test")
+    calls = Limited(5, 64 << 20)
+    (names,) = calls.call(_environment)
+    assert "PATH" in names
+    assert [name for name in names if "TOKEN" in name] == []
+    assert calls.call(_is_hidden) == [0]
+    _, _, server, _, _ = calls.call(_where)
+    assert b"secret-of-a-test" not in Path(f"/proc/{server}/environ").read_bytes()
+    _end_the_server()
+
+
+def test_sockets_with_timeouts_by_default_change_nothing() -> None:
+    text = "a" * (4 << 20)
+    socket.setdefaulttimeout(60.0)
+    try:
+        _end_the_server()
+        assert Limited(5, 256 << 20).call(_echo, text) == [text]
+    finally:
+        socket.setdefaulttimeout(None)
+
+
+def test_where_a_fork_fails_the_reason_is_that_of_the_system() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        call_server._report_no_process(there, BlockingIOError(errno.EAGAIN, "no more processes"))
+        lines = here.recv(1000).split(b"\n")
+    with pytest.raises(OSError, match="no more processes") as caught:
+        Limited(5, 64 << 20)._found(lines, False)
+    assert is_exhausted(caught.value)
 
 
 def test_without_a_further_process_a_call_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -358,3 +358,16 @@ def test_the_page_lists_every_attribute_of_a_method() -> None:
         field.name for field in dataclasses.fields(CustomMethod)
     ]
     assert f'"{custom.GROUP}"' in text
+
+
+def test_a_package_that_was_upgraded_under_a_server_is_named(tmp_path: Path) -> None:
+    found = find_method("robust")
+    assert custom.same_method("robust", found.package, found.version) is found
+    message = "is of custom-trainer-example 1.0.0 now, and was of custom-trainer-example 0.9 when .* restart the server"
+    (outcome,) = custom_requests._outcome("robust", found.package, "0.9", {}, "algorithm_config")
+    assert re.search(message, outcome["unavailable"])
+    rows = dataset(tmp_path, [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    method = CustomSpec(type="robust", package=found.package, version="0.9", parameters={})
+    ((kind, sentence),) = custom_limits._problem(found.package, "0.9", method, rows, "custom_pairs", None)
+    assert kind == "method"
+    assert re.search(message, sentence)

@@ -12,6 +12,9 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from ...errors import JobFailure
 from ...specs.events import Reason
 
+_AT_ONCE = 16
+"""Sequences whose tokens are chosen at a time: their numbers in fp64 take 7 times 20 MB with 152,000 tokens."""
+
 
 class Sampling(Protocol):
     """How a token is chosen."""
@@ -58,8 +61,14 @@ class Sampler(LogitsProcessor):
             return scores
         # There on a GPU: a CPU takes longer than the model where the vocabulary is large. MPS has no fp64.
         place = scores.device if scores.device.type == "cuda" else torch.device("cpu")
-        logits = scores.detach().to(place, torch.float64) / self._work.temperature
-        reached = self._kept(torch.softmax(logits, dim=-1)).cumsum(dim=-1)
+        numbers = torch.tensor([[source.random()] for source in self._sources], dtype=torch.float64, device=place)
+        parts = zip(scores.detach().split(_AT_ONCE), numbers.split(_AT_ONCE), strict=True)
+        tokens = torch.cat([self._chosen(part.to(place, torch.float64), those) for part, those in parts])
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens.to(scores.device), 0.0)
+
+    def _chosen(self, scores: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """The tokens where the numbers are located, shape (sequences, 1)."""
+        reached = self._kept(torch.softmax(scores / self._work.temperature, dim=-1)).cumsum(dim=-1)
         total = reached[:, -1:].clone()
         if not bool((total > 0).all()):  # NaN neither
             raise JobFailure(
@@ -67,11 +76,9 @@ class Sampler(LogitsProcessor):
                 "the model's numbers are not finite, so that no token can be chosen: lower the learning rate that it "
                 "is trained with, or use dtype bf16 or fp32 in place of fp16",
             )
-        numbers = torch.tensor([[source.random()] for source in self._sources], dtype=torch.float64, device=place)
         tokens = torch.searchsorted(reached, numbers * total, right=True)
         # Where rounding makes the product the total: the last token that is kept.
-        tokens = torch.minimum(tokens, torch.searchsorted(reached, total))
-        return torch.full_like(scores, -torch.inf).scatter_(1, tokens.to(scores.device), 0.0)
+        return torch.minimum(tokens, torch.searchsorted(reached, total))
 
     def _kept(self, probabilities: torch.Tensor) -> torch.Tensor:
         """Probabilities, but 0 of the tokens beyond the fewest that reach `top_p`; shape (sequences, tokens)."""
