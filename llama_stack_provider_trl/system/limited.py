@@ -157,7 +157,7 @@ def _exchange(order: bytes, request: bytes, deadline: float) -> tuple[list[bytes
     here, there = socket.socketpair()
     with here:
         with there:
-            there.setblocking(True)  # whatever socket.setdefaulttimeout says in this process
+            there.setblocking(True)  # whatever the default timeout of this process is
             server = _the_server()
             if not server.send(order, there):
                 _forget(server)
