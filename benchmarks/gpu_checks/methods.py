@@ -26,12 +26,16 @@ FIRST, SECOND = "first", "second"
 def methods(setting: Setting) -> Finding:
     """Decides whether ORPO, CPO, SimPO, KTO and reward models have the losses in fp32 that they have on a CPU."""
     path = model(setting, DEEP)
-    on_cpu = replace(setting, is_dry_run=True, folder=setting.folder / "cpu")
-    places = [setting, on_cpu]
+    places = [setting, _on_a_cpu(setting)]
     running = [train_in_one_process(where, _jobs(where, path)) for where in places]
     (here, there) = ([ended for ended, _ in one.wait()] for one in running)
     names = [name for name, _, _ in _methods()]
     return judge_methods(dict(zip(names, here, strict=True)), dict(zip(names, there, strict=True)))
+
+
+def _on_a_cpu(setting: Setting) -> Setting:
+    """A setting of the same check, whose jobs run on the CPU."""
+    return replace(setting, is_dry_run=True, folder=setting.folder / "cpu")
 
 
 def _methods() -> list[tuple[str, str, Any]]:
@@ -140,9 +144,8 @@ def judge_answers(found: Mapping[str, Outcome]) -> Finding:
 def answers(setting: Setting) -> Finding:
     """Decides whether a generate job has the answers that it has on a CPU, in fp32 and with the same random numbers."""
     path = model(setting, DEEP)
-    on_cpu = replace(setting, is_dry_run=True, folder=setting.folder / "cpu")
     found, texts = {}, []
-    for name, where in (("here", setting), ("on a CPU", on_cpu)):
+    for name, where in (("here", setting), ("on a CPU", _on_a_cpu(setting))):
         job = _generate(where, path)
         found[name] = run(where, job)
         texts.append(_texts(job.checkpoint_dir))

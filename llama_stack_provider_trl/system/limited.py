@@ -112,20 +112,21 @@ class Limited:
         return self._found(lines, is_late)
 
     def _called(self, order: bytes, request: bytes) -> tuple[list[bytes], bool]:
-        """What comes back, and whether it took too long. Nothing comes from a server that ended, as it does without
-        calls, while this one was sent: the next one may not be sent at all, and the third has a new server."""
+        """What comes back, and whether it took too long. A server may have ended, as it does without calls, or be
+        stuck: the next try has another one."""
         deadline = time.monotonic() + self.wall_seconds
-        for _ in range(_TRIES - 1):
-            lines, is_late = _exchange(order, request, deadline)
-            if lines or is_late:
-                return lines, is_late
-        lines, is_late = _exchange(order, request, deadline)
-        if not lines and not is_late and (status := _status_of_last_server()):
+        status = 0
+        for _ in range(_TRIES):
+            try:
+                return _exchange(order, request, deadline)
+            except _NoAnswerError as error:
+                status = error.server.end()
+        if status > 0:  # an error of its own, and no signal
             raise LimitReached(
                 f"this cannot be checked: the process for it ended with status {status}. The log has the reason; "
                 "restart this server if a package was upgraded meanwhile"
             )
-        return lines, is_late
+        raise LimitReached(_TOO_BUSY)
 
     def _found(self, lines: list[bytes], is_late: bool) -> list[Any]:
         if is_late:
@@ -153,21 +154,23 @@ class Limited:
 
 
 def _exchange(order: bytes, request: bytes, deadline: float) -> tuple[list[bytes], bool]:
-    """The lines that answer a call, and whether it was ended at its deadline. No lines: the server is gone."""
+    """The lines that answer a call, and whether it was ended at its deadline.
+
+    Raises:
+        _NoAnswerError: the server has not taken the order.
+        OSError: no server can be started.
+    """
     here, there = socket.socketpair()
     with here:
         with there:
             there.setblocking(True)  # whatever the default timeout of this process is
             server = _the_server()
             if not server.send(order, there):
-                _forget(server)
-                return [], False
+                raise _NoAnswerError(server)
         data = bytearray()
         _read(here, data, min(deadline, time.monotonic() + _RECEIVED_S), len(RECEIVED))
         if not data:
-            server.kill()  # it imports what never ends, or is stopped; other calls do not need it any more
-            _forget(server)
-            return [], False
+            raise _NoAnswerError(server)
         here.settimeout(max(0.001, deadline - time.monotonic()))
         with suppress(OSError):  # what is wrong shows below
             here.sendall(SIZE.pack(len(request)) + request)
@@ -197,16 +200,24 @@ def _read(connection: socket.socket, data: bytearray, deadline: float, enough: i
     return False
 
 
+class _NoAnswerError(Exception):
+    """Raised when a server has not taken an order."""
+
+    def __init__(self, server: _CallServer) -> None:
+        self.server = server
+        super().__init__()
+
+
 class _CallServer:
     """A running `call_server`. It ends by itself once this object is gone."""
 
     def __init__(self) -> None:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, _KEEPS_BOUNDS)
         self._orders.settimeout(_SEND_S)
-        self.close = weakref.finalize(self, self._orders.close)
+        self._close = weakref.finalize(self, self._orders.close)
         with theirs:
             environ = child_environment(os.environ, {})
-            self.process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 program(theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
@@ -214,10 +225,21 @@ class _CallServer:
                 env={name: value for name, value in environ.items() if "TOKEN" not in name},
                 start_new_session=True,  # Ctrl-C is for this process
             )
-        threading.Thread(target=self.process.wait, daemon=True).start()  # it may end at any time
+        threading.Thread(target=self._process.wait, daemon=True).start()  # it may end at any time
 
-    def kill(self) -> None:
-        self.process.kill()
+    def end(self) -> int:
+        """Have another one started for the next call, and this one ended: it imports what never ends, or is stopped.
+        Calls that it has forked for do not need it. Returns its exit status; negative: minus the signal."""
+        global _server
+        with _lock:
+            if _server is self:
+                _server = None
+        self._close()
+        try:
+            return self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
 
     def send(self, order: bytes, call: socket.socket) -> bool:
         """Returns False where it has ended, or takes no orders."""
@@ -230,8 +252,6 @@ class _CallServer:
 
 _KEEPS_BOUNDS = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
 _server: _CallServer | None = None
-_last: _CallServer | None = None
-"""The one that was forgotten last."""
 _lock = threading.Lock()
 
 
@@ -244,27 +264,10 @@ def _the_server() -> _CallServer:
         return _server
 
 
-def _forget(server: _CallServer) -> None:
-    global _server, _last
-    with _lock:
-        if _server is server:
-            _server = None
-        _last = server
-    server.close()
-
-
-def _status_of_last_server() -> int:
-    """The exit status of the server that was forgotten last where it is an error of its own; else 0."""
-    with suppress(subprocess.TimeoutExpired):
-        status = _last.process.wait(_END_S) if _last is not None else 0
-        return max(0, status)
-    return 0
-
-
 def _after_fork() -> None:
     """The server is the parent's."""
-    global _server, _last, _lock
-    _server, _last, _lock = None, None, threading.Lock()
+    global _server, _lock
+    _server, _lock = None, threading.Lock()
 
 
 os.register_at_fork(after_in_child=_after_fork)

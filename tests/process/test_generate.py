@@ -174,3 +174,16 @@ def test_answers_in_other_places_than_theirs_are_refused_by_their_number(tmp_pat
         refused = pytest.raises(JobFailure, match=found) if found else nullcontext()
         with closing(AnswerFile(path, 2, 4)) as answers, refused:
             _check_recorded(answers, Questions(prompts), 2)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_the_tokens_of_many_answers_are_those_of_each_alone(top_p: float) -> None:
+    scores = torch.randn(40, 300, generator=torch.Generator().manual_seed(1))
+
+    def tokens(numbers: list[int]) -> list[int]:
+        sampler = Sampler(work(top_p=top_p), [random.Random(number) for number in numbers], lambda: None)
+        return chosen(sampler, scores[numbers])
+
+    together = tokens([*range(40)])
+    assert together == [token for number in range(40) for token in tokens([number])]
+    assert len(set(together)) > 20
