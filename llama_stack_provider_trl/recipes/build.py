@@ -238,7 +238,7 @@ def load_policy(spec: JobSpec, device: torch.device) -> Policy:
     model = load_model(spec.source, storage, device)
     set_attention(spec, model)
     if spec.padding_free:
-        use_rows(model)
+        use_rows(model, device.type)
     check_length(model, spec.max_seq_length)
     if spec.packed and not spec.padding_free and (spec.uses_flash_kernels or has_placeholders(model)):
         # Flash kernels compute on GPUs in half precision, where the model may be in CPU memory and in fp32.

@@ -18,7 +18,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from llama_stack_provider_trl.recipes.data.packing import IGNORED, pack
 from llama_stack_provider_trl.recipes.data.sampling import BatchPlan
-from llama_stack_provider_trl.recipes.fast import attention, head, parts, support
+from llama_stack_provider_trl.recipes.fast import attention, cpu_attention, head, parts, support
 from llama_stack_provider_trl.recipes.fast.batches import FlatPairs, collate_rows, forward_arguments, largest_groups
 from llama_stack_provider_trl.recipes.fast.layout import Layout
 from llama_stack_provider_trl.recipes.fast.model import use_rows
@@ -124,7 +124,7 @@ def test_pairs_in_one_sequence_have_the_numbers_of_padded_ones(architecture: str
         outputs.log_probs[inputs["completion_mask"][:, 1:] == 1].detach(),
     )
     expected_gradients = gradients(model, pair_loss(expected))
-    use_rows(model.get_base_model() if lora else model)
+    use_rows(model.get_base_model() if lora else model, "cpu")
     together = flat.collate(PAIRS)
     with keeping_logits():
         outputs = model(**flat.forward_arguments(model, together))
@@ -151,7 +151,7 @@ def test_rows_in_one_sequence_have_the_loss_of_padded_ones(architecture: str) ->
     padded = DataCollatorForLanguageModeling(pad_token_id=0)(ROWS)
     expected = model(**padded, use_cache=False, fused_lm_head=True)
     expected_gradients = gradients(model, expected.loss)
-    use_rows(model)
+    use_rows(model, "cpu")
     flat = collate_rows(ROWS)
     with keeping_logits():
         found = model(**forward_arguments(flat))
@@ -170,22 +170,35 @@ def test_packed_rows_in_one_sequence_are_the_rows_themselves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "groups", "scored"),
+    ("rows", "groups", "scored", "unread"),
     [
-        (pair(4, 3, 1), ((4, (2, 0)),), [3, 4, 5, 3]),  # both answers begin behind the last token of the prompt
-        (pair(0, 3, 2), ((0, (2, 1)),), [0, 1, 2]),  # nothing predicts a first token
-        (pair(2, 0, 0), ((2, (0, 0)),), [0]),  # a filler
-        (pair(0, 1, 1), ((0, (1, 1)),), [0]),
+        # Both answers begin behind the last token of the prompt.
+        (pair(4, 3, 1), ((4, (2, 0)),), [3, 4, 5, 3], (3, 0)),
+        (pair(4, 1, 3), ((4, (0, 2)),), [3, 3, 4, 5], (3, 0)),
+        (pair(0, 3, 2), ((0, (2, 1)),), [0, 1, 2], (0, 0)),  # nothing predicts a first token
+        (pair(2, 0, 0), ((2, (0, 0)),), [0], (2, 0)),  # a filler
+        (pair(0, 1, 1), ((0, (1, 1)),), [0], (1, 1)),
     ],
 )
 def test_a_pair_is_its_prompt_and_what_its_answers_predict(
-    rows: dict[str, list[int]], groups: tuple[Any, ...], scored: list[int]
+    rows: dict[str, list[int]], groups: tuple[Any, ...], scored: list[int], unread: tuple[int, ...]
 ) -> None:
     inputs = FlatPairs().collate([rows])
     assert inputs["layout"].groups == groups
+    assert inputs["layout"].unread == unread
     assert inputs["scored"].tolist() == scored
     assert len(inputs["input_ids"][0]) == len(inputs["position_ids"][0]) == sum(inputs["layout"].sizes())
     assert (inputs["shift_labels"] != IGNORED).sum() == sum(inputs["counts"])
+
+
+def test_only_tokens_before_the_first_scored_one_of_each_row_are_unread() -> None:
+    rows = [
+        {"input_ids": tokens(5, 0), "labels": [IGNORED, IGNORED, 3, IGNORED, 4]},
+        {"input_ids": tokens(4, 1), "labels": [IGNORED] * 4},
+        {"input_ids": tokens(3, 2), "labels": [IGNORED, IGNORED, 3]},
+        {"input_ids": tokens(3, 3), "labels": [1, 2, 3]},
+    ]
+    assert collate_rows(rows)["layout"].unread == (1, 3, 1, 0)
 
 
 def test_a_row_without_a_loss_counts_no_token() -> None:
@@ -194,25 +207,40 @@ def test_a_row_without_a_loss_counts_no_token() -> None:
     assert int(inputs["num_tokens"]) == 0
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_model_has_the_attention_and_norms_of_its_device(kind: str) -> None:
+    model = model_of("llama")
+    use_rows(model, kind)
+    assert model.config._attn_implementation == (cpu_attention.NAME_ON_CPU if kind == "cpu" else attention.NAME)
+    assert ("forward" in vars(model.model.norm)) == (kind == "cpu")
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_last_block_computes_its_network_only_for_tokens_that_predict(checkpointing: bool) -> None:
+def test_the_last_block_computes_all_but_keys_and_values_only_for_tokens_that_predict(checkpointing: bool) -> None:
     model, flat = model_of("llama"), FlatPairs()
-    use_rows(model)
+    use_rows(model, "cpu")
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
-    inputs, seen = flat.collate([pair(5, 3, 2)]), []
-    for block in model.model.layers:
-        block.mlp.gate_proj.register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
+    inputs = flat.collate([pair(5, 3, 2)])
+    seen: list[list[int]] = [[], []]
+    for number, block in enumerate(model.model.layers):
+        for layer in (block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.o_proj, block.mlp.gate_proj):
+            layer.register_forward_pre_hook(lambda module, args, number=number: seen[number].append(args[0].shape[1]))
     model(**flat.forward_arguments(model, inputs)).log_probs.sum().backward()
     tokens = 5 + 2 + 1
     # The prompt's last token predicts the first of both answers, and each answer's first ones the rest.
-    assert seen == [tokens, 1 + 2 + 1] + ([1 + 2 + 1, tokens] if checkpointing else [])
+    scored = 1 + 2 + 1
+    times = 2 if checkpointing else 1
+    assert seen == [[tokens] * 4 * times, [scored, tokens, scored, scored] * times]
+    seen[1].clear()
+    model(**flat.forward_arguments(model, flat.collate([pair(2, 9, 9)])))
+    assert seen[1] == [18] * 4  # all but one are needed
 
 
 def test_a_batch_of_fillers_has_no_loss_and_a_gradient_of_zero() -> None:
     model, flat = model_of("llama"), FlatPairs()
-    use_rows(model)
+    use_rows(model, "cpu")
     inputs = flat.collate([pair(2, 0, 0), pair(2, 0, 0)])
     sums = flat.log_probs(model(**flat.forward_arguments(model, inputs)), inputs)
     assert sums.tolist() == [0.0] * 4
@@ -224,6 +252,7 @@ def test_processes_that_load_batches_send_where_the_rows_are() -> None:
     inputs["layout"].mask(torch.zeros(1, 1, 2, 8), 4, 4)
     received = pickle.loads(pickle.dumps(inputs))
     assert received["layout"].groups == inputs["layout"].groups
+    assert received["layout"].unread == inputs["layout"].unread != ()
     assert not received["layout"]._masks
 
 
@@ -288,7 +317,7 @@ def test_the_head_keeps_logits_only_for_a_backward_pass(keep: bool, monkeypatch:
 
     monkeypatch.setattr(head, "LogProbs", Recorded)
     model, flat = model_of("llama"), FlatPairs()
-    use_rows(model)
+    use_rows(model, "cpu")
     with keeping_logits(), torch.set_grad_enabled(keep):
         model(**flat.forward_arguments(model, flat.collate(PAIRS)))
     assert [one is not None for one in kept] == [keep]
@@ -297,7 +326,7 @@ def test_the_head_keeps_logits_only_for_a_backward_pass(keep: bool, monkeypatch:
 def test_capped_logits_are_left_to_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     model, flat = model_of("gemma2 without softcap"), FlatPairs()
     assert model.config.final_logit_softcapping
-    use_rows(model)
+    use_rows(model, "cpu")
     monkeypatch.setattr(head.LogProbs, "apply", None)
     with keeping_logits():
         assert model(**flat.forward_arguments(model, flat.collate(PAIRS))).log_probs.isfinite().all()
@@ -321,6 +350,22 @@ def test_a_small_copy_has_few_experts_and_small_heads(name: str, monkeypatch: py
 def test_a_model_whose_small_copy_is_large_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "_LARGEST", 1_000)
     assert "million parameters, too many to try it out" in reason(monkeypatch, AutoConfig.for_model("llama", **SIZES))
+
+
+@pytest.mark.parametrize("prepare", ["use_rows", "use_cpu_kernels"])
+def test_what_cpus_compute_and_what_others_do_are_both_tried_out(prepare: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = getattr(support, prepare)
+
+    def broken(model: Any, *arguments: Any) -> None:
+        prepared(model, *arguments)
+        row = model.lm_head.weight[1]
+        before = row.clone()
+        row.zero_()
+        if prepare == "use_rows":
+            monkeypatch.setattr(support, "use_cpu_kernels", lambda model: row.copy_(before))
+
+    monkeypatch.setattr(support, prepare, broken)
+    assert "its logits differ by" in reason(monkeypatch, AutoConfig.for_model("llama", **SIZES))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -436,7 +481,7 @@ def test_shared_heads_are_repeated_on_gpus_where_a_mask_is_passed(monkeypatch: p
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", seen)
     model, flat = model_of("mistral").bfloat16(), FlatPairs()
-    use_rows(model)
+    use_rows(model, "cpu")
     model(**flat.forward_arguments(model, flat.collate(PAIRS)))
     assert {(True, 4), (False, 2)} == set(heads)  # of four heads of queries, two share one of keys
 

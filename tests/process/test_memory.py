@@ -133,7 +133,7 @@ def held(spec: JobSpec, batch: Batch) -> Sequence[memory.Window]:
             activation_checkpointing_kwargs={"use_reentrant": False}, every_n_layers=spec.checkpoint_every
         )
     if spec.padding_free:
-        use_rows(model)
+        use_rows(model, "cpu")
     add_fused_lm_head(model, outputs=("log_probs", "is_top1") if algorithm == "sft" else ("log_probs",))
     if spec.lora:
         model = get_peft_model(model, adapter_config(model, spec.lora))

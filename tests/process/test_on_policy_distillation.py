@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.recipes.checkpoint.step import Saver
+from llama_stack_provider_trl.recipes.fast.support import with_batches
 from llama_stack_provider_trl.recipes.memory import trace as memory
 from llama_stack_provider_trl.recipes.memory.trace import Batch
 from llama_stack_provider_trl.recipes.memory.trace_cache import trace
@@ -264,6 +265,7 @@ def test_a_teacher_with_fewer_positions_fails_the_job_by_name(tmp_path: Path) ->
 @pytest.mark.parametrize("lora", [LORA, None], ids=["adapters", "whole"])
 def test_what_is_traced_is_what_a_real_step_holds(tmp_path: Path, name: str, lora: Any) -> None:
     spec = spec_of(tmp_path, method_of(teacher_model(tmp_path / "teacher"), **CASES[name]), rows_of(1), lora=lora)
+    spec, _ = with_batches(spec)  # padded ones
     batch = Batch(8, 64)
     traced = trace(spec, batch, "cpu")
     assert traced.reference is not None

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llama_stack_provider_trl.recipes.fast import attention
+from llama_stack_provider_trl.recipes.fast import attention, cpu_attention
 from llama_stack_provider_trl.recipes.fast.layout import Group, Layout, Places
 
 pytestmark = pytest.mark.process
@@ -80,6 +80,101 @@ def test_one_kernel_for_all_rows_gets_what_a_call_for_each_row_gets(
     for one, other in zip(*found, strict=True):
         assert one.shape == other.shape
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The queries and keys of each call of the CPU's kernel from now on."""
+    calls, original = [], cpu_attention._forward
+
+    def forward(query: torch.Tensor, key: torch.Tensor, *others: Any, **options: Any) -> Any:
+        calls.append((query.shape[2], key.shape[2]))
+        return original(query, key, *others, **options)
+
+    monkeypatch.setattr(cpu_attention, "_forward", forward)
+    return calls
+
+
+@pytest.mark.parametrize("scaling", [None, 0.2])
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("groups", [*GROUPS.values(), [(40, (50, 33)), (0, (45,))]], ids=[*GROUPS, "long"])
+def test_on_a_cpu_attention_without_masks_has_the_same_numbers(
+    groups: Sequence[Group], key_heads: int, scaling: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = counted(monkeypatch)
+    tokens = sum(prefix + sum(sizes) for prefix, sizes in groups)
+    torch.manual_seed(0)
+    given = [torch.randn(1, tokens, heads, 8, requires_grad=True) for heads in (4, key_heads, key_heads)]
+    weights, found = torch.randn(1, tokens, 4, 8), []
+    for attend in (attention.attend_in_rows, cpu_attention.attend_on_cpu):
+        views = (tensor.transpose(1, 2) for tensor in given)
+        output, _ = attend(torch.nn.Module(), *views, None, layout=Layout(groups), scaling=scaling)
+        found.append((output, *torch.autograd.grad((output * weights).sum(), given)))
+    shared = [(row, prefix) for prefix, (_, *others) in groups for row in others if prefix]
+    assert calls
+    assert sorted(one for one in calls if one[0] != one[1]) == sorted(shared)  # no keys are repeated for a row
+    for one, other in zip(*found, strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("unread", [(70, 0, 0), (40, 33, 0), (90, 2, 45), (3, 0, 0)])
+def test_queries_that_nothing_reads_are_not_computed(unread: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout([(40, (50, 33)), (0, (45,))])
+    sizes = layout.sizes()
+    read = torch.zeros(1, sum(sizes), 1, 1)
+    for part, size, skipped in zip(read.split(sizes, dim=1), sizes, unread, strict=True):
+        part[:, skipped:size] = 1
+    torch.manual_seed(0)
+    given = [torch.randn(1, 2, sum(sizes), 8, requires_grad=True) for _ in range(3)]
+    weights, found = torch.randn(1, sum(sizes), 2, 8) * read, []
+    for skips in ((), unread):
+        calls = counted(monkeypatch)
+        output, _ = cpu_attention.attend_on_cpu(torch.nn.Module(), *given, None, layout=layout, unread=skips)
+        found.append((output * read, *torch.autograd.grad((output * weights).sum(), given)))
+    queries = [size - (skipped if skipped >= 32 else 0) for size, skipped in zip(sizes, unread, strict=True)]
+    assert {count for count, _ in calls} == set(queries) - {0}
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "other", ["window", "dropout", "half precision", "no layout", "heads of two sizes", "two sequences"]
+)
+def test_what_that_kernel_does_not_compute_is_computed_as_elsewhere(
+    other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, layout = counted(monkeypatch), Layout([(2, (4, 3))])
+    torch.manual_seed(0)
+    given = [torch.randn(2 if other == "two sequences" else 1, 2, 9, 8) for _ in range(3)]
+    options: dict[str, Any] = {"layout": None if other in ("no layout", "two sequences") else layout}
+    if other == "window":
+        options["sliding_window"] = 5
+    elif other == "dropout":
+        options["dropout"] = 0.5
+    elif other == "half precision":
+        given = [tensor.bfloat16() for tensor in given]
+    elif other == "heads of two sizes":
+        given[2] = given[2][..., :4]
+    torch.manual_seed(1)
+    expected, _ = attention.attend_in_rows(torch.nn.Module(), *given, None, **options)
+    torch.manual_seed(1)
+    found, _ = cpu_attention.attend_on_cpu(torch.nn.Module(), *given, None, **options)
+    assert found.equal(expected)
+    assert not calls
+    given = [torch.randn(1, 2, 9, 8) for _ in range(3)]
+    cpu_attention.attend_on_cpu(torch.nn.Module(), *given, None, layout=layout, sliding_window=6)  # of the longest row
+    assert calls
+
+
+@pytest.mark.parametrize("other", ["mask", "scores", "not causal"])
+def test_other_attention_is_refused_on_a_cpu_too(other: str) -> None:
+    given = [torch.randn(1, 2, 3, 8) for _ in range(3)]
+    module, options = torch.nn.Module(), {"softcap": 30.0} if other == "scores" else {}
+    module.is_causal = other != "not causal"
+    with pytest.raises(ValueError, match="its attention"):
+        cpu_attention.attend_on_cpu(
+            module, *given, torch.zeros(1) if other == "mask" else None, layout=Layout([(0, (3,))]), **options
+        )
 
 
 def test_the_places_of_rows_that_share_a_prefix_repeat_its_keys() -> None:

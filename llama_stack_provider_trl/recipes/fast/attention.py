@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -51,11 +51,7 @@ def attend_in_rows(
     Raises:
         ValueError: the architecture asks for something else.
     """
-    unknown = [name for name in _OTHER_SCORES if others.get(name) is not None]
-    if unknown:
-        raise ValueError(f"its attention has {unknown[0]}")
-    if attention_mask is not None or not getattr(module, "is_causal", True) or others.get("is_causal") is False:
-        raise ValueError("its attention is not causal, or has a mask of its own")
+    check_scores(module, attention_mask, others)
     # As autocast would: rotary embeddings leave queries and keys in fp32 under it, which kernels without a mask refuse.
     query, key = query.to(value.dtype), key.to(value.dtype)
     attend = _Attend(layout or Layout([]), scaling, dropout, sliding_window, query.shape[1] != key.shape[1])
@@ -76,6 +72,15 @@ def attend_in_rows(
             keys, values = (torch.cat(both, dim=2) for both in zip(shared, own, strict=True))
             outputs.append(attend(queries, keys, values))
     return torch.cat([output.transpose(1, 2) for output in outputs], dim=1), None
+
+
+def check_scores(module: torch.nn.Module, attention_mask: torch.Tensor | None, others: Mapping[str, Any]) -> None:
+    """Raises ValueError where an architecture asks for other than causal attention by scaled products."""
+    unknown = [name for name in _OTHER_SCORES if others.get(name) is not None]
+    if unknown:
+        raise ValueError(f"its attention has {unknown[0]}")
+    if attention_mask is not None or not getattr(module, "is_causal", True) or others.get("is_causal") is False:
+        raise ValueError("its attention is not causal, or has a mask of its own")
 
 
 type _RowsKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout, float | None, int | None], torch.Tensor]

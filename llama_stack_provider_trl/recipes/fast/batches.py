@@ -5,6 +5,7 @@ The last token of a row is not computed, since it predicts nothing, and the head
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -179,5 +180,14 @@ class _Sequence:
             "scored": torch.tensor(self.scored or [0]),
             "last_tokens": torch.tensor(sorted(set(self.scored)) or [0]),
             "shift_labels": torch.tensor([self.labels or [IGNORED]]),
-            "layout": Layout(self.groups),
+            "layout": self._layout(),
         }
+
+    def _layout(self) -> Layout:
+        sizes, scored = Layout(self.groups).sizes(), sorted(self.scored)
+        unread, end = [], 0
+        for size in sizes:
+            start, end = end, end + size
+            first = bisect_left(scored, start)
+            unread.append(min(scored[first], end) - start if first < len(scored) else size)
+        return Layout(self.groups, unread)

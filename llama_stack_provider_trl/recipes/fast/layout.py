@@ -36,14 +36,25 @@ class Layout:
     A class of its own, and no tuple: accelerate, FSDP2 and pinned memory rebuild tuples, and leave other objects alone.
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[Group], unread: Sequence[int] = ()) -> None:
+        """
+        Args:
+            unread: tokens at the beginning of each part (`sizes`) that predict nothing which the loss covers; none
+                given: not known.
+        """
         self.groups = tuple(groups)
+        self.unread = tuple(unread)
         self._masks: dict[tuple[int, int, int, torch.dtype, torch.device], torch.Tensor] = {}
         self._places: dict[torch.device, Places] = {}
 
     def sizes(self) -> list[int]:
         """Tokens of the parts of the sequence: of each group its prefix with the first row, then its other rows."""
         return [size for prefix, (first, *others) in self.groups for size in (prefix + first, *others)]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max((prefix + size for prefix, continuations in self.groups for size in continuations), default=0)
 
     def mask(self, like: torch.Tensor, keys: int, window: int) -> torch.Tensor:
         """A mask to be added to scores, shape (queries, keys): the last tokens of a row, and all of its tokens.
@@ -84,8 +95,8 @@ class Layout:
             self._places[device] = Places(query_bounds, key_bounds, max(queries), max(keys), taken)
         return self._places[device]
 
-    def __reduce__(self) -> tuple[type[Layout], tuple[tuple[Group, ...]]]:
-        return Layout, (self.groups,)  # processes that load batches send no masks
+    def __reduce__(self) -> tuple[type[Layout], tuple[tuple[Group, ...], tuple[int, ...]]]:
+        return Layout, (self.groups, self.unread)  # processes that load batches send no masks
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

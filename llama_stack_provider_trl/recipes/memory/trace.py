@@ -379,7 +379,7 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
             if not spec.uses_flash_kernels:  # which hold what torch's own flash kernel holds
                 set_attention(spec, model)
             if spec.padding_free:
-                use_rows(model)
+                use_rows(model, kind)
             if not spec.trains_reward:
                 fuse_head(model, ("log_probs",) if spec.has_pairs else ("log_probs", "is_top1"))
             blocks = _blocks(model)
@@ -393,7 +393,7 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
             )
             if has_reference_adapter(spec):
                 trained.add_adapter(REFERENCE, copy.deepcopy(trained.peft_config["default"]))
-            reference = _shallow_reference(spec) if _has_other_reference(spec) else None
+            reference = _shallow_reference(spec, kind) if _has_other_reference(spec) else None
         stack.enter_context(traced_attention(packed=spec.packed and not spec.uses_flash_kernels))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         _make_fake(trained)
@@ -444,14 +444,14 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
     )
 
 
-def _shallow_reference(spec: JobSpec) -> PreTrainedModel:
+def _shallow_reference(spec: JobSpec, kind: str) -> PreTrainedModel:
     """Another model as the reference. It scores without a graph, so its memory does not grow with its depth."""
     source = spec.reference_source
     config = load_config(source)
     is_shallow = _blocks_are_alike(config, source, spec)
     model = _built(with_depth(config, 2) if is_shallow else config, source, spec)
     if spec.padding_free:
-        use_rows(model)
+        use_rows(model, kind)
     fuse_head(model, outputs=("log_probs",))
     return model.requires_grad_(False).eval()
 

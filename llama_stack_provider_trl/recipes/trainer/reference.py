@@ -130,7 +130,7 @@ def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator
     model = load_model(spec.reference_source, storage, device).requires_grad_(False).eval()
     set_attention(spec, model)
     if spec.padding_free:
-        use_rows(model)
+        use_rows(model, device.type)
     role = "teacher" if isinstance(spec.method, DistillationSpec) else "reference"
     check_length(model, spec.max_seq_length, f"the {role} {spec.reference_source.model!r}")
     fuse_head(model, outputs=("log_probs",), temperature=temperature_of(spec))

@@ -1,0 +1,175 @@
+"""The attention of a batch in one sequence, for fp32 on CPUs, whose flash kernel has no causal mask for fewer queries
+than keys.
+
+With a mask it computes every product, and half of those within an answer are hidden. Here the queries of a row meet
+the shared prefix in one call without a mask, and their own tokens in another, which is causal; the two outputs are
+merged by the logarithms of their sums (flash attention, arXiv:2205.14135; cascade inference does the same). Nothing is
+concatenated, and the queries that nothing reads are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AttentionInterface
+
+from .attention import NAME, attend_in_rows, check_scores
+from .layout import Layout
+
+NAME_ON_CPU = f"{NAME}_on_cpu"
+"""Of this implementation, in the configuration of a model that trains."""
+_WORTH_SKIPPING = 32
+"""Queries: a call for so few takes as long as one for none."""
+
+
+def attend_on_cpu(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    layout: Layout | None = None,
+    unread: Sequence[int] = (),
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """What `attend_in_rows` does, which computes what this cannot.
+
+    Args:
+        unread: tokens at the beginning of each part of the sequence whose output nothing reads; it is 0.
+    """
+    check_scores(module, attention_mask, others)
+    is_fp32 = query.dtype is key.dtype is value.dtype is torch.float32
+    is_seen = sliding_window is None or (layout is not None and layout.longest <= sliding_window)
+    if layout is None or not is_fp32 or not is_seen or dropout or query.shape[-1] != value.shape[-1]:
+        options: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
+        return attend_in_rows(module, query, key, value, attention_mask, layout=layout, **options, **others)
+    if query.shape[1] != key.shape[1]:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+    attended: torch.Tensor = _Attention.apply(query, key, value, _planned(layout, unread), scaling)
+    return attended, None
+
+
+class _Span(NamedTuple):
+    begin: int
+    end: int
+
+
+class _Queries(NamedTuple):
+    """Queries that are next to each other. Each attends to all tokens of two spans before them, and of its own span to
+    those up to itself."""
+
+    own: _Span
+    skipped: _Span
+    """The tokens of their part of the sequence before them."""
+    shared: _Span
+    """A prefix that another part has."""
+
+    def calls(self) -> Iterator[tuple[_Span, bool]]:
+        """The keys of each call of the kernel, and whether it is causal; the first one is."""
+        yield self.own, True
+        yield from ((span, False) for span in (self.skipped, self.shared) if span.begin < span.end)
+
+
+class _Plan(NamedTuple):
+    """How the attention of a sequence is computed."""
+
+    queries: list[_Queries]
+    is_whole: bool
+    """Whether every token is a query."""
+
+
+def _planned(layout: Layout, unread: Sequence[int]) -> _Plan:
+    skips = iter(unread or [0] * len(layout.sizes()))
+    queries, end = [], 0
+    for prefix, continuations in layout.groups:
+        shared = _Span(end, end + prefix)
+        for number, size in enumerate(continuations):
+            begin, end = end, end + size + (0 if number else prefix)
+            skip = next(skips)
+            first = begin + skip if skip >= _WORTH_SKIPPING else begin
+            if first < end:
+                queries.append(_Queries(_Span(first, end), _Span(begin, first), shared if number else _Span(0, 0)))
+    return _Plan(queries, sum(one.own.end - one.own.begin for one in queries) == end)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: _Plan, scaling: float | None
+    ) -> torch.Tensor:
+        """The output, shape (1, tokens, heads, head size).
+
+        Args:
+            query: shape (1, heads, tokens, head size), as `key` and `value`.
+        """
+        _, heads, tokens, size = query.shape
+        new = query.new_empty if plan.is_whole else query.new_zeros
+        attended, log_sums = new(1, tokens, heads, size), new(1, tokens, heads)
+        for queries in plan.queries:
+            own = _cut(query, queries.own)
+            found = (
+                _forward(own, _cut(key, span), _cut(value, span), 0.0, is_causal, scale=scaling)
+                for span, is_causal in queries.calls()
+            )
+            output, log_sum = reduce(_merged, found)
+            attended[:, slice(*queries.own)] = output.transpose(1, 2)
+            log_sums[:, slice(*queries.own)] = log_sum.transpose(1, 2)
+        ctx.save_for_backward(query, key, value, attended, log_sums)
+        ctx.plan, ctx.scaling = plan, scaling
+        return attended
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, attended, log_sums = ctx.saved_tensors
+        new = query.new_empty if ctx.plan.is_whole else query.new_zeros
+        # As the layers before have them: the heads of a token next to each other.
+        of_query, *of_others = (new(attended.shape).transpose(1, 2) for _ in range(3))
+        gradient, attended, log_sums = (tensor.transpose(1, 2) for tensor in (*gradients, attended, log_sums))
+        for queries in ctx.plan.queries:
+            given, own, *sums = (_cut(tensor, queries.own) for tensor in (gradient, query, attended, log_sums))
+            for span, is_causal in queries.calls():
+                # With the sums over all keys, each call gives its part of the gradients.
+                of_own, *parts = _backward(
+                    given, own, _cut(key, span), _cut(value, span), *sums, 0.0, is_causal, scale=ctx.scaling
+                )
+                _put(of_own, of_query, queries.own, adds=not is_causal)
+                for part, whole in zip(parts, of_others, strict=True):
+                    _put(part, whole, span, adds=span is queries.shared)
+        return of_query, *of_others, None, None
+
+
+def _put(part: torch.Tensor, whole: torch.Tensor, span: _Span, *, adds: bool) -> None:
+    """Write gradients of a span, or add them to those that another call has written."""
+    place = _cut(whole, span)
+    place.add_(part) if adds else place.copy_(part)
+
+
+_forward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+"""What `scaled_dot_product_attention` calls on a CPU; it does not return the logarithms of the sums."""
+
+
+def _cut(tensor: torch.Tensor, span: _Span) -> torch.Tensor:
+    return tensor[:, :, span.begin : span.end]
+
+
+type _Found = tuple[torch.Tensor, torch.Tensor]
+"""The attention of queries to some keys, shape (1, heads, queries, head size), and the logarithms of its sums."""
+
+
+def _merged(one: _Found, other: _Found) -> _Found:
+    """The attention of queries to two sets of keys. Overwrites the first output."""
+    both = torch.logaddexp(one[1], other[1])
+    weights = [(log_sum - both).exp_()[..., None] for _, log_sum in (one, other)]
+    return one[0].mul_(weights[0]).addcmul_(other[0], weights[1]), both
+
+
+AttentionInterface.register(NAME_ON_CPU, attend_on_cpu)
