@@ -112,11 +112,7 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "accumulating": ("sft", {"gradient_accumulation_steps": 2}),
     "sharded": ("sft", {"ranks": 2, "sharding": FULL}),
     "in halves": ("sft", {"ranks": 2, "sharding": FULL, "dtype": "bf16"}),
-    "whole gradients": (
-        "sft",
-        {"ranks": 2, "sharding": FULL, "gradient_accumulation_steps": 2, "gradient_sync": "step"},
-    ),
-    "parts of gradients": ("sft", {"ranks": 2, "sharding": FULL, "gradient_accumulation_steps": 2}),
+    "sharded and accumulating": ("sft", {"ranks": 2, "sharding": FULL, "gradient_accumulation_steps": 2}),
     "DDP": ("sft", {"ranks": 2, "sharding": ShardingSpec(strategy="NO_SHARD")}),
     "within nodes": (
         "sft",
@@ -168,6 +164,16 @@ def test_a_trace_reads_no_field_that_its_key_leaves_out(tmp_path: Path, name: st
 def test_jobs_with_other_traces_have_other_keys(tmp_path: Path) -> None:
     keys = {name: key_of(job(tmp_path, name), BATCH, "cpu") for name in JOBS}
     assert len(set(keys.values())) == len(JOBS), keys
+
+
+def test_whole_gradients_and_their_shards_have_one_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = job(tmp_path, "sharded and accumulating")
+    whole = spec.model_copy(update={"gradient_sync": "step"})
+    assert key_of(whole, BATCH, "cpu") == key_of(spec, BATCH, "cpu")
+    of_shards = estimate(spec, BATCH, "cpu")
+    monkeypatch.setattr(trace_cache, "trace_model", refuse)
+    assert estimate(whole, BATCH, "cpu").gradients > of_shards.gradients
+    assert {window.gradients for window in trace(spec, BATCH, "cpu").windows} == {4 * trace(spec, BATCH, "cpu").trainable}
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from ..fast.model import use_rows
 from ..model.adapters import REFERENCE, has_reference_adapter
 from ..model.attention import passes_padding_mask, set_attention
 from ..model.files import stored_dtype
-from ..model.fsdp import is_sharded, keeps_whole_gradients, num_shards
+from ..model.fsdp import is_sharded, num_shards
 from ..model.loading import (
     WeightStorage,
     adapter_config,
@@ -371,8 +371,8 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
 
     torch knows every CPU kernel's memory without a GPU, and flash attention saves the same tensors there.
     """
-    weigh = 1.0 if keeps_whole_gradients(spec) else 1.0 / num_shards(spec)
-    live = _LiveMemory(weigh)
+    # Ranks that keep whole gradients accumulate them: all are there throughout the step, and move no peak.
+    live = _LiveMemory(1.0 / num_shards(spec))
     with ExitStack() as stack:
         with torch.device("meta"):
             model = _built(config, spec.source, spec)

@@ -31,7 +31,7 @@ from ...specs.model_source import ModelSource
 from ...system.files import atomic_write, read_regular
 from ..model.adapters import continues, has_reference_adapter
 from ..model.files import stored_dtype
-from ..model.fsdp import keeps_whole_gradients, num_shards
+from ..model.fsdp import num_shards
 from ..model.loading import load_config
 from ..trainer.trl_patches import computes_in_torch
 from .trace import Batch, Traced, trace_model
@@ -50,6 +50,7 @@ _UNREAD = frozenset(
         # Steps, and what is done between them.
         *("n_epochs", "max_steps_per_epoch", "max_validation_steps", "optimizer", "save_steps", "eval_steps"),
         *("early_stopping", "best_checkpoint", "samples", "keep_last", "logging_steps", "merge_adapter"),
+        "gradient_sync",  # moves no peak
         # When and where it runs.
         *("dtype_by_device", "device", "num_threads", "retries", "retry_backoff", "oom_retry", "failover"),
         *("max_duration", "priority", "min_free_bytes", "preflight", "after", "cancel_with", "evaluation"),
@@ -171,7 +172,7 @@ def _inputs(spec: JobSpec, batch: Batch, kind: str) -> dict[str, Any]:
         "job": job,
         "accumulates": spec.gradient_accumulation_steps > 1,
         # These depend on the ranks that run, too, and those of an installed method on its package.
-        "shards": [num_shards(spec), keeps_whole_gradients(spec)],
+        "shards": num_shards(spec),
         "adapters": [continues(spec), has_reference_adapter(spec)],
         "method": [spec.has_pairs, spec.trains_reward, spec.sequences_per_row],
         "batch": asdict(batch),
