@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from llama_stack_provider_trl.launch.warm import CHANNEL
 from tests.contract.payloads import PAIRS
 from tests.contract.service import TrainingService, refusal, running
-from tests.contract.stack import DPO, Json
+from tests.contract.stack import DPO, Json, poll
 from tests.plugins import EXAMPLE, install
 from tests.tiny import tiny_model
 
@@ -30,6 +35,19 @@ class ServiceWithPackages(TrainingService):
 
     def spawn(self, *arguments: Any, **environ: str) -> subprocess.Popen[bytes]:
         return super().spawn(*arguments, PYTHONPATH=str(self.site), **environ)
+
+
+def warm_process(service: TrainingService) -> int | None:
+    """The pid of the service's warm process once that is ready: its channel is no longer asynchronous, and it waits."""
+    for process in psutil.Process(service.pid).children():
+        with suppress(psutil.NoSuchProcess, FileNotFoundError):
+            channel = [part.removeprefix(CHANNEL) for part in process.cmdline() if part.startswith(CHANNEL)]
+            if channel and "libtorch" in Path(f"/proc/{process.pid}/maps").read_text():
+                flags = re.search(r"flags:\s*(\d+)", Path(f"/proc/{process.pid}/fdinfo/{channel[0]}").read_text())
+                is_imported = flags is not None and not int(flags[1], 8) & os.O_ASYNC
+                if is_imported and process.status() == psutil.STATUS_SLEEPING:
+                    return process.pid
+    return None
 
 
 def install_example(root: Path, site: Path) -> None:
@@ -81,10 +99,17 @@ def test_a_package_is_installed_beside_a_running_service_and_trains_on_one_and_t
             service.post(DPO, request("bad", robust, "same"))
         )
         assert REFUSED_IMPORT in refusal(service.post(DPO, request("bad", {"type": "heavy"})))
+        if sys.platform == "linux":  # elsewhere every task starts cold
+            poll(lambda: warm_process(service), "the warm process is ready", timeout=60)
+        service.arm("step-1", "hold")
         service.submit(DPO, request("one", robust))
         service.submit(DPO, request("two", robust, batch_size=2, nproc_per_node=2))
         listed = {job["job_uuid"]: job["algorithm"] for job in service.get("/post-training/queue").json()["data"]}
         assert listed == {"one": "robust", "two": "robust"}
+        service.wait_taken("step-1", 60)
+        if sys.platform == "linux":  # since a package was installed the first job has started cold, and another one
+            poll(lambda: warm_process(service), "the warm process is ready", timeout=60)
+        service.go("step-1")
         for job_uuid in ("one", "two"):
             status = service.wait(job_uuid, "completed")
             effective = status["resources_allocated"]["effective_config"]

@@ -124,6 +124,7 @@ def configuration() -> str:
         lines += [f"[parameters.{json.dumps(parameter)}]", f'dictionary = "known-{number}"', "probability = 0.75"]
     # Of the others one has ended, and one will have been cancelled by then.
     lines += ["[[operations]]", 'include-path-regex = "/(pause|resume)$"', 'parameters = {"path.job_uuid" = "held"}']
-    # Its body is that of /preview, less two fields, and the same function resolves both.
-    lines += ["[[operations]]", 'include-path-regex = "/preflight$"', "phases.coverage.enabled = false"]
+    # Their body is that of /preference-optimize with three fields more, of which test_service_preflight.py sends the
+    # bounds.
+    lines += ["[[operations]]", 'include-path-regex = "/pre(flight|view)$"', "phases.coverage.enabled = false"]
     return "\n".join(lines)

@@ -24,6 +24,7 @@ from llama_stack_provider_trl.specs.job import ShardingSpec
 from llama_stack_provider_trl.system import process
 from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl.system.process import ProcessId
+from tests import forked
 from tests.census import assert_clean
 from tests.forked import forked_warm_processes
 from tests.process.test_recovery import World
@@ -87,28 +88,43 @@ def test_no_socket_of_a_job_listens_beyond_this_machine(world: World) -> None:
     world.until(lambda: world.state("job") is JobState.cancelled, 10)
 
 
+def torchrun(directory: Path, *arguments: str) -> tuple[int, str]:
+    """Exit status and output of our torchrun with two ranks of the module `rank` of this directory. It is forked, and
+    forks the ranks, which import torch otherwise, as it does."""
+    argv = [sys.executable, "-m", TORCHRUN, "--master-addr=127.0.0.1", *arguments, "--nnodes=1", "--nproc-per-node=2"]
+    argv += ["-m", "rank"]
+    added = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    with (directory / "log").open("wb") as log:
+        process = forked.start_program(argv, os.environ, log, directory, added)
+        if process is None:  # a test before this one has left other conditions
+            environ = {**os.environ, **added}
+            process = subprocess.Popen(argv, stdout=log, stderr=log, cwd=directory, env=environ)
+        try:
+            process.wait(120)
+        finally:
+            process.kill()
+            process.wait()
+    return process.returncode, (directory / "log").read_text()
+
+
 def test_ranks_meet_at_the_next_port_where_another_program_took_the_first(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(
-        "import os, torch.distributed as dist\n"
+    (tmp_path / "rank.py").write_text(
+        "import os, pathlib, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
         "dist.barrier()\n"
         "if dist.get_rank() == 0:\n"
-        "    print(dist.get_world_size(), os.environ['MASTER_PORT'])\n"
+        "    pathlib.Path('met').write_text(f'{dist.get_world_size()} {os.environ[\"MASTER_PORT\"]}')\n"
     )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        begin = [sys.executable, "-m", TORCHRUN, "--master-addr=127.0.0.1", f"--master-port={port}"]
-        argv = [*begin, f"--last-port={port + 20}", "--nnodes=1", "--nproc-per-node=2", str(script)]
-        environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
-        ran = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=environ)
-        assert ran.returncode == 0, ran.stderr
-        world_size, met_at = map(int, ran.stdout.split())
+        status, output = torchrun(tmp_path, f"--master-port={port}", f"--last-port={port + 20}")
+        assert status == 0, output
+        world_size, met_at = map(int, (tmp_path / "met").read_text().split())
         assert world_size == 2
         assert port < met_at <= port + 20
-        refused = subprocess.run([*begin, str(script)], capture_output=True, text=True, timeout=120, env=environ)
-        assert refused.returncode != 0
-        assert "Address already in use" in refused.stderr
+        status, output = torchrun(tmp_path, f"--master-port={port}")
+        assert status != 0
+        assert "Address already in use" in output
 
 
 def test_whatever_of_torchrun_is_killed_the_job_continues_from_its_checkpoint(world: World) -> None:

@@ -168,8 +168,10 @@ def test_one_that_is_stopped_or_killed_is_replaced(empty: WarmProcesses, tmp_pat
 
 @pytest.fixture(scope="module")
 def warm() -> Iterator[WarmProcesses]:
-    """The real one. The launchers of this module share it."""
-    warm = WarmProcesses()
+    """The real one. The launchers of this module share it. What replaces it when it was killed has no task, and imports
+    nothing."""
+    spawns = itertools.chain([subprocess.Popen], itertools.repeat(without_libraries))
+    warm = WarmProcesses(lambda python, environ: WarmProcess(python, environ, next(spawns)))
     yield warm
     warm.close()
 

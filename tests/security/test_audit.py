@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -29,17 +30,34 @@ from tests.fakes import FakeClock
 
 OPERATOR, SUBMITTER = "operator-secret", "submitter-secret"
 KILLS, LINES = 20, 10_000
-WRITER = """
-import os, sys
+WRITERS = """
+import os, signal, sys
 from pathlib import Path
+from llama_stack_provider_trl.system.process import die_with_parent
 from llama_stack_provider_trl_remote.service.security.audit import AuditLog
-audit = AuditLog(Path(sys.argv[1]), 200_000, 1000)
-audit.open()
-answered = os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT)
-while True:
-    number = audit.write("end", caller="ci", role="submit", address="10.0.0.7", params={"job": "a" * 30}, status=200)
-    os.pwrite(answered, b"%12d" % number, 0)
+def write():
+    audit = AuditLog(Path(sys.argv[1]), 200_000, 1000)
+    audit.open()
+    answered = os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT)
+    while True:
+        params = {"job": "a" * 30}
+        number = audit.write("end", caller="ci", role="submit", address="10.0.0.7", params=params, status=200)
+        os.pwrite(answered, b"%12d" % number, 0)
+die_with_parent(os.getppid())
+parent = os.getpid()
+while sys.stdin.readline():
+    pid = os.fork()
+    if pid == 0:
+        try:
+            die_with_parent(parent)
+            write()
+        finally:
+            os._exit(1)
+    sys.stdin.readline()
+    os.kill(pid, signal.SIGKILL)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
+"""Forks a process that writes at a line, kills it at the next one, and prints its exit status."""
 KIND = Refusal(401, "", None, None, "10.0.0.7", "GET", "/v1/nodes")
 
 
@@ -77,23 +95,26 @@ def test_ten_thousand_lines_survive_twenty_kills_in_order_and_without_a_gap(tmp_
     chance = random.Random(15)
     directory, answered = tmp_path / "audit", tmp_path / "answered"
     answered.write_text("0")
-    for _ in range(KILLS):
-        before = int(answered.read_text())
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, directory, answered])
-        try:
+    command = [sys.executable, "-c", WRITERS, directory, answered]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writers:
+        assert writers.stdin is not None
+        assert writers.stdout is not None
+        for _ in range(KILLS):
+            before = int(answered.read_text())
+            writers.stdin.write("\n")
+            writers.stdin.flush()
             deadline = time.monotonic() + 30
             while int(answered.read_text()) < before + LINES // KILLS:
-                assert writer.poll() is None
                 assert time.monotonic() < deadline
                 time.sleep(0.002)
             time.sleep(chance.uniform(0, 0.03))
-        finally:
-            writer.kill()
-            writer.wait()
-        log = AuditLog(directory, 200_000, 1000)
-        log.open()
-        assert log.last >= int(answered.read_text()), "a line that was answered is missing"
-        log.close()
+            writers.stdin.write("\n")
+            writers.stdin.flush()
+            assert int(writers.stdout.readline()) == -signal.SIGKILL
+            log = AuditLog(directory, 200_000, 1000)
+            log.open()
+            assert log.last >= int(answered.read_text()), "a line that was answered is missing"
+            log.close()
     numbers = [line["seq"] for line in everything(log)]
     assert len(numbers) >= LINES
     assert numbers == list(range(1, len(numbers) + 1))

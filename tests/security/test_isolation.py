@@ -496,16 +496,19 @@ def test_jobs_on_a_model_of_the_cache_and_on_an_earlier_result_train_isolated(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert isinstance(world.launcher, LocalLauncher)
+    warm = world.launcher._warm
     world.launcher._warm = None  # a warm process has imported the libraries with another cache
     cache = world.root / "hf"
     repository = cache / "hub" / "models--tests--tiny"
     shutil.copytree(tiny_model(), repository / "snapshots" / "0123")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0123")
-    monkeypatch.setenv("HF_HOME", str(cache))
-    monkeypatch.setattr("tests.process.test_recovery.tiny_model", lambda: "tests/tiny")
-    world.add("first", "sft-full", n_epochs=1)
-    finish(world, "first")
+    with monkeypatch.context() as cached:
+        cached.setenv("HF_HOME", str(cache))
+        cached.setattr("tests.process.test_recovery.tiny_model", lambda: "tests/tiny")
+        world.add("first", "sft-full", n_epochs=1)
+        finish(world, "first")
+    world.launcher._warm = warm
     result = world.spec("first").checkpoint_dir / "final"
     monkeypatch.setattr("tests.process.test_recovery.tiny_model", lambda: result)
     world.add("second", "dpo-full", n_epochs=1)

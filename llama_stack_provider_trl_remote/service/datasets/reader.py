@@ -16,16 +16,17 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TypedDict
+from typing import TYPE_CHECKING, Any, BinaryIO, TypedDict
 from urllib.parse import parse_qsl, urlsplit
 
 from llama_stack_provider_trl.errors import InvalidRows
 from llama_stack_provider_trl.specs import row_files
-from llama_stack_provider_trl.specs.job import DataFormat, RowUse
 from llama_stack_provider_trl.specs.row_files import Row
-from llama_stack_provider_trl.specs.rows import check_rows
 from llama_stack_provider_trl.system.files import free_bytes, put_rows
 from llama_stack_provider_trl.system.process import die_with_parent, limit_memory
+
+if TYPE_CHECKING:
+    from llama_stack_provider_trl.specs.job import DataFormat, RowUse
 
 HUB = "huggingface"
 _BATCH_BYTES = 4 << 20
@@ -49,6 +50,9 @@ def check_file(path: Path, use: RowUse, data_format: DataFormat | None) -> RowsV
     Raises:
         OSError: it cannot be read.
     """
+    # Not at the top: a process that only converts starts without it in 0.1 s of CPU time, with it in 0.27.
+    from llama_stack_provider_trl.specs.rows import check_rows
+
     try:
         with open(path, "rb") as file:
             report = check_rows(row_files.read_ndjson(file), use, data_format)
