@@ -71,7 +71,7 @@ def test_a_norm_has_the_numbers_of_transformers(name: str, shape: tuple[int, ...
 def test_a_rotary_embedding_has_the_numbers_of_transformers(name: str) -> None:
     torch.manual_seed(0)
     plain: Any = modeling(name).apply_rotary_pos_emb
-    plain = getattr(plain, "_plain", plain)
+    plain = getattr(plain, "plain", plain)
     states = [torch.randn(2, 5, heads, 8, requires_grad=True) for heads in (4, 2)]
     angles = [torch.randn(2, 5, 8) for _ in range(2)]  # the halves differ, as those of some architectures do
 
@@ -80,6 +80,16 @@ def test_a_rotary_embedding_has_the_numbers_of_transformers(name: str) -> None:
 
     assert elementwise._rotates_halves(plain)
     assert differences(with_heads(elementwise._Rotate(plain)), with_heads(plain), [*states, *angles]) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "phi3", "glm4_moe"])
+def test_a_partial_rotary_embedding_is_left_to_transformers(name: str) -> None:
+    torch.manual_seed(0)
+    plain: Any = modeling(name).apply_rotary_pos_emb
+    plain = getattr(plain, "plain", plain)
+    states, angles = [torch.randn(2, 4, 5, 8) for _ in range(2)], [torch.randn(2, 5, 4) for _ in range(2)]
+    for one, other in zip(elementwise._Rotate(plain)(*states, *angles), plain(*states, *angles), strict=True):
+        assert one.equal(other)
 
 
 def test_other_functions_and_classes_are_left_alone() -> None:
@@ -112,7 +122,7 @@ def test_other_functions_and_classes_are_left_alone() -> None:
 def restored() -> Any:
     module = modeling("llama")
     before = module.apply_rotary_pos_emb
-    module.apply_rotary_pos_emb = getattr(before, "_plain", before)
+    module.apply_rotary_pos_emb = getattr(before, "plain", before)
     yield
     module.apply_rotary_pos_emb = before
 

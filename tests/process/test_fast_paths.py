@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from llama_stack_provider_trl.recipes.data.packing import IGNORED, pack
 from llama_stack_provider_trl.recipes.data.sampling import BatchPlan
-from llama_stack_provider_trl.recipes.fast import attention, cpu_attention, head, parts, support
+from llama_stack_provider_trl.recipes.fast import attention, cpu_attention, elementwise, head, parts, support
 from llama_stack_provider_trl.recipes.fast.batches import FlatPairs, collate_rows, forward_arguments, largest_groups
 from llama_stack_provider_trl.recipes.fast.layout import Layout
 from llama_stack_provider_trl.recipes.fast.model import use_rows
@@ -48,6 +50,7 @@ SIZES: dict[str, Any] = {
 }
 WINDOW = {"sliding_window": 6}
 """Tokens: the rows below are longer."""
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", SIZES),
     "qwen2": ("qwen2", {**SIZES, **WINDOW, "use_sliding_window": True, "max_window_layers": 1}),
@@ -59,8 +62,21 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("mistral", {**SIZES, **WINDOW}),
     "phi3": ("phi3", {**SIZES, **WINDOW}),
+    "phi3 with partial rotation": ("phi3", {**SIZES, "rope_parameters": PARTIAL}),
+    "gpt_neox": ("gpt_neox", SIZES),  # whose rotation is partial, too
     "gpt2": ("gpt2", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
 }
+
+
+@pytest.fixture(autouse=True)
+def rotations_are_transformers_own() -> Iterator[None]:
+    """After each test: what is expected is computed without ours."""
+    yield
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.models."):
+            ours = vars(module).get("apply_rotary_pos_emb")
+            if isinstance(ours, elementwise._Rotate):
+                module.apply_rotary_pos_emb = ours.plain  # type: ignore[attr-defined]
 
 
 def model_of(architecture: str, *, lora: bool = False) -> Any:

@@ -47,7 +47,9 @@ def attend_on_cpu(
     check_scores(module, attention_mask, others)
     is_fp32 = query.dtype is key.dtype is value.dtype is torch.float32
     is_seen = sliding_window is None or (layout is not None and layout.longest <= sliding_window)
-    if layout is None or not is_fp32 or not is_seen or dropout or query.shape[-1] != value.shape[-1]:
+    # What `scaled_dot_product_attention` checks before it calls this kernel.
+    is_known = query.shape[-1] == value.shape[-1] and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    if layout is None or not is_fp32 or not is_seen or not is_known or dropout:
         options: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
         return attend_in_rows(module, query, key, value, attention_mask, layout=layout, **options, **others)
     if query.shape[1] != key.shape[1]:
@@ -78,7 +80,7 @@ class _Queries(NamedTuple):
         yield from ((span, False) for span in (self.skipped, self.shared) if span.begin < span.end)
 
 
-class _Plan(NamedTuple):
+class _AttentionPlan(NamedTuple):
     """How the attention of a sequence is computed."""
 
     queries: list[_Queries]
@@ -86,7 +88,7 @@ class _Plan(NamedTuple):
     """Whether every token is a query."""
 
 
-def _planned(layout: Layout, unread: Sequence[int]) -> _Plan:
+def _planned(layout: Layout, unread: Sequence[int]) -> _AttentionPlan:
     skips = iter(unread or [0] * len(layout.sizes()))
     queries, end = [], 0
     for prefix, continuations in layout.groups:
@@ -97,13 +99,13 @@ def _planned(layout: Layout, unread: Sequence[int]) -> _Plan:
             first = begin + skip if skip >= _WORTH_SKIPPING else begin
             if first < end:
                 queries.append(_Queries(_Span(first, end), _Span(begin, first), shared if number else _Span(0, 0)))
-    return _Plan(queries, sum(one.own.end - one.own.begin for one in queries) == end)
+    return _AttentionPlan(queries, sum(one.own.end - one.own.begin for one in queries) == end)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: _Plan, scaling: float | None
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: _AttentionPlan, scaling: float | None
     ) -> torch.Tensor:
         """The output, shape (1, tokens, heads, head size).
 

@@ -16,8 +16,8 @@ def use_rows(model: PreTrainedModel, kind: str) -> None:
     """Have a model compute batches in one sequence, and its head no other tokens than the scored ones.
 
     The decoder then returns the states that its argument `scored` lists, where it has one. A state may be listed
-    twice: the last token of a shared prompt predicts the first of both answers. `last_tokens` lists each once; of the
-    last block all but keys and values is computed for these only.
+    twice: the last token of a shared prompt predicts the first of both answers. `last_tokens` lists each once; the
+    last block computes its layers but those of keys and values for these only.
 
     Args:
         kind: of the device: cuda, mps or cpu.
@@ -48,6 +48,7 @@ def _select_scored(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], o
 class _LastBlock:
     """Leaves tokens out of a block but for their keys and values: nothing follows that would mix tokens.
 
+    It knows `mlp`, and the layers of `self_attn` that are in `_OF_QUERIES`. Others compute all tokens, as adapters do.
     Of a preference pair most tokens are its prompt's. The feed-forward network of 6 blocks then computes 5 % less, that
     of 30 blocks 1 %.
     """
