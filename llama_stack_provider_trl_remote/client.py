@@ -29,7 +29,7 @@ from aiohttp import (
 )
 
 from llama_stack_provider_trl.errors import JobNotFound, ServiceRefusal, ServiceUnreachable
-from llama_stack_provider_trl.requests.bodies import JOB_UUID_PATTERN
+from llama_stack_provider_trl.requests.names import JOB_UUID_PATTERN
 from llama_stack_provider_trl.system.files import Blob
 
 JOBS = "/v1/post-training/jobs"
@@ -94,7 +94,7 @@ class ServiceClient:
     has waited long enough. The exception is `submit`, since the service may have a large dataset to check.
 
     Args:
-        url: address of the service, as `config.checked_url` returns it.
+        url: address of the service, as `address.checked_url` returns it.
         token: sent as a bearer token.
         pauses: seconds before each repetition.
         tls: trusted certificates for an https address; None: those of the system.

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.requests.bodies import algorithm_of
 
 from .client import EVALUATE, GENERATE, MERGE, PREFERENCE_OPTIMIZE, SUPERVISED_FINE_TUNE, ServiceClient
 
@@ -33,4 +32,11 @@ async def submit_request(
             raise InvalidRequest("kind", kind, hint)
         return dict(await service.submit(KINDS[kind], body))
     paths = {"sft": SUPERVISED_FINE_TUNE, "dpo": PREFERENCE_OPTIMIZE}
-    return dict(await service.submit(paths[algorithm or algorithm_of(job)], dict(job)))
+    return dict(await service.submit(paths[algorithm or call_of(job)], dict(job)))
+
+
+def call_of(job: Mapping[str, Any]) -> str:
+    """The algorithm that the fields of a job are meant for. Imports the models of requests."""
+    from llama_stack_provider_trl.requests.bodies import algorithm_of
+
+    return algorithm_of(job)

@@ -24,19 +24,16 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from llama_stack_provider_trl.requests.bodies import algorithm_of
-
+from .address import DEFAULT_URL, checked_token, checked_url
 from .answers import answer_lines
 from .client import JOBS, PREFLIGHT, PREVIEW, ServiceClient, Timeouts, job_path
-from .config import DEFAULT_URL, checked_token, checked_url
 from .follow import JobEvent, Note, events, statuses
-from .pipeline import place, steps_of
 from .plots.curves import LOSS, SMOOTHING, Axis, curves_of
 from .plots.files import check_output, write_plot
 from .plots.points import fetch_points
 from .pull import pull
 from .row_files import UploadedRows, name_by_content, register_rows, stored_rows
-from .submitting import submit_request
+from .submitting import call_of, submit_request
 
 Algorithm = Literal["sft", "dpo"]
 Json = dict[str, Any]
@@ -128,6 +125,8 @@ class AsyncTrlClient:
         Raises:
             InvalidRequest: a job, or a dataset, cannot be used; nothing was queued then.
         """
+        from .pipeline import place, steps_of
+
         return {one.name: one.job_uuid for one in await place(self._service, steps_of(pipeline))}
 
     async def teacher_student(
@@ -399,12 +398,12 @@ class TrlClient:
 
 async def preflight_request(service: ServiceClient, job: Mapping[str, Any], algorithm: str | None = None) -> Json:
     """POST a job for a preflight; the service's answer."""
-    return dict(await service.submit(PREFLIGHT, {**job, "algorithm": algorithm or algorithm_of(job)}))
+    return dict(await service.submit(PREFLIGHT, {**job, "algorithm": algorithm or call_of(job)}))
 
 
 async def preview_request(service: ServiceClient, body: Mapping[str, Any], algorithm: str | None = None) -> Json:
     """POST a job for a preview of its rows; the service's answer."""
-    return dict(await service.submit(PREVIEW, {**body, "algorithm": algorithm or algorithm_of(body)}))
+    return dict(await service.submit(PREVIEW, {**body, "algorithm": algorithm or call_of(body)}))
 
 
 async def all_samples(service: ServiceClient, job_uuid: str) -> Json:

@@ -62,8 +62,12 @@ _VLLM_PROBE = """
 import importlib.metadata, importlib.util, json
 found = ""
 if importlib.util.find_spec("vllm") is not None:
-    names = importlib.metadata.packages_distributions().get("vllm", [])
-    found = " ".join(["vllm", *(importlib.metadata.version(name) for name in names[:1])])
+    try:
+        versions = [importlib.metadata.version("vllm")]
+    except importlib.metadata.PackageNotFoundError:  # of another name, which takes 0.6 s of CPU time to find
+        names = importlib.metadata.packages_distributions().get("vllm", [])
+        versions = [importlib.metadata.version(name) for name in names[:1]]
+    found = " ".join(["vllm", *versions])
 print(json.dumps(found))
 """
 _NO_ANSWER = (subprocess.TimeoutExpired, ValueError, IndexError, TypeError)

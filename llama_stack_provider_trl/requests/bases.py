@@ -16,7 +16,8 @@ from ..errors import InvalidRequest
 from ..specs.beginnings import MERGED_BASE, AdapterSpec, BaseJob
 from ..specs.job import JobSpec, LoraSpec
 from ..specs.kinds import MergeWork
-from .bodies import JOB_UUID_PATTERN, SupervisedFineTuneRequest
+from .bodies import SupervisedFineTuneRequest
+from .names import JOB_UUID_PATTERN
 from .options import ProviderOptions
 from .paths import absolute_path, may_be_read, resolve_base_model, resolve_trust
 from .settings import Request, Settings

@@ -20,7 +20,6 @@ COUNT: dict[str, Any] = {"gt": 0, "le": 10**6}
 """Bounds of every count: far beyond any real job, and small enough that no product of them overflows the job store."""
 SFT_TYPES = ("lora", "qat")
 """Values of `algorithm_config.type` in the call supervised-fine-tune, in small letters."""
-JOB_UUID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 
 
 class _Body(Documented):

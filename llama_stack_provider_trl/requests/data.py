@@ -16,11 +16,11 @@ from ..specs.job import (
 )
 from ..specs.methods import METHODS
 from .bodies import (
-    JOB_UUID_PATTERN,
     DataConfig,
     TrainingConfig,
 )
 from .checks import nearest_choice
+from .names import JOB_UUID_PATTERN
 from .options import ProviderOptions
 from .settings import Settings
 

@@ -10,7 +10,8 @@ from ..specs.methods import DistillationSpec, UldSpec
 from ..specs.model_source import ReferenceSpec
 from .answering import refuse_options
 from .bases import PREFIX
-from .bodies import JOB_UUID_PATTERN, DistillationConfig
+from .bodies import DistillationConfig
+from .names import JOB_UUID_PATTERN
 from .options import ProviderOptions
 from .paths import resolve_base_model, resolve_trust
 from .settings import Settings

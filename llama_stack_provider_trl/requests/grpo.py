@@ -11,9 +11,10 @@ from ..specs.methods import GrpoLoss, GrpoSpec, RewardScale
 from ..specs.rewards import GROUP, RewardModel, RewardSource, find_reward, installed_rewards, package_of
 from .answering import refuse_options
 from .bases import PREFIX
-from .bodies import JOB_UUID_PATTERN, GRPOConfig, GRPOReward
+from .bodies import GRPOConfig, GRPOReward
 from .checks import nearest_choice, parse_fields
 from .engines import resolve_vllm
+from .names import JOB_UUID_PATTERN
 from .options import ProviderOptions
 
 _LONGEST_CHECKPOINT = 256

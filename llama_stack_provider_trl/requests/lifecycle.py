@@ -8,8 +8,8 @@ from typing import Any
 
 from ..errors import InvalidRequest
 from .bases import Base
-from .bodies import JOB_UUID_PATTERN
 from .data import rows_job_of
+from .names import JOB_UUID_PATTERN
 from .options import PRIORITIES, ProviderOptions
 from .settings import Request, Settings
 

@@ -12,9 +12,9 @@ from ..specs.job import (
 )
 from ..system.files import DATA_DIRECTORIES
 from .bodies import (
-    JOB_UUID_PATTERN,
     SupervisedFineTuneRequest,
 )
+from .names import JOB_UUID_PATTERN
 from .options import ProviderOptions
 from .settings import Request, Settings
 

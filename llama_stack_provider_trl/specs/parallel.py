@@ -8,9 +8,10 @@ Gloo reduces a shard as it reduces the whole (measured with a model of 100M para
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from .job import ShardingStrategy
+if TYPE_CHECKING:
+    from .job import ShardingStrategy
 
 LEAST_SPEEDUP = 1.1
 """Less than this does not pay for a second machine, and is within the error of the estimate."""

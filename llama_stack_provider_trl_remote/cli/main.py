@@ -95,8 +95,8 @@ _LOCAL = {
 def _run(options: argparse.Namespace) -> int:
     from llama_stack_provider_trl.system.logs import start_logging
 
+    from ..address import checked_token, checked_url
     from ..client import ServiceClient, Timeouts
-    from ..config import checked_token, checked_url
     from ..trl_client import PREFLIGHT_TIMEOUTS
     from . import commands
 

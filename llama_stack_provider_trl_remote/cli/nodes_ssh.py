@@ -156,7 +156,7 @@ def _constraints(nodes: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _join_token(environ: Mapping[str, str]) -> str:
-    from ..config import checked_token
+    from ..address import checked_token
     from ..nodes.identity import NodeError
 
     try:

@@ -18,7 +18,6 @@ from llama_stack_provider_trl.errors import InvalidRequest, JobConflict
 
 from ..client import ServiceClient, job_path
 from ..follow import ENDED
-from ..pipeline import is_pipeline, place, steps_of
 from ..pull import pull
 from ..request_files import read_request
 from ..row_files import has_preferences, name_by_content, register_rows, stored_rows
@@ -85,6 +84,8 @@ async def generate(client: ServiceClient, options: Namespace) -> int:
 
 async def run(client: ServiceClient, options: Namespace) -> int:
     """Submit the job of a file, follow it, and pull its result; or the jobs of a pipeline."""
+    from ..pipeline import is_pipeline
+
     _check_pull(options)
     body = read_request(options.file)
     if is_pipeline(body):
@@ -104,6 +105,8 @@ async def run(client: ServiceClient, options: Namespace) -> int:
 
 async def _run_pipeline(client: ServiceClient, body: dict[str, Any], options: Namespace) -> int:
     """Submit the jobs that the service does not have yet, and follow all of them."""
+    from ..pipeline import place, steps_of
+
     for name in ("job", "nodes", "nproc_per_node", "resume_from", "algorithm", "pull", "checkpoint"):
         if (value := getattr(options, name)) is not None:
             hint = "it is for the file of one job: set it in the requests, or fetch a result with trl-remote jobs pull."

@@ -23,7 +23,7 @@ from llama_stack_provider_trl.errors import InvalidRequest, ServiceRefusal, Serv
 from llama_stack_provider_trl.launch.base import Launcher
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.torchrun import interface_of
-from llama_stack_provider_trl.requests.bodies import JOB_UUID_PATTERN
+from llama_stack_provider_trl.requests.names import JOB_UUID_PATTERN
 from llama_stack_provider_trl.system.files import private_directory
 from llama_stack_provider_trl.system.logs import Unsent
 from llama_stack_provider_trl.system.process import FileLock

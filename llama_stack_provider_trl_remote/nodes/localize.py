@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.requests.bodies import JOB_UUID_PATTERN
+from llama_stack_provider_trl.requests.names import JOB_UUID_PATTERN
 from llama_stack_provider_trl.specs.answer_files import Whole, whole_batches
 from llama_stack_provider_trl.specs.events import CHECKPOINT_PATHS
 from llama_stack_provider_trl.specs.job import ROWS

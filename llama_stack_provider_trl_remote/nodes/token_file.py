@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from ..config import checked_token
+from ..address import checked_token
 from .identity import NodeError
 
 _LONGEST = 4096

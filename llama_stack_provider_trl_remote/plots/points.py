@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.database import Database, require_database
-from llama_stack_provider_trl.jobs.reader import JobReader
 
 from ..client import JOBS, ServiceClient, job_path
 
@@ -57,6 +55,9 @@ def stored_points(data_dir: Path, job_uuids: Sequence[str]) -> dict[str, list[Pl
         JobNotFound.
         StoreError: its database cannot be read, or is of another release.
     """
+    from llama_stack_provider_trl.jobs.database import Database, require_database
+    from llama_stack_provider_trl.jobs.reader import JobReader
+
     database = require_database(data_dir)
     with closing(Database(database)) as opened:
         reader = JobReader(opened)

@@ -7,9 +7,15 @@ import sys
 from pathlib import Path
 
 
-def played_vllm(directory: Path) -> Path:
-    """Write the interpreter; returns its path."""
-    program = directory / "python-with-vllm"
-    program.write_text(f'#!/bin/sh\nPYTHONPATH="{Path(__file__).parent}" exec "{sys.executable}" "$@"\n')
+def played_vllm(directory: Path, *, torch: bool = False) -> Path:
+    """Write the interpreter; returns its path.
+
+    Args:
+        torch: it has torch itself; else something that takes its place, too.
+    """
+    here = Path(__file__).parent
+    modules = str(here) if torch else f"{here / 'without_torch'}:{here}"
+    program = directory / ("python-with-vllm-and-torch" if torch else "python-with-vllm")
+    program.write_text(f'#!/bin/sh\nPYTHONPATH="{modules}" exec "{sys.executable}" "$@"\n')
     program.chmod(0o755)
     return program

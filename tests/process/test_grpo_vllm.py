@@ -140,8 +140,10 @@ def job(root: Path, python: Path, **changes: Any) -> JobSpec:
 def test_each_step_is_answered_by_its_weights_with_adapters_merged(
     tmp_path: Path, python: Path, adapters: bool
 ) -> None:
+    """The process of vLLM reads its weights with torch itself here."""
     from safetensors.torch import load_file
 
+    python = played_vllm(tmp_path, torch=True)
     plays(tmp_path, keep="last.safetensors")
     lora = {"lora": LORA, "merge_adapter": True} if adapters else {}
     status, events = run(tmp_path / "two", job(tmp_path / "two", python, **lora))

@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from llama_stack_provider_trl.recipes.memory import trace as memory
 from llama_stack_provider_trl.recipes.memory import trace_cache
 from llama_stack_provider_trl.recipes.memory.estimate import estimate
 from llama_stack_provider_trl.recipes.memory.trace import Batch, Traced, trace_model
 from llama_stack_provider_trl.recipes.memory.trace_cache import key_of, trace
+from llama_stack_provider_trl.recipes.model.fsdp import num_shards
 from llama_stack_provider_trl.recipes.trainer import trl_patches
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.beginnings import AdapterSpec
@@ -53,6 +55,11 @@ class Recording(JobSpec):
         if name in JobSpec.model_fields:
             READ.add(name)
         return super().__getattribute__(name)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whose value is in the key."""
+        return JobSpec.model_construct(**dict(self)).is_sharded
 
 
 READ: set[str] = set()
@@ -137,7 +144,7 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "GRPO with a KL divergence": ("grpo", {"method": GRPO.model_copy(update={"beta": 0.1})}),
     "GRPO with fewer answers": ("grpo", {"method": GRPO.model_copy(update={"num_generations": 2})}),
 }
-"""Each with a key of its own."""
+"""Each with a key of its own, but for DDP."""
 
 
 def job(root: Path, name: str) -> JobSpec:
@@ -151,19 +158,24 @@ def one_block(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_trace_reads_no_field_that_its_key_leaves_out(tmp_path: Path, name: str, one_block: Path) -> None:
-    values = dict(job(tmp_path, name).model_copy(update={"model": str(one_block)}))
-    spec = Recording.model_construct(**values)
+def test_a_trace_reads_no_field_that_its_key_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, one_block: Path
+) -> None:
+    plain = job(tmp_path, name).model_copy(update={"model": str(one_block)})
+    spec = Recording.model_construct(**dict(plain))
+    shards = num_shards(plain)  # which is in the key
+    monkeypatch.setattr(memory, "num_shards", lambda _: shards)
     READ.clear()
     trace_model(spec, BATCH, "cuda" if name in ("bf16", "padded") else "cpu")
     assert READ
-    assert not READ & trace_cache._UNREAD
+    assert not READ & (trace_cache._UNREAD | {"ranks", "sharding"})
     assert JobSpec.model_fields.keys() >= trace_cache._UNREAD | trace_cache._IN_PART
 
 
 def test_jobs_with_other_traces_have_other_keys(tmp_path: Path) -> None:
     keys = {name: key_of(job(tmp_path, name), BATCH, "cpu") for name in JOBS}
-    assert len(set(keys.values())) == len(JOBS), keys
+    assert keys.pop("DDP") == keys["sft"]  # whose ranks trace what one process does
+    assert len(set(keys.values())) == len(keys), keys
 
 
 def test_whole_gradients_and_their_shards_have_one_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +187,27 @@ def test_whole_gradients_and_their_shards_have_one_trace(tmp_path: Path, monkeyp
     assert estimate(whole, BATCH, "cpu").gradients > of_shards.gradients
     found = trace(spec, BATCH, "cpu")
     assert [window.gradients for window in found.windows] == [4 * found.trainable] * 2  # all, throughout
+
+
+def test_parts_in_cpu_memory_and_their_prefetching_are_not_traced_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = job(tmp_path, "sharded")
+    on_device = estimate(spec, BATCH, "cuda")
+    monkeypatch.setattr(trace_cache, "trace_model", refuse)
+    changes: list[dict[str, Any]] = [
+        {"cpu_offload": True},
+        {"forward_prefetch": True},
+        {"backward_prefetch": "BACKWARD_PRE"},
+        {"strategy": "SHARD_GRAD_OP"},
+    ]
+    found = [
+        estimate(spec.model_copy(update={"sharding": FULL.model_copy(update=one)}), BATCH, "cuda") for one in changes
+    ]
+    assert found[0].total < on_device.total
+    assert {one.activations for one in found} == {on_device.activations}
+    with pytest.raises(AssertionError, match="traced again"):
+        estimate(spec.model_copy(update={"ranks": 3}), BATCH, "cuda")
 
 
 @pytest.mark.parametrize(

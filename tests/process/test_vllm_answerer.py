@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def test_modules_of_our_own_interpreter_are_not_those_of_vllms(
     wrapper.chmod(0o755)
     monkeypatch.setenv("PYTHONPATH", "/ours")
     monkeypatch.setenv("PYTHONHOME", "/ours")
-    assert check_vllm(wrapper) == "vllm"
+    assert check_vllm(wrapper) == "vllm 0.1"
     with answerer_of(tmp_path, wrapper) as answerer:
         answerer.prepare(PROMPTS)
     assert seen.read_text() == "\n\n"
@@ -177,9 +178,22 @@ def test_vllm_ends_by_itself_where_another_process_still_has_its_pipe(tmp_path: 
     assert child.returncode == 0
 
 
+def test_the_release_of_vllm_is_found_under_another_name_too(tmp_path: Path, python: Path) -> None:
+    assert check_vllm(python) == "vllm 0.1"
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    own = tmp_path / "quick_llm-2.0.dist-info"
+    own.mkdir()
+    (own / "METADATA").write_text("Metadata-Version: 2.1\nName: quick-llm\nVersion: 2.0\n")
+    (own / "top_level.txt").write_text("vllm\n")
+    renamed = tmp_path / "renamed"
+    renamed.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
+    renamed.chmod(0o755)
+    assert check_vllm(renamed) == "vllm 2.0"
+
+
 def test_an_interpreter_without_vllm_is_refused_by_name(tmp_path: Path, python: Path) -> None:
     assert check_vllm(None) == ""
-    assert check_vllm(python) == "vllm"
     empty = tmp_path / "empty"
     empty.write_text("#!/bin/sh\necho '\"\"'\n")
     for program, sentence in (

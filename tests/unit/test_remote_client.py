@@ -20,8 +20,9 @@ from pydantic import ValidationError
 
 from llama_stack_provider_trl.errors import JobNotFound, ServiceRefusal, ServiceUnreachable, TrlError
 from llama_stack_provider_trl_remote import client
+from llama_stack_provider_trl_remote.address import checked_url
 from llama_stack_provider_trl_remote.client import PREFERENCE_OPTIMIZE, ServiceClient, Timeouts, job_path
-from llama_stack_provider_trl_remote.config import TrlRemoteConfig, checked_url
+from llama_stack_provider_trl_remote.config import TrlRemoteConfig
 from llama_stack_provider_trl_remote.service.loading import load_settings
 from tests.fake_service import FakeService, fake_service, status
 from tests.tiny import REPOSITORY

@@ -31,7 +31,7 @@ from ...specs.model_source import ModelSource
 from ...system.files import atomic_write, read_regular
 from ..model.adapters import continues, has_reference_adapter
 from ..model.files import stored_dtype
-from ..model.fsdp import num_shards
+from ..model.fsdp import is_sharded, num_shards
 from ..model.loading import load_config
 from ..trainer.trl_patches import computes_in_torch
 from .trace import Batch, Traced, trace_model
@@ -58,7 +58,7 @@ _UNREAD = frozenset(
     }
 )
 """Fields of a job that no trace reads: tests/process/test_trace_cache.py records what is read."""
-_IN_PART = frozenset({"model", "revision", "model_path", "adapter", "gradient_accumulation_steps"})
+_IN_PART = frozenset({"model", "revision", "model_path", "adapter", "gradient_accumulation_steps", "ranks", "sharding"})
 """Fields of which `_inputs` or `_content` give what it reads."""
 _SOURCE = frozenset({"model", "revision", "trust_remote_code", "model_path", "cache"})
 """The same of a reference."""
@@ -171,6 +171,8 @@ def _inputs(spec: JobSpec, batch: Batch, kind: str) -> dict[str, Any]:
     return {
         "job": job,
         "accumulates": spec.gradient_accumulation_steps > 1,
+        # Where parts are when they are not used, and when they are gathered, moves no peak of a step.
+        "is_sharded": is_sharded(spec),
         # These depend on the ranks that run, too, and those of an installed method on its package.
         "shards": num_shards(spec),
         "adapters": [continues(spec), has_reference_adapter(spec)],

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
-from ...config import checked_url
+from ...address import checked_url
 from ...wire import NAME
 from ..identity import DEFAULT_DATA_DIR, NodeError
 

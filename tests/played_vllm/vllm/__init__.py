@@ -61,11 +61,11 @@ class Worker:
 
     def named_parameters(self, remove_duplicate: bool = True) -> list[tuple[str, None]]:
         """The weights of the model's file, by name, and one that a second layer has."""
-        from safetensors import safe_open
-
-        with safe_open(self._path / "model.safetensors", framework="pt") as weights:
-            more = [_plays().get("lack"), None if remove_duplicate else "tied.weight"]
-            return [(name, None) for name in [*weights.keys(), *filter(None, more)]]
+        with open(self._path / "model.safetensors", "rb") as weights:
+            size = int.from_bytes(weights.read(8), "little")  # of what precedes the weights
+            names = sorted(json.loads(weights.read(size)).keys() - {"__metadata__"})
+        more = [_plays().get("lack"), None if remove_duplicate else "tied.weight"]
+        return [(name, None) for name in [*names, *filter(None, more)]]
 
     def reload_weights(self, weights_iterator: Iterator[tuple[str, Any]]) -> None:
         """Load weights by the model's own method, which may be replaced."""
@@ -73,14 +73,14 @@ class Worker:
 
     def load_weights(self, weights: Iterator[tuple[str, Any]]) -> set[str]:
         """Load weights; returns their names."""
-        from safetensors.torch import save_file
-
         _reach("reload")
         loaded = {name: weight.clone() for name, weight in weights}
         self.digest = 0
         for _, weight in sorted(loaded.items()):
             self.digest = zlib.crc32(weight.contiguous().numpy().tobytes(), self.digest)
         if name := _plays().get("keep"):
+            from safetensors.torch import save_file
+
             save_file(loaded, Path(os.environ["TRL_FAULTS"], name))
         return set(loaded)
 

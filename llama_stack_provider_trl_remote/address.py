@@ -1,0 +1,37 @@
+"""Validation of a service's address and token, without the models of settings."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+DEFAULT_URL = "http://127.0.0.1:8322"
+
+
+def checked_url(url: str) -> str:
+    """Validate a service's address. Returns it without a trailing slash or `/v1`.
+
+    Raises:
+        ValueError: it is not an http(s) URL, or carries a user name, a query or a fragment.
+    """
+    found = "one with a password in it; the token belongs into TRL_SERVICE_TOKEN" if "@" in url else repr(url)
+    expected = f"expected the address of the training service, such as {DEFAULT_URL}, found {found}"
+    try:
+        parts = urlsplit(url.strip())
+        whole = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError as error:
+        raise ValueError(f"{expected} ({error})") from error
+    if parts.scheme not in ("http", "https") or not whole or "@" in url or parts.query or parts.fragment:
+        raise ValueError(expected)
+    return url.strip().rstrip("/").removesuffix("/v1")
+
+
+def checked_token(token: str | None) -> str | None:
+    """A token without surrounding white space (a file's last line ends with a newline); None: there is none.
+
+    Raises:
+        ValueError: no HTTP header can carry it.
+    """
+    found = (token or "").strip()
+    if not found.isprintable():
+        raise ValueError("the token has a character that cannot be printed, such as a newline: set it as one line")
+    return found or None
