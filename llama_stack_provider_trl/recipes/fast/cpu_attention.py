@@ -80,7 +80,7 @@ class _Queries(NamedTuple):
         yield from ((span, False) for span in (self.skipped, self.shared) if span.begin < span.end)
 
 
-class _AttentionPlan(NamedTuple):
+class _CallPlan(NamedTuple):
     """How the attention of a sequence is computed."""
 
     queries: list[_Queries]
@@ -88,7 +88,7 @@ class _AttentionPlan(NamedTuple):
     """Whether every token is a query."""
 
 
-def _planned(layout: Layout, unread: Sequence[int]) -> _AttentionPlan:
+def _planned(layout: Layout, unread: Sequence[int]) -> _CallPlan:
     skips = iter(unread or [0] * len(layout.sizes()))
     queries, end = [], 0
     for prefix, continuations in layout.groups:
@@ -99,13 +99,13 @@ def _planned(layout: Layout, unread: Sequence[int]) -> _AttentionPlan:
             first = begin + skip if skip >= _WORTH_SKIPPING else begin
             if first < end:
                 queries.append(_Queries(_Span(first, end), _Span(begin, first), shared if number else _Span(0, 0)))
-    return _AttentionPlan(queries, sum(one.own.end - one.own.begin for one in queries) == end)
+    return _CallPlan(queries, sum(one.own.end - one.own.begin for one in queries) == end)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: _AttentionPlan, scaling: float | None
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: _CallPlan, scaling: float | None
     ) -> torch.Tensor:
         """The output, shape (1, tokens, heads, head size).
 
