@@ -143,7 +143,8 @@ def test_two_workers_train_what_is_written_out(
     ranks: Ranks, tmp_path: Path, averaging: AveragingSpec, optimizer: dict[str, Any]
 ) -> None:
     changes = OptimizerSpec(**{"learning_rate": 5e-3, "scheduler": "constant", **optimizer})
-    spec = spec_of(tmp_path, averaging=averaging, optimizer=changes, group_by_length=False)
+    # The kernels of the model itself: AdamW turns the rounding of a gradient that is nearly 0 into a step.
+    spec = spec_of(tmp_path, averaging=averaging, optimizer=changes, group_by_length=False, padding_free=False)
     events = trained(ranks, tmp_path / "run", spec)
     expected = by_hand(spec, 6)
     untrained = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32).state_dict()
