@@ -118,6 +118,28 @@ def test_other_functions_and_classes_are_left_alone() -> None:
     assert not elementwise._rotates_halves(lambda q, k, cos: (q, k))
 
 
+def test_a_norm_without_a_weight_is_left_alone() -> None:
+    class OptionalRMSNorm(torch.nn.Module):
+        """As Gemma 3n has: some of its instances have no weight."""
+
+        def __init__(self, size: int, *, with_scale: bool = True) -> None:
+            super().__init__()
+            self.eps = 1e-6
+            if with_scale:
+                self.weight = torch.nn.Parameter(torch.ones(size))
+
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            normed = states * torch.rsqrt(states.square().mean(dim=-1, keepdim=True) + self.eps)
+            return normed * self.weight if hasattr(self, "weight") else normed
+
+    norms: Any = torch.nn.Sequential(OptionalRMSNorm(8), OptionalRMSNorm(8, with_scale=False))
+    states = torch.randn(3, 8)
+    expected = norms(states)
+    use_fewer_passes(norms)
+    assert ["forward" in vars(norm) for norm in norms] == [True, False]
+    assert torch.allclose(norms(states), expected, atol=1e-6)
+
+
 @pytest.fixture
 def restored() -> Any:
     module = modeling("llama")

@@ -32,30 +32,31 @@ def attend_on_cpu(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
     layout: Layout | None = None,
     unread: Sequence[int] = (),
-    **others: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What `attend_in_rows` does, which computes what this cannot.
+    """What `attend_in_rows` does, with the same arguments. That computes what this cannot.
 
     Args:
         unread: tokens at the beginning of each part of the sequence whose output nothing reads; it is 0.
     """
-    check_scores(module, attention_mask, others)
+    check_scores(module, attention_mask, options)
     is_fp32 = query.dtype is key.dtype is value.dtype is torch.float32
-    is_seen = sliding_window is None or (layout is not None and layout.longest <= sliding_window)
     # What `scaled_dot_product_attention` checks before it calls this kernel.
     is_known = query.shape[-1] == value.shape[-1] and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-    if layout is None or not is_fp32 or not is_seen or not is_known or dropout:
-        options: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
-        return attend_in_rows(module, query, key, value, attention_mask, layout=layout, **options, **others)
+    window = options.get("sliding_window")
+    if (
+        layout is None
+        or not (is_fp32 and is_known)
+        or options.get("dropout")
+        or (window is not None and layout.longest > window)
+    ):
+        return attend_in_rows(module, query, key, value, attention_mask, layout=layout, **options)
     if query.shape[1] != key.shape[1]:
         repeats = query.shape[1] // key.shape[1]
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
-    attended: torch.Tensor = _Attention.apply(query, key, value, _planned(layout, unread), scaling)
+    attended: torch.Tensor = _Attention.apply(query, key, value, _planned(layout, unread), options.get("scaling"))
     return attended, None
 
 

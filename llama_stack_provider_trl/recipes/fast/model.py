@@ -22,9 +22,10 @@ def use_rows(model: PreTrainedModel, kind: str) -> None:
     Args:
         kind: of the device: cuda, mps or cpu.
     """
-    model.set_attn_implementation(NAME)
     if kind == "cpu":
         use_cpu_kernels(model)
+    else:
+        model.set_attn_implementation(NAME)
     model.base_model.register_forward_hook(_select_scored, with_kwargs=True)
     names = set(model._no_split_modules or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
@@ -33,7 +34,7 @@ def use_rows(model: PreTrainedModel, kind: str) -> None:
 
 
 def use_cpu_kernels(model: PreTrainedModel) -> None:
-    """Have a model that is prepared by `use_rows` compute what takes fewer products or passes on a CPU."""
+    """The part of `use_rows` for CPUs: attention with fewer products, norms and rotations with fewer passes."""
     model.set_attn_implementation(NAME_ON_CPU)
     use_fewer_passes(model)
 
