@@ -35,12 +35,17 @@ def one_kernel(
     key_bounds: torch.Tensor,
     longest_query: int,
     longest_key: int,
+    dropout: float,
     *,
+    is_causal: bool,
+    return_debug_mask: bool,
     scale: float | None,
-    window_size: tuple[int, int],
-    enable_gqa: bool = False,
-) -> torch.Tensor:
+    window_size_left: int,
+    window_size_right: int,
+) -> tuple[torch.Tensor, None, None, None, None]:
     """What torch documents of `varlen_attn`, a row at a time: causal masks are aligned to the last query and key."""
+    assert (dropout, return_debug_mask, window_size_right) == (0.0, False, 0)
+    assert is_causal == (window_size_left < 0)
     outputs = []
     rows = zip(itertools.pairwise(query_bounds.tolist()), itertools.pairwise(key_bounds.tolist()), strict=True)
     for (first, last), (first_key, last_key) in rows:
@@ -48,12 +53,12 @@ def one_kernel(
         assert last_key - first_key <= longest_key
         at = torch.arange(last_key - first_key - (last - first), last_key - first_key)[:, None]
         other = torch.arange(last_key - first_key)
-        seen = (other <= at) if window_size[0] < 0 else (other <= at) & (other >= at - window_size[0])
+        seen = (other <= at) if window_size_left < 0 else (other <= at) & (other >= at - window_size_left)
         parts = (queries[first:last], keys[first_key:last_key], values[first_key:last_key])
         parts = tuple(part.transpose(0, 1)[None] for part in parts)
-        attended = F.scaled_dot_product_attention(*parts, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+        attended = F.scaled_dot_product_attention(*parts, attn_mask=seen, scale=scale, enable_gqa=True)
         outputs.append(attended[0].transpose(0, 1))
-    return torch.cat(outputs)
+    return torch.cat(outputs), None, None, None, None
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -61,25 +66,48 @@ def one_kernel(
 def test_one_kernel_for_all_rows_gets_what_a_call_for_each_row_gets(
     groups: Sequence[Group], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch.nn.attention import varlen
-
     tokens = sum(prefix + sum(sizes) for prefix, sizes in groups)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, tokens, 8, requires_grad=True) for heads in (4, 2, 2))
     found = []
-    for kernel in (None, attention._attend_in_one_kernel):
-        monkeypatch.setattr(attention, "_FEW_ROWS", 0)
-        monkeypatch.setattr(attention, "_kernel_of_rows", lambda query, value, kernel=kernel: kernel)
-        monkeypatch.setattr(varlen, "varlen_attn", one_kernel)
-        monkeypatch.setattr(attention, "_names_groups", lambda: True)
+    calls: list[int] = []
+
+    def kernel(*arguments: Any, **options: Any) -> Any:
+        calls.append(len(arguments[3]) - 1)
+        return one_kernel(*arguments, **options)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
+    monkeypatch.setattr(attention, "_multiprocessors", lambda device: 132)
+    for has_kernel in (False, True):
+        monkeypatch.setattr(attention, "_has_kernel_of_rows", lambda query, value, found=has_kernel: found)
         output, _ = attention.attend_in_rows(
             torch.nn.Module(), query, key, value, None, layout=Layout(groups), sliding_window=window
         )
         gradients = torch.autograd.grad(output.square().sum(), (query, key, value))
         found.append((output, *gradients))
+    assert calls == [len(Layout(groups).sizes())]
     for one, other in zip(*found, strict=True):
         assert one.shape == other.shape
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_have_a_call_each_where_one_kernel_would_take_too_much_for_a_fixed_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+
+    def kernel(*arguments: Any, **options: Any) -> Any:
+        calls.append(len(arguments[3]) - 1)
+        return one_kernel(*arguments, **options)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
+    monkeypatch.setattr(attention, "_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(attention, "_has_kernel_of_rows", lambda query, value: True)
+    query = torch.randn(1, 2, 9, 8)
+    for copies in (1, 2):  # of 2 heads and 3 multiprocessors: one for 2 rows
+        monkeypatch.setattr(attention, "_LARGEST_ACCUMULATORS", copies * 4 * 2 * 9 * 8 - 1)
+        attention.attend_in_rows(torch.nn.Module(), query, query, query, None, layout=Layout([(0, (5,)), (0, (4,))]))
+        assert calls == [2] * (copies - 1)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
@@ -261,22 +289,23 @@ def test_one_kernel_is_for_half_precision_and_heads_of_its_sizes_on_a_gpu(
     dtype: torch.dtype, head: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "_is_on_gpu", lambda tensor: tensor.device.type == "meta")
-    monkeypatch.setattr(attention, "_has_varlen", lambda device: True)
+    monkeypatch.setattr(attention, "_has_flash", lambda device: True)
     query = torch.empty(1, 2, 4, head, dtype=dtype, device=device)
-    assert attention._kernel_of_rows(query, query) is None
+    assert not attention._has_kernel_of_rows(query, query)
     fitting = torch.empty(1, 2, 4, 64, dtype=torch.bfloat16, device="meta")
-    assert attention._kernel_of_rows(fitting, fitting) is attention._attend_in_one_kernel
-    assert attention._kernel_of_rows(fitting, fitting[..., :48]) is None  # values of latent attention
+    assert attention._has_kernel_of_rows(fitting, fitting)
+    assert not attention._has_kernel_of_rows(fitting, fitting[..., :48])  # values of latent attention
 
 
 @pytest.mark.parametrize(
     ("sizes", "heads", "head_size", "expected"),
     [
         ([1000], 8, 64, 20 * 4 * 1000 * 8 * 64),  # 160 multiprocessors, 8 heads
-        ([1000, 500, 500, 10], 8, 64, 20 * 4 * 1000 * 8 * 64),  # a call for each
+        ([1000, 500, 500, 10], 8, 64, 20 * 4 * 1000 * 8 * 64),  # a call for each takes more than one for all
+        ([500] * 4, 8, 64, 5 * 4 * 2000 * 8 * 64),
         ([100] * 40, 8, 64, 4 * 4000 * 8 * 64),  # one for all, whose rows keep all busy without a copy
         ([1000] * 10, 2, 64, 80 * 4 * 1000 * 2 * 64),
-        ([5000] * 5, 64, 128, 4 * 25000 * 64 * 128),  # no copy: as many as the limit allows
+        ([5000] * 5, 64, 128, 3 * 4 * 5000 * 64 * 128),  # a call for each: one would take more than the limit
         ([4096], 32, 128, 5 * 4 * 4096 * 32 * 128),
         ([8192], 32, 128, 4 * 4 * 8192 * 32 * 128),  # of 5 copies the limit allows 4
         ([10**6], 32, 128, 4 * 10**6 * 32 * 128),

@@ -5,9 +5,8 @@ transformers calls it by its name, and makes no mask for a name that it has no f
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -58,8 +57,8 @@ def attend_in_rows(
     if layout is None:
         return attend(query, key, value).transpose(1, 2).contiguous(), None
     sizes = layout.sizes()
-    if len(sizes) > _FEW_ROWS and dropout == 0.0 and (kernel := _kernel_of_rows(query, value)):
-        attended = kernel(query, key, value, layout, scaling, sliding_window)
+    if dropout == 0.0 and _has_kernel_of_rows(query, value) and _fits(query, query.shape[1], len(sizes)):
+        attended = _attend_in_one_kernel(query, key, value, layout, scaling, sliding_window)
         return repeatable(attended, len(sizes))[None], None
     parts = zip(*(tensor.split(sizes, dim=2) for tensor in (query, key, value)), strict=True)
     outputs = []
@@ -83,44 +82,28 @@ def check_scores(module: torch.nn.Module, attention_mask: torch.Tensor | None, o
         raise ValueError("its attention is not causal, or has a mask of its own")
 
 
-type _RowsKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Layout, float | None, int | None], torch.Tensor]
-_FEW_ROWS = 4
-"""Parts of a sequence up to which a call for each is as quick as one kernel, which torch calls by way of Python."""
 _LARGEST_HEAD = 256
 """Of flash attention; a multiple of 8."""
 
 
-def _kernel_of_rows(query: torch.Tensor, value: torch.Tensor) -> _RowsKernel | None:
-    """One kernel for all rows of a sequence, where this device, dtype and release of torch have it."""
+def _has_kernel_of_rows(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether one kernel computes all rows of a sequence on this device, in this dtype and release of torch."""
     if not _is_on_gpu(query) or query.dtype not in (torch.bfloat16, torch.float16):
-        return None
+        return False
     if query.shape[-1] != value.shape[-1]:  # multi-head latent attention, as in DeepSeek-V3
-        return None
+        return False
     if query.shape[-1] > _LARGEST_HEAD or query.shape[-1] % 8:
-        return None
-    return _attend_in_one_kernel if _has_varlen(query.device) else None
+        return False
+    return _has_flash(query.device)
 
 
 @cache
-def _has_varlen(device: torch.device) -> bool:
-    """torch 2.11 and later, on NVIDIA GPUs from Ampere on."""
+def _has_flash(device: torch.device) -> bool:
+    """Whether torch has flash attention of rows of different lengths: on NVIDIA GPUs from Ampere on."""
     if torch.version.hip or not torch.backends.cuda.is_flash_attention_available():
         return False
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return False
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return False
-    return "window_size" in inspect.signature(varlen_attn).parameters
-
-
-@cache
-def _names_groups() -> bool:
-    """Whether heads of queries may share a head of keys by request only: torch 2.11 has no such argument, and may."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    arguments = {one.name for one in torch.ops.aten._flash_attention_forward.default._schema.arguments}
+    return torch.cuda.get_device_capability(device) >= (8, 0) and {"cum_seq_q", "window_size_left"} <= arguments
 
 
 def _attend_in_one_kernel(
@@ -133,16 +116,15 @@ def _attend_in_one_kernel(
 ) -> torch.Tensor:
     """Flash attention of sequences of different lengths; its causal mask is aligned to the last query and key of a row.
 
-    A step of DPO with 4 pairs took 0.175 s, and with a call for each row 0.207 s (0.5B, H200, torch 2.11).
+    torch 2.11 documents it as `torch.nn.attention.varlen.varlen_attn`, which has the same bits, and whose forward and
+    backward pass go by way of Python: about 0.1 ms more of CPU time a block, which is what limits small models.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     places = layout.places(query.device)
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if places.keys is not None:
         keys, values = keys.index_select(0, places.keys), values.index_select(0, places.keys)
-    options: dict[str, Any] = {"enable_gqa": queries.shape[1] != keys.shape[1]} if _names_groups() else {}
-    attended = varlen_attn(
+    attended: torch.Tensor
+    attended, *_ = torch.ops.aten._flash_attention_forward(
         queries,
         keys,
         values,
@@ -150,11 +132,13 @@ def _attend_in_one_kernel(
         places.key_bounds,
         places.longest_query,
         places.longest_key,
+        0.0,
+        is_causal=window is None,
+        return_debug_mask=False,
         scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        **options,
+        window_size_left=-1 if window is None else window - 1,
+        window_size_right=0,
     )
-    assert isinstance(attended, torch.Tensor)
     return attended
 
 
@@ -195,7 +179,7 @@ class _Attend(NamedTuple):
         return repeatable(attended) if _is_on_gpu(query) else attended
 
 
-_REPEATABLE = ("FlashAttention", "varlen_attn")
+_REPEATABLE = "FlashAttention"
 """In the names of the nodes of the backward pass whose kernels add in a fixed order on request. Others raise then."""
 _LARGEST_ACCUMULATORS = 512 << 20
 """Bytes that a fixed order may take."""
@@ -210,9 +194,9 @@ def accumulator_bytes(sizes: Sequence[int], heads: int, head_size: int) -> int:
         sizes: `Layout.sizes`.
         heads: of queries.
     """
-    calls = [(size, 1) for size in sizes]
-    if len(sizes) > _FEW_ROWS:
-        calls.append((sum(sizes), len(sizes)))  # those of the parts, where this GPU or release has no kernel of rows
+    calls = [(size, 1) for size in sizes]  # where this GPU has no kernel of rows, or it would take too much
+    if 4 * sum(sizes) * heads * head_size <= _LARGEST_ACCUMULATORS:
+        calls.append((sum(sizes), len(sizes)))
     return max(_most_of_call(4 * tokens * heads * head_size, heads, rows) for tokens, rows in calls)
 
 
@@ -237,9 +221,7 @@ def repeatable(attended: torch.Tensor, rows: int = 1) -> torch.Tensor:
         rows: that one kernel computes.
     """
     node = attended.grad_fn
-    is_flash = node is not None and any(name in type(node).__name__ for name in _REPEATABLE)
-    copies = _copies(_multiprocessors(attended.device), attended.shape[1], rows) if is_flash else 0
-    if node is not None and 0 < 4 * copies * attended.numel() <= _LARGEST_ACCUMULATORS:
+    if node is not None and _REPEATABLE in type(node).__name__ and _fits(attended, attended.shape[1], rows):
         before: list[int] = []
 
         def switch_on(*_: Any) -> None:
@@ -252,6 +234,12 @@ def repeatable(attended: torch.Tensor, rows: int = 1) -> torch.Tensor:
         node.register_prehook(switch_on)
         node.register_hook(switch_back)
     return attended
+
+
+def _fits(attended: torch.Tensor, heads: int, rows: int) -> bool:
+    """Whether the backward pass of a call may add in a fixed order, by the memory that this takes."""
+    copies = _copies(_multiprocessors(attended.device), heads, rows)
+    return 4 * copies * attended.numel() <= _LARGEST_ACCUMULATORS
 
 
 @cache
