@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -50,6 +51,13 @@ def pytest_collection_finish() -> None:
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     if config.args_source == pytest.Config.ArgsSource.TESTPATHS:  # all tests
         compiled.compile_tests()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput") and (started := forked.started(os.environ[forked.DIRECTORY])):
+        terminalreporter.section("processes that were started, and not forked")
+        for reason, times in Counter(started).most_common():
+            terminalreporter.line(f"{times} x {reason}"[:300])
 
 
 def _umask() -> int:

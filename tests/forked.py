@@ -55,6 +55,8 @@ DIRECTORY = "TESTS_FORKED_DIRECTORY"
 """Variable of the workers of pytest: where they find the processes that they fork from, of which they share each."""
 _PIPE = "lives"
 """There: the pipe that is open for writing as long as these processes are to live."""
+_STARTED = "started"
+"""There: a line for each process that could not be forked."""
 SERVICE = ("llama_stack_provider_trl_remote.service.server",)
 LLAMA_STACK = (
     "llama_stack.cli.stack.run",
@@ -296,7 +298,7 @@ def _fork_or_start(path: str, argv: list[str], **options: Any) -> Any:
 
 
 def _request(path: str, request: Mapping[str, Any], files: Sequence[int]) -> _Forked | None:
-    """What is forked as requested, with these files; None: the process there has imported something else."""
+    """What is forked as requested, with these files; None: that process is gone, or has imported something else."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(path)
@@ -305,12 +307,25 @@ def _request(path: str, request: Mapping[str, Any], files: Sequence[int]) -> _Fo
             [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))],
         )
         pid = json.loads(connection.recv(_REQUEST_BYTES) or b"0")
-    except OSError:
+    except OSError as error:
+        _record(path, f"no process to fork from: {error}")
         pid = 0
     if pid:
         return _Forked(pid, connection)
     connection.close()
     return None
+
+
+def _record(path: str, reason: str) -> None:
+    """Add to what `started` tells of the processes that share the directory of this socket."""
+    with suppress(OSError), open(Path(path).with_name(_STARTED), "a") as file:
+        file.write(reason.replace("\n", " ") + "\n")
+
+
+def started(directory: str) -> list[str]:
+    """Why processes were started that would have been forked: their imports take 4 s of CPU time each."""
+    file = Path(directory, _STARTED)
+    return file.read_text().splitlines() if file.exists() else []
 
 
 def _conditions(python: str, environ: Mapping[str, str]) -> Any:
@@ -365,11 +380,12 @@ def _serve(path: str, imports: Sequence[str]) -> None:
             return
         if listener in readable:
             connection = listener.accept()[0]
-            if pid := _fork(connection, own):
+            if pid := _fork(connection, own, path):
                 running[connection] = pid, os.pidfd_open(pid)
         for connection, (pid, descriptor) in list(running.items()):
             if connection in readable:
-                connection.recv(_REQUEST_BYTES)  # to be killed, or its launcher is gone
+                with suppress(ConnectionResetError):  # its launcher is gone, and has not read the answer
+                    connection.recv(_REQUEST_BYTES)  # to be killed, or its launcher is gone
                 os.kill(pid, 9)
             elif descriptor not in readable:
                 continue
@@ -390,10 +406,16 @@ def _probe_isolation() -> None:
         isolation.probe = lambda: found
 
 
-def _fork(connection: socket.socket, own: Any) -> int:
-    """Fork a process as requested; 0: the request needs another one than this."""
+def _fork(connection: socket.socket, own: Any, path: str) -> int:
+    """Fork a process as requested; 0: the request needs another one than this, or whoever had one was killed."""
     files = array.array("i")
-    data, ancillary, *_ = connection.recvmsg(_REQUEST_BYTES, socket.CMSG_SPACE(3 * files.itemsize))
+    try:
+        data, ancillary, *_ = connection.recvmsg(_REQUEST_BYTES, socket.CMSG_SPACE(3 * files.itemsize))
+    except ConnectionResetError:
+        data, ancillary = b"", []
+    if not data:
+        connection.close()
+        return 0
     for _, _, content in ancillary:
         files.frombytes(content)
     request = json.loads(data)
@@ -406,21 +428,24 @@ def _fork(connection: socket.socket, own: Any) -> int:
             _become(request, _peer(connection), *files)
     for file in files:
         os.close(file)
-    connection.send(json.dumps(pid).encode())
     if not pid:
-        print(_difference(request["conditions"], own), file=sys.stderr)
+        _record(path, _difference(request["conditions"], own))
+    with suppress(BrokenPipeError):  # killed since: the end of its connection ends what it had forked
+        connection.send(json.dumps(pid).encode())
+    if not pid:
         connection.close()
     return pid
 
 
 def _difference(wanted: Any, own: Any) -> str:
     different = []
-    for theirs, ours in zip(wanted, own, strict=True):
+    are_lists = isinstance(wanted, list) and isinstance(own, list)
+    for theirs, ours in zip(wanted, own, strict=True) if are_lists else [(wanted, own)]:
         if isinstance(theirs, list) and isinstance(ours, list):
             different += [[one for one in theirs if one not in ours], [one for one in ours if one not in theirs]]
         elif theirs != ours:
             different.append([theirs, ours])
-    return f"tests.forked: a process is started, and not forked: {different}"
+    return f"other conditions: {different}"
 
 
 def _peer(connection: socket.socket) -> int:

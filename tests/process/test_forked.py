@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -92,6 +94,7 @@ def test_servers_end_with_the_process_that_forks_them(
     argv = [sys.executable, "-m", "tests.forked", str(tmp_path / "sleeping.py")]
     environ = dict(os.environ)
     request = {"argv": argv, "environ": environ, "cwd": str(REPOSITORY), "conditions": forked._outside(environ)}
+    be_killed_while_it_answers(path, json.dumps(request).encode())
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb") as output:
         found = forked._request(str(path), json.loads(json.dumps(request)), [writer])
@@ -107,6 +110,18 @@ def test_servers_end_with_the_process_that_forks_them(
         process.wait(60)
         assert_ended([server])
     found._connection.close()
+
+
+def be_killed_while_it_answers(path: Path, request: bytes) -> None:
+    """As tests kill services: before they have asked, before they are answered, and before they have read it."""
+    for asks, waits in ((False, False), (True, False), (True, True)) * 2:  # the second time it must still be there
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, open(os.devnull, "wb") as nothing:
+            connection.connect(str(path))
+            if asks:
+                descriptors = array.array("i", [nothing.fileno()])
+                connection.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+            if waits:
+                assert select.select([connection], [], [], 20)[0]
 
 
 STARTS = """
@@ -135,6 +150,7 @@ def test_workers_fork_from_one_process_which_outlives_its_starter_and_ends_with_
         worker.kill()
         worker.wait(20)
     assert forked._request(path, {"conditions": None}, []) is None, "it answers, and refuses"
+    assert [reason.partition(":")[0] for reason in forked.started(directory)] == ["other conditions"]
     assert process.is_running()
     if end == "killed":
         run.kill()
