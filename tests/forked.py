@@ -317,7 +317,7 @@ def _request(path: str, request: Mapping[str, Any], files: Sequence[int]) -> _Fo
 
 
 def _record(path: str, reason: str) -> None:
-    """Add to what `started` tells of the processes that share the directory of this socket."""
+    """Add a line to `started`, of the directory of this socket."""
     with suppress(OSError), open(Path(path).with_name(_STARTED), "a") as file:
         file.write(reason.replace("\n", " ") + "\n")
 
@@ -407,7 +407,7 @@ def _probe_isolation() -> None:
 
 
 def _fork(connection: socket.socket, own: Any, path: str) -> int:
-    """Fork a process as requested; 0: the request needs another one than this, or whoever had one was killed."""
+    """Fork a process as requested; 0: the request needs another one than this, or its process was killed."""
     files = array.array("i")
     try:
         data, ancillary, *_ = connection.recvmsg(_REQUEST_BYTES, socket.CMSG_SPACE(3 * files.itemsize))

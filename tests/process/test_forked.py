@@ -113,11 +113,11 @@ def test_servers_end_with_the_process_that_forks_them(
 
 
 def be_killed_while_it_answers(path: Path, request: bytes) -> None:
-    """As tests kill services: before they have asked, before they are answered, and before they have read it."""
-    for asks, waits in ((False, False), (True, False), (True, True)) * 2:  # the second time it must still be there
+    """As tests kill services: before their request, before the answer, and before they have read it."""
+    for requests, waits in ((False, False), (True, False), (True, True)) * 2:  # the second time it must still be there
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, open(os.devnull, "wb") as nothing:
             connection.connect(str(path))
-            if asks:
+            if requests:
                 descriptors = array.array("i", [nothing.fileno()])
                 connection.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
             if waits:
