@@ -430,7 +430,7 @@ def _fork(connection: socket.socket, own: Any, path: str) -> int:
         os.close(file)
     if not pid:
         _record(path, _difference(request["conditions"], own))
-    with suppress(BrokenPipeError):  # killed since: the end of its connection ends what it had forked
+    with suppress(OSError):  # killed since: the end of its connection ends what it had forked
         connection.send(json.dumps(pid).encode())
     if not pid:
         connection.close()
@@ -439,6 +439,9 @@ def _fork(connection: socket.socket, own: Any, path: str) -> int:
 
 def _difference(wanted: Any, own: Any) -> str:
     different = []
+    if isinstance(wanted, dict) and isinstance(own, dict):
+        names = wanted.keys() | own.keys()
+        return f"other variables: {sorted(name for name in names if wanted.get(name) != own.get(name))}"
     are_lists = isinstance(wanted, list) and isinstance(own, list)
     for theirs, ours in zip(wanted, own, strict=True) if are_lists else [(wanted, own)]:
         if isinstance(theirs, list) and isinstance(ours, list):

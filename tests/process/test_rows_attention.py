@@ -76,7 +76,7 @@ def test_one_kernel_for_all_rows_gets_what_a_call_for_each_row_gets(
         calls.append(len(arguments[3]) - 1)
         return one_kernel(*arguments, **options)
 
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
+    monkeypatch.setattr(attention, "_flash_attention", kernel)
     monkeypatch.setattr(attention, "_multiprocessors", lambda device: 132)
     for has_kernel in (False, True):
         monkeypatch.setattr(attention, "_has_kernel_of_rows", lambda query, value, found=has_kernel: found)
@@ -91,6 +91,22 @@ def test_one_kernel_for_all_rows_gets_what_a_call_for_each_row_gets(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_this_torch_takes_the_arguments_of_one_kernel_also_backward(
+    groups: Sequence[Group], window: int | None
+) -> None:
+    tokens = sum(prefix + sum(sizes) for prefix, sizes in groups)
+    given = [
+        torch.empty(1, heads, tokens, 8, dtype=torch.bfloat16, device="meta", requires_grad=True) for heads in (4, 2, 2)
+    ]
+    attended = attention._attend_in_one_kernel(*given, Layout(groups), None, window)
+    assert attended.shape == (tokens, 4, 8)
+    assert attention._REPEATABLE in type(attended.grad_fn).__name__
+    gradients = torch.autograd.grad(attended.sum(), given)
+    assert [one.shape for one in gradients] == [one.shape for one in given]
+
+
 def test_rows_have_a_call_each_where_one_kernel_would_take_too_much_for_a_fixed_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -100,14 +116,19 @@ def test_rows_have_a_call_each_where_one_kernel_would_take_too_much_for_a_fixed_
         calls.append(len(arguments[3]) - 1)
         return one_kernel(*arguments, **options)
 
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
+    monkeypatch.setattr(attention, "_flash_attention", kernel)
     monkeypatch.setattr(attention, "_multiprocessors", lambda device: 3)
     monkeypatch.setattr(attention, "_has_kernel_of_rows", lambda query, value: True)
     query = torch.randn(1, 2, 9, 8)
     for copies in (1, 2):  # of 2 heads and 3 multiprocessors: one for 2 rows
-        monkeypatch.setattr(attention, "_LARGEST_ACCUMULATORS", copies * 4 * 2 * 9 * 8 - 1)
-        attention.attend_in_rows(torch.nn.Module(), query, query, query, None, layout=Layout([(0, (5,)), (0, (4,))]))
+        monkeypatch.setattr(attention, "_LARGEST_ACCUMULATORS", copies * attention._sums(9, 2, 2, 8) - 1)
+        layout = Layout([(0, (5,)), (0, (4,))])
+        attention.attend_in_rows(torch.nn.Module(), query, query, query, None, layout=layout)
         assert calls == [2] * (copies - 1)
+        calls.clear()
+        attention.attend_in_rows(torch.nn.Module(), query, query, query, None, layout=layout, sliding_window=3)
+        assert calls == [2], "with masks it would take more"
+        calls.clear()
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
@@ -264,7 +285,7 @@ def test_a_fixed_order_takes_bounded_memory(
     rows: int, expected: int, default_mode: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "_multiprocessors", lambda device: 12)
-    monkeypatch.setattr(attention, "_LARGEST_ACCUMULATORS", 4 * 2 * 5 * 2 * 8)  # two copies, and not six
+    monkeypatch.setattr(attention, "_LARGEST_ACCUMULATORS", 2 * attention._sums(5, 3, 2, 8))  # two copies, and not six
     _FlashAttentionOfAName.modes.clear()
     values = torch.randn(5, 2, 8, requires_grad=True)
     attention.repeatable(_FlashAttentionOfAName.apply(values), rows).sum().backward()
@@ -289,7 +310,7 @@ def test_one_kernel_is_for_half_precision_and_heads_of_its_sizes_on_a_gpu(
     dtype: torch.dtype, head: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "_is_on_gpu", lambda tensor: tensor.device.type == "meta")
-    monkeypatch.setattr(attention, "_has_flash", lambda device: True)
+    monkeypatch.setattr(attention, "_largest_head", lambda device: 256)
     query = torch.empty(1, 2, 4, head, dtype=dtype, device=device)
     assert not attention._has_kernel_of_rows(query, query)
     fitting = torch.empty(1, 2, 4, 64, dtype=torch.bfloat16, device="meta")
@@ -300,15 +321,16 @@ def test_one_kernel_is_for_half_precision_and_heads_of_its_sizes_on_a_gpu(
 @pytest.mark.parametrize(
     ("sizes", "heads", "head_size", "expected"),
     [
-        ([1000], 8, 64, 20 * 4 * 1000 * 8 * 64),  # 160 multiprocessors, 8 heads
-        ([1000, 500, 500, 10], 8, 64, 20 * 4 * 1000 * 8 * 64),  # a call for each takes more than one for all
-        ([500] * 4, 8, 64, 5 * 4 * 2000 * 8 * 64),
-        ([100] * 40, 8, 64, 4 * 4000 * 8 * 64),  # one for all, whose rows keep all busy without a copy
-        ([1000] * 10, 2, 64, 80 * 4 * 1000 * 2 * 64),
-        ([5000] * 5, 64, 128, 3 * 4 * 5000 * 64 * 128),  # a call for each: one would take more than the limit
-        ([4096], 32, 128, 5 * 4 * 4096 * 32 * 128),
-        ([8192], 32, 128, 4 * 4 * 8192 * 32 * 128),  # of 5 copies the limit allows 4
-        ([10**6], 32, 128, 4 * 10**6 * 32 * 128),
+        ([1000], 8, 64, 20 * 4 * 1128 * 8 * 64),  # 160 multiprocessors, 8 heads; 128 tokens more for each row
+        ([1000, 500, 500, 10], 8, 64, 20 * 4 * 1128 * 8 * 64),  # a call for each takes more than one for all
+        ([500] * 4, 8, 64, 5 * 4 * (2000 + 4 * 128) * 8 * 64),
+        ([100] * 40, 8, 64, 4 * 40 * 228 * 8 * 64),  # one for all, whose rows keep all busy without a copy
+        ([1000] * 10, 2, 64, 80 * 4 * 1128 * 2 * 64),
+        ([5000] * 5, 64, 128, 4 * 5 * 5128 * 64 * 128),  # no copy: as many as the limit allows
+        ([4096], 32, 120, 5 * 4 * 4224 * 32 * 128),  # heads of a multiple of 32
+        ([4096], 32, 136, 5 * 4 * 4224 * 32 * 192),  # or of 64
+        ([8192], 32, 128, 3 * 4 * 8320 * 32 * 128),  # of 5 copies the limit allows 3
+        ([10**6], 32, 128, 4 * (10**6 + 128) * 32 * 128),
     ],
 )
 def test_the_most_that_flash_attention_takes_for_its_sums(
@@ -322,7 +344,7 @@ def test_the_most_that_flash_attention_takes_for_its_sums(
 def test_no_gpu_takes_more_for_its_sums_than_is_counted(
     multiprocessors: int, tokens: int, heads: int, rows: int
 ) -> None:
-    counted = attention._most_of_call(4 * tokens * heads * 128, heads, rows)
-    copies = attention._copies(multiprocessors, heads, rows)
-    taken = copies * 4 * tokens * heads * 128
-    assert counted >= (taken if taken <= attention._LARGEST_ACCUMULATORS else 4 * tokens * heads * 128)
+    sums = attention._sums(tokens, rows, heads, 128)
+    counted = attention._most_of_call(sums, heads, rows)
+    taken = attention._copies(multiprocessors, heads, rows) * sums
+    assert counted >= (taken if taken <= attention._LARGEST_ACCUMULATORS else sums)

@@ -57,7 +57,13 @@ def attend_in_rows(
     if layout is None:
         return attend(query, key, value).transpose(1, 2).contiguous(), None
     sizes = layout.sizes()
-    if dropout == 0.0 and _has_kernel_of_rows(query, value) and _fits(query, query.shape[1], len(sizes)):
+    if (
+        dropout == 0.0
+        and _has_kernel_of_rows(query, value)
+        and (sliding_window is not None or _fits(query, len(sizes)))
+    ):
+        # A call for each row needs masks for a window. Without gradients the choice is the same: a reference model has
+        # to have the numbers of the policy.
         attended = _attend_in_one_kernel(query, key, value, layout, scaling, sliding_window)
         return repeatable(attended, len(sizes))[None], None
     parts = zip(*(tensor.split(sizes, dim=2) for tensor in (query, key, value)), strict=True)
@@ -84,6 +90,11 @@ def check_scores(module: torch.nn.Module, attention_mask: torch.Tensor | None, o
 
 _LARGEST_HEAD = 256
 """Of flash attention; a multiple of 8."""
+_LARGEST_HEAD_OF_SMALL_GPUS = 192
+"""Of its backward pass on GPUs with less shared memory: torch refuses larger ones there, up to 224."""
+_GPUS_FOR_LARGE_HEADS = ((8, 0), (9, 0), (10, 0))
+"""Compute capabilities."""
+_flash_attention = torch.ops.aten._flash_attention_forward.default
 
 
 def _has_kernel_of_rows(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -92,18 +103,19 @@ def _has_kernel_of_rows(query: torch.Tensor, value: torch.Tensor) -> bool:
         return False
     if query.shape[-1] != value.shape[-1]:  # multi-head latent attention, as in DeepSeek-V3
         return False
-    if query.shape[-1] > _LARGEST_HEAD or query.shape[-1] % 8:
-        return False
-    return _has_flash(query.device)
+    return query.shape[-1] <= _largest_head(query.device) and query.shape[-1] % 8 == 0
 
 
 @cache
-def _has_flash(device: torch.device) -> bool:
-    """Whether torch has flash attention of rows of different lengths: on NVIDIA GPUs from Ampere on."""
+def _largest_head(device: torch.device) -> int:
+    """Of flash attention of rows of different lengths, which torch has for NVIDIA GPUs from Ampere on; 0: none."""
     if torch.version.hip or not torch.backends.cuda.is_flash_attention_available():
-        return False
-    arguments = {one.name for one in torch.ops.aten._flash_attention_forward.default._schema.arguments}
-    return torch.cuda.get_device_capability(device) >= (8, 0) and {"cum_seq_q", "window_size_left"} <= arguments
+        return 0
+    arguments = {one.name for one in _flash_attention._schema.arguments}
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0) or not {"cum_seq_q", "window_size_left"} <= arguments:
+        return 0
+    return _LARGEST_HEAD if capability in _GPUS_FOR_LARGE_HEADS else _LARGEST_HEAD_OF_SMALL_GPUS
 
 
 def _attend_in_one_kernel(
@@ -117,14 +129,14 @@ def _attend_in_one_kernel(
     """Flash attention of sequences of different lengths; its causal mask is aligned to the last query and key of a row.
 
     torch 2.11 documents it as `torch.nn.attention.varlen.varlen_attn`, which has the same bits, and whose forward and
-    backward pass go by way of Python: about 0.1 ms more of CPU time a block, which is what limits small models.
+    backward pass go by way of Python: an operator that is written so and computes nothing takes 0.1 ms of CPU time.
     """
     places = layout.places(query.device)
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if places.keys is not None:
         keys, values = keys.index_select(0, places.keys), values.index_select(0, places.keys)
     attended: torch.Tensor
-    attended, *_ = torch.ops.aten._flash_attention_forward(
+    attended, *_ = _flash_attention(
         queries,
         keys,
         values,
@@ -195,9 +207,14 @@ def accumulator_bytes(sizes: Sequence[int], heads: int, head_size: int) -> int:
         heads: of queries.
     """
     calls = [(size, 1) for size in sizes]  # where this GPU has no kernel of rows, or it would take too much
-    if 4 * sum(sizes) * heads * head_size <= _LARGEST_ACCUMULATORS:
-        calls.append((sum(sizes), len(sizes)))
-    return max(_most_of_call(4 * tokens * heads * head_size, heads, rows) for tokens, rows in calls)
+    calls.append((sum(sizes), len(sizes)))
+    return max(_most_of_call(_sums(*call, heads, head_size), heads, call[1]) for call in calls)
+
+
+def _sums(tokens: int, rows: int, heads: int, head_size: int) -> int:
+    """Bytes of the queries' gradients in fp32, as torch's `mha_varlen_bwd` holds them for one copy."""
+    multiple = 32 if head_size <= 128 else 64
+    return 4 * (tokens + 128 * rows) * heads * math.ceil(head_size / multiple) * multiple
 
 
 def _most_of_call(sums: int, heads: int, rows: int) -> int:
@@ -221,7 +238,7 @@ def repeatable(attended: torch.Tensor, rows: int = 1) -> torch.Tensor:
         rows: that one kernel computes.
     """
     node = attended.grad_fn
-    if node is not None and _REPEATABLE in type(node).__name__ and _fits(attended, attended.shape[1], rows):
+    if node is not None and _REPEATABLE in type(node).__name__ and _fits(attended, rows):
         before: list[int] = []
 
         def switch_on(*_: Any) -> None:
@@ -236,10 +253,15 @@ def repeatable(attended: torch.Tensor, rows: int = 1) -> torch.Tensor:
     return attended
 
 
-def _fits(attended: torch.Tensor, heads: int, rows: int) -> bool:
-    """Whether the backward pass of a call may add in a fixed order, by the memory that this takes."""
-    copies = _copies(_multiprocessors(attended.device), heads, rows)
-    return 4 * copies * attended.numel() <= _LARGEST_ACCUMULATORS
+def _fits(attended: torch.Tensor, rows: int) -> bool:
+    """Whether the backward pass of a call may add in a fixed order, by the memory that this takes.
+
+    Args:
+        attended: or queries, of a shape that `repeatable` takes.
+    """
+    heads, head_size = attended.shape[1], attended.shape[-1]
+    sums = _sums(attended.numel() // (heads * head_size), rows, heads, head_size)
+    return sums * _copies(_multiprocessors(attended.device), heads, rows) <= _LARGEST_ACCUMULATORS
 
 
 @cache
