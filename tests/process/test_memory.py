@@ -212,7 +212,7 @@ def test_flash_attention_counts_what_it_adds_up_in_a_fixed_order(
 
     counted = activations()
     monkeypatch.setattr(estimates, "flash_bytes", lambda *_: 0)
-    sums = 4 * 64 * 64  # fp32: of a row's 64 tokens, 4 heads of size 16
+    sums = 4 * (64 + 128) * 4 * 32  # fp32: of a row's 64 tokens and 128 more, 4 heads of size 16, which count as 32
     # Copies for 160 multiprocessors and 4 heads.
     found = [one - other for one, other in zip(counted, activations(), strict=True)]
     assert found == [40 * sums, 40 * sums, 0, 0, 0]
