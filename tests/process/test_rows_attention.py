@@ -61,6 +61,18 @@ def one_kernel(
     return torch.cat(outputs), None, None, None, None
 
 
+def rows_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each call of `one_kernel`, which takes the place of torch's, from now on."""
+    calls: list[int] = []
+
+    def kernel(*arguments: Any, **options: Any) -> Any:
+        calls.append(len(arguments[3]) - 1)
+        return one_kernel(*arguments, **options)
+
+    monkeypatch.setattr(attention, "_flash_attention", kernel)
+    return calls
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_one_kernel_for_all_rows_gets_what_a_call_for_each_row_gets(
@@ -70,13 +82,7 @@ def test_one_kernel_for_all_rows_gets_what_a_call_for_each_row_gets(
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, tokens, 8, requires_grad=True) for heads in (4, 2, 2))
     found = []
-    calls: list[int] = []
-
-    def kernel(*arguments: Any, **options: Any) -> Any:
-        calls.append(len(arguments[3]) - 1)
-        return one_kernel(*arguments, **options)
-
-    monkeypatch.setattr(attention, "_flash_attention", kernel)
+    calls = rows_of_calls(monkeypatch)
     monkeypatch.setattr(attention, "_multiprocessors", lambda device: 132)
     for has_kernel in (False, True):
         monkeypatch.setattr(attention, "_has_kernel_of_rows", lambda query, value, found=has_kernel: found)
@@ -110,13 +116,7 @@ def test_this_torch_takes_the_arguments_of_one_kernel_also_backward(
 def test_rows_have_a_call_each_where_one_kernel_would_take_too_much_for_a_fixed_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    calls: list[int] = []
-
-    def kernel(*arguments: Any, **options: Any) -> Any:
-        calls.append(len(arguments[3]) - 1)
-        return one_kernel(*arguments, **options)
-
-    monkeypatch.setattr(attention, "_flash_attention", kernel)
+    calls = rows_of_calls(monkeypatch)
     monkeypatch.setattr(attention, "_multiprocessors", lambda device: 3)
     monkeypatch.setattr(attention, "_has_kernel_of_rows", lambda query, value: True)
     query = torch.randn(1, 2, 9, 8)
@@ -316,6 +316,19 @@ def test_one_kernel_is_for_half_precision_and_heads_of_its_sizes_on_a_gpu(
     fitting = torch.empty(1, 2, 4, 64, dtype=torch.bfloat16, device="meta")
     assert attention._has_kernel_of_rows(fitting, fitting)
     assert not attention._has_kernel_of_rows(fitting, fitting[..., :48])  # values of latent attention
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [((7, 5), 0), ((8, 0), 256), ((8, 6), 192), ((8, 9), 192), ((9, 0), 256), ((10, 0), 256), ((12, 0), 192)],
+)
+def test_the_largest_head_depends_on_the_gpu(
+    capability: tuple[int, int], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert attention._largest_head.__wrapped__(torch.device("cuda")) == expected
 
 
 @pytest.mark.parametrize(
