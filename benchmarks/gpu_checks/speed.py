@@ -244,12 +244,23 @@ def many_lengths(setting: Setting) -> Finding:
 
     Every shape is new to the kernels at first: half of the time of short jobs can be their preparation.
     """
-    shape, steps, tokens = (TINY, 6, 256) if setting.is_dry_run else (HALF_B, 16, 1024)
+    return _many_lengths(setting, HALF_B, batch_size=4, steps=16)
+
+
+def many_lengths_at_1b(setting: Setting) -> Finding:
+    """Decides the same for 1B and 8 rows a step, which keep the GPU busy: at 0.5B and 4 the CPU is the limit."""
+    return _many_lengths(setting, ONE_B, batch_size=8, steps=10)
+
+
+def _many_lengths(setting: Setting, shape: Shape, batch_size: int, steps: int) -> Finding:
+    tokens = 1024
+    if setting.is_dry_run:
+        shape, steps, tokens = TINY, 6, 256
     path, out = model(setting, shape), setting.folder / "many-lengths.json"
     specs = []
     for number, algorithm in itertools.product(range(ROUNDS), ("sft", "dpo")):
-        rows = rows_of_many_lengths(algorithm, 4 * steps, tokens)
-        sizes = {"algorithm": algorithm, "tokens": tokens, "steps": steps, "batch_size": 4, "rows": rows}
+        rows = rows_of_many_lengths(algorithm, batch_size * steps, tokens)
+        sizes = {"algorithm": algorithm, "tokens": tokens, "steps": steps, "batch_size": batch_size, "rows": rows}
         job = spec(setting, f"{algorithm}-{number}", path, **sizes)
         specs.append(write_attempt(setting, job) / "spec.json")
     done = subprocess.run(

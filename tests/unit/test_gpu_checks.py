@@ -104,6 +104,18 @@ def slowed(algorithm: str, ratio: float) -> dict[str, Any]:
 
 
 Judge = Callable[..., Finding]
+MANY_LENGTHS: Any = (
+    speed.judge_many_lengths,
+    ({"sft": STEPS_OF_BOTH, "dpo": STEPS_OF_BOTH}, True),
+    {
+        "DPO is slower than stock TRL": (
+            {"sft": STEPS_OF_BOTH, "dpo": {**STEPS_OF_BOTH, "ours": [[1.0] * 8]}},
+            True,
+        ),
+        "DPO is missing": ({"sft": STEPS_OF_BOTH}, True),
+    },
+)
+
 FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
     "environment": (
         environment.judge_environment,
@@ -330,17 +342,8 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
             "a job fails": ({**GENERATED, "here": FAILED}, TEXTS, TEXTS),
         },
     ),
-    "speed on rows of many lengths": (
-        speed.judge_many_lengths,
-        ({"sft": STEPS_OF_BOTH, "dpo": STEPS_OF_BOTH}, True),
-        {
-            "DPO is slower than stock TRL": (
-                {"sft": STEPS_OF_BOTH, "dpo": {**STEPS_OF_BOTH, "ours": [[1.0] * 8]}},
-                True,
-            ),
-            "DPO is missing": ({"sft": STEPS_OF_BOTH}, True),
-        },
-    ),
+    "speed on rows of many lengths": MANY_LENGTHS,
+    "speed on rows of many lengths at 1B": MANY_LENGTHS,
     "speed at 1B": (
         speed.judge_throughput,
         ({"sft": SPEEDS, "dpo": SPEEDS}, ONE_B, 989e12, True),
