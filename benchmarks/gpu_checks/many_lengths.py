@@ -2,8 +2,9 @@
 
     python -m gpu_checks.many_lengths OUT SFT_SPEC DPO_SPEC [...]
 
-Writes the seconds of each step to OUT: {"sft": {"ours": [[...], ...], "stock TRL": [[...], ...]}, ...}, a list for each
-round. A job's time is read from its metric points, stock TRL's after each step; both have waited for the GPU there.
+Writes the seconds of each step to OUT: {"SFT": {"ours": [[...], ...], "stock TRL": [[...], ...]}, "DPO LoRA": ...}, a
+list for each round. A job's time is read from its metric points, stock TRL's after each step; both have waited for the
+GPU there.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def main(arguments: list[str]) -> int:
     found: dict[str, dict[str, list[list[float]]]] = {}
     for path in specs:
         attempt = AttemptSpec.model_validate_json(path.read_text())
-        times = found.setdefault(attempt.job.algorithm, {"ours": [], "stock TRL": []})
+        kind = f"{attempt.job.algorithm.upper()}{' LoRA' if attempt.job.lora else ''}"
+        times = found.setdefault(kind, {"ours": [], "stock TRL": []})
         times["stock TRL"].append(_train_with_trl(attempt.job))
         _free()
         if status := train_main(["train", str(path)]):
@@ -54,9 +56,10 @@ def _free() -> None:
 
 
 def _train_with_trl(job: Any) -> list[float]:
-    """Seconds of each step but the first, of TRL's trainer with the same model, rows, batch and precision."""
+    """Seconds of each step but the first, of TRL's trainer with the same model, rows, batch, adapter and precision."""
     import torch
     from datasets import Dataset
+    from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
@@ -85,7 +88,15 @@ def _train_with_trl(job: Any) -> list[float]:
         "disable_tqdm": True,
         "seed": job.seed,
     }
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
+    # Frozen weights in the dtype of ours: fp32 ones, TRL's default, would be cast in each pass.
+    dtype = torch.bfloat16 if job.lora and job.dtype == "bf16" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype)
+    adapter = job.lora and LoraConfig(
+        task_type="CAUSAL_LM",
+        r=job.lora.rank,
+        lora_alpha=job.lora.alpha,
+        target_modules=[*job.lora.target_modules, *(("gate_proj", "up_proj", "down_proj") if job.lora.mlp else ())],
+    )
     kinds: dict[str, Any] = {"sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig)}
     trainer_class, config_class = kinds[job.algorithm]
     tokenizer = AutoTokenizer.from_pretrained(job.model)
@@ -94,6 +105,7 @@ def _train_with_trl(job: Any) -> list[float]:
         args=config_class(**common),
         train_dataset=rows,
         processing_class=tokenizer,
+        peft_config=adapter,
         callbacks=[Clock()],
     )
     trainer.train()

@@ -48,7 +48,7 @@ CHECKS = (
     Check("own answers", "gpu_checks.methods:own_answers", 150),
     Check("answers", "gpu_checks.methods:answers", 120),
     Check("speed on rows of many lengths", "gpu_checks.speed:many_lengths", 150),
-    Check("speed on rows of many lengths at 1B", "gpu_checks.speed:many_lengths_at_1b", 240),
+    Check("speed on rows of many lengths at 1B", "gpu_checks.speed:many_lengths_at_1b", 270),
     Check("speed at 1B", "gpu_checks.speed:throughput", 300),
     Check("NCCL hang", "gpu_checks.recovery:hang", 120, gpus=2),
     Check("contexts", "gpu_checks.peak_memory:contexts", 90, gpus=2),

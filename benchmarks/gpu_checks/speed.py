@@ -244,24 +244,26 @@ def many_lengths(setting: Setting) -> Finding:
 
     Every shape is new to the kernels at first: half of the time of short jobs can be their preparation.
     """
-    return _many_lengths(setting, HALF_B, batch_size=4, steps=16)
+    return _many_lengths(setting, HALF_B, batch_size=4, steps=16, adapters=(None,))
 
 
 def many_lengths_at_1b(setting: Setting) -> Finding:
-    """Decides the same for 1B and 8 rows a step, which keep the GPU busy: at 0.5B and 4 the CPU is the limit."""
-    return _many_lengths(setting, ONE_B, batch_size=8, steps=10)
+    """Decides the same for 1B and 8 rows a step, all weights and LoRA; at 0.5B and 4 rows the CPU is the limit."""
+    return _many_lengths(setting, ONE_B, batch_size=8, steps=10, adapters=(None, True))
 
 
-def _many_lengths(setting: Setting, shape: Shape, batch_size: int, steps: int) -> Finding:
+def _many_lengths(
+    setting: Setting, shape: Shape, batch_size: int, steps: int, adapters: Sequence[bool | None]
+) -> Finding:
     tokens = 1024
     if setting.is_dry_run:
         shape, steps, tokens = TINY, 6, 256
     path, out = model(setting, shape), setting.folder / "many-lengths.json"
     specs = []
-    for number, algorithm in itertools.product(range(ROUNDS), ("sft", "dpo")):
+    for number, lora, algorithm in itertools.product(range(ROUNDS), adapters, ("sft", "dpo")):
         rows = rows_of_many_lengths(algorithm, batch_size * steps, tokens)
         sizes = {"algorithm": algorithm, "tokens": tokens, "steps": steps, "batch_size": batch_size, "rows": rows}
-        job = spec(setting, f"{algorithm}-{number}", path, **sizes)
+        job = spec(setting, f"{algorithm}-{lora}-{number}", path, lora=lora, **sizes)
         specs.append(write_attempt(setting, job) / "spec.json")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "gpu_checks.many_lengths", str(out), *map(str, specs)],
@@ -272,26 +274,30 @@ def _many_lengths(setting: Setting, shape: Shape, batch_size: int, steps: int) -
     (setting.folder / "many-lengths.log").write_text(done.stdout + done.stderr)
     if done.returncode != 0 or not out.exists():
         return Finding(False, " ".join((done.stderr or done.stdout).strip().splitlines()[-3:])[-600:])
-    return judge_many_lengths(json.loads(out.read_text()), is_measured=not setting.is_dry_run)
+    found = json.loads(out.read_text())
+    return judge_many_lengths(found, count=2 * len(adapters), is_measured=not setting.is_dry_run)
 
 
-def judge_many_lengths(found: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], is_measured: bool) -> Finding:
+def judge_many_lengths(
+    found: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], count: int, is_measured: bool
+) -> Finding:
     """
     Args:
-        found: seconds of the steps by algorithm, variant and round.
+        found: seconds of the steps by kind of job, variant and round.
+        count: of the kinds that were to be measured.
     """
     rows, ratios = {}, {}
-    for algorithm, variants in found.items():
+    for kind, variants in found.items():
         means = {
             name: statistics.median(statistics.mean(steps[WARMUP_STEPS:]) for steps in rounds)
             for name, rounds in variants.items()
         }
-        ratios[algorithm] = means["stock TRL"] / means["ours"]
+        ratios[kind] = means["stock TRL"] / means["ours"]
         for name, mean in means.items():
             middle = statistics.median(itertools.chain.from_iterable(one[WARMUP_STEPS:] for one in variants[name]))
-            rows[f"{algorithm.upper()}, {name}"] = f"{mean:.3f} s a step (mean), {middle:.3f} s (median)"
-    summary = ", ".join(f"{algorithm} {ratio:.2f} times stock TRL" for algorithm, ratio in ratios.items())
-    passed = len(ratios) == 2 and (not is_measured or all(ratio > 1 for ratio in ratios.values()))
+            rows[f"{kind}, {name}"] = f"{mean:.3f} s a step (mean), {middle:.3f} s (median)"
+    summary = ", ".join(f"{kind} {ratio:.2f} times stock TRL" for kind, ratio in ratios.items())
+    passed = len(ratios) == count and (not is_measured or all(ratio > 1 for ratio in ratios.values()))
     return Finding(passed, summary, rows, {"against_stock": ratios})
 
 

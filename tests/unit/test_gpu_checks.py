@@ -106,13 +106,14 @@ def slowed(algorithm: str, ratio: float) -> dict[str, Any]:
 Judge = Callable[..., Finding]
 MANY_LENGTHS: Any = (
     speed.judge_many_lengths,
-    ({"sft": STEPS_OF_BOTH, "dpo": STEPS_OF_BOTH}, True),
+    ({"SFT": STEPS_OF_BOTH, "DPO": STEPS_OF_BOTH}, 2, True),
     {
         "DPO is slower than stock TRL": (
-            {"sft": STEPS_OF_BOTH, "dpo": {**STEPS_OF_BOTH, "ours": [[1.0] * 8]}},
+            {"SFT": STEPS_OF_BOTH, "DPO": {**STEPS_OF_BOTH, "ours": [[1.0] * 8]}},
+            2,
             True,
         ),
-        "DPO is missing": ({"sft": STEPS_OF_BOTH}, True),
+        "DPO is missing": ({"SFT": STEPS_OF_BOTH}, 2, True),
     },
 )
 
