@@ -59,9 +59,10 @@ def _train_with_trl(job: Any) -> list[float]:
     """Seconds of each step but the first, of TRL's trainer with the same model, rows, batch, adapter and precision."""
     import torch
     from datasets import Dataset
-    from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+    from llama_stack_provider_trl.recipes.model.loading import adapter_config
 
     ends: list[float] = []
 
@@ -91,12 +92,7 @@ def _train_with_trl(job: Any) -> list[float]:
     # Frozen weights in the dtype of ours: fp32 ones, TRL's default, would be cast in each pass.
     dtype = torch.bfloat16 if job.lora and job.dtype == "bf16" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype)
-    adapter = job.lora and LoraConfig(
-        task_type="CAUSAL_LM",
-        r=job.lora.rank,
-        lora_alpha=job.lora.alpha,
-        target_modules=[*job.lora.target_modules, *(("gate_proj", "up_proj", "down_proj") if job.lora.mlp else ())],
-    )
+    adapter = adapter_config(model, job.lora) if job.lora else None
     kinds: dict[str, Any] = {"sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig)}
     trainer_class, config_class = kinds[job.algorithm]
     tokenizer = AutoTokenizer.from_pretrained(job.model)
