@@ -281,23 +281,31 @@ def test_a_mask_hides_what_follows_and_what_is_behind_the_window() -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "computed again"])
+@pytest.mark.parametrize(("alike", "expected"), [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize(
     ("scale", "with_bias", "trains_head"), [(1.0, False, True), (0.5, True, True), (1.0, False, False)]
 )
 def test_the_head_has_the_numbers_of_trls(
-    kept: bool, scale: float, with_bias: bool, trains_head: bool, monkeypatch: pytest.MonkeyPatch
+    kept: bool,
+    alike: bool,
+    expected: bool,
+    scale: float,
+    with_bias: bool,
+    trains_head: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Also where gradients are expected to be alike, and are not."""
     monkeypatch.setattr(head, "CHUNK_BYTES", 4 * 50 * 3)  # three tokens
     monkeypatch.setattr(head, "KEPT_BYTES", 4 * 50 * 7 if kept else 0)
     torch.manual_seed(0)
-    targets, gradient = torch.randint(50, (11,)), torch.randn(11)
+    targets, gradient = torch.randint(50, (11,)), torch.full((11,), -0.3) if alike else torch.randn(11)
     hidden, weight, bias = torch.randn(11, 8), torch.randn(50, 8), torch.randn(50) if with_bias else None
     found = []
     for function in ("ours", "trl"):
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(trains_head)]
         given = None if bias is None else bias.clone().requires_grad_()
         if function == "ours":
-            log_probs, top1 = head.LogProbs.apply(*leaves, given, targets, scale, True, True)
+            log_probs, top1 = head.LogProbs.apply(*leaves, given, targets, scale, True, True, expected)
         else:
             arguments = (targets, 1.0, 16, None, scale, ("log_probs", "is_top1"))
             log_probs, _, _, _, top1 = ChunkedLogProbFunction.apply(*leaves, given, *arguments)
@@ -310,6 +318,51 @@ def test_the_head_has_the_numbers_of_trls(
     for one, other in zip(gradients, expected_gradients, strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("trains_head", "alike"), [(True, True), (False, False)], ids=["alike", "frozen"])
+def test_the_head_computes_each_logit_once_where_it_knows_the_gradients_but_for_a_factor(
+    trains_head: bool, alike: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * 50 * 3)
+    computed, original = [], head._log_softmax
+
+    def counting(hidden: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        computed.append(len(hidden))
+        return original(hidden, *arguments)
+
+    monkeypatch.setattr(head, "_log_softmax", counting)
+    hidden, weight = torch.randn(11, 8, requires_grad=True), torch.randn(50, 8, requires_grad=trains_head)
+    log_probs, _ = head.LogProbs.apply(hidden, weight, None, torch.arange(11), 1.0, False, True, alike)
+    assert log_probs.grad_fn.kept == [None] * 4
+    gradient = torch.ones(11) if alike else torch.randn(11)
+    first = torch.autograd.grad(log_probs, hidden, gradient, retain_graph=True)
+    assert computed == [3, 3, 3, 2]
+    second = torch.autograd.grad(log_probs, hidden, gradient)
+    assert len(computed) == 8
+    assert torch.allclose(first[0], second[0], rtol=1e-5, atol=1e-6)
+
+
+def test_the_head_of_no_tokens_has_gradients_of_zero() -> None:
+    hidden, weight = torch.randn(0, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    targets = torch.zeros(0, dtype=torch.long)
+    log_probs, _ = head.LogProbs.apply(hidden, weight, None, targets, 1.0, True, True, True)
+    log_probs.sum().backward()
+    assert torch.equal(weight.grad, torch.zeros(50, 8))
+    assert hidden.grad.shape == (0, 8)
+
+
+def test_tokens_of_sft_are_expected_to_be_alike_and_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled, original = [], head._Gradients.scale
+
+    def recorded(found: Any, factors: torch.Tensor) -> None:
+        scaled.append(found.of_weight is not None)
+        original(found, factors)
+
+    monkeypatch.setattr(head._Gradients, "scale", recorded)
+    spec = job_spec(tmp_path, tiny_model(), "sft", rows=SFT_ROWS[:4], batch_size=4, n_epochs=1, preflight="off")
+    assert run(tmp_path / "run", spec)[0] == 0
+    assert scaled == [True]
 
 
 def test_the_head_scales_logits_of_bf16_in_fp32() -> None:

@@ -1,8 +1,10 @@
 """Log-probabilities of tokens from the last hidden states, for devices whose kernels are torch's own.
 
 TRL's head computes the logits twice, in the forward and in the backward pass, and folds their tiles in a dozen torch
-operations. Where they fit into `KEPT_BYTES` these are kept instead, as a plain cross entropy does: a third less
-arithmetic, and less memory than the tiles' intermediate results.
+operations. Here the forward pass uses each tile's probabilities for the gradients too, as far as these are known but
+for a factor: the gradient of a hidden state is its token's factor times a vector, and that of the head's weight, where
+all tokens have one factor, is that factor times a matrix (Liger Kernel, arXiv 2410.10989). Where tokens have factors of
+their own and the weight is trained, logits that fit into `KEPT_BYTES` are kept, as a plain cross entropy keeps all.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn.functional import pad
 
 KEPT_BYTES = 256 << 20
@@ -33,6 +36,7 @@ class LogProbs(torch.autograd.Function):
         scale: float,
         with_top1: bool,
         keep: bool,
+        alike: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities, shape (tokens,), and whether each target has the largest logit.
 
@@ -41,20 +45,26 @@ class LogProbs(torch.autograd.Function):
             weight: shape (vocabulary, hidden size).
             targets: token ids, shape (tokens,).
             keep: whether a backward pass follows. In `forward` itself gradients are always off.
+            alike: whether all tokens are likely to have the same gradient. Where that is wrong, logits are computed
+                again.
         """
         ctx.set_materialize_grads(False)
         kind = hidden.device.type
         ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         ctx.scale, ctx.kept = scale, []
         ctx.save_for_backward(hidden, weight, bias, targets)
-        log_probs, top1, budget = [], [], KEPT_BYTES
+        is_ahead = keep and (alike or not any(ctx.needs_input_grad[1:3]))
+        ctx.unscaled = _Gradients.begin(weight, bias, ctx.needs_input_grad) if is_ahead else None
+        log_probs, top1, budget = [], [], KEPT_BYTES if keep and ctx.unscaled is None else 0
         for part, wanted in zip(_chunks(hidden, weight), _chunks(targets, weight), strict=True):
             found = _log_softmax(part, weight, bias, scale, ctx.dtype)
             log_probs.append(found.gather(1, wanted[:, None])[:, 0])
             if with_top1:
                 top1.append(found.argmax(dim=1) == wanted)
             budget -= found.nbytes
-            ctx.kept.append(found if keep and budget >= 0 else None)
+            ctx.kept.append(found if budget >= 0 else None)
+            if ctx.unscaled is not None:
+                ctx.unscaled.add(_of_logits(found, wanted, None, scale, ctx.dtype), part, weight)
         hits = torch.cat(top1) if with_top1 else None
         if hits is not None:
             ctx.mark_non_differentiable(hits)
@@ -65,34 +75,99 @@ class LogProbs(torch.autograd.Function):
         hidden, weight, bias, targets = ctx.saved_tensors
         of_log_probs = gradients[0]
         if of_log_probs is None:
-            return (None,) * 7
-        to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
-        of_hidden = []
-        of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if to_weight else None
-        of_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if to_bias else None
-        parts = (_chunks(tensor, weight) for tensor in (hidden, targets, of_log_probs.float()))
-        for number, (part, wanted, gradient) in enumerate(zip(*parts, strict=True)):
-            found, ctx.kept[number] = ctx.kept[number], None
-            if found is None:
-                found = _log_softmax(part, weight, bias, ctx.scale, ctx.dtype)
-            # d log p(target) / d logit_j = 1[j = target] - p_j
-            of_logits = found.exp_().mul_(-gradient[:, None])
-            of_logits.scatter_add_(1, wanted[:, None], gradient[:, None])
-            if ctx.scale != 1.0:
-                of_logits.mul_(ctx.scale)
-            of_logits = of_logits.to(ctx.dtype)
-            if to_hidden:
-                of_hidden.append((of_logits @ weight.to(ctx.dtype)).to(hidden.dtype))
-            if of_weight is not None:
-                of_weight.addmm_(of_logits.float().t(), part.float())
-            if of_bias is not None:
-                of_bias += of_logits.float().sum(dim=0)
+            return (None,) * 8
+        of_log_probs = of_log_probs.float()
+        found: _Gradients | None = ctx.unscaled
+        ctx.unscaled = None  # a second backward pass of the same graph computes them again
+        if found is not None and (found.has_no_sums or _are_alike(of_log_probs)):
+            found.scale(-of_log_probs)
+        else:
+            found = _Gradients.begin(weight, bias, ctx.needs_input_grad)
+            parts = (_chunks(tensor, weight) for tensor in (hidden, targets, of_log_probs))
+            for number, (part, wanted, factors) in enumerate(zip(*parts, strict=True)):
+                log_softmax, ctx.kept[number] = ctx.kept[number], None
+                if log_softmax is None:
+                    log_softmax = _log_softmax(part, weight, bias, ctx.scale, ctx.dtype)
+                found.add(_of_logits(log_softmax, wanted, factors, ctx.scale, ctx.dtype), part, weight)
         return (
-            torch.cat(of_hidden) if to_hidden else None,
-            of_weight.to(weight.dtype) if of_weight is not None else None,
-            of_bias.to(bias.dtype) if of_bias is not None else None,
-            *(None, None, None, None),
+            torch.cat(found.of_hidden).to(hidden.dtype) if found.of_hidden is not None else None,
+            found.of_weight.to(weight.dtype) if found.of_weight is not None else None,
+            found.of_bias.to(bias.dtype) if found.of_bias is not None else None,
+            *(None, None, None, None, None),
         )
+
+
+@dataclass
+class _Gradients:
+    """Those of the head's inputs, from those of its logits."""
+
+    of_hidden: list[torch.Tensor] | None
+    """Of the tokens so far, each of shape (tokens, hidden size)."""
+    of_weight: torch.Tensor | None
+    of_bias: torch.Tensor | None
+    """Sums over tokens in fp32. What is None is not wanted."""
+
+    @classmethod
+    def begin(cls, weight: torch.Tensor, bias: torch.Tensor | None, wanted: Sequence[bool]) -> _Gradients:
+        to_hidden, to_weight, to_bias, *_ = wanted
+        of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if to_weight else None
+        of_bias = None
+        if bias is not None and to_bias:
+            of_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+        return cls([] if to_hidden else None, of_weight, of_bias)
+
+    @property
+    def has_no_sums(self) -> bool:
+        return self.of_weight is None and self.of_bias is None
+
+    def add(self, of_logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        """Add tokens.
+
+        Args:
+            of_logits: shape (tokens, vocabulary), in the dtype of the product with the weight.
+            hidden: shape (tokens, hidden size).
+        """
+        if self.of_hidden is not None:
+            self.of_hidden.append(of_logits @ weight.to(of_logits.dtype))
+        if self.of_weight is not None:
+            self.of_weight.addmm_(of_logits.float().t(), hidden.float())
+        if self.of_bias is not None:
+            self.of_bias += of_logits.float().sum(dim=0)
+
+    def scale(self, factors: torch.Tensor) -> None:
+        """Multiply by each token's factor, shape (tokens,), fp32; sums by that of all."""
+        parts = self.of_hidden or []
+        for part, of_part in zip(parts, factors.split([len(part) for part in parts]) if parts else [], strict=True):
+            part *= of_part[:, None]
+        for summed in (self.of_weight, self.of_bias):
+            if summed is not None and len(factors):
+                summed *= factors[0]
+
+
+def _of_logits(
+    log_softmax: torch.Tensor, targets: torch.Tensor, factors: torch.Tensor | None, scale: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """The gradient of logits, shape (tokens, vocabulary), in the place of `log_softmax`.
+
+    d log p(target) / d logit_j = 1[j = target] - p_j
+
+    Args:
+        factors: gradients of the log-probabilities, shape (tokens,); None: -1, which needs no multiplication.
+    """
+    gradient = log_softmax.exp_()
+    if factors is None:
+        factors = gradient.new_full(targets.shape, -1.0)
+    else:
+        gradient.mul_(-factors[:, None])
+    gradient.scatter_add_(1, targets[:, None], factors[:, None])
+    if scale != 1.0:
+        gradient.mul_(scale)
+    return gradient.to(dtype)
+
+
+def _are_alike(factors: torch.Tensor) -> bool:
+    """Whether all tokens have one factor. A trace has no values: there they have."""
+    return is_fake(factors) or bool((factors == factors[:1]).all())
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ from ..trainer.trl_patches import (
     traced_divergence,
     traced_experts,
     traced_head,
+    weighs_tokens_alike,
 )
 from .distillation import traced_divergence_loss, traced_span_loss
 
@@ -650,7 +651,7 @@ def _head_of(spec: JobSpec, kind: str, live: _LiveMemory, config: Any) -> Iterat
     with ExitStack() as stack:
         stack.enter_context(traced_head(kind, config.get_text_config().vocab_size, counting))
         if keeps_logits(spec, kind):
-            stack.enter_context(keeping_logits(counting))
+            stack.enter_context(keeping_logits(counting, alike=weighs_tokens_alike(spec)))
         if isinstance(spec.method, DistillationSpec):
             stack.enter_context(traced_divergence(kind, config.get_text_config().vocab_size, counting))
         yield

@@ -150,9 +150,20 @@ def keeps_logits(spec: JobSpec, kind: str) -> bool:
     return spec.padding_free and kind != "cuda"
 
 
+def weighs_tokens_alike(spec: JobSpec) -> bool:
+    """Whether each trained token of a batch has the same part of the loss: that of SFT is their mean."""
+    return spec.algorithm == "sft"
+
+
 @contextmanager
-def keeping_logits(counting: Callable[[], AbstractContextManager[None]] = nullcontext) -> Iterator[None]:
-    """While this is open, fused heads compute with `recipes.fast.head`, except for capped logits."""
+def keeping_logits(
+    counting: Callable[[], AbstractContextManager[None]] = nullcontext, *, alike: bool = False
+) -> Iterator[None]:
+    """While this is open, fused heads compute with `recipes.fast.head`, except for capped logits.
+
+    Args:
+        alike: see `weighs_tokens_alike`.
+    """
     import torch
     import trl.trainer.utils as utils
 
@@ -171,7 +182,7 @@ def keeping_logits(counting: Callable[[], AbstractContextManager[None]] = nullco
             keep = torch.is_grad_enabled()
             with counting():
                 found, top1 = head.LogProbs.apply(
-                    hidden, weight, bias, targets, scale / temperature, "is_top1" in outputs, keep
+                    hidden, weight, bias, targets, scale / temperature, "is_top1" in outputs, keep, alike
                 )
             return found, None, None, None, top1
 
