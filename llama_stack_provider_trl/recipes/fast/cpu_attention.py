@@ -4,7 +4,9 @@ than keys.
 With a mask it computes every product, and half of those within an answer are hidden. Here the queries of a row meet
 the shared prefix in one call without a mask, and their own tokens in another, which is causal; the two outputs are
 merged by the logarithms of their sums (flash attention, arXiv:2205.14135; cascade inference does the same). Nothing is
-concatenated, and the queries that nothing reads are left out.
+concatenated, and the queries that nothing reads are left out. Rows of one length that follow each other are one call:
+the kernel's backward pass divides the heads of a call among threads, and two threads have 3 and 2 of 5 heads of one
+row, but 10 each of four rows.
 """
 
 from __future__ import annotations
@@ -64,6 +66,10 @@ class _Span(NamedTuple):
     begin: int
     end: int
 
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
 
 class _Queries(NamedTuple):
     """Queries that are next to each other. Each attends to all tokens of two spans before them, and of its own span to
@@ -74,11 +80,18 @@ class _Queries(NamedTuple):
     """The tokens of their part of the sequence before them."""
     shared: _Span
     """A prefix that another part has."""
+    rows: int = 1
+    """How many rows of one length `own` has, which are whole and share nothing."""
 
     def calls(self) -> Iterator[tuple[_Span, bool]]:
         """The keys of each call of the kernel, and whether it is causal; the first one is."""
         yield self.own, True
-        yield from ((span, False) for span in (self.skipped, self.shared) if span.begin < span.end)
+        yield from ((span, False) for span in (self.skipped, self.shared) if span.size)
+
+    def is_followed_by(self, row: _Queries) -> bool:
+        """Whether a row after this can be computed in the same call."""
+        shares = any(span.size for one in (self, row) for span in (one.skipped, one.shared))
+        return not shares and self.own.end == row.own.begin and self.own.size == self.rows * row.own.size
 
 
 class _CallPlan(NamedTuple):
@@ -91,7 +104,8 @@ class _CallPlan(NamedTuple):
 
 def _planned(layout: Layout, unread: Sequence[int]) -> _CallPlan:
     skips = iter(unread or [0] * len(layout.sizes()))
-    queries, end = [], 0
+    queries: list[_Queries] = []
+    end = 0
     for prefix, continuations in layout.groups:
         shared = _Span(end, end + prefix)
         for number, size in enumerate(continuations):
@@ -99,8 +113,12 @@ def _planned(layout: Layout, unread: Sequence[int]) -> _CallPlan:
             skip = next(skips)
             first = begin + skip if skip >= _WORTH_SKIPPING else begin
             if first < end:
-                queries.append(_Queries(_Span(first, end), _Span(begin, first), shared if number else _Span(0, 0)))
-    return _CallPlan(queries, sum(one.own.end - one.own.begin for one in queries) == end)
+                found = _Queries(_Span(first, end), _Span(begin, first), shared if number else _Span(0, 0))
+                if queries and queries[-1].is_followed_by(found):
+                    last = queries.pop()
+                    found = last._replace(own=_Span(last.own.begin, end), rows=last.rows + 1)
+                queries.append(found)
+    return _CallPlan(queries, sum(one.own.size for one in queries) == end)
 
 
 class _Attention(torch.autograd.Function):
@@ -117,14 +135,14 @@ class _Attention(torch.autograd.Function):
         new = query.new_empty if plan.is_whole else query.new_zeros
         attended, log_sums = new(1, tokens, heads, size), new(1, tokens, heads)
         for queries in plan.queries:
-            own = _cut(query, queries.own)
+            rows, own = queries.rows, _cut(query, queries.own, queries.rows)
             found = (
-                _forward(own, _cut(key, span), _cut(value, span), 0.0, is_causal, scale=scaling)
+                _forward(own, _cut(key, span, rows), _cut(value, span, rows), 0.0, is_causal, scale=scaling)
                 for span, is_causal in queries.calls()
             )
             output, log_sum = reduce(_merged, found)
-            attended[:, slice(*queries.own)] = output.transpose(1, 2)
-            log_sums[:, slice(*queries.own)] = log_sum.transpose(1, 2)
+            for part, whole in ((output, attended), (log_sum, log_sums)):
+                whole[0, slice(*queries.own)] = part.transpose(1, 2).flatten(0, 1)
         ctx.save_for_backward(query, key, value, attended, log_sums)
         ctx.plan, ctx.scaling = plan, scaling
         return attended
@@ -137,21 +155,21 @@ class _Attention(torch.autograd.Function):
         of_query, *of_others = (new(attended.shape).transpose(1, 2) for _ in range(3))
         gradient, attended, log_sums = (tensor.transpose(1, 2) for tensor in (*gradients, attended, log_sums))
         for queries in ctx.plan.queries:
-            given, own, *sums = (_cut(tensor, queries.own) for tensor in (gradient, query, attended, log_sums))
+            rows = queries.rows
+            given, own, *sums = (_cut(tensor, queries.own, rows) for tensor in (gradient, query, attended, log_sums))
             for span, is_causal in queries.calls():
                 # With the sums over all keys, each call gives its part of the gradients.
                 of_own, *parts = _backward(
-                    given, own, _cut(key, span), _cut(value, span), *sums, 0.0, is_causal, scale=ctx.scaling
+                    given, own, _cut(key, span, rows), _cut(value, span, rows), *sums, 0.0, is_causal, scale=ctx.scaling
                 )
-                _put(of_own, of_query, queries.own, adds=not is_causal)
+                _put(of_own, _cut(of_query, queries.own, rows), adds=not is_causal)
                 for part, whole in zip(parts, of_others, strict=True):
-                    _put(part, whole, span, adds=span is queries.shared)
+                    _put(part, _cut(whole, span, rows), adds=span is queries.shared)
         return of_query, *of_others, None, None
 
 
-def _put(part: torch.Tensor, whole: torch.Tensor, span: _Span, *, adds: bool) -> None:
+def _put(part: torch.Tensor, place: torch.Tensor, *, adds: bool) -> None:
     """Write gradients of a span, or add them to those that another call has written."""
-    place = _cut(whole, span)
     place.add_(part) if adds else place.copy_(part)
 
 
@@ -160,8 +178,9 @@ _backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 """What `scaled_dot_product_attention` calls on a CPU; it does not return the logarithms of the sums."""
 
 
-def _cut(tensor: torch.Tensor, span: _Span) -> torch.Tensor:
-    return tensor[:, :, span.begin : span.end]
+def _cut(tensor: torch.Tensor, span: _Span, rows: int) -> torch.Tensor:
+    """Tokens of a tensor of shape (1, heads, tokens, ...), as a view of shape (rows, heads, tokens of a row, ...)."""
+    return tensor[0, :, slice(*span)].unflatten(1, (rows, -1)).transpose(0, 1)
 
 
 type _Found = tuple[torch.Tensor, torch.Tensor]
