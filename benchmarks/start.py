@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -46,6 +47,7 @@ def main() -> int:
             root = Path(scratch, kind)
             root.mkdir()
             report[kind] = measure(root, kind == "warm", options.repeats)
+    report["cold"]["imports"] = [_imports() for _ in range(options.repeats)]
     missed = print_report(report)
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
@@ -116,6 +118,16 @@ def _continued(service: TrainingService, name: str) -> float:
     return continued
 
 
+def _imports() -> float:
+    """Seconds that a script which uses TRL takes for its imports alone: what a cold start can be compared with, on
+    machines whose speed differs from day to day."""
+    began = time.time()
+    subprocess.run(
+        [sys.executable, "-c", "from trl import DPOTrainer, SFTTrainer; import peft"], check=True, capture_output=True
+    )
+    return time.time() - began
+
+
 def _run_dir(service: TrainingService, name: str, attempt: int) -> RunDir:
     return RunDir(service.data_dir / "jobs" / name / "attempts" / str(attempt))
 
@@ -135,11 +147,15 @@ def print_report(report: dict[str, Any]) -> list[str]:
         "two_ranks": "the same, 2 FSDP2 ranks",
         "preflight": "preflight",
         "continued": "SIGKILL to the next attempt's step",
+        "imports": "a TRL script's imports alone",
     }
     for name, shown in names.items():
         columns = []
         for kind in ("warm", "cold"):
-            values = report[kind][name]
+            values = report[kind].get(name)
+            if values is None:
+                columns += ["", ""]
+                continue
             middle, target = statistics.median(values), TARGETS[kind].get(name)
             columns += [f"{middle:.2f}", f"{min(values):.2f} to {max(values):.2f}"]
             if target is not None and middle > target:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from llama_stack_provider_trl.recipes.fast.model import use_rows
 from llama_stack_provider_trl.recipes.memory.estimate import estimate
 from llama_stack_provider_trl.recipes.memory.trace import Batch
 from llama_stack_provider_trl.recipes.trainer.pairs import PaddedPairs
-from llama_stack_provider_trl.recipes.trainer.trl_patches import fuse_head, keeping_logits
+from llama_stack_provider_trl.recipes.trainer.trl_patches import fast_head, fuse_head
 from llama_stack_provider_trl.specs.events import Prepared, Progress
 from llama_stack_provider_trl.specs.job import DpoSpec, LoraSpec, ReferenceSpec, ShardingSpec
 from tests.tiny import tiny_model
@@ -142,7 +143,7 @@ def test_pairs_in_one_sequence_have_the_numbers_of_padded_ones(architecture: str
     expected_gradients = gradients(model, pair_loss(expected))
     use_rows(model.get_base_model() if lora else model, "cpu")
     together = flat.collate(PAIRS)
-    with keeping_logits():
+    with fast_head():
         outputs = model(**flat.forward_arguments(model, together))
     found = flat.log_probs(outputs, together)
     assert torch.allclose(found, expected, rtol=1e-5)
@@ -169,7 +170,7 @@ def test_rows_in_one_sequence_have_the_loss_of_padded_ones(architecture: str) ->
     expected_gradients = gradients(model, expected.loss)
     use_rows(model, "cpu")
     flat = collate_rows(ROWS)
-    with keeping_logits():
+    with fast_head():
         found = model(**forward_arguments(flat))
     assert torch.allclose(found.loss, expected.loss, rtol=1e-6)
     assert found.is_top1.sum() == expected.is_top1.sum()
@@ -350,16 +351,51 @@ def test_the_head_of_no_tokens_has_gradients_of_zero() -> None:
     log_probs.sum().backward()
     assert torch.equal(weight.grad, torch.zeros(50, 8))
     assert hidden.grad.shape == (0, 8)
+    for keep, alike in ((False, False), (True, True)):
+        log_probs, _ = head.LogProbs.apply(hidden, weight, None, targets, 1.0, False, keep, alike)
+        assert log_probs.grad_fn.kept == [None]
+
+
+def test_gradients_of_the_forward_pass_are_gone_before_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight = torch.randn(11, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    log_probs, _ = head.LogProbs.apply(hidden, weight, None, torch.arange(11), 1.0, False, True, True)
+    first, begin, alive = weakref.ref(log_probs.grad_fn.unscaled), head._Gradients.begin, []
+
+    def recorded(*arguments: Any) -> Any:
+        alive.append(first() is not None)
+        return begin(*arguments)
+
+    monkeypatch.setattr(head._Gradients, "begin", recorded)
+    log_probs.backward(torch.randn(11))
+    assert alive == [False]
+
+
+def test_gradients_of_the_forward_pass_are_rounded_once_under_autocast() -> None:
+    torch.manual_seed(0)
+    hidden, weight, found = torch.randn(11, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True), []
+    for factor in (1.0, 1 / 61):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            log_probs, _ = head.LogProbs.apply(hidden, weight, None, torch.arange(11), 1.0, False, True, True)
+        found.append(torch.autograd.grad(log_probs, hidden, torch.full((11,), factor))[0])
+    assert torch.equal(found[1], found[0] * torch.tensor(1 / 61))
+
+
+def test_the_head_has_no_second_derivative() -> None:
+    hidden, weight = torch.randn(11, 8, requires_grad=True), torch.randn(50, 8)
+    log_probs, _ = head.LogProbs.apply(hidden, weight, None, torch.arange(11), 1.0, False, True, True)
+    (gradient,) = torch.autograd.grad((log_probs**2).sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
 
 
 def test_tokens_of_sft_are_expected_to_be_alike_and_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scaled, original = [], head._Gradients.scale
+    scaled, original = [], head._Gradients.multiply
 
-    def recorded(found: Any, factors: torch.Tensor) -> None:
+    def recorded(found: Any, *factors: Any) -> None:
         scaled.append(found.of_weight is not None)
-        original(found, factors)
+        original(found, *factors)
 
-    monkeypatch.setattr(head._Gradients, "scale", recorded)
+    monkeypatch.setattr(head._Gradients, "multiply", recorded)
     spec = job_spec(tmp_path, tiny_model(), "sft", rows=SFT_ROWS[:4], batch_size=4, n_epochs=1, preflight="off")
     assert run(tmp_path / "run", spec)[0] == 0
     assert scaled == [True]
@@ -387,7 +423,7 @@ def test_the_head_keeps_logits_only_for_a_backward_pass(keep: bool, monkeypatch:
     monkeypatch.setattr(head, "LogProbs", Recorded)
     model, flat = model_of("llama"), FlatPairs()
     use_rows(model, "cpu")
-    with keeping_logits(), torch.set_grad_enabled(keep):
+    with fast_head(), torch.set_grad_enabled(keep):
         model(**flat.forward_arguments(model, flat.collate(PAIRS)))
     assert [one is not None for one in kept] == [keep]
 
@@ -397,7 +433,7 @@ def test_capped_logits_are_left_to_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.config.final_logit_softcapping
     use_rows(model, "cpu")
     monkeypatch.setattr(head.LogProbs, "apply", None)
-    with keeping_logits():
+    with fast_head():
         assert model(**flat.forward_arguments(model, flat.collate(PAIRS))).log_probs.isfinite().all()
 
 

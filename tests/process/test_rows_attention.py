@@ -191,7 +191,7 @@ def test_rows_of_one_length_that_follow_each_other_are_one_call(
     weights, found = torch.randn(1, 207, 4, 8), []
     for is_joined in (True, False):
         if not is_joined:
-            monkeypatch.setattr(cpu_attention._Queries, "is_followed_by", lambda self, row: False)
+            monkeypatch.setattr(cpu_attention._Queries, "can_be_joined_with", lambda self, row: False)
         views, layout = (tensor.transpose(1, 2) for tensor in given), Layout(groups)
         output, _ = cpu_attention.attend_on_cpu(torch.nn.Module(), *views, None, layout=layout, unread=unread)
         found.append((output, *torch.autograd.grad((output * weights).sum(), given)))

@@ -4,9 +4,9 @@ than keys.
 With a mask it computes every product, and half of those within an answer are hidden. Here the queries of a row meet
 the shared prefix in one call without a mask, and their own tokens in another, which is causal; the two outputs are
 merged by the logarithms of their sums (flash attention, arXiv:2205.14135; cascade inference does the same). Nothing is
-concatenated, and the queries that nothing reads are left out. Rows of one length that follow each other are one call:
-the kernel's backward pass divides the heads of a call among threads, and two threads have 3 and 2 of 5 heads of one
-row, but 10 each of four rows.
+concatenated, and the queries that nothing reads are left out. Rows of one length that follow each other and are
+computed whole are one call: the kernel's backward pass divides the heads of a call among threads, and two threads have
+3 and 2 of 5 heads of one row, but 10 each of four rows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def attend_on_cpu(
     """What `attend_in_rows` does, with the same arguments. That computes what this cannot.
 
     Args:
-        unread: tokens at the beginning of each part of the sequence whose output nothing reads; it is 0.
+        unread: tokens at the beginning of each part of the sequence whose output nothing reads; where that saves time
+            it is 0.
     """
     check_scores(module, attention_mask, options)
     is_fp32 = query.dtype is key.dtype is value.dtype is torch.float32
@@ -81,17 +82,17 @@ class _Queries(NamedTuple):
     shared: _Span
     """A prefix that another part has."""
     rows: int = 1
-    """How many rows of one length `own` has, which are whole and share nothing."""
+    """How many rows of one length `own` has, which are whole and attend to nothing before them."""
 
     def calls(self) -> Iterator[tuple[_Span, bool]]:
         """The keys of each call of the kernel, and whether it is causal; the first one is."""
         yield self.own, True
         yield from ((span, False) for span in (self.skipped, self.shared) if span.size)
 
-    def is_followed_by(self, row: _Queries) -> bool:
-        """Whether a row after this can be computed in the same call."""
-        shares = any(span.size for one in (self, row) for span in (one.skipped, one.shared))
-        return not shares and self.own.end == row.own.begin and self.own.size == self.rows * row.own.size
+    def can_be_joined_with(self, row: _Queries) -> bool:
+        """Whether a later row can be computed in the same call."""
+        look_back = any(span.size for one in (self, row) for span in (one.skipped, one.shared))
+        return not look_back and self.own.end == row.own.begin and self.own.size == self.rows * row.own.size
 
 
 class _CallPlan(NamedTuple):
@@ -114,7 +115,7 @@ def _planned(layout: Layout, unread: Sequence[int]) -> _CallPlan:
             first = begin + skip if skip >= _WORTH_SKIPPING else begin
             if first < end:
                 found = _Queries(_Span(first, end), _Span(begin, first), shared if number else _Span(0, 0))
-                if queries and queries[-1].is_followed_by(found):
+                if queries and queries[-1].can_be_joined_with(found):
                     last = queries.pop()
                     found = last._replace(own=_Span(last.own.begin, end), rows=last.rows + 1)
                 queries.append(found)
@@ -184,7 +185,7 @@ def _cut(tensor: torch.Tensor, span: _Span, rows: int) -> torch.Tensor:
 
 
 type _Found = tuple[torch.Tensor, torch.Tensor]
-"""The attention of queries to some keys, shape (1, heads, queries, head size), and the logarithms of its sums."""
+"""The attention of queries to some keys, shape (rows, heads, queries, head size), and the logarithms of its sums."""
 
 
 def _merged(one: _Found, other: _Found) -> _Found:

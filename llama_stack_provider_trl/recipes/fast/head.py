@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens from the last hidden states, for devices whose kernels are torch's own.
+"""Log-probabilities of tokens from the last hidden states, for all devices but those of CUDA.
 
 TRL's head computes the logits twice, in the forward and in the backward pass, and folds their tiles in a dozen torch
 operations. Here the forward pass uses each tile's probabilities for the gradients too, as far as these are known but
@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 KEPT_BYTES = 256 << 20
-"""Logits that are kept for the backward pass; those of further tokens are computed again."""
+"""Logits that are kept for the backward pass where the forward pass computes no gradients; those of further tokens are
+computed again."""
 CHUNK_BYTES = 32 << 20
 """Logits that are computed at a time."""
 
@@ -45,8 +47,8 @@ class LogProbs(torch.autograd.Function):
             weight: shape (vocabulary, hidden size).
             targets: token ids, shape (tokens,).
             keep: whether a backward pass follows. In `forward` itself gradients are always off.
-            alike: whether all tokens are likely to have the same gradient. Where that is wrong, logits are computed
-                again.
+            alike: whether all tokens are likely to have the same gradient. Where that is wrong, and the weight or the
+                bias is trained, the gradients of this pass are of no use, and all logits are computed again.
         """
         ctx.set_materialize_grads(False)
         kind = hidden.device.type
@@ -55,7 +57,7 @@ class LogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets)
         is_ahead = keep and (alike or not any(ctx.needs_input_grad[1:3]))
         ctx.unscaled = _Gradients.begin(weight, bias, ctx.needs_input_grad) if is_ahead else None
-        log_probs, top1, budget = [], [], KEPT_BYTES if keep and ctx.unscaled is None else 0
+        log_probs, top1, budget = [], [], KEPT_BYTES if keep and ctx.unscaled is None else -1
         for part, wanted in zip(_chunks(hidden, weight), _chunks(targets, weight), strict=True):
             found = _log_softmax(part, weight, bias, scale, ctx.dtype)
             log_probs.append(found.gather(1, wanted[:, None])[:, 0])
@@ -71,6 +73,7 @@ class LogProbs(torch.autograd.Function):
         return torch.cat(log_probs), hits
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
         of_log_probs = gradients[0]
@@ -80,8 +83,9 @@ class LogProbs(torch.autograd.Function):
         found: _Gradients | None = ctx.unscaled
         ctx.unscaled = None  # a second backward pass of the same graph computes them again
         if found is not None and (found.has_no_sums or _are_alike(of_log_probs)):
-            found.scale(-of_log_probs)
+            found.multiply(-of_log_probs, hidden.dtype)
         else:
+            found = None  # two matrices of the weight's size do not exist at a time
             found = _Gradients.begin(weight, bias, ctx.needs_input_grad)
             parts = (_chunks(tensor, weight) for tensor in (hidden, targets, of_log_probs))
             for number, (part, wanted, factors) in enumerate(zip(*parts, strict=True)):
@@ -134,11 +138,17 @@ class _Gradients:
         if self.of_bias is not None:
             self.of_bias += of_logits.float().sum(dim=0)
 
-    def scale(self, factors: torch.Tensor) -> None:
-        """Multiply by each token's factor, shape (tokens,), fp32; sums by that of all."""
-        parts = self.of_hidden or []
-        for part, of_part in zip(parts, factors.split([len(part) for part in parts]) if parts else [], strict=True):
-            part *= of_part[:, None]
+    def multiply(self, factors: torch.Tensor, dtype: torch.dtype) -> None:
+        """Multiply those of hidden states by each token's factor, shape (tokens,), fp32; sums by that of all.
+
+        Args:
+            dtype: of the hidden states; they are not rounded to another one between.
+        """
+        if self.of_hidden:
+            by_part = factors.split([len(part) for part in self.of_hidden])
+            self.of_hidden = [
+                part.to(dtype).mul_(of_part[:, None]) for part, of_part in zip(self.of_hidden, by_part, strict=True)
+            ]
         for summed in (self.of_weight, self.of_bias):
             if summed is not None and len(factors):
                 summed *= factors[0]

@@ -49,9 +49,9 @@ from ..model.loading import (
 from ..trainer.reference import is_needed, precomputes
 from ..trainer.scoring import no_recomputation
 from ..trainer.trl_patches import (
+    fast_head,
     fuse_head,
-    keeping_logits,
-    keeps_logits,
+    has_fast_head,
     traced_attention,
     traced_divergence,
     traced_experts,
@@ -650,8 +650,8 @@ def _head_of(spec: JobSpec, kind: str, live: _LiveMemory, config: Any) -> Iterat
     counting = partial(live.counting, "logits")
     with ExitStack() as stack:
         stack.enter_context(traced_head(kind, config.get_text_config().vocab_size, counting))
-        if keeps_logits(spec, kind):
-            stack.enter_context(keeping_logits(counting, alike=weighs_tokens_alike(spec)))
+        if has_fast_head(spec, kind):
+            stack.enter_context(fast_head(counting, alike=weighs_tokens_alike(spec)))
         if isinstance(spec.method, DistillationSpec):
             stack.enter_context(traced_divergence(kind, config.get_text_config().vocab_size, counting))
         yield

@@ -31,7 +31,7 @@ from ..model.fsdp import accumulates_shards, is_sharded, sharding_on_any_device
 from ..model.quantization import keep_adapters_in_fp32, move_constants
 from .arguments import optimizer_class, scheduler_arguments
 from .averaging import OuterOptimizer, without_ddp, workers_of
-from .trl_patches import fuse_head, keep_allocator_cache, keeping_logits, keeps_logits, weighs_tokens_alike
+from .trl_patches import fast_head, fuse_head, has_fast_head, keep_allocator_cache, weighs_tokens_alike
 
 _STATE = "recipe_state.json"
 """In a step checkpoint: the position in the data, and other state that Trainer's own files lack. `row`: rows of the
@@ -139,9 +139,9 @@ class RecipeTrainer(Trainer):
 
     def scoring(self) -> AbstractContextManager[None]:
         """While this is open, forwards score batches with the head that is fastest on this device."""
-        if not keeps_logits(self.spec, self.args.device.type):
+        if not has_fast_head(self.spec, self.args.device.type):
             return nullcontext()
-        return keeping_logits(alike=weighs_tokens_alike(self.spec))
+        return fast_head(alike=weighs_tokens_alike(self.spec))
 
     @property
     def is_common(self) -> bool:

@@ -144,8 +144,8 @@ def fuse_head(model: Any, outputs: tuple[str, ...], temperature: float = 1.0) ->
     add_fused_lm_head(model, temperature=temperature, outputs=outputs)
 
 
-def keeps_logits(spec: JobSpec, kind: str) -> bool:
-    """Whether a job's head computes in `keeping_logits` on a kind of device: cuda, mps or cpu. For cuda TRL has Triton
+def has_fast_head(spec: JobSpec, kind: str) -> bool:
+    """Whether a job's head computes in `fast_head` on a kind of device: cuda, mps or cpu. For cuda TRL has Triton
     kernels, which fold a tile in one pass."""
     return spec.padding_free and kind != "cuda"
 
@@ -156,7 +156,7 @@ def weighs_tokens_alike(spec: JobSpec) -> bool:
 
 
 @contextmanager
-def keeping_logits(
+def fast_head(
     counting: Callable[[], AbstractContextManager[None]] = nullcontext, *, alike: bool = False
 ) -> Iterator[None]:
     """While this is open, fused heads compute with `recipes.fast.head`, except for capped logits.
