@@ -119,8 +119,8 @@ def _continued(service: TrainingService, name: str) -> float:
 
 
 def _imports() -> float:
-    """Seconds that a script which uses TRL takes for its imports alone: what a cold start can be compared with, on
-    machines whose speed differs from day to day."""
+    """Seconds that a script which uses TRL takes for its imports alone: what a cold start can be compared with on a
+    machine of another speed."""
     began = time.time()
     subprocess.run(
         [sys.executable, "-c", "from trl import DPOTrainer, SFTTrainer; import peft"], check=True, capture_output=True
