@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 
 from ..system import fork
 from ..system.process import children_of, die_with_parent, innermost_pid
+from .seccomp import filter_calls
 
 _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 1, 2, 4, 8, 32
@@ -52,7 +53,7 @@ mount, another process or a device node; DAC_READ_SEARCH would open any file by 
 _LAST_CAPABILITY = 63
 _CAPABILITY_VERSION_3 = 0x20080522
 _DEVICES = (
-    *("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts", "shm", "mqueue", "hugepages*", "fd", "stdin"),
+    *("null", "zero", "full", "random", "urandom", "tty", "shm", "mqueue", "hugepages*", "fd", "stdin"),
     *(
         "stdout",
         "stderr",
@@ -70,8 +71,9 @@ _DEVICES = (
     *("knem", "xpmem", "hfi1*", "cxi*"),
 )
 """Entries of /dev that a training of root sees: those of accelerators and fast networks, and no disk."""
-_WRITABLE_DEVICES = ("pts", "shm", "mqueue", "hugepages*")
+_WRITABLE_DEVICES = ("shm", "mqueue", "hugepages*")
 """Directories among them."""
+_TERMINALS = "/dev/pts"
 _KERNEL_SETTINGS = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi")
 """Entries of /proc that change the machine for a process of root: read-only, as in containers."""
 
@@ -152,10 +154,14 @@ class Confined:
     def poll_report(self) -> int | None:
         """The program's exit code once its init has reported it. Does not wait, and reaps no process."""
         if self.returncode is None:
-            with suppress(BlockingIOError):
+            try:
                 last = self._receive()
                 if last is not None:
                     self.returncode = os.waitstatus_to_exitcode(last["status"])
+            except BlockingIOError:
+                pass
+            except (ValueError, TypeError, KeyError, RecursionError):
+                self.returncode = 1  # the program may trace its init, and write to us in its place
         return self.returncode
 
     def _receive(self) -> dict[str, Any] | None:
@@ -207,8 +213,9 @@ class _Init:
         try:
             self._detach()
             _build(self.view, privileged)
-            _drop_privileges()
+            # Before: what a process with the right to it has set, one without it cannot set back (oom_score_adj).
             self.prepare()
+            _drop_privileges()
             status = self._run_program()
         except NotIsolated as error:
             self._send(error=error.strerror, errno=error.errno, isolation=True)
@@ -285,6 +292,7 @@ def _build(view: View, privileged: bool) -> None:
     writable = {path: True for path in opened if path in view.write and path not in view.read}
     writable |= dict.fromkeys([*covers, *(path for path in opened if path in view.read)], False)
     writable |= dict.fromkeys(_own_devices() if privileged else _bound_devices(), True)
+    writable |= {_TERMINALS: _own_terminals()}
     _own_proc()
     writable |= {"/proc": True, **{f"/proc/{name}": False for name in _KERNEL_SETTINGS}}
     _protect(writable)
@@ -335,6 +343,8 @@ def _own_devices() -> list[str]:
         os.close(fd)
     for name, target in links.items():
         os.symlink(target, f"/dev/{name}")
+    os.mkdir(_TERMINALS)
+    os.symlink("pts/ptmx", "/dev/ptmx")
     return [f"/dev/{name}" for name in opened if any(fnmatch.fnmatch(name, known) for known in _WRITABLE_DEVICES)]
 
 
@@ -345,6 +355,22 @@ def _bound_devices() -> list[str]:
     for path in found:
         _mount(path, path, None, _MS_BIND | _MS_REC)
     return found
+
+
+def _own_terminals() -> bool:
+    """Mount terminals of our own over those of the machine, which its user could read and write as their owner.
+
+    Returns whether there are any: a kernel without namespaces of terminals has none for us."""
+    if not os.path.isdir(_TERMINALS):
+        return False
+    try:
+        _mount("devpts", _TERMINALS, "devpts", _MS_NOSUID | _MS_NOEXEC, "newinstance,ptmxmode=0666,mode=0620")
+    except NotIsolated:
+        _mount("tmpfs", _TERMINALS, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "mode=0755,size=4k")
+        return False
+    if os.path.exists("/dev/ptmx") and not os.path.islink("/dev/ptmx"):
+        _mount(f"{_TERMINALS}/ptmx", "/dev/ptmx", None, _MS_BIND)
+    return True
 
 
 def _own_proc() -> None:
@@ -402,7 +428,7 @@ class _Capabilities(ctypes.Structure):
 
 
 def _drop_privileges() -> None:
-    """Drop all capabilities but `_KEPT_CAPABILITIES` permanently, for this process and its children."""
+    """Drop all capabilities but `_KEPT_CAPABILITIES`, and filter system calls, for this process and its children."""
     kept = sum(1 << number for number in _KEPT_CAPABILITIES)
     _checked(_libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
     _libc().prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
@@ -417,6 +443,10 @@ def _drop_privileges() -> None:
     sets = (_Capabilities * 2)(_Capabilities(left, left, 0), _Capabilities(0, 0, 0))
     _checked(_libc().capset(ctypes.byref(header), ctypes.byref(sets)), "dropping capabilities")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        filter_calls()
+    except OSError as error:
+        raise NotIsolated(error.errno, f"filtering system calls: {error.strerror}") from error
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:

@@ -257,8 +257,10 @@ class Runner:
             return self.report(state=TaskState.exited, launch_error=reason)
         self.report(state=TaskState.running, trainer=identify(trainer.pid), detail="")
         faults.reach("runner-trainer-started")
-        exit_code = self.watch(trainer)
-        terminate(self.left_behind, grace=0)
+        try:
+            exit_code = self.watch(trainer)
+        finally:
+            terminate(self.left_behind, grace=0)  # also after an error of ours: nothing would limit them
         faults.reach("runner-trainer-ended")
         rank, exit_code = first_failure(tail(self.paths.launcher_log)) or (None, exit_code)
         self.report(state=TaskState.exited, exit_code=exit_code, rank=rank)
