@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
-from llama_stack_provider_trl.specs.row_files import READERS, Row
+from llama_stack_provider_trl.specs.row_files import ROW_READERS, Row
 from llama_stack_provider_trl.system.files import Blob, put_rows
 
 from .client import ServiceClient
@@ -32,7 +32,7 @@ def read_row_file(file: Path) -> Iterator[Row]:
         InvalidRequest: another kind of file, or one whose content does not match its suffix; names the line.
         OSError: it cannot be read.
     """
-    reader = READERS.get(file.suffix.lower())
+    reader = ROW_READERS.get(file.suffix.lower())
     if reader is None:
         hint = "expected .jsonl, .json or .csv; parquet files and Hugging Face datasets are registered by their uri."
         raise InvalidRequest("FILE", str(file), hint)

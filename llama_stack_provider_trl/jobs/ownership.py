@@ -137,7 +137,7 @@ def _read(checkpoint_dir: Path) -> Owner | None:
         return Owner(found["identity"], Path(found["data_dir"]), found["job_uuid"])
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         # Some data directory owns it. Without an identity it cannot be this one.
         return Owner("", Path(f"(unknown, the record {path} is damaged: {error})"), checkpoint_dir.name)
 

@@ -36,8 +36,10 @@ from ..specs.job import DataFormat, DatasetRef, JobSpec, RowUse
 from ..specs.kinds import CheckedAnswering, Work
 from ..specs.methods import GrpoSpec, MethodSpec
 from ..specs.rewards import checks_of
-from ..specs.rows import UNREAD, check_rows
+from ..specs.row_verdicts import check_within
+from ..specs.rows import UNREAD
 from ..system.files import put_lines, put_rows
+from ..system.limited import Limited
 from .bases import find_base
 from .harness import with_task_files
 from .merges import after_all, bases_of, beside_judges, jobs_of, no_rows
@@ -50,6 +52,8 @@ from .searches import NewTrial
 from .store import NewJob, Store
 from .teachers import with_teacher
 
+_ROW_CHECKS = Limited(seconds=120, memory=1 << 30, wait=60.0)
+"""For the rows of a dataset of Llama Stack: one at a time is in memory."""
 _copying: WeakValueDictionary[tuple[Path, str], asyncio.Lock] = WeakValueDictionary()
 
 
@@ -367,18 +371,28 @@ def keep_rows(
     use: RowUse,
     data_format: DataFormat | None,
 ) -> tuple[DatasetRef, list[str]]:
-    """Check rows, then store them under their digest: what a job trains on cannot change under it.
+    """Check rows, and store them under their digest: what a job trains on cannot change under it.
+
+    They are written to a file, which is checked in a process with limits.
 
     Raises:
         InvalidRows: naming the dataset and its first bad row.
+        LimitReached: too many datasets are checked.
         StoreError: they cannot be written.
     """
+    warnings: list[str] = []
+
+    def check(path: Path) -> None:
+        verdict = check_within(_ROW_CHECKS, path, use, data_format)
+        if verdict["error"] is not None:
+            raise InvalidRows(verdict["error"])
+        warnings.extend(verdict["warnings"])
+
     try:
-        report = check_rows(rows, use, data_format)
-        blob = put_rows(directory, rows)
+        blob = put_rows(directory, rows, check)
     except InvalidRows as error:
         raise InvalidRows(f"dataset {dataset_id!r}, {error}") from error
     except OSError as error:
         raise StoreError(f"dataset {dataset_id!r} cannot be stored: {error}") from error
     ref = DatasetRef(dataset_id=dataset_id, path=blob.path, sha256=blob.sha256, num_rows=blob.num_rows)
-    return ref, list(report.warnings)
+    return ref, warnings

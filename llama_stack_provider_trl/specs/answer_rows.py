@@ -94,31 +94,29 @@ def _checked(row: dict[str, Any], index: int, checks: Sequence[AnswerCheck], giv
 
 
 def refuse_unchecked_rows(dataset: DatasetRef, checks: Sequence[AnswerCheck]) -> None:
-    """Read all rows of a dataset as the job will: where patterns or schemas are compiled, in a process with limits.
+    """Read all rows of a dataset as the job will, in a process with limits.
 
     Raises:
-        InvalidRows: as `read_checked_rows`, or their patterns and schemas take too long, or too much memory.
+        InvalidRows: as `read_checked_rows`, or the rows take too long, or too much memory.
         LimitReached: too many requests are checked.
     """
     try:
-        if any(check.is_compiled for check in checks):
-            _refuse_uncompiled(dataset.path, dataset.sha256, tuple(check.model_dump_json() for check in checks))
-        else:
-            for _ in read_checked_rows(dataset.path, checks):
-                pass
+        _refuse_unread(dataset.path, dataset.sha256, tuple(check.model_dump_json() for check in checks))
     except InvalidRows as error:
         raise InvalidRows(f"dataset {dataset.dataset_id!r}, {error}") from error
 
 
 @lru_cache(maxsize=16)
-def _refuse_uncompiled(path: Path, sha256: str, texts: tuple[str, ...]) -> None:
+def _refuse_unread(path: Path, sha256: str, texts: tuple[str, ...]) -> None:
     """Read rows in another process. The trials of a search have the same ones. Raises InvalidRows."""
     checks = [AnswerCheck.model_validate_json(text) for text in texts]
     try:
         found = _LIMITS.call(_first_problem, path, checks, before=load_libraries)
     except LimitExceeded as error:
-        hint = f"patterns and schemas up to this row take more than {too_much(_LIMITS)}: {SIMPLER}, or use fewer rows"
-        raise InvalidRows(hint, row=len(error.found)) from error
+        subject, hint = "reading the rows up to this one takes", "split long rows, or use fewer rows"
+        if any(check.is_compiled for check in checks):
+            subject, hint = "patterns and schemas up to this row take", f"{SIMPLER}, or use fewer rows"
+        raise InvalidRows(f"{subject} more than {too_much(_LIMITS)}: {hint}", row=len(error.found)) from error
     if found and found[-1] is not None:
         raise InvalidRows(found[-1])
 

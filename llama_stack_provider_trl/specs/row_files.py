@@ -82,7 +82,7 @@ def read_json(file: BinaryIO) -> Iterator[Row]:
         raise InvalidRows(f"the file is not JSON ({error}); expected a list of objects") from error
 
 
-READERS: dict[str, Callable[[BinaryIO], Iterator[Row]]] = {
+ROW_READERS: dict[str, Callable[[BinaryIO], Iterator[Row]]] = {
     ".csv": read_csv,
     ".jsonl": lambda file: read_ndjson(file, blank_lines=True),
     ".json": read_json,

@@ -161,8 +161,10 @@ class _Row:
     def _parsed(self, column: str, text: str) -> Any:
         try:
             return json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            at = f"{error.msg} at character {error.pos}" if isinstance(error, ValueError) else "nested too deeply"
+        except (ValueError, RecursionError) as error:  # a number of 4301 digits is a ValueError
+            at = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+            if isinstance(error, json.JSONDecodeError):
+                at = f"{error.msg} at character {error.pos}"
             found = f"text that is not JSON ({at})"
             expected = "a list of {role, content} messages, or its JSON text (json.dumps, not str)"
             raise self.refuse(column, found, expected) from error

@@ -159,24 +159,28 @@ def private_directory(directory: Path) -> None:
         )
 
 
-def put_rows(directory: Path, rows: Iterable[dict[str, Any]]) -> Blob:
+def put_rows(directory: Path, rows: Iterable[dict[str, Any]], check: Callable[[Path], object] | None = None) -> Blob:
     """Store rows as `<directory>/<sha256>.jsonl`, one JSON object per line; the same rows are stored once.
 
     A column whose value is NaN is left out of its row: a data frame marks rows without such a column that way.
+
+    Args:
+        check: as in `put_lines`.
 
     Raises:
         InvalidRows: a row is not an object, or holds what JSON cannot (NaN or infinity inside a list, a lone
             surrogate, a set ...); names the row, and nothing is stored.
         OSError: the directory cannot be written.
     """
-    return put_lines(directory, _pieces(_encoded(row, number) for number, row in enumerate(rows)))
+    return put_lines(directory, _pieces(_encoded(row, number) for number, row in enumerate(rows)), check)
 
 
-def put_lines(directory: Path, lines: Iterable[bytes]) -> Blob:
+def put_lines(directory: Path, lines: Iterable[bytes], check: Callable[[Path], object] | None = None) -> Blob:
     """Store rows that are lines of JSON already, like `put_rows`.
 
     Args:
         lines: whole ones, or any pieces of them: a file that a node has sent may have a line without an end.
+        check: is called with the file before it is stored, and raises if it is not to be.
 
     Raises:
         OSError: the directory cannot be written.
@@ -189,6 +193,8 @@ def put_lines(directory: Path, lines: Iterable[bytes]) -> Blob:
             digest, num_rows = _write_lines(file, lines)
             num_bytes = file.tell()
             _flush(file)
+        if check is not None:
+            check(temporary)
         path = directory / f"{digest}.jsonl"
         if not touched(path):
             os.replace(temporary, path)

@@ -26,9 +26,10 @@ from .call_server import LARGEST_ORDER, RECEIVED, SIZE, CallEnding, CallOrder, L
 from .process import child_environment
 
 _CHUNK = 1 << 16
-_AT_ONCE = 2
-_WAIT_S = 0.5
-"""Seconds that a call waits for a place. It waits in a thread that other requests may need."""
+AT_ONCE = 2
+"""Calls of one `Limited` at a time."""
+_MOST_FOUND = 32 << 20
+"""Bytes of what a function yields: this process holds them."""
 _WALL = 3
 """Wall-clock seconds for each CPU second that is allowed: the machine may have other work."""
 _LEAST_WALL_S = 30.0
@@ -68,11 +69,12 @@ class Limited:
     Args:
         seconds: of CPU time that a call may take.
         memory: bytes that it may allocate.
+        wait: seconds that a call waits for a place. It waits in a thread that other requests may need.
     """
 
-    def __init__(self, seconds: int, memory: int) -> None:
-        self.seconds, self.memory = seconds, memory
-        self._places = threading.BoundedSemaphore(_AT_ONCE)
+    def __init__(self, seconds: int, memory: int, wait: float = 0.5) -> None:
+        self.seconds, self.memory, self._wait = seconds, memory, wait
+        self._places = threading.BoundedSemaphore(AT_ONCE)
 
     @property
     def wall_seconds(self) -> float:
@@ -93,7 +95,7 @@ class Limited:
             before: called in that process, without limits, by the first call that has it: imports what is needed.
 
         Raises:
-            LimitExceeded: it takes more than the limits allow.
+            LimitExceeded: it takes more than the limits allow, or yields more than 32 MiB.
             LimitReached: too many other calls run, or the machine is too busy or short of memory for this one; where
                 it has not ended in time, a TooLate.
             OSError: there can be no further process.
@@ -103,7 +105,7 @@ class Limited:
         if len(order) > LARGEST_ORDER:
             raise ValueError(f"an order has {len(order)} bytes, at most {LARGEST_ORDER} are expected")
         request = pickle.dumps(LimitedCall(partial(function, *arguments), self.seconds, self.memory))
-        if not self._places.acquire(timeout=_WAIT_S):
+        if not self._places.acquire(timeout=self._wait):
             raise LimitReached("too many requests are being checked: send it again later")
         try:
             lines, is_late = self._called(order, request)
@@ -179,6 +181,8 @@ def _exchange(order: bytes, request: bytes, deadline: float) -> tuple[list[bytes
                 here.shutdown(socket.SHUT_WR)
             _read(here, data, time.monotonic() + _END_S)
             return [], True
+        if len(data) > _MOST_FOUND:
+            return [json.dumps(CallEnding(False, 0.0, 0)._asdict()).encode()], False
         return bytes(data).split(b"\n"), False
 
 
@@ -195,7 +199,7 @@ def _read(connection: socket.socket, data: bytearray, deadline: float, enough: i
             if not part:
                 return True
             data += part
-            if enough is not None and len(data) >= enough:
+            if len(data) > _MOST_FOUND or (enough is not None and len(data) >= enough):
                 return True
     return False
 

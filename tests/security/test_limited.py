@@ -375,9 +375,8 @@ def test_a_server_that_ignores_its_children_gets_what_they_found() -> None:
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_few_calls_run_at_once_and_the_others_are_refused_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limited, "_WAIT_S", 0.2)
-    calls = Limited(1, 64 << 20)
+def test_few_calls_run_at_once_and_the_others_are_refused_for_now() -> None:
+    calls = Limited(1, 64 << 20, wait=0.2)
 
     def call(_: int) -> str:
         try:

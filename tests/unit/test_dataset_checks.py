@@ -37,8 +37,8 @@ def test_rows_that_are_requested_at_once_are_read_and_checked_once_and_leave_no_
         done.append("read")
         return await read(uri, file)
 
-    found, read = module.check_file, blobs.convert
-    monkeypatch.setattr(module, "check_file", check)
+    found, read = module.check_within, blobs.convert
+    monkeypatch.setattr(module, "check_within", check)
     monkeypatch.setattr(blobs, "convert", convert)
 
     async def fetch() -> None:

@@ -8,14 +8,14 @@ import pytest
 
 from llama_stack_provider_trl.errors import InvalidRows
 from llama_stack_provider_trl.specs import row_files
-from llama_stack_provider_trl.specs.row_files import READERS, Row, read_ndjson
+from llama_stack_provider_trl.specs.row_files import ROW_READERS, Row, read_ndjson
 
 BOM = b"\xef\xbb\xbf"
 ROWS = [{"a": "1", "b": "ä"}, {"a": "2"}]
 
 
 def rows(ending: str, content: bytes) -> list[Row]:
-    return list(READERS[ending](io.BytesIO(content)))
+    return list(ROW_READERS[ending](io.BytesIO(content)))
 
 
 @pytest.mark.parametrize(
@@ -67,5 +67,5 @@ def test_a_blank_line_among_stored_rows_is_refused() -> None:
 
 def test_a_file_is_still_open_after_its_rows_were_read() -> None:
     file = io.BytesIO(b"a\n1\n")
-    assert list(READERS[".csv"](file)) == [{"a": "1"}]
+    assert list(ROW_READERS[".csv"](file)) == [{"a": "1"}]
     assert not file.closed

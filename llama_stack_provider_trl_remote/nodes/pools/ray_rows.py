@@ -146,7 +146,7 @@ def json_lines(batch: Mapping[str, Sequence[str]]) -> Iterator[dict[str, list[st
     size = 0
     with open(name, "rb") as file:
         try:
-            for row in row_files.READERS[Path(name).suffix.lower()](file):
+            for row in row_files.ROW_READERS[Path(name).suffix.lower()](file):
                 lines.append(json.dumps(row))
                 size += len(lines[-1])
                 if len(lines) >= _BATCH_ROWS or size >= row_files.LINE_BYTES:

@@ -22,21 +22,23 @@ from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
 from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
+from llama_stack_provider_trl.specs.row_verdicts import RowsVerdict, check_within
 from llama_stack_provider_trl.system.files import atomic_write_json, free_bytes, touched
+from llama_stack_provider_trl.system.limited import AT_ONCE, Limited
 from llama_stack_provider_trl.system.process import child_environment
 
 from ..http.errors import TooLarge
 from ..settings import ServiceSettings
 from .children import run
-from .reader import RowsVerdict, check_file, too_much_memory
+from .reader import too_much_memory
 
 READING = "llama_stack_provider_trl_remote.service.datasets.reader"
 _STAGING = ".incoming-"
 _PIECE = 1 << 20
 _SMALL = 4 << 20
-"""Bytes up to which a file is checked in a thread: a process of its own costs a third of a second."""
-_SHORT = 256 << 10
-"""Bytes of the longest line in such a file: as Python objects it takes up to 30 times as much, 8 MiB."""
+"""Bytes up to which a file is checked by a fork of the call server: a reader of its own costs a third of a second."""
+_SMALL_S = 20
+"""Seconds of CPU time for that."""
 _CHECK_INTERVAL_BYTES = 8 << 20
 """Bytes of an upload between two checks of the free space."""
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -53,6 +55,8 @@ class Blobs:
         self.directory = settings.data_dir / "datasets"
         self._settings = settings
         self._children = asyncio.Semaphore(_CHILDREN)
+        self._forks = asyncio.Semaphore(AT_ONCE)
+        self._small = Limited(_SMALL_S, settings.reader_memory_mb << 20)
         self._checking: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()
         """Of the files that are checked at the moment."""
 
@@ -146,8 +150,9 @@ class Blobs:
             raise self._too_many()
 
     async def _check(self, path: Path, use: RowUse, data_format: DataFormat | None) -> RowsVerdict:
-        if await asyncio.to_thread(_is_light, path):
-            return await asyncio.to_thread(check_file, path, use, data_format)
+        if path.stat().st_size <= _SMALL:
+            async with self._forks:
+                return await asyncio.to_thread(check_within, self._small, path, use, data_format)
         answer = await self._child(Path("/"), "check", str(path), use, data_format or "", read=[path])
         if "num_rows" not in answer:  # a failure of the reader, and no verdict about the rows: not to be kept
             raise InvalidRows(answer["error"])
@@ -250,14 +255,6 @@ def _count_lines(path: Path) -> int:
             count += piece.count(b"\n")
             last = piece[-1:]
     return count + (last != b"\n")
-
-
-def _is_light(path: Path) -> bool:
-    """Whether checking a file takes little memory: it is small, and so is each of its lines."""
-    if path.stat().st_size > _SMALL:
-        return False
-    with open(path, "rb") as file:
-        return all(len(line) <= _SHORT for line in file)
 
 
 def _read_verdict(path: Path) -> RowsVerdict | None:

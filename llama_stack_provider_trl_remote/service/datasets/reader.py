@@ -16,49 +16,21 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypedDict
+from typing import Any, BinaryIO
 from urllib.parse import parse_qsl, urlsplit
 
 from llama_stack_provider_trl.errors import InvalidRows
 from llama_stack_provider_trl.specs import row_files
 from llama_stack_provider_trl.specs.row_files import Row
+from llama_stack_provider_trl.specs.row_verdicts import check_file
 from llama_stack_provider_trl.system.files import free_bytes, put_rows
 from llama_stack_provider_trl.system.process import die_with_parent, limit_memory
-
-if TYPE_CHECKING:
-    from llama_stack_provider_trl.specs.job import DataFormat, RowUse
 
 HUB = "huggingface"
 _BATCH_BYTES = 4 << 20
 _BATCH_ROWS = 256
 _ROWS_PER_CHECK = 16
 """Rows between two checks of the free space: 16 of the longest are 256 MiB."""
-
-
-class RowsVerdict(TypedDict):
-    """Whether a file of rows fits its use."""
-
-    num_rows: int
-    warnings: list[str]
-    error: str | None
-    """The first invalid row and its fault; None: all rows are valid."""
-
-
-def check_file(path: Path, use: RowUse, data_format: DataFormat | None) -> RowsVerdict:
-    """Check an NDJSON file in constant memory.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    # Not at the top: a process that only converts starts without it in 0.1 s of CPU time, with it in 0.27.
-    from llama_stack_provider_trl.specs.rows import check_rows
-
-    try:
-        with open(path, "rb") as file:
-            report = check_rows(row_files.read_ndjson(file), use, data_format)
-    except InvalidRows as error:
-        return RowsVerdict(num_rows=0, warnings=[], error=str(error))
-    return RowsVerdict(num_rows=report.num_rows, warnings=report.warnings, error=None)
 
 
 def read_parquet(file: BinaryIO) -> Iterator[Row]:
@@ -88,7 +60,7 @@ def read_hub(uri: str) -> Iterable[Row]:
     return load_dataset(parts.path.strip("/"), **{"split": "train", **options})
 
 
-READERS = {**row_files.READERS, ".parquet": read_parquet}
+ROW_READERS = {**row_files.ROW_READERS, ".parquet": read_parquet}
 """By a file name's ending."""
 
 
@@ -102,7 +74,7 @@ def convert(uri: str, directory: Path, max_rows: int, spare: int, file: int | No
     if file is None:
         return _stored(read_hub(uri), directory, max_rows, spare)
     with open(file, "rb") as source:
-        return _stored(READERS[Path(uri).suffix.lower()](source), directory, max_rows, spare)
+        return _stored(ROW_READERS[Path(uri).suffix.lower()](source), directory, max_rows, spare)
 
 
 def _stored(rows: Iterable[Row], directory: Path, max_rows: int, spare: int) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from ..http.bodies import BlobSource, Dataset, RegisterDataset, RowsSource, UriS
 from ..http.errors import Conflict, NotFound, TooLarge
 from ..settings import ServiceSettings
 from .blobs import Blobs
-from .reader import HUB, READERS
+from .reader import HUB, ROW_READERS
 from .registration import StoredRows
 
 FIELD = "training_config.data_config.dataset_id"
@@ -360,8 +360,8 @@ class DatasetRegistry:
         root = next((root for root in self._roots if real != root and real.is_relative_to(root)), None)
         if root is None:
             raise self._outside(uri)
-        if real.suffix.lower() not in READERS:
-            raise InvalidRequest("source.uri", uri, f"expected a file name that ends in {', '.join(READERS)}")
+        if real.suffix.lower() not in ROW_READERS:
+            raise InvalidRequest("source.uri", uri, f"expected a file name that ends in {', '.join(ROW_READERS)}")
         try:
             file = open_beneath(root, real.relative_to(root))
         except OSError as error:

@@ -1,0 +1,207 @@
+"""What parses in a process that serves requests is listed, with what bounds it: a new reader fails until it is, too."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_architecture import PACKAGE, modules, package_of, tree
+
+SERVING = ("specs", "requests", "jobs", "stack", "provider", "wire", "adapter", "service")
+"""Packages whose modules the service, or Llama Stack with a provider, imports; `service` with all below it."""
+
+LIMITED = "a function that `Limited.call` calls in another process"
+PROGRAM = "a program of its own, with limits of memory and time"
+ON_THE_WAY = "reads rows for the functions listed here only"
+TRAINING = "trainings and the command line only"
+ROWS = {
+    "specs.answer_rows.RowsOnDemand.columns": TRAINING,
+    "specs.answer_rows._checked_rows": ON_THE_WAY,
+    "specs.answer_rows._first_problem": LIMITED,
+    "specs.answer_rows._prompt": ON_THE_WAY,
+    "specs.answer_rows._question": ON_THE_WAY,
+    "specs.custom.check_custom_rows": LIMITED,
+    "specs.custom_limits._problem": LIMITED,
+    "specs.row_files": "the readers themselves",
+    "specs.row_files.read_json": ON_THE_WAY,
+    "specs.row_verdicts._verdict": LIMITED,
+    "specs.row_verdicts.check_file": ON_THE_WAY,
+    "remote.service.datasets.reader": PROGRAM,
+    "remote.service.datasets.reader.main": PROGRAM,
+    "remote.service.datasets.reader.convert": PROGRAM,
+    "remote.service.datasets.reader.read_hub": PROGRAM,
+    "remote.service.datasets.reader.read_parquet": PROGRAM,
+    "remote.service.datasets.registry.DatasetRegistry._file": "compares a file's ending with those of the readers",
+}
+"""Who names a reader of rows, and where it runs."""
+READERS = {
+    *(
+        "read_ndjson",
+        "read_csv",
+        "read_json",
+        "ROW_READERS",
+        "parse_row",
+        "check_rows",
+        "check_file",
+        "check_custom_rows",
+    ),
+    *("read_checked_rows", "RowsOnDemand", "ParquetFile", "load_dataset", "read_parquet", "read_hub"),
+}
+
+OURS = "a file or a row of the database that this project writes, of bounded values"
+CHILD = "the answer of a child process"
+BODY = "the body of a request, whose size, values and levels are bounded by `http.received`"
+BOUNDED = "a file of at most 1 MiB"
+JSON = {
+    "jobs.ownership._read": OURS,
+    "jobs.reader.JobReader.evaluations": OURS,
+    "jobs.row_mapping._progress": OURS,
+    "jobs.row_mapping.export_record": OURS,
+    "jobs.row_mapping.job_record": OURS,
+    "jobs.row_mapping.point_record": OURS,
+    "jobs.row_mapping.samples_record": OURS,
+    "jobs.searches._trial": OURS,
+    "jobs.tokens._record": OURS,
+    "jobs.totals.Totals.all": OURS,
+    "jobs.vocabularies._strings": LIMITED,
+    "jobs.vocabularies._vocabulary": LIMITED,
+    "requests.bases._adapter_config": BOUNDED,
+    "requests.proposals.answered_values": CHILD,
+    "requests.search.make_trial": BODY,
+    "specs.answer_checks._parsed": BODY,
+    "specs.answer_checks._validator": LIMITED,
+    "specs.custom.check_custom_rows": LIMITED,
+    "specs.model_files._weights": "an index of at most MOST_INDEX bytes",
+    "specs.row_files.read_json": PROGRAM,
+    "specs.row_files.read_ndjson": "called by the functions in ROWS",
+    "specs.rows._Row._parsed": "called by the functions in ROWS",
+    "stack.external._is_object": "a header, which the HTTP server bounds",
+    "remote.service.cluster.launcher.ClusterLauncher._conclude": OURS,
+    "remote.service.cluster.logs._difference": OURS,
+    "remote.service.cluster.models.ServedModels._root_of": OURS,
+    "remote.service.datasets.blobs.Blobs._child": CHILD,
+    "remote.service.datasets.blobs._read_verdict": OURS,
+    "remote.service.datasets.registration.Registration._child": CHILD,
+    "remote.service.datasets.registration._read": PROGRAM,
+    "remote.service.datasets.registry.DatasetRegistry._write": OURS,
+    "remote.service.http.received.parse": BODY,
+    "remote.service.pages.route._page_of": "the answer of a route of this service",
+    "remote.service.pages.route.problem_of": "the answer of a route of this service",
+    "remote.service.security.audit._parsed": OURS,
+    "remote.service.security.sessions.Sessions._read": OURS,
+    "remote.service.views.events.parsed": "a line of events, which the supervisor bounds",
+    "remote.service.views.series._Curves.add": OURS,
+}
+"""Who parses JSON, and what bounds it."""
+
+FORMATS = {
+    *("bz2", "csv", "datasets", "gzip", "h5py", "lzma", "marshal", "numpy", "pandas", "pickle", "pyarrow"),
+    *("safetensors", "shelve", "tarfile", "tokenizers", "torch", "transformers", "xml", "zipfile", "zlib", "zstandard"),
+}
+LIBRARIES = {
+    "specs.row_files": {"csv"},
+    "remote.service.datasets.reader": {"datasets", "pyarrow"},
+}
+"""Who imports libraries of formats that can take much more memory than their files."""
+
+
+def serving() -> Iterator[tuple[str, Path]]:
+    for name, path in modules().items():
+        home = package_of(name)
+        if home in SERVING or home.startswith("service."):
+            yield name, path
+
+
+@cache
+def named_in(path: Path) -> tuple[tuple[str, ast.AST], ...]:
+    """Each node of a module that names something, with the function or class that it is in."""
+    return tuple(_walk(tree(path), ()))
+
+
+def _walk(node: ast.AST, inside: tuple[str, ...]) -> Iterator[tuple[str, ast.AST]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Name | ast.Attribute | ast.Import | ast.ImportFrom):
+            yield ".".join(inside), child
+        is_scope = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        yield from _walk(child, (*inside, child.name) if is_scope else inside)  # type: ignore[attr-defined]
+
+
+def _at(module: str, inside: str) -> str:
+    return f"{module}.{inside}" if inside else module
+
+
+def rows_are_read_in() -> set[str]:
+    found = set()
+    for module, path in serving():
+        for inside, node in named_in(path):
+            names = [node.id] if isinstance(node, ast.Name) else [node.attr] if isinstance(node, ast.Attribute) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [alias.name for alias in node.names if alias.asname]
+            if READERS & {*names}:
+                found.add(_at(module, inside))
+    return found
+
+
+def json_is_parsed_in() -> set[str]:
+    return {
+        _at(module, inside)
+        for module, path in serving()
+        for inside, node in named_in(path)
+        if (isinstance(node, ast.Attribute) and node.attr in ("load", "loads") and _is_json(node.value))
+        or (isinstance(node, ast.Name) and node.id in ("from_json", "JSONDecoder"))
+        or (isinstance(node, ast.ImportFrom) and node.module == "json" and node.level == 0)
+    }
+
+
+def _is_json(value: ast.AST) -> bool:
+    return isinstance(value, ast.Name) and value.id in ("json", "orjson", "ujson", "pickle", "yaml")
+
+
+def format_libraries() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for module, path in serving():
+        for _, node in named_in(path):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            if libraries := {name.partition(".")[0] for name in names} & FORMATS:
+                found.setdefault(module, set()).update(libraries)
+    return found
+
+
+def test_rows_are_read_by_programs_and_calls_with_limits_only() -> None:
+    assert rows_are_read_in() == {*ROWS}, "read rows in a process with limits (system.limited), and list it in ROWS"
+
+
+def test_json_is_parsed_where_something_bounds_it() -> None:
+    assert json_is_parsed_in() == {*JSON}, "what bounds the memory of this? List it in JSON"
+
+
+def test_libraries_of_formats_are_imported_by_the_reader_program_only() -> None:
+    assert format_libraries() == LIBRARIES
+
+
+def test_functions_that_read_rows_are_given_to_a_call_and_not_called() -> None:
+    """A function that is listed as limited is an argument of `Limited.call` or of another one that passes it on."""
+    limited = {name for name, why in ROWS.items() if why == LIMITED and ".custom." not in name}
+    called = {
+        f"{module}.{node.func.id}"
+        for module, path in serving()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert limited
+    assert not called & limited
+
+
+@pytest.mark.parametrize("text", ["rows = read_ndjson(file)", "import pyarrow", "value = json.loads(line)"])
+def test_a_new_reader_fails(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "new.py"
+    path.write_text(f"def read(file, line):\n    {text}\n")
+    monkeypatch.setattr(f"{__name__}.serving", lambda: iter([("jobs.new", path)]))
+    found = {*rows_are_read_in(), *json_is_parsed_in(), *format_libraries()}
+    assert found & {"jobs.new", "jobs.new.read"}, PACKAGE
