@@ -19,10 +19,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import requests
 from tqdm import tqdm
+
+from llama_stack_provider_trl.system.console import complain, show_lines, shown
 
 HERE = Path(__file__).parent
 DATA = HERE / "data"
@@ -67,7 +69,7 @@ class Stack:
         headers = {"X-LlamaStack-Provider-Data": json.dumps({"trl": options})} if options else {}
         answer = requests.request(method, self.url + path, headers=headers, timeout=60, **kwargs)
         if not answer.ok:
-            sys.exit(f"quickstart: {method} {path} was answered {answer.status_code}: {answer.text[:1000]}")
+            fail(f"{method} {path} was answered {answer.status_code}: {answer.text[:1000]}")
         return answer.json() if answer.content else None
 
     def wait_until_up(self, seconds: float = 180) -> None:
@@ -83,7 +85,7 @@ class Stack:
                 pass
             time.sleep(0.5)
         log = self.server_log.read_text(errors="replace")[-3000:] if self.server_log else ""
-        sys.exit(f"quickstart: nothing answers at {self.url}.\n{log}")
+        fail(f"nothing answers at {self.url}.\n{log}")
 
     def register(self, dataset_id: str, file: Path) -> int:
         """Register a JSONL file's rows as a dataset (an older one of that name is replaced)."""
@@ -113,9 +115,7 @@ class Stack:
             raise
         if status["status"] != "completed":
             error = status["resources_allocated"].get("error") or {}
-            sys.exit(
-                f"quickstart: job {uuid} {status['status']}: {error.get('message')} (log: {error.get('log_path')})"
-            )
+            fail(f"job {uuid} {status['status']}: {error.get('message')} (log: {error.get('log_path')})")
         return status
 
     def _follow(self, uuid: str) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class Stack:
                 status = self.call("GET", "/v1/post-training/job/status", params={"job_uuid": uuid})
                 progress = status["resources_allocated"].get("progress") or {}
                 bar.n = progress.get("percent") or 0
-                bar.set_postfix_str(_described(status["status"], progress))
+                bar.set_postfix_str(shown(_described(status["status"], progress)))
                 if status["status"] in ENDED:
                     return dict(status)
                 time.sleep(1)
@@ -139,6 +139,12 @@ def _described(status: str, progress: dict[str, Any]) -> str:
         f"step {progress['step']}/{progress['total_steps']}, loss {progress['loss']:.3f}, "
         f"{progress['tokens_per_second']:.0f} tokens/s, {progress['eta_seconds']:.0f} s left"
     )
+
+
+def fail(text: str) -> NoReturn:
+    """End with a message. What the server answers is shown as text: nothing in it acts on the terminal."""
+    complain(text, "quickstart")
+    sys.exit(1)
 
 
 def _gone(pid: int) -> bool:
@@ -165,15 +171,15 @@ class Phases:
         self._seconds[name] = time.monotonic() - began
 
     def report(self) -> None:
-        print("\nTime, s")
+        show_lines("", "Time, s")
         for name, seconds in self._seconds.items():
-            print(f"  {name:28}{seconds:>6.0f}")
-        print(f"  {'total':28}{sum(self._seconds.values()):>6.0f}")
+            show_lines(f"  {name:28}{seconds:>6.0f}")
+        show_lines(f"  {'total':28}{sum(self._seconds.values()):>6.0f}")
 
 
 def score(model: str, title: str) -> dict[str, float]:
     """Held-out scores of one checkpoint, by examples/score.py. It is imported once for all of them."""
-    print(f"\n== {title}: {model}", flush=True)
+    show_lines("", f"== {title}: {model}", flush=True)
     if Path(model).is_dir():
         os.environ["HF_HUB_OFFLINE"] = "1"  # all is here: ask no hub
     import score as scoring
@@ -181,7 +187,7 @@ def score(model: str, title: str) -> dict[str, float]:
     try:
         return scoring.evaluate(model, threads=2)
     except (OSError, ValueError) as error:
-        sys.exit(f"quickstart: {model} cannot be loaded: {str(error).splitlines()[0]}")
+        fail(f"{model} cannot be loaded: {str(error).splitlines()[0]}")
 
 
 def paths(status: dict[str, Any]) -> dict[str, str]:
@@ -215,20 +221,22 @@ def train_on_service(url: str, body: dict[str, Any], options: dict[str, Any], re
     events = Path(reference["resources_allocated"]["log_path"]).with_name("events.jsonl").read_text().splitlines()
     expected = [event["metrics"]["loss"] for event in map(json.loads, events) if event["type"] == "progress"]
     sharding = status["resources_allocated"]["effective_config"]["recipe"]["effective"]["sharding"] or {}
-    print(f"\nThe same job, first {len(losses)} steps: 1 process, and {ranks} ranks ({sharding.get('strategy')})")
+    show_lines(
+        "", f"The same job, first {len(losses)} steps: 1 process, and {ranks} ranks ({sharding.get('strategy')})"
+    )
     for step, (alone, together) in enumerate(zip(expected, losses, strict=False), start=1):
-        print(f"  step {step}   loss {alone:.6f}   {together:.6f}")
+        show_lines(f"  step {step}   loss {alone:.6f}   {together:.6f}")
     worst = max(abs(one / other - 1) for one, other in zip(losses, expected, strict=False))
     if len(losses) != SERVICE_STEPS or worst > 1e-3:
-        sys.exit(f"quickstart: {len(losses)} steps, losses that differ by {worst:.1e} of their value, expected 1e-3")
+        fail(f"{len(losses)} steps, losses that differ by {worst:.1e} of their value, expected 1e-3")
 
 
 def report(scores: dict[str, dict[str, float]]) -> None:
     """The table at the end: one row a measure (score.py describes each), one column a model."""
-    print("\nHeld-out scores (share of answers, greedy)")
-    print(f"{'':28}" + "".join(f"{title:>14}" for title in scores))
+    show_lines("", "Held-out scores (share of answers, greedy)")
+    show_lines(f"{'':28}" + "".join(f"{title:>14}" for title in scores))
     for measure in next(iter(scores.values())):
-        print(f"{measure:28}" + "".join(f"{values[measure]:>14.0%}" for values in scores.values()))
+        show_lines(f"{measure:28}" + "".join(f"{values[measure]:>14.0%}" for values in scores.values()))
 
 
 def shortfalls(base: dict[str, float], sft: dict[str, float], dpo: dict[str, float]) -> list[str]:
@@ -256,7 +264,7 @@ def main() -> None:
     run = time.strftime("%m%d-%H%M%S")
 
     stack = Stack(arguments.url, arguments.server_pid, arguments.server_log)
-    print(f"Waiting for Llama Stack at {arguments.url} ...", flush=True)
+    show_lines(f"Waiting for Llama Stack at {arguments.url} ...", flush=True)
     with phases.phase("Llama Stack, datasets"):
         stack.wait_until_up()
         for dataset_id, file in [
@@ -264,12 +272,14 @@ def main() -> None:
             ("orders-validation", "sft_validation"),
             ("orders-dpo", "dpo_train"),
         ]:
-            print(f"Registered {dataset_id}: {stack.register(dataset_id, DATA / f'{file}.jsonl')} rows", flush=True)
+            show_lines(
+                f"Registered {dataset_id}: {stack.register(dataset_id, DATA / f'{file}.jsonl')} rows", flush=True
+            )
 
     with phases.phase("scores of the base model"):
         scores = {"base": score(arguments.model, "Base model")}
 
-    print("\n== SFT with LoRA", flush=True)
+    show_lines("", "== SFT with LoRA", flush=True)
     with phases.phase("SFT"):
         sft_status = stack.train(
             "supervised-fine-tune",
@@ -287,7 +297,7 @@ def main() -> None:
     with phases.phase("scores after SFT"):
         scores["after SFT"] = score(sft["merged"], "After SFT")
 
-    print("\n== DPO on the SFT result", flush=True)
+    show_lines("", "== DPO on the SFT result", flush=True)
     dpo_body = {
         "job_uuid": f"dpo-{run}",
         "finetuned_model": sft["merged"],
@@ -303,23 +313,24 @@ def main() -> None:
         scores["after DPO"] = score(dpo["merged"], "After DPO")
 
     report(scores)
-    print(f"\nCheckpoints\n  SFT adapter  {sft['final']}\n  SFT merged   {sft['merged']}")
-    print(f"  DPO adapter  {dpo['final']}\n  DPO merged   {dpo['merged']}")
+    show_lines("", "Checkpoints", f"  SFT adapter  {sft['final']}", f"  SFT merged   {sft['merged']}")
+    show_lines(f"  DPO adapter  {dpo['final']}", f"  DPO merged   {dpo['merged']}")
     missing = shortfalls(*scores.values())
     if missing:
-        sys.exit("quickstart: the model did not improve as it must:\n  " + "\n  ".join(missing))
+        fail("the model did not improve as it must:\n  " + "\n  ".join(missing))
     if arguments.service_url:
-        print("\n== The same DPO job by the training service", flush=True)
+        show_lines("", "== The same DPO job by the training service", flush=True)
         with phases.phase("first steps by the service"):
             train_on_service(arguments.service_url, dpo_body, DPO_OPTIONS, dpo_status)
     phases.report()
-    print(
-        "\nThe model changed as intended. To continue:\n"
-        "  ./scripts/run-direct.sh                        Llama Stack with this provider on port 8321\n"
-        "  ./scripts/run-remote-fsdp-server.sh            the training service on port 8322 (docs/tutorials)\n"
-        "  examples/quickstart.py                         the requests that were just made, to copy from\n"
-        "  docs/reference                                 every field, every row shape, every setting\n"
-        f"  AutoModelForCausalLM.from_pretrained({dpo['merged']!r})"
+    show_lines(
+        "",
+        "The model changed as intended. To continue:",
+        "  ./scripts/run-direct.sh                        Llama Stack with this provider on port 8321",
+        "  ./scripts/run-remote-fsdp-server.sh            the training service on port 8322 (docs/tutorials)",
+        "  examples/quickstart.py                         the requests that were just made, to copy from",
+        "  docs/reference                                 every field, every row shape, every setting",
+        f"  AutoModelForCausalLM.from_pretrained({dpo['merged']!r})",
     )
 
 

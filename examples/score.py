@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from llama_stack_provider_trl.system.console import complain, lines_of, show_lines
+
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TQDM_DISABLE"] = "1"
 
@@ -148,10 +150,10 @@ def evaluate(model_dir: Path | str, threads: int) -> dict[str, float]:
     scores = asdict(score(rows))
 
     for row in rows[:3]:
-        print(f"> {row['prompt'][-1]['content']}\n  {row['answer']}")
+        show_lines(f"> {row['prompt'][-1]['content']}", *(f"  {line}" for line in lines_of(row["answer"])))
     for name, value in scores.items():
-        print(f"{name:26} {value:6.1%}")
-    print(f"{len(rows)} answers in {time.monotonic() - began:.0f} s")
+        show_lines(f"{name:26} {value:6.1%}")
+    show_lines(f"{len(rows)} answers in {time.monotonic() - began:.0f} s")
     return scores
 
 
@@ -165,11 +167,13 @@ def main() -> None:
     if Path(arguments.model).is_dir():
         os.environ["HF_HUB_OFFLINE"] = "1"  # all is here: ask no hub
     elif arguments.model.startswith((".", "/", "~")):
-        sys.exit(f"score: there is no directory {arguments.model}: give the path of a checkpoint, or a model id.")
+        complain(f"there is no directory {arguments.model}: give the path of a checkpoint, or a model id.", "score")
+        sys.exit(1)
     try:
         scores = evaluate(arguments.model, arguments.threads)
     except (OSError, ValueError) as error:
-        sys.exit(f"score: {arguments.model} cannot be loaded: {str(error).splitlines()[0]}")
+        complain(f"{arguments.model} cannot be loaded: {str(error).splitlines()[0]}", "score")
+        sys.exit(1)
     if arguments.json_path:
         arguments.json_path.write_text(json.dumps(scores) + "\n", encoding="utf-8")
 

@@ -6,7 +6,6 @@ It works on the job database itself and needs no running Llama Stack; a supervis
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from .jobs.database import DATABASE
 from .jobs.records import JobRecord
 from .jobs.store import Store
 from .stack.responses import status_response
+from .system.console import complain, show_json, show_lines
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         _run(store, options)
         store.close()
     except (TrlError, FileNotFoundError) as error:
-        print(error, file=sys.stderr)
+        complain(str(error), "llama_stack_provider_trl")
         return 1
     return 0
 
@@ -39,7 +39,7 @@ def _run(store: Store, options: argparse.Namespace) -> None:
     match options.command:
         case "list":
             for job in store.list():
-                print(_line(job))
+                show_lines(_line(job))
         case "show":
             job = store.get(options.job_uuid)
             answer = status_response(
@@ -47,13 +47,13 @@ def _run(store: Store, options: argparse.Namespace) -> None:
                 *(store.exports.of_job(job.job_uuid), store.chains.of_job(job.job_uuid)),
                 searched=store.searches.of_job(job.job_uuid),
             )
-            print(json.dumps(answer.model_dump(mode="json"), indent=2))
+            show_json(answer.model_dump(mode="json"), indent=2)
         case "pause":
-            print(_line(store.request_pause(options.job_uuid)))
+            show_lines(_line(store.request_pause(options.job_uuid)))
         case "resume":
-            print(_line(store.request_resume(options.job_uuid)))
+            show_lines(_line(store.request_resume(options.job_uuid)))
         case "cancel":
-            print(_line(store.request_cancel(options.job_uuid)))
+            show_lines(_line(store.request_cancel(options.job_uuid)))
 
 
 def _line(job: JobRecord) -> str:

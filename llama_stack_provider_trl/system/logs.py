@@ -14,6 +14,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Literal
 
+from .console import indented, shown
 from .files import private_directory
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -32,7 +33,10 @@ _OTHERS = ("aiohttp", "asyncio", "urllib3", "uvicorn")
 
 
 class RedactingFormatter(logging.Formatter):
-    """Formats an entry without tokens, and bounded.
+    """Formats an entry without tokens, bounded, and as text that does nothing to a terminal.
+
+    Only the first line of an entry begins without white space: a line break in a name, or in the message of an error,
+    cannot make another entry.
 
     Args:
         secrets: values that never appear, such as the tokens of the configuration. Tokens that the service has created
@@ -45,7 +49,7 @@ class RedactingFormatter(logging.Formatter):
         self._secrets = sorted((secret for secret in secrets if len(secret) >= 8), key=len, reverse=True)
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
+        text = "\n".join(shown(line) for line in indented(super().format(record)))
         for secret in self._secrets:
             text = text.replace(secret, _HIDDEN)
         text = _TOKENS.sub(lambda found: f"{found[1]} {_HIDDEN}" if found[1] else _HIDDEN, text)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from argparse import Namespace
 from contextlib import aclosing
 from pathlib import Path
 
+from llama_stack_provider_trl.system.console import show_lines
+
 from ..answers import answer_lines
 from ..client import ServiceClient
 from .terminal import emit
-
-_CONTROL = re.compile(r"[\x7f-\x9f]")
-"""Control characters of a terminal that JSON does not escape."""
 
 
 async def answers(client: ServiceClient, options: Namespace) -> int:
@@ -22,7 +19,7 @@ async def answers(client: ServiceClient, options: Namespace) -> int:
     if options.output is None:
         async with aclosing(answer_lines(client, options.job_uuid)) as lines:
             async for line in lines:
-                print(_CONTROL.sub(_escaped, line.decode()))
+                show_lines(line.decode(errors="backslashreplace"))
         return 0
     target = Path(options.output)
     part, count = target.with_name(f".{target.name}.part"), 0
@@ -37,7 +34,3 @@ async def answers(client: ServiceClient, options: Namespace) -> int:
         part.unlink(missing_ok=True)
     emit(options, {"file": str(target), "answers": count}, f"{target}: {count} answers")
     return 0
-
-
-def _escaped(found: re.Match[str]) -> str:
-    return json.dumps(found[0])[1:-1]

@@ -72,7 +72,7 @@ async def print_torchrun(client: ServiceClient, options: Namespace) -> int:
         "warnings": job.warnings,
         "commands": rows,
     }
-    emit(options, answer, "\n".join([*(f"# note: {note}" for note in job.warnings), *_text(directory, job, rows)]))
+    emit(options, answer, *(f"# note: {note}" for note in job.warnings), *_text(directory, job, rows))
     return 0
 
 

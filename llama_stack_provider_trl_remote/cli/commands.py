@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
@@ -12,8 +10,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from llama_stack_provider_trl.system.console import complain, lines_of, show_json, show_lines
+
 from ..client import ServiceClient, job_path
-from ..nodes.discovery.sightings import cleaned
 from ..nodes.joining import how_to_add_a_node
 from ..plots.curves import LOSS, curves_of
 from ..plots.files import check_output, write_plot
@@ -44,21 +43,21 @@ async def submit(client: ServiceClient, options: Namespace) -> int:
 
 async def preflight(client: ServiceClient, options: Namespace) -> int:
     found = await preflight_request(client, read_request(options.file), options.algorithm)
-    emit(options, found, "\n".join(preflight_lines(found)))
+    emit(options, found, *preflight_lines(found))
     return 0 if found["fits"] else 1
 
 
 async def show_jobs(client: ServiceClient, options: Namespace) -> int:
     if options.json:
-        print(json.dumps([job async for job in list_jobs(client, options.status)], indent=2))
+        show_json([job async for job in list_jobs(client, options.status)], indent=2)
         return 0
     async for job in list_jobs(client, options.status):
-        print(job_line(job))
+        show_lines(job_line(job))
     return 0
 
 
 async def show(client: ServiceClient, options: Namespace) -> int:
-    print(json.dumps(await client.status(options.job_uuid), indent=2))
+    show_json(await client.status(options.job_uuid), indent=2)
     return 0
 
 
@@ -68,14 +67,18 @@ async def watch_jobs(client: ServiceClient, options: Namespace) -> int:
 
 async def logs(client: ServiceClient, options: Namespace) -> int:
     if options.follow:
-        show_line = (lambda line: json.dumps({"line": line})) if options.json else str
-        await follow_log(
-            client, options.job_uuid, options.rank, options.tail, lambda line: print(show_line(line), flush=True)
-        )
+
+        def show_line(line: str) -> None:
+            if options.json:
+                show_json({"line": line}, flush=True)
+            else:
+                show_lines(line, flush=True)
+
+        await follow_log(client, options.job_uuid, options.rank, options.tail, show_line)
         return 0
     path = job_path(options.job_uuid, "/logs")
     text = (await client.get_text(path, rank=options.rank, tail=options.tail)).rstrip("\n")
-    emit(options, {"rank": options.rank, "lines": text.splitlines()}, text)
+    emit(options, {"rank": options.rank, "lines": text.splitlines()}, *lines_of(text))
     return 0
 
 
@@ -100,7 +103,7 @@ async def resume(client: ServiceClient, options: Namespace) -> int:
 
 async def pull_checkpoint(client: ServiceClient, options: Namespace) -> int:
     target = Path(options.directory)
-    line = (lambda text: None) if options.json else (lambda text: print(text, flush=True))
+    line = (lambda text: None) if options.json else (lambda text: show_lines(text, flush=True))
     identifier = await pull(client, options.job_uuid, options.checkpoint, target, line)
     emit(options, {"identifier": identifier, "directory": str(target)}, f"{identifier} is in {target}")
     return 0
@@ -137,18 +140,18 @@ async def add_dataset(client: ServiceClient, options: Namespace) -> int:
 async def list_datasets(client: ServiceClient, options: Namespace) -> int:
     found = (await client.get("/v1/datasets"))["data"]
     rows = [(d["identifier"], d.get("metadata", {}).get("num_rows", "?"), _source(d["source"])) for d in found]
-    emit(options, found, table(("dataset", "rows", "source"), rows))
+    emit(options, found, *table(("dataset", "rows", "source"), rows))
     return 0
 
 
 async def list_nodes(client: ServiceClient, options: Namespace) -> int:
     found = (await client.get("/v1/nodes"))["data"]
     rows = [(node["node"], device, job, node.get("state", "open")) for node in found for device, job in _devices(node)]
-    text = table(("node", "device", "job", "state"), rows)
+    lines = table(("node", "device", "job", "state"), rows)
     for node in found:
         if names := node.get("ollama_models"):
-            text += f"\nOllama on {node['node']}, not for training: {', '.join(map(cleaned, names))}"
-    emit(options, found, f"{text}\n\n{how_to_add_a_node(client.url)}")
+            lines.append(f"Ollama on {node['node']}, not for training: {', '.join(names)}")
+    emit(options, found, *lines, "", how_to_add_a_node(client.url))
     return 0
 
 
@@ -177,15 +180,15 @@ async def list_pools(client: ServiceClient, options: Namespace) -> int:
         for pool in found
         for one in pool["allocations"]
     ]
-    text = table(("pool", "nodes", "node-hours in 30 days", "state"), limits)
+    lines = table(("pool", "nodes", "node-hours in 30 days", "state"), limits)
     if requests:
-        text += "\n\n" + table(("request", "pool", "nodes", "state", "for job", "message"), requests)
-    emit(options, found, text if found else "the service has no pools: `pools` in its configuration adds them")
+        lines += ["", *table(("request", "pool", "nodes", "state", "for job", "message"), requests)]
+    emit(options, found, *(lines if found else ["the service has no pools: `pools` in its configuration adds them"]))
     return 0
 
 
 async def show_node(client: ServiceClient, options: Namespace) -> int:
-    print(json.dumps(await client.get(_node(options)), indent=2))
+    show_json(await client.get(_node(options)), indent=2)
     return 0
 
 
@@ -211,12 +214,11 @@ async def create_token(client: ServiceClient, options: Namespace) -> int:
     answer = await client.post(TOKENS, {name: value for name, value in body.items() if value is not None})
     emit(options, answer, answer["token"])
     # Standard output has the token alone, for $(trl-remote tokens create ...).
-    print("trl-remote: the token is shown this once; the service keeps only its sha256", file=sys.stderr)
+    complain("the token is shown this once; the service keeps only its sha256")
     if not answer["required"]:
-        print(
-            "trl-remote: this service requires no token yet, and every user of its machine is an admin: created tokens "
-            "count once it has a configured one (TRL_SERVICE_TOKEN) and was started again",
-            file=sys.stderr,
+        complain(
+            "this service requires no token yet, and every user of its machine is an admin: created tokens "
+            "count once it has a configured one (TRL_SERVICE_TOKEN) and was started again"
         )
     return 0
 
@@ -224,7 +226,7 @@ async def create_token(client: ServiceClient, options: Namespace) -> int:
 async def list_tokens(client: ServiceClient, options: Namespace) -> int:
     answer = await client.get(TOKENS)
     head = ("token", "role", "source", "expires", "last used", "limits")
-    emit(options, answer, table(head, map(token_row, answer["data"])))
+    emit(options, answer, *table(head, map(token_row, answer["data"])))
     return 0
 
 
@@ -241,7 +243,10 @@ async def show_audit(client: ServiceClient, options: Namespace) -> int:
     while True:
         page = await client.get(AUDIT, after=after, limit=1000, caller=options.caller, route=options.route)
         for line in page["data"]:
-            print(json.dumps(line) if options.json else audit_line(line), flush=options.follow)
+            if options.json:
+                show_json(line, flush=options.follow)
+            else:
+                show_lines(audit_line(line), flush=options.follow)
         if page["next"] == after:
             if not options.follow:
                 return 0
@@ -251,7 +256,7 @@ async def show_audit(client: ServiceClient, options: Namespace) -> int:
 
 async def show_service_logs(client: ServiceClient, options: Namespace) -> int:
     text = (await client.get_text("/v1/logs", node=options.node, tail=options.tail)).rstrip("\n")
-    emit(options, {"node": options.node, "lines": text.splitlines()}, text)
+    emit(options, {"node": options.node, "lines": text.splitlines()}, *lines_of(text))
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import resource
 import shutil
@@ -21,6 +20,7 @@ from llama_stack_provider_trl.launch.interpreter import check_interpreter, check
 from llama_stack_provider_trl.launch.isolation import ADVICE, probe
 from llama_stack_provider_trl.system.compiler import ADVICE as ADVICE_COMPILER
 from llama_stack_provider_trl.system.compiler import missing_compiler
+from llama_stack_provider_trl.system.console import show_json, show_lines
 from llama_stack_provider_trl.system.files import free_bytes
 
 from ..nodes.identity import NodeError, versions
@@ -50,11 +50,11 @@ def report(options: argparse.Namespace) -> int:
     """Print the findings. Returns the exit status: 1 where a check failed."""
     findings = list(examine(options.config))
     if options.json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+        show_json([asdict(finding) for finding in findings], indent=1)
     else:
         for one in findings:
             advice = f"; {one.advice}" if one.advice else ""
-            print(f"{one.level:<4}  {one.what:<13} {one.found}{advice}")
+            show_lines(f"{one.level:<4}  {one.what:<13} {one.found}{advice}")
     return int(any(finding.level == "fail" for finding in findings))
 
 

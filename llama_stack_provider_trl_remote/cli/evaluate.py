@@ -33,7 +33,7 @@ def evaluate(options: Namespace) -> int:
         method = options.method or ("dpo" if has_preferences(blob) else "sft")
         spec = _spec(options, method, blob, Path(directory))
         found = {"model": spec.model, "method": method, **run_recipe(_MODULE, spec.model_dump_json(), "evaluation")}
-    emit(options, found, "\n".join(evaluation_lines(found)))
+    emit(options, found, *evaluation_lines(found))
     return 0
 
 

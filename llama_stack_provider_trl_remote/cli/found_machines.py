@@ -38,7 +38,7 @@ async def discover(client: ServiceClient, options: Namespace) -> int:
         lines = []
         notes += [str(error)] if found.machines else []
     answer = {"machines": rows, "commands": lines, "notes": notes}
-    emit(options, answer, _text(found, lines, notes))
+    emit(options, answer, *_text(found, lines, notes))
     return 0
 
 
@@ -47,7 +47,7 @@ async def print_found_commands(client: ServiceClient, options: Namespace) -> int
     found = await _search(options)
     lines = proposed_lines(found, client.url, options.token_file, options.certificate)
     notes = [f"# {note}" for note in found.notes]
-    emit(options, lines, "\n".join([*notes, *commands_text(lines)]))
+    emit(options, lines, *notes, *commands_text(lines))
     return 0
 
 
@@ -135,21 +135,21 @@ def _entry(machine: FoundMachine, one: Sighting) -> Row:
     return values | {name: value for name, value in more.items() if value is not None}
 
 
-def _text(found: Search, lines: list[Row], notes: list[str]) -> str:
+def _text(found: Search, lines: list[Row], notes: list[str]) -> list[str]:
     if not found.machines:
-        return "\n".join([_NOTHING, *(f"note: {note}" for note in notes)])
+        return [_NOTHING, *(f"note: {note}" for note in notes)]
     rows = [
         (str(number), _addresses(machine) if first else "", _what(machine, one))
         for number, machine in enumerate(found.machines, start=1)
         for first, one in ((one is machine.sightings[0], one) for one in machine.sightings)
     ]
     count = len(found.machines)
-    parts = [table(("machine", "addresses", "found there"), rows), f"{count} machine{'s' if count > 1 else ''}"]
+    text = [*table(("machine", "addresses", "found there"), rows), "", f"{count} machine{'s' if count > 1 else ''}"]
     if notes:
-        parts.append("\n".join(f"note: {note}" for note in notes))
+        text += ["", *(f"note: {note}" for note in notes)]
     if lines:
-        parts.append("\n".join(commands_text(lines)))
-    return "\n\n".join(parts)
+        text += ["", *commands_text(lines)]
+    return text
 
 
 def _addresses(machine: FoundMachine) -> str:

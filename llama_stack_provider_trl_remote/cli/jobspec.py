@@ -11,11 +11,11 @@ import argparse
 import json
 import re
 import shlex
-import sys
 from pathlib import PurePosixPath
 from typing import Any
 
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.system.console import show_lines
 
 PORT = 8322
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
@@ -76,7 +76,7 @@ def print_job(options: argparse.Namespace, parser: argparse.ArgumentParser) -> i
             "--options", options.options, f"expected options as a shell reads them ({error})."
         ) from error
     parser.parse_args(words)  # ends with the reason where an option is unknown
-    sys.stdout.write(_SYSTEMS[options.system](options, _script(options, words)))
+    show_lines(*_SYSTEMS[options.system](options, _script(options, words)).removesuffix("\n").split("\n"))
     return 0
 
 

@@ -7,10 +7,13 @@ import asyncio
 import math
 import os
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from llama_stack_provider_trl.errors import TrlError
+from llama_stack_provider_trl.system.console import complain, lines_of, show_lines, shown
 
 from . import jobspec, merge, node_commands
 from .shared_options import at_service
@@ -35,11 +38,20 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (TrlError, OSError) as error:
-        print(f"trl-remote: {error}", file=sys.stderr)
+        complain(str(error))
+        return 1
+    except Exception as error:
+        # Such as an answer that is no answer of the service. A traceback would print text from elsewhere as it is.
+        text = f"{type(error).__name__}: {error}: this answer was not expected, or it is a bug of this command"
+        if options.group in _LOCAL or options.verbose:
+            complain(f"{text}\n{''.join(traceback.format_exception(error))}")
+        else:
+            complain(f"{text}; --verbose shows where")
         return 1
     except KeyboardInterrupt:
         continues = "" if options.group in _LOCAL else " watching; what was submitted continues"
-        print(f"\ntrl-remote: stopped{continues}.", file=sys.stderr)
+        show_lines("", to=sys.stderr)
+        complain(f"stopped{continues}.")
         return 130
 
 
@@ -58,7 +70,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def _completion(options: argparse.Namespace) -> int:
     from .completion import completion
 
-    print(completion(parser(), options.shell))
+    show_lines(*lines_of(completion(parser(), options.shell)))
     return 0
 
 
@@ -104,14 +116,14 @@ def _run(options: argparse.Namespace) -> int:
     try:
         url = checked_url(options.url)
     except ValueError as error:
-        print(f"trl-remote: {'--service' if is_agent else '--url'} or TRL_SERVICE_URL: {error}", file=sys.stderr)
+        complain(f"{'--service' if is_agent else '--url'} or TRL_SERVICE_URL: {error}")
         return 1
     tokens: dict[str, str] = {}
     for name in ("TRL_SERVICE_TOKEN", "TRL_SERVICE_NODE_TOKEN") if is_agent else ("TRL_SERVICE_TOKEN",):
         try:
             tokens[name] = checked_token(os.environ.get(name)) or ""
         except ValueError as error:
-            print(f"trl-remote: {name}: {error}", file=sys.stderr)
+            complain(f"{name}: {error}")
             return 2
 
     if is_agent:
@@ -140,9 +152,15 @@ def _agent(url: str, options: argparse.Namespace, environ: Mapping[str, str]) ->
     return serve(worker_settings(url, environ, labels=dict(options.label), log_level=given_level, **given))
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Report what is wrong with the words of a command, which may come from elsewhere."""
+        super().error(shown(message))
+
+
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the whole command line."""
-    top = argparse.ArgumentParser(
+    top = _Parser(
         prog="trl-remote",
         description="Fine-tuning jobs on the training service. The token, where one is needed, is read from "
         "TRL_SERVICE_TOKEN, never from the command line, which other users of a machine can see.",

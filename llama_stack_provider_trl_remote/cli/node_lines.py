@@ -41,7 +41,7 @@ async def print_commands(client: ServiceClient, options: Namespace) -> int:
     text = [f"# machine 0 ({urlsplit(client.url).hostname}) runs the service, which trains there too"]
     for rank, line in enumerate(lines, start=1):
         text += [f"# machine {rank}", line]
-    emit(options, [{"node_rank": rank, "command": line} for rank, line in enumerate(lines, start=1)], "\n".join(text))
+    emit(options, [{"node_rank": rank, "command": line} for rank, line in enumerate(lines, start=1)], *text)
     return 0
 
 

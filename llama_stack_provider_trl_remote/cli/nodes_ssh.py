@@ -179,6 +179,8 @@ async def _on_each(
     options: Namespace, hosts: Sequence[InventoryHost], one: Callable[[InventoryHost, Progress], Awaitable[Row]]
 ) -> int:
     """Work on each machine, several at once; the failure of one leaves the others alone."""
+    from llama_stack_provider_trl.system.console import show_lines
+
     from .terminal import emit, table
 
     free = asyncio.Semaphore(AT_ONCE)
@@ -186,7 +188,7 @@ async def _on_each(
 
     async def bounded(host: InventoryHost) -> Row:
         def progress(text: str) -> None:
-            print(f"{host.name:<{width}}  {text}", file=sys.stderr, flush=True)
+            show_lines(f"{host.name:<{width}}  {text}", flush=True, to=sys.stderr)
 
         async with free:
             try:
@@ -198,7 +200,7 @@ async def _on_each(
 
     rows = await asyncio.gather(*(bounded(host) for host in hosts))
     head = ("node", "host", "result", "detail")
-    emit(options, rows, table(head, ([row[key] for key in head] for row in rows)))
+    emit(options, rows, *table(head, ([row[key] for key in head] for row in rows)))
     return 1 if any(row["result"] == "failed" for row in rows) else 0
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import secrets
-import sys
 from argparse import Namespace
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -15,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobConflict
+from llama_stack_provider_trl.system.console import complain, show_json, show_lines
 
 from ..client import ServiceClient, job_path
 from ..follow import ENDED
@@ -49,7 +48,7 @@ async def train(client: ServiceClient, options: Namespace) -> int:
     job_uuid = options.job or _new_name(f"{method}-{files_given[0].stem}")
     body = training_request(options, method, model, job_uuid, *(dataset.dataset_id for dataset in datasets))
     if not (options.json or options.detach):
-        print("\n".join(f"{dataset.dataset_id}: {dataset.num_rows} rows" for dataset in datasets))
+        show_lines(*(f"{dataset.dataset_id}: {dataset.num_rows} rows" for dataset in datasets))
     return await _submit_and_follow(client, body, options, method)
 
 
@@ -113,19 +112,19 @@ async def _run_pipeline(client: ServiceClient, body: dict[str, Any], options: Na
             raise InvalidRequest(f"--{name.replace('_', '-')}", value, hint)
     placed = await place(client, steps_of(body))
     if options.json:
-        print(json.dumps([asdict(one) for one in placed]), flush=True)
+        show_json([asdict(one) for one in placed], flush=True)
     else:
         rows = [
             (one.name, one.job_uuid, "submitted" if one.is_new else f"there already, {one.state}") for one in placed
         ]
-        print(table(("job", "job_uuid", "state"), rows), flush=True)
+        show_lines(*table(("job", "job_uuid", "state"), rows), flush=True)
     if options.detach:
         return 0
     followed = [name for one in placed for name in (one.job_uuid, one.evaluation) if name is not None]
     ended = await watch(client, followed, options.interval, as_json=options.json)
     for status in ended:
         if status["status"] != "completed":
-            print(f"trl-remote: {_ending(status)}", file=sys.stderr)
+            complain(_ending(status))
     return exit_status(ended)
 
 
@@ -180,7 +179,7 @@ async def _submit_and_follow(
         emit(options, {"job_uuid": job_uuid}, job_uuid)
         return 0
     if not options.json:
-        print(f"job {job_uuid}", flush=True)
+        show_lines(f"job {job_uuid}", flush=True)
     return await _follow(client, job_uuid, options)
 
 
@@ -189,15 +188,15 @@ async def _follow(client: ServiceClient, job_uuid: str, options: Namespace) -> i
     (status,) = ended = await watch(client, [job_uuid], options.interval, as_json=options.json)
     if status["status"] != "completed":
         # In one sentence, for a shell that keeps standard error only.
-        print(f"trl-remote: {_ending(status)}", file=sys.stderr)
+        complain(_ending(status))
     elif options.pull is not None:
         checkpoint = options.checkpoint or ("merged" if getattr(options, "merge", False) else "final")
-        line = (lambda text: None) if options.json else (lambda text: print(text, flush=True))
+        line = (lambda text: None) if options.json else (lambda text: show_lines(text, flush=True))
         identifier = await pull(client, job_uuid, checkpoint, Path(options.pull), line)
         if options.json:
-            print(json.dumps({"identifier": identifier, "directory": options.pull}))
+            show_json({"identifier": identifier, "directory": options.pull})
         else:
-            print(f"{identifier} is in {options.pull}")
+            show_lines(f"{identifier} is in {options.pull}")
     return exit_status(ended)
 
 

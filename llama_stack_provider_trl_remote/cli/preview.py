@@ -19,7 +19,7 @@ _MARKS = {("1", "1"): "+", ("1", "0"): " ", ("0", "0"): "x"}
 async def preview(client: ServiceClient, options: Namespace) -> int:
     """Print rows of a dataset: their tokens, the loss, what is cut or dropped."""
     found = await preview_request(client, _body(client, options), options.method)
-    emit(options, found, "\n".join(_lines(found)))
+    emit(options, found, *_lines(found))
     return 0
 
 

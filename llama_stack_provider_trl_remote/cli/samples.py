@@ -15,7 +15,7 @@ async def samples(client: ServiceClient, options: Namespace) -> int:
     """Print each prompt of a job, and the answers to it: before, at checkpoints and after the training."""
     found = await all_samples(client, options.job_uuid)
     none = "" if found["prompts"] else f"job {options.job_uuid} has no prompts: its option `samples` sets them"
-    emit(options, found, none or "\n".join(_lines(found)))
+    emit(options, found, *([none] if none else _lines(found)))
     return 0
 
 

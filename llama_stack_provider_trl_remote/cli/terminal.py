@@ -1,20 +1,23 @@
-"""Formats answers of the service for a terminal. Pure functions, but for `emit`."""
+"""Formats answers of the service for a terminal. Pure functions, but for `emit`. Each text is one line."""
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from llama_stack_provider_trl.specs.memory import PARTS
+from llama_stack_provider_trl.system.console import show_json, show_lines, shown
 
 _BAR = 24
 
 
-def emit(options: Namespace, answer: Any, text: str) -> None:
-    """Print the result of a command: with --json the answer as JSON, else as text."""
-    print(json.dumps(answer, indent=2) if options.json else text)
+def emit(options: Namespace, answer: Any, *lines: str) -> None:
+    """Print the result of a command: with --json the answer as JSON, else as lines."""
+    if options.json:
+        show_json(answer, indent=2)
+    else:
+        show_lines(*lines)
 
 
 def job_line(job: dict[str, Any]) -> str:
@@ -61,11 +64,11 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table with columns as wide as their widest cell."""
-    lines = [[str(cell) for cell in row] for row in (head, *rows)]
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """The lines of a table with columns as wide as their widest cell."""
+    lines = [[shown(str(cell)) for cell in row] for row in (head, *rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return ["  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def token_row(token: dict[str, Any]) -> tuple[str, ...]:

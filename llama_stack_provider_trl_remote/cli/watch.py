@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
+from llama_stack_provider_trl.system.console import complain, indented, redraw, show_json, show_lines
 
 from ..client import ServiceClient, job_path
 from ..follow import ENDED, status_again, statuses
@@ -100,7 +100,7 @@ def new_lines(before: Sequence[str], after: Sequence[str]) -> Sequence[str]:
 
 def note(text: str) -> None:
     """Print a message beside the output, on standard error."""
-    print(f"trl-remote: {text}", file=sys.stderr, flush=True)
+    complain(text)
 
 
 class _Display:
@@ -123,9 +123,9 @@ class _Display:
         if self.redraws:
             self._draw()
         elif changed and self.as_json:
-            print(json.dumps(status), file=self.output, flush=True)
+            show_json(status, flush=True, to=self.output)
         elif changed and status["status"] not in ENDED:
-            print(self._named(job_uuid, line), file=self.output, flush=True)
+            show_lines(self._named(job_uuid, line), flush=True, to=self.output)
 
     def note(self, text: str) -> None:
         """Print a message beside the progress, on standard error."""
@@ -138,29 +138,21 @@ class _Display:
             return
         for status in ended:
             for line in _ending(status):
-                print(self._named(status["job_uuid"], line), file=self.output)
+                show_lines(self._named(status["job_uuid"], line), to=self.output)
         self.output.flush()
 
     def _named(self, job_uuid: str, line: str) -> str:
         return f"{job_uuid:<{self.width}}  {line}" if self.width else line
 
     def _draw(self) -> None:
-        columns = shutil.get_terminal_size().columns - 1
-        before = f"\x1b[{len(self.drawn) - 1}A" if len(self.drawn) > 1 else ""
-        self.drawn = [self._named(job, line)[:columns].ljust(columns) for job, line in self.last.items()]
-        self.output.write(f"{before}\r" + "\n".join(self.drawn))
-        self.output.flush()
+        replaced = len(self.drawn)
+        self.drawn = [self._named(job, line) for job, line in self.last.items()]
+        redraw(self.output, replaced, self.drawn, shutil.get_terminal_size().columns - 1)
 
     def _clear(self) -> None:
-        if not self.drawn:
-            return
-        columns = shutil.get_terminal_size().columns - 1
-        up = f"\x1b[{len(self.drawn) - 1}A" if len(self.drawn) > 1 else ""
-        # Below the first of several lines the terminal is cleared to its end.
-        rest = "\x1b[J" if up else ""
-        self.output.write(f"{up}\r{' ' * columns}\r{rest}")
-        self.output.flush()
-        self.drawn = []
+        if self.drawn:
+            redraw(self.output, len(self.drawn), [], shutil.get_terminal_size().columns - 1)
+            self.drawn = []
 
 
 def _ending(status: dict[str, Any]) -> list[str]:
@@ -172,7 +164,7 @@ def _ending(status: dict[str, Any]) -> list[str]:
         lines.append(f"{len(measures) - _MEASURES} more: trl-remote jobs show {status['job_uuid']}")
     error = resources.get("error")
     if error:
-        lines.append(f"{error['reason']}: {error['message']}")
+        lines += indented(f"{error['reason']}: {error['message']}")
         if error.get("log_path"):
             lines.append(f"log: {error['log_path']}")
     return lines + [f"checkpoint {found['identifier']}: {found['path']}" for found in status["checkpoints"]]

@@ -21,6 +21,7 @@ from llama_stack_provider_trl.launch.isolation import Isolation, Mode, isolate
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.runner import Limits
 from llama_stack_provider_trl.launch.warm_processes import WarmProcesses
+from llama_stack_provider_trl.system.console import show_lines
 from llama_stack_provider_trl.system.logs import AGENT_LOG, DIRECTORY, LogLevel, Unsent, start_logging
 from llama_stack_provider_trl.system.process import hide_from_other_processes, usable_cpus
 
@@ -288,11 +289,11 @@ def serve(settings: NodeSettings) -> int:
         "log": path,
     }
     for name, value in lines.items():
-        print(f"{name:>8}  {value}", flush=True)
+        show_lines(f"{name:>8}  {value}", flush=True)
     if asyncio.run(_until_signal(make_agent(settings), announcement(settings))):
-        print("the agent has left: its jobs have saved, and continue on other nodes", flush=True)
+        show_lines("the agent has left: its jobs have saved, and continue on other nodes", flush=True)
     else:
-        print("the agent has stopped; trainings continue and are resumed at the next start", flush=True)
+        show_lines("the agent has stopped; trainings continue and are resumed at the next start", flush=True)
     return 0
 
 

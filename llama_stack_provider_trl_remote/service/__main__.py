@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+from llama_stack_provider_trl.system.console import complain
 from llama_stack_provider_trl.system.logs import LogLevel
 
 from .loading import load_settings
@@ -26,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
             log_level="debug" if options.verbose else options.log_level,
         )
     except SettingsError as error:
-        print(f"trl-remote serve: {error}", file=sys.stderr)
+        complain(str(error), "trl-remote serve")
         return 1
     from .server import serve
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.database import require_database
+from llama_stack_provider_trl.system.console import show_lines
 from llama_stack_provider_trl.system.process import FileLock
 
 from .app import make_dashboard
@@ -60,4 +61,4 @@ class _Server(Server):
         await super().startup(sockets)
         assert sockets
         settings = self.jobs.settings
-        print(f"dashboard of {settings.data_dir}: {address_of(settings, sockets[0])}", flush=True)
+        show_lines(f"dashboard of {settings.data_dir}: {address_of(settings, sockets[0])}", flush=True)

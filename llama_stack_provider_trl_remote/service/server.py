@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from fastapi import FastAPI
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError
 from llama_stack_provider_trl.jobs.database import private_data_dir
+from llama_stack_provider_trl.system.console import complain, show_lines
 from llama_stack_provider_trl.system.logs import DIRECTORY, SERVICE_LOG, start_logging
 from llama_stack_provider_trl.system.process import FileLock, hide_from_other_processes
 
@@ -52,7 +52,7 @@ def serve(settings: ServiceSettings, config: Path | None = None) -> int:
             start_logging(settings.data_dir / DIRECTORY / SERVICE_LOG, settings.log_level, secrets)
             asyncio.run(_serve(settings, config, listener))
     except (TrlError, OSError) as error:
-        print(f"trl-remote serve: {error}", file=sys.stderr)
+        complain(str(error), "trl-remote serve")
         return 1
     return 0
 
@@ -74,7 +74,7 @@ async def _serve(settings: ServiceSettings, config: Path | None, listener: socke
         if running:
             goes = "1 training continues and is" if running == 1 else f"{running} trainings continue and are"
             left = f"; {goes} resumed at the next start"
-        print(f"the service has stopped{left}", flush=True)
+        show_lines(f"the service has stopped{left}", flush=True)
 
 
 class Server(uvicorn.Server):
@@ -242,4 +242,4 @@ def _log_configuration(service: Service, config: Path | None, listener: socket.s
         "address": f"{address_of(settings, listener)} ({guarded})",
     }
     for name, value in lines.items():
-        print(f"{name:>8}  {value}", flush=True)
+        show_lines(f"{name:>8}  {value}", flush=True)

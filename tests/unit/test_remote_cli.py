@@ -556,7 +556,7 @@ def test_datasets_and_nodes_are_tables(run: Run, service: FakeService) -> None:
 def test_the_models_of_a_node_s_ollama_are_below_the_table(run: Run, service: FakeService) -> None:
     names = ["llama3.2:1b", "qwen3\x1b[2J:4b"]
     service.nodes = [{"node": "b", "devices": ["cpu"], "cpus": 4, "jobs": {}, "state": "open", "ollama_models": names}]
-    assert "\nOllama on b, not for training: llama3.2:1b, qwen3[2J:4b\n" in run("nodes")[1]
+    assert "\nOllama on b, not for training: llama3.2:1b, qwen3\\u001b[2J:4b\n" in run("nodes")[1]
 
 
 def test_reserved_cores_are_listed_below_their_cpu(run: Run, service: FakeService) -> None:
@@ -744,7 +744,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(service: FakeService) -> None
 def test_texts_are_as_short_as_they_can_be() -> None:
     assert (duration(65), duration(7200), duration(0.4)) == ("1:05", "2:00:00", "0:00")
     assert (bar(None), bar(0).count("#"), bar(100).count("#"), bar(250).count("#")) == ("", 0, 24, 24)
-    assert table(("a", "b"), []) == "a  b"
+    assert table(("a", "b"), []) == ["a  b"]
     full = progress(12, 35, loss=2.3104, tokens_per_second=1870.4, eta_seconds=65.2)
     line = progress_line(status("x", "in_progress", progress=full))
     assert line == "in_progress   34% step 12/35  loss 2.310  1,870 tokens/s  1:05 left"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from llama_stack_provider_trl.errors import TrlError
+from llama_stack_provider_trl.system.console import complain
 
 from ..start import serve, worker_settings
 
@@ -54,7 +55,7 @@ def main(path: Path) -> int:
             )
         )
     except (TrlError, OSError) as error:
-        print(f"trl-remote: {error}", file=sys.stderr, flush=True)
+        complain(str(error))
         return 1
 
 
