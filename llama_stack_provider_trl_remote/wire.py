@@ -18,9 +18,7 @@ NAME = r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?$"
 POLL_SECONDS = 5.0
 """Seconds for which the service keeps a poll open without news."""
 SILENCE = 15.0
-"""Seconds without a call after which a node counts as absent, and its tasks start elsewhere."""
-LEASE = 600.0
-"""Seconds without an answer after which a node ends its tasks itself and frees their devices."""
+"""Seconds without a call after which a node counts as absent; its tasks start elsewhere if other nodes call."""
 GIVEN = "resume-from"
 """Identifier, on the checkpoint routes, of a job's own copy of the checkpoint of another job that it resumes from."""
 VERSIONS = ("llama_stack_provider_trl", "torch", "trl", "transformers", "peft")

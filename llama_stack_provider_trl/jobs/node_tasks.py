@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from .database import Database
+from .demands import Queued
 from .records import NodeTaskRecord
 from .row_mapping import task_record
 
@@ -35,6 +36,11 @@ class NodeTasks:
         """A node's part of an attempt; None: the attempt is not the current one, or is being stopped."""
         rows = self._database.select("select_current_task", {"task_id": task_id, "node": node})
         return task_record(rows[0]) if rows else None
+
+    def job_as_queued(self, job_uuid: str) -> Queued:
+        """A job as the placement would see it if its attempt had ended."""
+        (row,) = self._database.select("select_as_queued", {"job_uuid": job_uuid})
+        return Queued._make(row)
 
     def has_current_of_job(self, node: str, job_uuid: str) -> bool:
         """Whether a node takes part in the current attempt of a job."""

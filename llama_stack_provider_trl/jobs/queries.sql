@@ -121,6 +121,11 @@ SELECT job_uuid, wanted_device, age, priority, detail, ranks, max(scheduled_at, 
         WHERE attempts.job_uuid = jobs.job_uuid AND reason = 'launch_failed'), '') ELSE '' END
 FROM jobs WHERE state = 'scheduled' AND not_before <= :now AND NOT blocked ORDER BY age;
 
+-- name: select_as_queued
+-- A `Queued` for one job, as it would be if its attempt had ended.
+SELECT job_uuid, wanted_device, age, priority, detail, ranks, scheduled_at, demand, attempt > 0, ''
+FROM jobs WHERE job_uuid = :job_uuid;
+
 -- name: select_kinds_waiting
 -- As select_queue, the oldest of each kind: beside min(), the other columns are of its row.
 SELECT job_uuid, wanted_device, min(age), priority, detail, ranks, max(scheduled_at, not_before), demand, attempt > 0 AS tried, ''

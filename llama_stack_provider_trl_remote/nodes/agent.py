@@ -1,7 +1,8 @@
 """The agent of a worker node: joins a service, polls it for orders, and follows them.
 
 The agent always calls and is never called. Trainings outlive it, and a later agent on the same data directory restores
-their tasks. Without an answer for LEASE seconds it ends them: the service has given them to other nodes.
+their tasks. They outlive an absence of the service, too: their events and checkpoints wait here until it answers. A
+service that has replaced an attempt meanwhile answers with 410, or with orders that do not name the task.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from llama_stack_provider_trl.system.logs import Unsent
 from llama_stack_provider_trl.system.process import FileLock
 
 from ..wire import (
-    LEASE,
     MOST_KEPT,
     MOST_LOG_LINES,
     POLL_SECONDS,
@@ -132,7 +132,6 @@ class Agent:
         self._seen = self._polls = 0
         self._interrupted = False
         """Whether the last poll was abandoned for news: the next one finds out whether the service answers."""
-        self._answered_at = -math.inf
         self._reported: tuple[float, NodeReport | None] = (-math.inf, None)
         self._joined_at = -math.inf
         self._credential: str | None = None
@@ -153,7 +152,7 @@ class Agent:
         Raises:
             NodeError: another agent uses the data directory, or this machine cannot be a node.
             ServiceRefusal: the service does not accept this node: its name belongs to another one, its versions differ,
-                its token is wrong, it was removed. After a join, a wrong token is tolerated for LEASE.
+                its token is wrong, it was removed. After a join only a removal and a name that is taken are final.
         """
         self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         # In a directory that was there, and may have others' files too.
@@ -166,7 +165,6 @@ class Agent:
             )
         watching: asyncio.Task[None] | None = None
         try:
-            self._answered_at = self._clock()
             report = await asyncio.to_thread(self._report)
             await asyncio.to_thread(_check_address, report.address)
             self._credential = self._kept_credential(report).read()
@@ -175,7 +173,7 @@ class Agent:
                 watching = asyncio.create_task(self._watch_owner(self._owner))
             await self._join(report)
             for kept in self._tasks.values():
-                if not kept.begun:  # else it was ended: the service was away for too long
+                if not kept.begun:  # else the owner of the machine has ended it
                     kept.begin()
             try:
                 while not (self._reported_leaving and await self._has_ended_all()):
@@ -420,7 +418,6 @@ class Agent:
         )
 
     def _note_answer(self) -> None:
-        self._answered_at = self._clock()
         if self._trouble:
             log.info("the service answers again")
         self._trouble = ""
@@ -431,13 +428,9 @@ class Agent:
         self._trouble = trouble
 
     async def _wait(self, error: ServiceUnreachable | ServiceRefusal) -> None:
-        """Wait before the next call. After LEASE the tasks are ended, and after a refusal the agent ends too."""
+        """Wait before the next call, however long the service does not answer or accept this node: trainings continue.
+        Only the service knows whether it has replaced them."""
         self._note_trouble(str(error))
-        if self._clock() - self._answered_at > LEASE:
-            if isinstance(error, ServiceRefusal) and error.status < 500:
-                raise error
-            for known in self._tasks.values():
-                known.end(f"the service has not answered for {LEASE:.0f} s")
         await self._sleep(RETRY)
 
     def _kept(self) -> list[str]:

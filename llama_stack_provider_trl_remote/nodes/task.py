@@ -148,7 +148,7 @@ class NodeTask:
         self._node.changed()
 
     def end(self, why: str) -> None:
-        """End the task without an order: the service has given it to another node, or has not answered for too long."""
+        """End the task without an order: the service no longer has it here, or the machine's owner needs it."""
         if self.order.stage is not Stage.stop:
             log.info("task %s: %s", self.order.task_id, why)
             self.follow(self.order.model_copy(update={"stage": Stage.stop}))
@@ -234,8 +234,7 @@ class NodeTask:
     async def _prepare_patiently(self) -> None:
         """Prepare, repeatedly while the service is away; this costs no attempt.
 
-        The service or the agent stops a task that waits for too long. A reachable service that keeps failing fails the
-        task."""
+        The service stops a task that waits for too long. A reachable service that keeps failing fails the task."""
         self._note_detail("checks its files")
         trouble, failures = "", 0
         while True:

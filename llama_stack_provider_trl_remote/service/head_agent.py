@@ -8,14 +8,13 @@ import ipaddress
 import logging
 import os
 import socket
-import ssl
-from pathlib import Path
 
 from llama_stack_provider_trl.errors import TrlError
 
 from ..nodes.agent import Agent
 from ..nodes.start import NodeSettings, make_agent, switch
 from .context import Service
+from .own_calls import own_url, trusting
 from .settings import ServiceSettings
 
 log = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ def _agent(service: Service, port: int) -> Agent:
     settings = service.settings
     return make_agent(
         NodeSettings(
-            url=_own_url(settings, port),
+            url=own_url(settings, port),
             token=service.node_token,
             name=service.node_name,
             data_dir=settings.data_dir / "node",
@@ -53,7 +52,7 @@ def _agent(service: Service, port: int) -> Agent:
             limits=service.limits,
             warm=service.warm,
             ollama=switch("ollama", os.environ.get("TRL_NODE_OLLAMA") or "on"),
-            tls=None if settings.tls_cert is None else _trusting(settings.tls_cert),
+            tls=None if settings.tls_cert is None else trusting(settings.tls_cert),
         )
     )
 
@@ -80,22 +79,3 @@ def address_for_ranks(settings: ServiceSettings) -> str:
         except OSError:
             continue
     raise OSError("no address of this machine can be reached by others: set torch_run_config.master_addr to one")
-
-
-def _own_url(settings: ServiceSettings, port: int) -> str:
-    host = settings.host.strip("[]")
-    try:
-        address = ipaddress.ip_address(host)
-        if address.is_unspecified:
-            host = "::1" if address.version == 6 else "127.0.0.1"
-    except ValueError:
-        pass
-    return f"{'http' if settings.tls_cert is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _trusting(certificate: Path) -> ssl.SSLContext:
-    """A TLS context that trusts exactly our own certificate, with any names."""
-    context = ssl.create_default_context(cafile=certificate)
-    context.check_hostname = False
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    return context

@@ -27,6 +27,7 @@ from ..wire import POLL_SECONDS
 from .app import make_app
 from .context import Service
 from .http.connections import Acceptor, Connection, default_connections, raise_descriptor_limit
+from .own_calls import own_url, prove_own_calls, trusting
 from .settings import ServiceSettings, SettingsError
 from .stored_jobs import StoredJobs
 
@@ -145,6 +146,9 @@ class ServiceServer(Server):
         await super().startup(sockets)
         assert sockets
         self._tasks.append(asyncio.create_task(_measure(self._service)))
+        settings, port = self._service.settings, sockets[0].getsockname()[1]
+        tls = None if settings.tls_cert is None else trusting(settings.tls_cert)
+        self._tasks.append(asyncio.create_task(prove_own_calls(self._service, own_url(settings, port), tls)))
         if not self._service.settings.on_loopback:
             from .head_agent import run_head_agent  # imports aiohttp: 9 MiB
 

@@ -38,12 +38,11 @@ from llama_stack_provider_trl.system.files import RunDir, write_manifest
 from llama_stack_provider_trl_remote.service.cluster.launcher import ClusterLauncher
 from llama_stack_provider_trl_remote.service.cluster.membership import Cluster
 from llama_stack_provider_trl_remote.service.cluster.presence import Presence
-from llama_stack_provider_trl_remote.service.cluster.states import GRACE_DONE, GRACE_FAILED
+from llama_stack_provider_trl_remote.service.cluster.states import CALL_DUE, GRACE_DONE, GRACE_FAILED
 from llama_stack_provider_trl_remote.service.cluster.uploads import UploadReceiver
 from llama_stack_provider_trl_remote.service.http.errors import Gone
 from llama_stack_provider_trl_remote.service.views.checkpoints import Digests
 from llama_stack_provider_trl_remote.wire import (
-    LEASE,
     POLL_SECONDS,
     SILENCE,
     SPECS,
@@ -668,11 +667,90 @@ def test_a_node_that_is_not_back_when_the_others_are_is_lost(pair: World) -> Non
     assert "node c is silent since" in pair.store.attempts("a")[0].message
 
 
-def test_the_agents_of_a_service_that_is_cut_off_for_longer_have_ended_everything(pair: World) -> None:
-    pair.pass_time(LEASE - 1)
+def test_a_job_is_left_alone_for_as_long_as_all_other_machines_are_silent(pair: World) -> None:
+    pair.pass_time(1800)
     assert pair.orders("b")["a-1"].stage is Stage.run
-    pair.pass_time(5)
-    assert pair.orders("b")["a-1"].stage is Stage.stop
+    assert "all other machines are silent since" in pair.job().detail
+    pair.pass_time(60, "b", "c")
+    assert (pair.job().attempt, pair.job().detail) == (1, "")
+
+
+def test_no_node_is_lost_while_the_service_receives_no_calls(pair: World) -> None:
+    pair.presence.require_proofs()
+    pair.pass_time(700, "b")  # the calls of c find no free connection
+    assert pair.stages() == {Stage.run}
+    pair.presence.note_proof()
+    pair.pass_time(60, "b")  # one proof is none of the time after it
+    assert pair.stages() == {Stage.run}
+    pair.presence.note_proof()
+    pass_proven_time(pair, SILENCE - 1, "b")
+    assert pair.stages() == {Stage.run}
+    pass_proven_time(pair, 12, "b")
+    assert pair.stages() == {Stage.stop}
+
+
+def test_a_job_of_the_service_s_machine_outlasts_an_overloaded_service(world: World) -> None:
+    world.join("head", "b", machine_id="")
+    world.add()
+    world.tick()
+    world.run("head", "b")
+    world.presence.require_proofs()
+    world.pass_time(700)
+    assert world.stages("b") == {Stage.run}
+    world.presence.note_proof()
+    pass_proven_time(world, SILENCE + 2, "head")
+    assert world.stages("b") == {Stage.stop}
+
+
+def test_silence_counts_without_proofs_where_none_can_be_had(pair: World) -> None:
+    pair.presence.require_proofs()
+    pair.presence.require_no_proofs()
+    pair.pass_time(SILENCE + CALL_DUE, "b")
+    assert pair.stages() == {Stage.stop}
+
+
+def pass_proven_time(world: World, seconds: float, *reporting: str) -> None:
+    """`pass_time` of a service that answers its own calls."""
+    end = world.clock.now + seconds
+    while world.clock.now < end:
+        world.presence.note_proof()
+        world.pass_time(min(2.0, end - world.clock.now), *reporting)
+        world.presence.note_proof()
+
+
+def test_a_training_on_a_lost_node_is_not_replaced_before_another_node_can_take_it(world: World) -> None:
+    world.join("b")
+    world.join("c", labels={"fast": "no"})
+    world.add(nodes=1, resources={"labels": {"fast": "yes"}})
+    world.join("b", labels={"fast": "yes"})
+    world.tick()
+    world.run("b")
+    world.pass_time(700, "c")
+    assert world.stages("b") == {Stage.run}
+    assert "left alone: node b is silent since" in world.job().detail
+    world.pass_time(8, "b", "c")
+    assert (world.job().attempt, world.job().detail) == (1, "")
+    world.emit(STEP)
+    world.pass_time(60, "c")
+    world.join("d", labels={"fast": "yes"})
+    world.pass_time(8, "c", "d")
+    assert (world.stages("b"), world.job().attempt, world.job().device) == ({Stage.stop}, 2, "d/cpu")
+
+
+def test_the_result_of_a_training_that_ended_on_a_lost_node_is_awaited(world: World) -> None:
+    world.join("b", "c")
+    world.join("b", labels={"fast": "yes"})
+    world.add(nodes=1, resources={"labels": {"fast": "yes"}})
+    world.tick()
+    world.run("b")
+    world.exit("b", 0, shipped=False)
+    world.pass_time(700, "c")
+    assert world.stages("b") == {Stage.run}
+    world.emit(Finished(step=4))
+    world.exit("b", 0)
+    world.pass_time(4, "b", "c")
+    assert world.job().attempt == 1
+    assert world.stages("b") == {Stage.stop}
 
 
 def test_a_job_that_needs_the_service_s_machine_is_not_left_to_the_others(world: World) -> None:

@@ -20,6 +20,7 @@ from llama_stack_provider_trl_remote.nodes.identity import NodeError
 from llama_stack_provider_trl_remote.nodes.start import NodeSettings
 from llama_stack_provider_trl_remote.service import head_agent
 from llama_stack_provider_trl_remote.service.head_agent import address_for_ranks
+from llama_stack_provider_trl_remote.service.own_calls import own_url, trusting
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 
 pytestmark = pytest.mark.timeout(30)
@@ -93,7 +94,7 @@ def test_a_machine_without_a_network_names_the_setting(monkeypatch: pytest.Monke
     ],
 )
 def test_its_agent_calls_the_address_that_the_service_listens_on(host: str, expected: str) -> None:
-    assert head_agent._own_url(settings(host), 8322) == expected
+    assert own_url(settings(host), 8322) == expected
 
 
 def certificate(root: Path, name: str) -> tuple[Path, Path]:
@@ -113,7 +114,7 @@ def certificate(root: Path, name: str) -> tuple[Path, Path]:
 def test_its_agent_trusts_the_service_s_own_certificate_and_no_other(tmp_path: Path) -> None:
     ours, key = certificate(tmp_path, "head")
     theirs, _ = certificate(tmp_path, "other")
-    assert head_agent._own_url(settings(tls_cert=ours, tls_key=key), 8322) == "https://127.0.0.1:8322"
+    assert own_url(settings(tls_cert=ours, tls_key=key), 8322) == "https://127.0.0.1:8322"
 
     async def call(trusted: Path) -> None:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -125,7 +126,7 @@ def test_its_agent_trusts_the_service_s_own_certificate_and_no_other(tmp_path: P
         server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
         async with server:
             port = server.sockets[0].getsockname()[1]
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=head_agent._trusting(trusted))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting(trusted))
             assert await reader.read() == b""
             writer.close()
 

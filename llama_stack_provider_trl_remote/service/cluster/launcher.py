@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_stack_provider_trl.jobs.placement import is_remote
+from llama_stack_provider_trl.jobs.placement import place as placed
 from llama_stack_provider_trl.jobs.records import NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
@@ -105,6 +106,10 @@ class ClusterLauncher:
             return Observation(TaskState.running, detail=f"it ends on {left}")
         if following is AttemptState.ending:
             assert observed is not None
+            if observed.event is AttemptEvent.node_lost and self._may_train_on(parts):
+                silent = silent_since(self._cluster.presence.silence(parts[0].node))
+                waits = f"node {parts[0].node} is {silent} and may train on; no other node can take the job now"
+                return Observation(TaskState.running, detail=f"left alone: {waits}")
             self._stop(task.task_id, self._ending(task, parts, observed))
             return self.poll(task)
         if following is not state:
@@ -209,6 +214,15 @@ class ClusterLauncher:
                 )
             )
         return found
+
+    def _may_train_on(self, parts: Sequence[ReportedPart]) -> bool:
+        """Whether a training on one lost node is left alone: no other node would take it, so that a replacement gains
+        nothing. Ranks of several nodes cannot train without each other, and end themselves."""
+        (first, *others) = parts
+        if others or first.record.stage != Stage.run or not first.order.spec["job"].get("failover", True):
+            return False
+        queued = self._store.tasks.job_as_queued(first.record.job_uuid)
+        return not placed([queued], self._cluster.nodes(), self._store.holders())
 
     def _ending(self, task: TaskSpec, parts: Sequence[ReportedPart], observed: Observed) -> Observation:
         """The ending of an attempt, from the observation that ends it."""

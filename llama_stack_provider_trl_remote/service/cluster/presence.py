@@ -1,4 +1,7 @@
-"""Records the time of each node's last call."""
+"""Records the time of each node's last call.
+
+Silence counts only while this service was demonstrably able to receive a call: a service that is overloaded, out of
+connections or stopped receives none, and its nodes are as alive as before."""
 
 from __future__ import annotations
 
@@ -8,12 +11,16 @@ from datetime import UTC, datetime
 
 from .states import ABSENT, CALL_DUE, Contact, NodeState, node_state
 
-_GAP = 5.0
-"""Seconds between two reads after which this process itself was stopped, and missed calls are not the nodes' fault."""
+GAP = 5.0
+"""Seconds between two reads, or two proofs, after which this process itself was stopped or could not be reached: missed
+calls are not the nodes' fault."""
 
 
 class Presence:
     """Keeps the time of each node's last call in memory, at the earliest the start of the service.
+
+    From `require_proofs` on, silence counts up to the last `note_proof` only. A proof after GAP seconds starts the
+    clocks of all nodes again.
 
     Safe to share between threads.
 
@@ -25,6 +32,8 @@ class Presence:
         self._clock, self._own = clock, own
         self._calls: dict[str, float] = {}
         self._floor = self._read_at = self._others = self._others_again = clock()
+        self._proven: float | None = None
+        """Time of the last proof that this service receives calls; None: none is required."""
 
     def note_call(self, node: str) -> None:
         self._calls[node] = now = self._clock()
@@ -33,13 +42,31 @@ class Presence:
                 self._others_again = now
             self._others = now
 
-    def silence(self, node: str) -> float:
-        """Seconds since a node's last call, or since this process could receive one."""
+    def require_proofs(self) -> None:
+        """Count silence from now on only while proofs come."""
+        if self._proven is None:
+            self._proven = self._clock()
+
+    def require_no_proofs(self) -> None:
+        """Count silence without proofs: nothing can prove that this service receives calls."""
+        self._proven = None
+
+    def note_proof(self) -> None:
+        """Record that a call of this service was answered that takes the way of the nodes' calls."""
         now = self._clock()
-        if now - self._read_at > _GAP:
+        if self._proven is not None and now - self._proven > GAP:
+            self._floor = now
+        self._proven = now
+
+    def silence(self, node: str) -> float:
+        """Seconds since a node's last call, or since this service could receive one; what is not proven does not
+        count."""
+        now = self._clock()
+        if now - self._read_at > GAP:
             self._floor = now
         self._read_at = now
-        return now - max(self._calls.get(node, self._floor), self._floor)
+        until = now if self._proven is None else self._proven
+        return max(0.0, until - max(self._calls.get(node, self._floor), self._floor))
 
     def state(self, node: str) -> NodeState:
         """See `states.NODE_TRANSITIONS`."""

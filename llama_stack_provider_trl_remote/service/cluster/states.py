@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from ...wire import LEASE, POLL_SECONDS, SILENCE, Stage
+from ...wire import POLL_SECONDS, SILENCE, Stage
 
 CALL_DUE = 2 * POLL_SECONDS
 """Seconds within which every live node calls once."""
@@ -28,9 +28,10 @@ class NodeState(StrEnum):
     """It has not called since the service was started."""
     live = "live"
     unreachable = "unreachable"
-    """It has missed its deadline, and so have all others: the service's own network may be cut off."""
+    """It has missed its deadline, and so have all others: the service's own network may be cut off, and the node may
+    train on."""
     lost = "lost"
-    """It has missed its deadline while other nodes call, or its lease is over."""
+    """It has missed its deadline while other nodes call."""
 
 
 ABSENT = frozenset({NodeState.unreachable, NodeState.lost})
@@ -42,27 +43,15 @@ class NodeEvent(StrEnum):
 
     called = "called"
     missed = "missed"
-    """No call for `NODE_DEADLINES[live]`."""
+    """No call for SILENCE."""
     missed_alone = "missed_alone"
     """No call for that time, and another node has called since this one's call was due."""
-    expired = "expired"
-    """No call for `NODE_DEADLINES[unreachable]`: the agent has ended its tasks itself."""
 
 
-NODE_DEADLINES: dict[NodeState, float] = {
-    NodeState.awaited: SILENCE,
-    NodeState.live: SILENCE,
-    NodeState.unreachable: LEASE,
-}
-"""Seconds without a call after which a node leaves the state."""
 NODE_TRANSITIONS: dict[NodeState, dict[NodeEvent, NodeState]] = {
     NodeState.awaited: {NodeEvent.called: NodeState.live, NodeEvent.missed: NodeState.unreachable},
     NodeState.live: {NodeEvent.missed: NodeState.unreachable},
-    NodeState.unreachable: {
-        NodeEvent.called: NodeState.live,
-        NodeEvent.missed_alone: NodeState.lost,
-        NodeEvent.expired: NodeState.lost,
-    },
+    NodeState.unreachable: {NodeEvent.called: NodeState.live, NodeEvent.missed_alone: NodeState.lost},
     NodeState.lost: {NodeEvent.called: NodeState.live},
 }
 
@@ -89,12 +78,10 @@ def node_state(contact: Contact) -> NodeState:
 def _node_events(contact: Contact) -> Iterable[NodeEvent]:
     if contact.has_called:
         yield NodeEvent.called
-    if contact.silence > NODE_DEADLINES[NodeState.live]:
+    if contact.silence > SILENCE:
         yield NodeEvent.missed
         if contact.others_after > CALL_DUE:
             yield NodeEvent.missed_alone
-    if contact.silence > NODE_DEADLINES[NodeState.unreachable]:
-        yield NodeEvent.expired
 
 
 class AttemptState(StrEnum):
@@ -255,8 +242,8 @@ def _observations(state: AttemptState, parts: Sequence[PartState], on_head: bool
 
 
 def is_missed(part: PartState, on_head: bool) -> bool:
-    """Whether a part's node is lost for the attempt. While the service itself may be cut off, it waits until the agents
-    have ended their tasks. A node without rank 0 that has exited is not needed any more."""
+    """Whether a part's node is lost for the attempt. While the service itself may be cut off, its nodes may train on,
+    and none counts as lost. A node without rank 0 that has exited is not needed any more."""
     if part.gone or (part.has_exited and part.node_rank):
         return False
     return part.node in (ABSENT if on_head else {NodeState.lost})
