@@ -77,6 +77,11 @@ class LimitReached(TrlError, RuntimeError):
     status_code = 429
     """As `StoreError`'s."""
 
+    def __init__(self, message: str, retry_after: int = 30) -> None:
+        self.retry_after = retry_after
+        """Seconds after which it may succeed."""
+        super().__init__(message)
+
 
 class StoreError(TrlError, RuntimeError):
     """Raised when the job database or a dataset cannot be opened or written; names the file and the reason."""

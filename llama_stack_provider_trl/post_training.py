@@ -35,6 +35,7 @@ from .stack.responses import (
     artifacts_response,
     status_response,
 )
+from .system.offload import CostlyWork, in_work_thread, serving
 
 
 class TrlPostTraining(SubmittingCalls):
@@ -48,6 +49,7 @@ class TrlPostTraining(SubmittingCalls):
         self.settings = config.resolving(
             tuple(devices), model_roots=config.model_roots or None, train_python=config.train_python
         )
+        self.work = CostlyWork()
         self.store = Store(config.data_dir / DATABASE)
         self.python = str(config.train_python) if config.train_python else None
         self.launcher = LocalLauncher(
@@ -81,6 +83,7 @@ class TrlPostTraining(SubmittingCalls):
         await asyncio.to_thread(self.supervisor.stop)
         await asyncio.to_thread(self.exporter.stop)
         await asyncio.to_thread(self.launcher.close)
+        self.work.close()
         self.store.close()
 
     @answers_clearly
@@ -121,7 +124,11 @@ class TrlPostTraining(SubmittingCalls):
     async def _submit(self, request: Request) -> PostTrainingJob:
         """Answer only when the job is stored: nothing can lose it afterwards."""
         options = ProviderOptions.parse(self._trl_options())
-        if await submit(request, options, request.digest(options), self.settings, self.store, self._dataset):
+        digest = request.digest(options)
+        # Llama Stack does not name its callers to us: they are one, with few threads, none of which it needs itself.
+        with serving(self.work, ""):
+            is_new = await submit(request, options, digest, self.settings, self.store, self._dataset)
+        if is_new:
             self.supervisor.wake()
         return PostTrainingJob(job_uuid=request.job_uuid)
 
@@ -131,4 +138,4 @@ class TrlPostTraining(SubmittingCalls):
         rows = await read_rows(self.deps, dataset_id)
         # In a thread: 10,000 rows take a third of a second, and other requests should not wait for them.
         directory = self.settings.data_dir / "datasets"
-        return await asyncio.to_thread(keep_rows, directory, dataset_id, rows, use, data_format)
+        return await in_work_thread(keep_rows, directory, dataset_id, rows, use, data_format)

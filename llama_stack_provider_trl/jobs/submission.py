@@ -40,6 +40,7 @@ from ..specs.row_verdicts import check_within
 from ..specs.rows import UNREAD
 from ..system.files import put_lines, put_rows
 from ..system.limited import Limited
+from ..system.offload import in_work_thread
 from .bases import find_base
 from .harness import with_task_files
 from .merges import after_all, bases_of, beside_judges, jobs_of, no_rows
@@ -52,8 +53,8 @@ from .searches import NewTrial
 from .store import NewJob, Store
 from .teachers import with_teacher
 
-_ROW_CHECKS = Limited(seconds=120, memory=1 << 30, wait=60.0)
-"""For the rows of a dataset of Llama Stack: one at a time is in memory."""
+_ROW_CHECKS = Limited(seconds=120, memory=1 << 30)
+"""For the rows of a dataset of Llama Stack."""
 _copying: WeakValueDictionary[tuple[Path, str], asyncio.Lock] = WeakValueDictionary()
 
 
@@ -124,7 +125,7 @@ async def submit(
     # Checked first: a repeated POST returns its job even if its model or dataset is gone by now.
     if store.holds(request.job_uuid, digest):
         return False
-    if (search := await asyncio.to_thread(resolve_search, request, options)) is not None:
+    if (search := await in_work_thread(resolve_search, request, options)) is not None:
         if options.evaluate is not None:
             hint = "a search is no model: leave it out, and evaluate the result with a job of its own, model job:NAME"
             raise InvalidRequest(EVALUATE, options.evaluate, hint)
@@ -132,13 +133,13 @@ async def submit(
     job = await resolved(request, options, settings, datasets, store, work, models=models)
     evaluation = await _resolved_evaluation(job.spec, options, settings, datasets, store)
     if job.spec.resume_from is None:
-        return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner, evaluation, admit)
+        return await in_work_thread(_stored, job, digest, store, settings.data_dir, owner, evaluation, admit)
     # One at a time: a POST that is repeated after a timeout of its client finds what the first one has stored, and does
     # not copy a large checkpoint again.
     async with _copying.setdefault((store.path, job.spec.job_uuid), asyncio.Lock()):
         if store.holds(job.spec.job_uuid, digest):
             return False
-        return await asyncio.to_thread(_stored, job, digest, store, settings.data_dir, owner, evaluation, admit)
+        return await in_work_thread(_stored, job, digest, store, settings.data_dir, owner, evaluation, admit)
 
 
 async def submit_search(
@@ -177,14 +178,14 @@ async def submit_search(
         job = jobs.pop() if jobs else await job_of(trial)
         spec = search.trial_spec(trial, job.spec, first)
         trials.append((NewTrial(trial.number, trial.values), _new(job._replace(spec=spec), f"{digest}:{trial.number}")))
-    if search.probes and (taken := set(search.names(job_uuid)) & set(await asyncio.to_thread(store.names))):
-        if await asyncio.to_thread(store.holds, job_uuid, digest):
+    if search.probes and (taken := set(search.names(job_uuid)) & set(await in_work_thread(store.names))):
+        if await in_work_thread(store.holds, job_uuid, digest):
             return False  # the same POST, sent again meanwhile, has stored them
         raise digest_conflict(min(taken))
     own = search.own_spec(job_uuid, first, probed)
     warnings = list(dict.fromkeys(message for _, job in trials for message in job.warnings))
     by = owner or Submitter()
-    return await asyncio.to_thread(store.add_search, NewJob(own, digest, warnings), trials, by.name, by.max_waiting)
+    return await in_work_thread(store.add_search, NewJob(own, digest, warnings), trials, by.name, by.max_waiting)
 
 
 def _new(job: ResolvedJob, digest: str) -> NewJob:
@@ -242,31 +243,31 @@ async def resolved(
         StoreError: the rows cannot be stored.
     """
     if store is not None:
-        named = await asyncio.to_thread(find_base, request, store)
+        named = await in_work_thread(find_base, request, store)
     if work is not None:
-        work = await asyncio.to_thread(with_task_files, with_engine(work, settings), settings)
+        work = await in_work_thread(with_task_files, with_engine(work, settings), settings)
         options, settings = for_work(request, options, settings, named, work)
     # Models, adapters and installed packages are read: none of that may hold up other requests.
     makers = [job.job_uuid for job in jobs_of(work, models or [])]
-    resolution = await asyncio.to_thread(resolve, request, options, settings, named, makers)
-    fields = await asyncio.to_thread(with_reward_models, resolution.fields, options, settings, store)
-    fields = await asyncio.to_thread(with_teacher, fields, options, settings, store)
+    resolution = await in_work_thread(resolve, request, options, settings, named, makers)
+    fields = await in_work_thread(with_reward_models, resolution.fields, options, settings, store)
+    fields = await in_work_thread(with_teacher, fields, options, settings, store)
     resolution = replace(resolution, fields=fields)
-    await asyncio.to_thread(refuse_foreign, settings.data_dir, resolution.fields["checkpoint_dir"])
+    await in_work_thread(refuse_foreign, settings.data_dir, resolution.fields["checkpoint_dir"])
     answering = answering_of(work)
     use: RowUse = "prompts" if answering is not None else resolution.fields["algorithm"]
     data_format: DataFormat | None = resolution.fields["data_format"]
     if harness_of(work) is None:
         dataset, warnings = await datasets(resolution.dataset_id, use, data_format)
     else:
-        dataset, warnings = await asyncio.to_thread(no_rows, settings.data_dir / "datasets"), []
+        dataset, warnings = await in_work_thread(no_rows, settings.data_dir / "datasets"), []
     if isinstance(answering, CheckedAnswering):
-        await asyncio.to_thread(refuse_unchecked_rows, dataset, answering.checks)
+        await in_work_thread(refuse_unchecked_rows, dataset, answering.checks)
         warnings = [message for message in warnings if not message.startswith(UNREAD)]  # which checks may read
     await _check_custom(resolution, dataset, use)
-    await asyncio.to_thread(_check_rewards, resolution.fields.get("method"), dataset)
+    await in_work_thread(_check_rewards, resolution.fields.get("method"), dataset)
     if resolution.shard is not None:
-        dataset = await asyncio.to_thread(shard_of, dataset, resolution.shard, store)
+        dataset = await in_work_thread(shard_of, dataset, resolution.shard, store)
     validation = None
     if resolution.validation_dataset_id is not None:
         validation, more = await datasets(resolution.validation_dataset_id, use, data_format)
@@ -277,7 +278,7 @@ async def resolved(
         split = Split(dataset.sha256, resolution.train_share, resolution.fields["seed"])
         splits = {} if splits is None else splits
         if split not in splits:
-            splits[split] = await asyncio.to_thread(split_rows, dataset, split.share, split.seed)
+            splits[split] = await in_work_thread(split_rows, dataset, split.share, split.seed)
         dataset, validation = splits[split]
     spec = resolution.spec(dataset, validation)
     if work is not None:
@@ -294,7 +295,7 @@ async def _check_custom(resolution: Resolution, dataset: DatasetRef, use: RowUse
     if dataset.of_job is not None:
         return  # the training checks them
     try:
-        await asyncio.to_thread(refuse_custom_rows, method, dataset, use, resolution.fields["data_format"])
+        await in_work_thread(refuse_custom_rows, method, dataset, use, resolution.fields["data_format"])
     except MethodUnavailable as error:
         raise InvalidRequest("algorithm_config.type", getattr(method, "type", None), str(error)) from error
 
@@ -319,8 +320,8 @@ async def _resolved_evaluation(
     given = ProviderOptions(cancel_with=True, **{name: value for name, value in own.items() if value is not None})
     try:
         body = evaluation_after(job.job_uuid, options.evaluate)
-        models = await asyncio.to_thread(bases_of, body, settings, store)
-        work = await asyncio.to_thread(body.work, models)
+        models = await in_work_thread(bases_of, body, settings, store)
+        work = await in_work_thread(body.work, models)
         request, named = body.as_training(), NamedJob(job, False, ())
         options = body.with_options(given)
         return await resolved(request, options, settings, datasets, None, work, models=models, named=named)

@@ -1,7 +1,7 @@
 """Calls functions in other processes, within limits of time and memory: for what a request may make large.
 
 `call_server` has them called. It starts with the first call (0.3 s), and forks for each: 5 ms. Linux limits memory,
-macOS only time.
+macOS only time. How many calls run at once, and whose CPU time they use, is decided by `offload`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from typing import Any
 
 from ..errors import LimitReached
 from .call_server import LARGEST_ORDER, RECEIVED, SIZE, CallEnding, CallOrder, LimitedCall, program
+from .offload import CpuBudget, charged_budget
 from .process import child_environment
 
 _CHUNK = 1 << 16
-AT_ONCE = 2
-"""Calls of one `Limited` at a time."""
 _MOST_FOUND = 32 << 20
 """Bytes of what a function yields: this process holds them."""
 _WALL = 3
@@ -64,17 +63,15 @@ class TooLate(LimitReached):
 
 
 class Limited:
-    """Calls functions, a few at a time.
+    """Calls functions.
 
     Args:
         seconds: of CPU time that a call may take.
         memory: bytes that it may allocate.
-        wait: seconds that a call waits for a place. It waits in a thread that other requests may need.
     """
 
-    def __init__(self, seconds: int, memory: int, wait: float = 0.5) -> None:
-        self.seconds, self.memory, self._wait = seconds, memory, wait
-        self._places = threading.BoundedSemaphore(AT_ONCE)
+    def __init__(self, seconds: int, memory: int) -> None:
+        self.seconds, self.memory = seconds, memory
 
     @property
     def wall_seconds(self) -> float:
@@ -96,22 +93,19 @@ class Limited:
 
         Raises:
             LimitExceeded: it takes more than the limits allow, or yields more than 32 MiB.
-            LimitReached: too many other calls run, or the machine is too busy or short of memory for this one; where
-                it has not ended in time, a TooLate.
+            LimitReached: the caller whose request orders it has used its CPU time, or the machine is too busy or short
+                of memory; where it has not ended in time, a TooLate.
             OSError: there can be no further process.
-            RuntimeError: it raised an exception.
+            RuntimeError: it raised an exception, or a request orders it outside of `offload.in_work_thread`.
         """
+        if (budget := charged_budget()) is not None:
+            budget.require()
         order = pickle.dumps(CallOrder(tuple(map(str, sys.path)), function.__module__, before))
         if len(order) > LARGEST_ORDER:
             raise ValueError(f"an order has {len(order)} bytes, at most {LARGEST_ORDER} are expected")
         request = pickle.dumps(LimitedCall(partial(function, *arguments), self.seconds, self.memory))
-        if not self._places.acquire(timeout=self._wait):
-            raise LimitReached("too many requests are being checked: send it again later")
-        try:
-            lines, is_late = self._called(order, request)
-        finally:
-            self._places.release()
-        return self._found(lines, is_late)
+        lines, is_late = self._called(order, request)
+        return self._found(lines, is_late, budget)
 
     def _called(self, order: bytes, request: bytes) -> tuple[list[bytes], bool]:
         """What comes back, and whether it took too long. A server may have ended, as it does without calls, or be
@@ -130,8 +124,10 @@ class Limited:
             )
         raise LimitReached(_TOO_BUSY)
 
-    def _found(self, lines: list[bytes], is_late: bool) -> list[Any]:
+    def _found(self, lines: list[bytes], is_late: bool, budget: CpuBudget | None) -> list[Any]:
         if is_late:
+            if budget is not None:
+                budget.charge(self.seconds)  # not known: the most that it may have used
             raise TooLate(_TOO_BUSY)
         written = []
         for line in lines:
@@ -143,6 +139,8 @@ class Limited:
         if not reported:
             raise LimitReached(_TOO_BUSY)  # the server or the keeper was killed
         ending = CallEnding(**reported)
+        if budget is not None:
+            budget.charge(ending.cpu_seconds)
         found: list[Any] = [None] * ending.values
         for number, value in (line for line in written if isinstance(line, list)):
             found[number : number + 1] = [value]  # the last one may not be counted yet

@@ -3,7 +3,6 @@ test."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import secrets
@@ -47,6 +46,7 @@ from llama_stack_provider_trl.specs.custom import log_unusable_methods
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
 from llama_stack_provider_trl.specs.kinds import ROWS, GenerateSpec, Work
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
+from llama_stack_provider_trl.system.offload import in_work_thread
 from llama_stack_provider_trl.system.process import usable_cpus
 
 from ..nodes.identity import machine_id, versions
@@ -105,7 +105,11 @@ class Service(StoredJobs):
         self.isolation = isolate(settings.isolation, [settings.data_dir], [config, settings.tls_key])
         self.blobs = Blobs(settings, self.isolation)
         registration = Registration(
-            self.blobs.directory, settings.max_rows, settings.convert_timeout, self.blobs.check_space
+            self.blobs.directory,
+            settings.max_rows,
+            settings.convert_timeout,
+            self.blobs.check_space,
+            per_caller=1 if settings.credentials else None,
         )
         super().__init__(settings, Bodies(registration))
         self.limits = Limits.of(settings.max_training_memory_gb, settings.max_training_processes)
@@ -274,8 +278,8 @@ class Service(StoredJobs):
         if isinstance(body, GenerateBody):
             work: Work = body.work()
         else:
-            models = await asyncio.to_thread(bases_of, body, self.for_jobs, self.store)
-            work = await asyncio.to_thread(body.work, models)
+            models = await in_work_thread(bases_of, body, self.for_jobs, self.store)
+            work = await in_work_thread(body.work, models)
         admit = partial(self._check_output, work)
         admit()
         owner = Submitter(caller.name, caller.limits.max_queued_jobs)
@@ -298,7 +302,7 @@ class Service(StoredJobs):
         self, dataset_id: str, use: RowUse, data_format: DataFormat | None
     ) -> tuple[DatasetRef, list[str]]:
         """The rows of a job that reads none."""
-        return await asyncio.to_thread(no_rows, self.blobs.directory), []
+        return await in_work_thread(no_rows, self.blobs.directory), []
 
     def _options(self, given: object, caller: Caller) -> ProviderOptions:
         options = ProviderOptions.parse(given)
@@ -356,7 +360,7 @@ class Service(StoredJobs):
         """
 
         async def rows(dataset_id: str, use: RowUse, data_format: DataFormat | None) -> tuple[DatasetRef, list[str]]:
-            if promised := await asyncio.to_thread(promised_rows, dataset_id, use, self.store):
+            if promised := await in_work_thread(promised_rows, dataset_id, use, self.store):
                 return promised, []
             if dataset_id in digests:
                 return await self.datasets.fetch_blob(dataset_id, digests[dataset_id], use, data_format)

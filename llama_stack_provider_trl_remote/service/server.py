@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from llama_stack_provider_trl.errors import TrlError
 from llama_stack_provider_trl.jobs.database import private_data_dir
 from llama_stack_provider_trl.system.console import complain, show_lines
 from llama_stack_provider_trl.system.logs import DIRECTORY, SERVICE_LOG, start_logging
+from llama_stack_provider_trl.system.offload import CallThreads
 from llama_stack_provider_trl.system.process import FileLock, hide_from_other_processes
 
 from ..nodes.load import LoadMeter
@@ -60,7 +60,7 @@ def serve(settings: ServiceSettings, config: Path | None = None) -> int:
 
 async def _serve(settings: ServiceSettings, config: Path | None, listener: socket.socket) -> None:
     # Each thread that reads the job store has a connection of its own, with its cache.
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "trl-service"))
+    asyncio.get_running_loop().set_default_executor(CallThreads(_THREADS, "trl-service"))
     service = Service(settings, config)
     if settings.isolation != "off" and not service.isolation.how:
         hide_from_other_processes()

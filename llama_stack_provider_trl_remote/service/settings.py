@@ -201,6 +201,9 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     max_connections: int | None = Field(None, ge=8, le=60_000)
     """Connections at a time; null: three quarters of the open files that the process may have beyond a reserve of
     256, 4096 at most."""
+    check_cpu_seconds: float = Field(20.0, gt=0, le=10**6)
+    """CPU seconds per minute that checks of patterns, schemas, rows, tokenizers and packages' methods may take for the
+    requests of one token; more is a 429. Without tokens there is no limit."""
     convert_timeout: float = Field(600.0, gt=0)
     """Seconds that reading a dataset from a uri, or checking a large one, may take."""
     reader_memory_mb: int = Field(2048, ge=512)

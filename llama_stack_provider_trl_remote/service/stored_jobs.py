@@ -16,6 +16,7 @@ from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse, status_response
 from llama_stack_provider_trl.system.files import resolve_under, set_aside
+from llama_stack_provider_trl.system.offload import CostlyWork
 
 from .http.bodies import QueueResponse
 from .http.received import Bodies
@@ -26,6 +27,10 @@ from .views.events import Feeds
 from .views.queue import queue_page
 
 log = logging.getLogger(__name__)
+_THREADS, _THREADS_OF_A_TOKEN = 4, 2
+"""For costly work: checks of requests and rows, registrations, the start of preflights."""
+_QUEUE_OF_A_TOKEN, _QUEUE = 64, 1024
+"""Requests with costly work that a token may have at once; and the only caller of a service without tokens."""
 
 
 class StoredJobs:
@@ -43,6 +48,7 @@ class StoredJobs:
     def __init__(self, settings: ServiceSettings, bodies: Bodies | None = None) -> None:
         self.settings = settings
         self.store = Store(settings.data_dir / DATABASE)
+        self.work = _costly_work(settings)
         self.digests = Digests()
         self.feeds = Feeds(self.store)
         self.bodies = bodies or Bodies()
@@ -51,6 +57,7 @@ class StoredJobs:
 
     def close(self) -> None:
         """Close the database, and end what threads do here."""
+        self.work.close()
         self.digests.close()
         self.bodies.close()
         self.store.close()
@@ -111,3 +118,9 @@ class StoredJobs:
         for aside in filter(None, asides):
             shutil.rmtree(aside, ignore_errors=True)
         log.info("job %s: deleted%s", job_uuid, ", with its checkpoints" if checkpoints else "")
+
+
+def _costly_work(settings: ServiceSettings) -> CostlyWork:
+    if not settings.credentials:  # there is one caller, whom nobody else waits for
+        return CostlyWork(_THREADS, _THREADS, _QUEUE)
+    return CostlyWork(_THREADS, _THREADS_OF_A_TOKEN, _QUEUE_OF_A_TOKEN, settings.check_cpu_seconds)

@@ -375,21 +375,6 @@ def test_a_server_that_ignores_its_children_gets_what_they_found() -> None:
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_few_calls_run_at_once_and_the_others_are_refused_for_now() -> None:
-    calls = Limited(1, 64 << 20, wait=0.2)
-
-    def call(_: int) -> str:
-        try:
-            calls.call(_all_time)
-        except (LimitExceeded, LimitReached) as error:
-            return type(error).__name__
-        return ""
-
-    with ThreadPoolExecutor(5) as pool:
-        assert sorted(pool.map(call, range(5))) == ["LimitExceeded"] * 2 + ["LimitReached"] * 3
-    assert calls.call(_echo, 1) == [1]
-
-
 def _files() -> Iterator[list[str]]:
     yield sorted(os.listdir("/proc/self/fd"), key=int)
 

@@ -24,7 +24,8 @@ from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
 from llama_stack_provider_trl.specs.row_verdicts import RowsVerdict, check_within
 from llama_stack_provider_trl.system.files import atomic_write_json, free_bytes, touched
-from llama_stack_provider_trl.system.limited import AT_ONCE, Limited
+from llama_stack_provider_trl.system.limited import Limited
+from llama_stack_provider_trl.system.offload import FairSlots, in_work_thread
 from llama_stack_provider_trl.system.process import child_environment
 
 from ..http.errors import TooLarge
@@ -54,8 +55,7 @@ class Blobs:
         self._isolation = isolation
         self.directory = settings.data_dir / "datasets"
         self._settings = settings
-        self._children = asyncio.Semaphore(_CHILDREN)
-        self._forks = asyncio.Semaphore(AT_ONCE)
+        self._children = FairSlots(_CHILDREN, 1 if settings.credentials else _CHILDREN)
         self._small = Limited(_SMALL_S, settings.reader_memory_mb << 20)
         self._checking: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()
         """Of the files that are checked at the moment."""
@@ -90,11 +90,11 @@ class Blobs:
                 raise InvalidRequest(
                     "sha256", sha256, f"the digest of the body is {found}: nothing was kept, send it again"
                 )
-            await asyncio.to_thread(self.keep, file, sha256)
+            await in_work_thread(self.keep, file, sha256)
 
     async def count(self, sha256: str) -> int:
         """Number of rows that are stored under a digest."""
-        return await asyncio.to_thread(_count_lines, self.path(sha256))
+        return await in_work_thread(_count_lines, self.path(sha256))
 
     async def convert(self, uri: str, file: int | None = None) -> tuple[str, int]:
         """Store the rows of a file or a hub dataset; returns their digest and number.
@@ -118,7 +118,7 @@ class Blobs:
             if "error" in answer:
                 raise InvalidRows(answer["error"])
             rows = staging / f"{answer['sha256']}.jsonl"
-            await asyncio.to_thread(self.keep, rows, answer["sha256"])
+            await in_work_thread(self.keep, rows, answer["sha256"])
             return answer["sha256"], answer["num_rows"]
 
     async def checked(
@@ -135,10 +135,10 @@ class Blobs:
         # One check at a time: a repeated POST, of a client that has waited too long, reuses the first one's verdict.
         lock = self._checking.setdefault(kept, asyncio.Lock())
         async with lock:
-            verdict = await asyncio.to_thread(_read_verdict, kept)
+            verdict = await in_work_thread(_read_verdict, kept)
             if verdict is None:
                 verdict = await self._check(path, use, data_format)
-                await asyncio.to_thread(atomic_write_json, kept, {"version": __version__, **verdict})
+                await in_work_thread(atomic_write_json, kept, {"version": __version__, **verdict})
         if verdict["error"] is not None:
             raise InvalidRows(f"dataset {dataset_id!r}, {verdict['error']}")
         ref = DatasetRef(dataset_id=dataset_id, path=path, sha256=sha256, num_rows=verdict["num_rows"])
@@ -151,8 +151,7 @@ class Blobs:
 
     async def _check(self, path: Path, use: RowUse, data_format: DataFormat | None) -> RowsVerdict:
         if path.stat().st_size <= _SMALL:
-            async with self._forks:
-                return await asyncio.to_thread(check_within, self._small, path, use, data_format)
+            return await in_work_thread(check_within, self._small, path, use, data_format)
         answer = await self._child(Path("/"), "check", str(path), use, data_format or "", read=[path])
         if "num_rows" not in answer:  # a failure of the reader, and no verdict about the rows: not to be kept
             raise InvalidRows(answer["error"])
@@ -203,7 +202,7 @@ class Blobs:
         command = self._isolation.command(
             [*argv, str(memory), *map(str, given)], cwd, environment, read=read, write=write, keep=given
         )
-        async with self._children:
+        async with self._children.taken():
             try:
                 done = await run(command, cwd=cwd, environ=environment, limit=limit, descriptors=given)
             except TimeoutError as error:

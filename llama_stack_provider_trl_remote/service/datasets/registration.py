@@ -8,7 +8,6 @@ parses a body of POST /v1/datasets, stores its rows below DIRECTORY and prints o
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
 import logging
@@ -26,6 +25,7 @@ from pydantic import ValidationError
 
 from llama_stack_provider_trl.errors import InvalidRows
 from llama_stack_provider_trl.system.files import put_rows
+from llama_stack_provider_trl.system.offload import FairSlots
 from llama_stack_provider_trl.system.process import child_environment, die_with_parent
 
 from ..http.bodies import RegisterDataset, RowsSource
@@ -61,12 +61,20 @@ class Registration:
     Args:
         directory: for the files, on the file system of the stored rows.
         check_space: raises OSError where that many more bytes would leave too little space.
+        per_caller: children of one caller at once; None: all.
     """
 
-    def __init__(self, directory: Path, max_rows: int, timeout: float, check_space: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        max_rows: int,
+        timeout: float,
+        check_space: Callable[[int], None],
+        per_caller: int | None = None,
+    ) -> None:
         self._directory, self._max_rows, self._timeout = directory, max_rows, timeout
         self._check_space = check_space
-        self._children = asyncio.Semaphore(_CHILDREN)
+        self._children = FairSlots(_CHILDREN, per_caller or _CHILDREN)
         self._spools = BodyMemory(_SPOOLED)
 
     @asynccontextmanager
@@ -92,7 +100,7 @@ class Registration:
             HTTPException: the message that a small body would get; 507, the disk is full.
             JSONDecodeError.
         """
-        async with self._children:
+        async with self._children.taken():
             self._require_space(file.stat().st_size)  # its rows take about the same space again
             found = await self._child(file)
         if "not_json" in found:

@@ -26,6 +26,7 @@ from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
 from llama_stack_provider_trl.specs.kinds import OF_JOB
 from llama_stack_provider_trl.system.beneath import open_beneath
 from llama_stack_provider_trl.system.files import atomic_write_json, open_regular, put_lines, put_rows
+from llama_stack_provider_trl.system.offload import in_work_thread
 
 from ..http.bodies import BlobSource, Dataset, RegisterDataset, RowsSource, UriSource
 from ..http.errors import Conflict, NotFound, TooLarge
@@ -125,7 +126,7 @@ class DatasetRegistry:
             hint = f"{OF_JOB}NAME means the rows that the job NAME makes: choose another name"
             raise InvalidRequest("dataset_id", body.dataset_id, hint)
         entry = (await self._entry(body, stored)).model_copy(update={"created_by": created_by})
-        known = await asyncio.to_thread(self._claim, entry)
+        known = await in_work_thread(self._claim, entry)
         if known is None:
             return shown(entry)
         if _content(known) != _content(entry):
@@ -238,7 +239,7 @@ class DatasetRegistry:
         Raises:
             InvalidRequest: no such dataset, it cannot be read any more, or a row cannot be trained on.
         """
-        entry = await asyncio.to_thread(self._read, dataset_id)
+        entry = await in_work_thread(self._read, dataset_id)
         if entry is None:
             hint = "no dataset of this name is registered here: POST /v1/datasets registers one"
             raise InvalidRequest(FIELD, dataset_id, hint)
@@ -270,18 +271,18 @@ class DatasetRegistry:
         match body.source:
             case RowsSource() if stored is not None:
                 sha256, num_rows = stored.sha256, stored.num_rows
-                await asyncio.to_thread(self._keep, body.dataset_id, stored)
+                await in_work_thread(self._keep, body.dataset_id, stored)
                 source = RowsSource(type="rows", rows=[])
             case RowsSource(rows=rows):
                 self._blobs.check_count(len(rows))
-                sha256, num_rows = await asyncio.to_thread(self._put, body.dataset_id, rows)
+                sha256, num_rows = await in_work_thread(self._put, body.dataset_id, rows)
                 source = RowsSource(type="rows", rows=[])
             case BlobSource(sha256=digest):
                 if not self._blobs.holds(digest):
                     raise InvalidRequest("source.sha256", digest, "PUT the rows to /v1/blobs/{sha256} first")
                 sha256 = digest
             case UriSource(uri=uri):
-                with await asyncio.to_thread(self._readable, uri):
+                with await in_work_thread(self._readable, uri):
                     pass
         dataset = Dataset(
             identifier=body.dataset_id,
@@ -309,8 +310,8 @@ class DatasetRegistry:
 
     async def _current(self, entry: Entry, uri: str) -> Entry:
         """The entry with the current rows of its uri."""
-        with await asyncio.to_thread(self._readable, uri) as found:
-            known = await asyncio.to_thread(self._read, entry.dataset.identifier) or entry
+        with await in_work_thread(self._readable, uri) as found:
+            known = await in_work_thread(self._read, entry.dataset.identifier) or entry
             if known.sha256 and known.stamp == found.stamp and self._blobs.holds(known.sha256):
                 return known
             try:
@@ -318,7 +319,7 @@ class DatasetRegistry:
             except InvalidRows as error:
                 raise InvalidRows(f"dataset {entry.dataset.identifier!r} ({uri}), {error}") from error
         current = known.model_copy(update={"sha256": sha256, "num_rows": num_rows, "stamp": found.stamp})
-        await asyncio.to_thread(self._replace, known, current)
+        await in_work_thread(self._replace, known, current)
         return current
 
     def _replace(self, known: Entry, current: Entry) -> None:

@@ -96,7 +96,7 @@ _MEANING = {
     410: "The task is not this node's, not current, or was ordered to stop: end it",
     413: "Over a limit of size",
     416: "The range begins beyond the end of the file",
-    429: "Too many requests, wrong tokens or waiting jobs; Retry-After is the number of seconds to wait",
+    429: "A limit is reached: requests, wrong tokens, waiting jobs, CPU time of checks; wait for Retry-After seconds",
     500: "A bug, or a database that cannot be used",
     503: "Busy, or out of file descriptors: send it again after Retry-After seconds",
     507: "The disk is full",
@@ -171,7 +171,7 @@ async def _ours(request: Request, error: Exception) -> Response:
         log.error("%s %s: %s", request.method, request.url.path, error)
     headers = {"Content-Range": f"bytes */{error.size}"} if isinstance(error, OutOfRange) else None
     if isinstance(error, LimitReached):
-        headers = {"Retry-After": "30"}
+        headers = {"Retry-After": str(error.retry_after)}
     if isinstance(error, WrongOffset):
         headers = {"Upload-Offset": str(error.offset)}
     return answer(status, str(error), headers)

@@ -10,7 +10,6 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -18,6 +17,8 @@ from typing import Any, BinaryIO, Protocol
 from fastapi import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+
+from llama_stack_provider_trl.system.offload import CallThreads
 
 MIB = 1 << 20
 SMALL = 64 << 10
@@ -124,7 +125,7 @@ class Received(Request):
         caller: str,
         limit: int,
         memory: BodyMemory,
-        parser: ThreadPoolExecutor,
+        parser: CallThreads,
         rows: RowParser | None,
     ) -> None:
         super().__init__(request.scope, request.receive, request._send)
@@ -230,7 +231,7 @@ class Bodies:
         self._rows = rows
         # Apart, so that clients cannot keep nodes from reporting.
         self._of_users, self._of_nodes = BodyMemory(), BodyMemory()
-        self._parser = ThreadPoolExecutor(1, "trl-json")
+        self._parser = CallThreads(1, "trl-json")
 
     def receive(self, request: Request, caller: str, limit: int, *, of_node: bool, has_rows: bool) -> Received:
         """A request with a body of at most `limit` bytes."""

@@ -19,6 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.tokens import UNLIMITED, Role, TokenLimits
+from llama_stack_provider_trl.system.offload import serving
 
 from ..http.received import Bodies, Received, bounded
 from ..settings import ServiceSettings
@@ -255,6 +256,10 @@ class GuardedRoute(APIRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller: Caller = scope[CALLER]
+        with serving(scope["app"].state.service.work, caller.name, of_node=caller.role == "node"):
+            await self._handle(caller, scope, receive, send)
+
+    async def _handle(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
         scope[ROUTE] = _template(scope["path"], self.path)
         if scope["method"] not in (self.methods or ()):
             if self.access.roles:

@@ -9,7 +9,6 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +17,7 @@ from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.specs.checkpoint_files import is_directory
 from llama_stack_provider_trl.stack.responses import checkpoint_response
 from llama_stack_provider_trl.system.files import file_names, open_in, open_regular, resolve_under
+from llama_stack_provider_trl.system.offload import CallThreads
 
 from ...wire import GIVEN
 from ..http.bodies import CheckpointFile, CheckpointFiles
@@ -34,7 +34,7 @@ class Digests:
 
     def __init__(self) -> None:
         # Separate threads: reading the weights of a large model takes minutes, and other calls need threads meanwhile.
-        self.threads = ThreadPoolExecutor(2, "trl-digests")
+        self.threads = CallThreads(2, "trl-digests")
         self._closed = False
         self._known: OrderedDict[tuple[int, int, int, int, int], str] = OrderedDict()
         self._lock = threading.Lock()

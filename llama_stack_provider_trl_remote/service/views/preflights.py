@@ -16,6 +16,7 @@ from llama_stack_provider_trl.specs.events import Failed, Preflighted, Previewed
 from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec
 from llama_stack_provider_trl.specs.preflight import PreflightSpec, PreviewSpec
 from llama_stack_provider_trl.system.files import RunDir, atomic_write, free_bytes, tail
+from llama_stack_provider_trl.system.offload import FairSlots, in_work_thread
 from llama_stack_provider_trl.system.process import machine_memory
 
 from ..settings import ServiceSettings
@@ -35,7 +36,7 @@ class Preflights:
         self._device = device
         self._max_ranks = max_ranks
         self._directory = settings.data_dir / "preflights"
-        self._places = asyncio.Semaphore(_AT_ONCE)
+        self._slots = FairSlots(_AT_ONCE, 1 if settings.credentials else _AT_ONCE)
 
     def prepare(self) -> None:
         """Recreate the directory, and end what is left there: requests of an earlier service have no client left."""
@@ -68,8 +69,8 @@ class Preflights:
         task = TaskSpec(f"preflight-{run_dir.name}", run_dir, (), python, hang_timeout=limit)
         starting: asyncio.Future[None] | None = None
         try:
-            async with asyncio.timeout(limit), self._places:
-                starting = asyncio.ensure_future(asyncio.to_thread(self._start, task, spec, requested))
+            async with asyncio.timeout(limit), self._slots.taken():
+                starting = asyncio.ensure_future(in_work_thread(self._start, task, spec, requested))
                 await asyncio.shield(starting)
                 result = await self._end_of(task, requested, kind)
         except TimeoutError as error:
@@ -85,7 +86,7 @@ class Preflights:
         and nothing would end it."""
         await asyncio.wait([starting])
         starting.exception()  # raised in `_run`, unless that was cancelled meanwhile
-        await asyncio.to_thread(self._clean_up, task)
+        await in_work_thread(self._clean_up, task)
 
     def _requested(self, spec: JobSpec) -> PreflightSpec:
         gigabytes = self._settings.device_memory_gb
@@ -114,9 +115,9 @@ class Preflights:
         self, task: TaskSpec, requested: PreflightSpec, kind: type[Result]
     ) -> Result:
         while True:
-            seen = await asyncio.to_thread(self._launcher.poll, task)
+            seen = await in_work_thread(self._launcher.poll, task)
             if seen.state in (TaskState.exited, TaskState.unknown):
-                return await asyncio.to_thread(_result, task.run_dir, seen, requested, kind)
+                return await in_work_thread(_result, task.run_dir, seen, requested, kind)
             await asyncio.sleep(_POLL_INTERVAL)
 
     def _clean_up(self, task: TaskSpec) -> None:

@@ -1,0 +1,338 @@
+"""Runs what requests order in threads: fair between callers, costly work apart from reads, CPU time within a budget.
+
+`serving` says whose request is served. Within it `in_work_thread` runs costly work in threads of its own, and
+`CallThreads`, as the executor of the event loop, runs everything else: calls of nodes apart from those of users.
+`system.limited` refuses a call that a request orders in any other thread, so no route can hold up the others with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
+from contextvars import ContextVar, copy_context
+from functools import partial
+from typing import Any
+
+from ..errors import LimitReached
+
+Clock = Callable[[], float]
+MINUTE = 60.0
+_ACCOUNTS = 4096
+"""Callers whose CPU time is remembered; the one that has ordered nothing for longest is forgotten first."""
+_QUEUE_RETRY_S = 5
+
+
+class FairSlots:
+    """Slots that callers take in turn: a caller with a thousand requests delays another one by one of them.
+
+    Safe to share between threads and event loops.
+
+    Args:
+        per_caller: slots that one caller may hold.
+    """
+
+    def __init__(self, total: int, per_caller: int) -> None:
+        self._free, self._per_caller = total, per_caller
+        self._held: Counter[str] = Counter()
+        self._waiting: OrderedDict[str, deque[Future[None]]] = OrderedDict()
+        """By caller; the caller whose turn is next comes first."""
+        self._lock = threading.Lock()
+
+    def request(self, caller: str) -> Future[None]:
+        """A future that ends once the caller has a slot. One that is cancelled before takes none."""
+        slot: Future[None] = Future()
+        with self._lock:
+            self._waiting.setdefault(caller, deque()).append(slot)
+        self._grant()
+        return slot
+
+    def release(self, caller: str) -> None:
+        """Give a slot back."""
+        with self._lock:
+            self._free += 1
+            self._held[caller] -= 1
+            if not self._held[caller]:
+                del self._held[caller]
+        self._grant()
+
+    @asynccontextmanager
+    async def taken(self) -> AsyncIterator[None]:
+        """Hold a slot for the caller of the current request."""
+        caller = caller_name()
+        slot = self.request(caller)
+        try:
+            await asyncio.wrap_future(slot)
+        except asyncio.CancelledError:
+            slot.cancel()
+            if not slot.cancelled():  # it was granted meanwhile
+                self.release(caller)
+            raise
+        try:
+            yield
+        finally:
+            self.release(caller)
+
+    def _grant(self) -> None:
+        granted = []
+        with self._lock:
+            while self._free and (slot := self._next()) is not None:
+                granted.append(slot)
+        for slot in granted:
+            slot.set_result(None)  # outside of the lock: it calls what waits for it
+
+    def _next(self) -> Future[None] | None:
+        for caller, slots in [*self._waiting.items()]:
+            while slots and self._held[caller] < self._per_caller:
+                slot = slots.popleft()
+                if slot.set_running_or_notify_cancel():
+                    self._free -= 1
+                    self._held[caller] += 1
+                    self._waiting.move_to_end(caller)
+                    if not slots:
+                        del self._waiting[caller]
+                    return slot
+            if not slots:
+                del self._waiting[caller]
+        return None
+
+
+class FairThreads:
+    """Threads that callers use in turn.
+
+    Args:
+        per_caller: threads that one caller may use; None: all but one, where there are several.
+    """
+
+    def __init__(self, threads: int, name: str, per_caller: int | None = None) -> None:
+        self._slots = FairSlots(threads, per_caller or max(1, threads - 1))
+        self._threads = ThreadPoolExecutor(threads, name)
+
+    def submit[Result](self, caller: str, function: Callable[[], Result]) -> Future[Result]:
+        """Have a thread call a function, when it is the caller's turn."""
+        result: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                value = function()
+            except BaseException as error:
+                result.set_exception(error)
+            else:
+                result.set_result(value)
+            finally:
+                self._slots.release(caller)
+
+        def begin(slot: Future[None]) -> None:
+            if not result.set_running_or_notify_cancel():
+                self._slots.release(caller)
+                return
+            try:
+                self._threads.submit(run)
+            except RuntimeError as error:  # after the shutdown
+                result.set_exception(error)
+                self._slots.release(caller)
+
+        self._slots.request(caller).add_done_callback(begin)
+        return result
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._threads.shutdown(wait, cancel_futures=cancel_futures)
+
+
+class CallThreads(ThreadPoolExecutor):
+    """An executor for the calls of several callers: those of nodes never wait for those of users.
+
+    Args:
+        threads: for users, and as many again for nodes.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        super().__init__(1, name)  # has no thread until something is submitted to it
+        self._of_users = FairThreads(threads, name)
+        self._of_nodes = FairThreads(threads, f"{name}-nodes", threads)
+
+    def submit[Result](self, function: Callable[..., Result], /, *args: Any, **options: Any) -> Future[Result]:
+        order = _order.get()
+        threads = self._of_nodes if order is not None and order.of_node else self._of_users
+        return threads.submit(caller_name(), partial(function, *args, **options))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        for threads in (self._of_users, self._of_nodes):
+            threads.shutdown(wait, cancel_futures=cancel_futures)
+        super().shutdown(wait, cancel_futures=cancel_futures)
+
+
+class CpuBudget:
+    """CPU seconds that a caller may have computed per minute. What it takes beyond them, it waits for.
+
+    Args:
+        per_minute: None: any number.
+    """
+
+    def __init__(self, caller: str, per_minute: float | None, clock: Clock = time.monotonic) -> None:
+        self.caller, self.per_minute = caller, per_minute
+        self._clock = clock
+        self._left = per_minute or 0.0
+        self._filled_at = clock()
+
+    def require(self) -> None:
+        """Raises LimitReached: nothing is left."""
+        if self.per_minute is None or (missing := -self._current()) < 0:
+            return
+        seconds = max(1, math.ceil((missing + 1.0) * MINUTE / self.per_minute))
+        raise LimitReached(
+            f"the checks that requests of the token {self.caller!r} need have taken the {self.per_minute:g} CPU "
+            f"seconds per minute that they may: send this one again in {seconds} s",
+            seconds,
+        )
+
+    def charge(self, seconds: float) -> None:
+        """Count CPU time."""
+        if self.per_minute is not None:
+            self._left = self._current() - seconds
+
+    def _current(self) -> float:
+        now = self._clock()
+        if self.per_minute is not None:
+            refilled = self._left + (now - self._filled_at) * self.per_minute / MINUTE
+            self._left = min(self.per_minute, refilled)
+        self._filled_at = now
+        return self._left
+
+
+class CostlyWork:
+    """Threads for the costly work that requests order, with a bounded queue and a budget of CPU time for each caller.
+
+    Args:
+        threads: at most this many functions run at once.
+        per_caller: of one caller.
+        queue: requests of one caller that may have such work at once.
+        cpu_seconds: that one caller may use per minute in `system.limited`; None: any number.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        threads: int = 2,
+        per_caller: int = 2,
+        queue: int = 64,
+        cpu_seconds: float | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._threads = FairThreads(threads, "trl-work", per_caller)
+        self._queue, self._cpu_seconds, self._clock = queue, cpu_seconds, clock
+        self._admitted: Counter[str] = Counter()
+        self._budgets: OrderedDict[str, CpuBudget] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def admit(self, caller: str) -> None:
+        """Count a request of a caller until `leave`. Raises LimitReached."""
+        self.budget(caller).require()
+        with self._lock:
+            if self._admitted[caller] >= self._queue:
+                raise LimitReached(
+                    f"{self._queue} requests of {caller or 'this caller'!r} are being checked or wait for it, as many "
+                    f"as may: send this one again in {_QUEUE_RETRY_S} s",
+                    _QUEUE_RETRY_S,
+                )
+            self._admitted[caller] += 1
+
+    def leave(self, caller: str) -> None:
+        with self._lock:
+            self._admitted[caller] -= 1
+            if not self._admitted[caller]:
+                del self._admitted[caller]
+
+    def budget(self, caller: str) -> CpuBudget:
+        """The budget of a caller."""
+        with self._lock:
+            budget = self._budgets.setdefault(caller, CpuBudget(caller, self._cpu_seconds, self._clock))
+            self._budgets.move_to_end(caller)
+            if len(self._budgets) > _ACCOUNTS:
+                self._budgets.popitem(last=False)
+            return budget
+
+    async def run[Result](self, order: Order, function: Callable[..., Result], *args: Any) -> Result:
+        """The result of a function that runs in a thread of this object. Raises LimitReached."""
+        order.admit()
+        context = copy_context()
+        context.run(_charged.set, self.budget(order.caller))
+        call: Callable[[], Result] = partial(context.run, partial(function, *args))
+        return await asyncio.wrap_future(self._threads.submit(order.caller, call))
+
+    def close(self) -> None:
+        """Start nothing more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class Order:
+    """What one request has ordered."""
+
+    def __init__(self, work: CostlyWork, caller: str, of_node: bool = False) -> None:
+        self.work, self.caller, self.of_node = work, caller, of_node
+        self._is_admitted = self._has_ended = False
+
+    def admit(self) -> None:
+        """Count this request, once. Raises LimitReached."""
+        if not self._is_admitted and not self._has_ended:
+            self.work.admit(self.caller)
+            self._is_admitted = True
+
+    def end(self) -> None:
+        """The request is answered; what it has left behind is not counted."""
+        if self._is_admitted:
+            self.work.leave(self.caller)
+        self._is_admitted, self._has_ended = False, True
+
+
+_order: ContextVar[Order | None] = ContextVar("trl_order", default=None)
+_charged: ContextVar[CpuBudget | None] = ContextVar("trl_charged", default=None)
+"""Set in threads of costly work only."""
+
+
+@contextmanager
+def serving(work: CostlyWork, caller: str, *, of_node: bool = False) -> Iterator[None]:
+    """Serve a request of a caller: what it orders in this context is the caller's."""
+    order = Order(work, caller, of_node)
+    token = _order.set(order)
+    try:
+        yield
+    finally:
+        order.end()
+        with suppress(ValueError):  # a generator that is closed in another context
+            _order.reset(token)
+
+
+async def in_work_thread[Result](function: Callable[..., Result], *args: Any) -> Result:
+    """The result of a costly function that the current request has ordered.
+
+    Raises:
+        LimitReached: the caller has too many requests with costly work, or has used its CPU time.
+    """
+    order = _order.get()
+    if order is None:  # no server: a test, or a program
+        return await asyncio.to_thread(function, *args)
+    return await order.work.run(order, function, *args)
+
+
+def caller_name() -> str:
+    """The caller of the current request; empty: none is served."""
+    order = _order.get()
+    return "" if order is None else order.caller
+
+
+def charged_budget() -> CpuBudget | None:
+    """The budget of which a limited call takes its CPU time; None: no request has ordered it.
+
+    Raises:
+        RuntimeError: a request has ordered it in a thread that others need.
+    """
+    budget = _charged.get()
+    if budget is None and _order.get() is not None:
+        raise RuntimeError("a request orders a limited call in a thread that other requests need: use in_work_thread")
+    return budget

@@ -1,0 +1,317 @@
+"""Costly work that one caller orders holds up neither other callers nor nodes, and has a budget of CPU time."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from llama_stack_provider_trl.errors import LimitReached
+from llama_stack_provider_trl.system.limited import Limited, LimitExceeded
+from llama_stack_provider_trl.system.offload import (
+    CallThreads,
+    CostlyWork,
+    CpuBudget,
+    FairSlots,
+    in_work_thread,
+    serving,
+)
+from tests.contract.payloads import QUESTIONS, sft
+from tests.contract.service import JOBS, running
+from tests.contract.stack import Json
+from tests.process.waiting import until
+from tests.security.guarded import TOKENS, Guarded
+from tests.tiny import REPOSITORY
+
+COSTLY = "(" * 14 + "a" + ")+" * 14
+"""Each of its parts is written out twice when it is compiled: eight of them take a second."""
+ATTACKS = 102
+OTHER = "token-of-another-client"
+
+
+def _spin() -> Iterator[int]:
+    while True:
+        pass
+
+
+def _echo(value: int) -> Iterator[int]:
+    yield value
+
+
+def test_a_caller_waits_for_one_call_of_another_and_not_for_all() -> None:
+    work, order, may_end = CostlyWork(threads=1, per_caller=1), list[str](), threading.Event()
+
+    async def ordered(caller: str, number: int) -> None:
+        with serving(work, caller):
+            await in_work_thread(lambda: (may_end.wait(30), order.append(f"{caller}-{number}")))
+
+    async def run() -> None:
+        many = [asyncio.ensure_future(ordered("many", number)) for number in range(5)]
+        await asyncio.sleep(0)
+        few = [asyncio.ensure_future(ordered("few", number)) for number in range(2)]
+        await asyncio.sleep(0)
+        may_end.set()
+        await asyncio.gather(*many, *few)
+
+    asyncio.run(run())
+    assert order == ["many-0", "many-1", "few-0", "many-2", "few-1", "many-3", "many-4"]
+    work.close()
+
+
+def test_one_caller_never_holds_all_threads_that_read_and_nodes_have_their_own() -> None:
+    async def run() -> None:
+        loop, may_end, work = asyncio.get_running_loop(), threading.Event(), CostlyWork()
+        loop.set_default_executor(CallThreads(2, "test"))
+
+        async def read(caller: str, function: Any, of_node: bool = False) -> Any:
+            with serving(work, caller, of_node=of_node):
+                return await asyncio.to_thread(function)
+
+        stuck = [asyncio.ensure_future(read("one", lambda: may_end.wait(30))) for _ in range(20)]
+        await asyncio.sleep(0)
+        try:
+            assert await asyncio.wait_for(read("another", lambda: 1), 10) == 1
+            stuck += [asyncio.ensure_future(read("another", lambda: may_end.wait(30))) for _ in range(20)]
+            await asyncio.sleep(0)
+            assert await asyncio.wait_for(read("node", lambda: 2, of_node=True), 10) == 2
+        finally:
+            may_end.set()
+            await asyncio.gather(*stuck)
+
+    asyncio.run(run())
+
+
+def test_a_caller_that_hangs_up_gives_its_turn_and_its_slot_back() -> None:
+    async def run() -> None:
+        slots = FairSlots(1, 1)
+
+        async def held(until: asyncio.Event) -> None:
+            async with slots.taken():
+                await until.wait()
+
+        first, second, third = (asyncio.Event() for _ in range(3))
+        holding = asyncio.ensure_future(held(first))
+        await asyncio.sleep(0)
+        waiting = asyncio.ensure_future(held(second))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        holding.cancel()
+        await asyncio.wait([holding])
+        third.set()
+        await asyncio.wait_for(held(third), 10)
+
+    asyncio.run(run())
+
+
+def test_a_queue_of_one_caller_is_bounded_and_that_of_another_is_its_own() -> None:
+    work, may_end = CostlyWork(threads=2, per_caller=1, queue=3), threading.Event()
+
+    async def ordered(caller: str, function: Any) -> str:
+        with serving(work, caller):
+            try:
+                await in_work_thread(function)
+                await in_work_thread(function)  # the same request: it is not counted again
+            except LimitReached as error:
+                return f"{error} ({error.retry_after})"
+        return ""
+
+    async def run() -> None:
+        many = [asyncio.ensure_future(ordered("many", lambda: may_end.wait(30))) for _ in range(5)]
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(ordered("few", lambda: None), 10) == ""
+        may_end.set()
+        answers = await asyncio.gather(*many)
+        assert [bool(text) for text in answers] == [False] * 3 + [True] * 2
+        assert answers[-1].startswith("3 requests of 'many' are being checked or wait for it")
+        assert answers[-1].endswith("send this one again in 5 s (5)")
+        assert await ordered("many", lambda: None) == ""
+
+    asyncio.run(run())
+    work.close()
+
+
+def test_cpu_time_beyond_the_budget_is_waited_for() -> None:
+    now = [0.0]
+    budget = CpuBudget("client", 20.0, clock=lambda: now[0])
+    budget.charge(19.0)
+    budget.require()
+    budget.charge(11.0)  # a call may take more than is left
+    with pytest.raises(
+        LimitReached,
+        match=r"^the checks that requests of the token 'client' need have taken the 20 CPU seconds per minute",
+    ) as refusal:
+        budget.require()
+    assert refusal.value.retry_after == 33
+    now[0] += 29.0
+    with pytest.raises(LimitReached):
+        budget.require()
+    now[0] += refusal.value.retry_after - 29.0
+    budget.require()
+    now[0] += 1e6
+    budget.charge(20.5)  # no more than a minute's is saved
+    with pytest.raises(LimitReached):
+        budget.require()
+    CpuBudget("local", None).charge(1e9)
+    CpuBudget("local", None).require()
+
+
+def test_a_limited_call_is_charged_with_the_cpu_time_of_its_process() -> None:
+    now = [0.0]
+    work = CostlyWork(cpu_seconds=1.0, clock=lambda: now[0])
+    calls = Limited(1, 64 << 20)
+
+    async def ordered(*call: Any) -> list[Any]:
+        with serving(work, "client"):
+            return await in_work_thread(calls.call, *call)
+
+    assert asyncio.run(ordered(_echo, 1)) == [1]
+    with pytest.raises(LimitExceeded):
+        asyncio.run(ordered(_spin))
+    work.budget("client").charge(0.2)  # the kernel ends a process at about its limit
+    with pytest.raises(LimitReached, match="CPU seconds per minute") as refusal:
+        asyncio.run(ordered(_echo, 3))
+    now[0] += refusal.value.retry_after
+    assert asyncio.run(ordered(_echo, 4)) == [4]
+    work.close()
+
+
+def test_a_limited_call_that_a_request_orders_in_another_thread_is_refused() -> None:
+    work, calls = CostlyWork(), Limited(1, 64 << 20)
+
+    async def ordered() -> None:
+        with serving(work, "client"):
+            for call in (lambda: asyncio.to_thread(calls.call, _echo, 1), lambda: _at_once(calls)):
+                with pytest.raises(RuntimeError, match="use in_work_thread"):
+                    await call()
+
+    asyncio.run(ordered())
+    assert calls.call(_echo, 1) == [1]  # of a program
+    work.close()
+
+
+async def _at_once(calls: Limited) -> None:
+    calls.call(_echo, 1)
+
+
+SHARED: dict[str, str] = {
+    "service/cluster/models.py": "nodes alone call it, and its threads are theirs",
+}
+"""Modules of the service that make threads of their own, with the reason why no caller waits for another there."""
+
+
+def test_threads_of_the_service_are_fair_between_callers() -> None:
+    """Those that callers share are `CallThreads` or `CostlyWork`."""
+    package = REPOSITORY / "llama_stack_provider_trl_remote"
+    makers = {
+        str(path.relative_to(package))
+        for path in (package / "service").rglob("*.py")
+        if any(
+            isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in POOLS
+            for node in ast.walk(ast.parse(path.read_text()))
+        )
+    }
+    assert makers == SHARED.keys()
+
+
+POOLS = ("ThreadPoolExecutor", "ProcessPoolExecutor")
+ORDERING = ("jobs", "requests", "specs")
+"""Packages whose functions requests call, in whichever process: what they order goes through `in_work_thread`."""
+
+
+def test_what_checks_requests_uses_no_threads_but_those_of_costly_work() -> None:
+    users = [
+        str(path)
+        for package in ORDERING
+        for path in (REPOSITORY / "llama_stack_provider_trl" / package).rglob("*.py")
+        if "to_thread" in path.read_text() or "run_in_executor" in path.read_text()
+    ]
+    assert users == []
+
+
+class _Watched:
+    """Calls again and again, and notes how long each answer took."""
+
+    def __init__(self, call: Any) -> None:
+        self._call, self.seconds = call, list[float]()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> _Watched:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.is_set():
+            began = time.monotonic()
+            answer = self._call()
+            self.seconds.append(time.monotonic() - began)
+            assert answer.status_code == 200, answer.text
+            self._end.wait(0.1)
+
+
+def _evaluation(number: int, pattern: str) -> Json:
+    checks = [
+        {"type": "regex", "name": f"check-{check}", "pattern": f"{pattern}{number}-{check}"} for check in range(8)
+    ]
+    checks.append({"type": "regex", "pattern": "("})
+    model = sft("evaluated", "questions")["model"]
+    return {"job_uuid": f"evaluated-{number}", "model": model, "dataset_id": "questions", "checks": checks}
+
+
+@pytest.mark.contract
+def test_costly_patterns_of_one_token_hold_up_neither_another_token_nor_a_node(tmp_path: Path) -> None:
+    tokens = [
+        {"token": TOKENS["submit"], "role": "submit", "name": "attacker"},
+        {"token": OTHER, "role": "submit", "name": "other"},
+        {"token": TOKENS["node"], "role": "node", "name": "joining"},
+    ]
+    with running(Guarded(tmp_path, tokens=tokens, check_cpu_seconds=2.0)) as service:
+        service.register("questions", QUESTIONS)
+        service.join("mine")
+        root = f"{service.url}/v1"
+
+        def sent(token: str, method: str, path: str, body: Json | None = None) -> requests.Response:
+            headers = {"Authorization": f"Bearer {token}"}
+            return requests.request(method, root + path, json=body, headers=headers, timeout=120)
+
+        def attack(number: int) -> requests.Response:
+            return sent(TOKENS["submit"], "POST", "/post-training/evaluate", _evaluation(number, COSTLY))
+
+        poll = {"boot_id": "boot of mine", "tasks": [], "seen": -1}
+        with (
+            ThreadPoolExecutor(ATTACKS) as threads,
+            _Watched(lambda: sent(OTHER, "GET", JOBS)) as lists,
+            _Watched(lambda: sent(service.credentials["mine"], "POST", "/nodes/mine/poll", poll)) as polls,
+        ):
+            attacks = [threads.submit(attack, number) for number in range(ATTACKS)]
+            until(lambda: any(one.done() for one in attacks))
+            began = time.monotonic()
+            answer = sent(OTHER, "POST", "/post-training/evaluate", _evaluation(ATTACKS, "[0-9]+"))
+            seconds = time.monotonic() - began
+            assert answer.status_code == 400, answer.text  # for its last pattern: no job is stored
+            answers = [one.result() for one in attacks]
+        slow = [round(one, 2) for one in (*lists.seconds, *polls.seconds) if one > 1.0]
+        assert len(slow) * 20 <= len(lists.seconds) + len(polls.seconds), slow  # a busy machine
+        assert max(*lists.seconds, *polls.seconds) < 5.0
+        assert seconds < 30.0
+        statuses = Counter(one.status_code for one in answers)
+        assert statuses.keys() <= {400, 429}
+        assert statuses[429] > ATTACKS / 2
+        refusals = [one for one in answers if one.status_code == 429]
+        assert all(int(one.headers["Retry-After"]) >= 1 for one in refusals)
+        sentences = {one.json()["detail"].partition(":")[0] for one in refusals}
+        assert any("'attacker' need have taken the 2 CPU seconds per minute" in text for text in sentences), sentences
