@@ -130,6 +130,7 @@ def fake_context(settings: Any, **more: Any) -> Any:
     """What the HTTP application uses of a service before a handler runs: no token was created, nothing is recorded."""
     from prometheus_client import Histogram
 
+    from llama_stack_provider_trl.system.offload import CostlyWork
     from llama_stack_provider_trl_remote.service.http.received import Bodies
 
     latency = Histogram("latency", "latency", ["route", "method", "status"], registry=None)
@@ -138,6 +139,7 @@ def fake_context(settings: Any, **more: Any) -> Any:
         "tokens": lambda token: None,
         "store": SimpleNamespace(nodes=SimpleNamespace(credential=lambda sha256: None)),
         "bodies": Bodies(),
+        "work": CostlyWork(),
         "metrics": SimpleNamespace(latency=latency),
     }
     return SimpleNamespace(**{"settings": settings, "audit": None, "refusals": None, **names, **known, **more})

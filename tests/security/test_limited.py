@@ -337,7 +337,7 @@ def test_where_a_fork_fails_the_reason_is_that_of_the_system() -> None:
         call_server._report_no_process(there, BlockingIOError(errno.EAGAIN, "no more processes"))
         lines = here.recv(1000).split(b"\n")
     with pytest.raises(OSError, match="no more processes") as caught:
-        Limited(5, 64 << 20)._found(lines, False)
+        Limited(5, 64 << 20)._found(lines, False, None)
     assert is_exhausted(caught.value)
 
 
