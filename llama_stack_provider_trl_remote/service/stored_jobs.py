@@ -121,6 +121,6 @@ class StoredJobs:
 
 
 def _costly_work(settings: ServiceSettings) -> CostlyWork:
-    if not settings.credentials:  # there is one caller, whom nobody else waits for
+    if not settings.credentials:  # one caller, for whom no other one waits
         return CostlyWork(_THREADS, _THREADS, _QUEUE)
     return CostlyWork(_THREADS, _THREADS_OF_A_TOKEN, _QUEUE_OF_A_TOKEN, settings.check_cpu_seconds)
