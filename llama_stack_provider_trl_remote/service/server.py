@@ -26,7 +26,8 @@ from ..nodes.load import LoadMeter
 from ..wire import POLL_SECONDS
 from .app import make_app
 from .context import Service
-from .http.connections import Acceptor, Connection, default_connections, raise_descriptor_limit
+from .http.acceptor import Acceptor, default_connections, raise_descriptor_limit
+from .http.connections import Connection
 from .own_calls import own_url, prove_own_calls, trusting
 from .settings import ServiceSettings, SettingsError
 from .stored_jobs import StoredJobs

@@ -26,13 +26,12 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from llama_stack_provider_trl.system.process import tasks_below
-from llama_stack_provider_trl_remote.service.http.connections import (
+from llama_stack_provider_trl_remote.service.http.acceptor import (
     Acceptor,
-    Connection,
-    Deadlines,
     default_connections,
     raise_descriptor_limit,
 )
+from llama_stack_provider_trl_remote.service.http.connections import Connection, Deadlines
 from llama_stack_provider_trl_remote.service.security import auth
 from llama_stack_provider_trl_remote.service.security.access import BODY, CALLER, Caller, Refused
 from llama_stack_provider_trl_remote.service.security.auth import Authenticator, Gate
@@ -165,7 +164,7 @@ class Peer:
         app: Any,
         most: int = 100,
         tls: ssl.SSLContext | None = None,
-        deadlines: Deadlines = Deadlines(head=0.3, body=0.3, reader=0.3, close=0.3),  # noqa: B008
+        deadlines: Deadlines = Deadlines(head=0.3, body=0.3, unknown_body=0.3, reader=0.3, close=0.3),  # noqa: B008
     ) -> None:
         config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off", log_config=None, timeout_keep_alive=1)
         config.load()
@@ -204,7 +203,7 @@ def with_peer(test: Callable[[Peer], Awaitable[None]], app: Any, **options: Any)
         finally:
             await peer.close()
 
-    with patch("llama_stack_provider_trl_remote.service.http.connections._SWEEP", 0.05):
+    with patch("llama_stack_provider_trl_remote.service.http.acceptor._SWEEP", 0.05):
         asyncio.run(run())
 
 
@@ -236,7 +235,9 @@ POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
 def test_a_missing_body_is_not_awaited(sent: bytes) -> None:
     async def test(peer: Peer) -> None:
         reader, writer = await peer.connect(sent)
-        assert (await reader.read()).count(b"HTTP/1.1 200") == sent.count(b"\r\n\r\nG")
+        answers = await reader.read()
+        assert answers.count(b"HTTP/1.1 200") == sent.count(b"\r\n\r\nG")
+        assert answers.count(b"HTTP/1.1 408") == bool(sent)
         writer.close()
 
     with_peer(test, reads_the_body)
@@ -271,7 +272,9 @@ def test_at_the_cap_a_connection_whose_request_was_refused_makes_room(
         await asyncio.sleep(0.3)
         reader, writer = await peer.connect(GET)
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
-        assert (await refused[0][0].read()) == b"", "the oldest has made room"
+        reading = [asyncio.ensure_future(waiting.read()) for waiting, _ in refused]
+        ended, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+        assert {task.result()[:12] for task in ended} == {b"HTTP/1.1 503"}, "a refused one has made room"
         for _, one in [*refused, (reader, writer)]:
             one.close()
 
@@ -379,7 +382,8 @@ def test_a_body_that_comes_slowly_is_received() -> None:
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
         writer.close()
 
-    with_peer(test, reads_the_body)
+    slowly = Deadlines(head=0.3, body=0.3, unknown_body=0.3, rate=500)
+    with_peer(test, reads_the_body, deadlines=slowly)
 
 
 def test_a_body_that_is_not_read_yet_is_waited_for() -> None:
@@ -406,6 +410,68 @@ def test_a_reader_that_does_not_read_is_disconnected() -> None:
                 await asyncio.sleep(0.01)
 
     with_peer(test, answers_without_end)
+
+
+def test_a_reader_that_takes_a_few_bytes_now_and_then_is_disconnected() -> None:
+    async def test(peer: Peer) -> None:
+        with socket.create_connection(peer.listener.getsockname()) as one:
+            one.sendall(GET)
+            while peer.acceptor.count == 0:
+                await asyncio.sleep(0.01)
+            while peer.acceptor.count:
+                assert one.recv(50)
+                await asyncio.sleep(0.05)
+
+    with_peer(test, answers_without_end)
+
+
+def test_an_answer_that_is_read_slowly_comes_to_its_end() -> None:
+    """Longer than a connection stays open without a request, and than it may take to close."""
+    size = 16 << 20
+
+    async def answers_much(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
+        await send({"type": "http.response.body", "body": b"x" * size})
+
+    async def test(peer: Peer) -> None:
+        reader, writer = await peer.connect(GET)
+        await reader.readuntil(b"\r\n\r\n")
+        count = 0
+        while count < size:
+            piece = await reader.read(1 << 16)
+            assert piece, f"{count} of {size} bytes came"
+            count += len(piece)
+            await asyncio.sleep(0.01)
+        writer.close()
+
+    with_peer(test, answers_much)
+
+
+def test_a_stream_without_anything_to_send_stays() -> None:
+    async def waits_between_events(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(2):
+            await send({"type": "http.response.body", "body": b"event", "more_body": True})
+            await asyncio.sleep(1.0)
+        await send({"type": "http.response.body"})
+
+    async def test(peer: Peer) -> None:
+        reader, writer = await peer.connect(GET)
+        assert (await reader.readuntil(b"\r\n0\r\n\r\n")).count(b"event") == 2
+        writer.close()
+
+    with_peer(test, waits_between_events)
+
+
+def test_bytes_that_came_early_are_no_patience_for_later() -> None:
+    """A body that came fast at first may not rest for as long as its size would take."""
+
+    async def test(peer: Peer) -> None:
+        reader, writer = await peer.connect(POST.replace(b"1000", b"1000000") + b"x" * 500_000)
+        assert (await reader.read()).startswith(b"HTTP/1.1 408")
+        writer.close()
+
+    with_peer(test, reads_the_body)
 
 
 def test_a_missing_tls_handshake_is_not_awaited() -> None:

@@ -1,96 +1,142 @@
-"""Bounds the number of connections and the time that each may take without progress.
+"""One connection: whom it serves, and the time that its peer may take.
 
 Without bounds, any client of the port can use up the process's file descriptors without a token, and a service
-without descriptors can neither answer nor start a training.
+without descriptors can neither answer nor start a training. `acceptor` bounds the number of connections.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import resource
-import socket
-import ssl
-from collections.abc import Callable
-from contextlib import suppress
+import ipaddress
+import json
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-log = logging.getLogger(__name__)
+type Kind = Literal["unknown", "user", "node", "admin"]
+KINDS: tuple[Kind, ...] = get_args(Kind.__value__)
+"""Of callers; unknown: without a token that this service knows."""
 
-MOST_DESCRIPTORS = 65_536
-"""Highest soft limit that is set. More serves nothing here, and slows down programs that close every possible
-descriptor."""
-_RESERVE = 256
-"""Descriptors for the job store, logs, children and connections that are being accepted."""
-_MOST_CONNECTIONS = 4096
-"""Connections by default. An idle one takes 15 KiB, one that sends a body up to 320 KiB."""
-_BATCH = 64
-"""Connections that are accepted before the event loop does something else."""
-_BACKLOG = 2048
-_LEAST_AGE = 0.2
-"""Seconds after which a new connection without a request may be replaced."""
-_PAUSE = 1.0
-"""Seconds without accepting after a lack of descriptors."""
-_SWEEP = 1.0
-"""Seconds between two checks of all connections."""
 _SPARE = 64 << 20
 """Bytes of a body that are dropped after its answer, for a sender that reads only after sending everything."""
 
 DRAINING = "trl_draining"
 """Key of an ASGI scope: true while the rest of a refused body is dropped before its answer is sent."""
+_CONNECTION = "trl_connection"
+"""Key of an ASGI scope's `state`: a weak reference to the connection, since a strong one would be a cycle."""
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds."""
+    """Seconds, and bytes per second."""
 
     head: float = 10.0
     """From the accept to the complete head of the first request; for a later one, from its first byte."""
-    body: float = 60.0
-    """Without a byte of a body that is being read."""
+    body: float = 30.0
+    """By which a body may be behind `rate`, from the end of its head on."""
+    unknown_body: float = 10.0
+    """The same for a caller without a known token, whose bodies have 64 KiB at most."""
     reader: float = 60.0
-    """Without a byte taken of an answer that waits."""
+    """By which the reader of an answer may be behind `rate`, while bytes wait for it."""
+    rate: float = 4096.0
+    """Least bytes per second of a body, and of an answer that waits: a sixteenth of a slow link (64 KiB/s), which may
+    carry several at once."""
     close: float = 10.0
-    """From the decision to close a connection to its end."""
+    """From the last byte of a connection that is being closed to its end."""
 
 
-def raise_descriptor_limit() -> int:
-    """Raise the soft limit of open files to the hard one. Returns what it is then."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):  # macOS: the hard limit may be more than the kernel allows
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+class Sender(NamedTuple):
+    """The caller for whom a connection is counted."""
+
+    kind: Kind
+    name: str
+    """Of its token or node; of an unknown caller, its network."""
 
 
-def default_connections(descriptors: int) -> int:
-    """How many connections fit in a limit of open files, every third with a file that it sends or receives."""
-    return max(8, min(_MOST_CONNECTIONS, (descriptors - min(_RESERVE, descriptors // 2)) * 3 // 4))
+def network_of(address: str) -> str:
+    """The key of an address: an IPv6 host has a whole /64 to call from."""
+    if ":" not in address:
+        return address
+    try:
+        parsed = ipaddress.IPv6Address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((parsed, 64), strict=False))
+
+
+def identify(scope: Mapping[str, Any], kind: Kind, name: str) -> None:
+    """Count the connection of a request for its caller, once that is known."""
+    reference = (scope.get("state") or {}).get(_CONNECTION)
+    connection: Connection | None = reference() if reference is not None else None
+    if connection is not None:
+        connection.identify(Sender(kind, name))
+
+
+class _Arrears:
+    """Seconds by which a peer is behind a least rate. Bytes beyond that rate repay, and earn nothing in advance."""
+
+    def __init__(self, now: float, moved: int) -> None:
+        self._seconds, self._at, self._moved = 0.0, now, moved
+
+    def seconds(self, now: float, moved: int, rate: float, *, owes: bool) -> float:
+        """What the peer is behind now.
+
+        Args:
+            moved: bytes since the beginning of the connection.
+            owes: whether it is the peer that has to move bytes, since the last call.
+        """
+        passed = now - self._at if owes else 0.0
+        self._seconds = max(0.0, self._seconds + passed - (moved - self._moved) / rate)
+        self._at, self._moved = now, moved
+        return self._seconds
+
+
+class _Counted:
+    """A transport that counts what is written to it."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.written = 0
+
+    def write(self, data: bytes) -> None:
+        self.written += len(data)
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class Connection(H11Protocol):
-    """uvicorn's protocol, with the time since its peer last made progress."""
+    """uvicorn's protocol, with its caller and the time by which its peer is behind."""
 
     deadlines = Deadlines()
-    on_close: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.app_state = {_CONNECTION: weakref.ref(self)}  # uvicorn copies it into the scope of each request
         now = self.loop.time()
+        self.on_change: Callable[[Connection], None] = lambda connection: None
+        """Called when the caller of a request is known, or will not be, and when it has its answer."""
+        self.on_close: Callable[[Connection], None] = lambda connection: None
+        self.network = ""
+        """Of its address."""
+        self.sender: Sender | None = None
+        """The known caller of its last request; None: there is none."""
+        self.since = now
+        """Time at which it began to wait for a request, or at which the head of its request was complete."""
         self._awaiting_head: float | None = now
         """Time since which a request's head is awaited; None: no byte of one has come yet, or one is being answered."""
-        self._received = self.accepted = now
-        self._unsent, self._unsent_since = 0, now
+        self._request: Any = None
+        self._was_idle, self._is_identified = True, False
+        self._received = self._moved_before = self._dropped = 0
+        self._body = self._reader = _Arrears(now, 0)
         self._closing_since: float | None = None
-        self._dropped = 0
-        self.has_served = False
-        """Whether any request has come."""
 
     @property
     def is_idle(self) -> bool:
@@ -102,34 +148,83 @@ class Connection(H11Protocol):
         """Whether its request was refused, and only the rest of the body is dropped."""
         return self.cycle is not None and bool(self.cycle.scope.get(DRAINING))
 
+    def cost(self, now: float) -> float:
+        """Seconds per KiB that its request has moved: what it takes from others of the same caller.
+
+        A request on which the service works costs nothing: its sender owes nothing."""
+        if self.is_draining:
+            return float("inf")
+        if self.conn.their_state is not h11.SEND_BODY and not self.cycle.response_started:
+            return 0.0
+        return (now - self.since) / (1.0 + (self._received + self._taken - self._moved_before) / 1024)
+
+    def identify(self, sender: Sender) -> None:
+        """Set the caller of the request under way."""
+        self.sender, self._is_identified = None if sender.kind == "unknown" else sender, True
+        if not self.is_idle:
+            self.on_change(self)
+
+    def _count_unidentified(self) -> None:
+        if not self._is_identified and not self.is_idle:
+            self.on_change(self)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(_Counted(transport))  # type: ignore[arg-type]
+
     def data_received(self, data: bytes) -> None:
-        self._received = self.loop.time()
+        self._received += len(data)
         if self.is_draining:
             self._drop(data)
             return
         super().data_received(data)
         if self.transport.is_closing():
             return
+        self._note_change()
         if not self.is_idle:
-            self._awaiting_head, self._dropped, self.has_served = None, 0, True
+            self._awaiting_head, self._dropped = None, 0
         elif self.conn.their_state is h11.SEND_BODY:  # of a request that has its answer
             self._dropped += len(data)
             if self._dropped > _SPARE:
                 self.transport.abort()
         elif self._awaiting_head is None and self.conn.trailing_data[0]:
-            self._awaiting_head = self._received
+            self._awaiting_head = self.loop.time()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        self._note_change()
+        if self.is_idle and self.conn.trailing_data[0]:  # of the next request
+            self._awaiting_head = self.loop.time()
+
+    def _note_change(self) -> None:
+        if self.cycle is self._request and self.is_idle == self._was_idle:
+            return
+        self._was_idle, self.since = self.is_idle, self.loop.time()
+        if self.cycle is not self._request:
+            self._request, self.sender, self._is_identified = self.cycle, None, False
+            self._body = _Arrears(self.since, self._received)
+            self._moved_before = self._received + self._taken
+            # After the first step of its task, which authenticates it: of many that come at once none counts as unknown
+            # before its token was seen.
+            self.loop.call_soon(self._count_unidentified)
+        if self.is_idle:
+            self.on_change(self)
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP, once. h11 raises at a second answer, which would be logged with a traceback: where a
         request has its answer and its body is damaged afterwards, and where its handler still runs."""
-        if not self.is_idle:
-            self.cycle.disconnected = True  # the handler's answer is dropped
-            self.cycle.message_event.set()
+        self._drop_handlers_answer()
         try:
             super().send_400_response(msg)
         except h11.LocalProtocolError:
             # A complete answer may still be on its way; one that has begun cannot be completed.
             (self.transport.close if self.is_idle else self.transport.abort)()
+
+    def _drop_handlers_answer(self) -> None:
+        if not self.is_idle:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
     def _drop(self, data: bytes) -> None:
         """Drop a part of a refused body here.
@@ -151,173 +246,72 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self.on_close()
+        self.on_close(self)
 
     def end(self) -> None:
         """Close the connection at once."""
         if self.transport is not None:
             self.transport.abort()
 
-    def sweep(self, now: float) -> None:
-        """End the connection if its peer has exceeded a deadline."""
-        if self.transport is None:
-            return  # a TLS handshake, which has a deadline of its own
-        if self.transport.is_closing():
-            self._closing_since = self._closing_since or now
-            if now - self._closing_since > self.deadlines.close:
-                self.transport.abort()
-        elif self._keeps_waiting(now):
+    def refuse(self, status: int, detail: str, **headers: str) -> None:
+        """End the request under way, with this answer unless one has begun."""
+        self._drop_handlers_answer()
+        body = json.dumps({"detail": detail}).encode()
+        fields = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        fields |= {name.replace("_", "-"): value for name, value in headers.items()}
+        try:
+            parts = (
+                h11.Response(status_code=status, headers=list(fields.items())),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            )
+            answer = b"".join(self.conn.send(part) or b"" for part in parts)
+        except h11.LocalProtocolError:
             self.transport.abort()
-
-    def _keeps_waiting(self, now: float) -> bool:
-        unsent = self.transport.get_write_buffer_size()
-        if unsent == 0 or unsent != self._unsent:
-            self._unsent, self._unsent_since = unsent, now
-        if now - self._unsent_since > self.deadlines.reader:
-            return True
-        if self.is_idle and self._awaiting_head is not None:
-            return now - self._awaiting_head > self.deadlines.head
-        if self.conn.their_state is not h11.SEND_BODY:
-            return False
-        # The peer waits for us: we are not reading, or have not requested the body yet (Expect: 100-continue).
-        waits_for_us = not self.is_idle and (self.flow.read_paused or self.cycle.waiting_for_100_continue)
-        if waits_for_us:
-            self._received = now
-        return now - self._received > self.deadlines.body
-
-
-class Acceptor:
-    """Accepts connections in place of asyncio's server.
-
-    That one has no bound and fails 2,048 times in a row once a descriptor is lacking. At the cap a new connection
-    replaces an idle one.
-
-    Args:
-        listener: bound, not yet listening.
-        make: a new connection's protocol.
-        most: connections at a time.
-    """
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        make: Callable[[], Connection],
-        most: int,
-        tls: ssl.SSLContext | None = None,
-        handshake: float = Deadlines.head,
-    ) -> None:
-        self._listener, self._make, self._most, self._tls, self._handshake = listener, make, most, tls, handshake
-        self._loop = asyncio.get_running_loop()
-        self._open: dict[Connection, asyncio.Task[None]] = {}
-        """The oldest first, each with the task that has set it up."""
-        self._silent: dict[Connection, None] = {}
-        """Connections without a request at their last check, the oldest first. The next to close is found without a
-        pass over all, which took 38 % of the event loop in a flood of 2,000."""
-        self._accepts = False
-        self._closed = False
-        self._notified = False
+            return
+        self.transport.write(answer)
+        self.transport.close()
 
     @property
-    def count(self) -> int:
-        """Open connections."""
-        return len(self._open)
+    def _taken(self) -> int:
+        """Bytes of answers that the peer, or the kernel for it, has taken."""
+        written: int = self.transport.written  # type: ignore[attr-defined]
+        return written - self.transport.get_write_buffer_size()
 
-    def start(self) -> None:
-        self._listener.setblocking(False)
-        self._listener.listen(_BACKLOG)
-        self._sweeper = self._loop.call_later(_SWEEP, self._sweep)
-        self._resume()
+    def sweep(self, now: float) -> None:
+        """End the connection if its peer is behind by more than a deadline."""
+        if self.transport is None:
+            return  # a TLS handshake, which has a deadline of its own
+        limit, unsent = self.deadlines, self.transport.get_write_buffer_size()
+        if not unsent:
+            self._reader = _Arrears(now, self._taken)
+        if self._reader.seconds(now, self._taken, limit.rate, owes=bool(unsent)) > limit.reader:
+            self.transport.abort()
+        elif self.transport.is_closing():
+            self._closing_since = now if unsent or self._closing_since is None else self._closing_since
+            if now - self._closing_since > limit.close:
+                self.transport.abort()
+        elif self.is_idle and self._awaiting_head is not None:
+            if now - self._awaiting_head > limit.head:
+                self._end_slow_head()
+        elif self.conn.their_state is h11.SEND_BODY:
+            self._sweep_body(now)
 
-    def close(self) -> None:
-        """Accept no more connections. Existing ones stay."""
-        if not self._closed:
-            self._pause()
-        self._closed = True
-
-    async def wait_closed(self) -> None:
-        """Part of uvicorn's interface of a server: it has waited for the connections by now."""
-        self._sweeper.cancel()
-
-    def _resume(self) -> None:
-        if not self._accepts and not self._closed:
-            self._accepts = True
-            self._loop.add_reader(self._listener.fileno(), self._accept)
-
-    def _pause(self) -> None:
-        if self._accepts:
-            self._accepts = False
-            self._loop.remove_reader(self._listener.fileno())
-
-    def _accept(self) -> None:
-        for _ in range(_BATCH):
-            if len(self._open) >= self._most and not self._make_room():
-                self._pause()  # until one closes, or is old enough to be closed
-                self._loop.call_later(_LEAST_AGE / 4, self._resume)
-                return
-            try:
-                accepted, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                if not self._notified:
-                    log.error("connections cannot be accepted: %s; trying again every %.0f s", error, _PAUSE)
-                self._notified = True
-                self._pause()
-                self._loop.call_later(_PAUSE, self._resume)
-                return
-            self._notified = False
-            accepted.setblocking(False)
-            connection = self._make()
-            task = self._loop.create_task(self._set_up(connection, accepted))
-            self._open[connection] = task
-            self._silent[connection] = None
-            connection.on_close = lambda connection=connection: self._forget(connection)  # type: ignore[misc]
-
-    async def _set_up(self, connection: Connection, accepted: socket.socket) -> None:
-        try:
-            await self._loop.connect_accepted_socket(
-                lambda: connection,
-                accepted,
-                ssl=self._tls,
-                ssl_handshake_timeout=self._handshake if self._tls else None,
+    def _sweep_body(self, now: float) -> None:
+        """A body has a least rate from its head on, whatever route it is for, and whether it is refused or not."""
+        # The peer waits for us: we are not reading, or have not requested the body yet (Expect: 100-continue).
+        waits_for_us = not self.is_idle and (self.flow.read_paused or self.cycle.waiting_for_100_continue)
+        limit = self.deadlines
+        most = limit.unknown_body if self.sender is None else limit.body
+        if self._body.seconds(now, self._received, limit.rate, owes=not waits_for_us) > most:
+            self.refuse(
+                408,
+                f"the body came too slowly: expected {limit.rate / 1024:g} KiB per second after {most:g} s; send it "
+                "again over a faster connection, or a smaller one",
             )
-        except (OSError, asyncio.CancelledError):  # no TLS, or not in time, or its place was needed
-            accepted.close()
-            self._forget(connection)
 
-    def _make_room(self) -> bool:
-        """End the oldest connection without a request, else the oldest whose request was refused.
-
-        Returns whether there was one. Of connections without a request, one that never had any is ended first."""
-        oldest = self._next_to_go(self._loop.time() - _LEAST_AGE)
-        if oldest is None:
-            return False
-        task = self._open[oldest]
-        self._forget(oldest)
-        task.cancel()
-        oldest.end()
-        return True
-
-    def _next_to_go(self, young: float) -> Connection | None:
-        while self._silent:
-            silent = next(iter(self._silent))
-            if not silent.has_served:
-                if silent.accepted < young:
-                    return silent
-                break
-            del self._silent[silent]
-        old = [connection for connection in self._open if connection.accepted < young]
-        idle = (connection for connection in old if connection.is_idle)
-        return next(idle, None) or next((connection for connection in old if connection.is_draining), None)
-
-    def _forget(self, connection: Connection) -> None:
-        self._open.pop(connection, None)
-        self._silent.pop(connection, None)
-        if not self._notified:
-            self._resume()
-
-    def _sweep(self) -> None:
-        now = self._loop.time()
-        for connection in list(self._open):
-            connection.sweep(now)
-        self._sweeper = self._loop.call_later(_SWEEP, self._sweep)
+    def _end_slow_head(self) -> None:
+        if self.conn.trailing_data[0]:
+            self.refuse(408, f"the head of the request was not complete in {self.deadlines.head:g} s: send it again")
+        else:
+            self.transport.abort()

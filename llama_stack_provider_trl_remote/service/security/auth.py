@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llama_stack_provider_trl.jobs.tokens import digest
+from llama_stack_provider_trl.jobs.tokens import Role, digest
 
-from ..http.connections import DRAINING
+from ..http.connections import DRAINING, Kind, identify
 from ..http.errors import raw_answer
 from ..settings import LOCAL, ServiceSettings
 from .access import BODY, CALLER, REFUSALS, ROUTE, Body, Caller, Refused, Removed, sender
@@ -38,6 +38,10 @@ _UNKNOWN_DRAIN_SECONDS = 1.0
 _CHECK_SECONDS = 0.5
 """Seconds between checks of whether the token of a running answer is still valid."""
 _BEARER = {"WWW-Authenticate": "Bearer"}
+_KINDS: dict[Role | None, Kind] = {
+    **{None: "unknown", "metrics": "user", "submit": "user", "node": "node", "admin": "admin"}
+}
+"""Role -> the kind of callers among which its connections are counted."""
 
 type Authenticate = Callable[[str], Caller | None]
 """Returns the caller of a token; None: the token is unknown."""
@@ -176,6 +180,7 @@ class Gate:
             _check_length(headers)
             self._check_origin(headers)
             scope[CALLER] = caller = self._authenticator.of_request(scope, headers)
+            identify(scope, _KINDS[caller.role], caller.name)
             if caller.check is None:
                 await self.app(scope, body.receive, draining)
             else:

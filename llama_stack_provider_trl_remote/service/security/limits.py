@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+
+from ..http.connections import network_of
 
 Clock = Callable[[], float]
 FAILURES_PER_SECOND = 20.0
@@ -59,7 +60,7 @@ class Failures:
         """Whether a token of this address may be compared at all."""
         if not self._buckets:
             return True
-        bucket = self._buckets.get(_network(address))
+        bucket = self._buckets.get(network_of(address))
         return bucket is None or not bucket.missing() or _pair(address, token) in self._accepted
 
     def note(self, address: str, token: str, accepted: bool) -> None:
@@ -68,11 +69,11 @@ class Failures:
             # Good tokens are recorded before any failure, and are looked up only after one.
             _remember(self._accepted, _pair(address, token), None)
             return
-        bucket = self._buckets.get(_network(address)) or Bucket(
+        bucket = self._buckets.get(network_of(address)) or Bucket(
             FAILURES_PER_SECOND, FAILURES_PER_SECOND, clock=self._clock
         )
         bucket.take()
-        _remember(self._buckets, _network(address), bucket)
+        _remember(self._buckets, network_of(address), bucket)
 
 
 def _remember[Key, Value](kept: OrderedDict[Key, Value], key: Key, value: Value) -> None:
@@ -84,14 +85,3 @@ def _remember[Key, Value](kept: OrderedDict[Key, Value], key: Key, value: Value)
 
 def _pair(address: str, token: str) -> bytes:
     return hashlib.sha256(f"{address}\0{token}".encode("utf-8", "surrogatepass")).digest()
-
-
-def _network(address: str) -> str:
-    """The key of an address: an IPv6 host has a whole /64 to call from."""
-    try:
-        parsed = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if parsed.version == 4:
-        return address
-    return str(ipaddress.ip_network((parsed, 64), strict=False))
