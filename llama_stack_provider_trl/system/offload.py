@@ -1,7 +1,7 @@
 """Runs what requests order in threads: fair between callers, costly work apart from reads, CPU time within a budget.
 
-`serving` names the caller whose request is served. Within it `in_work_thread` runs costly work in threads of its own, and
-`CallThreads`, as the executor of the event loop, runs everything else: calls of nodes apart from those of users.
+`serving` names the caller whose request is served. Within it `in_work_thread` runs costly work in threads of its own,
+and `CallThreads`, as the executor of the event loop, runs everything else: calls of nodes apart from those of users.
 `system.limited` refuses a call that a request orders in any other thread, so no route can hold up the others with it.
 """
 
@@ -29,7 +29,7 @@ _QUEUE_RETRY_S = 5
 
 
 class FairSlots:
-    """Slots that are granted to one caller after the other: a caller with a thousand requests delays another one by one of them.
+    """Slots that are granted to one caller after the other: a thousand requests of one delay another by one of them.
 
     Safe to share between threads and event loops.
 

@@ -13,6 +13,7 @@ from llama_stack_provider_trl.config import TrlConfig
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.post_training import TrlPostTraining
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
+from llama_stack_provider_trl.system.offload import serving
 
 from ..service.datasets.blobs import Blobs
 from ..service.datasets.registry import DatasetRegistry
@@ -56,7 +57,8 @@ class ExternalTrl(TrlPostTraining):
         """Register rows or a uri under a name. Repeating the same registration changes nothing."""
         if isinstance(body.source, BlobSource):
             raise InvalidRequest("source.type", "blob", "blobs are not accepted here: use rows, or a uri")
-        return await self.registered.register(body)
+        with serving(self.work, ""):
+            return await self.registered.register(body)
 
     async def list_datasets(self) -> ListDatasetsResponse:
         """Every registered dataset, oldest first."""
