@@ -25,6 +25,8 @@ VERSIONS = ("llama_stack_provider_trl", "torch", "trl", "transformers", "peft")
 """Packages whose versions must be equal on every node of a job; for torch, the public part (2.13.0, not +cu126)."""
 SPECS = "specs"
 """Key, among the versions of a report, of the digest of the job specifications that the agent's build parses."""
+MOST_DEVICES = 64
+"""Devices of a report, and of a load."""
 MOST_MODELS = 1000
 """Model ids of a report; a node with more in its cache names the first."""
 MOST_OLLAMA_MODELS = 200
@@ -85,7 +87,7 @@ class NodeReport(_Message):
     cpus: int = Field(gt=0, le=2**20)
     memory_bytes: int = Field(gt=0, le=_MOST_BYTES)
     disk_free_bytes: int = Field(ge=0, le=_MOST_BYTES)
-    devices: tuple[DeviceReport, ...] = Field(min_length=1, max_length=64)
+    devices: tuple[DeviceReport, ...] = Field(min_length=1, max_length=MOST_DEVICES)
     versions: dict[_Short, _Short] = Field(max_length=32)
     """Versions of VERSIONS and of python, "" where one is not installed; and under SPECS the digest of the job
     specifications, which agents of earlier builds do not send."""
@@ -244,7 +246,7 @@ class Load(_Message):
     memory_used_bytes: int = Field(ge=0, le=_MOST_BYTES)
     disk_free_bytes: int = Field(ge=0, le=_MOST_BYTES)
     """On the disk of the data directory."""
-    devices: tuple[DeviceLoad, ...] = Field((), max_length=64)
+    devices: tuple[DeviceLoad, ...] = Field((), max_length=MOST_DEVICES)
     """Its GPUs, where the driver answers."""
 
 

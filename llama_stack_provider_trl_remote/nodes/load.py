@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock, Thread
@@ -121,30 +121,3 @@ def cpu_seconds() -> tuple[float, float]:
     times = psutil.cpu_times()._asdict()
     total = sum(seconds for name, seconds in times.items() if not name.startswith("guest"))
     return total - times["idle"] - times.get("iowait", 0.0), total
-
-
-def mean(loads: Iterable[Load]) -> Load:
-    """The mean of some loads, at least one. Of a GPU's values, of those that are known."""
-    found = list(loads)
-    names = dict.fromkeys(device.name for load in found for device in load.devices)
-    return Load.model_validate(
-        {
-            **{name: _mean(getattr(load, name) for load in found) for name in Load.model_fields if name != "devices"},
-            "devices": [dict(_device(found, name)) for name in names],
-        }
-    )
-
-
-def _device(loads: Iterable[Load], name: str) -> Iterator[tuple[str, Any]]:
-    yield "name", name
-    devices = [device for load in loads for device in load.devices if device.name == name]
-    for field in DeviceLoad.model_fields:
-        if field != "name" and (known := [value for one in devices if (value := getattr(one, field)) is not None]):
-            yield field, _mean(known)
-
-
-def _mean(values: Iterable[float]) -> float:
-    """A whole number for whole numbers."""
-    found = list(values)
-    average = sum(found) / len(found)
-    return round(average) if all(isinstance(value, int) for value in found) else round(average, 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +14,9 @@ import pytest
 from llama_stack_provider_trl.jobs.loads import KEPT_SECONDS
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl_remote.nodes import load as nodes_load
-from llama_stack_provider_trl_remote.nodes.load import LoadMeter, mean
-from llama_stack_provider_trl_remote.service.cluster.loads import Loads
-from llama_stack_provider_trl_remote.wire import DeviceLoad, Load
+from llama_stack_provider_trl_remote.nodes.load import LoadMeter
+from llama_stack_provider_trl_remote.service.cluster.loads import Loads, MeanLoad
+from llama_stack_provider_trl_remote.wire import MOST_DEVICES, DeviceLoad, Load
 from tests import nvml
 from tests.fakes import FakeClock
 
@@ -102,7 +104,41 @@ def test_a_machine_that_cannot_be_measured_still_polls(
 
 def test_the_mean_of_loads_is_of_the_values_that_are_known() -> None:
     loads = [taken(10.0, 2 * GIB, utilization_percent=50.0), taken(30.0, 4 * GIB), taken(50.0, 6 * GIB, power_watts=9)]
-    assert mean(loads) == taken(30.0, 4 * GIB, utilization_percent=50.0, power_watts=9.0)
+    mean = MeanLoad()
+    for load in loads:
+        mean.add(load)
+    assert mean.mean == taken(30.0, 4 * GIB, utilization_percent=50.0, power_watts=9.0)
+
+
+def test_a_minute_of_many_polls_takes_no_more_memory_than_one_of_few(store: Store, clock: FakeClock) -> None:
+    """A node polled 100 times a second with the loads of 64 devices, and the service kept them all: 140 MB a minute."""
+    loads = Loads(store, clock)
+
+    def held(polls: int) -> int:
+        devices = tuple(DeviceLoad(name=f"cuda:{number}", power_watts=1.5) for number in range(MOST_DEVICES))
+        load = Load(cpu_percent=1.0, memory_used_bytes=1, disk_free_bytes=1, devices=devices)
+        gc.collect()
+        tracemalloc.start()
+        for _ in range(polls):
+            loads.note("a", load.model_copy(deep=True))
+        gc.collect()
+        size, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return size
+
+    held(5)
+    assert held(400) < 200_000
+    assert loads.of("a", 0)[0][1].devices[MOST_DEVICES - 1].power_watts == 1.5
+
+
+def test_a_minute_has_no_more_devices_than_a_load(store: Store, clock: FakeClock) -> None:
+    loads = Loads(store, clock)
+    for number in range(1000):
+        device = DeviceLoad(name=f"gpu {number}", power_watts=1.0)
+        loads.note("a", Load(cpu_percent=1.0, memory_used_bytes=1, disk_free_bytes=1, devices=(device,)))
+    clock.advance(60)
+    loads.note("a", Load(cpu_percent=1.0, memory_used_bytes=1, disk_free_bytes=1))
+    assert len(loads.of("a", 0)[0][1].devices) == MOST_DEVICES
 
 
 def test_a_day_of_minutes_is_kept_over_restarts(store: Store, clock: FakeClock) -> None:

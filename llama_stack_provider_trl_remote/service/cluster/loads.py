@@ -6,18 +6,72 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from llama_stack_provider_trl.errors import StoreError
 from llama_stack_provider_trl.jobs.loads import NodeLoads
 from llama_stack_provider_trl.jobs.store import Store
 
-from ...nodes.load import mean
-from ...wire import Load
+from ...wire import MOST_DEVICES, DeviceLoad, Load
 
 log = logging.getLogger(__name__)
 _MINUTE = 60
 _FRESH = 30.0
 """Seconds after which the last load of a machine is no longer shown as that of now."""
+
+
+_OF_MACHINE = tuple(name for name in Load.model_fields if name != "devices")
+_OF_DEVICE = tuple(name for name in DeviceLoad.model_fields if name != "name")
+
+
+@dataclass
+class _Sum:
+    """The values of one field, added up."""
+
+    total: float = 0.0
+    count: int = 0
+    is_whole: bool = True
+
+    def add(self, value: float) -> None:
+        self.total += value
+        self.count += 1
+        self.is_whole = self.is_whole and isinstance(value, int)
+
+    @property
+    def mean(self) -> float:
+        """A whole number for whole numbers."""
+        average = self.total / self.count
+        return round(average) if self.is_whole else round(average, 1)
+
+
+class MeanLoad:
+    """The mean of the loads that were added, at least one: sums, so that a minute takes as much memory whatever the
+    number of its polls. Of a GPU's values, of those that are known; of more than MOST_DEVICES GPUs, of the first."""
+
+    def __init__(self) -> None:
+        self._machine = {name: _Sum() for name in _OF_MACHINE}
+        self._devices: dict[str, dict[str, _Sum]] = {}
+
+    def add(self, load: Load) -> None:
+        for name in _OF_MACHINE:
+            self._machine[name].add(getattr(load, name))
+        for device in load.devices:
+            sums = self._devices.get(device.name)
+            if sums is None:
+                if len(self._devices) == MOST_DEVICES:
+                    continue
+                sums = self._devices[device.name] = {name: _Sum() for name in _OF_DEVICE}
+            for name in _OF_DEVICE:
+                if (value := getattr(device, name)) is not None:
+                    sums[name].add(value)
+
+    @property
+    def mean(self) -> Load:
+        devices = [
+            {"name": name, **{field: found.mean for field, found in sums.items() if found.count}}
+            for name, sums in self._devices.items()
+        ]
+        return Load.model_validate({**{name: found.mean for name, found in self._machine.items()}, "devices": devices})
 
 
 class Loads:
@@ -31,8 +85,8 @@ class Loads:
         self._stored = NodeLoads(store.database)
         self._clock = clock
         self._lock = threading.Lock()
-        self._minutes: dict[str, tuple[int, list[Load]]] = {}
-        """Node -> the minute (seconds since the epoch) that it is in, and the loads of that minute so far."""
+        self._minutes: dict[str, tuple[int, MeanLoad]] = {}
+        """Node -> the minute (seconds since the epoch) that it is in, and the mean of that minute so far."""
         self._last: dict[str, tuple[float, Load]] = {}
 
     def note(self, node: str, load: Load) -> None:
@@ -40,12 +94,14 @@ class Loads:
         now = self._clock()
         minute = int(now) // _MINUTE * _MINUTE
         with self._lock:
-            before, loads = self._minutes.get(node, (minute, []))
-            self._minutes[node] = (minute, [load] if before != minute else [*loads, load])
+            before, over = self._minutes.get(node, (minute, MeanLoad()))
+            current = over if before == minute else MeanLoad()
+            current.add(load)
+            self._minutes[node] = (minute, current)
             self._last[node] = (now, load)
         if before != minute:
             try:
-                self._stored.add(node, before, mean(loads).model_dump_json(exclude_none=True))
+                self._stored.add(node, before, over.mean.model_dump_json(exclude_none=True))
             except StoreError as error:  # a full disk: a gap in a curve, which must not fail the call
                 log.warning("the load of node %s is not stored: %s", node, error)
 
@@ -59,9 +115,9 @@ class Loads:
         one is of a minute that may not be over. Minutes without a report are missing."""
         found = [(minute, Load.model_validate_json(text)) for minute, text in self._stored.of(node, since)]
         with self._lock:
-            minute, loads = self._minutes.get(node, (0, []))
-        if loads and minute >= since:
-            found.append((minute, mean(loads)))
+            minute, current = self._minutes.get(node, (0, None))
+            if current is not None and minute >= since:
+                found.append((minute, current.mean))
         return found
 
     def forget(self, node: str) -> None:

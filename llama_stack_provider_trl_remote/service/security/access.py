@@ -162,6 +162,7 @@ class Access:
         join_token: of the callers with the role node, only those with the token of agents, and no node.
         needs_task: of the callers with the role node, only one that takes part in the current attempt of a job which
             this path parameter names, or whose rows it names.
+        polls: whether a call counts as a poll of the node that the path parameter `name` names, which are limited.
         record: whether calls that are no reads are in the audit log. Refusals always are.
     """
 
@@ -171,6 +172,7 @@ class Access:
     own_node: bool = False
     join_token: bool = False
     needs_task: Literal["job_uuid", "sha256"] | None = None
+    polls: bool = False
     record: bool = True
 
     async def __call__(self) -> None:
@@ -194,6 +196,13 @@ class Access:
                     raise Refused(403, "a node's own credential does not open this: send the token of agents")
             elif caller.role == "node" and (self.own_node or self.needs_task):
                 self._check_node(caller, scope["path_params"], scope["app"].state.service.store)
+            if self.polls and (seconds := scope["app"].state.service.polls.take(scope["path_params"]["name"])):
+                raise Refused(
+                    429,
+                    f"node {scope['path_params']['name'][:64]!r} polls too often: send this one again in "
+                    f"{math.ceil(seconds)} s",
+                    {"Retry-After": str(math.ceil(seconds))},
+                )
         headers = Headers(scope=scope)
         if self.body == "form":
             _check_form(scope["method"], headers)
@@ -332,7 +341,7 @@ _NODES: frozenset[Role] = frozenset({"node", "admin"})
 JOIN = _access(_NODES, limit=MIB)
 NODES = _access(_NODES, own_node=True, limit=4 * MIB)
 NODES_READ = _access(_NODES, own_node=True)
-NODES_POLL = _access(_NODES, own_node=True, limit=4 * MIB, record=False)
+NODES_POLL = _access(_NODES, own_node=True, limit=4 * MIB, polls=True, record=False)
 NODES_EVENTS = _access(_NODES, own_node=True, body="bytes", limit=4 * MIB, record=False)
 NODES_ANSWERS = _access(_NODES, own_node=True, body="bytes", limit=MIB, record=False)
 NODES_LOG = _access(_NODES, own_node=True, body="bytes", limit=MIB, record=False)
