@@ -16,7 +16,7 @@ set -euo pipefail
 : "${TRL_SERVICE_URL:?set the address of the service as the nodes reach it}"
 : "${TRL_SERVICE_NODE_TOKEN_FILE:?set the file with a token of the role node}"
 export TRL_REMOTE="${TRL_REMOTE:-trl-remote}"
-export TRL_NODE_HOME="${TRL_NODE_HOME:-/tmp/trl-node}/$SLURM_JOB_ID"
+export TRL_NODE_HOME="${TRL_NODE_HOME:-$HOME/.llama/trl-pool}/$SLURM_JOB_ID"
 
 # Slurm sends a signal to every process of a step, trainings too. So another step signals the agents alone.
 leave() {

@@ -128,7 +128,10 @@ TRL_HEAD="$(scontrol show node "$head" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/
 export TRL_TOKENS TRL_HEAD TRL_ADDRESS="$TRL_HEAD"
 cat > "$TRL_TOKENS/node.sh" <<'EOF_NODE'
 TRL_RANK="$SLURM_PROCID"
-TRL_WORK="${{TMPDIR:-/tmp}}/trl-$SLURM_JOB_ID-$SLURM_PROCID"
+base="${{TMPDIR:-$HOME/.llama/trl-pool}}"
+mkdir -p "$base"
+# Of a name that no other user can have created first.
+TRL_WORK="$(mktemp -d "$base/trl-$SLURM_JOB_ID-XXXXXXXX")"
 trap 'rm -rf "$TRL_WORK"' EXIT
 job() (
 {script})
@@ -156,6 +159,8 @@ def _kubernetes(options: argparse.Namespace, script: str) -> str:
             {"name": "TRL_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             {"name": "TRL_TOKENS", "value": _SECRETS},
             {"name": "TRL_WORK", "value": "/work"},
+            # A volume that everyone may write to, in a container without other users.
+            {"name": "TRL_NODE_CHECK_PATH", "value": "off"},
         ],
         **limits,
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},

@@ -23,6 +23,7 @@ from llama_stack_provider_trl.launch.runner import Limits
 from llama_stack_provider_trl.launch.warm_processes import WarmProcesses
 from llama_stack_provider_trl.system.console import show_lines
 from llama_stack_provider_trl.system.logs import AGENT_LOG, DIRECTORY, LogLevel, Unsent, start_logging
+from llama_stack_provider_trl.system.owned_paths import UnsafePath, own_directory
 from llama_stack_provider_trl.system.process import hide_from_other_processes, usable_cpus
 
 from ..wire import POLL_SECONDS
@@ -78,6 +79,8 @@ class NodeSettings:
     """Whether it is announced on the local network by mDNS."""
     loan: LoanTerms | None = None
     """When it takes jobs, of a machine that is loaned; None: at any time."""
+    check_path: bool = True
+    """Whether the agent does not start where another user could put something into its data directory."""
     tls: ssl.SSLContext | None = None
     """Trusted certificates for an https address; None: those of the system."""
 
@@ -187,6 +190,7 @@ def worker_settings(
         warm_start=switch("warm_start", warm_start or environ.get("TRL_NODE_WARM_START") or "on"),
         ollama=switch("ollama", ollama or environ.get("TRL_NODE_OLLAMA") or "on"),
         announce=switch("announce", announce or environ.get("TRL_NODE_ANNOUNCE") or "off"),
+        check_path=_checks_path(environ),
         limits=Limits(processes=4096),
         loan=_loan(environ, loaned, loaned_max_load, loaned_idle_seconds, loaned_user),
     )
@@ -260,6 +264,14 @@ def _level(text: str) -> LogLevel:
     return cast(LogLevel, text)
 
 
+def _checks_path(environ: Mapping[str, str]) -> bool:
+    """Whether the data directory is checked, as anywhere but in a container without other users. Raises NodeError."""
+    text = environ.get("TRL_NODE_CHECK_PATH") or "on"
+    if text not in ("on", "off"):
+        raise NodeError(f"TRL_NODE_CHECK_PATH={text!r}: use on or off")
+    return text == "on"
+
+
 def switch(name: str, text: str) -> bool:
     """Whether an option is on.
 
@@ -274,7 +286,12 @@ def switch(name: str, text: str) -> bool:
 def serve(settings: NodeSettings) -> int:
     """Run a worker node until SIGTERM or SIGINT, when trainings continue; or after SIGUSR1, which a batch system sends
     before it takes the machine away, until its jobs have saved. Raises the errors of `Agent.run`; DiscoveryError: it
-    cannot be announced."""
+    cannot be announced; NodeError: other users could change its data directory."""
+    if settings.check_path:
+        try:
+            own_directory(settings.data_dir)
+        except UnsafePath as error:
+            raise NodeError(f"the data directory {settings.data_dir} is not used: {error}") from error
     if settings.announce:
         require_zeroconf("--announce")
     path = settings.data_dir / DIRECTORY / AGENT_LOG

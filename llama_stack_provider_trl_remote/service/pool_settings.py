@@ -88,8 +88,8 @@ class _OnMachines(_PoolSettings):
 
     token_file: Path
     """slurm, ray: file on its nodes with a token of the role node (node_token), which only its owner may read."""
-    data_dir: Path = Path("/tmp/trl-node")
-    """slurm, ray: directory on its nodes for the files of agents."""
+    data_dir: Path = Path("~/.llama/trl-pool")
+    """slurm, ray: directory on its nodes for the files of agents; no other user may write to its path."""
 
 
 class SlurmPoolSettings(_OnMachines):

@@ -70,7 +70,7 @@ def test_an_order_is_one_ray_job_however_often_it_is_requested(pool: RayPool, da
         "bundle": {"CPU": 8.0, "GPU": 2.0},
         "service_url": "http://10.0.0.1:8322",
         "token_file": "/etc/trl token",
-        "data_dir": "/tmp/trl-node",
+        "data_dir": "~/.llama/trl-pool",
         "labels": {"rack": "7's"},
     }
 

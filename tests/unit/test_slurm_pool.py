@@ -76,12 +76,12 @@ def test_the_batch_job_starts_an_agent_on_each_node_and_warns_it(pool: SlurmPool
     (start,) = re.findall(r"^srun --kill-on-bad-exit=0 --ntasks-per-node=1 (.*) &$", script, re.MULTILINE)
     started = (
         start.replace("exec trl-remote", "printf %s\\\\n")
-        .replace("/tmp/trl-node", "$T")
+        .replace('"$HOME"/.llama/trl-pool', "$T")
         .replace("'/etc/trl", "'/nowhere/trl")
     )
     assert "http://10.0.0.1:8322" in started
     assert "--name gpu-abc-$SLURM_PROCID" in started
-    assert "read -r host pid < /tmp/trl-node/gpu-abc-$SLURM_PROCID/pid && kill -USR1 $pid" in script
+    assert 'read -r host pid < "$HOME"/.llama/trl-pool/gpu-abc-$SLURM_PROCID/pid && kill -USR1 $pid' in script
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,9 @@ class AgentStart:
     """File on the nodes with a token of the role node; only its owner may read it."""
     command: str = "trl-remote"
     """`trl-remote` of an installation on the nodes."""
-    data_dir: str = "/tmp/trl-node"
-    """Directory on the nodes. Each agent has one of its own in it, which is removed with the order."""
+    data_dir: str = "~/.llama/trl-pool"
+    """Directory on the nodes, on a path that no other user of theirs can write to. Each agent has one of its own in it,
+    which is removed with the order."""
     labels: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -21,7 +21,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from llama_stack_provider_trl.system.files import private_directory
+from llama_stack_provider_trl.system.owned_paths import own_directory
 from llama_stack_provider_trl.system.process import (
     FileLock,
     become_subreaper,
@@ -70,7 +70,7 @@ class Guard:
 
     def run(self) -> int:
         """Returns the exit status of the agent; -15: it was ended since the starter has ended."""
-        private_directory(self.home)
+        own_directory(self.home)
         with (self.home / OUTPUT).open("ab") as output:
             while True:
                 with self._lock:
@@ -140,7 +140,7 @@ def main(arguments: list[str]) -> int:
     lock = FileLock(home / LOCK)
     status, message = 1, ""
     try:
-        private_directory(home)
+        own_directory(home)
         remove_left(home.parent)
         if not lock.acquire(_holder()):
             raise OSError(f"{home} is used by {lock.holder()}")

@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from llama_stack_provider_trl.system.owned_paths import own_directory
+
 AGENT = "llama_stack_provider_trl_remote.nodes.pools.host_agent"
 SERVICE_TIMEOUT = 10.0
 LOCK_TIMEOUT = 15.0
@@ -48,7 +50,9 @@ class Place:
     """Where everything of a node is."""
 
     def __init__(self, data_dir: str) -> None:
-        self.data_dir = Path(data_dir).expanduser().absolute()
+        self.named = Path(data_dir).expanduser().absolute()
+        """As it is named. `data_dir` has no links, so that processes are found by it."""
+        self.data_dir = self.named
         with suppress(OSError):
             self.data_dir = self.data_dir.resolve()
         self.home = self.data_dir / "ssh"
@@ -61,9 +65,15 @@ class Place:
         self.credential = self.data_dir / "credential.json"
         """Written by the agent whenever it has joined."""
 
+    def check(self) -> None:
+        """Raises UnsafePath: another user could change what is there, or has created it."""
+        for path in (self.named / "ssh", self.home):
+            with suppress(FileNotFoundError):
+                own_directory(path, create=False)
+
     def make(self) -> None:
-        for path in (self.data_dir, self.home, self.environments):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Create what is missing. Raises UnsafePath: another user could change it."""
+        own_directory(self.environments)
         write(self.home / "probe", b"\0" * 4096)
         (self.home / "probe").unlink()
 
@@ -86,6 +96,7 @@ def main() -> int:
     try:
         if sys.platform != "linux":
             raise HostProblem(f"found {sys.platform}, expected Linux: start `trl-remote agent` there by hand")
+        place.check()
         result = {"up": up, "down": down, "status": status}[request["action"]](request, place)
     except HostProblem as problem:
         emit(error=str(problem))

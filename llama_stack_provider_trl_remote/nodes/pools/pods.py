@@ -111,7 +111,8 @@ def _container(order: PoolOrder, shape: PodShape, service_url: str, labels: Mapp
     agent = ["trl-remote", "agent", "--service", service_url, "--token-file", f"{TOKENS}/{TOKEN_KEY}"]
     agent += ["--data-dir", f"{WORK}/agent"]
     agent += [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
-    variables = {"HOME": WORK, "USER": "trl", **shape.environment}
+    # A volume that everyone may write to, in a container without other users.
+    variables = {"HOME": WORK, "USER": "trl", "TRL_NODE_CHECK_PATH": "off", **shape.environment}
     resources = {
         "cpu": str(shape.cpus),
         "memory": f"{max(1, shape.memory_bytes // _MIB)}Mi",

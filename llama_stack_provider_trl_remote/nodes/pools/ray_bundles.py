@@ -29,7 +29,7 @@ class Bundle:
 
     def run(self, name: str, order: dict[str, Any]) -> dict[str, Any]:
         """Start an agent, and wait for its end. Returns what the guard reports."""
-        home = Path(order["data_dir"]) / name
+        home = Path(order["data_dir"]).expanduser() / name
         command = [sys.executable, "-m", "llama_stack_provider_trl_remote", "agent", "--service", order["service_url"]]
         command += ["--token-file", order["token_file"], "--name", name, "--data-dir", str(home / "agent")]
         command += [part for label, value in order["labels"].items() for part in ("--label", f"{label}={value}")]

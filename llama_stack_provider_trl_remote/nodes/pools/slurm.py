@@ -103,15 +103,19 @@ class SlurmPool:
         """
         agent = self._agent
         prefix = order.names[0].rpartition("-")[0]
-        home = f"{shlex.quote(agent.data_dir)}/{prefix}-$SLURM_PROCID"
+        root = _expanded(agent.data_dir)
+        home = f"{root}/{prefix}-$SLURM_PROCID"
         # A batch job that another program has cancelled leaves its agents' files, on a disk that others may share.
         clean = (
-            f"for old in {shlex.quote(agent.data_dir)}/*/pid; do "
+            f"for old in {root}/*/pid; do "
             '[ -f "$old" ] && read -r host pid < "$old" && [ "$host" = "$(hostname)" ] && '
             '! kill -0 "$pid" 2>/dev/null && rm -rf "${old%/pid}"; done; '
         )
         start = (
-            f'{clean}umask 077; mkdir -p {home}; echo "$(hostname) $$" > {home}/pid; '
+            f"umask 077; mkdir -p {root}; "
+            f"[ -O {root} ] && [ ! -L {root} ] || "
+            f'{{ echo {root} "is a link, or belongs to another user: set data_dir of the pool" >&2; exit 1; }}; '
+            f'{clean}mkdir -p {home}; echo "$(hostname) $$" > {home}/pid; '
             f"exec {shlex.quote(agent.command)} agent --service {shlex.quote(agent.service_url)} "
             f"--token-file {shlex.quote(agent.token_file)} --name {prefix}-$SLURM_PROCID --data-dir {home}/agent"
             + "".join(f" --label {shlex.quote(f'{name}={value}')}" for name, value in agent.labels.items())
@@ -136,3 +140,9 @@ agents=$!
 while kill -0 "$agents" 2>/dev/null; do wait "$agents"; done
 {each} bash -c {shlex.quote(remove)}
 """
+
+
+def _expanded(directory: str) -> str:
+    """A directory as a word of the shell, `~` as the home directory there."""
+    below = directory.removeprefix("~/")
+    return shlex.quote(directory) if below == directory else f'"$HOME"/{shlex.quote(below)}'

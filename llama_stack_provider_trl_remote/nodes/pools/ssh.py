@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_stack_provider_trl.errors import MissingExtra
+from llama_stack_provider_trl.system import owned_paths
 
 from ..identity import NodeError
 from . import on_host
@@ -167,7 +168,7 @@ async def _converse(
     wheel: bytes,
 ) -> dict[str, Any]:
     ssh = require_asyncssh()
-    source = Path(on_host.__file__).read_bytes()
+    source = program()
     sent = json.dumps({**request, "data_dir": host.data_dir}).encode()
     other = ""  # what a shell's start or a traceback writes
     async with connection.create_process(_command(python), encoding=None, stderr=ssh.STDOUT) as process:
@@ -189,6 +190,14 @@ async def _converse(
                 case _:
                     other = line.decode(errors="replace").strip() or other
     raise HostError(host, f"its Python {python} ended without an answer: {other or 'it has written nothing'}")
+
+
+def program() -> bytes:
+    """`on_host`, with the module that it imports in the place of the import: the machine has no project."""
+    source, imported = Path(on_host.__file__).read_text(), Path(owned_paths.__file__).read_text()
+    line = "from llama_stack_provider_trl.system.owned_paths import own_directory\n"
+    assert source.count(line) == 1
+    return source.replace(line, imported.replace("from __future__ import annotations\n", "")).encode()
 
 
 def _command(python: str) -> str:
