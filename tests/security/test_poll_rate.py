@@ -25,7 +25,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingServic
     service.stop()
 
 
-def test_a_node_that_polls_too_often_is_told_when_to_poll_again_and_others_are_not_limited(
+def test_a_node_that_polls_too_often_is_refused_until_a_stated_time_and_others_are_not(
     service: TrainingService,
 ) -> None:
     often, other = FakeAgent(service, "often"), FakeAgent(service, "other")
