@@ -6,7 +6,7 @@
     |-- JobNotFound (LookupError)          no job has this job_uuid                           -> 404
     |-- JobConflict (RuntimeError)         the job_uuid is taken, or the state forbids it     -> 409
     |-- LimitReached (RuntimeError)        a limit is reached, for now                        -> 429
-    |-- StoreError (RuntimeError)          the job database cannot be used                    -> 500
+    |-- StoreError (RuntimeError)          the job database cannot be used                    -> 507, 503 or 500
     |-- ServiceUnreachable (ConnectionError)  the training service does not answer            -> 502
     |-- ServiceRefusal (RuntimeError)      the training service answered with an error        -> its status, or 502
     |-- MethodUnavailable (ImportError)     a package's training method cannot be used here      -> never sent
@@ -19,9 +19,43 @@ A message states what was found, what was expected, and what to do next.
 from __future__ import annotations
 
 import errno
-from typing import Any
+import sqlite3
+from typing import Any, NamedTuple
 
 _OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+
+
+class Shortage(NamedTuple):
+    """Why storage cannot be used for now. Neither the request nor the job at hand is at fault."""
+
+    status: int
+    """Of the answer to a request that needs it."""
+    what: str
+    advice: str
+    retry_after: int | None = None
+    """Seconds after which the same request may succeed by itself; None: only when the advice was followed."""
+
+    def described(self, error: object) -> str:
+        """The sentence of an answer."""
+        return f"{self.what}: {error}; {self.advice}"
+
+
+FULL = Shortage(507, "the disk is full", "free some space and send it again")
+_READ_ONLY = Shortage(
+    507, "the disk is read-only", "make it writable again (the kernel's log has the reason), then send it again"
+)
+_FAILING = Shortage(503, "the disk cannot be read or written", "check it (the kernel's log has the reason)", 30)
+LOCKED = Shortage(503, "another process holds the lock of the database", "send it again in a few seconds", 5)
+_OF_SYSTEM = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EROFS: _READ_ONLY, errno.EIO: _FAILING}
+_OF_SQLITE = {
+    sqlite3.SQLITE_FULL: FULL,
+    sqlite3.SQLITE_READONLY: _READ_ONLY,
+    sqlite3.SQLITE_IOERR: _FAILING,
+    sqlite3.SQLITE_CANTOPEN: _FAILING,
+    sqlite3.SQLITE_BUSY: LOCKED,
+    sqlite3.SQLITE_LOCKED: LOCKED,
+    sqlite3.SQLITE_PROTOCOL: LOCKED,
+}
 
 
 class TrlError(Exception):
@@ -86,8 +120,11 @@ class LimitReached(TrlError, RuntimeError):
 class StoreError(TrlError, RuntimeError):
     """Raised when the job database or a dataset cannot be opened or written; names the file and the reason."""
 
-    status_code = 500
-    """Its own status: Llama Stack shows the text of an error that carries one, and "unexpected" for others."""
+    @property
+    def status_code(self) -> int:
+        """Its own status: Llama Stack shows the text of an error that carries one, and "unexpected" for others."""
+        shortage = shortage_of(self)
+        return 500 if shortage is None else shortage.status
 
 
 class DamagedRecord(StoreError):
@@ -187,6 +224,21 @@ def is_exhausted(error: BaseException | None) -> bool:
             return True
         error, seen = error.__cause__ or error.__context__, seen + 1
     return False
+
+
+def shortage_of(error: BaseException | None) -> Shortage | None:
+    """The shortage of storage that an error is, or that caused it: a full, read-only or failing disk, a locked
+    database; None: it is something else."""
+    seen = 0
+    while error is not None and seen < 20:
+        if isinstance(error, OSError) and error.errno in _OF_SYSTEM:
+            return _OF_SYSTEM[error.errno]
+        if isinstance(error, sqlite3.Error):
+            code = getattr(error, "sqlite_errorcode", None)  # sqlite3 raises some itself, without a code
+            if code is not None and code & 0xFF in _OF_SQLITE:
+                return _OF_SQLITE[code & 0xFF]
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return None
 
 
 def _shown(value: Any, limit: int = 250) -> str:  # a path of usual length stays whole

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ..errors import InvalidRequest, StoreError
+from ..errors import LOCKED, InvalidRequest, StoreError, shortage_of
 from ..system.files import private_directory
 from ..system.process import FileLock
 
@@ -30,8 +30,11 @@ SCHEMA_VERSION = 12
 _PRIVATE = ("jobs", "datasets", "tokens", "reference", "preflights", "trackers")
 _BEFORE_THE_DATABASE = {"llama-stack", "service.lock", "supervisor.lock"}
 """What a data directory of the provider may hold before its first job database exists."""
-_BUSY_SECONDS = 10.0
+_BUSY_SECONDS = 5.0
 """Seconds that a writer waits for another. Transactions take about a millisecond."""
+_LOCKED_SECONDS, _BRIEF_MS = 1.0, 100
+"""Seconds after a wait without effect in which writers wait only these milliseconds: else a lock that another process keeps
+would hold a thread of the service for each of them, and reads would wait behind those."""
 _inherited: list[sqlite3.Connection] = []
 """Connections of the process that this one is a fork of. They stay open until it ends."""
 log = logging.getLogger(__name__)
@@ -71,6 +74,7 @@ class Database:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._locked_until = 0.0
         self._local = threading.local()
         self._connections: weakref.WeakSet[_ThreadConnection] = weakref.WeakSet()
         try:
@@ -100,7 +104,7 @@ class Database:
         """One write transaction; yields a function that runs a named statement."""
         with self._store_errors():
             connection = self._connection()
-            connection.execute("BEGIN IMMEDIATE")
+            self._begin(connection)
             try:
                 yield lambda name, values: connection.execute(_queries()[name], values)
                 connection.execute("COMMIT")
@@ -122,6 +126,21 @@ class Database:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
 
+    def _begin(self, connection: sqlite3.Connection) -> None:
+        """Begin a write transaction, when other writers have ended theirs."""
+        brief = time.monotonic() < self._locked_until
+        if brief:
+            connection.execute(f"PRAGMA busy_timeout = {_BRIEF_MS}")
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            if shortage_of(error) is LOCKED:
+                self._locked_until = time.monotonic() + _LOCKED_SECONDS
+            raise
+        finally:
+            if brief:
+                connection.execute(f"PRAGMA busy_timeout = {_BUSY_SECONDS * 1000:.0f}")
+
     @contextmanager
     def _store_errors(self) -> Iterator[None]:
         """Raise StoreError in place of an error that the file causes."""
@@ -130,13 +149,16 @@ class Database:
         except (sqlite3.IntegrityError, sqlite3.ProgrammingError):
             raise  # wrong values or a wrong statement: a bug, and no fault of the file
         except (sqlite3.Error, OSError) as error:
+            if shortage_of(error) not in (None, LOCKED):
+                self._local.stale = True  # the file may lie on another mount of its disk by the next call
             raise StoreError(f"job database {self.path}: {error}") from error
 
     def _connection(self) -> sqlite3.Connection:
         """The connection of this thread."""
         own: _ThreadConnection | None = getattr(self._local, "own", None)
-        if own is None:
+        if own is None or (getattr(self._local, "stale", False) and not own.connection.in_transaction):
             own = self._local.own = self._connect()
+            self._local.stale = False
             self._connections.add(own)
         return own.connection
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from .database import Database
 from .demands import Queued
@@ -17,6 +17,8 @@ class NodeTasks:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._stopping: set[str] = set()
+        """Tasks whose order to end could not be recorded: their nodes get it all the same."""
 
     def add(self, tasks: Iterable[NodeTaskRecord]) -> None:
         """Order nodes to run their parts of an attempt. Parts that were ordered before do not change."""
@@ -30,12 +32,13 @@ class NodeTasks:
 
     def of_node(self, node: str) -> Sequence[NodeTaskRecord]:
         """What a node is ordered to do."""
-        return [task_record(row) for row in self._database.select("select_tasks_of_node", {"node": node})]
+        found = [task_record(row) for row in self._database.select("select_tasks_of_node", {"node": node})]
+        return [replace(task, stage="stop") if task.task_id in self._stopping else task for task in found]
 
     def current(self, task_id: str, node: str) -> NodeTaskRecord | None:
         """A node's part of an attempt; None: the attempt is not the current one, or is being stopped."""
         rows = self._database.select("select_current_task", {"task_id": task_id, "node": node})
-        return task_record(rows[0]) if rows else None
+        return task_record(rows[0]) if rows and task_id not in self._stopping else None
 
     def job_as_queued(self, job_uuid: str) -> Queued:
         """A job as the placement would see it if its attempt had ended."""
@@ -67,8 +70,10 @@ class NodeTasks:
 
     def stop(self, task_id: str, ending: str) -> None:
         """Order every node to end its part. The first `ending` of an attempt counts."""
+        self._stopping.add(task_id)
         with self._database.transaction() as execute:
             execute("stop_tasks", {"task_id": task_id, "ending": ending})
+        self._stopping.discard(task_id)
 
     def record_reports(self, node: str, reports: Mapping[str, str], gone: Iterable[str]) -> bool:
         """Record what a node reports of its tasks: task_id -> report, and the tasks that have no process or file left.

@@ -9,17 +9,19 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import JobConflict, LimitReached, StoreError
+from ..errors import JobConflict, JobNotFound, LimitReached, StoreError, shortage_of
 from ..requests.trackers import TrackerChoice
 from ..specs.events import Event, Reason
 from ..specs.job import JobSpec
 from ..system.files import touched
 from .ahead import QueueAhead
 from .allocations import Allocations
+from .cancel_orders import FILE, CancelOrder, CancelOrders
 from .chains import Chains, insert_predecessors
 from .database import Database, Execute
 from .demands import Demand, Queued
@@ -76,6 +78,7 @@ class Store(JobReader):
         ahead: what the start of waiting jobs is predicted from.
         chains: jobs that come after others.
         searches: jobs that are searches, and their trials.
+        cancels: those that the database could not record.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -88,6 +91,7 @@ class Store(JobReader):
         self.ahead = QueueAhead(self.database)
         self.chains = Chains(self.database, clock)
         self.searches = Searches(self.database, clock)
+        self.cancels = CancelOrders(path.with_name(FILE))
 
     def close(self) -> None:
         """Close the connections of all threads. A later call opens a new one."""
@@ -271,13 +275,44 @@ class Store(JobReader):
     def request_cancel(self, job_uuid: str, message: str = "") -> JobRecord:
         """Record a cancel: the job becomes `cancelled` if it waits and `cancelling` if it runs.
 
+        While the database cannot be written, the cancel is kept in a file, and its supervisor ends the job all the
+        same.
+
         Args:
             message: the reason, where the user has not requested it.
 
         Raises:
             JobNotFound.
             JobConflict: the job has completed or failed.
+            StoreError: the cancel is in the memory of this process only.
         """
+        try:
+            return self._record_cancel(job_uuid, message)
+        except StoreError as error:
+            if shortage_of(error) is None:
+                raise
+            return self._keep_cancel(job_uuid, message, error)
+
+    def record_kept_cancels(self) -> None:
+        """Record the cancels that the database could not record before. Raises StoreError: it still cannot."""
+        for order in self.cancels.pending():
+            with suppress(JobNotFound, JobConflict):
+                if self.get(order.job_uuid).scheduled_at.timestamp() == order.scheduled_at:
+                    self._record_cancel(order.job_uuid, order.message)
+            self.cancels.remove(order)
+
+    def _keep_cancel(self, job_uuid: str, message: str, error: StoreError) -> JobRecord:
+        job = self.get(job_uuid)
+        if job.state in TERMINAL:
+            raise error
+        if not self.cancels.add(CancelOrder(job_uuid, job.scheduled_at.timestamp(), message)):
+            raise StoreError(
+                f"the cancel of job {job_uuid!r} is in memory only ({error}): its training is being ended, but the "
+                "next start would begin it again; repeat the cancel when the disk can be written"
+            ) from error
+        return replace(job, state=JobState.cancelling if job.state in ACTIVE else JobState.cancelled)
+
+    def _record_cancel(self, job_uuid: str, message: str) -> JobRecord:
         while True:
             job = self.get(job_uuid)
             if job.state in (JobState.cancelling, JobState.cancelled):

@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 
 from .. import faults
-from ..errors import InvalidRequest, InvalidRows, JobConflict, JobNotFound, StoreError, is_exhausted
+from ..errors import InvalidRequest, InvalidRows, JobConflict, JobNotFound, StoreError, is_exhausted, shortage_of
 from ..launch.base import Launcher, MasterPorts, Observation, TaskSpec, TaskState
 from ..specs.events import CheckpointSaved, Reason, read_events
-from ..system.files import RunDir, tail
+from ..system.files import RunDir, can_write, tail
 from ..system.process import FileLock
 from .announced import accepted
 from .attempts import Attempts
@@ -127,6 +127,7 @@ class Supervisor:
         """
         if self._thread is None:
             private_data_dir(self._data_dir)
+            self._store.cancels.prepare()
             self._acquire()
             self._stopping.clear()
             self._thread = threading.Thread(target=self._run, name="trl-supervisor", daemon=True)
@@ -150,6 +151,8 @@ class Supervisor:
         """One pass over all jobs. Raises StoreError where the database cannot be used."""
         if not self._orphans_ended:
             self._end_orphans()
+        self._end_cancelled()
+        self._store.record_kept_cancels()
         head, *_ = nodes = self._nodes()
         draining = {node.name for node in nodes if node.draining}
         for job in self._store.active():
@@ -161,6 +164,17 @@ class Supervisor:
         self._place()
         if time.monotonic() - self._last_clean > INTERVAL:
             self._clean()
+
+    def _end_cancelled(self) -> None:
+        """End the processes of cancelled jobs, before anything that needs to write: a full disk, or a database that is
+        locked, must not keep a training from being ended."""
+        named = {order.job_uuid: order.scheduled_at for order in self._store.cancels.pending()}
+        trials = {name for search in named for name in self._store.searches.names_of_trials(search)}
+        for job in self._store.active():
+            kept = named.get(job.job_uuid) == job.scheduled_at.timestamp() or job.job_uuid in trials
+            if job.spec.search is None and (kept or job.state is JobState.cancelling):
+                with suppress(StoreError):  # ordered in memory all the same; recorded at a later pass
+                    self._guarded(job, partial(self._launcher.cancel, self._attempts.task(job)))
 
     def _end_blocked(self, job: Blocked, state: JobState, reason: Reason | None, message: str) -> None:
         """End a job that waits for one that will never complete."""
@@ -223,7 +237,7 @@ class Supervisor:
         except StoreError:
             raise
         except Exception as error:
-            if is_exhausted(error):
+            if is_exhausted(error) or (shortage_of(error) is not None and not can_write(self._data_dir)):
                 self._log_exhausted(job, error)
                 return
             self._failed_passes[job.job_uuid] = count = self._failed_passes.get(job.job_uuid, 0) + 1
@@ -236,8 +250,8 @@ class Supervisor:
             self._failed_passes.pop(job.job_uuid, None)
 
     def _log_exhausted(self, job: JobRecord, error: Exception) -> None:
-        """Log that this process has no descriptors or no memory left. The job is not at fault: it is handled again at
-        every pass, and these passes do not count as `PATIENCE`."""
+        """Log that this process has no descriptors or no memory left, or no disk to write to. The job is not at fault:
+        it is handled again at every pass, and these passes do not count as `PATIENCE`."""
         if not self._exhausted:
             log.error("job %s: %s; it is handled again at the next pass, its processes continue", job.job_uuid, error)
         self._exhausted = True
@@ -272,7 +286,7 @@ class Supervisor:
         if seen.state is TaskState.exited:
             self._conclude(job, task, seen)
         elif job.state is JobState.cancelling:
-            self._launcher.cancel(task)
+            pass  # `_end_cancelled` has ended it, or does so in the next pass
         elif job.state is JobState.pausing:
             self._pause(job, task, seen)
         elif seen.state is not TaskState.unknown:

@@ -40,7 +40,8 @@ _START_TIMEOUT = 30.0
 
 
 class LocalLauncher:
-    """The Launcher of this machine. All state is in the run directory and the processes, none in memory.
+    """The Launcher of this machine. All state is in the run directory and the processes, none in memory but the times
+    of cancels while the disk cannot be written.
 
     Args:
         environ: source of the children's allow-listed variables; None: this process's own, read at each start.
@@ -63,6 +64,7 @@ class LocalLauncher:
         self._isolation = isolation
         self._limits = limits or Limits()
         self._warm = warm
+        self._cancelled: dict[Path, float] = {}
 
     def warm_up(self, python: str | None) -> None:
         """Begin to import what trains with this interpreter, so that the first task starts without it, too."""
@@ -150,9 +152,18 @@ class LocalLauncher:
             return _forestall(task, paths)
         if status.state is TaskState.exited:
             return
-        overdue = _seconds_since_first(paths.cancelled) > _RUNNER_TIME
+        overdue = self._seconds_since_cancel(paths.cancelled) > _RUNNER_TIME
         if overdue or not _request_end(status.runner, task_marks(task)):
             kill_marked(task)
+
+    def _seconds_since_cancel(self, mark: Path) -> float:
+        """Seconds since the first cancel of a task, which creates `mark`; where that cannot be written, since the first
+        one of this process."""
+        try:
+            return _seconds_since_first(mark)
+        except OSError:  # a full or read-only disk, a removed directory
+            now = time.monotonic()
+            return now - self._cancelled.setdefault(mark, now)
 
     def _outer(self) -> Mapping[str, str]:
         return os.environ if self._environ is None else self._environ
@@ -194,13 +205,10 @@ def _private(path: str, flags: int) -> int:
 
 
 def _seconds_since_first(mark: Path) -> float:
-    """Seconds since the first call with `mark`, a file that it creates."""
-    try:
-        with suppress(FileExistsError):  # O_EXCL follows no symbolic link
-            os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
-        return time.time() - mark.lstat().st_mtime
-    except OSError:  # a full disk, a removed directory
-        return 0.0
+    """Seconds since the first call with `mark`, a file that it creates. Raises OSError."""
+    with suppress(FileExistsError):  # O_EXCL follows no symbolic link
+        os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    return time.time() - mark.lstat().st_mtime
 
 
 def kill_marked(task: TaskSpec) -> int:

@@ -5,13 +5,14 @@ strings would turn every POST into a 500.
 """
 
 import functools
+import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from pydantic import ValidationError
 
-from ..errors import InvalidRequest, TrlError
+from ..errors import InvalidRequest, StoreError, TrlError, shortage_of
 from ..requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest, TrainingConfig
 from .compat import NeedsRequestProviderData, answers_requests, to_http
 from .responses import PostTrainingJob
@@ -29,6 +30,10 @@ def answers_clearly[Answer](
             return await method(*args, **kwargs)
         except TrlError as error:
             raise to_http(error) from error
+        except (OSError, sqlite3.Error) as error:
+            if shortage_of(error) is None:
+                raise
+            raise to_http(StoreError(str(error))) from error
         except ValidationError as error:
             # Where Llama Stack checks a body against its own models only, our own models check it here.
             first = error.errors()[0]

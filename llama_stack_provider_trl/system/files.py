@@ -210,6 +210,10 @@ def touched(rows: Path) -> bool:
         os.utime(rows)
     except FileNotFoundError:
         return False
+    except OSError as error:
+        if error.errno != errno.EROFS:  # where nothing is removed either
+            raise
+        return rows.exists()
     return True
 
 
@@ -372,6 +376,17 @@ def free_bytes(path: Path) -> int:
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
+
+
+def can_write(directory: Path) -> bool:
+    """Whether a small file can be written to a directory now."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(4096))
+            _flush(file)
+    except OSError:
+        return False
+    return True
 
 
 def tree_bytes(directory: Path) -> int:

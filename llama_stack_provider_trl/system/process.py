@@ -413,7 +413,8 @@ class FileLock:
 
     def release(self) -> None:
         if self._fd is not None:
-            os.ftruncate(self._fd, 0)
+            with suppress(OSError):  # a read-only disk
+                os.ftruncate(self._fd, 0)
             os.close(self._fd)
             self._fd = None
 

@@ -580,7 +580,7 @@ def test_rows_that_cannot_be_stored_are_refused_in_our_own_words_until_they_can(
     rows = [*QUESTIONS, {"prompt": "one row more", "completion": "than before"}]
     with mounted(other_server.data_dir / "datasets", "size=1m,ro"):
         answer = register_or_train(other_server, "unstored", {"type": "rows", "rows": rows}, SFT)
-        message = refusal(answer, 500)
+        message = refusal(answer, 507)
         assert "dataset 'unstored' cannot be stored" in message
         assert "Read-only file system" in message
         assert "refused" not in other_server.jobs()

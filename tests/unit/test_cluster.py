@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from llama_stack_provider_trl.errors import JobConflict
+from llama_stack_provider_trl.errors import JobConflict, StoreError
 from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.retries import LOSSES_IN_A_ROW
 from llama_stack_provider_trl.jobs.states import JobState
@@ -502,6 +504,25 @@ def test_cancelling_ends_every_node_and_waits_until_they_have(pair: World) -> No
     pair.gone("b")
     pair.tick()
     assert pair.job().state is JobState.cancelling
+    pair.gone("c")
+    pair.tick()
+    assert pair.job().state is JobState.cancelled
+
+
+def test_nodes_get_the_order_to_end_where_it_cannot_be_recorded(pair: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.database._BUSY_SECONDS", 0.0)
+    pair.store.cancels.prepare()
+    pair.store.close()
+    with closing(sqlite3.connect(pair.store.path, isolation_level=None)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        pair.store.request_cancel("a")
+        with pytest.raises(StoreError, match="locked"):
+            pair.tick()
+        assert {pair.orders(node)["a-1"].stage for node in "bc"} == {Stage.stop}
+        assert pair.store.tasks.current("a-1", "b") is None
+    pair.tick()
+    assert pair.job().state is JobState.cancelling
+    pair.gone("b")
     pair.gone("c")
     pair.tick()
     assert pair.job().state is JobState.cancelled

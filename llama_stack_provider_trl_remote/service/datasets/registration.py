@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 from fastapi import HTTPException
 from pydantic import ValidationError
 
-from llama_stack_provider_trl.errors import InvalidRows
+from llama_stack_provider_trl.errors import FULL, InvalidRows, shortage_of
 from llama_stack_provider_trl.system.files import put_rows
 from llama_stack_provider_trl.system.offload import FairSlots
 from llama_stack_provider_trl.system.process import child_environment, die_with_parent
@@ -185,7 +185,8 @@ def main(arguments: list[str]) -> None:
     except InvalidRows as error:
         answer = _problem(400, str(error))
     except OSError as error:
-        answer = _problem(507, f"the disk is full: {error}; free some space and send it again")
+        shortage = shortage_of(error) or FULL
+        answer = _problem(shortage.status, shortage.described(error))
     print(json.dumps(answer))
 
 

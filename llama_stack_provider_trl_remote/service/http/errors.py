@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
+import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -22,8 +22,11 @@ from llama_stack_provider_trl.errors import (
     JobNotFound,
     LimitReached,
     ServiceUnreachable,
+    Shortage,
+    StoreError,
     TrlError,
     is_exhausted,
+    shortage_of,
 )
 from llama_stack_provider_trl.specs.events import Reason
 
@@ -97,9 +100,9 @@ _MEANING = {
     413: "Over a limit of size",
     416: "The range begins beyond the end of the file",
     429: "A limit is reached: requests, wrong tokens, waiting jobs, CPU time of checks; wait for Retry-After seconds",
-    500: "A bug, or a database that cannot be used",
-    503: "Busy, or out of file descriptors: send it again after Retry-After seconds",
-    507: "The disk is full",
+    500: "A bug, or a damaged database",
+    503: "Busy, out of file descriptors, or the database is locked: send it again after Retry-After seconds",
+    507: "The disk is full or read-only, or the token has stored as many bytes as it may: the sentence has what to do",
 }
 
 
@@ -109,7 +112,7 @@ def declared(*codes: int) -> dict[int | str, dict[str, Any]]:
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorAnswer.__name__}"}}}
     return {
         code: {"content": content, "description": _MEANING[code]}
-        for code in sorted({400, 401, 403, 408, 413, 429, 500, 503, *codes})
+        for code in sorted({400, 401, 403, 408, 413, 429, 500, 503, 507, *codes})
     }
 
 
@@ -152,6 +155,7 @@ def _handlers() -> tuple[tuple[type[Exception], Callable[[Request, Exception], A
     return (
         (TrlError, _ours),
         (OSError, _system),
+        (sqlite3.Error, _system),
         (RequestValidationError, _invalid),
         (HTTPException, _http),
         (ClientDisconnect, _disconnected),
@@ -161,8 +165,10 @@ def _handlers() -> tuple[tuple[type[Exception], Callable[[Request, Exception], A
 
 
 async def _ours(request: Request, error: Exception) -> Response:
-    if isinstance(error.__cause__, OSError) and _disk_full(error.__cause__):
-        return answer(507, f"the disk is full: {error}; free some space and send it again")
+    # Of other errors the direct cause only: what is further away may be another's failure, which was dealt with.
+    cause = error if isinstance(error, StoreError) else error.__cause__
+    if isinstance(cause, StoreError | OSError) and (shortage := shortage_of(cause)) is not None:
+        return _short(request, error, shortage)
     if isinstance(error, JobFailure) and error.reason in _REQUEST_AT_FAULT:
         return answer(400, error.message)
     of_its_own = getattr(error, "status_code", 500)
@@ -178,12 +184,20 @@ async def _ours(request: Request, error: Exception) -> Response:
 
 
 async def _system(request: Request, error: Exception) -> Response:
-    if isinstance(error, OSError) and _disk_full(error):
-        return answer(507, f"the disk is full: {error}; free some space and send it again")
+    """The answer to an error of the system or of SQLite."""
+    if (shortage := shortage_of(error)) is not None:
+        return _short(request, error, shortage)
     if is_exhausted(error):
         log.error("%s %s: %s", request.method, request.url.path, error)
         return answer(503, f"the service is out of file descriptors or memory ({error})", {"Retry-After": "5"})
     return await _bug(request, error)
+
+
+def _short(request: Request, error: Exception, shortage: Shortage) -> Response:
+    """The answer where storage cannot be used. Every route gives it: each reads or writes something."""
+    log.warning("%s %s: %s", request.method, request.url.path, error)
+    after = shortage.retry_after
+    return answer(shortage.status, shortage.described(error), None if after is None else {"Retry-After": str(after)})
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
@@ -241,10 +255,6 @@ def sentence(found: Mapping[str, Any]) -> str:
     if found["type"] == "extra_forbidden":
         return str(InvalidRequest(field, found["input"], "there is no such field: leave it out"))
     return str(InvalidRequest(field, found["input"], str(found["msg"]).removeprefix("Value error, ")))
-
-
-def _disk_full(error: OSError) -> bool:
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def raw_answer(status: int, detail: str) -> tuple[list[tuple[bytes, bytes]], bytes]:

@@ -18,6 +18,7 @@ from fastapi import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llama_stack_provider_trl.errors import FULL, shortage_of
 from llama_stack_provider_trl.system.offload import CallThreads
 
 MIB = 1 << 20
@@ -287,7 +288,8 @@ def busy() -> HTTPException:
 
 def disk_full(error: OSError) -> HTTPException:
     """The answer to a body for which the disk has no space."""
-    return HTTPException(507, f"the disk is full: {error}; free some space and send it again", {"Connection": "close"})
+    shortage = shortage_of(error) or FULL
+    return HTTPException(shortage.status, shortage.described(error), {"Connection": "close"})
 
 
 def _items(value: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 
 from llama_stack_provider_trl import __version__
-from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, StoreError
+from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, StoreError, shortage_of
 from llama_stack_provider_trl.jobs.records import NodeRecord
 from llama_stack_provider_trl.jobs.states import TERMINAL
 from llama_stack_provider_trl.specs.events import Failed
@@ -105,8 +105,14 @@ async def join(service: Context, caller: CurrentCaller, body: NodeReport) -> Res
 @router.post("/{name}/poll", dependencies=[NODES_POLL], response_model=Orders, responses=declared(404, 409, 410))
 async def poll(service: Context, caller: CurrentCaller, name: Name, body: Poll, kept: Kept = _NONE) -> Response:
     """The orders of the node, as soon as they are new; and those of its kept jobs that are over."""
-    if await asyncio.to_thread(_store_reports, service, caller, name, body):
-        service.supervisor.wake()
+    try:
+        if await asyncio.to_thread(_store_reports, service, caller, name, body):
+            service.supervisor.wake()
+    except StoreError as error:
+        if shortage_of(error) is None:
+            raise
+        # The node repeats its reports with every poll, and must be able to end what was cancelled.
+        log.warning("the reports of node %s are not stored: %s", name, error)
     deadline = time.monotonic() + POLL_SECONDS
     while True:
         record = _welcome(service, name, body)

@@ -1,0 +1,209 @@
+"""A disk that is full or read-only, and a job database that another process has locked: what the service answers then,
+what a cancel does, and how jobs continue when storage can be used again."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from llama_stack_provider_trl.jobs.database import DATABASE
+from tests import required
+from tests.contract.payloads import QUESTIONS, sft
+from tests.contract.service import TrainingService, refusal, running
+from tests.contract.stack import SFT, poll
+from tests.security.guarded import BODIES, KNOWN, NODE, TOKENS, Guarded, guarded_service, without_version
+from tests.security.test_attack_table import HIDDEN, HTTP_METHODS, QUERIES
+
+pytestmark = pytest.mark.contract
+FEW_SECONDS = 9.0
+"""A writer waits 5 s for a lock, and a poll 5 s for orders; the machine may be busy."""
+
+
+@contextmanager
+def mounted(path: Path, *options: str) -> Iterator[Path]:
+    """A file system of its own at `path`."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        required.lacking("needs root and mount(8)")
+    path.mkdir(parents=True, exist_ok=True)
+    mount = subprocess.run(["mount", *options, str(path)], capture_output=True, text=True)
+    if mount.returncode != 0:
+        required.lacking(f"nothing can be mounted here: {mount.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def small_disk(path: Path, size: str = "20m") -> AbstractContextManager[Path]:
+    return mounted(path, "-t", "tmpfs", "-o", f"size={size}", "tmpfs")
+
+
+@contextmanager
+def full(data_dir: Path) -> Iterator[None]:
+    """The disk has no byte left."""
+    file = data_dir / "filling"
+    with suppress(OSError), open(file, "wb", buffering=0) as filling:
+        while True:
+            filling.write(bytes(4096))
+    try:
+        yield
+    finally:
+        file.unlink()
+
+
+@contextmanager
+def locked(data_dir: Path) -> Iterator[None]:
+    """Another process has locked the job database, as a tool of an operator may."""
+    with closing(sqlite3.connect(data_dir / DATABASE, isolation_level=None, timeout=30)) as database:
+        database.execute("BEGIN EXCLUSIVE")
+        yield
+        database.execute("ROLLBACK")
+
+
+@contextmanager
+def read_only(data_dir: Path) -> Iterator[None]:
+    """Nothing can be written below the directory but to files that are open already: a read-only mount lies on it."""
+    with mounted(data_dir, "--bind", str(data_dir)):
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(data_dir)], check=True)
+        yield
+
+
+TROUBLES: dict[str, Callable[[Path], AbstractContextManager[None]]] = {
+    "full": full,
+    "locked": locked,
+    "read-only": read_only,
+}
+
+
+# --- Every route ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    root = tmp_path_factory.mktemp("storage")
+    with small_disk(root / "data"), guarded_service(root, min_free_disk_mb=0) as service:
+        yield service
+
+
+def calls(service: Guarded) -> list[tuple[str, str, str, bytes | None, str]]:
+    """(method, target, token, body, content type) of every route, those that delete last."""
+    found = []
+    paths = service.document()["paths"].items()
+    documented = [(method.upper(), path) for path, of in paths for method in of if method in HTTP_METHODS]
+    for method, path in [*documented, *HIDDEN]:
+        call = f"{method} {without_version(path)}"
+        known = {**KNOWN, "job_uuid": "ended"} if "/checkpoints" in path else KNOWN
+        target = path.format(**known) + (f"?{QUERIES[call]}" if call in QUERIES else "")
+        token = service.credentials[NODE] if "/nodes/{name}/" in path and "/v1" in path else TOKENS["admin"]
+        body = json.dumps(BODIES[call]).encode() if call in BODIES else {"POST": b"{}", "PUT": b"x"}.get(method)
+        kind = "application/json" if method == "POST" else "application/octet-stream"
+        if (method, path) in HIDDEN and method == "POST":
+            body, kind = f"token={TOKENS['admin']}".encode(), "application/x-www-form-urlencoded"
+        found.append((method, target, token, body, kind))
+    return sorted(found, key=lambda one: one[0] == "DELETE")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_every_route_answers_soon_and_without_a_500(guarded: Guarded, trouble: str) -> None:
+    wrong, statuses = [], set()
+    with TROUBLES[trouble](guarded.data_dir):
+        for method, target, token, body, kind in calls(guarded):
+            began = time.monotonic()
+            origin = f"http://127.0.0.1:{guarded.port}"
+            headers = {"Authorization": f"Bearer {token}", "Content-Type": kind, "Origin": origin}
+            with closing(http.client.HTTPConnection("127.0.0.1", guarded.port, timeout=30)) as connection:
+                connection.request(method, target, body, headers)
+                answer = connection.getresponse()  # a stream of events continues, so that not all of it is read
+                text = answer.read1(2000)
+            seconds = time.monotonic() - began
+            statuses.add(answer.status)
+            is_clear = answer.status == 507 or (answer.status == 503 and int(answer.headers["Retry-After"]))
+            if (answer.status >= 500 and not is_clear) or seconds > FEW_SECONDS:
+                wrong.append(f"{method} {target}: {answer.status} after {seconds:.1f} s: {text[:300]!r}")
+        assert guarded.get("/health").elapsed.total_seconds() < 1
+    assert not wrong, "\n".join(wrong)
+    assert statuses & {503, 507}, "nothing needed what was taken away"
+    assert "Traceback" not in guarded.log.read_text(), guarded.log_tail()
+    assert guarded.runs()
+
+
+# --- A training meanwhile ---------------------------------------------------------------------------------------------
+
+
+class Small(TrainingService):
+    """A service with a data directory on a small disk, and a training that waits at its third step."""
+
+    def begin(self, job_uuid: str = "trained") -> None:
+        self.register(f"questions of {job_uuid}", QUESTIONS)
+        self.arm("step-3", "hold")
+        self.submit(SFT, sft(job_uuid, f"questions of {job_uuid}"))
+        self.wait_taken("step-3")
+        self.wait_state(job_uuid, "in_progress")
+
+    def wait_ended(self, job_uuid: str) -> None:
+        poll(lambda: not self.processes(job_uuid), f"the processes of {job_uuid} are gone", timeout=30)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Small]:
+    root = tmp_path_factory.mktemp("small")
+    with small_disk(root / "data", "60m"), running(Small(root, min_free_disk_mb=0)) as service:
+        yield service
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_a_cancel_ends_the_training_where_it_cannot_be_recorded_and_is_recorded_later(
+    small: Small, trouble: str
+) -> None:
+    name = f"cancelled-{trouble}"
+    small.begin(name)
+    with TROUBLES[trouble](small.data_dir):
+        answer = small.cancel(name)
+        if trouble != "read-only":
+            assert answer.status_code == 200, answer.text
+        elif answer.status_code != 200:
+            assert "repeat the cancel" in refusal(answer, 507)
+        small.wait_ended(name)
+    status = small.wait(name, "cancelled")
+    assert len(status["resources_allocated"]["attempts"]) == 1
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_a_training_continues_meanwhile_and_its_job_completes_afterwards(small: Small, trouble: str) -> None:
+    name = f"trained-{trouble}"
+    small.begin(name)
+    with TROUBLES[trouble](small.data_dir):
+        rows = [*QUESTIONS, {"prompt": "one", "completion": trouble}]
+        body = {"purpose": "post-training/messages", "source": {"type": "rows", "rows": rows}, "dataset_id": trouble}
+        answer = small.post("/datasets", body)
+        assert answer.status_code in (503, 507), answer.text
+        assert small.state(name) == "in_progress"
+        assert small.runs()
+    small.go("step-3")
+    small.wait(name, "completed")
+    small.register(trouble, rows)
+
+
+@pytest.mark.timeout(240)
+def test_a_cancel_survives_a_service_that_is_killed_before_it_could_record_it(small: Small) -> None:
+    small.begin("kept")
+    with full(small.data_dir):
+        assert small.cancel("kept").status_code == 200
+        small.wait_ended("kept")
+        small.kill()
+    small.start()
+    status = small.wait("kept", "cancelled")
+    assert len(status["resources_allocated"]["attempts"]) == 1

@@ -1,0 +1,79 @@
+"""Storage that cannot be used: how errors of the system and of SQLite are answered, here and by Llama Stack."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import sqlite3
+
+import pytest
+from starlette.requests import Request
+
+from llama_stack_provider_trl.errors import InvalidRequest, StoreError
+from llama_stack_provider_trl.stack.protocol import answers_clearly
+from llama_stack_provider_trl_remote.service.http.errors import NotFound, answered
+
+
+def of_sqlite(code: int) -> sqlite3.OperationalError:
+    error = sqlite3.OperationalError("the words of SQLite")
+    error.sqlite_errorcode = code
+    return error
+
+
+CASES: list[tuple[Exception, int, bool]] = [
+    (OSError(errno.ENOSPC, "No space left on device"), 507, False),
+    (OSError(errno.EDQUOT, "Disk quota exceeded"), 507, False),
+    (OSError(errno.EROFS, "Read-only file system"), 507, False),
+    (OSError(errno.EIO, "Input/output error"), 503, True),
+    (of_sqlite(sqlite3.SQLITE_FULL), 507, False),
+    (of_sqlite(sqlite3.SQLITE_READONLY_DBMOVED), 507, False),
+    (of_sqlite(sqlite3.SQLITE_BUSY_SNAPSHOT), 503, True),
+    (of_sqlite(sqlite3.SQLITE_LOCKED), 503, True),
+    (of_sqlite(sqlite3.SQLITE_IOERR_WRITE), 503, True),
+]
+
+
+def answer_to(error: Exception) -> tuple[int, str, str | None]:
+    request = Request({"type": "http", "method": "GET", "path": "/v1/x", "headers": []})
+    answer = asyncio.run(answered(request, error))
+    return answer.status_code, json.loads(bytes(answer.body))["detail"], answer.headers.get("retry-after")
+
+
+@pytest.mark.parametrize("is_stores", [False, True])
+@pytest.mark.parametrize(("error", "status", "may_repeat"), CASES)
+def test_an_error_of_storage_is_answered_with_what_to_do(
+    error: Exception, status: int, may_repeat: bool, is_stores: bool
+) -> None:
+    raised: Exception = error
+    if is_stores:
+        raised = StoreError("job database jobs.sqlite3: it cannot be used")
+        raised.__cause__ = error
+    found, detail, after = answer_to(raised)
+    assert found == status
+    assert (after is not None) is may_repeat
+    assert "; " in detail
+
+
+@pytest.mark.parametrize(("error", "status", "may_repeat"), CASES)
+def test_llama_stack_gets_the_same_status_of_an_error_of_storage(
+    error: Exception, status: int, may_repeat: bool
+) -> None:
+    @answers_clearly
+    async def call(self: object) -> None:
+        raise error
+
+    with pytest.raises(StoreError) as caught:
+        asyncio.run(call(None))
+    assert caught.value.status_code == status
+
+
+def test_other_errors_keep_their_answers() -> None:
+    refused = InvalidRequest("name", "x", "choose another")
+    refused.__context__ = OSError(errno.ENOSPC, "of something else")
+    assert answer_to(refused)[0] == 400
+    missing = NotFound("there is none")
+    missing.__cause__ = FileNotFoundError(errno.ENOENT, "No such file")
+    assert answer_to(missing)[0] == 404
+    assert answer_to(StoreError("the file is damaged"))[0] == 500
+    assert answer_to(of_sqlite(sqlite3.SQLITE_CORRUPT))[0] == 500
