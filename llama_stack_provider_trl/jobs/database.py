@@ -33,8 +33,8 @@ _BEFORE_THE_DATABASE = {"llama-stack", "service.lock", "supervisor.lock"}
 _BUSY_SECONDS = 5.0
 """Seconds that a writer waits for another. Transactions take about a millisecond."""
 _LOCKED_SECONDS, _BRIEF_MS = 1.0, 100
-"""Seconds after a wait without effect in which writers wait only these milliseconds: else a lock that another process keeps
-would hold a thread of the service for each of them, and reads would wait behind those."""
+"""Seconds after a wait without effect in which writers wait only these milliseconds: else a lock that another process
+keeps would hold a thread of the service for each of them, and reads would wait behind those."""
 _inherited: list[sqlite3.Connection] = []
 """Connections of the process that this one is a fork of. They stay open until it ends."""
 log = logging.getLogger(__name__)
