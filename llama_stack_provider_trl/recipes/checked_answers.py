@@ -13,8 +13,9 @@ from math import fsum
 from typing import Any
 
 from .. import faults
-from ..specs.answer_checks import TIMEOUT, AnswerCheck, passes
+from ..specs.answer_checks import AnswerCheck, passes
 from ..specs.answer_rows import CheckedRow, read_checked_rows
+from ..specs.compiled_checks import TIMEOUT
 from ..specs.events import Evaluated, EventWriter, Finished, Warned
 from ..specs.job import AttemptSpec
 from ..specs.kinds import ANSWERS, CheckedAnswering, EvaluateSpec

@@ -3,49 +3,39 @@
 A check compares an answer with a *reference*: text, a compiled pattern, a JSON value or a schema's validator. The check
 names one for all rows, or a column with that of each row. `reference` reads it, `passes` compares. A judge is a model:
 `judging` has what it reads, and `recipes.judge` runs it.
-
-The time of a comparison is bounded: a pattern that backtracks without end, or a schema that branches so, raises
-TimeoutError. `regex` has timeouts, which `re` lacks; jsonschema searches with `re`, so its `pattern` is replaced and
-`patternProperties` is refused. So are `unevaluatedProperties` and `unevaluatedItems`, which look ahead past the
-deadline, and a `$schema` below the top, where jsonschema would continue with its own validator.
-
-To compile a pattern has no such bounds: `regex` writes a repeated part out as often as it occurs at least, so eleven
-characters can take all memory, and nested `+` double it. A process that serves requests compiles none: another does.
 """
 
 from __future__ import annotations
 
 import json
-import time
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from functools import cache, lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 from pydantic import Field
 
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, JobFailure
 from ..system.limited import Limited, LimitExceeded
 from .beginnings import Frozen
+from .compiled_checks import (
+    MAX_PATTERN,
+    SIMPLER,
+    UNBOUNDED,
+    compiled_pattern,
+    compiled_schema,
+    is_found,
+    is_valid,
+    load_libraries,
+    refuse_unbounded,
+    shown_pattern,
+)
+from .events import Reason
 from .judging import MAX_TEMPLATE, reads_reference, refuse_unusable_judge
 
 CheckType = Literal["exact", "regex", "json", "json_schema", "judge"]
-TIMEOUT = 1.0
-"""Seconds that the comparison of one answer may take, of CPU time where it is a pattern."""
-MAX_PATTERN, MAX_SCHEMA = 4096, 65536
-"""Characters of a pattern, and of a schema as JSON text."""
 _REQUESTED = Limited(seconds=5, memory=256 << 20)
 """For the patterns and schemas of a request. One of the largest useful schemas takes 0.3 s."""
-_MAX_OUTSIDE = 16
-"""Parts that `$ref` names where no schema is expected."""
-_MAX_MIXED = 256
-"""Values of a list in a schema, if they cannot be sorted: then each is compared with all others."""
-_REFUSED = (
-    *("$schema", "$id", "$dynamicRef"),
-    *("patternProperties", "unevaluatedProperties", "unevaluatedItems"),
-)
-"""Keywords of a schema, but for $schema at its top."""
 _VALUES: dict[CheckType, str] = {
     "exact": "expected",
     "regex": "pattern",
@@ -58,7 +48,6 @@ _MODES: dict[CheckType, str] = {"exact": "normalize", "json": "extract", "json_s
 _OF_JUDGE = ("model", "template", "scale", "at_least", "max_new_tokens")
 _NEEDS_REFERENCE = ("regex", "json_schema")
 _NOT_JSON = object()
-_deadline: ContextVar[float] = ContextVar("deadline")
 
 
 class AnswerCheck(Frozen):
@@ -162,13 +151,13 @@ def refuse_references(checks: Mapping[str, AnswerCheck]) -> None:
 
 @lru_cache(maxsize=16)
 def _refuse_uncompiled(fields: tuple[str, ...], texts: tuple[str, ...]) -> None:
-    """Compile the references of checks in another process. The trials of a search have the same ones. Raises
-    InvalidRequest."""
+    """Compile the references of checks in another process, and try them on samples. The trials of a search have the
+    same ones. Raises InvalidRequest."""
     checks = [AnswerCheck.model_validate_json(text) for text in texts]
     try:
         problems = _REQUESTED.call(_problems, checks, before=load_libraries)
     except LimitExceeded as error:
-        problems = [*error.found, f"it takes more than {too_much(_REQUESTED)} to be compiled: {SIMPLER}"]
+        problems = [*error.found, f"it takes more than {too_much(_REQUESTED)} to be compiled and tried: {SIMPLER}"]
     for field, check, problem in zip(fields, checks, problems, strict=False):
         if problem is not None:
             raise _unusable(field, check, problem)
@@ -180,7 +169,7 @@ def _problems(checks: Sequence[AnswerCheck]) -> Iterator[str | None]:
 
 def _problem(check: AnswerCheck) -> str | None:
     try:
-        reference(check, check.given)
+        refuse_unbounded(reference(check, check.given))
     except ValueError as error:
         return str(error)
     return None
@@ -190,21 +179,9 @@ def _unusable(field: str, check: AnswerCheck, hint: str) -> InvalidRequest:
     return InvalidRequest(f"{field}.{_VALUES[check.type]}", check.given, hint)
 
 
-SIMPLER = "make it shorter, repeat parts less often, and nest fewer of them"
-"""What to do about a reference that exceeds limits."""
-
-
 def too_much(limits: Limited) -> str:
     """The limits of a process, in words."""
     return f"{limits.seconds} s or {limits.memory >> 20} MiB"
-
-
-def load_libraries() -> None:
-    """Import what `reference` does."""
-    import regex  # noqa: F401
-    from jsonschema import FormatChecker
-
-    _bounded_validator().check_schema({"$ref": "#"}, FormatChecker(()))
 
 
 def refuse_fields(check: AnswerCheck, field: str) -> None:
@@ -240,7 +217,7 @@ def reference(check: AnswerCheck, value: Any) -> Any:
         case "regex":
             if not isinstance(value, str):
                 raise ValueError(f"found {_kind(value)}, expected a pattern as text")
-            return _compiled(value)
+            return compiled_pattern(value)
         case "json":
             found = _parsed(value) if isinstance(value, str) else value
             if found is _NOT_JSON:
@@ -253,7 +230,7 @@ def reference(check: AnswerCheck, value: Any) -> Any:
             if not isinstance(found, dict):
                 raise ValueError(f"found {_kind(found)}, expected a JSON schema: an object, or its JSON text")
             try:
-                return _validator(json.dumps(found))
+                return compiled_schema(json.dumps(found))
             except RecursionError as error:
                 raise ValueError("it is nested too deeply for a JSON schema: make it flatter") from error
 
@@ -265,19 +242,29 @@ def passes(check: AnswerCheck, answer: str, reference: Any = None) -> bool:
         reference: of this answer; None: `json` without an expected value.
 
     Raises:
-        TimeoutError: it cannot be decided within `TIMEOUT` seconds.
+        TimeoutError: it cannot be decided within `compiled_checks.TIMEOUT` seconds.
+        JobFailure: invalid_request, a pattern takes all memory that it may have.
     """
     if check.type == "exact":
         return bool((_normalized(answer) if check.normalize else answer) == reference)
+    try:
+        return _matches(check, answer, reference)
+    except MemoryError as error:
+        # The samples of the request's check did not show it. A smaller batch, or another try, would not help.
+        what = f"pattern {shown_pattern(reference)}" if check.type == "regex" else "JSON schema, or a pattern in it,"
+        raise JobFailure(Reason.invalid_request, f"the check {check.measure!r}: its {what} {UNBOUNDED}") from error
+
+
+def _matches(check: AnswerCheck, answer: str, reference: Any) -> bool:
     if check.type == "regex":
-        return reference.search(answer, timeout=TIMEOUT) is not None
+        return is_found(reference, answer)
     value = _parsed(_extracted(answer) if check.extract else answer)
     if value is _NOT_JSON:
         return False
     try:
         if check.type == "json":
             return reference is None or same_json(value, reference)
-        return _is_valid(reference, value)
+        return is_valid(reference, value)
     except (RecursionError, OverflowError):  # nested more deeply than Python can follow; multipleOf of 1e999
         return False
 
@@ -330,164 +317,3 @@ def _kind(value: Any) -> str:
         return "text that is not JSON"
     names = {str: "text", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
     return names.get(type(value), "null")
-
-
-@lru_cache(maxsize=1024)
-def _compiled(pattern: str) -> Any:
-    """Raises ValueError: it does not compile."""
-    import regex
-
-    if len(pattern) > MAX_PATTERN:
-        raise ValueError(f"it has {len(pattern)} characters, at most {MAX_PATTERN} are supported")
-    try:
-        return regex.compile(pattern)
-    except (regex.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"it is not a regular expression ({error}): correct it") from error
-
-
-@lru_cache(maxsize=256)
-def _validator(text: str) -> Any:
-    """The validator of a schema. Raises ValueError: it is none, or cannot be used here."""
-    from jsonschema import SchemaError
-    from referencing import Registry
-
-    if len(text) > MAX_SCHEMA:
-        raise ValueError(f"it has {len(text)} characters as JSON, at most {MAX_SCHEMA} are supported")
-    schema = json.loads(text)
-    if "2020-12" not in str(draft := schema.pop("$schema", "2020-12")):
-        raise ValueError(f"$schema is {draft!r}: write it in draft 2020-12, and leave $schema out")
-    _refuse_mixed_lists(schema)
-    try:
-        _refuse_parts(schema)
-    except SchemaError as error:
-        at = ".".join(map(str, error.path)) or "its top"
-        raise ValueError(f"it is not a JSON schema: at {at}, {error.message[:200]}") from error
-    return _bounded_validator()(schema, registry=Registry())
-
-
-def _refuse_mixed_lists(value: Any) -> None:
-    """Raises ValueError. A list of words, or of numbers, is sorted before its values are compared."""
-    waiting = [value]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, list) and len(part) > _MAX_MIXED:
-            kinds = {float if type(one) is int else type(one) for one in part}
-            if kinds not in ({str}, {float}):
-                raise ValueError(f"it has a list of {len(part)} values that are mixed, at most {_MAX_MIXED} can be")
-        waiting += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-
-
-def _refuse_parts(schema: dict[str, Any]) -> None:
-    """Refuse what is no schema, cannot be bounded in time, or is not in the schema itself.
-
-    What `$ref` names may be where no schema is expected, so each target is checked as one by itself.
-
-    Raises:
-        ValueError, SchemaError.
-    """
-    from jsonschema import FormatChecker
-    from referencing import Registry
-    from referencing.exceptions import Unresolvable
-    from referencing.jsonschema import DRAFT202012
-
-    # Without formats: `re` would judge patterns that are compiled by `regex`.
-    check, formats = _bounded_validator().check_schema, FormatChecker(())
-    check(schema, formats)
-    resolver = Registry().with_resource("", DRAFT202012.create_resource(schema)).resolver()
-    known: dict[int, Any] = {}
-    targets: list[Any] = [schema]
-    outside = 0
-    while targets:
-        target = targets.pop()
-        if isinstance(target, bool) or id(target) in known:
-            continue
-        if target is not schema:
-            if (outside := outside + 1) > _MAX_OUTSIDE:
-                raise ValueError(f"$ref names more than {_MAX_OUTSIDE} parts that are no schemas: put them into $defs")
-            check(target, formats)
-        for part in _parts(target):
-            known[id(part)] = part
-            _refuse_keywords(part)
-            if (named := part.get("$ref")) is not None:
-                try:
-                    targets.append(resolver.lookup(named).contents)
-                except (Unresolvable, ValueError, TypeError, AttributeError) as error:
-                    raise ValueError(f"$ref {named!r} is not in the schema: refer to one of its own $defs") from error
-
-
-def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A schema, and all schemas in it that are objects."""
-    from referencing.jsonschema import DRAFT202012
-
-    waiting: list[Any] = [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, dict):
-            yield part
-            waiting += DRAFT202012.subresources_of(part)
-
-
-def _refuse_keywords(part: dict[str, Any]) -> None:
-    for name in _REFUSED:
-        if name in part:
-            raise ValueError(f"it has {name}, which is not supported: describe the same without it")
-    if "pattern" in part:
-        _compiled(part["pattern"])
-
-
-@cache
-def _bounded_validator() -> Any:
-    """jsonschema's validator of draft 2020-12, of which each keyword observes the deadline."""
-    from jsonschema import Draft202012Validator
-    from jsonschema.validators import extend
-
-    keywords = {name: _bounded(keyword) for name, keyword in Draft202012Validator.VALIDATORS.items()}
-    return extend(Draft202012Validator, {**keywords, "pattern": _pattern, "uniqueItems": _bounded(_unique_items)})
-
-
-def _bounded(keyword: Callable[..., Any]) -> Callable[..., Any]:
-    def checked(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
-        if time.monotonic() > _deadline.get():
-            raise TimeoutError
-        return keyword(validator, value, instance, schema)
-
-    return checked
-
-
-def _unique_items(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
-    """As jsonschema's, which compares each value with all others where they cannot be sorted."""
-    from jsonschema import ValidationError
-
-    if value and isinstance(instance, list) and len({_key(one) for one in instance}) < len(instance):
-        yield ValidationError("two of its values are equal")
-
-
-def _key(value: Any) -> Any:
-    """Equal for equal JSON values, as `same_json` compares them."""
-    match value:
-        case bool() | None:
-            return repr(value)
-        case dict():
-            return "object", frozenset((name, _key(one)) for name, one in value.items())
-        case list():
-            return "list", tuple(map(_key, value))
-        case _:
-            return "value", value
-
-
-def _pattern(validator: Any, value: str, instance: Any, schema: Any) -> Iterator[Any]:
-    from jsonschema import ValidationError
-
-    left = _deadline.get() - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    if isinstance(instance, str) and _compiled(value).search(instance, timeout=left) is None:
-        yield ValidationError("it does not match")
-
-
-def _is_valid(validator: Any, value: Any) -> bool:
-    token = _deadline.set(time.monotonic() + TIMEOUT)
-    try:
-        return bool(validator.is_valid(value))
-    finally:
-        _deadline.reset(token)

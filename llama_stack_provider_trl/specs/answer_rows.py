@@ -14,7 +14,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ..errors import InvalidRows
 from ..system.limited import Limited, LimitExceeded
-from .answer_checks import SIMPLER, AnswerCheck, load_libraries, reference, too_much
+from .answer_checks import AnswerCheck, reference, too_much
+from .compiled_checks import SIMPLER, load_libraries, refuse_unbounded
 from .job import DatasetRef
 from .row_files import read_ndjson
 from .rows import Message, PromptExample, SftExample, parse_row
@@ -122,15 +123,25 @@ def _refuse_unread(path: Path, sha256: str, texts: tuple[str, ...]) -> None:
 
 
 def _first_problem(path: Path, checks: Sequence[AnswerCheck]) -> Iterator[str | None]:
-    """None for each row up to the first that cannot be read, and what is wrong with that. What is compiled is kept, as
-    the job keeps it."""
+    """None for each row up to the first that cannot be read, and what is wrong with that. What is compiled is tried,
+    and kept, as the job keeps it."""
     kept: list[Any] = []
     try:
-        for row in read_checked_rows(path, checks):
-            kept += [one for check, one in zip(checks, row.references, strict=True) if check.is_compiled]
+        for number, row in enumerate(read_checked_rows(path, checks)):
+            compiled = [one for check, one in zip(checks, row.references, strict=True) if check.is_compiled]
+            for one in compiled:
+                _try_out(one, number)
+            kept += compiled
             yield None
     except InvalidRows as error:
         yield str(error)
+
+
+def _try_out(compiled: Any, row: int) -> None:
+    try:
+        refuse_unbounded(compiled)
+    except ValueError as error:
+        raise InvalidRows(str(error), row=row) from error
 
 
 def _question(row: Mapping[str, Any], index: int, has_answer: bool) -> tuple[list[Message], str | None]:

@@ -13,6 +13,8 @@ from ..errors import InvalidRequest
 
 MAX_TEMPLATE = 16384
 """Characters of a template."""
+MOST_PLACEHOLDERS = 16
+"""Of a template. A text may have 16 MiB."""
 MOST_SCORE = 1e9
 """Of a scale; the least is its negative."""
 VERDICT_TOKENS = 256
@@ -88,6 +90,9 @@ def _refuse_template(field: str, template: str | None, *, given: bool) -> None:
     needed = ["{prompt}", "{answer}", *(["{reference}"] if given else [])]
     if missing := [name for name in needed if name not in template]:
         hint = f"it has no {missing[0]}: it needs {', '.join(needed)}, which are replaced by their texts"
+        raise InvalidRequest(field, template, hint)
+    if (count := len(_PLACEHOLDER.findall(template))) > MOST_PLACEHOLDERS:
+        hint = f"it names texts {count} times, at most {MOST_PLACEHOLDERS} are supported: each is written out"
         raise InvalidRequest(field, template, hint)
 
 

@@ -73,7 +73,7 @@ JSON = {
     "requests.proposals.answered_values": CHILD,
     "requests.search.make_trial": BODY,
     "specs.answer_checks._parsed": BODY,
-    "specs.answer_checks._validator": LIMITED,
+    "specs.compiled_checks.compiled_schema": LIMITED,
     "specs.custom.check_custom_rows": LIMITED,
     "specs.model_files._weights": "an index of at most MOST_INDEX bytes",
     "specs.row_files.read_json": PROGRAM,

@@ -95,10 +95,11 @@ BRANCHES = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in ran
     ids=["pattern", "pattern-of-a-schema", "pattern-behind-a-reference", "branches-of-a-schema"],
 )
 def test_a_check_that_would_not_end_is_given_up(check: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llama_stack_provider_trl.specs.answer_checks.TIMEOUT", 0.05)
+    monkeypatch.setattr("llama_stack_provider_trl.specs.compiled_checks.TIMEOUT", 0.05)
     began = time.monotonic()
+    one = AnswerCheck.model_validate(check)
     with pytest.raises(TimeoutError):
-        passed(json.dumps("a" * 90 + "!"), **check)
+        passes(one, json.dumps("a" * 90 + "!"), reference(one, one.given))
     assert time.monotonic() - began < 10
 
 

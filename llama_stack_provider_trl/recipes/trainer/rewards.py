@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import JobFailure, MethodUnavailable
-from ...specs.answer_checks import TIMEOUT, AnswerCheck, passes
+from ...specs.answer_checks import AnswerCheck, passes
 from ...specs.answer_rows import CheckedRow
+from ...specs.compiled_checks import TIMEOUT
 from ...specs.events import Reason
 from ...specs.job import Dtype
 from ...specs.methods import GrpoSpec
