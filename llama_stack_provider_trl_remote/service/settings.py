@@ -195,7 +195,7 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     max_body_mb: int = Field(32, gt=0)
     """MiB of a request body, rows of a registered dataset included; more is a 413."""
     max_upload_mb: int = Field(16384, gt=0)
-    """MiB of an uploaded dataset; more is a 413."""
+    """MiB of an uploaded dataset, or of the rows of one that is read from a uri; more is a 413."""
     max_rows: int = Field(10_000_000, gt=0)
     """Rows of a dataset; more is a 413."""
     max_connections: int | None = Field(None, ge=8, le=60_000)

@@ -105,7 +105,7 @@ def test_an_evaluation_has_the_scores_of_the_quickstart_also_when_it_was_interru
 def test_the_rows_own_answers_are_expected_and_a_check_without_end_counts_as_failed(
     tmp_path: Path, tuned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llama_stack_provider_trl.specs.answer_checks.TIMEOUT", -1)
+    monkeypatch.setattr("llama_stack_provider_trl.specs.compiled_checks.TIMEOUT", -1)
     rows = [{"prompt": prompt, "completion": answer.upper()} for prompt, answer in TAUGHT.items()]
     checks = ({"type": "exact", "normalize": True}, {**ONLY_JSON, "extract": True})
     spec = job_spec(tmp_path, tuned, rows=rows, work=work(*checks, max_new_tokens=20))

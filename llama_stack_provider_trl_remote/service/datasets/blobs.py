@@ -104,15 +104,19 @@ class Blobs:
 
         Raises:
             InvalidRows: it cannot be read, or not in time, or not within `reader_memory_mb`.
-            TooLarge: it has too many rows.
+            TooLarge: it has too many rows, or they take more than `max_upload_mb`.
             OSError: the disk is full.
         """
-        limits = (str(self._settings.max_rows), str(self._settings.min_free_disk_mb))
+        numbers = self._settings.max_rows, self._settings.max_upload_mb, self._settings.min_free_disk_mb
+        limits = map(str, numbers)
         with self._staging() as staging:
             # In an empty directory: the hub's library reads ORG/NAME as a local directory where one exists.
             answer = await self._child(staging, "convert", uri, str(staging), *limits, file=file, write=[staging])
             if "too_many" in answer:
                 raise self._too_many()
+            if "too_large" in answer:
+                limit = self._settings.max_upload_mb
+                raise TooLarge(f"the rows of the dataset take more than {limit} MiB (max_upload_mb): split it")
             if "disk_full" in answer:
                 raise OSError(errno.ENOSPC, f"reading {uri}: {answer['disk_full']}")
             if "error" in answer:

@@ -1,11 +1,15 @@
 """Reads datasets in a process of its own with a memory limit, so that neither size nor libraries affect the service.
 
     python -m llama_stack_provider_trl_remote.service.datasets.reader check FILE ALGORITHM DATA_FORMAT MEMORY_MB
-    python -m llama_stack_provider_trl_remote.service.datasets.reader convert URI DIRECTORY MAX_ROWS MIN_FREE_MB \
-        MEMORY_MB [FD]
+    python -m llama_stack_provider_trl_remote.service.datasets.reader convert URI DIRECTORY MAX_ROWS MAX_MB \
+        MIN_FREE_MB MEMORY_MB [FD]
 
 prints one JSON object: a `RowsVerdict`, or `{"sha256", "num_rows"}`, or `{"error"}` with a sentence for the user. FD is
 the file of the URI, opened when it was checked: the path is not opened again.
+
+Formats are told by a file's ending, and none of them is an archive: text that is compressed is refused as no text. A
+Parquet file may be a bomb by itself (1.6 KB hold 4 GB of rows), so its rows have limits: of their number, their bytes
+on the disk, their memory and their time.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -95,6 +101,14 @@ def _limited(rows: Iterable[Row], limit: int, directory: Path, spare: int) -> It
         yield row
 
 
+def _limit_written(size: int) -> None:
+    """Let this process write files of at most `size` bytes; more is an OSError (EFBIG)."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = size if most == resource.RLIM_INFINITY else min(size, most)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+
 def main(arguments: list[str]) -> None:
     die_with_parent(os.getppid())  # without the parent the answer has no reader
     memory_mb = 0
@@ -103,7 +117,8 @@ def main(arguments: list[str]) -> None:
             case ["check", path, use, data_format, memory]:
                 limit_memory((memory_mb := int(memory)) << 20)
                 answer: Any = check_file(Path(path), use, data_format or None)  # type: ignore[arg-type]
-            case ["convert", uri, directory, max_rows, min_free_mb, memory, *file]:
+            case ["convert", uri, directory, max_rows, max_mb, min_free_mb, memory, *file]:
+                _limit_written(int(max_mb) << 20)
                 limit_memory((memory_mb := int(memory)) << 20)
                 descriptor = int(file[0]) if file else None
                 answer = convert(uri, Path(directory), int(max_rows), int(min_free_mb) << 20, descriptor)
@@ -118,6 +133,8 @@ def main(arguments: list[str]) -> None:
     except Exception as error:  # each format's library has errors of its own: csv, pyarrow, the hub
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             answer = {"disk_full": error.strerror}
+        elif isinstance(error, OSError) and error.errno == errno.EFBIG:
+            answer = {"too_large": True}
         else:
             answer = {"error": f"it cannot be read: {type(error).__name__}: {str(error)[:1000]}"}
     print(json.dumps(answer))
