@@ -7,7 +7,7 @@
 prints one JSON object: a `RowsVerdict`, or `{"sha256", "num_rows"}`, or `{"error"}` with a sentence for the user. FD is
 the file of the URI, opened when it was checked: the path is not opened again.
 
-Formats are told by a file's ending, and none of them is an archive: text that is compressed is refused as no text. A
+A file's ending decides its format, and none is an archive: text that is compressed is refused as no text. A
 Parquet file may be a bomb by itself (1.6 KB hold 4 GB of rows), so its rows have limits: of their number, their bytes
 on the disk, their memory and their time.
 """
