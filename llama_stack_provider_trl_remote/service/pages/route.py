@@ -14,6 +14,10 @@ from ..security.access import GuardedRoute, Refused
 from .rendering import error_page
 
 
+_PROBLEM = "trl_problem"
+"""Key of an ASGI scope: headers of the API's answer to an error that the page shows, such as `Retry-After`."""
+
+
 class PageRoute(GuardedRoute):
     """A route of the dashboard."""
 
@@ -22,7 +26,9 @@ class PageRoute(GuardedRoute):
 
         async def page(request: Request) -> Response:
             try:
-                return await handle(request)
+                found = await handle(request)
+                found.headers.update(request.scope.get(_PROBLEM, {}))
+                return found
             except Exception as error:
                 return await _page_of(request, error)
 
@@ -39,6 +45,7 @@ class PageRoute(GuardedRoute):
 async def problem_of(request: Request, error: Exception) -> tuple[int, str]:
     """Status and sentence with which the API answers an error, for a page that shows it beside its form."""
     answer = await answered(request, error)
+    request.scope[_PROBLEM] = _headers_of(answer)
     return answer.status_code, json.loads(bytes(answer.body))["detail"]
 
 
@@ -46,5 +53,8 @@ async def _page_of(request: Request, error: Exception) -> Response:
     """The answer of the API to an error, as a page."""
     answer = await answered(request, error)
     detail = json.loads(bytes(answer.body))["detail"]
-    headers = {name: value for name, value in answer.headers.items() if not name.startswith("content-")}
-    return error_page(request, answer.status_code, detail, headers)
+    return error_page(request, answer.status_code, detail, _headers_of(answer))
+
+
+def _headers_of(answer: Response) -> dict[str, str]:
+    return {name: value for name, value in answer.headers.items() if not name.startswith("content-")}
