@@ -3,10 +3,11 @@
     python -m tests.security.fuzz --minutes 10 --seed 1
     python -m tests.security.fuzz --seed 1 --only 1234      # one request of that run again, on a new service
 
-20 requests per second on a service of its own. Meanwhile a node reports an unfinished task, and a tiny model trains.
-What must hold: no answer of 500 or more, every complete request is answered, `GET /v1/health` within a second, at most
-200 MiB of memory, and the training beside it is slowed by at most a fifth: every minute begins with ten seconds without
-requests, to compare with. Exit status 1 where one of these does not hold; failing requests are kept, one line each.
+20 requests per second on a service of its own, to the routes of the document and to pages and their forms. Meanwhile a
+node reports an unfinished task, and a tiny model trains. What must hold: no answer of 500 or more but a 503 or 507 that
+says what to do, every complete request is answered, `GET /v1/health` within a second, at most 200 MiB of memory, and
+the training beside it is slowed by at most a fifth: every minute begins with ten seconds without requests, to compare
+with. Exit status 1 where one of these does not hold; failing requests are kept, one line each.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -35,7 +37,7 @@ from tests.contract.fake_agent import FakeAgent
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import JOBS, running
 from tests.contract.stack import ENDED, SFT, poll
-from tests.security.generate import FuzzRequest, Generator
+from tests.security.generate import FORM_TOKEN, FuzzRequest, Generator
 from tests.security.guarded import NODE, OTHER_NODE, ROWS_DIGEST, TOKENS, Guarded
 from tests.security.monitor import Monitor, table
 from tests.tiny import tiny_model
@@ -49,6 +51,8 @@ BROKEN_TIMEOUT = 5.0
 STREAM_SECONDS = 1.0
 """How long an answer is read that does not end."""
 AT_ONCE = 64
+TRICKLE = 0.05
+"""Seconds between two pieces of a body that comes slowly."""
 RESTORE_EVERY = 3.0
 QUIET, ROUND = 10.0, 60.0
 """Seconds at the start of each round in which nothing is sent, where a training is compared."""
@@ -69,9 +73,13 @@ KNOWN: dict[str, list[Any]] = {
     "file": ["rank-0.log", "torchrun.log"],
     "checkpoint_dir": ["results"],
     "offset": [0],
+    "action": ["cordon", "uncordon", "drain"],
     "boot_id": [f"boot of {NODE}"],
     "address": ["10.0.0.2"],
 }
+
+
+_ADVICE = re.compile(r"\b(again|free|remove|raise|repair|mount|wait|start|restart)\b")
 
 
 class Failure(Exception):
@@ -85,12 +93,15 @@ class Bed:
         self.service = service
         self.task_id = "none"
         self.agents: dict[str, FakeAgent] = {}
+        self.cookie = self.form_token = ""
+        """Of a browser whose user is logged in."""
         self._number = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="bed")
 
     def start(self) -> None:
         self._restore()
+        self._log_in()
         self._thread.start()
 
     def stop(self) -> None:
@@ -112,6 +123,8 @@ class Bed:
     def _restore(self) -> None:
         """Bring back what requests have deleted, cancelled or ended."""
         service = self.service
+        if self.cookie and not self._is_logged_in():
+            self._log_in()
         service.register("questions", QUESTIONS)
         service.put_blob(QUESTIONS)
         for name in ("waiting", "held"):
@@ -126,6 +139,19 @@ class Bed:
         service.post(f"/nodes/{OTHER_NODE}/cordon")
         if self.task_id == "none" or service.state(self.task_id.rpartition("-")[0]) in ENDED:
             self._give_task()
+
+    def _is_logged_in(self) -> bool:
+        answer = requests.get(f"{self.service.url}/nodes", headers={"Cookie": self.cookie}, timeout=30)
+        return answer.status_code == 200
+
+    def _log_in(self) -> None:
+        url, form = self.service.url, {"token": TOKENS["admin"], "back": "/"}
+        with requests.Session() as browser:
+            browser.post(f"{url}/login", form, headers={"Origin": url}, timeout=30).raise_for_status()
+            self.cookie = "; ".join(f"{name}={value}" for name, value in browser.cookies.items())
+            found = re.search(r'name="form_token" value="(\w+)"', browser.get(f"{url}/", timeout=30).text)
+        assert found
+        self.form_token = found[1]
 
     def _join(self, name: str, number: int) -> None:
         agent = FakeAgent(self.service, name, TOKENS["node"], address=f"10.0.0.{number}", **WORKER)
@@ -195,7 +221,9 @@ class Fuzzer:
         self.statuses[status] += 1
         method, path, _ = self._generator.operations[request.number % len(self._generator.operations)]
         self.reached.add((f"{method} {path}", request.caller))
-        if status[:1] == "5" or (not status.isdigit() and request.must_be_answered and not may_be_closed(request)):
+        if (status[:1] == "5" and not says_what_to_do(status, answer)) or (
+            not status.isdigit() and request.must_be_answered and not may_be_closed(request)
+        ):
             self._keep(request, status, answer)
         return f"{status} {answer}"
 
@@ -208,6 +236,15 @@ class Fuzzer:
         print(f"FAILURE {self.failures[-1]}; damage: {request.notes}", flush=True)
 
 
+def says_what_to_do(status: str, answer: str) -> bool:
+    """Whether an answer is one of a shortage whose sentence ends with what its reader can do."""
+    if status not in ("503", "507"):
+        return False
+    with suppress(ValueError, AttributeError):
+        return bool(_ADVICE.search(json.loads(answer)["detail"]))
+    return False
+
+
 def may_be_closed(request: FuzzRequest) -> bool:
     """Whether the connection may be closed before all is sent: the answer may be lost then."""
     return len(request.body) > 1 << 20 or sum(len(value) for _, value in request.headers) > 1 << 15
@@ -217,7 +254,8 @@ async def exchange(bed: Bed, request: FuzzRequest) -> tuple[str, str]:
     """Send a request on a connection of its own. Returns the status and the begin of the answer's body."""
     reader, writer = await asyncio.open_connection("127.0.0.1", bed.service.port, limit=1 << 20)
     try:
-        sending = asyncio.create_task(_write(writer, wire(bed, request)))
+        pause = TRICKLE if request.framing == "trickled" and len(request.body) < 1 << 16 else 0.0
+        sending = asyncio.create_task(_write(writer, wire(bed, request), pause))
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
             while head.startswith("HTTP/1.1 100"):
@@ -233,29 +271,36 @@ async def exchange(bed: Bed, request: FuzzRequest) -> tuple[str, str]:
         writer.transport.abort()
 
 
-async def _write(writer: asyncio.StreamWriter, pieces: Iterator[bytes]) -> None:
+async def _write(writer: asyncio.StreamWriter, pieces: Iterator[bytes], pause: float) -> None:
     # A service that has answered and closed makes the rest fail; its answer is what counts.
     with suppress(OSError):
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
+            await asyncio.sleep(pause)
 
 
 def wire(bed: Bed, request: FuzzRequest) -> Iterator[bytes]:
     """The bytes of a request."""
     rng = random.Random(request.number)
-    body, framing = request.body, request.framing
+    body, framing = request.body.replace(FORM_TOKEN.encode(), bed.form_token.encode()), request.framing
     names = {name.lower() for name, _ in request.headers}
     target = request.target.replace("{task_id}", bed.task_id)
     lines = [f"{request.method} {target} HTTP/1.1".encode()]
     if "host" not in names:
         lines.append(b"Host: 127.0.0.1")
     token = bed.token(request.caller)
-    if token is not None and "authorization" not in names:
+    if request.browser:
+        lines.append(f"Cookie: {bed.cookie}".encode())
+        if "origin" not in names:
+            lines.append(f"Origin: {bed.service.url}".encode())
+        if "host" not in names:
+            lines[1] = f"Host: 127.0.0.1:{bed.service.port}".encode()
+    elif token is not None and "authorization" not in names:
         lines.append(f"Authorization: Bearer {token}".encode())
     lines += [name.encode() + b": " + value for name, value in request.headers]
     lengths = {"short": len(body) + rng.randint(1, 1000), "long": max(0, len(body) - rng.randint(1, 100))}
-    chunked = framing in ("chunked", "bad-chunks", "both")
+    chunked = framing in ("chunked", "tiny-chunks", "bad-chunks", "both")
     if chunked:
         lines.append(b"Transfer-Encoding: chunked")
     has_length = body or framing in lengths or request.method in ("POST", "PUT")
@@ -263,6 +308,8 @@ def wire(bed: Bed, request: FuzzRequest) -> Iterator[bytes]:
         lines.append(f"Content-Length: {lengths.get(framing, len(body))}".encode())
     yield b"\r\n".join(lines) + b"\r\n\r\n"
     size = rng.choice((1 << 10, 1 << 16, 1 << 20)) if len(body) > 1 << 16 else max(1, len(body) // 3)
+    if framing in ("tiny-chunks", "trickled"):
+        size = max(1, min(size, len(body) // 20))
     for begin in range(0, len(body), size):
         piece = body[begin : begin + size]
         if chunked:

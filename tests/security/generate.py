@@ -22,6 +22,29 @@ METHODS = ("get", "put", "post", "delete", "head")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 LARGEST = 40 << 20
 """Bytes of the largest body: more than any route takes but an upload."""
+STREAMS = "text/event-stream"
+FORM_TOKEN = "{form_token}"
+"""In the body of a form: the sender replaces it."""
+_JOB_FIELDS = (
+    *("job", "model", "dataset", "validation_dataset", "method", "epochs", "batch_size", "gradient_accumulation"),
+    *("learning_rate", "max_seq_length", "lora_rank", "lora_alpha", "nproc_per_node", "priority", "truncation_side"),
+    *("train_on_input", "data_format"),
+)
+_PREVIEW_FIELDS = ("model", "dataset", "method", "first_row", "rows", "train_on_input", "max_seq_length")
+PAGES: dict[tuple[str, str], tuple[str, ...]] = {
+    **{("GET", path): () for path in ("/", "/login", "/nodes", "/static/{name}", "/jobs/{job_uuid}", "/docs")},
+    **{("GET", f"/jobs/{{job_uuid}}/{name}"): () for name in ("logs", "samples", "checkpoints/{identifier}")},
+    **{("GET", path): ("dataset", "job", "metric", "axis", "page", "search") for path in ("/data", "/new", "/compare")},
+    **{("GET", path): () for path in ("/metrics", "/openapi.json")},
+    **{("POST", f"/jobs/{{job_uuid}}/{name}"): () for name in ("cancel", "pause", "resume")},
+    ("POST", "/jobs/{job_uuid}/delete"): ("checkpoints",),
+    ("POST", "/nodes/{name}/{action}"): (),
+    ("POST", "/login"): ("token", "back"),
+    ("POST", "/logout"): (),
+    ("POST", "/data"): _PREVIEW_FIELDS,
+    **{("POST", path): _JOB_FIELDS for path in ("/new", "/new/check")},
+}
+"""Route that the document leaves out -> fields of its form, or parameters of its query."""
 CALLERS = {"admin": 8, "submit": 4, "node": 2, "own-node": 4, "other-node": 2, "nobody": 1, "wrong": 1}
 """Caller -> how often, where the route takes it."""
 
@@ -43,14 +66,17 @@ class FuzzRequest:
     headers: list[tuple[str, bytes]] = field(default_factory=list)
     body: bytes = b""
     framing: str = "length"
-    """length, chunked, bad-chunks, short (the body breaks off), long (more follows), both, none."""
+    """length, chunked, tiny-chunks, trickled (with pauses), bad-chunks, short (the body breaks off), long (more
+    follows), both, none."""
+    browser: bool = False
+    """Whether it is sent by a browser with a session, in place of a token."""
     notes: list[str] = field(default_factory=list)
     """What was damaged."""
 
     @property
     def must_be_answered(self) -> bool:
         """Whether the request is complete: others may find their connection closed."""
-        return self.framing in ("length", "chunked", "none")
+        return self.framing in ("length", "chunked", "tiny-chunks", "trickled", "none")
 
     def shown(self) -> dict[str, Any]:
         """For a line of a file; a large body is left out, since the seed and the number make it again."""
@@ -58,7 +84,8 @@ class FuzzRequest:
         return {
             **{"number": self.number, "caller": self.caller, "method": self.method, "target": self.target[:2000]},
             "headers": [[name, value[:500].decode("latin-1")] for name, value in self.headers],
-            **{"framing": self.framing, "damage": self.notes, "body_bytes": len(self.body)},
+            **{"framing": self.framing, "browser": self.browser},
+            **{"damage": self.notes, "body_bytes": len(self.body)},
             "body_base64": base64.b64encode(self.body).decode() if small else None,
         }
 
@@ -80,6 +107,7 @@ class Generator:
             for method, operation in sorted(operations.items())
             if method in METHODS
         ]
+        self.operations += [(method, path, _page_operation(method, path)) for method, path in sorted(PAGES)]
 
     def request(self, number: int) -> FuzzRequest:
         rng = random.Random(f"{self._seed}/{number}")
@@ -118,8 +146,11 @@ class Generator:
         if kind == "null":
             return None
         if kind == "string":
-            return _text(rng)
+            return rng.choice(_NASTY_TEXTS)(rng) if rng.random() < 0.05 else _text(rng)
         return rng.choice((None, True, 1, 1.5, "text", [], {}))
+
+    def known_of(self, name: str) -> list[Any]:
+        return self._known.get(name, [])
 
     def _object(self, rng: random.Random, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
         required = schema.get("required", ())
@@ -158,15 +189,24 @@ class _Making:
     def made(self) -> FuzzRequest:
         request, rng = self.request, self.rng
         request.target = self._target(request.target)
-        if request.method in ("POST", "PUT") or rng.random() < 0.03:
+        if "x-fields" in self.operation:
+            self._fill_page()
+        elif request.method in ("POST", "PUT") or rng.random() < 0.03:
             self._fill_body()
             request.body = request.body[:LARGEST]
+        self._accept_streams()
         if rng.random() < 0.15:
             self._damage_headers()
         if rng.random() < 0.12:
-            request.framing = rng.choice(("chunked", "chunked", "bad-chunks", "short", "long", "both", "none"))
+            request.framing = rng.choice(
+                ("chunked", "tiny-chunks", "trickled", "bad-chunks", "short", "long", "both", "none")
+            )
             request.notes.append(f"framing {request.framing}")
         return request
+
+    def _accept_streams(self) -> None:
+        if STREAMS in self.operation.get("responses", {}).get("200", {}).get("content", {}) and self.rng.random() < 0.5:
+            self.request.headers.append(("Accept", STREAMS.encode()))
 
     def _caller(self) -> str:
         roles = self.operation.get("x-roles", [])
@@ -222,6 +262,36 @@ class _Making:
         headers.append((name, value))
         if rng.random() < 0.05:
             headers += [(f"X-{number}", b"x") for number in range(rng.choice((100, 1000)))]
+
+    # Pages and their forms
+
+    def _fill_page(self) -> None:
+        rng, request = self.rng, self.request
+        request.browser = rng.random() < 0.8
+        given = {name: self._field(name) for name in self.operation["x-fields"] if rng.random() < 0.7}
+        if rng.random() < 0.1:
+            given |= {
+                self._nasty_text("field"): "x",
+                **{f"more-{number}": "x" for number in range(rng.randint(0, 200))},
+            }
+        fields = "&".join(
+            f"{quote(_bytes(name), safe='')}={quote(_bytes(text), safe='')}" for name, text in given.items()
+        )
+        if request.method == "GET":
+            request.target += f"?{fields}" if fields else ""
+            return
+        request.headers.append(("Content-Type", b"application/x-www-form-urlencoded"))
+        request.body = _bytes(f"form_token={FORM_TOKEN}&{fields}" if rng.random() < 0.9 else fields)
+        if rng.random() < 0.1:
+            request.body = self._damaged_text(request.body)
+
+    def _field(self, name: str) -> str:
+        known = self.generator.known_of({"dataset": "dataset_id", "job": "job_uuid"}.get(name, name))
+        if known and self.rng.random() < 0.6:
+            return str(self.rng.choice(known))
+        if self.rng.random() < 0.4:
+            return self._nasty_text(name)
+        return self.rng.choice(("1", "0", "on", "sft", "dpo", "2e-5", "8", _text(self.rng)))
 
     # Bodies
 
@@ -323,6 +393,12 @@ class _Making:
         """Mostly small, seldom larger than anything that is taken."""
         size = LARGEST if self.rng.random() < 0.01 else int(2 ** self.rng.uniform(0, 21))
         return (piece * (size // len(piece) + 1))[:size]
+
+
+def _page_operation(method: str, path: str) -> dict[str, Any]:
+    """A route that the document leaves out, as the document would have it."""
+    parameters = [{"in": "path", "name": name, "schema": {"type": "string"}} for name in PLACEHOLDER.findall(path)]
+    return {"parameters": parameters, "x-roles": ["submit", "admin"], "x-fields": PAGES[method, path]}
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
