@@ -5,7 +5,7 @@
 
 20 requests per second on a service of its own, to the routes of the document and to pages and their forms. Meanwhile a
 node reports an unfinished task, and a tiny model trains. What must hold: no answer of 500 or more but a 503 or 507 that
-says what to do, every complete request is answered, `GET /v1/health` within a second, at most 200 MiB of memory, and
+names what to do, every complete request is answered, `GET /v1/health` within a second, at most 200 MiB of memory, and
 the training beside it is slowed by at most a fifth: every minute begins with ten seconds without requests, to compare
 with. Exit status 1 where one of these does not hold; failing requests are kept, one line each.
 """
@@ -221,7 +221,7 @@ class Fuzzer:
         self.statuses[status] += 1
         method, path, _ = self._generator.operations[request.number % len(self._generator.operations)]
         self.reached.add((f"{method} {path}", request.caller))
-        if (status[:1] == "5" and not says_what_to_do(status, answer)) or (
+        if (status[:1] == "5" and not names_what_to_do(status, answer)) or (
             not status.isdigit() and request.must_be_answered and not may_be_closed(request)
         ):
             self._keep(request, status, answer)
@@ -236,7 +236,7 @@ class Fuzzer:
         print(f"FAILURE {self.failures[-1]}; damage: {request.notes}", flush=True)
 
 
-def says_what_to_do(status: str, answer: str) -> bool:
+def names_what_to_do(status: str, answer: str) -> bool:
     """Whether an answer is one of a shortage whose sentence ends with what its reader can do."""
     if status not in ("503", "507"):
         return False

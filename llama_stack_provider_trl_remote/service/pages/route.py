@@ -13,7 +13,6 @@ from ..http.errors import answered
 from ..security.access import GuardedRoute, Refused
 from .rendering import error_page
 
-
 _PROBLEM = "trl_problem"
 """Key of an ASGI scope: headers of the API's answer to an error that the page shows, such as `Retry-After`."""
 
