@@ -11,7 +11,9 @@ import json
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints
+
+from llama_stack_provider_trl.specs.names import CheckedNames, FreeText
 
 NAME = r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?$"
 """A node's name: any host name."""
@@ -54,7 +56,7 @@ def _small(value: dict[str, Any]) -> dict[str, Any]:
 _SmallJson = Annotated[dict[str, Any], AfterValidator(_small)]
 
 
-class _Message(BaseModel):
+class _Message(CheckedNames):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -161,7 +163,7 @@ class ModelFiles(_Message):
     commit: str = ""
     """Of an id, in the service's cache."""
     files: tuple[ModelFile, ...] = ()
-    why_not: str = ""
+    why_not: Annotated[str, FreeText()] = ""
     """Why the service does not send it."""
 
 
@@ -177,7 +179,7 @@ class TaskOrder(_Message):
     ranks: int = 1
     """Ranks on this node, and on each of the others."""
     devices: tuple[str, ...]
-    spec: dict[str, Any]
+    spec: Annotated[dict[str, Any], FreeText()]
     """The AttemptSpec, with the service's paths: the node replaces them by its own."""
     ports: tuple[int, int] = (29500, 100)
     """The first port for a rendezvous, and the number of ports."""
@@ -212,17 +214,17 @@ class TaskReport(_Message):
     stage: Stage
     """The last stage that was ordered."""
     progress: StageProgress
-    detail: str = Field("", max_length=MOST_TEXT)
+    detail: Annotated[str, FreeText()] = Field("", max_length=MOST_TEXT)
     """Current work: `fetches checkpoint-6 (120 of 512 MiB)`."""
-    error: str = Field("", max_length=MOST_TEXT)
+    error: Annotated[str, FreeText()] = Field("", max_length=MOST_TEXT)
     """Why the stage failed, and the remedy."""
     lasting: bool = False
     """The stage fails again for this job until something on the node is changed."""
     port: int | None = Field(None, ge=0, le=65535)
     """Port at which it listens, once prepared."""
-    observation: _SmallJson | None = None
+    observation: Annotated[_SmallJson | None, FreeText()] = None
     """`launch.base.Observation` as a dict, once the task was started."""
-    failed: _SmallJson | None = None
+    failed: Annotated[_SmallJson | None, FreeText()] = None
     """A `failed` event that a rank of a node without rank 0 has written."""
     shipped: bool = False
     """Whether the service has all events, logs and checkpoints of the task."""
@@ -257,7 +259,9 @@ class LogEntries(_Message):
     """Identifies the process of the agent: its entries are numbered from 1."""
     number: int = Field(ge=1, le=_MOST_BYTES)
     """Of the first one."""
-    lines: tuple[Annotated[str, StringConstraints(max_length=MOST_LOG_TEXT)], ...] = Field(max_length=MOST_LOG_LINES)
+    lines: Annotated[tuple[Annotated[str, StringConstraints(max_length=MOST_LOG_TEXT)], ...], FreeText()] = Field(
+        max_length=MOST_LOG_LINES
+    )
 
 
 class Poll(_Message):

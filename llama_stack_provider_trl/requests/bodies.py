@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..documented import Documented
 from ..specs.methods import Call
+from ..specs.names import CheckedElsewhere, CheckedNames
 
 COUNT: dict[str, Any] = {"gt": 0, "le": 10**6}
 """Bounds of every count: far beyond any real job, and small enough that no product of them overflows the job store."""
@@ -22,7 +23,7 @@ SFT_TYPES = ("lora", "qat")
 """Values of `algorithm_config.type` in the call supervised-fine-tune, in small letters."""
 
 
-class _Body(Documented):
+class _Body(Documented, CheckedNames):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
 
@@ -184,11 +185,11 @@ class KTOConfig(_Body):
     """Weight of the losses of rows with label false. Default 1."""
 
 
-class GRPOReward(BaseModel):
+class GRPOReward(CheckedNames):
     """A part of GRPO's reward."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
-    check: dict[str, Any] | None = None
+    check: Annotated[dict[str, Any] | None, CheckedElsewhere()] = None
     """A check as those of evaluations: {type, ...}."""
     function: str | None = None
     """Name of an installed package's function."""
@@ -201,7 +202,7 @@ class GRPOReward(BaseModel):
 class GRPOConfig(_Body):
     type: str
     """grpo."""
-    rewards: list[dict[str, Any]] | None = Field(None, max_length=100)
+    rewards: Annotated[list[dict[str, Any]] | None, CheckedElsewhere()] = Field(None, max_length=100)
     """What an answer is rewarded for: a list of {check, function or model, weight, ...}. Required."""
     num_generations: int | None = Field(None, ge=2, le=1000)
     """Answers to each prompt. Default 8."""
@@ -290,12 +291,12 @@ class _JobRequest(_Body):
 
 
 class SupervisedFineTuneRequest(_JobRequest):
-    algorithm_config: dict[str, Any] | None = None
+    algorithm_config: Annotated[dict[str, Any] | None, CheckedElsewhere()] = None
     """LoRA settings; left out: every weight is trained."""
 
 
 class PreferenceOptimizeRequest(_JobRequest):
-    algorithm_config: dict[str, Any] | None = None
+    algorithm_config: Annotated[dict[str, Any] | None, CheckedElsewhere()] = None
     """DPO settings, or those of the method that its `type` names."""
     finetuned_model: str | None = None
     """Name of the result; where `model` is left out, the base model (Llama Stack's own meaning)."""

@@ -86,7 +86,7 @@ def refusal_of(error: ValidationError, where: str) -> InvalidRequest:
     """The refusal of the first field that a model does not accept."""
     first = error.errors()[0]
     path = ".".join([where, *map(str, first["loc"])])
-    return InvalidRequest(path, first["input"], first["msg"])
+    return InvalidRequest(path, first["input"], first["msg"].removeprefix("Value error, "))
 
 
 def nearest_choice(value: str, choices: Sequence[str]) -> str:

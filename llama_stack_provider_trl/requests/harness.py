@@ -9,11 +9,12 @@ from pydantic import ConfigDict, Field, StringConstraints
 from ..documented import Documented
 from ..errors import InvalidRequest
 from ..specs.harness import HarnessSpec
+from ..specs.names import CheckedNames, FreeText
 
 TaskName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.|+-]{0,127}$")]
 
 
-class Harness(Documented):
+class Harness(Documented, CheckedNames):
     """Tasks of lm-evaluation-harness, and how they are measured."""
 
     model_config = ConfigDict(extra="forbid")
@@ -28,7 +29,7 @@ class Harness(Documented):
     """Each prompt is a conversation in the model's chat template; else plain text."""
     fewshot_as_multiturn: bool = True
     """With a chat template: the examples are turns; else they are a part of the user's turn."""
-    system_instruction: str | None = Field(None, min_length=1, max_length=16384)
+    system_instruction: Annotated[str | None, FreeText()] = Field(None, min_length=1, max_length=16384)
     """Text before each prompt; with a chat template its system turn."""
     seed: int | None = Field(None, ge=0, lt=2**31)
     """Decides which examples are chosen, and what tasks draw. Default: the library's, 0 for Python's random numbers and

@@ -33,6 +33,7 @@ from ..specs.kinds import (
 )
 from ..specs.merge import ADAPTER_METHODS, MODEL_METHODS, PRUNING_METHODS, MergeInput, MergeMethod, MergeSpec
 from ..specs.methods import Call
+from ..specs.names import CheckedNames
 from .bases import Base, NamedJob, is_adapter
 from .bodies import COUNT, PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from .engines import is_answered_by_vllm
@@ -51,15 +52,14 @@ NO_ROWS = "none"
 MOST_WEIGHT = 1e6
 """Of a model of an ensemble; the least is 0."""
 _DATA = "training_config.data_config."
-_MOST_SAMPLES = 1000
-_MOST_ANSWERS = 10**6
+_MOST_SAMPLES, _MOST_ANSWERS = 1000, 10**6
 _OF_ANSWERS = ("max_new_tokens", "temperature", "top_p", "seed", "engine", "checkpoint_dir")
 """Fields of an evaluation that only checks of answers read."""
 _OF_ROWS = ("dataset_id", "reference_model", "max_seq_length", "checks", *_OF_ANSWERS[:-1])
 """Fields of an evaluation that tasks of a harness leave nothing to, beside an `algorithm` other than sft."""
 
 
-class _Kind(Documented):
+class _Kind(Documented, CheckedNames):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 

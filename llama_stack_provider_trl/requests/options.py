@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -10,6 +10,7 @@ from ..documented import Documented
 from ..errors import InvalidRequest
 from ..specs.beginnings import AdapterUse
 from ..specs.job import AttentionMask, AttnImplementation, GradientSync, PeftMethod, PreflightMode
+from ..specs.names import CheckedElsewhere, CheckedNames, FreeText
 from .bodies import LoraFinetuningConfig
 
 PRIORITIES = {"low": -1, "normal": 0, "high": 1, "critical": 2}
@@ -24,7 +25,7 @@ class ProviderData(BaseModel):
     trl: Any = None
 
 
-class EarlyStopping(Documented):
+class EarlyStopping(Documented, CheckedNames):
     """Conditions for ending a job before its last step."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -37,7 +38,7 @@ class EarlyStopping(Documented):
     """What is checked."""
 
 
-class Averaging(Documented):
+class Averaging(Documented, CheckedNames):
     """Training whose workers meet every so many optimizer steps (DiLoCo, arXiv:2311.08105)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -59,7 +60,7 @@ class Averaging(Documented):
         return value
 
 
-class Resources(Documented):
+class Resources(Documented, CheckedNames):
     """Requirements of a job on its machines; all of them are per node."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -82,7 +83,7 @@ class Resources(Documented):
     """Only nodes with the model in their local cache."""
 
 
-class Shard(Documented):
+class Shard(Documented, CheckedNames):
     """A part of the rows of a dataset."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -104,12 +105,12 @@ SAMPLE_CHARACTERS = 32_000
 """Of all prompts together."""
 
 
-class Samples(Documented):
+class Samples(Documented, CheckedNames):
     """Prompts that the model answers before training, at each checkpoint and at the end."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    prompts: list[str | list[dict[str, str]]] = Field(min_length=1, max_length=16)
+    prompts: Annotated[list[str | list[dict[str, str]]], FreeText()] = Field(min_length=1, max_length=16)
     """Each is the text of a user, or a list of messages {role, content} that the model answers."""
     max_new_tokens: int = Field(64, gt=0, le=512)
     """Tokens of an answer at most."""
@@ -166,12 +167,12 @@ _BLOCKS: dict[str, type[Documented]] = {
 }
 
 
-class ProviderOptions(Documented):
+class ProviderOptions(Documented, CheckedNames):
     """One job's options; unknown names are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
-    method: dict[str, Any] | None = None
+    method: Annotated[dict[str, Any] | None, CheckedElsewhere()] = None
     """The fields of `algorithm_config` with a preference method's `type`, for releases that drop them there."""
     lora: LoraFinetuningConfig | None = None
     """Preference methods with LoRA adapters: the same fields as SFT's `algorithm_config`. SFT uses that itself."""
@@ -266,7 +267,7 @@ class ProviderOptions(Documented):
     """Jobs that must have completed before this one starts; one that fails, or is cancelled, fails this one."""
     cancel_with: bool = False
     """With `after`: this job is cancelled, and does not fail, where one of those is cancelled."""
-    evaluate: dict[str, Any] | None = None
+    evaluate: Annotated[dict[str, Any] | None, CheckedElsewhere()] = None
     """A job `JOB_UUID-evaluation` that comes after this one evaluates its result: {dataset_id, checks ...}."""
     preflight: PreflightMode = "refuse"
     """Where the estimated memory does not fit: `refuse` fails the job before it loads its model, `warn`, `off`."""

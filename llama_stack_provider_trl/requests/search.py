@@ -17,6 +17,7 @@ from ..documented import Documented
 from ..errors import InvalidRequest, InvalidRows
 from ..specs.evaluations import HIGHER_IS_BETTER, METRICS
 from ..specs.job import JobSpec
+from ..specs.names import CheckedNames
 from ..specs.search import BETWEEN, Direction, PruningSpec, SearchSpec, Submitted
 from .bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from .checks import nearest_choice, parse_fields
@@ -45,7 +46,7 @@ _DIGITS = 6
 """Significant digits of a number that a range gives."""
 
 
-class PruningConfig(Documented):
+class PruningConfig(Documented, CheckedNames):
     """When trials are compared, and how many continue."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -60,7 +61,7 @@ class PruningConfig(Documented):
     """At each comparison the best 1/eta continue; the next one is at eta times the steps."""
 
 
-class RangeConfig(Documented):
+class RangeConfig(Documented, CheckedNames):
     """The values of a field, as a range to draw from or as a list."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -79,7 +80,7 @@ class RangeConfig(Documented):
         return isinstance(self.min, int) and isinstance(self.max, int)
 
 
-class SearchConfig(Documented):
+class SearchConfig(Documented, CheckedNames):
     """`hyperparam_search_config`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

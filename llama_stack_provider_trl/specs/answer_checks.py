@@ -11,7 +11,7 @@ import json
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -32,6 +32,7 @@ from .compiled_checks import (
 )
 from .events import Reason
 from .judging import MAX_TEMPLATE, reads_reference, refuse_unusable_judge
+from .names import CheckedNames, FreeText
 
 CheckType = Literal["exact", "regex", "json", "json_schema", "judge"]
 _REQUESTED = Limited(seconds=5, memory=256 << 20)
@@ -50,7 +51,7 @@ _NEEDS_REFERENCE = ("regex", "json_schema")
 _NOT_JSON = object()
 
 
-class AnswerCheck(Frozen):
+class AnswerCheck(Frozen, CheckedNames):
     """A check that every answer of a job passes or fails. Without a reference, `exact` takes the row's own answer, its
     last assistant message, and so does a judge whose template has `{reference}`; `json` passes whatever can be
     parsed."""
@@ -63,11 +64,11 @@ class AnswerCheck(Frozen):
     """Of its measure; None: the type."""
     column: str | None = Field(None, min_length=1, max_length=512)
     """Column of the rows with the reference of each."""
-    expected: Any = None
+    expected: Annotated[Any, FreeText()] = None
     """exact and judge: text. json: a value, or its JSON text."""
-    pattern: str | None = Field(None, max_length=MAX_PATTERN)
+    pattern: Annotated[str | None, FreeText()] = Field(None, max_length=MAX_PATTERN)
     """regex: of the library `regex`, found anywhere in the answer; `\\A` and `\\Z` are its ends."""
-    json_schema: dict[str, Any] | None = None
+    json_schema: Annotated[dict[str, Any] | None, FreeText()] = None
     """json_schema: a schema of draft 2020-12."""
     normalize: bool = False
     """exact: compare without case, in Unicode's form NFKC, with one space for all white space and none at the ends.
@@ -76,7 +77,7 @@ class AnswerCheck(Frozen):
     """json, json_schema: read from the first `{` to the last `}`, whatever is around. False: the whole answer."""
     model: str | None = Field(None, min_length=1, max_length=4096)
     """judge: a model id, a directory of a model or an adapter, or `job:NAME`, `job:NAME/CHECKPOINT`."""
-    template: str | None = Field(None, min_length=1, max_length=MAX_TEMPLATE)
+    template: Annotated[str | None, FreeText()] = Field(None, min_length=1, max_length=MAX_TEMPLATE)
     """judge: what it reads, with `{prompt}`, `{answer}` and, of a check with a reference, `{reference}`."""
     scale: tuple[float, float] | None = None
     """judge: the least and the largest score; None: its verdict is yes, 1, or no, 0."""

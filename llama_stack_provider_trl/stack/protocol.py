@@ -38,7 +38,7 @@ def answers_clearly[Answer](
             # Where Llama Stack checks a body against its own models only, our own models check it here.
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))
-            raise to_http(InvalidRequest(field, first["input"], first["msg"])) from error
+            raise to_http(InvalidRequest(field, first["input"], first["msg"].removeprefix("Value error, "))) from error
 
     return answers_requests(call)
 

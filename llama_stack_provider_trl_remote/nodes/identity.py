@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError
 from llama_stack_provider_trl.launch.gpus import gpu_of, is_slice
+from llama_stack_provider_trl.specs.names import problem_of_name
 from llama_stack_provider_trl.specs.schema import schema_digest
 from llama_stack_provider_trl.system.files import atomic_write, free_bytes
 from llama_stack_provider_trl.system.hub_cache import cached_models
@@ -157,6 +158,8 @@ def node_report(
         NodeError: see `versions`; a label or an id is too long for a report.
         OSError: the data directory is not writable.
     """
+    there = cached_models(environ) if models is None else models()
+    reportable = [one for one in there if not problem_of_name(one)]
     found = {
         "name": name,
         "machine_id": machine_id(environ),
@@ -168,7 +171,7 @@ def node_report(
         "disk_free_bytes": free_bytes(data_dir),
         "devices": tuple(_device(device, environ) for device in devices),
         "versions": versions(python),
-        "models": tuple((cached_models(environ) if models is None else models())[:MOST_MODELS]),
+        "models": tuple(reportable[:MOST_MODELS]),
         "ollama_models": ollama(),
         "labels": dict(labels or {}),
         "loaned": loaned,

@@ -90,8 +90,8 @@ PATHS: dict[str, Callable[[str], str]] = {
     "a fragment": lambda path: f"{path}%23x",
     "absolute form": lambda path: f"http://127.0.0.1{path}",
 }
-CONTROL = ("trailing %0A", "trailing %0D%0A", "trailing %00", "%0A after the version")
-"""Ways with control characters: a HEAD is refused for them without a sentence."""
+CONTROL = ("trailing %0A", "trailing %0D%0A", "trailing %00", "%0A after the version", "a line separator")
+"""Ways with characters that are not printed: a HEAD is refused for them without a sentence."""
 METHODS: dict[str, Callable[[str], str]] = {
     "lower-case method": str.lower,
     "capitalized method": str.capitalize,

@@ -186,7 +186,6 @@ def test_learning_rate_defaults_follow_algorithm_and_method(settings: Settings) 
         (sft(model="/no/such/directory"), "model"),
         (sft(job_uuid="a/b"), "job_uuid"),
         (sft(job_uuid="x" * 300), "job_uuid"),
-        (sft(job_uuid="newline\n"), "job_uuid"),
         (sft(job_uuid="checkpoint-7"), "job_uuid"),
         (sft(checkpoint_dir="jobs/x"), "checkpoint_dir"),
         (sft(checkpoint_dir="preflights"), "checkpoint_dir"),

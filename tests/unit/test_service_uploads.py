@@ -169,7 +169,6 @@ def test_names_that_no_checkpoint_has_are_refused(service: Service, name: str, k
         ("training_args.bin", "a checkpoint holds safetensors, JSON"),
         ("pytorch_model.bin", "a checkpoint holds safetensors, JSON"),
         ("modeling_own.py", "a checkpoint holds code only where the job's model is named in trust_remote_code"),
-        ("model.safetensors\n", "a checkpoint holds safetensors, JSON"),
         (".config.json", "a checkpoint holds safetensors, JSON"),
         ("data/config.json", "a checkpoint holds safetensors, JSON"),
     ],

@@ -20,6 +20,7 @@ from llama_stack_provider_trl.requests.bodies import (
 from llama_stack_provider_trl.requests.kinds import EvaluateRequest, GenerateRequest, MergeRequest
 from llama_stack_provider_trl.requests.options import Priority, ProviderOptions
 from llama_stack_provider_trl.specs.methods import Call
+from llama_stack_provider_trl.specs.names import CheckedElsewhere, CheckedNames, FreeText, problem_of_name
 from llama_stack_provider_trl.stack.responses import Checkpoint
 
 from ...wire import NAME
@@ -41,7 +42,7 @@ class TrainingConfigBody(TrainingConfig):
 class SupervisedFineTuneBody(SupervisedFineTuneRequest):
     training_config: TrainingConfigBody
     """How to train."""
-    provider_options: Annotated[ProviderOptions | None, SkipValidation] = None
+    provider_options: Annotated[ProviderOptions | None, SkipValidation, CheckedElsewhere()] = None
     """Options that Llama Stack's schema has no field for; through Llama Stack, the key `trl` of
     X-LlamaStack-Provider-Data."""
     dataset_digests: Annotated[dict[str, Sha256], Field(max_length=16)] | None = None
@@ -51,7 +52,7 @@ class SupervisedFineTuneBody(SupervisedFineTuneRequest):
 class PreferenceOptimizeBody(PreferenceOptimizeRequest):
     training_config: TrainingConfigBody
     """How to train."""
-    provider_options: Annotated[ProviderOptions | None, SkipValidation] = None
+    provider_options: Annotated[ProviderOptions | None, SkipValidation, CheckedElsewhere()] = None
     """Options that Llama Stack's schema has no field for; through Llama Stack, the key `trl` of
     X-LlamaStack-Provider-Data."""
     dataset_digests: Annotated[dict[str, Sha256], Field(max_length=16)] | None = None
@@ -59,17 +60,17 @@ class PreferenceOptimizeBody(PreferenceOptimizeRequest):
 
 
 class GenerateBody(GenerateRequest):
-    provider_options: Annotated[ProviderOptions | None, SkipValidation] = None
+    provider_options: Annotated[ProviderOptions | None, SkipValidation, CheckedElsewhere()] = None
     """after, cancel_with, device, max_duration, priority, retries."""
 
 
 class EvaluateBody(EvaluateRequest):
-    provider_options: Annotated[ProviderOptions | None, SkipValidation] = None
+    provider_options: Annotated[ProviderOptions | None, SkipValidation, CheckedElsewhere()] = None
     """after, cancel_with, device, max_duration, priority, retries."""
 
 
 class MergeBody(MergeRequest):
-    provider_options: Annotated[ProviderOptions | None, SkipValidation] = None
+    provider_options: Annotated[ProviderOptions | None, SkipValidation, CheckedElsewhere()] = None
     """after, cancel_with, device, max_duration, priority, retries."""
 
 
@@ -186,7 +187,7 @@ class PreflightResponse(BaseModel):
     warnings: list[str]
 
 
-class _RequestBody(Documented):
+class _RequestBody(Documented, CheckedNames):
     model_config = ConfigDict(extra="forbid")
 
 
@@ -197,7 +198,7 @@ class JobName(_RequestBody):
 
 class RowsSource(_RequestBody):
     type: Literal["rows"]
-    rows: Annotated[list[dict[str, Any]], FailFast()]
+    rows: Annotated[list[dict[str, Any]], FailFast(), FreeText()]
     """One object per row. Answers leave them out."""
 
 
@@ -220,7 +221,10 @@ Source = Annotated[RowsSource | UriSource | BlobSource, Field(discriminator="typ
 _METADATA = 65_536
 
 
-def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
+def _plain(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
+    for key in metadata or ():
+        if problem := problem_of_name(key):
+            raise ValueError(f"a key: {problem}")
     try:
         size = len(json.dumps(metadata, ensure_ascii=False, allow_nan=False).encode())
     except (ValueError, RecursionError) as error:
@@ -237,7 +241,7 @@ class RegisterDataset(_RequestBody):
     """As Llama Stack has it. Rows of any accepted shape can be trained on, whatever it is."""
     source: Source
     """Location of the rows."""
-    metadata: Annotated[dict[str, Any], AfterValidator(_plain)] | None = None
+    metadata: Annotated[dict[str, Any] | None, AfterValidator(_plain), FreeText()] = None
     """Any JSON; returned unchanged, with `num_rows` and `sha256` once they are known."""
     dataset_type: str | None = Field(None, max_length=512)
     """Kept in the metadata."""

@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
-import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llama_stack_provider_trl.jobs.tokens import Role, digest
+from llama_stack_provider_trl.specs.names import problem_of_name
+from llama_stack_provider_trl.system.console import shown
 
 from ..http.connections import DRAINING, Kind, identify
 from ..http.errors import raw_answer
@@ -29,7 +30,8 @@ from .recording import RECORDED
 from .sessions import Sessions, cookies_of
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_PARAMETERS = 1000
+"""Parameters of a path."""
 _SPARE = 64 << 20
 """Bytes of a refused body that are read and dropped, so that its sender can read the answer."""
 _DRAIN_SECONDS = 10.0
@@ -176,7 +178,7 @@ class Gate:
             await answer.send(message)
 
         try:
-            _check_path(scope)
+            _check_names(scope)
             _check_length(headers)
             self._check_origin(headers)
             scope[CALLER] = caller = self._authenticator.of_request(scope, headers)
@@ -280,14 +282,24 @@ async def _while_valid(caller: Caller, body: Body, answer: ResponseState, handle
         timer.cancel()
 
 
-def _check_path(scope: Scope) -> None:
-    """Refuse control characters, so that the match of a path does not depend on how a pattern treats line ends.
+def _check_names(scope: Scope) -> None:
+    """Refuse paths and parameters with characters that are not printed. They are names, and whether a pattern of a path
+    matches must not depend on how it treats line ends.
 
     Raises:
         Refused: 400.
     """
-    if found := _CONTROL.search(scope["path"]):
-        raise Refused(400, f"the path has the control character {found[0]!r}: send a path without any")
+    if problem := problem_of_name(scope["path"]):
+        raise Refused(400, f"the path has a control character, or is too long: {problem}")
+    try:
+        parameters = parse_qsl(
+            scope["query_string"].decode("latin-1"), keep_blank_values=True, max_num_fields=_PARAMETERS
+        )
+    except ValueError as error:
+        raise Refused(400, f"the parameters of the path cannot be read: {error}") from error
+    for name, value in parameters:
+        if problem := problem_of_name(name) or problem_of_name(value):
+            raise Refused(400, f"the parameter {shown(name[:100])!r} cannot be a name: {problem}")
 
 
 def _check_length(headers: Headers) -> None:
