@@ -42,7 +42,7 @@ class TrlRemotePostTraining(SubmittingCalls):
     @answers_clearly
     async def get_training_jobs(self) -> ListPostTrainingJobsResponse:
         """Every job of the service, oldest first."""
-        return self._parsed(ListPostTrainingJobsResponse, await self.client.get(JOBS))
+        return self._parsed(ListPostTrainingJobsResponse, await self.client.get_all(JOBS))
 
     @answers_clearly
     async def get_training_job_status(self, job_uuid: str) -> PostTrainingJobStatusResponse:

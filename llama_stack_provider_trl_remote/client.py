@@ -33,6 +33,8 @@ from llama_stack_provider_trl.requests.names import JOB_UUID_PATTERN
 from llama_stack_provider_trl.system.files import Blob
 
 JOBS = "/v1/post-training/jobs"
+_PAGES = 1000
+"""Pages of a list that are requested at most."""
 SUPERVISED_FINE_TUNE = "/v1/post-training/supervised-fine-tune"
 PREFLIGHT = "/v1/post-training/preflight"
 PREVIEW = "/v1/post-training/preview"
@@ -133,6 +135,17 @@ class ServiceClient:
     async def get(self, path: str, **params: Any) -> Any:
         """GET a JSON document; parameters that are None are left out."""
         return _json(self.url, await self._call("GET", path, repeat=True, params=_given(params)))
+
+    async def get_all(self, path: str, **params: Any) -> Any:
+        """GET all pages of a list as one document."""
+        answer = page = await self.get(path, **params)
+        for _ in range(_PAGES):
+            following = page.get("next") if isinstance(page, dict) else None
+            if following is None or not page.get("data"):
+                break
+            page = await self.get(path, **{**params, "after": following})
+            answer["data"] += page["data"]
+        return answer
 
     async def get_text(self, path: str, **params: Any) -> str:
         answer = await self._call("GET", path, repeat=True, params=_given(params))

@@ -206,7 +206,7 @@ class AsyncTrlClient:
 
     async def metrics(self, job_uuid: str, after: int = -1) -> list[Json]:
         """Metric points beyond step `after`: `kind` (train, validation), `step`, `epoch`, `time`, `metrics`."""
-        answer = await self._service.get(job_path(job_uuid, "/metrics"), after=after)
+        answer = await self._service.get_all(job_path(job_uuid, "/metrics"), after=after)
         return list(answer["data"])
 
     async def samples(self, job_uuid: str) -> Json:

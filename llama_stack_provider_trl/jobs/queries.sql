@@ -294,7 +294,7 @@ DELETE FROM warnings WHERE job_uuid = :job_uuid;
 DELETE FROM checkpoints WHERE job_uuid = :job_uuid AND path = :path;
 
 -- name: select_points
-SELECT * FROM points WHERE job_uuid = :job_uuid AND step > :after ORDER BY step, kind;
+SELECT * FROM points WHERE job_uuid = :job_uuid AND step > :after ORDER BY step, kind LIMIT :limit;
 
 -- name: select_point_range
 -- The first and the last step of a range that have points.

@@ -169,12 +169,12 @@ class JobReader:
             self.get(job_uuid)
         return [checkpoint_record(row) for row in rows]
 
-    def points(self, job_uuid: str, after: int = -1) -> Sequence[PointRecord]:
-        """Metric points beyond step `after`, by step. Raises JobNotFound."""
+    def points(self, job_uuid: str, after: int = -1, limit: int = -1) -> Sequence[PointRecord]:
+        """Metric points beyond step `after`, by step; at most `limit`, where that is not negative. Raises
+        JobNotFound."""
         self.get(job_uuid)
-        return [
-            point_record(row) for row in self.database.select("select_points", {"job_uuid": job_uuid, "after": after})
-        ]
+        values = {"job_uuid": job_uuid, "after": after, "limit": limit}
+        return [point_record(row) for row in self.database.select("select_points", values)]
 
     def point_range(self, job_uuid: str, begin: int, end: int) -> tuple[int, int] | None:
         """The first and the last step from `begin` to `end` that have points; None: none has."""

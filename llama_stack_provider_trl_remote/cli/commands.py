@@ -138,14 +138,14 @@ async def add_dataset(client: ServiceClient, options: Namespace) -> int:
 
 
 async def list_datasets(client: ServiceClient, options: Namespace) -> int:
-    found = (await client.get("/v1/datasets"))["data"]
+    found = (await client.get_all("/v1/datasets"))["data"]
     rows = [(d["identifier"], d.get("metadata", {}).get("num_rows", "?"), _source(d["source"])) for d in found]
     emit(options, found, *table(("dataset", "rows", "source"), rows))
     return 0
 
 
 async def list_nodes(client: ServiceClient, options: Namespace) -> int:
-    found = (await client.get("/v1/nodes"))["data"]
+    found = (await client.get_all("/v1/nodes"))["data"]
     rows = [(node["node"], device, job, node.get("state", "open")) for node in found for device, job in _devices(node)]
     lines = table(("node", "device", "job", "state"), rows)
     for node in found:
@@ -224,7 +224,7 @@ async def create_token(client: ServiceClient, options: Namespace) -> int:
 
 
 async def list_tokens(client: ServiceClient, options: Namespace) -> int:
-    answer = await client.get(TOKENS)
+    answer = await client.get_all(TOKENS)
     head = ("token", "role", "source", "expires", "last used", "limits")
     emit(options, answer, *table(head, map(token_row, answer["data"])))
     return 0

@@ -93,7 +93,7 @@ async def down(client: ServiceClient, options: Namespace) -> int:
 
 async def status(client: ServiceClient, options: Namespace) -> int:
     _, hosts = await asyncio.to_thread(_chosen, options)
-    listed = {row["node"]: row["state"] for row in (await client.get("/v1/nodes"))["data"]}
+    listed = {row["node"]: row["state"] for row in (await client.get_all("/v1/nodes"))["data"]}
 
     async def one(host: InventoryHost, progress: Progress) -> Row:
         from ..nodes.pools.ssh import observe_node
@@ -126,7 +126,7 @@ async def _plan(client: ServiceClient, options: Namespace, inventory: Inventory)
             f"other machines cannot reach the service at {url}: set `service` of the inventory to its address for them"
         )
     token = _join_token(os.environ)
-    nodes = (await client.get("/v1/nodes"))["data"]
+    nodes = (await client.get_all("/v1/nodes"))["data"]
     wheel = await asyncio.to_thread(
         lambda: read_wheel(options.wheel) if options.wheel else wheel_of_this_installation()
     )
@@ -213,7 +213,9 @@ async def _listed(client: ServiceClient, name: str) -> str:
 
     deadline = time.monotonic() + LISTED
     while True:
-        row = next((row for row in (await client.get("/v1/nodes"))["data"] if row["node"] == name), {"agent": False})
+        row = next(
+            (row for row in (await client.get_all("/v1/nodes"))["data"] if row["node"] == name), {"agent": False}
+        )
         state = str(row.get("state", "open"))
         if row["agent"] and not state.startswith(("silent", "not seen")):
             return state
@@ -237,7 +239,7 @@ async def _drain(client: ServiceClient, name: str, limit: float) -> None:
         raise
     deadline = time.monotonic() + limit
     while True:
-        row = next((row for row in (await client.get("/v1/nodes"))["data"] if row["node"] == name), None)
+        row = next((row for row in (await client.get_all("/v1/nodes"))["data"] if row["node"] == name), None)
         jobs = sorted(set(row["jobs"].values())) if row else []
         if not jobs:
             return

@@ -20,6 +20,9 @@ from ..service.datasets.registry import DatasetRegistry
 from ..service.http.bodies import BlobSource, Dataset, ListDatasetsResponse, RegisterDataset
 from ..service.settings import ServiceSettings
 
+_MOST_LISTED = 10_000
+"""Datasets of a list, which has no pages here; as many as `max_datasets` allows."""
+
 
 class ExternalTrlConfig(TrlConfig):
     """The settings of `inline::trl`, and one for its datasets."""
@@ -62,7 +65,8 @@ class ExternalTrl(TrlPostTraining):
 
     async def list_datasets(self) -> ListDatasetsResponse:
         """Every registered dataset, oldest first."""
-        return ListDatasetsResponse(data=await asyncio.to_thread(self.registered.all))
+        page = await asyncio.to_thread(self.registered.page, _MOST_LISTED)
+        return await asyncio.to_thread(ListDatasetsResponse.model_validate_json, page)
 
     async def get_dataset(self, dataset_id: str) -> Dataset:
         """One dataset, without its rows."""

@@ -25,7 +25,7 @@ class ExternalTrlRemote(TrlRemotePostTraining):
 
     async def list_datasets(self) -> ListDatasetsResponse:
         """Every dataset that is registered with the service, oldest first."""
-        return self._parsed(ListDatasetsResponse, await self.client.get(DATASETS))
+        return self._parsed(ListDatasetsResponse, await self.client.get_all(DATASETS))
 
     async def get_dataset(self, dataset_id: str) -> Dataset:
         """One dataset, without its rows."""

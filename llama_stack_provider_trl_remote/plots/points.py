@@ -32,7 +32,7 @@ async def fetch_points(client: ServiceClient, job_uuid: str) -> list[PlotPoint]:
         ServiceRefusal: 404, there is no such job.
         ServiceUnreachable.
     """
-    answer = await client.get(job_path(job_uuid, "/metrics"))
+    answer = await client.get_all(job_path(job_uuid, "/metrics"))
     return [
         PlotPoint(p["kind"], p["step"], p["epoch"], datetime.fromisoformat(p["time"]).timestamp(), p["metrics"])
         for p in answer["data"]
@@ -41,7 +41,7 @@ async def fetch_points(client: ServiceClient, job_uuid: str) -> list[PlotPoint]:
 
 async def newest_job(client: ServiceClient) -> str:
     """The job of a service that was queued last. Raises InvalidRequest: it has none."""
-    return _newest([job["job_uuid"] for job in (await client.get(JOBS))["data"]], client.url)
+    return _newest([job["job_uuid"] for job in (await client.get_all(JOBS))["data"]], client.url)
 
 
 def stored_points(data_dir: Path, job_uuids: Sequence[str]) -> dict[str, list[PlotPoint]]:

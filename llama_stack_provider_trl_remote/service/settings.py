@@ -198,6 +198,8 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     """MiB of an uploaded dataset, or of the rows of one that is read from a uri; more is a 413."""
     max_rows: int = Field(10_000_000, gt=0)
     """Rows of a dataset; more is a 413."""
+    max_datasets: int = Field(10_000, gt=0, le=10**6)
+    """Datasets that one token may have registered at a time; more is a 409."""
     max_connections: int | None = Field(None, ge=8, le=60_000)
     """Connections at a time; null: three quarters of the open files that the process may have beyond a reserve of
     256, 4096 at most."""

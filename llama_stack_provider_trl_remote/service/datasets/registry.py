@@ -6,6 +6,7 @@ import asyncio
 import errno
 import hashlib
 import json
+import logging
 import os
 import threading
 import time
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import unquote
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
@@ -32,13 +33,17 @@ from ..http.bodies import BlobSource, Dataset, RegisterDataset, RowsSource, UriS
 from ..http.errors import Conflict, NotFound, TooLarge
 from ..settings import ServiceSettings
 from .blobs import Blobs
+from .index import DatasetIndex, DatasetPlace
 from .reader import HUB, ROW_READERS
 from .registration import StoredRows
+from .uris import hub_name, split_uri
 
+log = logging.getLogger(__name__)
 FIELD = "training_config.data_config.dataset_id"
-_HUB_OPTIONS = ("split", "name", "revision")
 _RAY = "ray"
 _PIECE = 1 << 20
+_PAGE_BYTES = 4 << 20
+"""Bytes from which on a page ends before its limit."""
 
 
 class Entry(BaseModel):
@@ -102,12 +107,17 @@ class DatasetRegistry:
         self._blobs, self._cluster, self._maker = blobs, cluster, maker
         self._roots = tuple(root.resolve() for root in settings.dataset_roots)
         self._directory = settings.data_dir / "datasets" / "registry"
-        self._registering = threading.Lock()
+        self._most = settings.max_datasets
+        self._registering = threading.RLock()
+        self._known: DatasetIndex | None = None
+        """None: not read yet. No other process writes the documents."""
         self._reading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Of the datasets that are read at the moment."""
 
     def prepare(self) -> None:
+        """Create the directory, and read it: the only time."""
         self._directory.mkdir(parents=True, exist_ok=True)
+        self._known = self._read_all()
 
     async def register(self, body: RegisterDataset, stored: StoredRows | None = None, created_by: str = "") -> Dataset:
         """Register a dataset; repeating the same registration changes nothing.
@@ -194,12 +204,17 @@ class DatasetRegistry:
             is_made: it is the one that a job was to make.
 
         Raises:
-            Conflict: a job is to make a dataset of this name.
+            Conflict: a job is to make a dataset of this name, or the token has as many as it may.
         """
         name = entry.dataset.identifier
         with self._registering:
             known = self._read(name)
             if known is None:
+                if not is_made and self._index.count(entry.created_by) >= self._most:
+                    raise Conflict(
+                        f"{entry.created_by or 'this caller'!r} has registered {self._most} datasets, and max_datasets "
+                        "allows no more: delete some that no job needs (DELETE /v1/datasets/NAME)"
+                    )
                 with nullcontext() if is_made else self._maker(name) as maker:
                     if maker is not None:
                         raise Conflict(
@@ -217,18 +232,47 @@ class DatasetRegistry:
         return shown(entry)
 
     def holds(self, dataset_id: str) -> bool:
-        return self._path(dataset_id).exists()
+        with self._registering:
+            return dataset_id in self._index
 
-    def all(self) -> list[Dataset]:
-        """All datasets, oldest first."""
-        entries = (self._parsed(path) for path in self._directory.glob("*.json"))
-        found = sorted((entry for entry in entries if entry is not None), key=lambda entry: entry.registered_at)
-        return [shown(entry) for entry in found]
+    def names(self, limit: int = 1000) -> list[str]:
+        """Names of the datasets that were registered last, oldest first."""
+        with self._registering:
+            return [place.dataset_id for place in self._index.after(None)[-limit:]]
+
+    def page(self, limit: int, after: str | None = None) -> bytes:
+        """Datasets as JSON, oldest first: a `ListDatasetsResponse`. It has at most `limit` datasets and a few MiB.
+
+        Args:
+            after: `next` of the page before; None: the first page.
+
+        Raises:
+            InvalidRequest: `after` is no cursor.
+        """
+        begin = None if after is None else DatasetPlace.of_cursor(after)
+        with self._registering:
+            places = self._index.after(begin)
+        found: list[bytes] = []
+        size, last = 0, None
+        for number, place in enumerate(places):
+            if number == limit or size > _PAGE_BYTES:
+                last = places[number - 1].cursor
+                break
+            try:
+                entry = self._read(place.dataset_id)
+            except StoreError as error:
+                log.warning("dataset %r is left out of a list: %s", place.dataset_id, error)
+                continue
+            if entry is not None:  # it was deleted meanwhile
+                found.append(shown(entry).model_dump_json().encode())
+                size += len(found[-1])
+        return b'{"data":[' + b",".join(found) + b'],"next":' + json.dumps(last).encode() + b"}"
 
     def delete(self, dataset_id: str) -> None:
         """Delete a dataset; its rows stay, since jobs may need them. Raises NotFound."""
         try:
             with self._registering:
+                self._index.remove(dataset_id)
                 self._path(dataset_id).unlink()
         except FileNotFoundError:
             raise _unknown(dataset_id) from None
@@ -339,7 +383,7 @@ class DatasetRegistry:
         """Open the source of a uri. Raises InvalidRequest."""
         scheme, separator, _ = uri.partition("://")
         if scheme == HUB:
-            return Readable(_hub(uri), "hub")
+            return Readable(hub_name(uri), "hub")
         if scheme == _RAY and self._cluster is not None:
             self._cluster.find(uri)
             return Readable(uri, _RAY)
@@ -350,7 +394,7 @@ class DatasetRegistry:
                 "rows themselves"
             )
             raise InvalidRequest("source.uri", uri, hint)
-        return self._file(uri, Path(unquote(_split(uri).path) if separator else uri))
+        return self._file(uri, Path(unquote(split_uri(uri).path) if separator else uri))
 
     def _file(self, uri: str, path: Path) -> Readable:
         """Open a file below its root. It is opened once: later changes of the path have no effect."""
@@ -398,6 +442,25 @@ class DatasetRegistry:
             atomic_write_json(path, json.loads(entry.model_dump_json()))
         except OSError as error:
             raise StoreError(f"{path} cannot be written: {error}") from error
+        self._index.add(DatasetPlace(entry.registered_at, entry.dataset.identifier), entry.created_by)
+
+    @property
+    def _index(self) -> DatasetIndex:
+        if self._known is None:
+            self._known = self._read_all()
+        return self._known
+
+    def _read_all(self) -> DatasetIndex:
+        found = []
+        for path in self._directory.glob("*.json"):
+            try:
+                entry = self._parsed(path)
+            except StoreError as error:
+                log.warning("%s", error)
+                continue
+            if entry is not None:
+                found.append((DatasetPlace(entry.registered_at, entry.dataset.identifier), entry.created_by))
+        return DatasetIndex(found)
 
 
 def shown(entry: Entry) -> Dataset:
@@ -411,27 +474,6 @@ def _content(entry: Entry) -> tuple[Any, ...]:
     source = entry.dataset.source
     what = source.uri if isinstance(source, UriSource) else entry.sha256
     return source.type, what, entry.dataset.purpose, entry.dataset.metadata
-
-
-def _split(uri: str) -> SplitResult:
-    """The parts of a uri. Raises InvalidRequest."""
-    try:
-        return urlsplit(uri)
-    except ValueError as error:  # brackets that are no IPv6 address
-        raise InvalidRequest("source.uri", uri, f"it is no uri ({error}): correct it") from error
-
-
-def _hub(uri: str) -> str:
-    parts = _split(uri)
-    options = dict(parse_qsl(parts.query))
-    name = parts.path.strip("/")
-    if parts.netloc != "datasets" or not 0 < name.count("/") + 1 <= 2 or not name or set(options) - {*_HUB_OPTIONS}:
-        hint = f"expected {HUB}://datasets/ORG/NAME, with any of ?{'=&'.join(_HUB_OPTIONS)}="
-        raise InvalidRequest("source.uri", uri, hint)
-    # The library would read files of this machine for a name that begins like a path.
-    if any(part in ("", ".", "..") or part.startswith(("~", ".")) for part in name.split("/")):
-        raise InvalidRequest("source.uri", uri, "expected the name of a dataset on the hub, ORG/NAME")
-    return uri
 
 
 def _unknown(dataset_id: str) -> NotFound:

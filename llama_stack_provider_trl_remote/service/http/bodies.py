@@ -262,6 +262,8 @@ class Dataset(BaseModel):
 
 class ListDatasetsResponse(BaseModel):
     data: list[Dataset]
+    next: str | None = None
+    """Cursor: pass it as `after` for the next page; null: this is the last one."""
 
 
 class JobRow(BaseModel):
@@ -342,6 +344,8 @@ class Point(BaseModel):
 
 class MetricsResponse(BaseModel):
     data: list[Point]
+    next: int | None = None
+    """Step: pass it as `after` for the next page; null: this is the last one."""
 
 
 class Curve(BaseModel):
@@ -423,6 +427,8 @@ class CreatedToken(TokenRow):
 
 class ListTokensResponse(BaseModel):
     data: list[TokenRow]
+    next: str | None = None
+    """Pass it as `after` for the next page; null: this is the last one."""
 
 
 class AuditLine(BaseModel):

@@ -45,6 +45,8 @@ class NodeRow(BaseModel):
 
 class ListNodesResponse(BaseModel):
     data: list[NodeRow]
+    next: str | None = None
+    """Pass it as `after` for the next page; null: this is the last one."""
 
 
 class DeviceLoads(BaseModel):

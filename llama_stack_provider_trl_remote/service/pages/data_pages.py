@@ -45,5 +45,4 @@ async def preview_page(request: Request, service: Context, caller: CurrentCaller
 
 
 async def _form(service: Service, fields: dict[str, str]) -> dict[str, Any]:
-    datasets = await asyncio.to_thread(service.datasets.all)
-    return {"fields": fields, "datasets": [one.identifier for one in datasets]}
+    return {"fields": fields, "datasets": await asyncio.to_thread(service.datasets.names)}

@@ -67,13 +67,13 @@ def _method(fields: Mapping[str, str]) -> str:
 async def _page(
     request: Request, service: Service, fields: dict[str, str], code: int = 200, found: Any = None, problem: str = ""
 ) -> Response:
-    datasets = await asyncio.to_thread(service.datasets.all)
+    datasets = await asyncio.to_thread(service.datasets.names)
     return page(
         request,
         "new.html",
         code,
         fields=fields,
-        datasets=[one.identifier for one in datasets],
+        datasets=datasets,
         found=found,
         problem=problem,
         same=same_job(job_of(fields), str(request.base_url).rstrip("/")),

@@ -24,6 +24,7 @@ from ..security.access import (
 )
 from .files import OCTETS, file_response
 from .jobs import as_json
+from .paging import MOST, After, Limit
 
 router = APIRouter(route_class=GuardedRoute, prefix="/datasets", tags=["datasets"])
 blobs = APIRouter(route_class=GuardedRoute, prefix="/blobs", tags=["datasets"])
@@ -53,9 +54,9 @@ async def register_dataset(
 
 
 @router.get("", dependencies=[USERS], response_model=ListDatasetsResponse, responses=declared())
-async def list_datasets(service: Context) -> Response:
-    """Every registered dataset, oldest first."""
-    return as_json(ListDatasetsResponse(data=await asyncio.to_thread(service.datasets.all)))
+async def list_datasets(service: Context, limit: Limit = MOST, after: After = None) -> Response:
+    """Registered datasets, oldest first."""
+    return Response(await asyncio.to_thread(service.datasets.page, limit, after), media_type="application/json")
 
 
 @router.get("/{dataset_id:path}", dependencies=[USERS], response_model=Dataset, responses=declared(404))

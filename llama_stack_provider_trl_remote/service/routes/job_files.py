@@ -28,6 +28,8 @@ from .jobs import JobUuid, as_json
 router = APIRouter(route_class=GuardedRoute, prefix="/post-training/jobs/{job_uuid}", tags=["what a job leaves behind"])
 
 _STREAM = "text/event-stream"
+_KINDS = 10
+"""At least so many points a page has: more than a step."""
 
 
 @router.get(
@@ -78,14 +80,19 @@ async def job_metrics(
     service: Stored,
     job_uuid: JobUuid,
     after: Annotated[int, Query(ge=-1, le=2**53, description="Points beyond this step only")] = -1,
+    limit: Annotated[int, Query(ge=_KINDS, le=10_000, description="Points per page; of a step, all or none")] = 10_000,
 ) -> Response:
     """Metric points by step; where a step was done again after a failure, the last one counts."""
-    points = await asyncio.to_thread(service.store.points, job_uuid, after)
+    points = await asyncio.to_thread(service.store.points, job_uuid, after, limit + 1)
+    following = None
+    if len(points) > limit:
+        points = [point for point in points if point.step < points[-1].step]
+        following = points[-1].step
     data = [
         Point(kind=point.kind, step=point.step, epoch=point.epoch, time=point.time, metrics=dict(point.metrics))
         for point in points
     ]
-    return as_json(MetricsResponse(data=data))
+    return as_json(MetricsResponse(data=data, next=following))
 
 
 @router.get("/checkpoints", dependencies=[TASK_JOB], response_model=ListCheckpointsResponse, responses=declared(404))

@@ -19,6 +19,7 @@ from ..http.errors import Conflict, NotFound, declared
 from ..http.node_bodies import DeviceLoads, ListNodesResponse, NodeLoadResponse, NodeRow
 from ..security.access import ADMINS, USERS, GuardedRoute
 from .jobs import as_json
+from .paging import MOST, After, Limit, page_of
 
 log = logging.getLogger(__name__)
 router = APIRouter(route_class=GuardedRoute, prefix="/nodes", tags=["nodes"])
@@ -26,9 +27,10 @@ Name = Annotated[str, Path(pattern=NAME, description="The node's name")]
 
 
 @router.get("", dependencies=[USERS], response_model=ListNodesResponse, responses=declared())
-async def nodes(service: Context) -> Response:
+async def nodes(service: Context, limit: Limit = MOST, after: After = None) -> Response:
     """The machines that jobs may run on, and the jobs on their devices; the service's own machine first."""
-    return as_json(ListNodesResponse(data=await asyncio.to_thread(node_rows, service)))
+    page, following = page_of(await asyncio.to_thread(node_rows, service), lambda row: row.node, limit, after)
+    return as_json(ListNodesResponse(data=[*page], next=following))
 
 
 @router.get("/{name}", dependencies=[USERS], response_model=NodeRow, responses=declared(404))

@@ -18,6 +18,7 @@ from ..security.access import ADMINS, CurrentCaller, GuardedRoute
 from ..views.logs import MOST_BYTES
 from .files import TEXT
 from .jobs import as_json
+from .paging import MOST, After, Limit, page_of
 
 router = APIRouter(route_class=GuardedRoute, prefix="/tokens", tags=["tokens and audit"])
 audit = APIRouter(route_class=GuardedRoute, prefix="/audit", tags=["tokens and audit"])
@@ -42,13 +43,15 @@ async def create_token(service: Context, body: CreateToken, caller: CurrentCalle
 
 
 @router.get("", dependencies=[ADMINS], response_model=ListTokensResponse, responses=declared())
-async def list_tokens(service: Context) -> Response:
-    """Every token, without the tokens themselves: those of the configuration first."""
+async def list_tokens(service: Context, limit: Limit = MOST, after: After = None) -> Response:
+    """Tokens without the tokens themselves: those of the configuration first."""
     configured = [
         TokenRow(name=entry.name, role=entry.role, source=entry.setting, **_limits(entry.limits))
         for entry in service.settings.configured_tokens
     ]
-    return as_json(ListTokensResponse(data=[*configured, *map(_row, service.tokens.all())]))
+    rows = [*configured, *map(_row, service.tokens.all())]
+    page, following = page_of(rows, lambda row: row.name, limit, after)
+    return as_json(ListTokensResponse(data=[*page], next=following))
 
 
 @router.delete("/{name}", dependencies=[ADMINS], status_code=204, responses=declared(404, 409))

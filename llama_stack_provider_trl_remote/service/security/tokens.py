@@ -21,6 +21,8 @@ from .access import Caller
 from .limits import Bucket
 
 log = logging.getLogger(__name__)
+_MOST = 10_000
+"""Created tokens; each is in memory."""
 _USED_SECONDS = 60.0
 """Seconds between writes of a token's last use: a write per request would cost more than the request."""
 
@@ -76,10 +78,12 @@ class CreatedTokens:
         """Create a token. Returns it, which cannot be read again, and its record.
 
         Raises:
-            Conflict: the name is taken or reserved.
+            Conflict: the name is taken or reserved, or there are as many tokens as may be.
         """
         if name in self._configured or RESERVED.fullmatch(name):
             raise Conflict(f"the name {name!r} belongs to a token of the service's configuration: choose another")
+        if len(self._known) >= _MOST:
+            raise Conflict(f"there are {_MOST} tokens, as many as may be: revoke some (DELETE /v1/tokens/NAME)")
         with self._changing:
             token = self._tokens.create(name, role, created_by, expires_in, limits)
             if token is None:
