@@ -27,9 +27,9 @@ import psutil
 import requests
 
 from benchmarks.machine import command, machine, print_header
-from llama_stack_provider_trl.jobs.database import DATABASE
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.specs.events import EventWriter, Prepared, Progress, Started, read_events
+from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl.system.process import FileLock
 from tests.contract.service import TrainingService, running_service

@@ -12,17 +12,17 @@ from pathlib import Path
 
 from .config import DEFAULT_DATA_DIR
 from .errors import TrlError
-from .jobs.database import DATABASE
 from .jobs.records import JobRecord
 from .jobs.store import Store
 from .stack.responses import status_response
 from .system.console import complain, show_json, show_lines
+from .system.data_dir import DataDir
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command. Returns the exit status: 0, or 1 with a sentence on standard error."""
     options = _parser().parse_args(arguments)
-    database = options.data_dir.expanduser() / DATABASE
+    database = DataDir(options.data_dir.expanduser()).database
     try:
         if not database.exists():
             raise FileNotFoundError(f"{database} does not exist: name the provider's data_dir with --data-dir")

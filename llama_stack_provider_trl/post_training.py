@@ -9,7 +9,7 @@ from typing import Any
 
 from .config import TrlConfig
 from .export.process import ExporterProcess
-from .jobs.database import DATABASE
+from .jobs.lost_jobs import refuse_lost_jobs
 from .jobs.proposals import Proposals
 from .jobs.store import Store
 from .jobs.submission import keep_rows, submit
@@ -35,6 +35,7 @@ from .stack.responses import (
     artifacts_response,
     status_response,
 )
+from .system.data_dir import DataDir
 from .system.offload import CostlyWork, in_work_thread, serving
 
 
@@ -50,7 +51,8 @@ class TrlPostTraining(SubmittingCalls):
             tuple(devices), model_roots=config.model_roots or None, train_python=config.train_python
         )
         self.work = CostlyWork()
-        self.store = Store(config.data_dir / DATABASE)
+        self.store = Store(DataDir(config.data_dir).database)
+        refuse_lost_jobs(self.store, config.data_dir)
         self.python = str(config.train_python) if config.train_python else None
         self.launcher = LocalLauncher(
             isolation=self.isolation,
@@ -137,5 +139,5 @@ class TrlPostTraining(SubmittingCalls):
     ) -> tuple[DatasetRef, list[str]]:
         rows = await read_rows(self.deps, dataset_id)
         # In a thread: 10,000 rows take a third of a second, and other requests should not wait for them.
-        directory = self.settings.data_dir / "datasets"
+        directory = DataDir(self.settings.data_dir).datasets
         return await in_work_thread(keep_rows, directory, dataset_id, rows, use, data_format)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from llama_stack_provider_trl.jobs.database import DATABASE
 from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.process import ProcessId, tasks_below
 
 STAGED = (".saving", "*.tmp", "*.old")

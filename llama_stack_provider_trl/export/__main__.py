@@ -17,11 +17,11 @@ from functools import partial
 from typing import NoReturn
 
 from ..errors import StoreError
-from ..jobs.database import DATABASE
 from ..jobs.store import Store
+from ..system.data_dir import DataDir
 from ..system.process import FileLock, hide_from_other_processes
 from .follower import Follower
-from .process import LOCK, ExporterConfig
+from .process import ExporterConfig
 from .tracker import make_tracker
 
 log = logging.getLogger("exporter")
@@ -42,11 +42,11 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = ExporterConfig.model_validate_json(sys.stdin.readline())
     threading.Thread(target=_end_with_input, daemon=True).start()
-    lock = FileLock(config.data_dir / LOCK)
+    lock = FileLock(DataDir(config.data_dir).exporter_lock)
     if not _acquired(lock):
         log.error("%s exports from %s already", lock.holder(), config.data_dir)
         return 1
-    store = Store(config.data_dir / DATABASE)
+    store = Store(DataDir(config.data_dir).database)
     for name in config.trackers.configured:
         make = partial(make_tracker, name, config.trackers, config.data_dir)
         follower = Follower(store, name, make, os.environ)

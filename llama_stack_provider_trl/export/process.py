@@ -17,15 +17,13 @@ from pydantic import BaseModel
 
 from ..jobs.exports import Exports
 from ..requests.trackers import TrackerSettings
+from ..system.data_dir import DataDir
 from ..system.files import private_directory
 from ..system.process import child_environment
 
 log = logging.getLogger(__name__)
 
 MODULE = "llama_stack_provider_trl.export"
-LOCK, LOG, HOME = "exporter.lock", "exporter.log", "trackers"
-"""In the data directory. The last one is the exporter's working directory, where trackers have their files unless the
-configuration names another place."""
 INTERVAL = 1.0
 """Seconds between two checks whether an exporter is needed."""
 LIVED, LONGEST_WAIT = 3.0, 30.0
@@ -109,7 +107,9 @@ class ExporterProcess:
             self._wait = 0.0
         else:
             self._wait_longer()
-        log.warning("the exporter ended with %d, see %s; another continues", status, self._data_dir / LOG)
+        log.warning(
+            "the exporter ended with %d, see %s; another continues", status, DataDir(self._data_dir).exporter_log
+        )
 
     def _wait_longer(self) -> None:
         self._wait = min(max(INTERVAL, 2 * self._wait), LONGEST_WAIT)
@@ -117,10 +117,10 @@ class ExporterProcess:
 
     def _start(self) -> None:
         config = ExporterConfig(data_dir=self._data_dir.absolute(), trackers=self._trackers)
-        path, home = self._data_dir / LOG, self._data_dir / HOME
+        path, home = DataDir(self._data_dir).exporter_log, DataDir(self._data_dir).trackers
         private_directory(home)
         if path.exists() and path.stat().st_size > _LOG_BYTES:
-            path.replace(path.with_name(f"{LOG}.1"))
+            path.replace(path.with_name(f"{path.name}.1"))
         with open(path, "ab", opener=_private) as output:
             self._process = self._spawn(
                 [sys.executable, "-P", "-m", MODULE],

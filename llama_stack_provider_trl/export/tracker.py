@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from ..errors import TrlError
 from ..jobs.states import JobState
 from ..requests.trackers import TrackerSettings
+from ..system.data_dir import DataDir
 from .points import Step
-from .process import HOME
 
 
 class CopyLost(TrlError, RuntimeError):
@@ -71,7 +71,7 @@ def make_tracker(name: str, settings: TrackerSettings, data_dir: Path) -> Tracke
     Raises:
         ImportError: the library is not installed.
     """
-    home = data_dir / HOME
+    home = DataDir(data_dir).trackers
     if name == "tensorboard" and settings.tensorboard is not None:
         from .tensorboard import TensorBoard
 

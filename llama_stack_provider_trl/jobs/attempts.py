@@ -9,6 +9,7 @@ from pathlib import Path
 from ..launch.base import Launcher, MasterPorts, TaskSpec
 from ..specs.job import derive
 from ..specs.kinds import EvaluateSpec, MergeWork
+from ..system.data_dir import DataDir
 from ..system.files import RunDir, atomic_write, free_bytes, remove_leftovers, resolve_under, set_aside
 from .bases import check_base
 from .merges import check_checkpoints
@@ -55,7 +56,7 @@ class Attempts:
         A crash from here until the start leaves `launching`, from which the next pass of the supervisor starts it.
         """
         attempt = job.attempt + 1
-        home = resolve_under(self._data_dir / "jobs", job.job_uuid, "job_uuid")
+        home = resolve_under(DataDir(self._data_dir).jobs, job.job_uuid, "job_uuid")
         run_dir = home / "attempts" / str(attempt)
         # An earlier database may have left another job's files under these names.
         set_aside(run_dir)

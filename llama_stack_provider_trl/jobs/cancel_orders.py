@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 log = logging.getLogger(__name__)
-FILE = "cancel-orders"
-"""Its name in a data directory."""
 _SLOT, _SLOTS = 512, 256
 """Bytes of one order, of which names of jobs take 128 at most, and orders that the file can hold."""
 _EMPTY = bytes(_SLOT)
@@ -57,7 +55,9 @@ class CancelOrders:
             finally:
                 os.close(file)
         except OSError as error:
-            log.warning("%s cannot be allocated (%s): while the disk is full, cancels do not survive us", FILE, error)
+            log.warning(
+                "%s cannot be allocated (%s): while the disk is full, cancels do not survive us", self._path, error
+            )
 
     def add(self, order: CancelOrder) -> bool:
         """Keep an order. Returns whether it survives this process."""
@@ -83,7 +83,7 @@ class CancelOrders:
             except FileNotFoundError:
                 pass
             except OSError as error:
-                log.warning("%s cannot be read: %s", FILE, error)
+                log.warning("%s cannot be read: %s", self._path, error)
             if self._done:
                 self._remove(set(self._done))
             return sorted(found - self._done)

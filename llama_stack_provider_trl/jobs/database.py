@@ -21,15 +21,11 @@ from typing import Any
 from urllib.parse import quote
 
 from ..errors import LOCKED, InvalidRequest, StoreError, shortage_of
+from ..system.data_dir import DataDir
 from ..system.files import private_directory
 from ..system.process import FileLock
 
-DATABASE = "jobs.sqlite3"
-"""Its name in a data directory."""
 SCHEMA_VERSION = 12
-_PRIVATE = ("jobs", "datasets", "tokens", "reference", "preflights", "trackers")
-_BEFORE_THE_DATABASE = {"llama-stack", "service.lock", "supervisor.lock"}
-"""What a data directory of the provider may hold before its first job database exists."""
 _BUSY_SECONDS = 5.0
 """Seconds that a writer waits for another. Transactions take about a millisecond."""
 _LOCKED_SECONDS, _BRIEF_MS = 1.0, 100
@@ -213,9 +209,9 @@ def require_database(data_dir: Path) -> Path:
         StoreError: it cannot be read, or is of an earlier release: opening it would upgrade it under the processes that
             use it.
     """
-    database = data_dir / DATABASE
+    database = DataDir(data_dir).database
     if not database.is_file():
-        hint = f"it has no {DATABASE}: name the data directory of a service, or that of the inline provider."
+        hint = f"it has no {database.name}: name the data directory of a service, or that of the inline provider."
         raise InvalidRequest("--data-dir", str(data_dir), hint)
     try:
         with closing(sqlite3.connect(f"file:{quote(str(database.resolve()))}?mode=ro", uri=True)) as connection:
@@ -232,23 +228,21 @@ def require_database(data_dir: Path) -> Path:
 
 def private_data_dir(data_dir: Path) -> None:
     """Create a data directory that no other user can enter. One that held other files before keeps its mode, and only
-    the directories of the provider in it become private.
+    the directories of the provider in it become private. What has the name of a file of ours and is none is set aside.
 
     Raises:
         OSError: it cannot be created.
+        StoreError: see `DataDir.prepare`.
     """
-    if not data_dir.exists() or _is_own(data_dir):
+    DataDir(data_dir).prepare()
+    if not data_dir.exists() or DataDir(data_dir).holds_only_ours:
         return private_directory(data_dir)
     if data_dir.stat().st_mode & 0o077:
         log.warning(
             "%s holds other files and keeps its mode: only the provider's own files in it become private", data_dir
         )
-        for name in _PRIVATE:
-            private_directory(data_dir / name)
-
-
-def _is_own(data_dir: Path) -> bool:
-    return (data_dir / DATABASE).exists() or {path.name for path in data_dir.iterdir()} <= _BEFORE_THE_DATABASE
+        for directory in DataDir(data_dir).private:
+            private_directory(directory)
 
 
 @contextmanager

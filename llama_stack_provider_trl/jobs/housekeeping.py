@@ -70,9 +70,9 @@ def remove_unused_rows(directory: Path, store: Store, retention: float | None) -
 def _registered(directory: Path) -> set[str]:
     """Digests in the service's registry, damaged entries included."""
     found: set[str] = set()
-    for path in directory.glob("registry/*.json"):
-        with suppress(FileNotFoundError):  # a request has deleted it since it was listed
-            found.update(_DIGEST.findall(path.read_text()))
+    for path in directory.glob("registry/*"):  # with those that were damaged, and are set aside
+        with suppress(FileNotFoundError, IsADirectoryError):  # a request has deleted it since it was listed
+            found.update(_DIGEST.findall(path.read_text(errors="replace")))
     return found
 
 

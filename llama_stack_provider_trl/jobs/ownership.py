@@ -9,17 +9,18 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
 
 from ..errors import InvalidRequest, JobConflict
-from ..system.files import atomic_write_json
+from ..system.data_dir import DataDir, read_own
+from ..system.files import atomic_write_json, read_regular
 
-IDENTITY = "identity"
-"""The file that names a data directory: it is still the same one under another path."""
 _SUFFIX = ".owner"
+_IDENTITY = re.compile(r"[0-9a-f]{32}")
 _READABLE = 0o644
 """Mode of a record: another user's service reads it."""
 
@@ -47,11 +48,12 @@ class Ownership:
                 what to do.
             OSError: a record cannot be read.
         """
+        self._refuse_our_own_files(checkpoint_dir)
         ours = _identity(self._data_dir)
         below = (path.with_name(path.name[1 : -len(_SUFFIX)]) for path in checkpoint_dir.rglob(f".*{_SUFFIX}"))
         for directory in (checkpoint_dir, *checkpoint_dir.parents[:-1], *below):
             owner = _read(directory)
-            if owner is not None and not self._is_ours(owner, ours):
+            if owner is not None and not self._is_ours(owner, ours, directory):
                 raise JobConflict(
                     f"checkpoint_dir {str(checkpoint_dir)!r}: {directory} is that of job {owner.job_uuid!r} of another "
                     f"data directory, {owner.data_dir}. Choose another checkpoint_dir or job_uuid; if that data "
@@ -75,13 +77,13 @@ class Ownership:
 
     def is_ours(self, checkpoint_dir: Path) -> bool:
         """Whether a job of this data directory wrote it, so that it may be moved and what is in it removed: it lies in
-        the data directory, or has our record."""
+        `checkpoints` of the data directory, or has our record."""
         try:
             self.check(checkpoint_dir)
             owner = _read(checkpoint_dir)
         except JobConflict:
             return False
-        return owner is not None or checkpoint_dir.resolve().is_relative_to(self._data_dir)
+        return owner is not None or DataDir(self._data_dir).is_result(checkpoint_dir.resolve())
 
     def claim(self, checkpoint_dir: Path, job_uuid: str) -> None:
         """Record that the directory is ours, before a job writes into it. May be repeated.
@@ -101,13 +103,26 @@ class Ownership:
     def release(self, checkpoint_dir: Path) -> None:
         """Remove the record of a job that is deleted. Another data directory's record stays."""
         owner = _read(checkpoint_dir)
-        if owner is not None and self._is_ours(owner, _identity(self._data_dir)):
+        if owner is not None and self._is_ours(owner, _identity(self._data_dir), checkpoint_dir):
             record(checkpoint_dir).unlink(missing_ok=True)
 
-    def _is_ours(self, owner: Owner, ours: str) -> bool:
+    def _refuse_our_own_files(self, checkpoint_dir: Path) -> None:
+        """Refuse to write, move or delete what is our own, whatever directory a job names. Raises JobConflict.
+
+        A job of an earlier release may have written elsewhere in the data directory: its record is there."""
+        if not DataDir(self._data_dir).is_free(checkpoint_dir.resolve()) and _read(checkpoint_dir) is None:
+            raise JobConflict(
+                f"checkpoint_dir {str(checkpoint_dir)!r} is among the own files of the data directory, "
+                f"{self._data_dir}: results lie below {DataDir(self._data_dir).checkpoints}; submit the job again"
+            )
+
+    def _is_ours(self, owner: Owner, ours: str, directory: Path) -> bool:
+        # The file with the identity may be lost: what lies here, and names this place, is ours all the same.
+        if owner.data_dir == self._data_dir and DataDir(self._data_dir).is_result(directory.resolve()):
+            return True
         if not ours or owner.identity != ours:
             return False
-        if owner.data_dir == self._data_dir or _identity(owner.data_dir) != ours:
+        if owner.data_dir == self._data_dir or _identity_elsewhere(owner.data_dir) != ours:
             return True  # it was moved here
         return owner.data_dir.samefile(self._data_dir)  # else one is a copy of the other
 
@@ -177,15 +192,28 @@ def _identity(data_dir: Path, make: bool = False) -> str:
     Args:
         make: create one. Only the supervising process does so, which is one at a time.
     """
-    path = data_dir / IDENTITY
-    try:
-        return path.read_text().strip(' "\n')
-    except (FileNotFoundError, NotADirectoryError):
-        if not make:
-            return ""
+    path = DataDir(data_dir).identity
+    found = read_own(path, _parsed_identity)
+    if found is not None or not make:
+        return found or ""
     name = uuid4().hex
     data_dir.mkdir(parents=True, exist_ok=True)
     atomic_write_json(path, name)
+    return name
+
+
+def _identity_elsewhere(data_dir: Path) -> str:
+    """Names a directory that a record calls a data directory; "" where it is none any more."""
+    try:
+        return _parsed_identity(read_regular(DataDir(data_dir).identity))
+    except (OSError, ValueError):
+        return ""
+
+
+def _parsed_identity(data: bytes) -> str:
+    name = data.decode().strip(' "\n')
+    if not _IDENTITY.fullmatch(name):
+        raise ValueError("expected 32 hexadecimal digits")
     return name
 
 

@@ -9,6 +9,7 @@ from ..requests.data import DATASET_ID, TRAIN_SHARE, rows_job_of
 from ..specs.job import DatasetRef, JobSpec, RowUse, ShardSpec
 from ..specs.kinds import ROWS, GenerateSpec
 from ..specs.methods import METHODS
+from ..system.data_dir import DataDir
 from ..system.files import touched
 from .row_shards import refuse_more_shards, stored_shard
 from .store import Store
@@ -73,7 +74,7 @@ def with_known_rows(spec: JobSpec, store: Store, data_dir: Path) -> JobSpec:
     if name is None:
         return spec
     made = (store.get(name).result or {}).get("dataset") or {}
-    path = data_dir / "datasets" / f"{made.get('sha256')}.jsonl"
+    path = DataDir(data_dir).datasets / f"{made.get('sha256')}.jsonl"
     if not touched(path):
         raise InvalidRows(
             f"dataset {spec.dataset.dataset_id!r}: the rows that job {name!r} has made are gone ({path}): submit that "

@@ -11,6 +11,7 @@ from uuid import uuid4
 from ..errors import InvalidRequest, JobNotFound, StoreError
 from ..specs.job import JobSpec
 from ..specs.methods import VllmSpec, vllm_of
+from ..system.data_dir import DataDir
 from ..system.files import fsync_tree, is_whole, resolve_under
 from .store import Store
 
@@ -69,7 +70,7 @@ def copy_checkpoint(spec: JobSpec, store: Store, data_dir: Path) -> JobSpec:
             FIELD, requested, f"this step checkpoint does not exist: job {wanted.job_uuid!r} has {names}"
         )
     _refuse_differences(requested, other, spec)
-    home = resolve_under(data_dir / "jobs", spec.job_uuid, "job_uuid")
+    home = resolve_under(DataDir(data_dir).jobs, spec.job_uuid, "job_uuid")
     path = home / "resume" / uuid4().hex / fitting[-1].name
     try:
         path.parent.mkdir(parents=True)

@@ -18,10 +18,11 @@ from ..errors import JobConflict, JobNotFound, LimitReached, StoreError, shortag
 from ..requests.trackers import TrackerChoice
 from ..specs.events import Event, Reason
 from ..specs.job import JobSpec
+from ..system.data_dir import DataDir
 from ..system.files import touched
 from .ahead import QueueAhead
 from .allocations import Allocations
-from .cancel_orders import FILE, CancelOrder, CancelOrders
+from .cancel_orders import CancelOrder, CancelOrders
 from .chains import Chains, insert_predecessors
 from .database import Database, Execute
 from .demands import Demand, Queued
@@ -91,7 +92,7 @@ class Store(JobReader):
         self.ahead = QueueAhead(self.database)
         self.chains = Chains(self.database, clock)
         self.searches = Searches(self.database, clock)
-        self.cancels = CancelOrders(path.with_name(FILE))
+        self.cancels = CancelOrders(DataDir(path.parent).cancel_orders)
 
     def close(self) -> None:
         """Close the connections of all threads. A later call opens a new one."""

@@ -38,6 +38,7 @@ from ..specs.methods import GrpoSpec, MethodSpec
 from ..specs.rewards import checks_of
 from ..specs.row_verdicts import check_within
 from ..specs.rows import UNREAD
+from ..system.data_dir import DataDir
 from ..system.files import put_lines, put_rows
 from ..system.limited import Limited
 from ..system.offload import in_work_thread
@@ -260,7 +261,7 @@ async def resolved(
     if harness_of(work) is None:
         dataset, warnings = await datasets(resolution.dataset_id, use, data_format)
     else:
-        dataset, warnings = await in_work_thread(no_rows, settings.data_dir / "datasets"), []
+        dataset, warnings = await in_work_thread(no_rows, DataDir(settings.data_dir).datasets), []
     if isinstance(answering, CheckedAnswering):
         await in_work_thread(refuse_unchecked_rows, dataset, answering.checks)
         warnings = [message for message in warnings if not message.startswith(UNREAD)]  # which checks may read

@@ -21,6 +21,7 @@ from .. import faults
 from ..errors import InvalidRequest, InvalidRows, JobConflict, JobNotFound, StoreError, is_exhausted, shortage_of
 from ..launch.base import Launcher, MasterPorts, Observation, TaskSpec, TaskState
 from ..specs.events import CheckpointSaved, Reason, read_events
+from ..system.data_dir import DataDir
 from ..system.files import RunDir, can_write, tail
 from ..system.process import FileLock
 from .announced import accepted
@@ -109,7 +110,7 @@ class Supervisor:
         """job_uuid -> message of jobs that fail as soon as their processes have ended."""
         self._exhausted = False
         self._orphans_ended = False
-        self._lock = FileLock(self._data_dir / "supervisor.lock")
+        self._lock = FileLock(DataDir(self._data_dir).supervisor_lock)
         self._wakeup = threading.Event()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -214,7 +215,7 @@ class Supervisor:
     def _end_orphans(self) -> None:
         """End trainings without a job: it was deleted with the database, or has ended before them. Done once after the
         lock is acquired."""
-        for run_dir in self._launcher.sweep(self._data_dir / "jobs", self._store.active_run_dirs()):
+        for run_dir in self._launcher.sweep(DataDir(self._data_dir).jobs, self._store.active_run_dirs()):
             log.warning("ended the processes of %s: no job owns them", run_dir)
         self._orphans_ended = True
 
@@ -223,7 +224,7 @@ class Supervisor:
         self._last_clean = time.monotonic()
         self._store.tasks.delete_ended()
         try:
-            remove_unused_rows(self._data_dir / "datasets", self._store, self._blob_retention)
+            remove_unused_rows(DataDir(self._data_dir).datasets, self._store, self._blob_retention)
         except OSError as error:
             log.warning("unused rows cannot be removed: %s", error)
 

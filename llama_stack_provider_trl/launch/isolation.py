@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 from ..errors import InvalidRequest
 from ..specs.model_source import reference_of
-from ..system.files import DATA_DIRECTORIES, RunDir
+from ..system.data_dir import DataDir
+from ..system.files import RunDir
 from ..system.process import child_environment
 from .base import TaskSpec
 from .namespaces import KEEP, View
@@ -264,10 +265,7 @@ def _is_model(path: Path, directories: Sequence[Path]) -> bool:
             return False
     except (OSError, RuntimeError):
         return False
-    own = [home.resolve() for home in directories]
-    own += [(home / name).resolve() for home in directories for name in DATA_DIRECTORIES]
-    inside = [home for home in own[len(directories) :] if real.is_relative_to(home)]
-    return not inside and not any(home.is_relative_to(real) for home in own)
+    return all(DataDir(home).is_free(real) for home in directories)
 
 
 def _interpreter(python: str) -> Iterator[Path]:
@@ -338,10 +336,9 @@ def _with_linked(directories: Iterable[Path]) -> Iterator[Path]:
     """The real directories, and our directories in them that an operator has moved to another disk, behind a symbolic
     link."""
     for directory in directories:
-        real = directory.resolve()
-        yield real  # even where it is created later: the lock directory may be
-        linked = (real / name for name in (*DATA_DIRECTORIES, "checkpoints"))
-        yield from (path.resolve() for path in linked if path.is_symlink() and path.is_dir())
+        yield from DataDir(directory).places()  # even where it is created later: the lock directory may be
+        if (checkpoints := DataDir(directory).checkpoints).is_symlink() and checkpoints.is_dir():
+            yield checkpoints.resolve()
 
 
 def _outermost(directories: Iterable[Path]) -> list[Path]:

@@ -15,6 +15,7 @@ from ..specs.job import (
     ShardSpec,
 )
 from ..specs.methods import METHODS
+from ..system.data_dir import DataDir
 from .bodies import (
     DataConfig,
     TrainingConfig,
@@ -58,7 +59,7 @@ def resolve_data(
         "max_seq_length": options.max_seq_length or settings.max_seq_length,
         "max_seq_length_is_default": options.max_seq_length is None,
         "truncation_side": options.truncation_side,
-        "token_cache": settings.data_dir / "tokens" if options.token_cache else None,
+        "token_cache": DataDir(settings.data_dir).tokens if options.token_cache else None,
         **resolve_evaluations(options, data, algorithm),
         "samples": resolve_samples(options),
     }

@@ -15,6 +15,7 @@ from ..specs.job import (
     ReferenceSpec,
 )
 from ..specs.methods import METHODS, DistillationSpec, GrpoSpec, MethodSpec, reward_models, vllm_of
+from ..system.data_dir import DataDir
 from .bases import PREFIX, Base
 from .bodies import (
     DPOAlignmentConfig,
@@ -258,7 +259,7 @@ def resolve_dpo(
 def _reference(options: ProviderOptions, base: Base, settings: Settings) -> ReferenceSpec:
     fields: dict[str, Any] = {}
     if options.precompute_reference:
-        fields = {"precompute": True, "cache": settings.data_dir / "reference"}
+        fields = {"precompute": True, "cache": DataDir(settings.data_dir).reference}
     if options.reference_model is not None:
         model = resolve_base_model("provider_options.reference_model", options.reference_model, settings)
         if model != base.model or base.adapter is not None:

@@ -10,7 +10,7 @@ from ..errors import InvalidRequest
 from ..specs.job import (
     ResumeFrom,
 )
-from ..system.files import DATA_DIRECTORIES
+from ..system.data_dir import CHECKPOINTS, DataDir
 from .bodies import (
     SupervisedFineTuneRequest,
 )
@@ -91,13 +91,14 @@ def resolve_base_model(name: str, model: str | None, settings: Settings) -> str:
 
 
 def may_be_read(path: Path, settings: Settings) -> bool:
-    """Whether a request may name a model's directory: everywhere without `model_roots`; else below one of them, where
-    jobs write checkpoints, and what the operator trusts by its path."""
-    if settings.model_roots is None:
+    """Whether a request may name a model's directory: of the data directory, what lies below `checkpoints`; elsewhere
+    everything without `model_roots`; else what lies below one of them, where jobs write checkpoints, and what the
+    operator trusts by its path."""
+    data_dir = DataDir(settings.data_dir)
+    if data_dir.is_ours(path):
+        return False
+    if settings.model_roots is None or data_dir.is_result(path):
         return True
-    data_dir = settings.data_dir.resolve()
-    if path.is_relative_to(data_dir):
-        return path != data_dir and not any(path.is_relative_to(data_dir / name) for name in DATA_DIRECTORIES)
     trusted = (entry for entry in settings.trust_remote_code if entry.startswith(("/", "~")))
     roots = (*settings.model_roots, *settings.checkpoint_roots, *map(Path, trusted))
     return any(path.is_relative_to(root.expanduser().resolve()) for root in roots)
@@ -114,30 +115,36 @@ def absolute_path(name: str, text: str, root: Path = Path()) -> Path:
 
 
 def resolve_checkpoint_dir(request: Request, settings: Settings) -> Path:
-    """`<checkpoint_dir>/<job_uuid>`: jobs that name the same directory never overwrite each other."""
-    roots = [settings.data_dir, *settings.checkpoint_roots]
-    base = absolute_path("checkpoint_dir", request.checkpoint_dir or "checkpoints", settings.data_dir)
-    if not any(base.is_relative_to(root.resolve()) for root in roots):
+    """`<checkpoint_dir>/<job_uuid>`: jobs that name the same directory never overwrite each other.
+
+    A relative path is one below `checkpoints` in the data directory, with or without that name before it.
+    """
+    data_dir, given = DataDir(settings.data_dir), request.checkpoint_dir
+    parts = Path(given or CHECKPOINTS).parts
+    relative = Path(*parts[1:]) if parts[:1] == (CHECKPOINTS,) else Path(*parts)
+    base = absolute_path("checkpoint_dir", str(relative), data_dir.checkpoints)
+    target = absolute_path("checkpoint_dir", str(base / request.job_uuid))
+    roots = [data_dir.checkpoints, *settings.checkpoint_roots]
+    inside = [root.resolve() for root in roots if base.is_relative_to(root.resolve())]
+    if not inside or data_dir.is_ours(base) or not data_dir.is_free(target):
         raise InvalidRequest(
             "checkpoint_dir",
-            request.checkpoint_dir,
-            f"give a path relative to the data directory, or one inside {', '.join(map(str, roots))} "
-            "(`checkpoint_roots` in the provider's configuration adds more)",
+            given,
+            f"give a relative path, which means one below {data_dir.checkpoints}, or one inside "
+            f"{', '.join(map(str, roots))} (`checkpoint_roots` in the provider's configuration adds more); nothing "
+            "else of the data directory is for results",
         )
-    data_dir = settings.data_dir.resolve()
-    if base == data_dir or data_dir.is_relative_to(base / request.job_uuid):
-        raise InvalidRequest(
-            "checkpoint_dir", request.checkpoint_dir, "our own files lie there; name a directory in it"
-        )
-    for reserved in DATA_DIRECTORIES:
-        if base.is_relative_to(data_dir / reserved):
-            raise InvalidRequest(
-                "checkpoint_dir", request.checkpoint_dir, f"`{reserved}` holds our own files; use another"
-            )
-    for path in (base / request.job_uuid, base, *base.parents):
+    below = max(inside, key=lambda root: len(root.parts))
+    if any(part.startswith(".") for part in base.relative_to(below).parts):
+        hint = "names that begin with a dot are those of our own records there: choose another"
+        raise InvalidRequest("checkpoint_dir", given, hint)
+    if target != base / request.job_uuid:
+        hint = f"{base / request.job_uuid} is a symbolic link: remove it, or choose another directory or job_uuid"
+        raise InvalidRequest("checkpoint_dir", given, hint)
+    for path in (target, base, *base.parents):
         if path.exists() and not path.is_dir():
             raise InvalidRequest("checkpoint_dir", request.checkpoint_dir, f"{path} is a file; name a directory")
-    return base / request.job_uuid
+    return target
 
 
 def resolve_resume_from(options: ProviderOptions) -> ResumeFrom | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
 from ..documented import Documented
 from ..specs.job import ShardingSpec
+from ..system.data_dir import DataDir
 from .bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from .options import Priority
 from .trackers import TrackerSettings
@@ -34,7 +35,7 @@ class JobSettings(Documented):
     model_config = ConfigDict(extra="forbid", validate_default=True, defer_build=True)
 
     data_dir: Path
-    """Job database, datasets, run directories, checkpoints."""
+    """Job database, datasets, run directories, and below `checkpoints` the results of jobs."""
     max_seq_length: int = Field(1024, gt=1)
     """Tokens per sequence where a job sets none."""
     save_steps: int | None = Field(None, gt=0)
@@ -58,7 +59,7 @@ class JobSettings(Documented):
     """MiB that checkpoints and uploads must leave free on their disk: a job fails, or waits for its next try, before
     that."""
     checkpoint_roots: tuple[Path, ...] = ()
-    """Directories besides `data_dir` that an absolute `checkpoint_dir` may point into."""
+    """Directories besides `checkpoints` in `data_dir` that an absolute `checkpoint_dir` may point into."""
     trust_remote_code: tuple[TrustedModel, ...] = ()
     """Models whose own code may run: directories, or ORG/NAME@REVISION. Other models that need it are refused."""
     harness_roots: tuple[Path, ...] = ()
@@ -82,6 +83,18 @@ class JobSettings(Documented):
     def _default_when_empty(cls, value: Any) -> Any:
         field = cls.model_fields["data_dir"]
         return field.default if value in (None, "") and not field.is_required() else value
+
+    @model_validator(mode="after")
+    def _no_root_among_our_own_files(self) -> Self:
+        data_dir = DataDir(self.data_dir)
+        for name in ("checkpoint_roots", "harness_roots", "model_roots", "dataset_roots"):
+            for root in getattr(self, name, None) or ():
+                if data_dir.is_ours(root.expanduser().resolve()):
+                    raise ValueError(
+                        f"{name}: {root} lies in data_dir ({data_dir.root}), where only {data_dir.checkpoints} may be "
+                        "named: move it elsewhere, or leave it out"
+                    )
+        return self
 
     def resolving(self, devices: tuple[str, ...], **derived: Any) -> Settings:
         """These settings as `resolve` takes them, with what a provider derives from several of its own."""

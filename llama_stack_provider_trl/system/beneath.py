@@ -67,6 +67,14 @@ def open_beneath(root: Path, relative: Path) -> int:
     return file
 
 
+def path_of(file: int, otherwise: Path) -> Path:
+    """The path without symbolic links of an open file, where the system reports it (Linux)."""
+    try:
+        return Path(os.readlink(f"/proc/self/fd/{file}"))
+    except OSError:
+        return otherwise
+
+
 def _check_kind(file: int, relative: Path) -> None:
     mode = os.fstat(file).st_mode
     if not stat.S_ISREG(mode):

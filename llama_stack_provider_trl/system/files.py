@@ -20,18 +20,6 @@ from ..errors import InvalidRequest, InvalidRows, is_exhausted
 from .beneath import NotAFile, open_beneath
 
 log = logging.getLogger(__name__)
-DATA_DIRECTORIES = (
-    "jobs",
-    "datasets",
-    "tokens",
-    "reference",
-    "preflights",
-    "trackers",
-    "llama-stack",
-    "node",
-    "model-manifests",
-)
-"""Names in a data directory that are never a model or a directory of checkpoints, in any request."""
 MANIFEST = "manifest.json"
 """File in a checkpoint with the size of each of its files, and the digests of a step checkpoint's. It is written last,
 so that a directory with it was complete once."""
@@ -393,14 +381,15 @@ def tree_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in _files(directory))
 
 
-def set_aside(directory: Path) -> Path | None:
-    """Rename a directory to `<name>.stale-<n>`, if there is one; returns its new name."""
-    if not directory.exists():
+def set_aside(path: Path) -> Path | None:
+    """Rename what has this name, a link itself included, to `<name>.stale-<n>`; returns its new name, None: there is
+    nothing."""
+    if not os.path.lexists(path):
         return None
     number = 1
-    while (aside := directory.with_name(f"{directory.name}.stale-{number}")).exists():
+    while os.path.lexists(aside := path.with_name(f"{path.name}.stale-{number}")):
         number += 1
-    return directory.rename(aside)
+    return path.rename(aside)
 
 
 def resolve_under(root: Path, relative: str | Path, field: str = "path") -> Path:

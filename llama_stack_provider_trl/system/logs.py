@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 from .console import indented, shown
+from .data_dir import settle
 from .files import private_directory
 
 LogLevel = Literal["debug", "info", "warning", "error"]
-DIRECTORY = "logs"
-"""Of a data directory."""
-SERVICE_LOG, AGENT_LOG = "service.log", "agent.log"
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _FILE_BYTES, _FILES = 10 << 20, 5
 """Bytes of a file, and how many are kept besides the current one."""
@@ -63,7 +61,10 @@ class PrivateFileHandler(RotatingFileHandler):
     """Files that only their owner can read. A full disk loses entries, and stops nothing."""
 
     def __init__(self, path: Path, size: int = _FILE_BYTES, files: int = _FILES) -> None:
+        settle(path.parent, "directory")
         private_directory(path.parent)
+        for each in (path, *(path.with_name(f"{path.name}.{number}") for number in range(1, files + 1))):
+            settle(each, "file")
         super().__init__(path, maxBytes=size, backupCount=files, encoding="utf-8", errors="backslashreplace")
 
     def _open(self) -> TextIOWrapper:

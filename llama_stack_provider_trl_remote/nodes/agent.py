@@ -25,6 +25,7 @@ from llama_stack_provider_trl.launch.base import Launcher
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.torchrun import interface_of
 from llama_stack_provider_trl.requests.names import JOB_UUID_PATTERN
+from llama_stack_provider_trl.system.data_dir import NodeDir
 from llama_stack_provider_trl.system.files import private_directory
 from llama_stack_provider_trl.system.logs import Unsent
 from llama_stack_provider_trl.system.process import FileLock
@@ -54,7 +55,6 @@ from .models import Models, models_used
 from .task import NodeContext, NodeTask, kept_tasks
 
 log = logging.getLogger(__name__)
-LOCK = "agent.lock"
 NEWS = 0.1
 """Seconds for which news are gathered before they are reported."""
 RETRY = 1.0
@@ -155,10 +155,12 @@ class Agent:
                 its token is wrong, it was removed. After a join only a removal and a name that is taken are final.
         """
         self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        place = NodeDir(self._data_dir)
+        place.prepare()
         # In a directory that was there, and may have others' files too.
-        for name in ("jobs", "datasets", "tokens", "reference", "models"):
-            private_directory(self._data_dir / name)
-        lock = FileLock(self._data_dir / LOCK)
+        for directory in (place.jobs, place.datasets, place.tokens, place.reference, place.models):
+            private_directory(directory)
+        lock = FileLock(place.lock)
         if not lock.acquire(f"agent (pid {os.getpid()})"):
             raise NodeError(
                 f"another agent runs on {self._data_dir} ({lock.holder()}): stop it, or set another --data-dir"
@@ -269,7 +271,7 @@ class Agent:
             log.info("task %s: restored", kept.order.task_id)
             self._tasks[kept.order.task_id] = kept
         known = [kept.paths.run_dir for kept in self._tasks.values()]
-        for run_dir in await asyncio.to_thread(self._launcher.sweep, self._data_dir / "jobs", known):
+        for run_dir in await asyncio.to_thread(self._launcher.sweep, NodeDir(self._data_dir).jobs, known):
             log.warning("ended the processes of %s, which belong to no task of this node", run_dir)
         await asyncio.to_thread(self._clean)
 
@@ -436,7 +438,7 @@ class Agent:
     def _kept(self) -> list[str]:
         """Jobs with files and no task here: their next attempt may run here again."""
         ours = {known.paths.home.name for known in self._tasks.values()}
-        names = (path.name for path in (self._data_dir / "jobs").glob("*"))
+        names = (path.name for path in (NodeDir(self._data_dir).jobs).glob("*"))
         return sorted(name for name in names if name not in ours and re.fullmatch(JOB_UUID_PATTERN, name))[:MOST_KEPT]
 
     def _remove(self, over: Collection[str]) -> None:
@@ -444,7 +446,7 @@ class Agent:
         ours = {known.paths.home.name for known in self._tasks.values()}
         for job_uuid in set(over) - ours:
             log.info("job %s is over: its files on this node are removed", job_uuid)
-            shutil.rmtree(self._data_dir / "jobs" / job_uuid, ignore_errors=True)
+            shutil.rmtree(NodeDir(self._data_dir).jobs / job_uuid, ignore_errors=True)
 
     def _models_used(self) -> set[str]:
         """Digests or names of the models of the tasks here. Called in threads, while tasks may begin."""
@@ -455,7 +457,7 @@ class Agent:
         self._models.clean(self._models_used)
         ours = {known.paths.home for known in self._tasks.values()}
         rows = {known.paths.rows(found["sha256"]) for known in self._tasks.values() for found in known.paths.datasets()}
-        for path in [*(self._data_dir / "jobs").glob("*"), *(self._data_dir / "datasets").glob("*")]:
+        for path in [*(NodeDir(self._data_dir).jobs).glob("*"), *(NodeDir(self._data_dir).datasets).glob("*")]:
             with suppress(FileNotFoundError):
                 if path not in ours | rows and time.time() - path.stat().st_mtime > KEEP:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -6,10 +6,10 @@ import json
 import logging
 from pathlib import Path
 
+from llama_stack_provider_trl.system.data_dir import NodeDir, read_own
 from llama_stack_provider_trl.system.files import atomic_write_json
 
 log = logging.getLogger(__name__)
-FILE = "credential.json"
 
 
 class CredentialFile:
@@ -21,21 +21,26 @@ class CredentialFile:
     """
 
     def __init__(self, data_dir: Path, service: str, node: str) -> None:
-        self._path = data_dir / FILE
+        self._path = NodeDir(data_dir).credential
         self._owner = {"service": service, "node": node}
 
     def read(self) -> str | None:
         """Read the credential. None: it is missing or cannot be read."""
         try:
-            found = json.loads(self._path.read_text())
-            credential = found.pop("credential")
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            found = read_own(self._path, _parsed)
+        except OSError as error:
             log.warning("%s cannot be read (%s): the node joins with its token", self._path, type(error).__name__)
             return None
-        return str(credential) if found == self._owner else None
+        if found is None:
+            return None
+        credential = found.pop("credential")
+        return credential if found == self._owner else None
 
     def write(self, credential: str) -> None:
         """Write the credential. Raises OSError: nothing was written."""
         atomic_write_json(self._path, {**self._owner, "credential": credential}, mode=0o600)
+
+
+def _parsed(data: bytes) -> dict[str, str]:
+    found = json.loads(data)
+    return {**found, "credential": str(found["credential"])}

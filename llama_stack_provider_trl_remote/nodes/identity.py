@@ -24,6 +24,7 @@ from llama_stack_provider_trl.errors import TrlError
 from llama_stack_provider_trl.launch.gpus import gpu_of, is_slice
 from llama_stack_provider_trl.specs.names import problem_of_name
 from llama_stack_provider_trl.specs.schema import schema_digest
+from llama_stack_provider_trl.system.data_dir import NodeDir, read_own
 from llama_stack_provider_trl.system.files import atomic_write, free_bytes
 from llama_stack_provider_trl.system.hub_cache import cached_models
 from llama_stack_provider_trl.system.process import machine_memory, usable_cpus
@@ -35,7 +36,6 @@ DEFAULT_DATA_DIR = "~/.llama/trl-node"
 MACHINE_ID = "TRL_NODE_MACHINE_ID"
 ADDRESS = "TRL_NODE_ADDRESS"
 _MACHINE_ID_FILES = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
-_AGENT_ID = "agent-id"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _REPORTED = ("torch", "trl", "transformers", "peft")
 _PROBE = (
@@ -75,13 +75,17 @@ def boot_id() -> str:
 
 def agent_id(data_dir: Path) -> str:
     """Identifier of a data directory, which one agent at a time uses; created at the first call."""
-    place = data_dir / _AGENT_ID
-    try:
-        return place.read_text().strip()
-    except FileNotFoundError:
+    place = NodeDir(data_dir).agent_id
+    found = read_own(place, _parsed_id)
+    if found is None:
         data_dir.mkdir(parents=True, exist_ok=True)
-        atomic_write(place, uuid.uuid4().hex.encode())
-        return agent_id(data_dir)
+        found = uuid.uuid4().hex
+        atomic_write(place, found.encode())
+    return found
+
+
+def _parsed_id(data: bytes) -> str:
+    return uuid.UUID(data.decode().strip()).hex
 
 
 def node_name(chosen: str | None) -> str:

@@ -21,6 +21,7 @@ from llama_stack_provider_trl.specs.kinds import ANSWERS
 from llama_stack_provider_trl.specs.kinds import ROWS as ROWS_MADE
 from llama_stack_provider_trl.specs.model_files import MOST_FILES, check_model_names, files_digest
 from llama_stack_provider_trl.specs.model_source import reference_of
+from llama_stack_provider_trl.system.data_dir import NodeDir
 from llama_stack_provider_trl.system.files import RunDir, resolve_under
 
 from ..wire import TaskOrder
@@ -52,7 +53,7 @@ class PathMap:
     @property
     def home(self) -> Path:
         """The directory of the job."""
-        return resolve_under(self.data_dir / "jobs", self.order.job_uuid, "job_uuid")
+        return resolve_under(NodeDir(self.data_dir).jobs, self.order.job_uuid, "job_uuid")
 
     @property
     def run_dir(self) -> Path:
@@ -73,7 +74,7 @@ class PathMap:
 
     def rows(self, sha256: str) -> Path:
         """This node's path of a dataset."""
-        return self.data_dir / "datasets" / f"{sha256}.jsonl"
+        return NodeDir(self.data_dir).datasets / f"{sha256}.jsonl"
 
     def here(self, path: str) -> Path:
         """This node's path for a checkpoint at the service's `path`."""
@@ -142,14 +143,14 @@ class PathMap:
         if (job.get("resume_from") or {}).get("path"):
             job["resume_from"]["path"] = str(self.here(job["resume_from"]["path"]))
         if job.get("token_cache"):
-            job["token_cache"] = str(self.data_dir / "tokens")
+            job["token_cache"] = str(NodeDir(self.data_dir).tokens)
         reference = reference_of(job)
         for named in (job, reference):
             named.pop("model_path", None)
             if (directory := (models or {}).get(named.get("model") or "")) is not None:
                 named["model_path"] = str(directory)
         if reference.get("cache"):
-            reference["cache"] = str(self.data_dir / "reference")
+            reference["cache"] = str(NodeDir(self.data_dir).reference)
         return spec
 
     def event(self, line: bytes) -> bytes:

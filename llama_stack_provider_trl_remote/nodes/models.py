@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from llama_stack_provider_trl.specs.model_source import reference_of
+from llama_stack_provider_trl.system.data_dir import NodeDir
 from llama_stack_provider_trl.system.digests import KeptDigests
 from llama_stack_provider_trl.system.files import (
     atomic_write_json,
@@ -67,7 +68,7 @@ class Models:
     def __init__(
         self, data_dir: Path, environ: Mapping[str, str] = os.environ, clock: Callable[[], float] = time.time
     ) -> None:
-        self._root = data_dir / "models"
+        self._root = NodeDir(data_dir).models
         self._environ, self._clock = environ, clock
         self._digests = KeptDigests(self._root / "digests.json")
         self._fetching: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()

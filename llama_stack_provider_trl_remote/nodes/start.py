@@ -22,7 +22,8 @@ from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.runner import Limits
 from llama_stack_provider_trl.launch.warm_processes import WarmProcesses
 from llama_stack_provider_trl.system.console import show_lines
-from llama_stack_provider_trl.system.logs import AGENT_LOG, DIRECTORY, LogLevel, Unsent, start_logging
+from llama_stack_provider_trl.system.data_dir import NodeDir
+from llama_stack_provider_trl.system.logs import LogLevel, Unsent, start_logging
 from llama_stack_provider_trl.system.owned_paths import UnsafePath, own_directory
 from llama_stack_provider_trl.system.process import hide_from_other_processes, usable_cpus
 
@@ -294,7 +295,7 @@ def serve(settings: NodeSettings) -> int:
             raise NodeError(f"the data directory {settings.data_dir} is not used: {error}") from error
     if settings.announce:
         require_zeroconf("--announce")
-    path = settings.data_dir / DIRECTORY / AGENT_LOG
+    path = NodeDir(settings.data_dir).log
     start_logging(path, settings.log_level, [settings.token or ""], settings.unsent)
     lines = {
         "version": __version__,

@@ -11,6 +11,7 @@ from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
 from llama_stack_provider_trl import __version__
+from llama_stack_provider_trl.system.data_dir import DataDir
 
 from .cluster.credentials import NodeCredentials
 from .context import Service
@@ -23,7 +24,7 @@ from .routes.service import router as service_router
 from .security.access import CALLER, Caller
 from .security.audit import Refusals
 from .security.auth import AnyOf, Authenticate, Authenticator, ConfiguredTokens, Gate
-from .security.sessions import FILE, KnownTokens, Sessions
+from .security.sessions import KnownTokens, Sessions
 from .settings import ServiceSettings
 from .stored_jobs import StoredJobs
 
@@ -110,7 +111,7 @@ def _guarded(
     """
     settings: ServiceSettings = app.state.service.settings
     app.router.default = _unknown_path
-    app.state.sessions = Sessions(settings.data_dir / FILE, with_sessions)
+    app.state.sessions = Sessions(DataDir(settings.data_dir).sessions, with_sessions)
     app.state.authenticator = Authenticator(known, app.state.sessions)
     app.add_middleware(Gate, settings=settings, authenticator=app.state.authenticator, refusals=refusals)
     return app

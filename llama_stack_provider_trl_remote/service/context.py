@@ -16,6 +16,7 @@ from fastapi import Depends, Request
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.export.process import ExporterProcess
+from llama_stack_provider_trl.jobs.lost_jobs import refuse_lost_jobs
 from llama_stack_provider_trl.jobs.makers import FIELD, no_new_maker
 from llama_stack_provider_trl.jobs.merges import bases_of, no_rows
 from llama_stack_provider_trl.jobs.placement import Node
@@ -46,6 +47,7 @@ from llama_stack_provider_trl.specs.custom import log_unusable_methods
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
 from llama_stack_provider_trl.specs.kinds import ROWS, GenerateSpec, Work
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
+from llama_stack_provider_trl.system.data_dir import DataDir
 from llama_stack_provider_trl.system.offload import in_work_thread
 from llama_stack_provider_trl.system.process import usable_cpus
 
@@ -53,7 +55,6 @@ from ..nodes.identity import machine_id, versions
 from .cluster.launcher import ClusterLauncher
 from .cluster.loads import Loads
 from .cluster.membership import Cluster, incarnation
-from .cluster.models import DIRECTORY as MODELS
 from .cluster.models import ServedModels
 from .cluster.poll_order import PollOrder
 from .cluster.pools import Pools
@@ -112,10 +113,13 @@ class Service(StoredJobs):
             per_caller=1 if settings.credentials else None,
         )
         super().__init__(settings, Bodies(registration))
+        refuse_lost_jobs(self.store, settings.data_dir)
         self.limits = Limits.of(settings.max_training_memory_gb, settings.max_training_processes)
         self.for_jobs = settings.for_jobs(self.devices)
         self.tokens = CreatedTokens(Tokens(self.store), settings)
-        self.audit = AuditLog(settings.data_dir / "audit", int(settings.audit_mb * (1 << 20)), settings.audit_files)
+        self.audit = AuditLog(
+            DataDir(settings.data_dir).audit, int(settings.audit_mb * (1 << 20)), settings.audit_files
+        )
         self.refusals = Refusals(self.audit)
         self.ray_datasets = ray_datasets(settings)
         self.datasets = DatasetRegistry(
@@ -150,7 +154,7 @@ class Service(StoredJobs):
         self.metrics = Metrics(self.store, self.cluster)
         self.uploads = UploadReceiver(self.store, self.digests)
         ports = (settings.torch_run_config.master_port, PORTS)
-        self.models = ServedModels(settings.data_dir / MODELS, self.wake)
+        self.models = ServedModels(DataDir(settings.data_dir).model_lists, self.wake)
         launcher = ClusterLauncher(local, self.store, self.cluster, self.uploads, ports, models=self.models)
         self._versions: dict[str, str] | None = None
         self.preflights = Preflights(settings, local, self.devices[0], self.for_jobs.max_ranks)

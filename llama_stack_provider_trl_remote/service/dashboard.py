@@ -10,11 +10,12 @@ from pathlib import Path
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.database import require_database
 from llama_stack_provider_trl.system.console import show_lines
+from llama_stack_provider_trl.system.data_dir import DataDir
 from llama_stack_provider_trl.system.process import FileLock
 
 from .app import make_dashboard
 from .pages.rendering import require_templates
-from .server import LOCK, Server, address_of, listen
+from .server import Server, address_of, listen
 from .settings import ServiceSettings
 from .stored_jobs import StoredJobs
 
@@ -36,7 +37,7 @@ def serve_dashboard(data_dir: Path, port: int, token: str | None = None) -> None
     given = {"data_dir": data_dir.resolve(), "host": "127.0.0.1", "port": port, "api_token": token or None}
     settings = ServiceSettings.model_validate(given)
     listener = listen(settings, "--port")
-    lock = FileLock(data_dir / LOCK)
+    lock = FileLock(DataDir(data_dir).service_lock)
     with listener:
         address = address_of(settings, listener)
         if not lock.acquire(f"dashboard, pid {os.getpid()}, {address}"):

@@ -10,6 +10,7 @@ import os
 import socket
 
 from llama_stack_provider_trl.errors import TrlError
+from llama_stack_provider_trl.system.data_dir import DataDir
 
 from ..nodes.agent import Agent
 from ..nodes.start import NodeSettings, make_agent, switch
@@ -44,7 +45,7 @@ def _agent(service: Service, port: int) -> Agent:
             url=own_url(settings, port),
             token=service.node_token,
             name=service.node_name,
-            data_dir=settings.data_dir / "node",
+            data_dir=DataDir(settings.data_dir).node,
             address=address_for_ranks(settings),
             devices=service.devices,
             python=str(settings.train_python) if settings.train_python else None,

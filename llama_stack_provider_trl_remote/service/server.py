@@ -18,7 +18,8 @@ from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError
 from llama_stack_provider_trl.jobs.database import private_data_dir
 from llama_stack_provider_trl.system.console import complain, show_lines
-from llama_stack_provider_trl.system.logs import DIRECTORY, SERVICE_LOG, start_logging
+from llama_stack_provider_trl.system.data_dir import DataDir
+from llama_stack_provider_trl.system.logs import start_logging
 from llama_stack_provider_trl.system.offload import CallThreads
 from llama_stack_provider_trl.system.process import FileLock, hide_from_other_processes
 
@@ -33,7 +34,6 @@ from .settings import ServiceSettings, SettingsError
 from .stored_jobs import StoredJobs
 
 log = logging.getLogger(__name__)
-LOCK = "service.lock"
 _THREADS = 4
 _GRACE = 5
 """Seconds that requests under way have to end when the service stops."""
@@ -51,7 +51,7 @@ def serve(settings: ServiceSettings, config: Path | None = None) -> int:
         with listener, _claimed(settings.data_dir, address_of(settings, listener)):
             # Only now: another service on this directory would write to the same file.
             secrets = [entry.token for entry in settings.configured_tokens]
-            start_logging(settings.data_dir / DIRECTORY / SERVICE_LOG, settings.log_level, secrets)
+            start_logging(DataDir(settings.data_dir).service_log, settings.log_level, secrets)
             asyncio.run(_serve(settings, config, listener))
     except (TrlError, OSError) as error:
         complain(str(error), "trl-remote serve")
@@ -182,7 +182,7 @@ async def _measure(service: Service) -> None:
 def _claimed(data_dir: Path, address: str) -> Iterator[None]:
     """Locks the data directory for one service; a second one is refused. (An inline provider may share it.)"""
     private_data_dir(data_dir)
-    lock = FileLock(data_dir / LOCK)
+    lock = FileLock(DataDir(data_dir).service_lock)
     if not lock.acquire(f"pid {os.getpid()}, {address}"):
         raise SettingsError(
             f"another service runs on the data directory {data_dir} ({lock.holder()}): stop it, or choose another "

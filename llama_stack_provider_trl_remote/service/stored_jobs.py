@@ -8,13 +8,13 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from llama_stack_provider_trl.jobs.database import DATABASE
 from llama_stack_provider_trl.jobs.ownership import Ownership
 from llama_stack_provider_trl.jobs.placement import Node
 from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse, status_response
+from llama_stack_provider_trl.system.data_dir import DataDir
 from llama_stack_provider_trl.system.files import resolve_under, set_aside
 from llama_stack_provider_trl.system.offload import CostlyWork
 
@@ -47,7 +47,7 @@ class StoredJobs:
 
     def __init__(self, settings: ServiceSettings, bodies: Bodies | None = None) -> None:
         self.settings = settings
-        self.store = Store(settings.data_dir / DATABASE)
+        self.store = Store(DataDir(settings.data_dir).database)
         self.work = _costly_work(settings)
         self.digests = Digests()
         self.feeds = Feeds(self.store)
@@ -109,7 +109,7 @@ class StoredJobs:
         asides: list[Path | None] = []
 
         def out_of_the_way(job: JobRecord) -> None:
-            asides.append(set_aside(resolve_under(self.settings.data_dir / "jobs", job.job_uuid, "job_uuid")))
+            asides.append(set_aside(resolve_under(DataDir(self.settings.data_dir).jobs, job.job_uuid, "job_uuid")))
             if checkpoints and ownership.is_ours(job.spec.checkpoint_dir):
                 asides.append(set_aside(job.spec.checkpoint_dir))
             ownership.release(job.spec.checkpoint_dir)

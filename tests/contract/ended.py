@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llama_stack_provider_trl.jobs.database import DATABASE
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.specs.events import (
@@ -17,6 +16,7 @@ from llama_stack_provider_trl.specs.events import (
     Started,
     read_events,
 )
+from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.files import RunDir
 from tests.fakes import job_spec
 

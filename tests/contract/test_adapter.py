@@ -46,7 +46,7 @@ def test_the_promised_payload_trains_on_two_ranks_and_its_result_loads(stack: Re
     # 8 pairs, 4 on each of 2 ranks: one step per epoch.
     assert resources["progress"]["step"] == 3
     final = Path(done["checkpoints"][-1]["path"])
-    assert final == stack.service.data_dir / "results" / "promised" / "final"
+    assert final == stack.service.data_dir / "checkpoints" / "results" / "promised" / "final"
     tuned, base = (
         AutoModelForCausalLM.from_pretrained(path).model.embed_tokens.weight for path in (final, tiny_model())
     )

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.jobs.database import DATABASE
 from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.process import FileLock
 from tests.contract import browser
 from tests.contract.browser import Window

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import requests
 
-from llama_stack_provider_trl.jobs.database import DATABASE
 from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.process import FileLock
 from llama_stack_provider_trl_remote.service.server import LOCK
 from tests.contract.payloads import QUESTIONS, sft

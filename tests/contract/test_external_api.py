@@ -83,7 +83,7 @@ def test_the_promised_payload_is_a_job_and_both_styles_and_prefixes_show_the_sam
     assert (effective["algorithm"], effective["dpo"]["reward_clip"], effective["n_epochs"]) == ("dpo", 5.0, 3)
     names = ["my-dpo-model-checkpoint-1", "my-dpo-model-final"]
     assert [checkpoint["identifier"] for checkpoint in done["checkpoints"]] == names
-    assert Path(done["checkpoints"][-1]["path"]) == stack.data_dir / "results" / "promised" / "final"
+    assert Path(done["checkpoints"][-1]["path"]) == stack.data_dir / "checkpoints" / "results" / "promised" / "final"
     for prefix in ("/v1", "/v1alpha"):
         assert {"job_uuid": "promised"} in stack.get("/post-training/jobs", prefix=prefix).json()["data"]
         for call in ("status", "artifacts"):

@@ -316,18 +316,22 @@ def test_a_checkpoint_dir_inside_another_jobs_directory_is_a_conflict(
 
 
 def test_a_checkpoint_dir_that_leads_out_of_the_roots_is_refused(server: Server, pairs: str, tmp_path: Path) -> None:
-    (server.data_dir / "way-out").symlink_to(tmp_path)
-    for checkpoint_dir in ("way-out", "way-out/deeper", str(server.data_dir / "way-out"), "../up", "results/../../up"):
+    link = server.data_dir / "checkpoints" / "way-out"
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(tmp_path)
+    for checkpoint_dir in ("way-out", "checkpoints/way-out/deeper", str(link), "../up", "results/../../up"):
         message = refusal(server.post(DPO, promised("refused", pairs) | {"checkpoint_dir": checkpoint_dir}))
         assert f"checkpoint_dir={checkpoint_dir!r}" in message
-        assert "give a path relative to the data directory" in message
+        assert "give a relative path, which means one below" in message
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("checkpoint_dir", ["jobs", "jobs/at-once", "datasets", "./results/../datasets"])
+@pytest.mark.parametrize(
+    "checkpoint_dir", ["../jobs", "../jobs/at-once", "checkpoints/../datasets", "./results/../../audit"]
+)
 def test_a_checkpoint_dir_among_our_own_files_is_refused(server: Server, pairs: str, checkpoint_dir: str) -> None:
     answer = server.post(DPO, promised("refused", pairs) | {"checkpoint_dir": checkpoint_dir})
-    assert "holds our own files" in refusal(answer)
+    assert "nothing else of the data directory is for results" in refusal(answer)
 
 
 # Models
@@ -413,13 +417,14 @@ def spoilt(server: Server, questions: str, tmp_path_factory: pytest.TempPathFact
 def test_a_job_whose_directory_would_be_one_of_our_own_files_is_refused(
     server: Server, pairs: str, spoilt: dict[str, str], job_uuid: str
 ) -> None:
-    answer = server.post(DPO, promised(job_uuid, pairs) | {"checkpoint_dir": "."})
+    answer = server.post(DPO, promised(job_uuid, pairs) | {"checkpoint_dir": str(server.data_dir)})
     server.cancel(job_uuid)  # where it was taken: still behind the jobs of `spoilt`, so it has moved nothing aside
-    assert "our own files" in refusal(answer)
+    assert "nothing else of the data directory is for results" in refusal(answer)
 
 
 def test_a_checkpoint_dir_that_is_a_file_is_refused(server: Server, pairs: str, spoilt: dict[str, str]) -> None:
-    (server.data_dir / "a-file").touch()
+    (server.data_dir / "checkpoints").mkdir(exist_ok=True)
+    (server.data_dir / "checkpoints" / "a-file").touch()
     answer = server.post(DPO, promised("below-a-file", pairs) | {"checkpoint_dir": "a-file"})
     server.cancel("below-a-file")
     assert "checkpoint_dir='a-file'" in refusal(answer)

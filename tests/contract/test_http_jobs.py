@@ -121,7 +121,7 @@ def test_the_example_of_the_original_providers_runs_as_it_stands(stack: LlamaSta
 
 def test_the_promised_checkpoint_dir_is_under_the_data_directory_and_the_job(stack: LlamaStack, dpo: Json) -> None:
     parents = {Path(c["path"]).parent for c in dpo["checkpoints"]}
-    assert parents == {stack.data_dir.resolve() / "results" / dpo["job_uuid"]}
+    assert parents == {stack.data_dir.resolve() / "checkpoints" / "results" / dpo["job_uuid"]}
 
 
 def test_status_reports_progress_effective_configuration_and_log(dpo: Json) -> None:

@@ -81,7 +81,7 @@ def test_sft(stack: ReleaseStack) -> None:
     assert job in stack.jobs()
     artifacts = stack.get("/post-training/job/artifacts", job_uuid=job).json()
     assert artifacts == {"job_uuid": job, "checkpoints": done["checkpoints"]}
-    assert done["checkpoints"][-1]["path"] == str(stack.data_dir / "results" / job / "final")
+    assert done["checkpoints"][-1]["path"] == str(stack.data_dir / "checkpoints" / "results" / job / "final")
     # A validation loss that there is not is null on every release, also where its schema demands a number.
     assert done["checkpoints"][-1]["training_metrics"]["train_loss"] > 0
     assert done["checkpoints"][-1]["training_metrics"]["validation_loss"] is None

@@ -164,7 +164,7 @@ def test_both_providers_add_later_trials(
         return submission.keep_rows(tmp_path / "datasets", dataset_id, ROWS, use, data_format)
 
     with closing(store):
-        store.add_job(job_spec(job_uuid="before", checkpoint_dir=tmp_path / "out"), "digest")
+        store.add_job(job_spec(job_uuid="before", checkpoint_dir=tmp_path / "checkpoints" / "out"), "digest")
         store.request_pause("before")  # so that none of the trials starts
         body = sft("tune", "rows")
         body["training_config"]["data_config"]["validation_dataset_id"] = "held-out"

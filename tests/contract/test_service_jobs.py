@@ -71,7 +71,9 @@ def test_the_promised_payload_completes_and_every_checkpoint_loads(service: Trai
 
     steps = [(c["identifier"], c["epoch"]) for c in dpo["checkpoints"]]
     assert steps == [("my-dpo-model-checkpoint-2", 1), ("my-dpo-model-checkpoint-4", 2), ("my-dpo-model-final", 3)]
-    assert {Path(c["path"]).parent for c in dpo["checkpoints"]} == {service.data_dir.resolve() / "results/promised"}
+    assert {Path(c["path"]).parent for c in dpo["checkpoints"]} == {
+        service.data_dir.resolve() / "checkpoints/results/promised"
+    }
     for checkpoint in dpo["checkpoints"]:
         AutoModelForCausalLM.from_pretrained(checkpoint["path"])
     effective = dpo["resources_allocated"]["effective_config"]
@@ -312,7 +314,7 @@ def test_a_job_is_deleted_with_its_files(service: TrainingService, dpo: Json) ->
 def test_a_checkpoint_directory_of_another_data_directory_is_refused_and_outlives_a_delete(
     service: TrainingService, tmp_path: Path
 ) -> None:
-    job, base = "elsewhere", service.data_dir / "results"
+    job, base = "elsewhere", service.data_dir / "checkpoints" / "results"
     service.submit(DPO, promised(job, service.register("elsewhere", PAIRS)))
     service.post(f"{JOBS}/{job}/cancel")
     service.wait(job, "cancelled")

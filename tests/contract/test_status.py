@@ -37,13 +37,13 @@ def test_a_job_that_changes_while_its_status_is_read_is_as_it_was_before(
     provider: Callable[[Path], Status], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, status = provider(tmp_path)
-    store.add_job(job_spec(checkpoint_dir=tmp_path / "out"), "digest")
+    store.add_job(job_spec(checkpoint_dir=tmp_path / "checkpoints" / "out"), "digest")
     assert store.launch("job-1", 1, "cpu", tmp_path / "run")
     other, get = Store(store.path), store.get
 
     def get_and_continue(job_uuid: str) -> JobRecord:
         job = get(job_uuid)
-        path = tmp_path / "out" / "checkpoint-2"
+        path = tmp_path / "checkpoints" / "out" / "checkpoint-2"
         saved = CheckpointSaved(kind="step", step=2, epoch=1, path=path, train_loss=1.0)
         other.apply_events("job-1", 1, [Started(pid=1, device="cpu", versions={}), saved], 100)  # counts once
         return job

@@ -23,9 +23,9 @@ import psutil
 import pytest
 
 from llama_stack_provider_trl.export.process import LOCK
-from llama_stack_provider_trl.jobs.database import DATABASE
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.requests.trackers import PACKAGES
+from llama_stack_provider_trl.system.data_dir import DATABASE
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, refusal, running
 from tests.contract.stack import SFT, Json, LlamaStack, poll, serving

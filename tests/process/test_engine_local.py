@@ -404,7 +404,7 @@ def test_a_job_runs_to_its_result_by_itself(stage: Stage) -> None:
     supervisor = Supervisor(store, stage.launcher, ["cpu"], stage.root, python=python)
     supervisor.start()
     try:
-        store.add_job(job_spec("a", checkpoint_dir=stage.root / "out" / "a"), "digest")
+        store.add_job(job_spec("a", checkpoint_dir=stage.root / "checkpoints" / "out" / "a"), "digest")
         supervisor.wake()
         until(lambda: store.get("a").state is JobState.completed)
     finally:
@@ -417,7 +417,7 @@ def test_a_training_outlives_kill_9_of_its_supervisor_and_is_adopted_again(stage
         "emit(**STARTED); note('ran')\nwhile not (run_dir / 'go').exists(): time.sleep(0.02)\nemit(**FINISHED)"
     )
     store = Store(stage.root / "jobs.db")
-    store.add_job(job_spec("a", checkpoint_dir=stage.root / "out" / "a"), "digest")
+    store.add_job(job_spec("a", checkpoint_dir=stage.root / "checkpoints" / "out" / "a"), "digest")
     program = f"""
 import pathlib, time
 from llama_stack_provider_trl.jobs.store import Store
@@ -469,7 +469,7 @@ def test_a_cancelled_job_is_over_with_all_its_processes(stage: Stage) -> None:
     supervisor = Supervisor(store, stage.launcher, ["cpu"], stage.root, python=python)
     supervisor.start()
     try:
-        store.add_job(job_spec("a", checkpoint_dir=stage.root / "out" / "a"), "digest")
+        store.add_job(job_spec("a", checkpoint_dir=stage.root / "checkpoints" / "out" / "a"), "digest")
         until(lambda: store.get("a").state is JobState.in_progress)
         store.request_cancel("a")
         supervisor.wake()

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load
 
-from llama_stack_provider_trl.jobs.database import DATABASE
 from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.system.data_dir import DATABASE
 from tests.contract.service import JOBS, TrainingService, running
 from tests.contract.stack import Json
 from tests.make_upgrade_data import CUT, DATA, MODEL, ORIGINAL, PREFIX, SAVE_STEPS, SETTINGS, STEPS

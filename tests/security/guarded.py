@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from llama_stack_provider_trl.jobs.database import DATABASE
+from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.process import FileLock
 from llama_stack_provider_trl_remote.nodes.identity import versions
 from tests.contract.ended import add_ended_job

@@ -122,7 +122,9 @@ class World:
         self.store, self.launcher = Store(root / "jobs.db", FakeClock()), FakeLauncher()
         self.restart()
         for name, device in {"a": "cpu", "b": "cuda:0"}.items():
-            self.store.add_job(job_spec(name, device=device, checkpoint_dir=root / "out" / name), "digest")
+            self.store.add_job(
+                job_spec(name, device=device, checkpoint_dir=root / "checkpoints" / "out" / name), "digest"
+            )
         self.supervisor.tick()
         for name in "ab":
             self.launcher.emit(f"{name}-1", STARTED)
@@ -244,7 +246,7 @@ def test_a_node_cannot_upload_such_an_event(tmp_path: Path, event: dict[str, Any
     run_dir = tmp_path / "jobs" / "a" / "attempts" / "1"
     run_dir.mkdir(parents=True)
     with closing(Store(tmp_path / "jobs.db")) as store:
-        store.add_job(job_spec("a", checkpoint_dir=tmp_path / "out"), "digest")
+        store.add_job(job_spec("a", checkpoint_dir=tmp_path / "checkpoints" / "out"), "digest")
         store.launch("a", 1, "b/cpu", run_dir)
         store.tasks.add([NodeTaskRecord("a-1", "b", "a", 1, 0, ("b/cpu",), "run", "{}", None, None, False)])
         shipping = UploadReceiver(store, Digests())

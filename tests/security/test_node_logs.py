@@ -29,7 +29,7 @@ def run_dir(tmp_path: Path) -> Path:
 def shipping(tmp_path: Path, run_dir: Path) -> Iterator[UploadReceiver]:
     """Of a service with one task, of one rank, on node b."""
     store, digests = Store(tmp_path / "jobs.db"), Digests()
-    store.add_job(job_spec("a", checkpoint_dir=tmp_path / "out", min_free_bytes=1 << 20), "digest")
+    store.add_job(job_spec("a", checkpoint_dir=tmp_path / "checkpoints" / "out", min_free_bytes=1 << 20), "digest")
     store.launch("a", 1, "b/cpu", run_dir)
     store.tasks.add([NodeTaskRecord("a-1", "b", "a", 1, 0, ("b/cpu",), "run", "{}", None, None, False)])
     yield UploadReceiver(store, digests)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_stack_provider_trl.jobs.database import DATABASE
+from llama_stack_provider_trl.system.data_dir import DATABASE
 from tests import required
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, refusal, running

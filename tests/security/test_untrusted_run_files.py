@@ -41,7 +41,7 @@ class World:
     def __init__(self, root: Path) -> None:
         self.root, self.data = root, root / "data"
         self.data.mkdir()
-        self.out = root / "out" / "a"
+        self.out = root / "checkpoints" / "out" / "a"
         self.store = Store(self.data / "jobs.sqlite3")
         self.launcher = FakeLauncher()
         self.supervisor = Supervisor(self.store, self.launcher, ["cpu"], self.data)
@@ -103,7 +103,7 @@ def test_a_symbolic_link_is_no_checkpoint(world: World) -> None:
 
 
 def test_a_damaged_checkpoint_of_another_job_stays_listed_and_the_path_is_reported(world: World) -> None:
-    foreign = world.root / "out" / "b" / "checkpoint-1"
+    foreign = world.root / "checkpoints" / "out" / "b" / "checkpoint-1"
     world.emit(CheckpointDamaged(path=foreign, message="a bit has flipped"))
     assert "names" in world.warnings()
     assert "a bit has flipped" not in world.warnings()
@@ -180,7 +180,7 @@ def test_a_run_file_that_is_no_regular_file_is_not_opened(tmp_path: Path, kind: 
 def test_a_job_whose_event_file_was_replaced_does_not_stop_the_supervisor(world: World, kind: str) -> None:
     replaced(RunDir(world.run_dir).events, kind, world.data / "jobs.sqlite3")
     world.supervisor.tick()
-    world.store.add_job(job_spec("b", checkpoint_dir=world.root / "out" / "b"), "digest")
+    world.store.add_job(job_spec("b", checkpoint_dir=world.root / "checkpoints" / "out" / "b"), "digest")
     world.launcher.exit("a-1", 1)
     for _ in range(PATIENCE + 1):
         world.supervisor.tick()

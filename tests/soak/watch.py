@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import requests
 
-from llama_stack_provider_trl.jobs.database import DATABASE
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.launch.torchrun import TRAINER
+from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.files import is_whole
 from llama_stack_provider_trl.system.process import ProcessId, alive, tasks_below
 from tests.contract.payloads import Json

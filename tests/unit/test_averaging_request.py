@@ -54,7 +54,11 @@ def test_a_checkpoint_may_hold_the_states_of_workers(name: str) -> None:
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     return Settings(
-        data_dir=tmp_path, devices=("cpu",), max_ranks=8, max_nodes=4, sharding=ShardingSpec(strategy="NO_SHARD")
+        data_dir=tmp_path / "data",
+        devices=("cpu",),
+        max_ranks=8,
+        max_nodes=4,
+        sharding=ShardingSpec(strategy="NO_SHARD"),
     )
 
 

@@ -45,7 +45,7 @@ def store(tmp_path: Path) -> Any:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return Settings(data_dir=tmp_path, devices=("cpu",))
+    return Settings(data_dir=tmp_path / "data", devices=("cpu",))
 
 
 def add(store: Store, name: str, root: Path, **changes: object) -> JobSpec:

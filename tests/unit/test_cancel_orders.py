@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.errors import StoreError, shortage_of
-from llama_stack_provider_trl.jobs.cancel_orders import FILE, CancelOrder, CancelOrders
+from llama_stack_provider_trl.jobs.cancel_orders import CancelOrder, CancelOrders
 from llama_stack_provider_trl.jobs.database import Database
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
@@ -21,28 +21,28 @@ ORDER = CancelOrder("a", 1.5, "its search was cancelled")
 
 
 def test_an_order_is_found_by_another_process_until_it_is_removed(tmp_path: Path) -> None:
-    ours, theirs = CancelOrders(tmp_path / FILE), CancelOrders(tmp_path / FILE)
+    ours, theirs = CancelOrders(tmp_path / "cancel-orders"), CancelOrders(tmp_path / "cancel-orders")
     ours.prepare()
     assert ours.add(ORDER)
     assert ours.add(ORDER)
     assert theirs.pending() == [ORDER]
     theirs.remove(ORDER)
-    assert CancelOrders(tmp_path / FILE).pending() == []
+    assert CancelOrders(tmp_path / "cancel-orders").pending() == []
 
 
 def test_the_file_keeps_its_size_and_has_no_holes(tmp_path: Path) -> None:
-    orders = CancelOrders(tmp_path / FILE)
+    orders = CancelOrders(tmp_path / "cancel-orders")
     orders.prepare()
-    before = os.stat(tmp_path / FILE)
+    before = os.stat(tmp_path / "cancel-orders")
     assert before.st_blocks * 512 >= before.st_size
     for number in range(10):
         assert orders.add(CancelOrder(str(number) * 128, 1.0, "x" * 10_000))
-    assert os.stat(tmp_path / FILE).st_size == before.st_size
-    assert len(CancelOrders(tmp_path / FILE).pending()) == 10
+    assert os.stat(tmp_path / "cancel-orders").st_size == before.st_size
+    assert len(CancelOrders(tmp_path / "cancel-orders").pending()) == 10
 
 
 def test_a_full_file_or_none_leaves_orders_in_memory(tmp_path: Path) -> None:
-    orders = CancelOrders(tmp_path / FILE)
+    orders = CancelOrders(tmp_path / "cancel-orders")
     assert not orders.add(ORDER)
     assert orders.pending() == [ORDER]
     orders.remove(ORDER)
@@ -54,9 +54,9 @@ def test_a_full_file_or_none_leaves_orders_in_memory(tmp_path: Path) -> None:
 
 
 def test_a_torn_order_is_ignored(tmp_path: Path) -> None:
-    orders = CancelOrders(tmp_path / FILE)
+    orders = CancelOrders(tmp_path / "cancel-orders")
     orders.prepare()
-    with open(tmp_path / FILE, "r+b") as file:
+    with open(tmp_path / "cancel-orders", "r+b") as file:
         file.write(b'["a", 1')
     assert orders.pending() == []
     assert orders.add(ORDER)

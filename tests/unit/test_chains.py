@@ -37,7 +37,7 @@ class World:
         self.supervisor = Supervisor(self.store, self.launcher, ["cpu"], self.root)
 
     def add(self, name: str, *after: str, **changes: object) -> None:
-        fields = {"checkpoint_dir": self.root / "out" / name, "after": after, **changes}
+        fields = {"checkpoint_dir": self.root / "checkpoints" / "out" / name, "after": after, **changes}
         self.store.add_job(job_spec(name, **fields), "digest")
 
     def tick(self) -> None:
@@ -193,7 +193,9 @@ def test_the_same_request_again_is_the_same_job_whatever_became_of_the_others(wo
     world.store.request_cancel("a")
     world.add("b", "a")
     with pytest.raises(JobConflict, match="exists already"):
-        world.store.add_job(job_spec("a", checkpoint_dir=world.root / "out" / "a", after=("b",)), "another")
+        world.store.add_job(
+            job_spec("a", checkpoint_dir=world.root / "checkpoints" / "out" / "a", after=("b",)), "another"
+        )
 
 
 def test_a_job_after_one_that_has_completed_starts_at_once(world: World) -> None:

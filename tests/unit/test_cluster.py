@@ -111,7 +111,12 @@ class World:
 
     def add(self, name: str = "a", nodes: int = 2, min_nodes: int | None = None, **changes: Any) -> None:
         resources = ResourcesSpec(nodes=nodes, min_nodes=min_nodes or nodes, **changes.pop("resources", {}))
-        values = {"checkpoint_dir": self.root / "out" / name, "ranks": nodes, "resources": resources, **changes}
+        values = {
+            "checkpoint_dir": self.root / "checkpoints" / "out" / name,
+            "ranks": nodes,
+            "resources": resources,
+            **changes,
+        }
         self.store.add_job(job_spec(name, **values), "digest")
 
     def pass_time(self, seconds: float, *reporting: str) -> None:
@@ -236,7 +241,7 @@ def test_the_service_s_own_machine_takes_part_once_it_has_an_agent(world: World)
 
 def test_a_job_of_this_machine_goes_to_its_own_launcher_as_ever(world: World) -> None:
     world.join("b", "head")
-    world.store.add_job(job_spec("a", checkpoint_dir=world.root / "out"), "digest")
+    world.store.add_job(job_spec("a", checkpoint_dir=world.root / "checkpoints" / "out"), "digest")
     world.tick()
     assert (world.job().device, world.local.started) == ("cpu", ["a-1"])
     assert world.orders("head") == {}
@@ -306,7 +311,7 @@ def test_one_node_needs_no_probe(world: World) -> None:
     world.join("b")
     world.local.refuse = OSError("not here")
     world.add(nodes=1, resources={"cpus": 2})
-    world.store.add_job(job_spec("other", checkpoint_dir=world.root / "other", priority=9), "digest")
+    world.store.add_job(job_spec("other", checkpoint_dir=world.root / "checkpoints" / "other", priority=9), "digest")
     world.tick()
     world.report("b", "prepare", port=29500)
     world.tick()
@@ -971,7 +976,7 @@ def test_all_attempts_of_a_job_on_auto_have_the_kind_of_device_of_the_first(tmp_
 
 
 def test_a_checkpoint_of_an_attempt_that_was_replaced_never_becomes_visible(pair: World) -> None:
-    staged = pair.root / "out" / "a" / "checkpoint-2.1.tmp" / "files"
+    staged = pair.root / "checkpoints" / "out" / "a" / "checkpoint-2.1.tmp" / "files"
     staged.mkdir(parents=True)
     (staged / "model.safetensors").write_bytes(b"late")
     write_manifest(staged)
@@ -987,13 +992,13 @@ def test_a_checkpoint_of_an_attempt_that_was_replaced_never_becomes_visible(pair
     files = [CheckpointFileReport(path=name, size=1, sha256="") for name in ("manifest.json", "model.safetensors")]
     report = CheckpointReport(kind="step", files=tuple(files))
     with pytest.raises(Gone, match="ended during the upload of checkpoint-2"):
-        pair.uploads._put_in_place(task, staged, pair.root / "out" / "a" / "checkpoint-2", report)
-    assert not (pair.root / "out" / "a" / "checkpoint-2").exists()
+        pair.uploads._put_in_place(task, staged, pair.root / "checkpoints" / "out" / "a" / "checkpoint-2", report)
+    assert not (pair.root / "checkpoints" / "out" / "a" / "checkpoint-2").exists()
 
 
 def test_it_continues_from_the_checkpoint_that_is_on_the_service(pair: World) -> None:
     pair.join("d")
-    place = pair.root / "out" / "a" / "checkpoint-2"
+    place = pair.root / "checkpoints" / "out" / "a" / "checkpoint-2"
     place.mkdir(parents=True)
     (place / "model.safetensors").write_bytes(b"weights")
     write_manifest(place)
@@ -1163,7 +1168,7 @@ def test_a_training_that_has_not_begun_is_not_ordered_to_pause(world: World) -> 
 
 
 def test_tasks_on_this_machine_alone_go_to_its_own_launcher(world: World) -> None:
-    world.store.add_job(job_spec("a", checkpoint_dir=world.root / "out"), "digest")
+    world.store.add_job(job_spec("a", checkpoint_dir=world.root / "checkpoints" / "out"), "digest")
     world.tick()
     world.launcher.pause(world.task())
     assert world.local.tasks["a-1"].pauses == 1

@@ -31,7 +31,7 @@ def test_every_setting_of_jobs_reaches_the_resolution_of_requests(
     kind: type[TrlConfig] | type[ServiceSettings], tmp_path: Path
 ) -> None:
     values: dict[str, Any] = {
-        **{"data_dir": tmp_path, "max_seq_length": 77, "save_steps": 3, "keep_last": 2, "retries": 1},
+        **{"data_dir": tmp_path / "data", "max_seq_length": 77, "save_steps": 3, "keep_last": 2, "retries": 1},
         **{"retry_backoff": 5.0},
         **{"oom_retry": False, "max_duration": 9.0, "priority": "high", "min_free_disk_mb": 1},
         **{"checkpoint_roots": (tmp_path / "more",), "trust_remote_code": ("org/name@abc",)},

@@ -12,8 +12,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from llama_stack_provider_trl.system.data_dir import NodeDir
 from llama_stack_provider_trl_remote.cli import main as cli
-from llama_stack_provider_trl_remote.nodes.credential import FILE
 from llama_stack_provider_trl_remote.nodes.pools.pods import SCRIPT
 from llama_stack_provider_trl_remote.service.loading import load_settings
 
@@ -86,7 +86,9 @@ def test_agents_in_kubernetes_leave_as_those_of_a_pool(capsys: pytest.CaptureFix
     spec = deployed["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     assert container["command"] == ["/bin/sh", "-c", SCRIPT, "trl-node"]
-    assert container["readinessProbe"]["exec"]["command"][-1] == f"{variables(container)['TRL_NODE_DATA_DIR']}/{FILE}"
+    assert container["readinessProbe"]["exec"]["command"][-1] == str(
+        NodeDir(Path(variables(container)["TRL_NODE_DATA_DIR"])).credential
+    )
     assert spec["volumes"][0]["secret"]["defaultMode"] == 0o440
     assert [one["key"] for one in spec["volumes"][0]["secret"]["items"]] == ["node-token"]  # not the operator's
     assert variables(container)["TRL_SERVICE_URL"] == "http://trl-service:8322"

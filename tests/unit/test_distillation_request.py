@@ -33,7 +33,11 @@ def store(tmp_path: Path) -> Any:
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     return Settings(
-        data_dir=tmp_path, devices=("cpu",), sharding=ShardingSpec(strategy="NO_SHARD"), max_ranks=2, max_nodes=2
+        data_dir=tmp_path / "data",
+        devices=("cpu",),
+        sharding=ShardingSpec(strategy="NO_SHARD"),
+        max_ranks=2,
+        max_nodes=2,
     )
 
 

@@ -40,7 +40,7 @@ def store(tmp_path: Path) -> Any:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return Settings(data_dir=tmp_path, devices=("cpu",))
+    return Settings(data_dir=tmp_path / "data", devices=("cpu",))
 
 
 def request(*models: Any, **changes: Any) -> EvaluateRequest:
@@ -49,7 +49,7 @@ def request(*models: Any, **changes: Any) -> EvaluateRequest:
 
 
 def add(store: Store, name: str, root: Path, **changes: object) -> JobSpec:
-    fields = {"model": "org/base", "output_name": name, "checkpoint_dir": root / "out" / name, **changes}
+    fields = {"model": "org/base", "output_name": name, "checkpoint_dir": root / "checkpoints" / name, **changes}
     spec = job_spec(name, **fields)
     store.add_job(spec, "digest")
     return spec

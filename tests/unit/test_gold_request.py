@@ -22,7 +22,11 @@ from tests.unit.test_distillation_request import method_of, spec_of
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     return Settings(
-        data_dir=tmp_path, devices=("cpu",), sharding=ShardingSpec(strategy="NO_SHARD"), max_ranks=2, max_nodes=2
+        data_dir=tmp_path / "data",
+        devices=("cpu",),
+        sharding=ShardingSpec(strategy="NO_SHARD"),
+        max_ranks=2,
+        max_nodes=2,
     )
 
 

@@ -49,7 +49,7 @@ def request(harness: Any = None, **changes: Any) -> EvaluateRequest:
 
 
 def settings(root: Path, *roots: Path, **changes: Any) -> Settings:
-    return Settings(data_dir=root, devices=("cpu",), harness_roots=roots or (EXAMPLES,), **changes)
+    return Settings(data_dir=root / "data", devices=("cpu",), harness_roots=roots or (EXAMPLES,), **changes)
 
 
 def refused(given: EvaluateRequest, known: Settings) -> InvalidRequest:
@@ -123,7 +123,7 @@ def test_an_option_that_is_not_supported_is_refused_by_name(harness: Any, place:
 def test_without_directories_library_or_such_a_task_the_request_is_refused_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    none = Settings(data_dir=tmp_path, devices=("cpu",))
+    none = Settings(data_dir=tmp_path / "data", devices=("cpu",))
     assert "harness=['capitals'] is not supported: no directory of task files is configured here: the oper" in str(
         refused(request(), none)
     )

@@ -73,9 +73,9 @@ def test_a_dataset_that_is_deleted_while_rows_are_removed_keeps_no_others(
     (datasets / "registry").mkdir()
     (datasets / "registry" / "x.json").write_text("{}")
 
-    def read_late(path: Path, *arguments: Any) -> str:
+    def read_late(path: Path, **arguments: Any) -> str:
         path.unlink(missing_ok=True)
-        return read_text(path, *arguments)
+        return read_text(path, **arguments)
 
     monkeypatch.setattr(Path, "read_text", read_late)
     assert remove_unused_rows(datasets, store, WEEK) == [unused.sha256]

@@ -42,7 +42,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return Settings(data_dir=tmp_path, devices=("cpu",))
+    return Settings(data_dir=tmp_path / "data", devices=("cpu",))
 
 
 def request(*checks: dict[str, Any], **changes: Any) -> EvaluateRequest:
@@ -240,7 +240,7 @@ def test_a_job_sees_the_files_of_its_judges(tmp_path: Path) -> None:
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
     body = request({**JUDGE, "model": judge})
-    work = body.work(bases_of(body, Settings(data_dir=tmp_path, devices=("cpu",)), None))  # type: ignore[arg-type]
+    work = body.work(bases_of(body, Settings(data_dir=tmp_path / "data", devices=("cpu",)), None))  # type: ignore[arg-type]
     spec = job_spec("e", work=work).model_dump(mode="json")
     spec["work"]["answers"]["judges"][0]["adapter"] = {"path": str(adapter), "use": "continue"}
     assert {Path(judge), adapter} <= set(spec_paths({"job": spec}, [tmp_path / "data"]).read)

@@ -57,10 +57,10 @@ def test_values_that_would_be_ignored_are_refused_by_name(changes: dict[str, Any
 
 
 def test_vllm_answers_where_the_operator_has_named_an_interpreter_with_it(tmp_path: Path) -> None:
-    here = Settings(data_dir=tmp_path, devices=("cpu",), vllm_python=tmp_path / "python")
+    here = Settings(data_dir=tmp_path / "data", devices=("cpu",), vllm_python=tmp_path / "python")
     for body in (generate(engine="vllm"), EvaluateRequest.model_validate({**CHECKED, "engine": "vllm"})):
         with pytest.raises(InvalidRequest, match=r"engine='vllm' .*this service has no vLLM.*vllm_python"):
-            with_engine(body.work(), Settings(data_dir=tmp_path, devices=("cpu",)))
+            with_engine(body.work(), Settings(data_dir=tmp_path / "data", devices=("cpu",)))
         found = answering_of(with_engine(body.work(), here))
         assert found is not None
         assert (found.engine, found.vllm_python) == ("vllm", tmp_path / "python")
@@ -192,7 +192,9 @@ def test_options_of_training_are_refused_by_name() -> None:
 
 def test_ranks_of_a_job_that_does_not_train_are_requested_and_hold_the_whole_model(tmp_path: Path) -> None:
     sharding = ShardingSpec(strategy="FULL_SHARD", cpu_offload=True)
-    service = Settings(data_dir=tmp_path, devices=("cpu",), ranks=3, max_ranks=4, max_nodes=9, sharding=sharding)
+    service = Settings(
+        data_dir=tmp_path / "data", devices=("cpu",), ranks=3, max_ranks=4, max_nodes=9, sharding=sharding
+    )
     rows = DatasetRef(dataset_id="prompts", path=tmp_path / "rows", sha256="", num_rows=8)
 
     def job(settings: Settings, **given: Any) -> JobSpec:
@@ -209,13 +211,13 @@ def test_ranks_of_a_job_that_does_not_train_are_requested_and_hold_the_whole_mod
     assert (on_a_node.resources, on_a_node.ranks) == (ResourcesSpec(labels={"zone": "a"}), 2)
     with pytest.raises(InvalidRequest, match=r"resources\.nodes=2.*runs on one node: use 1"):
         job(service, resources=Resources(nodes=2))
-    inline = Settings(data_dir=tmp_path, devices=("cpu",))
+    inline = Settings(data_dir=tmp_path / "data", devices=("cpu",))
     with pytest.raises(InvalidRequest, match=r"nproc_per_node=2.*trains in one process"):
         job(inline, nproc_per_node=2)
 
 
 def test_an_evaluation_of_one_model_alone_may_run_on_a_node(tmp_path: Path) -> None:
-    service = Settings(data_dir=tmp_path, devices=("cpu",), max_ranks=4, max_nodes=9, sharding=ShardingSpec())
+    service = Settings(data_dir=tmp_path / "data", devices=("cpu",), max_ranks=4, max_nodes=9, sharding=ShardingSpec())
 
     def resources(nodes: int | None = None, **changes: Any) -> ResourcesSpec | None:
         body = EvaluateRequest.model_validate({"job_uuid": "e", "model": "org/base", "dataset_id": "d", **changes})

@@ -17,7 +17,7 @@ from tests.tutorials import TWO_MACHINES, commands, job
 def test_the_example_asks_for_two_nodes_and_nothing_in_it_is_refused(tmp_path: Path) -> None:
     body = job(TWO_MACHINES)
     options = ProviderOptions.parse(body.pop("provider_options"))
-    settings = Settings(data_dir=tmp_path, devices=("cpu",), max_ranks=2, max_nodes=2, sharding=ShardingSpec())
+    settings = Settings(data_dir=tmp_path / "data", devices=("cpu",), max_ranks=2, max_nodes=2, sharding=ShardingSpec())
     taken = resolve(SupervisedFineTuneRequest.model_validate(body), options, settings)
     assert taken.warnings == []
     assert taken.fields["resources"].nodes == 2

@@ -159,7 +159,7 @@ class World:
         asyncio.run(routes_nodes.remove(self.service, name))
 
     def give_task(self, order: str = "{}") -> None:
-        self.store.add_job(job_spec("job", checkpoint_dir=self.root / "out"), "digest")
+        self.store.add_job(job_spec("job", checkpoint_dir=self.root / "checkpoints" / "out"), "digest")
         self.store.launch("job", 1, "a/cpu", self.root / "run")
         self.store.tasks.add([NodeTaskRecord("job-1", "a", "job", 1, 0, ("a/cpu",), "run", order, None, None, False)])
 
@@ -181,7 +181,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 def test_a_poll_that_names_jobs_learns_which_of_them_are_over(world: World) -> None:
     world.join()
     for name in ("waits", "cancelled"):
-        world.store.add_job(job_spec(name, checkpoint_dir=world.root / name), "digest")
+        world.store.add_job(job_spec(name, checkpoint_dir=world.root / "checkpoints" / name), "digest")
     assert "over" not in world.over("waits", "cancelled")  # an agent of an earlier release refuses the field
     world.store.request_cancel("cancelled")
     assert world.over("waits", "cancelled", "unknown")["over"] == ["cancelled"]

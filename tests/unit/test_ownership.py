@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.errors import JobConflict
-from llama_stack_provider_trl.jobs.ownership import IDENTITY, Ownership, record
+from llama_stack_provider_trl.jobs.ownership import Ownership, record
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
@@ -164,6 +164,6 @@ def test_a_conclusion_removes_nothing_of_a_directory_that_is_another_ones_by_now
 
 def test_the_name_of_a_data_directory_is_made_once(tmp_path: Path, place: Path) -> None:
     claimed(tmp_path / "one", place)
-    name = (tmp_path / "one" / IDENTITY).read_text()
+    name = (tmp_path / "one" / "identity").read_text()
     claimed(tmp_path / "one", place.with_name("b"))
-    assert (tmp_path / "one" / IDENTITY).read_text() == name
+    assert (tmp_path / "one" / "identity").read_text() == name

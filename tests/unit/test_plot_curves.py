@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, MissingExtra, StoreError
-from llama_stack_provider_trl.jobs.database import DATABASE, Database
+from llama_stack_provider_trl.jobs.database import Database
+from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl_remote.plots.curves import PlotCurve, curves_of, smooth, thin
 from llama_stack_provider_trl_remote.plots.files import check_output, write_plot
 from llama_stack_provider_trl_remote.plots.points import PlotPoint, stored_points

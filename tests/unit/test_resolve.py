@@ -95,7 +95,7 @@ def spec_of(request: Any, settings: Settings, **options: Any) -> JobSpec:
 def test_the_promised_payload_means_what_the_mission_states(settings: Settings) -> None:
     spec = spec_of(dpo(), settings)
     assert (spec.model, spec.output_name) == ("org/base", "my-model")
-    assert spec.checkpoint_dir == (settings.data_dir / "results" / "dpo-1").resolve()
+    assert spec.checkpoint_dir == (settings.data_dir / "checkpoints" / "results" / "dpo-1").resolve()
     assert spec.dpo is not None
     assert (spec.dpo.beta, spec.dpo.reward_scale, spec.dpo.reward_clip) == (0.1, 1.0, 5.0)
     assert (spec.n_epochs, spec.max_steps_per_epoch, spec.optimizer.learning_rate) == (3, 100, 5e-5)
@@ -187,9 +187,8 @@ def test_learning_rate_defaults_follow_algorithm_and_method(settings: Settings) 
         (sft(job_uuid="a/b"), "job_uuid"),
         (sft(job_uuid="x" * 300), "job_uuid"),
         (sft(job_uuid="checkpoint-7"), "job_uuid"),
-        (sft(checkpoint_dir="jobs/x"), "checkpoint_dir"),
-        (sft(checkpoint_dir="preflights"), "checkpoint_dir"),
-        (sft(checkpoint_dir="tokens/mine"), "checkpoint_dir"),
+        (sft(checkpoint_dir="../jobs/x"), "checkpoint_dir"),
+        (sft(checkpoint_dir="checkpoints/../tokens"), "checkpoint_dir"),
         (sft(job_uuid="..", model="org/base"), "job_uuid"),
         (sft(checkpoint_dir="/etc"), "checkpoint_dir"),
         (sft(checkpoint_dir="../outside"), "checkpoint_dir"),
@@ -435,8 +434,8 @@ def test_a_validation_limit_without_validation_data_is_warned_about(settings: Se
 
 
 def test_a_symlink_cannot_lead_checkpoints_out_of_the_data_directory(settings: Settings, tmp_path: Path) -> None:
-    settings.data_dir.mkdir()
-    (settings.data_dir / "way-out").symlink_to(tmp_path)
+    (settings.data_dir / "checkpoints").mkdir(parents=True)
+    (settings.data_dir / "checkpoints" / "way-out").symlink_to(tmp_path)
     with pytest.raises(InvalidRequest, match="checkpoint_dir"):
         resolve(sft(checkpoint_dir="way-out/x"), ProviderOptions(), settings)
 

@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> Any:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return Settings(data_dir=tmp_path, devices=("cpu",), max_nodes=2)
+    return Settings(data_dir=tmp_path / "data", devices=("cpu",), max_nodes=2)
 
 
 def spec_of(model: str, store: Store | None, settings: Settings, name: str = "next", **options: Any) -> JobSpec:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl_remote.service.cluster import models as module
 from llama_stack_provider_trl_remote.service.cluster.models import ServedModels
 from llama_stack_provider_trl_remote.service.http.errors import Conflict, NotFound
 from llama_stack_provider_trl_remote.wire import ModelFiles
@@ -28,7 +27,7 @@ class Served:
         self.start()
 
     def start(self) -> None:
-        self.models = ServedModels(self.root / "data" / module.DIRECTORY, self.news.set, self.environ)
+        self.models = ServedModels(self.root / "data" / "model-manifests", self.news.set, self.environ)
 
     def listed(self, **job: Any) -> ModelFiles:
         """What the order of a job has."""

@@ -101,7 +101,7 @@ def test_a_token_in_a_traceback_is_hidden_too() -> None:
 
 def test_an_entry_of_50_mb_is_cut_and_a_file_of_2_gb_is_read_from_its_end(tmp_path: Path) -> None:
     assert len(formatted("x" * 50_000_000)) < logs.MOST_CHARACTERS + 100
-    path = tmp_path / logs.DIRECTORY / "service.log"
+    path = tmp_path / "logs" / "service.log"
     path.parent.mkdir()
     with open(path, "wb") as file:
         file.truncate(2 << 30)
@@ -146,7 +146,7 @@ def test_entries_that_an_agent_sends_again_are_there_once(tmp_path: Path) -> Non
     received.add("a", LogEntries(run="1", number=1, lines=("one",)))
     received.add("a", LogEntries(run="2", number=1, lines=("started again",)))
     assert received.read("a", 10, 1000) == "one\ntwo\nthree\n    and more\nstarted again\n"
-    path = tmp_path / logs.DIRECTORY / "agent-a.log"
+    path = tmp_path / "logs" / "agent-a.log"
     assert mode(path) == 0o600
     for number in range(400):
         received.add("a", LogEntries(run="3", number=number + 1, lines=("x" * 10_000,)))
@@ -164,9 +164,9 @@ def test_a_log_that_is_missing_is_refused_with_the_names_of_those_that_exist(tmp
         received.read("a", 10, 1000)
 
 
-def test_a_link_in_the_place_of_a_log_is_not_written_through(tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_a_log_is_set_aside_and_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "a.log").symlink_to(tmp_path / "other")
-    with pytest.raises(OSError, match="symbolic links"):
-        PrivateFileHandler(tmp_path / "logs" / "a.log")
+    PrivateFileHandler(tmp_path / "logs" / "a.log").close()
     assert not (tmp_path / "other").exists()
+    assert (tmp_path / "logs" / "a.log.stale-1").is_symlink()

@@ -56,7 +56,9 @@ class World:
 
     def add(self, *names: str, **changes: object) -> None:
         for name in names:
-            self.store.add_job(job_spec(name, **{"checkpoint_dir": self.root / "out" / name, **changes}), "digest")
+            self.store.add_job(
+                job_spec(name, **{"checkpoint_dir": self.root / "checkpoints" / "out" / name, **changes}), "digest"
+            )
 
     def tick(self) -> None:
         self.supervisor.tick()
@@ -455,7 +457,7 @@ def test_a_job_that_cannot_be_started_for_want_of_descriptors_starts_later(world
 def test_a_checkpoint_that_cannot_be_opened_for_want_of_descriptors_stays_listed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.add("a", retries=1, checkpoint_dir=world.root / "out" / "a")
+    world.add("a", retries=1, checkpoint_dir=world.root / "checkpoints" / "out" / "a")
     world.tick()
     saved = save(world, "a-1", 2)
     world.launcher.exit("a-1", -9)
@@ -552,7 +554,7 @@ def crash(world: World, attempt: int, exit_code: int | None = -9) -> None:
 
 def save(world: World, task_id: str, step: int) -> Path:
     """Play a rank that saves a whole checkpoint."""
-    path = world.root / "out" / "a" / f"checkpoint-{step}"
+    path = world.root / "checkpoints" / "out" / "a" / f"checkpoint-{step}"
     path.mkdir(parents=True)
     (path / "weights").write_text("x")
     write_manifest(path)
@@ -616,7 +618,7 @@ def trained(world: World, attempt: int) -> tuple[int, int, int | None]:
 
 
 def test_a_job_that_runs_out_of_memory_continues_once_with_a_smaller_batch(world: World) -> None:
-    limits = {"oom_retry": True, "retries": 1, "checkpoint_dir": world.root / "out" / "a"}
+    limits = {"oom_retry": True, "retries": 1, "checkpoint_dir": world.root / "checkpoints" / "out" / "a"}
     world.add("a", batch_size=6, gradient_accumulation_steps=2, max_validation_steps=5, **limits)
     world.tick()
     saved = save(world, "a-1", 2)
@@ -688,7 +690,7 @@ def test_a_failure_that_a_retry_cannot_fix_is_not_retried(world: World) -> None:
 
 
 def test_a_retry_continues_from_the_newest_whole_checkpoint(world: World) -> None:
-    world.add("a", retries=1, checkpoint_dir=world.root / "out" / "a")
+    world.add("a", retries=1, checkpoint_dir=world.root / "checkpoints" / "out" / "a")
     world.tick()
     good, damaged = save(world, "a-1", 2), save(world, "a-1", 4)
     (damaged / "weights").unlink()
@@ -703,7 +705,7 @@ def test_a_retry_continues_from_the_newest_whole_checkpoint(world: World) -> Non
 
 
 def test_a_checkpoint_from_which_two_attempts_died_without_a_step_is_given_up_for_the_one_before(world: World) -> None:
-    world.add("a", retries=9, checkpoint_dir=world.root / "out" / "a")
+    world.add("a", retries=9, checkpoint_dir=world.root / "checkpoints" / "out" / "a")
     world.tick()
     older, newer = save(world, "a-1", 2), save(world, "a-1", 4)
     for attempt in (1, 2, 3):
@@ -716,7 +718,7 @@ def test_a_checkpoint_from_which_two_attempts_died_without_a_step_is_given_up_fo
 
 
 def test_an_attempt_has_older_checkpoints_to_fall_back_to_and_names_from_which_it_continued(world: World) -> None:
-    world.add("a", retries=1, checkpoint_dir=world.root / "out" / "a")
+    world.add("a", retries=1, checkpoint_dir=world.root / "checkpoints" / "out" / "a")
     world.tick()
     oldest, older, newest = (save(world, "a-1", step) for step in (2, 4, 6))
     world.launcher.exit("a-1", -9)
@@ -741,7 +743,7 @@ def test_an_attempt_has_older_checkpoints_to_fall_back_to_and_names_from_which_i
 def test_an_estimate_of_its_memory_does_not_refuse_a_job_that_has_trained_before(
     world: World, steps: int, then: str
 ) -> None:
-    world.add("a", retries=1, checkpoint_dir=world.root / "out" / "a")
+    world.add("a", retries=1, checkpoint_dir=world.root / "checkpoints" / "out" / "a")
     world.tick()
     points = [Progress(step=n + 1, epoch=0.1, metrics={}, peak_memory_bytes=1) for n in range(steps)]
     world.launcher.emit("a-1", STARTED, PREPARED, *points)
@@ -760,7 +762,7 @@ def test_an_estimate_of_its_memory_does_not_refuse_a_job_that_has_trained_before
 def test_a_job_that_begins_with_another_jobs_checkpoint_falls_back_to_it(world: World) -> None:
     given = world.root / "jobs" / "a" / "resume" / "checkpoint-9"
     begin = ResumeFrom(job_uuid="b", checkpoint=given.name, path=given)
-    world.add("a", retries=1, checkpoint_dir=world.root / "out" / "a", resume_from=begin)
+    world.add("a", retries=1, checkpoint_dir=world.root / "checkpoints" / "out" / "a", resume_from=begin)
     world.tick()
     attempt = world.store.attempts("a")[-1]
     assert (attempt.resume_from, attempt.start_step) == (given, 9)
@@ -776,7 +778,7 @@ def test_a_job_that_begins_with_another_jobs_checkpoint_falls_back_to_it(world: 
 
 
 def test_points_beyond_the_checkpoint_are_measured_again_and_count_once(world: World) -> None:
-    world.add("a", retries=1, checkpoint_dir=world.root / "out" / "a")
+    world.add("a", retries=1, checkpoint_dir=world.root / "checkpoints" / "out" / "a")
     world.tick()
     points = [Progress(step=n, epoch=0.1, metrics={"loss": 1.0}, peak_memory_bytes=1) for n in (1, 2, 3, 4)]
     world.launcher.emit("a-1", STARTED, *points)
@@ -794,7 +796,7 @@ def test_points_beyond_the_checkpoint_are_measured_again_and_count_once(world: W
 
 
 def test_old_checkpoints_leave_the_list_and_the_disk_and_the_newest_stay(world: World) -> None:
-    world.add("a", keep_last=2, checkpoint_dir=world.root / "out" / "a")
+    world.add("a", keep_last=2, checkpoint_dir=world.root / "checkpoints" / "out" / "a")
     world.tick()
     paths = [save(world, "a-1", step) for step in (2, 4, 6)]
     assert [checkpoint.path for checkpoint in world.store.checkpoints("a")] == paths[1:]
@@ -804,7 +806,7 @@ def test_old_checkpoints_leave_the_list_and_the_disk_and_the_newest_stay(world: 
 def test_the_checkpoints_of_a_job_that_keeps_all_are_not_listed_for_each_new_one(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.add("a", save_steps=2, checkpoint_dir=world.root / "out" / "a")
+    world.add("a", save_steps=2, checkpoint_dir=world.root / "checkpoints" / "out" / "a")
     world.tick()
     save(world, "a-1", 2)
     listed = Mock()
@@ -821,14 +823,18 @@ def test_the_checkpoints_of_a_job_that_keeps_all_are_not_listed_for_each_new_one
 def test_the_best_checkpoint_stays_beside_those_that_are_kept(
     world: World, changes: dict[str, Any], stay: list[int]
 ) -> None:
-    world.add("a", best_checkpoint="eval_loss", checkpoint_dir=world.root / "out" / "a", n_epochs=2, **changes)
+    world.add(
+        "a", best_checkpoint="eval_loss", checkpoint_dir=world.root / "checkpoints" / "out" / "a", n_epochs=2, **changes
+    )
     world.tick()
     world.launcher.emit("a-1", STARTED, Prepared(total_steps=8, num_rows=4, trainable_parameters=1, total_parameters=1))
     for step, loss in ((1, 3.0), (2, 1.0), (4, 2.0), (6, 1.0)):
         world.launcher.emit("a-1", Evaluated(step=step, epoch=1.0, metrics={"eval_loss": loss}))
         save(world, "a-1", step)
     assert [checkpoint.step for checkpoint in world.store.checkpoints("a")] == stay
-    final = CheckpointSaved(kind="final", step=2, epoch=1, path=world.root / "out" / "a" / "final", train_loss=1.0)
+    final = CheckpointSaved(
+        kind="final", step=2, epoch=1, path=world.root / "checkpoints" / "out" / "a" / "final", train_loss=1.0
+    )
     world.launcher.emit("a-1", final, Finished(step=6))
     world.tick()
     kept = [checkpoint.step for checkpoint in world.store.checkpoints("a") if checkpoint.kind == "step"]
@@ -836,7 +842,7 @@ def test_the_best_checkpoint_stays_beside_those_that_are_kept(
 
 
 def test_the_best_checkpoint_stays_while_a_better_one_is_being_written(world: World) -> None:
-    world.add("a", best_checkpoint="eval_loss", checkpoint_dir=world.root / "out" / "a", keep_last=1)
+    world.add("a", best_checkpoint="eval_loss", checkpoint_dir=world.root / "checkpoints" / "out" / "a", keep_last=1)
     world.tick()
     for step, loss in ((2, 1.0), (4, 2.0)):
         world.launcher.emit("a-1", Evaluated(step=step, epoch=1.0, metrics={"eval_loss": loss}))
@@ -849,7 +855,7 @@ def test_the_best_checkpoint_stays_while_a_better_one_is_being_written(world: Wo
 
 
 def test_without_options_a_checkpoint_from_within_an_epoch_stays_until_there_is_a_newer_one(world: World) -> None:
-    world.add("a", n_epochs=2, checkpoint_dir=world.root / "out" / "a")
+    world.add("a", n_epochs=2, checkpoint_dir=world.root / "checkpoints" / "out" / "a")
     world.tick()
     prepared = Prepared(total_steps=8, num_rows=4, trainable_parameters=1, total_parameters=1)
     world.launcher.emit("a-1", STARTED, prepared)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from ..credential import FILE as CREDENTIAL
+from llama_stack_provider_trl.system.data_dir import NodeDir
+
 from .base import PoolOrder
 
 REQUEST = "trl-remote/request"
@@ -132,7 +134,10 @@ def _container(order: PoolOrder, shape: PodShape, service_url: str, labels: Mapp
             *({"name": name, "value": _literal(value)} for name, value in variables.items()),
         ],
         "resources": {"requests": dict(resources), "limits": dict(resources)},
-        "readinessProbe": {"exec": {"command": ["test", "-f", f"{WORK}/agent/{CREDENTIAL}"]}, "periodSeconds": 5},
+        "readinessProbe": {
+            "exec": {"command": ["test", "-f", str(NodeDir(Path(WORK, "agent")).credential)]},
+            "periodSeconds": 5,
+        },
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         # The last lines of an agent that fails are then part of the pod's status.
         "terminationMessagePolicy": "FallbackToLogsOnError",

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 from llama_stack_provider_trl.specs.model_files import INDEX, MOST_INDEX, NotSent, chosen_files, files_digest
 from llama_stack_provider_trl.specs.model_source import reference_of
+from llama_stack_provider_trl.system.data_dir import read_own
 from llama_stack_provider_trl.system.digests import KeptDigests
-from llama_stack_provider_trl.system.files import atomic_write_json, private_directory, read_regular
+from llama_stack_provider_trl.system.files import atomic_write_json, private_directory
 from llama_stack_provider_trl.system.model_directory import ModelDirectory, find_model
 
 from ...wire import ModelFile, ModelFiles
@@ -28,8 +29,6 @@ from ..http.errors import Conflict, NotFound
 from ..views.checkpoints import Opener
 
 log = logging.getLogger(__name__)
-DIRECTORY = "model-manifests"
-"""Name, in the service's data directory, of the directory of lists."""
 _MOST_LISTS = 200
 """Lists that are kept, the newest ones; each has some KiB."""
 _TAKEN_WITHIN = 60.0
@@ -198,13 +197,19 @@ class ServedModels:
             known = self._roots.get(digest)
         if known is None:
             try:
-                record = json.loads(read_regular(self._directory / f"{digest}.json"))
-                known = ModelDirectory(Path(record["root"]), str(record["inside"]), str(record["commit"]))
-            except (OSError, ValueError, KeyError, TypeError):
+                known = read_own(self._directory / f"{digest}.json", _parsed)
+            except OSError:
+                known = None
+            if known is None:
                 return None
             with self._lock:
                 self._roots[digest] = known
         return known
+
+
+def _parsed(data: bytes) -> ModelDirectory:
+    record = json.loads(data)
+    return ModelDirectory(Path(record["root"]), str(record["inside"]), str(record["commit"]))
 
 
 def _wanted(job: Mapping[str, Any]) -> Sequence[_Wanted]:

@@ -23,6 +23,7 @@ from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
 from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
 from llama_stack_provider_trl.specs.row_verdicts import RowsVerdict, check_within
+from llama_stack_provider_trl.system.data_dir import DataDir, read_own
 from llama_stack_provider_trl.system.files import atomic_write_json, free_bytes, touched
 from llama_stack_provider_trl.system.limited import Limited
 from llama_stack_provider_trl.system.offload import FairSlots, in_work_thread
@@ -53,7 +54,7 @@ class Blobs:
 
     def __init__(self, settings: ServiceSettings, isolation: Isolation = NO_ISOLATION) -> None:
         self._isolation = isolation
-        self.directory = settings.data_dir / "datasets"
+        self.directory = DataDir(settings.data_dir).datasets
         self._settings = settings
         self._children = FairSlots(_CHILDREN, 1 if settings.credentials else _CHILDREN)
         self._small = Limited(_SMALL_S, settings.reader_memory_mb << 20)
@@ -262,10 +263,11 @@ def _count_lines(path: Path) -> int:
 
 def _read_verdict(path: Path) -> RowsVerdict | None:
     """The stored verdict; None: there is none, or another release made it."""
-    try:
-        found = json.loads(path.read_text())
-        if found["version"] != __version__:
-            return None
-        return RowsVerdict(num_rows=found["num_rows"], warnings=found["warnings"], error=found["error"])
-    except (OSError, ValueError, KeyError):
+    return read_own(path, _parsed_verdict)
+
+
+def _parsed_verdict(data: bytes) -> RowsVerdict | None:
+    found = json.loads(data)
+    if found["version"] != __version__:
         return None
+    return RowsVerdict(num_rows=found["num_rows"], warnings=found["warnings"], error=found["error"])

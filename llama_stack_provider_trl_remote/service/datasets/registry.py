@@ -25,7 +25,8 @@ from pydantic import BaseModel
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, JobConflict, StoreError
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
 from llama_stack_provider_trl.specs.kinds import OF_JOB
-from llama_stack_provider_trl.system.beneath import open_beneath
+from llama_stack_provider_trl.system.beneath import open_beneath, path_of
+from llama_stack_provider_trl.system.data_dir import DataDir, read_own
 from llama_stack_provider_trl.system.files import atomic_write_json, open_regular, put_lines, put_rows
 from llama_stack_provider_trl.system.offload import in_work_thread
 
@@ -106,7 +107,8 @@ class DatasetRegistry:
     ) -> None:
         self._blobs, self._cluster, self._maker = blobs, cluster, maker
         self._roots = tuple(root.resolve() for root in settings.dataset_roots)
-        self._directory = settings.data_dir / "datasets" / "registry"
+        self._data_dir = DataDir(settings.data_dir)
+        self._directory = self._data_dir.registry
         self._most = settings.max_datasets
         self._registering = threading.RLock()
         self._known: DatasetIndex | None = None
@@ -403,7 +405,7 @@ class DatasetRegistry:
         except (OSError, RuntimeError, ValueError) as error:
             raise InvalidRequest("source.uri", uri, f"it cannot be looked up: {error}") from error
         root = next((root for root in self._roots if real != root and real.is_relative_to(root)), None)
-        if root is None:
+        if root is None or self._data_dir.is_ours(real):
             raise self._outside(uri)
         if real.suffix.lower() not in ROW_READERS:
             raise InvalidRequest("source.uri", uri, f"expected a file name that ends in {', '.join(ROW_READERS)}")
@@ -413,6 +415,9 @@ class DatasetRegistry:
             if error.errno in (errno.EXDEV, errno.ELOOP):
                 raise self._outside(uri) from error
             raise InvalidRequest("source.uri", uri, f"the file cannot be read: {error.strerror}") from error
+        if self._data_dir.is_ours(path_of(file, real)):  # a directory on the path was exchanged meanwhile
+            os.close(file)
+            raise self._outside(uri)
         status = os.fstat(file)
         return Readable(str(real), f"{status.st_size}-{status.st_mtime_ns}", file)
 
@@ -426,15 +431,19 @@ class DatasetRegistry:
         return self._directory / f"{hashlib.sha256(dataset_id.encode()).hexdigest()}.json"
 
     def _read(self, dataset_id: str) -> Entry | None:
-        return self._parsed(self._path(dataset_id))
+        entry = self._parsed(self._path(dataset_id))
+        if entry is None:
+            with self._registering:
+                if not self._path(dataset_id).exists():  # set aside or removed since the directory was read
+                    self._index.remove(dataset_id)
+        return entry
 
     def _parsed(self, path: Path) -> Entry | None:
+        """The entry of a file; None: there is none, or it was damaged, and the dataset can be registered again."""
         try:
-            return Entry.model_validate_json(path.read_text())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            raise StoreError(f"{path} is damaged ({error}): remove it and register its dataset again") from error
+            return read_own(path, Entry.model_validate_json)
+        except OSError as error:
+            raise StoreError(f"{path} cannot be read at the moment: {error}") from error
 
     def _write(self, entry: Entry) -> None:
         path = self._path(entry.dataset.identifier)

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from llama_stack_provider_trl.errors import StoreError
 from llama_stack_provider_trl.jobs.tokens import PREFIX
+from llama_stack_provider_trl.system.files import is_regular, set_aside
 
 from .limits import Bucket
 
@@ -80,6 +81,11 @@ class AuditLog:
                 return 0
             path = files[-1]
             end, self._next = _last_whole(path)
+            if not end and path.stat().st_size:  # no line of it is ours
+                log.warning("%s holds no line of the audit log: it was set aside as %s", path, set_aside(path))
+                self._begin_file()
+                self._force_directory()
+                return 0
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
             cut = os.fstat(self._file).st_size - end
             if cut:
@@ -186,6 +192,8 @@ class AuditLog:
 
     def _begin_file(self) -> None:
         path = self.directory / f"{_BEGINNING}{self._next:012}.jsonl"
+        if os.path.lexists(path):  # not ours: numbers are given once
+            log.warning("%s was there already: it was set aside as %s", path, set_aside(path))
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.open(path, flags, 0o600)
         self._size = 0
@@ -218,7 +226,7 @@ class AuditLog:
 
     def _files(self) -> list[Path]:
         """Oldest first."""
-        return sorted(self.directory.glob(f"{_BEGINNING}*.jsonl"), key=_first)
+        return sorted(filter(is_regular, self.directory.glob(f"{_BEGINNING}*.jsonl")), key=_first)
 
     def _lines(self, after: int) -> Iterator[Line]:
         files = self._files()

@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from llama_stack_provider_trl.system.data_dir import read_own
 from llama_stack_provider_trl.system.files import atomic_write_json
 
 from .access import Caller
 
 log = logging.getLogger(__name__)
-FILE = "sessions.json"
 LIFETIME = 12 * 3600.0
 """Seconds from a login to the next one."""
 _MOST = 1000
@@ -128,14 +128,15 @@ class Sessions:
         if self._key is not None:
             return
         try:
-            found = json.loads(self._path.read_bytes())
-            self._key = bytes.fromhex(found["key"])
-            self._sessions = {key: _session(value) for key, value in found["sessions"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if not isinstance(error, FileNotFoundError):
-                log.warning("%s cannot be read (%s): every browser has to log in again", self._path, error)
-            self._key, self._sessions = secrets.token_bytes(32), {}
-            self._try_to_write()
+            found = read_own(self._path, _parsed)
+        except OSError as error:
+            log.warning("%s cannot be read (%s): every browser has to log in again", self._path, error)
+            found = None
+        if found is not None:
+            self._key, self._sessions = found
+            return
+        self._key, self._sessions = secrets.token_bytes(32), {}
+        self._try_to_write()
 
     def _try_to_write(self) -> None:
         try:
@@ -154,6 +155,14 @@ def cookie_header(name: str, session_id: str, *, secure: bool) -> str:
     lifetime = int(LIFETIME) if session_id else 0
     attributes = ["Path=/", f"Max-Age={lifetime}", "HttpOnly", "SameSite=Strict", *(["Secure"] if secure else [])]
     return "; ".join([f"{name}={session_id}", *attributes])
+
+
+def _parsed(data: bytes) -> tuple[bytes, dict[str, _Session]]:
+    found = json.loads(data)
+    key = bytes.fromhex(found["key"])
+    if len(key) < 32:
+        raise ValueError("its key has less than 32 bytes")
+    return key, {name: _session(value) for name, value in found["sessions"].items()}
 
 
 def _session(value: Any) -> _Session:

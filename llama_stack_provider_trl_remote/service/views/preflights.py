@@ -15,6 +15,7 @@ from llama_stack_provider_trl.launch.gpus import gpu_of
 from llama_stack_provider_trl.specs.events import Failed, Preflighted, Previewed, Reason, iter_events
 from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec
 from llama_stack_provider_trl.specs.preflight import PreflightSpec, PreviewSpec
+from llama_stack_provider_trl.system.data_dir import DataDir
 from llama_stack_provider_trl.system.files import RunDir, atomic_write, free_bytes, tail
 from llama_stack_provider_trl.system.offload import FairSlots, in_work_thread
 from llama_stack_provider_trl.system.process import machine_memory
@@ -35,7 +36,7 @@ class Preflights:
         self._launcher = launcher
         self._device = device
         self._max_ranks = max_ranks
-        self._directory = settings.data_dir / "preflights"
+        self._directory = DataDir(settings.data_dir).preflights
         self._slots = FairSlots(_AT_ONCE, 1 if settings.credentials else _AT_ONCE)
 
     def prepare(self) -> None:

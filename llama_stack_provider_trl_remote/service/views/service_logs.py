@@ -7,8 +7,9 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from llama_stack_provider_trl.system.data_dir import DataDir
 from llama_stack_provider_trl.system.files import is_regular, tail
-from llama_stack_provider_trl.system.logs import DIRECTORY, SERVICE_LOG, PrivateFileHandler
+from llama_stack_provider_trl.system.logs import PrivateFileHandler
 
 from ...wire import LogEntries
 from ..http.errors import NotFound
@@ -22,7 +23,7 @@ class ServiceLogs:
     """The logs below a data directory. Safe to share between threads."""
 
     def __init__(self, data_dir: Path) -> None:
-        self._directory = data_dir / DIRECTORY
+        self._directory = DataDir(data_dir).logs
         self._lock = threading.Lock()
         self._received: dict[str, tuple[str, int]] = {}
         """Node -> run of its agent, and the number of the last entry that is here."""
@@ -30,7 +31,7 @@ class ServiceLogs:
     @property
     def path(self) -> Path:
         """The log of the service."""
-        return self._directory / SERVICE_LOG
+        return self._directory / "service.log"
 
     def read(self, node: str | None, lines: int, size: int) -> str:
         """The last lines of a log, at most `size` bytes of them, whatever the size of the file and of its lines.

@@ -1,0 +1,266 @@
+"""Every path of a data directory: what lies where, and which part of it a request may name.
+
+Results of jobs lie below `checkpoints`. Everything else is the provider's own, and no request reaches it, whatever its
+name is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from ..errors import StoreError
+from .files import set_aside
+
+log = logging.getLogger(__name__)
+
+CHECKPOINTS, DATABASE = "checkpoints", "jobs.sqlite3"
+_SMALL = 64 << 20
+"""Bytes of a small file of our own; the largest, the digests of models, have 3 MiB."""
+_ASIDE = re.compile(r".+\.stale-\d+")
+_BEFORE_THE_DATABASE = ("llama-stack", "service.lock", "supervisor.lock")
+"""What a data directory may hold before its first job database exists."""
+
+
+class DataEntry(NamedTuple):
+    """Something that lies in a data directory."""
+
+    name: re.Pattern[str]
+    """Of what lies in `directory`."""
+    kind: Literal["file", "directory"]
+    directory: str = ""
+    """Path in the data directory; empty: itself."""
+    cannot_be_made_again: bool = False
+    """A start is refused while a link in its place leads nowhere: its disk is not there."""
+
+
+def _own(
+    name: str, kind: Literal["file", "directory"], directory: str = "", *, cannot_be_made_again: bool = False
+) -> DataEntry:
+    return DataEntry(re.compile(name), kind, directory, cannot_be_made_again)
+
+
+_LOGS = (
+    _own(r"logs", "directory"),
+    _own(r"(service|agent|agent-.+)\.log(\.\d)?", "file", "logs"),
+)
+OF_A_NODE = (
+    *(_own(name, "directory") for name in ("jobs", "datasets", "tokens", "reference", "models")),
+    *_LOGS,
+    *(_own(re.escape(name), "file") for name in ("agent.lock", "agent-id", "credential.json")),
+)
+"""What lies in an agent's data directory; and `ssh`, which belongs to `nodes.pools.on_host`."""
+OWN = (
+    *(_own(name, "directory", cannot_be_made_again=True) for name in (CHECKPOINTS, "jobs", "datasets")),
+    *(_own(name, "directory") for name in ("tokens", "reference", "preflights", "trackers", "llama-stack", "node")),
+    *(_own(name, "directory") for name in ("model-manifests", "audit")),
+    *_LOGS,
+    _own(r"audit-.*\.jsonl", "file", "audit"),
+    _own(r"[0-9a-f]{64}\.(jsonl|.+\.json)", "file", "datasets"),
+    _own(r"registry", "directory", "datasets"),
+    _own(r"[0-9a-f]{64}\.json", "file", "datasets/registry"),
+    _own(r"([0-9a-f]{64}|digests)\.json", "file", "model-manifests"),
+    _own(r"[A-Za-z0-9][A-Za-z0-9._-]*", "directory", "jobs"),
+    _own(r"jobs\.sqlite3(-wal|-shm|-journal|\.upgrade)?", "file"),
+    *(
+        _own(re.escape(name), "file")
+        for name in ("identity", "cancel-orders", "sessions.json", "exporter.log", "exporter.log.1")
+    ),
+    *(_own(re.escape(name), "file") for name in ("service.lock", "supervisor.lock", "exporter.lock")),
+    *(one._replace(directory=f"node/{one.directory}".rstrip("/")) for one in OF_A_NODE),
+)
+"""What lies in the data directory of a service or of the inline provider."""
+
+
+class NodeDir:
+    """Every path of an agent's data directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.jobs = root / "jobs"
+        self.datasets = root / "datasets"
+        self.tokens = root / "tokens"
+        self.reference = root / "reference"
+        self.models = root / "models"
+        self.log = root / "logs" / "agent.log"
+        self.lock = root / "agent.lock"
+        self.agent_id = root / "agent-id"
+        self.credential = root / "credential.json"
+
+    def prepare(self) -> None:
+        """Set aside what is no file or directory as it should be. Raises OSError."""
+        _set_aside_odd(self.root, OF_A_NODE)
+
+
+class DataDir:
+    """Every path of the data directory of a service or of the inline provider."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.checkpoints = root / CHECKPOINTS
+        """Results of jobs: the only part that requests name, and jobs choose names in."""
+        self.database = root / DATABASE
+        self.jobs = root / "jobs"
+        self.datasets = root / "datasets"
+        self.registry = root / "datasets" / "registry"
+        self.tokens = root / "tokens"
+        self.reference = root / "reference"
+        self.preflights = root / "preflights"
+        self.trackers = root / "trackers"
+        self.node = root / "node"
+        """Data directory of the agent in the service's own process."""
+        self.model_lists = root / "model-manifests"
+        self.audit = root / "audit"
+        self.logs = root / "logs"
+        self.service_log = root / "logs" / "service.log"
+        self.identity = root / "identity"
+        """Names the data directory: it is still the same one under another path."""
+        self.cancel_orders = root / "cancel-orders"
+        self.sessions = root / "sessions.json"
+        self.service_lock = root / "service.lock"
+        self.supervisor_lock = root / "supervisor.lock"
+        self.exporter_lock = root / "exporter.lock"
+        self.exporter_log = root / "exporter.log"
+
+    @property
+    def private(self) -> tuple[Path, ...]:
+        """Directories that no other user may enter, where the data directory itself is shared."""
+        return (self.jobs, self.datasets, self.tokens, self.reference, self.preflights, self.trackers)
+
+    @property
+    def holds_only_ours(self) -> bool:
+        """Whether it holds nothing but what the provider put there."""
+        names = {path.name for path in self.root.iterdir() if not _ASIDE.fullmatch(path.name)}
+        return self.database.exists() or names <= {*_BEFORE_THE_DATABASE}
+
+    def is_ours(self, path: Path) -> bool:
+        """Whether this path, which has no symbolic links, is out of reach of requests: it lies in the data directory,
+        and is neither `checkpoints` nor anything below it.
+
+        A directory of ours that an operator has moved to another disk, behind a symbolic link, is ours there too.
+        """
+        checkpoints = self.checkpoints.resolve()
+        around = [place for place in (*self.places(), checkpoints) if path.is_relative_to(place)]
+        return bool(around) and max(around, key=lambda place: len(place.parts)) != checkpoints
+
+    def is_free(self, path: Path) -> bool:
+        """Whether this path, which has no symbolic links, is not ours and contains nothing of ours: a job may have
+        it."""
+        places = [*self.places(), self.checkpoints.resolve()]
+        return not self.is_ours(path) and not any(place.is_relative_to(path) for place in places)
+
+    def job_names(self) -> list[str]:
+        """Names of the jobs that have run directories."""
+        found = (path for path in _listed(self.jobs) if not _ASIDE.fullmatch(path.name))
+        return [path.name for path in found if (path / "attempts").is_dir()]
+
+    def is_result(self, path: Path) -> bool:
+        """Whether this path, which has no symbolic links, lies below `checkpoints`."""
+        checkpoints = self.checkpoints.resolve()
+        return path != checkpoints and path.is_relative_to(checkpoints) and not self.is_ours(path)
+
+    def places(self) -> list[Path]:
+        """Where the directory and its parts are, without symbolic links."""
+        real = self.root.resolve()
+        try:
+            links = [path for path in real.iterdir() if path.is_symlink() and path.is_dir()]
+        except (FileNotFoundError, NotADirectoryError):
+            links = []
+        return [real, *(path.resolve() for path in links if path.name != CHECKPOINTS)]
+
+    def prepare(self) -> list[Path]:
+        """Set aside what is no file or directory as it should be, so that it stops no start; returns the new names.
+
+        Raises:
+            StoreError: a link to something that cannot be made again leads nowhere.
+            OSError: it cannot be renamed.
+        """
+        for entry in OWN:
+            path = self.root / entry.name.pattern
+            if entry.cannot_be_made_again and path.is_symlink() and not path.exists():
+                raise StoreError(
+                    f"{path} is a link to {os.readlink(path)}, which is not there: mount its disk, or remove the link "
+                    "to begin with an empty directory"
+                )
+        return _set_aside_odd(self.root, OWN)
+
+    def odd(self) -> list[Path]:
+        """What the next start sets aside."""
+        return [path for path, _ in _odd(self.root, OWN)]
+
+    def aside(self) -> list[Path]:
+        """What was set aside, and is still there."""
+        places = {self.root / entry.directory for entry in OWN}
+        return sorted(path for place in places for path in _listed(place) if _ASIDE.fullmatch(path.name))
+
+
+def settle(path: Path, kind: Literal["file", "directory"]) -> Path | None:
+    """Set aside what has the name of one of our own files or directories and is none; returns its new name."""
+    if not os.path.lexists(path) or _is(path, kind):
+        return None
+    aside = set_aside(path)
+    log.warning("%s is no %s: it was set aside as %s", path, kind, aside)
+    return aside
+
+
+def read_own[Value](path: Path, parse: Callable[[bytes], Value]) -> Value | None:
+    """What `parse` makes of a small file of our own; None: there is none, or it was damaged and is set aside now.
+
+    Args:
+        parse: raises ValueError, KeyError, TypeError or AttributeError where the content is no such file's.
+
+    Raises:
+        OSError: it cannot be read at the moment.
+    """
+    if settle(path, "file") is not None:
+        return None
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_SMALL)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return parse(data)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        # Without the text of the error, which may quote a secret.
+        log.warning("%s is damaged (%s): it was set aside as %s", path, type(error).__name__, set_aside(path))
+        return None
+
+
+def _set_aside_odd(root: Path, entries: tuple[DataEntry, ...]) -> list[Path]:
+    found = [(path, settle(path, entry.kind)) for path, entry in _odd(root, entries)]
+    return [aside for _, aside in found if aside is not None]
+
+
+def _odd(root: Path, entries: tuple[DataEntry, ...]) -> Iterator[tuple[Path, DataEntry]]:
+    """What has a name of ours, and is of another kind; the database stays, whatever it is."""
+    for directory in dict.fromkeys(entry.directory for entry in entries):
+        here = [entry for entry in entries if entry.directory == directory]
+        for path in _listed(root / directory):
+            entry = next((one for one in here if one.name.fullmatch(path.name)), None)
+            if entry is None or _ASIDE.fullmatch(path.name) or path.name == DATABASE:
+                continue
+            if not _is(path, entry.kind):
+                yield path, entry
+
+
+def _is(path: Path, kind: Literal["file", "directory"]) -> bool:
+    """A directory may be a symbolic link to one: an operator has moved it to another disk. A file may not."""
+    if kind == "directory":
+        return path.is_dir()
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def _listed(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
