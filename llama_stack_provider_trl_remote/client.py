@@ -291,8 +291,7 @@ class ServiceClient:
             raise ServiceUnreachable(self.url, found, advice) from error
         except ClientConnectorCertificateError as error:
             found = f"has a certificate that is not trusted here ({error.certificate_error})"
-            advice = "set SSL_CERT_FILE to the file of that certificate, or have its authority trusted on this machine"
-            raise ServiceUnreachable(self.url, found, advice) from error
+            raise ServiceUnreachable(self.url, found, _advice_about(error.certificate_error)) from error
         except ClientConnectorSSLError as error:
             if getattr(error.os_error, "reason", None) in _NO_TLS:
                 found = f"speaks no TLS ({_reason(error)})"
@@ -335,6 +334,16 @@ class ServiceClient:
             f"is something else: {found}",
             "set TRL_SERVICE_URL, or the url of remote::trl_remote, to the service's address (port 8322 by default)",
         )
+
+
+def _advice_about(problem: Exception) -> str:
+    """What to do about a certificate that is refused. Nothing is sent to a service that has one."""
+    match getattr(problem, "verify_code", None):
+        case 62 | 64:  # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
+            return "name the service as its certificate does, or give it a certificate with this name (subjectAltName)"
+        case 9 | 10:  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
+            return "give the service a new tls_cert and start it again, or set the clock of this machine"
+    return "set SSL_CERT_FILE to the file of that certificate, or have its authority trusted on this machine"
 
 
 def _watched_socket(address: tuple[Any, ...]) -> socket.socket:

@@ -99,10 +99,9 @@ class Server(uvicorn.Server):
             ws="none",
             lifespan="off",
             timeout_graceful_shutdown=_GRACE,
-            ssl_certfile=settings.tls_cert,
-            ssl_keyfile=settings.tls_key,
         )
         super().__init__(config)
+        self._tls = settings.tls_context()
         self._descriptors = raise_descriptor_limit()
 
     @contextmanager
@@ -116,7 +115,7 @@ class Server(uvicorn.Server):
         """Start to answer calls."""
         assert sockets
         most = self.jobs.settings.max_connections or default_connections(self._descriptors)
-        acceptor = Acceptor(sockets[0], self._connection, most, self.config.ssl)
+        acceptor = Acceptor(sockets[0], self._connection, most, self._tls)
         acceptor.start()
         self.servers = [acceptor]  # type: ignore[list-item]
         self.started = True

@@ -6,6 +6,7 @@ import ipaddress
 import os
 import platform
 import re
+import ssl
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +25,7 @@ from llama_stack_provider_trl.system.logs import LogLevel
 
 from ..wire import NAME
 from .pool_settings import PoolSettings
+from .tls import server_context
 
 DEFAULT_DATA_DIR = "~/.llama/trl-service"
 OPERATOR, NODES, LOCAL = "operator", "nodes", "local"
@@ -386,11 +388,25 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
             else 1,
         )
 
+    def tls_context(self) -> ssl.SSLContext | None:
+        """How connections are encrypted; None: they are not.
+
+        Raises:
+            SettingsError: the certificate or its key cannot be used.
+        """
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        try:
+            return server_context(self.tls_cert, self.tls_key)
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+
     def check_exposure(self) -> None:
         """Refuse to be reachable from other machines by accident.
 
         Raises:
-            SettingsError: beyond loopback without a token or without TLS; half of a TLS pair; a file that is not there.
+            SettingsError: beyond loopback without a token or without TLS; half of a TLS pair; a file that is not
+                there, or that cannot be used.
         """
         if (self.tls_cert is None) != (self.tls_key is None):
             raise SettingsError("tls_cert and tls_key belong together: set both, or neither")
@@ -398,6 +414,7 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
             path = getattr(self, name)
             if path is not None and not path.is_file():
                 raise SettingsError(f"{name}={str(path)!r}: there is no such file")
+        self.tls_context()
         if self.on_loopback and self.torch_run_config.nnodes > 1:
             raise SettingsError(
                 f"torch_run_config.nnodes={self.torch_run_config.nnodes}: no other machine can reach host="

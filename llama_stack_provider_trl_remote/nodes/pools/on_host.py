@@ -179,12 +179,20 @@ def stored_settings(place: Place) -> dict[str, Any]:
 # --- the service
 
 
+class NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A service does not redirect: what does may be another one, and would choose what this machine requests."""
+
+    def redirect_request(self, *given: Any, **named: Any) -> None:
+        return None
+
+
 def check_service(url: str, certificate: str | None) -> None:
     """Check that the service answers here, before anything is installed."""
     context = ssl.create_default_context(cadata=certificate or None)
     if certificate:
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+    handlers = (urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context), NoRedirects())
+    opener = urllib.request.build_opener(*handlers)
     try:
         with opener.open(f"{url}/v1/health", timeout=SERVICE_TIMEOUT) as answer:
             found = json.loads(answer.read(1 << 16))
