@@ -30,6 +30,7 @@ from ..specs.harness import IGNORED, LINES, HarnessSpec, TaskEntry, Unusable, ch
 from ..specs.job import AttemptSpec, JobSpec
 from ..specs.kinds import EvaluateSpec
 from ..system.bounded_yaml import check_files
+from .data import templates
 from .distributed.heartbeat import heartbeat
 from .distributed.ranks import check_world_size
 from .distributed.replicas import ALONE
@@ -231,6 +232,7 @@ class _MeasuredModel:
                 f"harness.apply_chat_template: the tokenizer of {spec.model!r} has no chat template. Leave it out, or "
                 "name a model with one",
             )
+        templates.limit(tokenizer)
         in_4_bits = spec.lora is not None and spec.lora.quantize_base
         self.model = load_to_infer(spec, device, in_4_bits=in_4_bits)
         self._lm = HFLM(pretrained=self.model, tokenizer=tokenizer, batch_size=spec.batch_size)

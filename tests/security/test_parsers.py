@@ -57,6 +57,7 @@ CHILD = "the answer of a child process"
 BODY = "the body of a request, whose size, values and levels are bounded by `http.received`"
 BOUNDED = "a file of at most 1 MiB"
 JSON = {
+    "jobs.cancel_orders._order": OURS,
     "jobs.ownership._read": OURS,
     "jobs.reader.JobReader.evaluations": OURS,
     "jobs.row_mapping._progress": OURS,
@@ -183,6 +184,18 @@ def test_json_is_parsed_where_something_bounds_it() -> None:
 
 def test_libraries_of_formats_are_imported_by_the_reader_program_only() -> None:
     assert format_libraries() == LIBRARIES
+
+
+def test_chat_templates_are_rendered_within_limits_only() -> None:
+    found = {
+        module
+        for module, path in modules().items()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "apply_chat_template"
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("work", "self"))
+    }
+    assert found == {"recipes.data.templates"}
 
 
 def test_functions_that_read_rows_are_given_to_a_call_and_not_called() -> None:

@@ -1,4 +1,4 @@
-"""Chat templates of models: a preflight renders them, within its limits of memory and time."""
+"""Chat templates of models: preflights and previews render them, within their limits of memory and time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.contract.service import TrainingService, refusal, running_service
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.contract
-PREFLIGHT = "/post-training/preflight"
+PREFLIGHT, PREVIEW = "/post-training/preflight", "/post-training/preview"
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +34,23 @@ def model_with(path: Path, template: str) -> str:
     return str(path)
 
 
-def test_a_chat_template_that_takes_gigabytes_is_refused_with_the_limits_name(
-    service: TrainingService, tmp_path: Path
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("{% set x = 'a' * (7 * 1024**3) %}{{ x | length }}", "takes more than 1024 MiB of memory to write one"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "takes more than 10 s of CPU",
+        ),
+    ],
+    ids=["memory", "loop"],
+)
+@pytest.mark.parametrize("path", [PREFLIGHT, PREVIEW])
+def test_a_chat_template_that_takes_too_much_is_refused_by_its_name(
+    service: TrainingService, tmp_path: Path, path: str, template: str, sentence: str
 ) -> None:
-    hungry = model_with(tmp_path / "model", "{% set x = 'a' * (7 * 1024**3) %}{{ x | length }}")
-    answer = service.session.post(
-        f"{service.url}/v1{PREFLIGHT}", json=sft("hungry", "questions", model=hungry), timeout=120
-    )
-    assert "more than 1024 MiB of memory (preflight_memory_mb" in refusal(answer)
+    hungry = model_with(tmp_path / "model", template)
+    answer = service.session.post(f"{service.url}/v1{path}", json=sft("hungry", "questions", model=hungry), timeout=120)
+    assert f"the chat template of '{hungry}' {sentence}" in refusal(answer)
     answer = service.session.post(f"{service.url}/v1{PREFLIGHT}", json=sft("usual", "questions"), timeout=120)
     assert answer.status_code == 200, answer.text

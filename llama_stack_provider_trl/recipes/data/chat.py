@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.rows import Message
+from .templates import rendered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -116,9 +117,7 @@ class Chat:
             return None
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        return rendered(self.tokenizer, messages, add_generation_prompt=add_generation_prompt)
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
         """Ids of rendered texts: the template has already written the special tokens."""

@@ -10,6 +10,7 @@ from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import SamplesSpec
 from .chat import call_tokenizer, default_chat_template
+from .templates import rendered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,9 +33,7 @@ def encode_prompts(samples: SamplesSpec, tokenizer: PreTrainedTokenizerBase, pos
         name = f"provider_options.samples.prompts[{number}]"
         turns = [message.model_dump() for message in prompt]
         try:
-            text = tokenizer.apply_chat_template(
-                turns, chat_template=template, tokenize=False, add_generation_prompt=True
-            )
+            text = rendered(tokenizer, turns, chat_template=template, add_generation_prompt=True)
         except (TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(message.role for message in prompt)
             raise JobFailure(

@@ -1,0 +1,153 @@
+"""Chat templates that loop, recurse or grow: a sentence that names the template, wherever it is rendered."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jinja2 import TemplateError
+from transformers import AutoTokenizer
+
+from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.recipes.data import templates
+from llama_stack_provider_trl.recipes.data.templates import limit, rendered
+from llama_stack_provider_trl.specs.events import Failed, Reason
+from llama_stack_provider_trl.specs.rows import Message
+from tests.contract.payloads import QUESTIONS
+from tests.tiny import tiny_model
+from tests.training import job_spec, of_kind, run
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+TURNS: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+SLOW = {
+    "loops": LOOP,
+    "macros": "{% macro f(n) %}{% for i in range(9) %}{{ f(n-1) if n else '' }}{% endfor %}{% endmacro %}{{ f(50) }}",
+    "text": "{% for i in range(90000) %}{% for j in range(90000) %}x{% endfor %}{% endfor %}",
+}
+LARGE = {
+    "doubling": "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x * 2 %}{% endfor %}{{ n.x }}",
+    "repeated": "{{ 'a' * 10**10 }}",
+    "list": "{{ ([0] * 10**10) | length }}",
+    "centred": "{{ 'x' | center(10**11) }}",
+    "format": "{{ '%0999999999999d' % 3 }}",
+    "method": "{{ '{:>99999999999}'.format(3) }}",
+}
+REFUSED = {
+    "range": ("{% for i in range(10**12) %}{% endfor %}", "Range too big"),
+    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself too deeply"),
+    "zero": ("{{ 1 / 0 }}", "ZeroDivisionError"),
+    "power": ("{{ 10**(10**9) }}", "a number of 4000000000 bits"),
+    "squares": (
+        "{% set n = namespace(x=10) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}{{ n.x }}",
+        "bits, at most 4096",
+    ),
+}
+
+
+@pytest.fixture
+def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(templates, "SECONDS", 0.5)
+    return AutoTokenizer.from_pretrained(tiny_model())
+
+
+def nothing_stays(before: tuple[int, int]) -> bool:
+    return resource.getrlimit(resource.RLIMIT_DATA) == before and not templates._watch._watched
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_a_template_that_does_not_end_is_ended_and_named(tokenizer: Any, name: str) -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    tokenizer.chat_template = SLOW[name]
+    with pytest.raises(JobFailure, match=r"the chat template of '.*' takes more than 0.5 s of CPU time") as caught:
+        rendered(tokenizer, TURNS)
+    assert caught.value.reason == Reason.invalid_model
+    assert nothing_stays(before)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_template_that_grows_is_ended_and_named(tokenizer: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "SECONDS", 60.0)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    tokenizer.chat_template = LARGE[name]
+    with pytest.raises(JobFailure, match=r"the chat template of '.*' takes more than 1024 MiB of memory"):
+        rendered(tokenizer, TURNS)
+    assert nothing_stays(before)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_error_of_a_template_is_one_that_callers_report(tokenizer: Any, name: str) -> None:
+    tokenizer.chat_template, sentence = REFUSED[name]
+    with pytest.raises((TemplateError, TypeError, ValueError), match=sentence):
+        rendered(tokenizer, TURNS)
+
+
+def test_a_text_that_is_too_long_is_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "MOST_TEXT", 1000)
+    tokenizer.chat_template = "{{ 'a' * 2000 }}"
+    with pytest.raises(JobFailure, match="takes 2000 characters for one conversation, expected at most 1000"):
+        rendered(tokenizer, TURNS)
+
+
+def test_a_thread_that_is_not_the_main_one_is_watched_too(tokenizer: Any) -> None:
+    tokenizer.chat_template = LOOP
+    found: list[str] = []
+
+    def render() -> None:
+        try:
+            rendered(tokenizer, TURNS)
+        except JobFailure as error:
+            found.append(error.message)
+
+    thread = threading.Thread(target=render, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert "more than 0.5 s of CPU time" in found[0]
+
+
+def test_what_follows_a_text_is_not_ended_in_its_place(tokenizer: Any) -> None:
+    rendered(tokenizer, TURNS)
+    end = time.thread_time() + 1.5
+    while time.thread_time() < end:  # longer than the limit
+        pass
+    assert rendered(tokenizer, TURNS)
+
+
+def test_usual_arithmetic_of_templates_stays(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ 3 * 4 }} {{ 2 ** 3 }} {{ 5 * '-' }} {{ 2.5 ** 2 }}"
+    assert rendered(tokenizer, TURNS) == "12 8 ----- 6.25"
+
+
+def test_a_tokenizer_of_a_library_is_limited_too(tokenizer: Any) -> None:
+    limit(tokenizer)
+    assert "a" in tokenizer.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True)
+    tokenizer.chat_template = LOOP
+    with pytest.raises(JobFailure, match=r"takes more than 0\.5 s"):
+        tokenizer.apply_chat_template(TURNS, tokenize=False)
+
+
+def model_with(path: Path, template: str) -> Path:
+    shutil.copytree(tiny_model(), path)
+    settings = path / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": template}))
+    (path / "chat_template.jinja").write_text(template)
+    return path
+
+
+@pytest.mark.parametrize("template", [LOOP, LARGE["repeated"]], ids=["loop", "repeated"])
+def test_a_training_ends_with_the_templates_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    monkeypatch.setattr(templates, "SECONDS", 0.5)
+    model = model_with(tmp_path / "model", template)
+    status, events = run(tmp_path / "run", job_spec(tmp_path, model, rows=QUESTIONS))
+    assert status == 1
+    (failed,) = of_kind(events, Failed)
+    assert failed.reason is Reason.invalid_model
+    assert f"the chat template of '{model}' takes more than" in failed.message
