@@ -17,7 +17,17 @@ from .cluster.credentials import NodeCredentials
 from .context import Service
 from .http.errors import describe, handle_errors
 from .metrics.registry import Latency
-from .pages import assets, compare_pages, data_pages, job_pages, list_pages, login, new_job_pages, node_pages
+from .pages import (
+    assets,
+    call_pages,
+    compare_pages,
+    data_pages,
+    job_pages,
+    list_pages,
+    login,
+    new_job_pages,
+    node_pages,
+)
 from .routes import agents, datasets, job_files, jobs, live, nodes, pools, tokens
 from .routes.service import pages
 from .routes.service import router as service_router
@@ -25,6 +35,7 @@ from .security.access import CALLER, Caller
 from .security.audit import Refusals
 from .security.auth import AnyOf, Authenticate, Authenticator, ConfiguredTokens, Gate
 from .security.sessions import KnownTokens, Sessions
+from .security.streams import add_streams
 from .settings import ServiceSettings
 from .stored_jobs import StoredJobs
 
@@ -65,7 +76,17 @@ def make_app(service: Service) -> FastAPI:
         pages,
         *(
             each.router
-            for each in (assets, login, list_pages, job_pages, node_pages, data_pages, compare_pages, new_job_pages)
+            for each in (
+                assets,
+                login,
+                list_pages,
+                job_pages,
+                node_pages,
+                data_pages,
+                compare_pages,
+                new_job_pages,
+                call_pages,
+            )
         ),
     ):
         _include(app, router, "")
@@ -111,6 +132,7 @@ def _guarded(
     """
     settings: ServiceSettings = app.state.service.settings
     app.router.default = _unknown_path
+    add_streams(app.state, settings.max_streams)
     app.state.sessions = Sessions(DataDir(settings.data_dir).sessions, with_sessions)
     app.state.authenticator = Authenticator(known, app.state.sessions)
     app.add_middleware(Gate, settings=settings, authenticator=app.state.authenticator, refusals=refusals)

@@ -205,6 +205,8 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     max_connections: int | None = Field(None, ge=8, le=60_000)
     """Connections at a time; null: three quarters of the open files that the process may have beyond a reserve of
     256, 4096 at most."""
+    max_streams: int = Field(128, ge=1, le=60_000)
+    """Event streams and downloads at a time of one token, and of one address but loopback; more is a 429."""
     check_cpu_seconds: float = Field(20.0, gt=0, le=10**6)
     """CPU seconds per minute that checks of patterns, schemas, rows, tokenizers and packages' methods may take for the
     requests of one token; more is a 429. Without tokens there is no limit."""

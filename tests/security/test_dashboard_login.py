@@ -191,7 +191,7 @@ def test_a_session_changes_nothing_below_v1(admin: Browser, service: Guarded) ->
         assert (answer.status_code, "only reads" in answer.text) == (403, True)
     assert admin.session.put(f"{service.url}/v1/blobs/{'0' * 64}", data=b"x", timeout=30).status_code == 403
     assert admin.get("/v1/post-training/jobs/waiting/status").status_code == 200
-    assert admin.get("/docs").status_code == 403
+    assert admin.get("/docs").status_code == 200
     assert service.state("waiting") in WAITS
 
 

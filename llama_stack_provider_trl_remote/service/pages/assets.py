@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fastapi import APIRouter, Request, Response
-from starlette.responses import FileResponse
 
 from ..http.errors import NotFound
 from ..security.access import ANYONE
+from ..security.streams import CountedFile
 from .route import PageRoute
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
@@ -75,4 +75,4 @@ async def static_file(request: Request, name: str) -> Response:
         headers["Cache-Control"] = "max-age=31536000, immutable"
     if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
-    return FileResponse(asset.path, headers=headers, media_type=_TYPES[asset.path.suffix])
+    return CountedFile(asset.path, headers=headers, media_type=_TYPES[asset.path.suffix])

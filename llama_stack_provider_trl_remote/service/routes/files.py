@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
+from ..security.streams import CountedStream
 from ..views.checkpoints import Opener, requested_range
 
 OCTETS = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
@@ -43,7 +44,7 @@ def file_response(
     if part is not None:
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
     status = 200 if part is None else 206
-    return StreamingResponse(_pieces(opener, start, stop), status, headers=headers, media_type=media_type)
+    return CountedStream(_pieces(opener, start, stop), status, headers=headers, media_type=media_type)
 
 
 async def _pieces(opener: Opener, start: int, stop: int) -> AsyncIterator[bytes]:

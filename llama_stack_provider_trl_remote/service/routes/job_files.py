@@ -8,7 +8,6 @@ from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Response
-from starlette.responses import StreamingResponse
 
 from llama_stack_provider_trl.jobs.ownership import Ownership
 from llama_stack_provider_trl.stack.responses import checkpoint_response
@@ -17,6 +16,7 @@ from ..context import Stored
 from ..http.bodies import CheckpointFiles, EventLine, EventsResponse, ListCheckpointsResponse, MetricsResponse, Point
 from ..http.errors import declared
 from ..security.access import TASK_JOB, USERS, GuardedRoute
+from ..security.streams import CountedStream
 from ..stored_jobs import StoredJobs
 from ..views.answers import find_answers
 from ..views.checkpoints import find_file, list_files
@@ -56,7 +56,7 @@ async def job_events(
     page = await asyncio.to_thread(read_page, service.store, job_uuid, begin, 1 if streams else limit)
     if streams:
         body = service.feeds.stream(job_uuid, begin, service.stopping)
-        return StreamingResponse(body, media_type=_STREAM, headers={"Cache-Control": "no-store"})
+        return CountedStream(body, media_type=_STREAM, headers={"Cache-Control": "no-store"})
     data = [EventLine(id=str(line.cursor), event=parsed(line)) for line in page.lines]
     return as_json(EventsResponse(data=data, next=str(page.next)))
 

@@ -6,7 +6,6 @@ import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Response
-from starlette.responses import StreamingResponse
 
 from llama_stack_provider_trl.errors import InvalidRequest
 
@@ -15,6 +14,7 @@ from ..http.bodies import JobStateRow, JobStatesResponse, SeriesResponse
 from ..http.errors import declared
 from ..http.samples import SamplesResponse
 from ..security.access import USERS, GuardedRoute
+from ..security.streams import CountedStream
 from ..views.events import Cursor, read_page, read_states
 from ..views.samples import list_samples
 from ..views.series import LAST_STEP, read_series
@@ -56,7 +56,7 @@ async def events_of_jobs(
         for name, cursor in zip(job, begin, strict=True):
             await asyncio.to_thread(read_page, service.store, name, cursor, 1)
         body = service.feeds.streams(job, begin, service.stopping)
-        return StreamingResponse(body, media_type=_STREAM, headers={"Cache-Control": "no-store"})
+        return CountedStream(body, media_type=_STREAM, headers={"Cache-Control": "no-store"})
     rows = [JobStateRow(job_uuid=name, state=state) for name, state in zip(job, states, strict=True)]
     return as_json(JobStatesResponse(data=rows, next="~".join(map(str, ends))))
 

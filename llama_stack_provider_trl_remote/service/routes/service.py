@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from fastapi import APIRouter, HTTPException, Request, Response
-from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
 
 from llama_stack_provider_trl import __version__
@@ -13,7 +12,7 @@ from llama_stack_provider_trl import __version__
 from ..context import Context
 from ..http.bodies import Health
 from ..http.errors import declared
-from ..security.access import ANYONE, READERS, USERS, CurrentCaller, GuardedRoute
+from ..security.access import ANYONE, READERS, USERS, GuardedRoute
 from .jobs import as_json
 
 router = APIRouter(route_class=GuardedRoute, tags=["service"])
@@ -38,13 +37,3 @@ async def metrics(service: Context, request: Request) -> Response:
 async def openapi(request: Request) -> Response:
     """The description of every call, for programs."""
     return JSONResponse(request.app.openapi())
-
-
-@pages.get("/docs", dependencies=[USERS], include_in_schema=False)
-async def docs(request: Request, caller: CurrentCaller) -> Response:
-    """The description of every call, for a browser. It loads scripts of another site, which no session may meet."""
-    if caller.session:
-        raise HTTPException(
-            403, "this page loads scripts of another site: open it without a login, or read /openapi.json"
-        )
-    return get_swagger_ui_html(openapi_url="/openapi.json", title=request.app.title)

@@ -11,6 +11,7 @@ import hmac
 import ipaddress
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
+from typing import NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 from starlette.datastructures import Headers
@@ -28,6 +29,7 @@ from .audit import Refusal, Refusals
 from .limits import Bucket, Failures
 from .recording import RECORDED
 from .sessions import Sessions, cookies_of
+from .streams import COUNTED
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _PARAMETERS = 1000
@@ -39,6 +41,8 @@ _UNKNOWN_DRAIN_SECONDS = 1.0
 """For a caller without a known token."""
 _CHECK_SECONDS = 0.5
 """Seconds between checks of whether the token of a running answer is still valid."""
+_PORTS = {"http": 80, "https": 443}
+_POLICY = (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'")
 _BEARER = {"WWW-Authenticate": "Bearer"}
 _KINDS: dict[Role | None, Kind] = {
     **{None: "unknown", "metrics": "user", "submit": "user", "node": "node", "admin": "admin"}
@@ -157,7 +161,8 @@ class Gate:
         self.app = app
         self._authenticator = authenticator
         self._refusals = refusals
-        self._hosts = LOOPBACK_NAMES | {name.lower() for name in settings.allowed_hosts}
+        self._allowed_hosts = {name.lower() for name in settings.allowed_hosts}
+        self._hosts = LOOPBACK_NAMES | self._allowed_hosts
         # DNS rebinding needs a name. Beyond loopback our clients use addresses, so an address as such is accepted.
         self._addresses_pass = not settings.on_loopback
 
@@ -166,21 +171,21 @@ class Gate:
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
         scope[BODY] = body = Body(receive, headers)
-        answer = ResponseState(send)
+        answer = ResponseState(scope, send)
 
         async def draining(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._note(scope, message["status"])
                 if message["status"] >= 400:
                     await _drain(scope, body)
-                # Logs and files of trainings are on the same origin as the pages.
-                message["headers"] = [*message.get("headers", ()), (b"x-content-type-options", b"nosniff")]
+                message["headers"] = with_policy(message.get("headers", ()))
             await answer.send(message)
 
         try:
             _check_names(scope)
             _check_length(headers)
-            self._check_origin(headers)
+            self._check_host(headers)
+            self._check_origin(scope, headers)
             scope[CALLER] = caller = self._authenticator.of_request(scope, headers)
             identify(scope, _KINDS[caller.role], caller.name)
             if caller.check is None:
@@ -209,9 +214,8 @@ class Gate:
             return
         self._refusals.add(Refusal(status=status, method=scope["method"][:16], route=scope.get(ROUTE), **sender(scope)))
 
-    def _check_origin(self, headers: Headers) -> None:
-        """Refuse foreign pages: a browser can be made to call the service by a name that resolves to it, or by a
-        form."""
+    def _check_host(self, headers: Headers) -> None:
+        """Refuse names that are not the service's: one of a foreign page may resolve to its address."""
         host = headers.get("host", "")
         if not self._known(_name(host)):
             raise Refused(
@@ -219,9 +223,27 @@ class Gate:
                 f"the Host header is {host[:100]!r}, expected one of {', '.join(sorted(self._hosts))}: call the "
                 "service by one of these, or add the name to allowed_hosts in the service's configuration",
             )
-        origin = headers.get("origin")
-        if origin is not None and not self._known(_name(_authority(origin))):
-            raise Refused(403, f"a page of {origin[:100]!r} may not call this service: only its own pages may")
+
+    def _check_origin(self, scope: Scope, headers: Headers) -> None:
+        """Refuse pages of another origin, be it another port of the same host: a browser sends their forms and requests
+        with the user's address, which is all that a service without tokens checks."""
+        origin, host = headers.get("origin"), headers.get("host", "")
+        if origin is not None and _origin(origin) not in self._own_origins(scope, host):
+            raise Refused(
+                403,
+                f"a page of {origin[:100]!r} may not call this service, only its own pages may: open them by the "
+                "address that the request is sent to",
+            )
+        site = headers.get("sec-fetch-site", "none").lower()
+        if site not in ("none", "same-origin") and not _opens_page(scope["method"], headers):
+            raise Refused(403, f"a page of another origin ({site[:20]!r}) may link to this service, and not call it")
+
+    def _own_origins(self, scope: Scope, host: str) -> set[_Origin | None]:
+        """The origins that a page of this service has, by the Host header of its request."""
+        schemes = [scope.get("scheme", "http")]
+        if _name(host) in self._allowed_hosts:
+            schemes.append("https")  # a proxy that serves TLS under this name
+        return {_origin(f"{scheme}://{host}") for scheme in schemes} - {None}
 
     def _known(self, name: str) -> bool:
         return name in self._hosts or (self._addresses_pass and _is_address(name))
@@ -230,8 +252,8 @@ class Gate:
 class ResponseState:
     """The state of the answer to a request."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope, self._send = scope, send
         self.begun = self.ended = False
         self._has_length = False
 
@@ -241,6 +263,8 @@ class ResponseState:
             self._has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
         elif not message.get("more_body"):
             self.ended = True
+        elif COUNTED not in self._scope:
+            raise RuntimeError("an answer in parts counts for its caller: send a CountedStream or a CountedFile")
         await self._send(message)
 
     async def end(self) -> None:
@@ -334,12 +358,38 @@ async def _drain(scope: Scope, body: Body) -> None:
         scope[DRAINING] = False
 
 
-def _authority(origin: str) -> str:
-    """`Origin` without its scheme; empty where it is malformed."""
+class _Origin(NamedTuple):
+    scheme: str
+    name: str
+    port: int
+
+
+def _origin(text: str) -> _Origin | None:
+    """An origin by its parts; None: it is malformed, or `null`."""
     try:
-        return urlsplit(origin).netloc if "//" in origin else origin
-    except ValueError:  # http://[
-        return ""
+        parts = urlsplit(text.strip().lower())
+        port = parts.port
+    except ValueError:  # http://[, http://localhost:x
+        return None
+    is_origin = parts.scheme in _PORTS and parts.hostname and (parts.path, parts.query, parts.fragment) == ("", "", "")
+    if not is_origin or "@" in parts.netloc:
+        return None
+    return _Origin(parts.scheme, parts.hostname or "", _PORTS[parts.scheme] if port is None else port)
+
+
+def _opens_page(method: str, headers: Headers) -> bool:
+    """Whether a browser follows a link to a page of the service."""
+    navigates = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+    return method in ("GET", "HEAD") and navigates
+
+
+def with_policy(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Headers of an answer, with those that every answer has. Pages have a policy of their own; where logs, files or
+    descriptions are opened in its place, nothing runs and nothing is loaded."""
+    given = list(headers)
+    if not any(name.lower() == _POLICY[0] for name, _ in given):
+        given.append(_POLICY)
+    return [*given, (b"x-content-type-options", b"nosniff")]
 
 
 def _name(host: str) -> str:
@@ -361,5 +411,6 @@ def _is_address(name: str) -> bool:
 async def _answer(send: Send, refusal: Refused) -> None:
     headers, body = raw_answer(refusal.status_code, str(refusal.detail))
     headers += [(name.lower().encode(), value.encode()) for name, value in (refusal.headers or {}).items()]
+    headers = with_policy(headers)
     await send({"type": "http.response.start", "status": refusal.status_code, "headers": headers})
     await send({"type": "http.response.body", "body": body})
