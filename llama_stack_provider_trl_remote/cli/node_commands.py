@@ -205,6 +205,14 @@ def agent(command: argparse.ArgumentParser) -> None:
         help="the owner, whose processes count (TRL_NODE_LOANED_USER; all but the agent's and its trainings')",
     )
     command.add_argument(
+        "--trust-remote-code",
+        action="append",
+        default=[],
+        metavar="MODEL",
+        help="a model whose own code may run here, a directory or ORG/NAME@REVISION (TRL_NODE_TRUST_REMOTE_CODE, with "
+        "commas; none); repeat it",
+    )
+    command.add_argument(
         "--upload-mb-per-s", type=_rate, metavar="MIB", help="MiB per second for checkpoints (as fast as they go)"
     )
     command.add_argument(

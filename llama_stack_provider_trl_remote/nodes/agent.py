@@ -15,7 +15,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -48,6 +48,7 @@ from ..wire import (
 )
 from . import task
 from .calls import GONE, is_gone
+from .consent import NoConsent, check_consent
 from .credential import CredentialFile
 from .identity import ADDRESS, NodeError
 from .localize import check_order
@@ -100,6 +101,7 @@ class Agent:
         heartbeat_interval: seconds after which a poll without an answer is replaced by the next one.
         models: the models of this node; None: those in `data_dir` and the cache of this process's environment.
         owner: measures the load of this machine's owner; None: it is not loaned.
+        trusted: models whose own code may run here.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Agent:
         heartbeat_interval: float = POLL_SECONDS,
         models: Models | None = None,
         owner: OwnerLoad | None = None,
+        trusted: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -125,6 +128,7 @@ class Agent:
         self._launcher = launcher or LocalLauncher()
         self._clock, self._sleep = clock, sleep
         self._heartbeat_interval, self._owner = heartbeat_interval, owner
+        self._trusted = tuple(trusted)
         self._tasks: dict[str, NodeTask] = {}
         self._refused: dict[str, TaskReport] = {}
         """Tasks whose orders are not followed."""
@@ -351,15 +355,19 @@ class Agent:
         wanted = {order.task_id: order for order in orders.tasks}
         self._refused = {task_id: report for task_id, report in self._refused.items() if task_id in wanted}
         for task_id, order in wanted.items():
+            assert self._reported[1] is not None
             try:
                 check_order(order)
+                check_consent(order, self._trusted, self._reported[1].cpus)
             except InvalidRequest as error:
                 self._refuse(order, str(error))
+                continue
+            except NoConsent as error:
+                self._refuse(order, str(error), is_lasting=True)
                 continue
             known = self._tasks.get(task_id)
             if known is None:
                 log.info("task %s: %s on %s", task_id, order.stage, ", ".join(order.devices))
-                assert self._reported[1] is not None
                 self._tasks[task_id] = new = NodeTask(self._node(self._reported[1]), order)
                 new.begin()
             else:
@@ -369,14 +377,22 @@ class Agent:
             known.forgotten = True
             known.end("the service has no such task here")
 
-    def _refuse(self, order: TaskOrder, why: str) -> None:
-        """Refuse an order: nothing of the task is here, or it stays unchanged."""
+    def _refuse(self, order: TaskOrder, why: str, is_lasting: bool = False) -> None:
+        """Refuse an order: nothing of the task is here, or it stays unchanged.
+
+        Args:
+            is_lasting: another attempt of the job here is refused, too.
+        """
         is_over = order.stage is Stage.stop
         progress = StageProgress.done if is_over else StageProgress.failed
         if order.task_id not in self._refused:
             log.error("task %s is refused: %s", order.task_id[:200], why)
         self._refused[order.task_id] = TaskReport(
-            task_id=order.task_id, stage=order.stage, progress=progress, error="" if is_over else why
+            task_id=order.task_id,
+            stage=order.stage,
+            progress=progress,
+            error="" if is_over else why,
+            lasting=is_lasting and not is_over,
         )
         self._news.set()
 

@@ -9,11 +9,13 @@ import pwd
 import signal
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import cast, get_args
+
+from pydantic import TypeAdapter, ValidationError
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.launch.devices import usable_devices
@@ -21,6 +23,7 @@ from llama_stack_provider_trl.launch.isolation import Isolation, Mode, isolate
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.runner import Limits
 from llama_stack_provider_trl.launch.warm_processes import WarmProcesses
+from llama_stack_provider_trl.requests.settings import TrustedModel
 from llama_stack_provider_trl.system.console import show_lines
 from llama_stack_provider_trl.system.data_dir import NodeDir
 from llama_stack_provider_trl.system.logs import LogLevel, Unsent, start_logging
@@ -30,6 +33,7 @@ from llama_stack_provider_trl.system.process import hide_from_other_processes, u
 from ..wire import POLL_SECONDS
 from .agent import Agent
 from .calls import NodeClient, Pace
+from .consent import OPTION
 from .discovery.mdns import announce, require_zeroconf
 from .discovery.sightings import Sighting, machine_hash
 from .identity import DEFAULT_DATA_DIR, NodeError, machine_id, node_name, node_report, reachable_address
@@ -80,6 +84,8 @@ class NodeSettings:
     """Whether it is announced on the local network by mDNS."""
     loan: LoanTerms | None = None
     """When it takes jobs, of a machine that is loaned; None: at any time."""
+    trust_remote_code: tuple[str, ...] = ()
+    """Models whose own code may run here: directories, or ORG/NAME@REVISION."""
     check_path: bool = True
     """Whether the agent does not start where another user could put something into its data directory."""
     tls: ssl.SSLContext | None = None
@@ -127,6 +133,7 @@ def make_agent(settings: NodeSettings, environ: Mapping[str, str] = os.environ) 
         heartbeat_interval=settings.heartbeat_interval,
         models=models,
         owner=None if settings.loan is None else OwnerWatch(settings.loan),
+        trusted=settings.trust_remote_code,
     )
 
 
@@ -154,6 +161,7 @@ def worker_settings(
     loaned_max_load: str | None = None,
     loaned_idle_seconds: str | None = None,
     loaned_user: str | None = None,
+    trust_remote_code: Sequence[str] = (),
 ) -> NodeSettings:
     """Settings of a worker, from its command line and its environment.
 
@@ -192,6 +200,7 @@ def worker_settings(
         ollama=switch("ollama", ollama or environ.get("TRL_NODE_OLLAMA") or "on"),
         announce=switch("announce", announce or environ.get("TRL_NODE_ANNOUNCE") or "off"),
         check_path=_checks_path(environ),
+        trust_remote_code=_trusted(trust_remote_code or environ.get("TRL_NODE_TRUST_REMOTE_CODE", "").split(",")),
         limits=Limits(processes=4096),
         loan=_loan(environ, loaned, loaned_max_load, loaned_idle_seconds, loaned_user),
     )
@@ -263,6 +272,16 @@ def _level(text: str) -> LogLevel:
     if text not in get_args(LogLevel):
         raise NodeError(f"log_level={text!r}: use {', '.join(get_args(LogLevel))} (--log-level, TRL_NODE_LOG_LEVEL)")
     return cast(LogLevel, text)
+
+
+def _trusted(entries: Sequence[str]) -> tuple[str, ...]:
+    """Models whose own code may run. Raises NodeError."""
+    try:
+        return TypeAdapter(tuple[TrustedModel, ...]).validate_python(
+            [entry.strip() for entry in entries if entry.strip()]
+        )
+    except ValidationError as error:
+        raise NodeError(f"{OPTION}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
 
 
 def _checks_path(environ: Mapping[str, str]) -> bool:

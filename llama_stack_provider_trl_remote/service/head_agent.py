@@ -51,6 +51,7 @@ def _agent(service: Service, port: int) -> Agent:
             python=str(settings.train_python) if settings.train_python else None,
             isolation=service.isolation,
             limits=service.limits,
+            trust_remote_code=settings.trust_remote_code,
             warm=service.warm,
             ollama=switch("ollama", os.environ.get("TRL_NODE_OLLAMA") or "on"),
             tls=None if settings.tls_cert is None else trusting(settings.tls_cert),

@@ -79,6 +79,7 @@ class World:
         self.heartbeat_interval = 60.0
         self.unsent = Unsent()
         self.owner: FakeOwner | None = None
+        self.trusted: tuple[str, ...] = ()
 
     def agent(self) -> Agent:
         return Agent(
@@ -90,6 +91,7 @@ class World:
             unsent=self.unsent,
             heartbeat_interval=self.heartbeat_interval,
             owner=self.owner,
+            trusted=self.trusted,
             clock=self.clock,
             sleep=self.sleep,
         )

@@ -1,0 +1,70 @@
+"""What the operator of a node has agreed to: an order that asks for more is refused, whoever sends it.
+
+The service decides about its own machine only. Another machine runs the code of a model where its own operator has
+named that model, and starts as many processes as it has cores or GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llama_stack_provider_trl.errors import TrlError
+
+from ..wire import TaskOrder
+
+OPTION = "--trust-remote-code, TRL_NODE_TRUST_REMOTE_CODE"
+
+
+class NoConsent(TrlError):
+    """Raised when an order asks for what this node's operator has not agreed to."""
+
+
+def check_consent(order: TaskOrder, trusted: Sequence[str], cpus: int) -> None:
+    """Check an order before anything of it is followed.
+
+    Args:
+        trusted: models whose own code may run here, as `JobSettings.trust_remote_code` has them.
+        cpus: of this machine.
+
+    Raises:
+        NoConsent: states what is missing.
+    """
+    for model, revision in _models_with_code(order.spec):
+        if not any(_names(entry, model, revision) for entry in trusted):
+            name = f"{model}@{revision}" if revision and not model.startswith("/") else model
+            raise NoConsent(
+                f"the job runs code that comes with the model {name[:200]}, and this node's operator has not agreed to "
+                f"that: start its agent with the model, as a directory or ORG/NAME@REVISION, in {OPTION}, or have the "
+                "job on another node (`labels`)"
+            )
+    kinds = {device.partition(":")[0] for device in order.devices}
+    most, what = (len(order.devices), "GPUs of the order") if kinds == {"cuda"} else (cpus, "CPU cores")
+    if not 0 < order.ranks <= max(1, most):
+        raise NoConsent(
+            f"the job starts {order.ranks} processes here, and this node has {most} {what}: set `nproc_per_node` to at "
+            f"most {most}"
+        )
+
+
+def _models_with_code(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Model and revision of each part of a specification, at any depth, that asks for a model's own code."""
+    job = spec.get("job")
+    own = job.get("model") if isinstance(job, dict) else None
+    left: list[Any] = [spec]
+    while left:
+        found = left.pop()
+        if isinstance(found, dict):
+            if found.get("trust_remote_code"):
+                yield str(found.get("model") or own or ""), str(found.get("revision") or "")
+            left += found.values()
+        elif isinstance(found, list | tuple):
+            left += found
+
+
+def _names(entry: str, model: str, revision: str) -> bool:
+    """Whether an entry of the operator's list names a model."""
+    if entry.startswith(("/", "~")):
+        return model.startswith("/") and Path(entry).expanduser().resolve() == Path(model).resolve()
+    return entry == f"{model}@{revision}"
