@@ -10,6 +10,8 @@ from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
 
 from .client import ServiceClient, job_path
 
+_MOST_LINE = 32 << 20
+"""Bytes of an answer to a prompt, which is a row of at most 16 MiB and its answer."""
 _PAUSES = (0.25, 0.5, 1.0, 2.0)
 """Seconds before each further try that has received nothing."""
 
@@ -25,6 +27,8 @@ async def answer_lines(client: ServiceClient, job_uuid: str) -> AsyncGenerator[b
     async with aclosing(_pieces(client, job_path(job_uuid, "/answers"))) as pieces:
         async for piece in pieces:
             *lines, rest = (rest + piece).split(b"\n") if b"\n" in piece else (rest + piece,)
+            if len(rest) > _MOST_LINE:
+                raise client.endless(f"an answer to a prompt of more than {_MOST_LINE >> 20} MiB")
             for line in lines:
                 yield line
 

@@ -48,6 +48,16 @@ SLOWEST_DISK = 32 << 20
 """Lowest speed at which the service forces an upload to its disk before it answers, in bytes per second."""
 log = logging.getLogger(__name__)
 _CHUNK = 1 << 18
+MIB = 1 << 20
+_MOST_ERROR = MIB
+"""Bytes of an answer that is an error."""
+_MOST_DETAIL = 4096
+"""Characters of its message."""
+MOST_EVENT = 8 * MIB
+"""Bytes of a server-sent event; the service sends 2 MiB at most."""
+_VALUE_BYTES = 16
+"""Bytes of JSON for each value, at the least, on average over an answer: an empty object has 3 and takes 64 in
+memory."""
 _BUSY = (502, 503, 504)
 _NO_TLS = {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"}
 """OpenSSL's names, by version, for an answer in plain text."""
@@ -95,12 +105,17 @@ class ServiceClient:
     each of `pauses`. A refused connection sent nothing, so every request is repeated then. A timeout is not: the caller
     has waited long enough. The exception is `submit`, since the service may have a large dataset to check.
 
+    Nothing that the service sends is received without a limit, since another program may listen in its place.
+
     Args:
         url: address of the service, as `address.checked_url` returns it.
         token: sent as a bearer token.
         pauses: seconds before each repetition.
         tls: trusted certificates for an https address; None: those of the system.
     """
+
+    most_answer = 64 * MIB
+    """Bytes of an answer; files and streams have limits of their own."""
 
     def __init__(
         self,
@@ -123,7 +138,7 @@ class ServiceClient:
         began = time.monotonic()
         while True:
             try:
-                return _json(self.url, await self._call("POST", path, repeat=True, json=body))
+                return self._json_of(await self._call("POST", path, repeat=True, json=body))
             except ServiceUnreachable as error:
                 waited = time.monotonic() - began
                 if not _fell_silent(error) or waited >= self._timeouts.submit:
@@ -134,7 +149,7 @@ class ServiceClient:
 
     async def get(self, path: str, **params: Any) -> Any:
         """GET a JSON document; parameters that are None are left out."""
-        return _json(self.url, await self._call("GET", path, repeat=True, params=_given(params)))
+        return self._json_of(await self._call("GET", path, repeat=True, params=_given(params)))
 
     async def get_all(self, path: str, **params: Any) -> Any:
         """GET all pages of a list as one document."""
@@ -154,7 +169,7 @@ class ServiceClient:
     async def post(self, path: str, body: Any = None) -> Any:
         """POST a request that must not be repeated."""
         # Without a body aiohttp would declare application/octet-stream, which the service refuses.
-        return _json(self.url, await self._call("POST", path, json={} if body is None else body))
+        return self._json_of(await self._call("POST", path, json={} if body is None else body))
 
     async def delete(self, path: str) -> None:
         await self._call("DELETE", path)
@@ -215,7 +230,7 @@ class ServiceClient:
         # 0 is no limit: the time for a file depends on disk and network.
         async with self._open("GET", path, total=0, headers=headers) as response:
             if response.status not in (200, 206):
-                raise self._refusal(path, await _read(response))
+                raise self._refusal(path, await self._read(response))
             begin = start if response.status == 206 else 0
             yield begin, response.content.iter_chunked(_CHUNK), response.headers.get("ETag", "")
 
@@ -230,8 +245,10 @@ class ServiceClient:
         # 0 is no limit; the service sends a comment where it has had nothing else for 15 s.
         async with self._open("GET", path, total=0, headers=headers) as response:
             if response.status != 200:
-                raise self._refusal(path, await _read(response))
+                raise self._refusal(path, await self._read(response))
             async for event in _server_events(response.content.iter_any()):
+                if event is None:
+                    raise self.endless(f"an event of more than {MOST_EVENT // MIB} MiB")
                 yield event
 
     async def _call(self, method: str, path: str, *, repeat: bool = False, **request: Any) -> ServiceAnswer:
@@ -259,10 +276,50 @@ class ServiceClient:
     async def _once(self, method: str, path: str, *, file: Path | None = None, **request: Any) -> ServiceAnswer:
         if file is None:
             async with self._open(method, path, **request) as response:
-                return await _read(response)
+                return await self._read(response)
         with open(file, "rb") as body:
             async with self._open(method, path, data=body, **request) as response:
-                return await _read(response)
+                return await self._read(response)
+
+    async def _read(self, response: ClientResponse) -> ServiceAnswer:
+        most = self.most_answer if response.status < 300 else _MOST_ERROR
+        body = bytearray()
+        async for chunk in response.content.iter_chunked(_CHUNK):
+            body += chunk
+            if len(body) > most:
+                raise self.endless(f"an answer of more than {most // MIB} MiB")
+        offset = response.headers.get("Upload-Offset")
+        return ServiceAnswer(response.status, response.content_type, bytes(body), offset)
+
+    def parsed(self, body: bytes, most: int | None = None, kind: str = "something else") -> Any:
+        """A JSON document that the service has sent.
+
+        Args:
+            most: bytes that such a document has at most; None: those of an answer.
+            kind: of the content, for the error.
+
+        Raises:
+            ServiceUnreachable: it is none, or would take more memory than its bytes suggest.
+        """
+        values = (self.most_answer if most is None else most) // _VALUE_BYTES
+        if sum(map(body.count, (b",", b"[", b"{"))) > values:  # each takes memory of its own
+            raise self.endless(f"a document of more than {values} values")
+        try:
+            return json.loads(body)
+        except RecursionError as error:
+            raise self.endless("a document of too many levels") from error
+        except ValueError as error:
+            found = f"answered {kind} where JSON was expected"
+            raise ServiceUnreachable(self.url, found, "check that TRL_SERVICE_URL is its address") from error
+
+    def endless(self, what: str) -> ServiceUnreachable:
+        """The error of something that no service sends."""
+        advice = "check that TRL_SERVICE_URL is its address"
+        return ServiceUnreachable(self.url, f"sends {what}, which no service does", advice)
+
+    def _json_of(self, answer: ServiceAnswer) -> Any:
+        """The JSON document of an answer; None: it is empty."""
+        return self.parsed(answer.body, kind=answer.content_type) if answer.body else None
 
     @asynccontextmanager
     async def _open(
@@ -276,7 +333,11 @@ class ServiceClient:
         try:
             async with (
                 ClientSession(
-                    headers=self._headers, timeout=timeout, connector=TCPConnector(socket_factory=_watched_socket)
+                    # Nothing is unpacked: a few KiB may become GiB.
+                    headers={**self._headers, "Accept-Encoding": "identity"},
+                    auto_decompress=False,
+                    timeout=timeout,
+                    connector=TCPConnector(socket_factory=_watched_socket),
                 ) as session,
                 # Redirects would carry the token to the host that they name.
                 session.request(method, self.url + path, allow_redirects=False, ssl=self._tls, **request) as response,
@@ -317,7 +378,7 @@ class ServiceClient:
         if self._identified:
             return
         answer = await self._tries("GET", "/v1/health", repeat=True)
-        health = _json(self.url, answer)
+        health = self._json_of(answer)
         if not isinstance(health, dict) or "version" not in health:
             raise self._stranger(f"GET /v1/health gives {str(health)[:80]}")
         self._identified = True
@@ -368,13 +429,16 @@ def job_path(job_uuid: str, rest: str = "") -> str:
     return f"{JOBS}/{quote(job_uuid)}{rest}"
 
 
-async def _server_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[ServerEvent]:
-    """Events out of the bytes of a stream, without comments.
+async def _server_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[ServerEvent | None]:
+    """Events out of the bytes of a stream, without comments; None: one has no end.
 
     Not by aiohttp's `readline`, which refuses lines of 128 KiB; an event may have 2 MiB."""
     rest = b""
     async for chunk in chunks:
         *blocks, rest = (rest + chunk).split(b"\n\n")
+        if len(rest) > MOST_EVENT:
+            yield None
+            return
         for block in blocks:
             lines = (line.partition(": ") for line in block.decode(errors="replace").split("\n"))
             fields = {name: value for name, _, value in lines}
@@ -382,28 +446,13 @@ async def _server_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[ServerEv
                 yield ServerEvent(fields.get("event", ""), fields.get("id", ""), fields["data"])
 
 
-async def _read(response: ClientResponse) -> ServiceAnswer:
-    offset = response.headers.get("Upload-Offset")
-    return ServiceAnswer(response.status, response.content_type, await response.read(), offset)
-
-
-def _json(url: str, answer: ServiceAnswer) -> Any:
-    if not answer.body:
-        return None
-    try:
-        return json.loads(answer.body)
-    except ValueError as error:
-        found = f"answered {answer.content_type} where JSON was expected"
-        raise ServiceUnreachable(url, found, "check that TRL_SERVICE_URL is its address") from error
-
-
 def _detail(answer: ServiceAnswer) -> str:
     """The message of an error answer; the beginning of its text where it has none."""
     try:
         body = json.loads(answer.body)
         detail = body["detail"]
-        return detail if isinstance(detail, str) else json.dumps(detail)
-    except (ValueError, KeyError, TypeError):
+        return (detail if isinstance(detail, str) else json.dumps(detail))[:_MOST_DETAIL]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return " ".join(answer.body.decode(errors="replace").split())[:200]
 
 

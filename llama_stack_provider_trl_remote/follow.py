@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
 from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
 
-from .client import ServiceClient, job_path
+from .client import MOST_EVENT, ServiceClient, job_path
 
 ENDED = ("completed", "failed", "cancelled")
 """Statuses after which a job does not change any more."""
@@ -84,7 +83,7 @@ async def events(
                     if sent.kind == "end":
                         return
                     after = sent.id
-                    yield JobEvent(sent.id, json.loads(sent.data))
+                    yield JobEvent(sent.id, client.parsed(sent.data.encode(), MOST_EVENT))
         except (ServiceUnreachable, ServiceRefusal) as error:
             _require_temporary(error)
         await asyncio.sleep(interval)

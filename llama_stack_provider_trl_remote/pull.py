@@ -16,6 +16,8 @@ from llama_stack_provider_trl.system.files import put_in_place, resolve_under
 from .client import ServiceClient, job_path
 
 _TRIES = 5
+_MOST_OF_UNKNOWN_SIZE = 64 << 30
+"""Bytes of a file whose size the service does not list: rows by their digest."""
 
 
 class OtherBytes(ServiceUnreachable):
@@ -93,6 +95,7 @@ async def fetch(
 async def _complete(client: ServiceClient, url: str, path: Path, size: int | None, note: Callable[[int], None]) -> bool:
     """Append the missing part. Returns whether there was a part before."""
     resumed = path.exists()
+    most = _MOST_OF_UNKNOWN_SIZE if size is None else size
     for further in reversed(range(_TRIES)):
         have = path.stat().st_size if path.exists() else 0
         if size is not None and have >= size and path.exists():
@@ -101,6 +104,9 @@ async def _complete(client: ServiceClient, url: str, path: Path, size: int | Non
             async with client.download(url, have) as (start, chunks, _):
                 with open(path, "ab" if start else "wb") as out:
                     async for chunk in chunks:
+                        if out.tell() + len(chunk) > most:
+                            found = f"sends more than the {most} bytes of {path.name}"
+                            raise OtherBytes(client.url, found, "check that it is the training service")
                         out.write(chunk)
                         note(out.tell())
             if size is None:
@@ -109,6 +115,8 @@ async def _complete(client: ServiceClient, url: str, path: Path, size: int | Non
             if size is not None or error.status != 416:  # otherwise the file is complete
                 raise
             break
+        except OtherBytes:
+            raise
         except ServiceUnreachable:
             got = path.stat().st_size if path.exists() else 0
             if not further or got == have:

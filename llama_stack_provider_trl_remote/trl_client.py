@@ -16,7 +16,6 @@ if client.wait(job)["status"] == "completed":
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -223,7 +222,7 @@ class AsyncTrlClient:
         """
         async with aclosing(answer_lines(self._service, job_uuid)) as lines:
             async for line in lines:
-                yield json.loads(line)
+                yield self._service.parsed(line)
 
     async def pull(
         self, job_uuid: str, directory: str | Path, checkpoint: str = "final", note: Note | None = None

@@ -329,6 +329,12 @@ WHERE job_uuid = :job_uuid AND attempt = :attempt AND state = :source;
 UPDATE jobs SET state = 'scheduled', detail = :detail, retries_used = retries_used + :used, not_before = :not_before
 WHERE job_uuid = :job_uuid AND attempt = :attempt AND state = :source;
 
+-- name: correct_waits
+-- After the clock was set back by :back seconds. No job waits for longer than :longest; nothing was scheduled in the future.
+UPDATE jobs SET scheduled_at = min(scheduled_at, :now),
+    not_before = CASE WHEN not_before - :back > :now + :longest THEN :now ELSE max(not_before - :back, min(not_before, :now)) END
+WHERE state = 'scheduled' AND (scheduled_at > :now OR not_before - :back > :now + :longest OR (:back > 0 AND not_before > :now));
+
 -- name: end_attempt
 UPDATE attempts SET ended_at = :now, reason = :reason, message = :message
 WHERE job_uuid = :job_uuid AND attempt = :attempt;

@@ -414,6 +414,20 @@ class Store(JobReader):
                 execute("stop_tasks_of_attempt", row)
         return moved
 
+    def correct_waits(self, back: float, longest: float) -> int:
+        """Have waiting jobs wait no longer than they were to, after the clock was set back.
+
+        Args:
+            back: seconds by which it was set back, as far as they are known.
+            longest: seconds that a job waits at most before its next attempt.
+
+        Returns:
+            The number of jobs whose times have changed.
+        """
+        row = {"back": back, "longest": longest, "now": self._clock()}
+        with self.database.transaction() as execute:
+            return int(execute("correct_waits", row).rowcount)
+
     def remove_checkpoint(self, checkpoint: CheckpointRecord) -> None:
         """Remove a checkpoint from the list of its job."""
         with self.database.transaction() as execute:

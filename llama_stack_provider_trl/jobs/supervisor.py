@@ -34,12 +34,13 @@ from .housekeeping import INTERVAL, remove_unused_rows
 from .placement import Node, is_remote, place, why_waits
 from .pooling import Kind, kind_of_job
 from .records import JobRecord
-from .retries import Retries
+from .retries import LONGEST_BACKOFF, Retries
 from .searches import Proposing
 from .states import ACTIVE, TERMINAL, JobState
 from .step_checkpoints import delete_superfluous
 from .store import Store
 from .verdict import Verdict, is_at_rung, verdict
+from .wall_clock import WallClock
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Supervisor:
         completing: called before a job becomes completed, and again after a crash: keeps its result. InvalidRequest and
             JobConflict fail the job.
         proposing: adds the later trials of Bayesian searches; None: none is added.
+        wall_clock: detects that the clock was set back; None: that of this machine.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Supervisor:
         notes: Callable[[], Mapping[Kind, str]] | None = None,
         completing: Callable[[JobRecord], object] | None = None,
         proposing: Proposing | None = None,
+        wall_clock: WallClock | None = None,
     ) -> None:
         assert devices, "a node without a device cannot train"
         self._store = store
@@ -101,6 +104,9 @@ class Supervisor:
         self._attempts = Attempts(store, launcher, self._data_dir, python, hang_timeout, ports)
         self._retries = Retries(store, self._nodes)
         self._proposing = proposing
+        self._wall_clock = wall_clock or WallClock()
+        self._set_back: float | None = None
+        """Seconds by which the clock was set back, for which times are not corrected yet."""
         self._blob_retention = blob_retention
         self._last_clean = -math.inf
         self._last_without_start: tuple[object, ...] | None = None
@@ -154,6 +160,7 @@ class Supervisor:
             self._end_orphans()
         self._end_cancelled()
         self._store.record_kept_cancels()
+        self._correct_waits()
         head, *_ = nodes = self._nodes()
         draining = {node.name for node in nodes if node.draining}
         for job in self._store.active():
@@ -176,6 +183,21 @@ class Supervisor:
             if job.spec.search is None and (kept or job.state is JobState.cancelling):
                 with suppress(StoreError):  # ordered in memory all the same; recorded at a later pass
                     self._guarded(job, partial(self._launcher.cancel, self._attempts.task(job)))
+
+    def _correct_waits(self) -> None:
+        """Correct times of waiting jobs after the clock was set back. What cannot be stored now is stored later."""
+        back = self._wall_clock.set_back()
+        if back is None and self._set_back is None:
+            return
+        self._set_back = (self._set_back or 0.0) + (back or 0.0)
+        corrected = self._store.correct_waits(self._set_back, LONGEST_BACKOFF)
+        if self._set_back:
+            log.warning(
+                "the clock of this machine was set back by %.0f s; the times of %d waiting jobs are corrected",
+                self._set_back,
+                corrected,
+            )
+        self._set_back = None
 
     def _end_blocked(self, job: Blocked, state: JobState, reason: Reason | None, message: str) -> None:
         """End a job that waits for one that will never complete."""

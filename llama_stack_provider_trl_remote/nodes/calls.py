@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
@@ -73,6 +72,8 @@ class NodeClient(ServiceClient):
         downloads: limits downloads; None: nothing does.
     """
 
+    most_answer = 16 << 20
+
     def __init__(
         self,
         url: str,
@@ -129,7 +130,7 @@ class NodeClient(ServiceClient):
         root = f"{self._task(task_id)}/answers"
         # The service reads the file first.
         answer = await self._call("POST", root, repeat=True, json={}, read=_LISTING, total=0)
-        begin = AnswersBegin.model_validate_json(answer.body)
+        begin = AnswersBegin.model_validate(self._json_of(answer))
         await fetch(self, f"{root}/{quote(file)}", path, {"path": file, **begin.model_dump()})
 
     async def offer(self, task_id: str, checkpoint: str, report: CheckpointReport) -> CheckpointAnswer:
@@ -189,7 +190,7 @@ class NodeClient(ServiceClient):
         """Path, size and sha256 of every file of a checkpoint that the service lists."""
         # The service may read all of the checkpoint first, for its digests.
         answer = await self._call("GET", _checkpoint(job_uuid, checkpoint), repeat=True, read=_LISTING, total=0)
-        files: list[dict[str, Any]] = json.loads(answer.body)["files"]
+        files: list[dict[str, Any]] = self._json_of(answer)["files"]
         return files
 
     async def checkpoint_file(self, job_uuid: str, checkpoint: str, path: Path, file: dict[str, Any]) -> None:
@@ -229,7 +230,7 @@ class NodeClient(ServiceClient):
         return f"{self._home}/tasks/{quote(task_id)}"
 
     async def _json(self, method: str, path: str, body: Any, limit: float | None = None) -> Any:
-        return json.loads((await self._call(method, path, json=body, read=limit, total=limit)).body)
+        return self._json_of(await self._call(method, path, json=body, read=limit, total=limit))
 
     async def _append(self, method: str, path: str, offset: int, data: bytes) -> int:
         try:

@@ -160,6 +160,8 @@ class Pools:
             nodes: returns those that jobs may run on.
         """
         now = self._clock()
+        if now < self._decided_at:
+            self._after_clock_was_set_back(now)
         if now - self._decided_at < DECISION:
             return
         self._decided_at = now
@@ -198,6 +200,13 @@ class Pools:
         self._closed = _closed([*current, *known])
         self._remove_nodes(known, joined)
         self._tended.set()
+
+    def _after_clock_was_set_back(self, now: float) -> None:
+        """Wait for no time that has been a moment ago, and is hours away now."""
+        self._decided_at = float("-inf")
+        self._unused_since = {name: min(since, now) for name, since in self._unused_since.items()}
+        for trouble in self._trouble.values():
+            trouble.until = min(trouble.until, now + LONGEST_WAIT)
 
     def _state(self, pool: ManagedPool, known: Sequence[Allocation], now: float) -> PoolState:
         trouble = self._trouble[pool.name]

@@ -391,7 +391,7 @@ def _is_live(service: Service, record: NodeRecord) -> bool:
     """Whether the node called within SILENCE, before the service was started too."""
     if service.presence.has_called(record.name):
         return not service.presence.is_absent(record.name)
-    return time.time() - record.seen_at.timestamp() < SILENCE
+    return abs(time.time() - record.seen_at.timestamp()) < SILENCE  # abs: the clock may have been set back
 
 
 def _welcome(service: Service, name: str, body: Poll) -> NodeRecord:
@@ -438,7 +438,7 @@ def _record_poll(service: Service, record: NodeRecord, body: Poll) -> bool:
     if body.leaving and record.mode == "open":
         service.store.nodes.set_mode(name, "draining")
         log.info("node %s is draining: its machine is about to be taken away", name)
-    if time.time() - record.seen_at.timestamp() > SILENCE / 3:
+    if abs(time.time() - record.seen_at.timestamp()) > SILENCE / 3:  # abs: the clock may have been set back
         service.store.nodes.record_heartbeat(name)
     reports = {report.task_id: report for report in body.tasks}
     gone = [
