@@ -90,7 +90,7 @@ def make_app(service: Service) -> FastAPI:
         ),
     ):
         _include(app, router, "")
-    own = {service.node_token: Caller("node", service.node_name, service.node_name, presented=True)}
+    own = {service.node_token: Caller.of_node(service.node_name)}
     configured = ConfiguredTokens(service.settings, own)
     # Without a configured token none is needed. If a created token changed that, any call from this machine could lock
     # out every other client.

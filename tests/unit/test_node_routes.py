@@ -47,7 +47,7 @@ from tests.fakes import FakeClock, job_spec
 from tests.orders import order
 
 JOINS = Caller("node", "joins")
-OWN = Caller("node", "head", "head")
+OWN = Caller.of_node("head")
 VERSION = {**dict.fromkeys(VERSIONS, "1"), SPECS: schema_digest()}
 
 
@@ -418,7 +418,7 @@ def test_a_node_that_has_called_with_its_credential_joins_with_nothing_else_whil
     assert own.unused_credential
     world.poll(caller=own)
     used = world.authenticated(credential)
-    assert used == Caller("node", "a", "a", presented=True)
+    assert used == Caller.of_node("a")
     world.join(caller=used)
     world.join(agent_id="two", caller=used)  # for example started again with another boot
     with pytest.raises(Conflict, match="is there already"):
@@ -481,7 +481,7 @@ def test_a_removed_node_s_credentials_are_refused_for_as_long_as_its_agent_may_s
 def test_a_poll_that_waits_ends_when_another_agent_has_the_name(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     own, _ = world.join()
     world.poll(caller=own)
-    used = Caller("node", "a", "a")
+    used = Caller.of_node("a")
     world.service.stopping = SimpleNamespace(is_set=lambda: False)
 
     async def meanwhile(seconds: float) -> None:

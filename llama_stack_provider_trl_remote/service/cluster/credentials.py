@@ -40,7 +40,7 @@ class NodeCredentials:
             return None
         if found.revoked:
             raise Removed(found.node, removed(found.node))
-        return Caller("node", found.node, found.node, presented=True, unused_credential="" if found.used else sha256)
+        return Caller.of_node(found.node, "" if found.used else sha256)
 
 
 def new_credential() -> tuple[str, str]:

@@ -9,7 +9,7 @@ No `from __future__ import annotations` here: FastAPI reads the annotations of a
 import math
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from fastapi import Depends, HTTPException, Request, Response
 from fastapi.params import Depends as Dependency
@@ -58,7 +58,7 @@ class Caller:
     role: Role | None
     """None: no token that this service knows."""
     name: str = ""
-    """Name for records: `operator`, `local` where no token is needed, the name of a token or of a node."""
+    """Name for records and limits: `operator`, `local` where no token is needed, the name of a token, `node:NAME`."""
     node: str | None = None
     """The node whose own credential this is; None: any other token."""
     presented: bool = False
@@ -74,6 +74,12 @@ class Caller:
     """Id of the browser's session; empty: the request carried a token, or needs none."""
     check: Callable[[], bool] | None = field(default=None, compare=False, repr=False)
     """Whether the token is still valid; None: it is for as long as the service runs. Cheap: called often."""
+
+    @classmethod
+    def of_node(cls, node: str, unused_credential: str = "") -> Self:
+        """The caller with a node's own credential. No token can have its name, so that a node with the name of a token
+        neither shares its limits nor is mistaken for it in records."""
+        return cls("node", f"node:{node}", node, presented=True, unused_credential=unused_credential)
 
     def still_valid(self) -> bool:
         """Whether the token is still valid: false once it was revoked or has expired since the authentication."""
