@@ -1,4 +1,4 @@
-"""What the operator of a node has agreed to: an order that asks for more is refused, whoever sends it.
+"""What the operator of a node has agreed to: an order that asks for more is refused.
 
 The service decides about its own machine only. Another machine runs the code of a model where its own operator has
 named that model, and starts as many processes as it has cores or GPUs.

@@ -107,7 +107,7 @@ def test_a_job_is_no_younger_than_now(world: World) -> None:
     assert world.store.get("a").scheduled_at.timestamp() <= world.wall.now
 
 
-def test_pools_are_asked_and_get_their_machines_back(tmp_path: Path) -> None:
+def test_pools_get_requests_and_their_machines_back(tmp_path: Path) -> None:
     clock = FakeClock()
     store = Store(tmp_path / "jobs.db", clock)
     world = PoolWorld(store, clock)
