@@ -10,7 +10,8 @@ from ..specs.job import DatasetRef, JobSpec, RowUse, ShardSpec
 from ..specs.kinds import ROWS, GenerateSpec
 from ..specs.methods import METHODS
 from ..system.data_dir import DataDir
-from ..system.files import touched
+from ..system.files import put_lines, touched
+from .row_parts import Put
 from .row_shards import refuse_more_shards, stored_shard
 from .store import Store
 
@@ -43,7 +44,7 @@ def promised_rows(dataset_id: str, use: RowUse, store: Store) -> DatasetRef | No
     return DatasetRef(dataset_id=spec.work.output_dataset_id, path=rows, sha256="", num_rows=0, of_job=name)
 
 
-def shard_of(dataset: DatasetRef, shard: ShardSpec, store: Store | None) -> DatasetRef:
+def shard_of(dataset: DatasetRef, shard: ShardSpec, store: Store | None, put: Put = put_lines) -> DatasetRef:
     """The part of a dataset that a job has. Rows that another job makes are divided when an attempt starts.
 
     Raises:
@@ -57,7 +58,7 @@ def shard_of(dataset: DatasetRef, shard: ShardSpec, store: Store | None) -> Data
         refuse_more_shards(dataset.dataset_id, shard, maker.dataset.num_rows * maker.work.samples_per_prompt)
         return dataset.model_copy(update={"shard": shard})
     try:
-        return stored_shard(dataset, shard)
+        return stored_shard(dataset, shard, put)
     except OSError as error:
         raise StoreError(f"a part of dataset {dataset.dataset_id!r} cannot be stored: {error}") from error
 

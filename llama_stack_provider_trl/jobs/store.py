@@ -140,6 +140,8 @@ class Store(JobReader):
                 admit()
             if created and then is not None and not self._add(execute, then, created_by, max_waiting):
                 raise digest_conflict(then.spec.job_uuid)
+            if created:
+                _touch([new, *([] if then is None else [then])])
             return created
 
     def add_search(
@@ -159,6 +161,7 @@ class Store(JobReader):
                 if not self._add(execute, job, created_by, max_waiting):
                     raise digest_conflict(job.spec.job_uuid)
                 insert_trial(execute, search.spec, job.spec, new)
+            _touch([search, *(job for _, job in trials)])
         return True
 
     def add_trials(self, search: JobRecord, trials: Sequence[tuple[NewTrial, NewJob]]) -> bool:
@@ -179,6 +182,7 @@ class Store(JobReader):
                 if not self._add(execute, job, search.created_by, None):
                     raise digest_conflict(job.spec.job_uuid)
                 insert_trial(execute, search.spec, job.spec, new)
+            _touch([job for _, job in trials])
         return True
 
     def _add(self, execute: Execute, job: NewJob, created_by: str, max_waiting: int | None) -> bool:
@@ -204,9 +208,6 @@ class Store(JobReader):
                 "whose checkpoints lie there: choose another checkpoint_dir"
             )
         created = execute("insert_job", row).rowcount == 1
-        for path in job.needed if created else ():
-            if not touched(path):
-                raise StoreError(f"{path} was removed while job {spec.job_uuid!r} was stored: send it again")
         if not created and execute("request_digest", key).fetchone()["request_digest"] != request_digest:
             raise digest_conflict(spec.job_uuid)
         if created:
@@ -494,3 +495,15 @@ class Store(JobReader):
                 for name, row in statements(event):
                     execute(name, {**key, **row})
         return applied
+
+
+def _touch(jobs: Iterable[NewJob]) -> None:
+    """Mark what jobs need as used; last, since what a refused request has stored is removed unless something uses it.
+
+    Raises:
+        StoreError: some of it is gone.
+    """
+    for job in jobs:
+        for path in job.needed:
+            if not touched(path):
+                raise StoreError(f"{path} was removed while job {job.spec.job_uuid!r} was stored: send it again")

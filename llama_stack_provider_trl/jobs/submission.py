@@ -6,7 +6,6 @@ The caller (the provider inside Llama Stack, the service) supplies the rows of a
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +49,7 @@ from .promised import refuse_split, refuse_unknown_rows, shard_of
 from .reader import digest_conflict
 from .resume_from import copy_checkpoint, discard_checkpoint
 from .reward_models import with_reward_models
+from .row_parts import NewRows, PlannedParts, Put, split_parts
 from .searches import NewTrial
 from .store import NewJob, Store
 from .teachers import with_teacher
@@ -74,6 +74,8 @@ class ResolvedJob(NamedTuple):
     warnings: list[str]
     trackers: tuple[TrackerChoice, ...]
     """They get its points."""
+    parts: PlannedParts | None = None
+    """Parts of its dataset that are not stored yet; None: its rows are stored."""
 
 
 class Split(NamedTuple):
@@ -126,12 +128,39 @@ async def submit(
     # Checked first: a repeated POST returns its job even if its model or dataset is gone by now.
     if store.holds(request.job_uuid, digest):
         return False
+    rows, is_new = NewRows(), False
+    try:
+        is_new = await _submit(request, options, digest, settings, store, datasets, rows, owner, work, models, admit)
+    finally:
+        if not is_new:
+            await in_work_thread(rows.discard)
+    return is_new
+
+
+async def _submit(
+    request: Request,
+    options: ProviderOptions,
+    digest: str,
+    settings: Settings,
+    store: Store,
+    datasets: Datasets,
+    rows: NewRows,
+    owner: Submitter | None,
+    work: Work | None,
+    models: list[Base] | None,
+    admit: Callable[[], object],
+) -> bool:
+    """As `submit`, for a request that was not stored before.
+
+    Args:
+        rows: stores parts of the dataset.
+    """
     if (search := await in_work_thread(resolve_search, request, options)) is not None:
         if options.evaluate is not None:
             hint = "a search is no model: leave it out, and evaluate the result with a job of its own, model job:NAME"
             raise InvalidRequest(EVALUATE, options.evaluate, hint)
-        return await submit_search(request.job_uuid, search, digest, settings, store, datasets, owner)
-    job = await resolved(request, options, settings, datasets, store, work, models=models)
+        return await submit_search(request.job_uuid, search, digest, settings, store, datasets, owner, rows)
+    job = await resolved(request, options, settings, datasets, store, work, models=models, put=rows.put)
     evaluation = await _resolved_evaluation(job.spec, options, settings, datasets, store)
     if job.spec.resume_from is None:
         return await in_work_thread(_stored, job, digest, store, settings.data_dir, owner, evaluation, admit)
@@ -150,9 +179,10 @@ async def submit_search(
     settings: Settings,
     store: Store,
     datasets: Datasets,
-    owner: Submitter | None = None,
+    owner: Submitter | None,
+    new_rows: NewRows,
 ) -> bool:
-    """Submit a search, and its trials as jobs. As `submit`: each trial is checked as a request of its own."""
+    """Submit a search, and its trials as jobs. As `_submit`: each trial is checked as a request of its own."""
     known: dict[tuple[str, RowUse, DataFormat | None], tuple[DatasetRef, list[str]]] = {}
 
     async def rows(dataset_id: str, use: RowUse, data_format: DataFormat | None) -> tuple[DatasetRef, list[str]]:
@@ -165,7 +195,7 @@ async def submit_search(
 
     async def job_of(trial: RequestedTrial) -> ResolvedJob:
         try:
-            return await resolved(trial.request, trial.options, settings, rows, store, splits=splits)
+            return await resolved(trial.request, trial.options, settings, rows, store, splits=splits, put=new_rows.put)
         except InvalidRequest as error:
             raise in_trial(trial, error) from error
 
@@ -229,6 +259,7 @@ async def resolved(
     splits: dict[Split, tuple[DatasetRef, DatasetRef]] | None = None,
     models: list[Base] | None = None,
     named: NamedJob | None = None,
+    put: Put | None = put_lines,
 ) -> ResolvedJob:
     """Resolve a request to a job with its rows.
 
@@ -238,6 +269,7 @@ async def resolved(
         splits: those that were made for the same submission.
         models: of a merge, an ensemble or judges: what these models are.
         named: the job that the request names as its base, in place of one that is stored.
+        put: stores parts of the dataset; None: they are planned only.
 
     Raises:
         InvalidRequest: a field, a value or a row that cannot be honoured.
@@ -267,27 +299,35 @@ async def resolved(
         warnings = [message for message in warnings if not message.startswith(UNREAD)]  # which checks may read
     await _check_custom(resolution, dataset, use)
     await in_work_thread(_check_rewards, resolution.fields.get("method"), dataset)
-    if resolution.shard is not None:
-        dataset = await in_work_thread(shard_of, dataset, resolution.shard, store)
+    planned: PlannedParts | None = None
+    holds_out = resolution.validation_dataset_id is None and resolution.train_share < 1.0
+    if put is None and dataset.of_job is None and (resolution.shard is not None or holds_out):
+        share = resolution.train_share if holds_out else 1.0
+        planned = PlannedParts(dataset, resolution.shard, share, resolution.fields["seed"])
+    elif resolution.shard is not None:
+        dataset = await in_work_thread(shard_of, dataset, resolution.shard, store, put or put_lines)
     validation = None
     if resolution.validation_dataset_id is not None:
         validation, more = await datasets(resolution.validation_dataset_id, use, data_format)
         await _check_custom(resolution, validation, use)
         warnings = [*warnings, *(f"validation dataset: {warning}" for warning in more)]
-    elif resolution.train_share < 1.0:
+    elif holds_out and planned is None:
         refuse_split(dataset, resolution.train_share)
         split = Split(dataset.sha256, resolution.train_share, resolution.fields["seed"])
         splits = {} if splits is None else splits
         if split not in splits:
-            splits[split] = await in_work_thread(split_rows, dataset, split.share, split.seed)
+            splits[split] = await in_work_thread(split_rows, dataset, split.share, split.seed, put or put_lines)
         dataset, validation = splits[split]
+    if planned is not None:
+        dataset, held_out = planned.counted()
+        validation = validation or held_out
     spec = resolution.spec(dataset, validation)
     if work is not None:
         spec = with_work(spec, work)
     if models:
         spec = after_all(*beside_judges(spec, models))
     refuse_unknown_rows(spec)
-    return ResolvedJob(spec, [*resolution.warnings, *warnings], resolution.trackers)
+    return ResolvedJob(spec, [*resolution.warnings, *warnings], resolution.trackers, planned)
 
 
 async def _check_custom(resolution: Resolution, dataset: DatasetRef, use: RowUse) -> None:
@@ -334,34 +374,10 @@ async def _resolved_evaluation(
         raise InvalidRequest(f"{EVALUATE}.{in_its_terms(error).field}", error.value, error.hint) from error
 
 
-def split_rows(dataset: DatasetRef, share: float, seed: int) -> tuple[DatasetRef, DatasetRef]:
-    """Split the rows of a dataset and store both parts, in their order: for training, and held out for validation.
-
-    Args:
-        share: of the rows to train on, rounded; at least one row is held out, and one is trained on.
-        seed: decides which rows are held out.
-
-    Raises:
-        InvalidRequest: there is only one row.
-        StoreError: the rows cannot be stored.
-    """
-    if dataset.num_rows < 2:
-        field = "training_config.data_config.train_split_percentage"
-        raise InvalidRequest(field, share, f"dataset {dataset.dataset_id!r} has one row: nothing can be held out")
-    count = min(max(round(dataset.num_rows * (1 - share)), 1), dataset.num_rows - 1)
-    held_out = set(random.Random(seed).sample(range(dataset.num_rows), count))
-
-    def stored(is_validation: bool) -> DatasetRef:
-        with open(dataset.path, "rb") as file:
-            blob = put_lines(
-                dataset.path.parent,
-                (line for number, line in enumerate(file) if (number in held_out) is is_validation),
-            )
-        found = {"path": blob.path, "sha256": blob.sha256, "num_rows": blob.num_rows}
-        return dataset.model_copy(update=found)
-
+def split_rows(dataset: DatasetRef, share: float, seed: int, put: Put = put_lines) -> tuple[DatasetRef, DatasetRef]:
+    """As `split_parts`. Raises InvalidRequest; StoreError: the rows cannot be stored."""
     try:
-        return stored(False), stored(True)
+        return split_parts(dataset, share, seed, put)
     except OSError as error:
         raise StoreError(f"the split of dataset {dataset.dataset_id!r} cannot be stored: {error}") from error
 

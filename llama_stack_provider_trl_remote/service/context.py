@@ -330,7 +330,7 @@ class Service(StoredJobs):
     async def preflight(self, body: PreflightBody) -> PreflightResponse:
         """Check a job instead of queueing it. Raises what `submit` raises, and JobFailure."""
         checked = await self._resolved(body)
-        found = await self.preflights.run(checked.spec)
+        found = await self.preflights.run(checked.spec, checked.parts)
         answer = PreflightResponse.model_validate(found.model_dump(mode="json"))
         answer.warnings = [*checked.warnings, *answer.warnings]
         return answer
@@ -338,7 +338,8 @@ class Service(StoredJobs):
     async def preview(self, body: PreviewBody) -> PreviewResponse:
         """Show a job's rows as they would be trained. Raises what `preflight` raises."""
         checked = await self._resolved(body)
-        found = await self.preflights.preview(checked.spec, PreviewSpec(first_row=body.first_row, rows=body.rows))
+        preview = PreviewSpec(first_row=body.first_row, rows=body.rows)
+        found = await self.preflights.preview(checked.spec, preview, checked.parts)
         return PreviewResponse.model_validate(found.model_dump(mode="json"))
 
     async def _resolved(self, body: PreflightBody) -> ResolvedJob:
@@ -352,7 +353,8 @@ class Service(StoredJobs):
         given = job.model_dump(exclude_unset=True, exclude=set(_OURS))
         request = kind.model_validate(self._with_defaults(given, job))
         options = ProviderOptions.parse(job.provider_options)
-        found = await resolved(request, options, self.for_jobs, self._rows(job.dataset_digests or {}), self.store)
+        rows = self._rows(job.dataset_digests or {})
+        found = await resolved(request, options, self.for_jobs, rows, self.store, put=None)
         refuse_promised(found.spec)
         return found
 

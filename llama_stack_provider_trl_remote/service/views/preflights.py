@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.jobs.row_parts import PlannedParts
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.gpus import gpu_of
 from llama_stack_provider_trl.specs.events import Failed, Preflighted, Previewed, Reason, iter_events
@@ -24,6 +26,8 @@ from ..settings import ServiceSettings
 
 _AT_ONCE = 2
 """Preflights at a time. Each takes a core and about a gigabyte for seconds; further ones wait."""
+_ROWS = "rows"
+"""Directory of the parts of a dataset, in that of a task."""
 _POLL_INTERVAL = 0.1
 """Seconds between two polls of a task."""
 
@@ -45,19 +49,22 @@ class Preflights:
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True, exist_ok=True)  # a task that is ending may still write there
 
-    async def run(self, spec: JobSpec) -> Preflighted:
+    async def run(self, spec: JobSpec, parts: PlannedParts | None = None) -> Preflighted:
         """Run a preflight. Raises JobFailure, OSError: see `_run`."""
-        return await self._run(spec, self._requested(spec), Preflighted)
+        return await self._run(spec, self._requested(spec), Preflighted, parts)
 
-    async def preview(self, spec: JobSpec, preview: PreviewSpec) -> Previewed:
+    async def preview(self, spec: JobSpec, preview: PreviewSpec, parts: PlannedParts | None = None) -> Previewed:
         """Run a preflight that reports rows as they are trained. Raises JobFailure, OSError: see `_run`."""
         requested = self._requested(spec).model_copy(update={"preview": preview})
-        return await self._run(spec, requested, Previewed)
+        return await self._run(spec, requested, Previewed, parts)
 
     async def _run[Result: (Preflighted, Previewed)](
-        self, spec: JobSpec, requested: PreflightSpec, kind: type[Result]
+        self, spec: JobSpec, requested: PreflightSpec, kind: type[Result], parts: PlannedParts | None
     ) -> Result:
         """Run a task for its result.
+
+        Args:
+            parts: of the dataset, which are copied into the directory of the task, and go with it.
 
         Raises:
             JobFailure: the job could not even begin, or the time is over.
@@ -71,7 +78,7 @@ class Preflights:
         starting: asyncio.Future[None] | None = None
         try:
             async with asyncio.timeout(limit), self._slots.taken():
-                starting = asyncio.ensure_future(in_work_thread(self._start, task, spec, requested))
+                starting = asyncio.ensure_future(in_work_thread(self._start, task, spec, requested, parts))
                 await asyncio.shield(starting)
                 result = await self._end_of(task, requested, kind)
         except TimeoutError as error:
@@ -88,6 +95,12 @@ class Preflights:
         await asyncio.wait([starting])
         starting.exception()  # raised in `_run`, unless that was cancelled meanwhile
         await in_work_thread(self._clean_up, task)
+
+    def _require_space(self, size: int) -> None:
+        """Raises OSError: the disk would have less than `min_free_disk_mb` left."""
+        spare, free = self._settings.min_free_disk_mb << 20, free_bytes(self._directory)
+        if free < size + spare:
+            raise OSError(errno.ENOSPC, f"{free >> 20} MiB are free, {size + spare >> 20} are needed")
 
     def _requested(self, spec: JobSpec) -> PreflightSpec:
         gigabytes = self._settings.device_memory_gb
@@ -106,8 +119,14 @@ class Preflights:
         gpu = gpu_of(self._device, os.environ) if self._device.startswith("cuda:") else None
         return gpu.memory_bytes if gpu else None
 
-    def _start(self, task: TaskSpec, spec: JobSpec, requested: PreflightSpec) -> None:
+    def _start(
+        self, task: TaskSpec, spec: JobSpec, requested: PreflightSpec, parts: PlannedParts | None = None
+    ) -> None:
         task.run_dir.mkdir(parents=True)
+        if parts is not None:
+            # Twice: a part of a shard is a copy of a copy.
+            self._require_space(2 * parts.dataset.path.stat().st_size)
+            spec = parts.stored(spec, task.run_dir / _ROWS)
         attempt = AttemptSpec(job=spec, attempt=1, run_dir=task.run_dir, preflight=requested)
         atomic_write(RunDir(task.run_dir).spec, attempt.model_dump_json().encode())
         self._launcher.start(task)
