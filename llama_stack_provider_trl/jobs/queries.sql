@@ -690,3 +690,13 @@ UPDATE allocations SET message = :message WHERE request_id = :request_id AND mes
 
 -- name: delete_old_allocations
 DELETE FROM allocations WHERE ended_at < :oldest;
+
+-- name: select_unfinished
+-- Jobs that have not ended, one for each way to write checkpoints; rtrim leaves the directory that theirs lies in.
+SELECT min(job_uuid) AS job_uuid, json_extract(spec, '$.model') AS model, json_extract(spec, '$.revision') AS revision,
+       json_extract(spec, '$.dtype') AS dtype,
+       coalesce(json_type(spec, '$.lora'), 'null') <> 'null' AS is_adapter,
+       coalesce(json_extract(spec, '$.merge_adapter'), 0) AS merges, json_extract(spec, '$.work.kind') AS work,
+       rtrim(checkpoint_dir, replace(checkpoint_dir, '/', '')) AS directory
+FROM jobs WHERE state NOT IN ('completed', 'failed', 'cancelled') AND json_valid(spec)
+GROUP BY 2, 3, 4, 5, 6, 7, 8;

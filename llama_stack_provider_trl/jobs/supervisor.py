@@ -163,10 +163,16 @@ class Supervisor:
         self._correct_waits()
         head, *_ = nodes = self._nodes()
         draining = {node.name for node in nodes if node.draining}
+        failed: StoreError | None = None
         for job in self._store.active():
-            self._guarded(job, partial(self._advance, job))
-            if draining:
-                self._guarded(job, partial(self._drain, job, head.name, draining))
+            try:
+                self._guarded(job, partial(self._advance, job))
+                if draining:
+                    self._guarded(job, partial(self._drain, job, head.name, draining))
+            except StoreError as error:  # such as a result for which the disk has no space: others continue
+                failed = failed or error
+        if failed is not None:
+            raise failed
         self._store.chains.advance(self._end_blocked)
         self._store.searches.advance(self._store, self._proposing)
         self._place()

@@ -366,6 +366,13 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
+def disk_of(path: Path) -> int:
+    """The file system of `path`, which need not exist, as `stat` names it."""
+    while not path.exists():
+        path = path.parent
+    return path.stat().st_dev
+
+
 def can_write(directory: Path) -> bool:
     """Whether a small file can be written to a directory now."""
     try:

@@ -28,6 +28,7 @@ from llama_stack_provider_trl.jobs.submission import Datasets as RowsOf
 from llama_stack_provider_trl.jobs.submission import ResolvedJob, Submitter, resolved, submit
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
 from llama_stack_provider_trl.jobs.tokens import Tokens
+from llama_stack_provider_trl.jobs.unfinished import unfinished
 from llama_stack_provider_trl.launch.gpus import slices_of
 from llama_stack_provider_trl.launch.interpreter import check_interpreter, check_vllm
 from llama_stack_provider_trl.launch.isolation import isolate
@@ -81,6 +82,7 @@ from .security.access import Caller
 from .security.audit import AuditLog, Refusals
 from .security.tokens import CreatedTokens
 from .settings import ServiceSettings
+from .space import Space, Use
 from .stored_jobs import StoredJobs
 from .views.preflights import Preflights
 from .views.service_logs import ServiceLogs
@@ -104,12 +106,13 @@ class Service(StoredJobs):
         check_interpreter(settings.train_python)
         check_vllm(settings.vllm_python)
         self.isolation = isolate(settings.isolation, [settings.data_dir], [config, settings.tls_key])
-        self.blobs = Blobs(settings, self.isolation)
+        self.space = Space(settings.min_free_disk_mb << 20, lambda: unfinished(self.store.database))
+        self.blobs = Blobs(settings, self.isolation, self.space)
         registration = Registration(
             self.blobs.directory,
             settings.max_rows,
             settings.convert_timeout,
-            self.blobs.check_space,
+            self.space,
             per_caller=1 if settings.credentials else None,
         )
         super().__init__(settings, Bodies(registration))
@@ -152,7 +155,7 @@ class Service(StoredJobs):
         self.polls = PollOrder()
         self.logs = ServiceLogs(settings.data_dir)
         self.metrics = Metrics(self.store, self.cluster)
-        self.uploads = UploadReceiver(self.store, self.digests)
+        self.uploads = UploadReceiver(self.store, self.digests, self.space)
         ports = (settings.torch_run_config.master_port, PORTS)
         self.models = ServedModels(DataDir(settings.data_dir).model_lists, self.wake)
         launcher = ClusterLauncher(local, self.store, self.cluster, self.uploads, ports, models=self.models)
@@ -211,6 +214,7 @@ class Service(StoredJobs):
 
     def _beside(self) -> None:
         self.exporter.tend()
+        self.space.refresh()
         self.pools.tend(self.cluster.nodes)
 
     def known_node(self, name: str) -> NodeRecord:
@@ -269,6 +273,7 @@ class Service(StoredJobs):
             request, options, digest, self.for_jobs, self.store, self._rows(body.dataset_digests or {}), owner
         ):
             log.info("job %s: queued", request.job_uuid)
+            self.space.note_job()
             self.wake()
 
     async def submit_work(self, body: GenerateBody | EvaluateBody | MergeBody, caller: Caller) -> None:
@@ -294,6 +299,7 @@ class Service(StoredJobs):
             raise in_its_terms(error) from error
         if is_new:
             log.info("job %s: queued (%s)", body.job_uuid, work.kind)
+            self.space.note_job()
             self.wake()
 
     def _check_output(self, work: Work) -> None:
@@ -369,8 +375,12 @@ class Service(StoredJobs):
             if promised := await in_work_thread(promised_rows, dataset_id, use, self.store):
                 return promised, []
             if dataset_id in digests:
-                return await self.datasets.fetch_blob(dataset_id, digests[dataset_id], use, data_format)
-            return await self.datasets.fetch(dataset_id, use, data_format)
+                found = await self.datasets.fetch_blob(dataset_id, digests[dataset_id], use, data_format)
+            else:
+                found = await self.datasets.fetch(dataset_id, use, data_format)
+            # A job writes its rows again, as parts of them or as tokens.
+            await in_work_thread(self.space.require, Use.ordered, self.blobs.directory, found[0].path.stat().st_size)
+            return found
 
         return rows
 

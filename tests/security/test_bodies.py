@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import socket
 import threading
@@ -28,6 +27,7 @@ from llama_stack_provider_trl_remote.service.http import received as module
 from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
 from llama_stack_provider_trl_remote.service.http.received import BodyMemory, Received, parse
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
+from llama_stack_provider_trl_remote.service.space import Space
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, refusal, running_service
 
@@ -128,19 +128,13 @@ def test_a_body_that_comes_at_the_least_rate_is_received_after_the_grace(monkeyp
 
 
 def test_a_body_for_which_the_disk_has_no_space_is_not_spooled(tmp_path: Path) -> None:
-    requested: list[int] = []
-
-    def check_space(size: int) -> None:
-        requested.append(size)
-        raise OSError(errno.ENOSPC, "4 MiB are free")
-
     async def run() -> None:
-        rows = Registration(tmp_path, 1000, 10.0, check_space)
+        rows = Registration(tmp_path, 1000, 10.0, Space(1 << 60))
         await received([b" " * MIB] * 3, 0.0, 3 * MIB, rows).body()
 
-    with pytest.raises(HTTPException, match="4 MiB are free") as refused:
+    with pytest.raises(HTTPException, match="are needed") as refused:
         asyncio.run(run())
-    assert (refused.value.status_code, requested, list(tmp_path.iterdir())) == (507, [3 * MIB], [])
+    assert (refused.value.status_code, list(tmp_path.iterdir())) == (507, [])
 
 
 def test_rows_of_a_large_body_are_not_kept_on_a_full_disk(tmp_path: Path) -> None:
@@ -151,7 +145,7 @@ def test_rows_of_a_large_body_are_not_kept_on_a_full_disk(tmp_path: Path) -> Non
     datasets.prepare()
     stored = StoredRows(tmp_path / "datasets" / "rows", "0" * 64, 1)
     stored.path.write_text("{}\n")
-    blobs._settings = settings.model_copy(update={"min_free_disk_mb": 1 << 40})
+    blobs.space = Space(1 << 60)
     body = RegisterDataset.model_validate({"dataset_id": "a", "source": {"type": "rows", "rows": []}})
     with pytest.raises(StoreError, match="are needed"):
         asyncio.run(datasets.register(body, stored))

@@ -15,7 +15,7 @@ import pytest
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
 from llama_stack_provider_trl.specs import row_verdicts
 from llama_stack_provider_trl.system import beneath
-from llama_stack_provider_trl_remote.service.datasets import blobs as blobs_module
+from llama_stack_provider_trl_remote.service import space
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
 from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
@@ -189,7 +189,7 @@ def test_an_upload_that_announces_no_size_ends_before_the_disk_is_full(
 ) -> None:
     received = 0
     free = (service.settings.min_free_disk_mb << 20) + (20 << 20)
-    monkeypatch.setattr(blobs_module, "free_bytes", lambda path: free - received)
+    monkeypatch.setattr(space, "free_bytes", lambda path: free - received)
 
     async def pieces() -> AsyncIterator[bytes]:
         nonlocal received
@@ -197,7 +197,7 @@ def test_an_upload_that_announces_no_size_ends_before_the_disk_is_full(
             received += 1 << 20
             yield b"x" * (1 << 20)
 
-    with pytest.raises(OSError, match="are free below datasets"):
+    with pytest.raises(OSError, match="are free on the disk of"):
         asyncio.run(service.blobs.receive("0" * 64, pieces(), 0))
     assert received <= 32 << 20
     assert not list(service.blobs.directory.glob(".incoming-*"))

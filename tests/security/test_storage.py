@@ -3,6 +3,7 @@ what a cancel does, and how jobs continue when storage can be used again."""
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import os
@@ -93,6 +94,28 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     root = tmp_path_factory.mktemp("storage")
     with small_disk(root / "data"), guarded_service(root, min_free_disk_mb=0) as service:
         yield service
+
+
+@pytest.mark.timeout(240)
+def test_uploads_leave_the_space_that_the_checkpoint_of_a_waiting_job_takes(guarded: Guarded) -> None:
+    """The disk has 20 MiB. The job trains 140,000 weights: 12 bytes each in a step checkpoint, 2 in an export."""
+    needed = 140_000 * 14
+    too_many = shutil.disk_usage(guarded.data_dir).free - needed + (1 << 18)
+    for announce in (True, False):
+        status, text = upload(guarded, too_many, announce=announce)
+        assert (status, "for the next checkpoint of job 'waiting'" in text) == (507, True), text
+    assert shutil.disk_usage(guarded.data_dir).free >= needed
+    assert upload(guarded, 1 << 20)[0] == 201
+
+
+def upload(service: Guarded, size: int, announce: bool = True) -> tuple[int, str]:
+    """PUT one row of this size. Returns status and text of the answer."""
+    data = json.dumps({"prompt": "x" * (size - 40), "completion": "y"}).encode()
+    pieces = [data[begin : begin + (1 << 18)] for begin in range(0, len(data), 1 << 18)]
+    body = data if announce else iter(pieces)
+    url = f"{service.url}/v1/blobs/{hashlib.sha256(data).hexdigest()}"
+    answer = service.session.put(url, data=body, timeout=60)
+    return answer.status_code, answer.text
 
 
 def calls(service: Guarded) -> list[tuple[str, str, str, bytes | None, str]]:

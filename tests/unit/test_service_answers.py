@@ -18,6 +18,7 @@ from llama_stack_provider_trl.specs.answer_files import Whole
 from llama_stack_provider_trl.specs.events import Finished
 from llama_stack_provider_trl.specs.job import JobSpec
 from llama_stack_provider_trl.specs.kinds import CheckedAnswering, EvaluateSpec, GenerateSpec
+from llama_stack_provider_trl_remote.service import space
 from llama_stack_provider_trl_remote.service.cluster import answers as module
 from llama_stack_provider_trl_remote.service.cluster import uploads
 from llama_stack_provider_trl_remote.service.cluster.answers import remove_results
@@ -209,7 +210,7 @@ def test_no_symbolic_link_is_followed(service: Service) -> None:
 def test_a_full_disk_keeps_the_reserve_and_no_part_of_a_part(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     service.add("ask", 0, b"a\nb\n")
     free = [1003]
-    monkeypatch.setattr(uploads, "free_bytes", lambda directory: free[0])
+    monkeypatch.setattr(space, "free_bytes", lambda directory: free[0])
     with pytest.raises(OSError, match="are needed") as full:
         service.add("ask", 4, b"c\nd\n")
     assert full.value.errno == errno.ENOSPC

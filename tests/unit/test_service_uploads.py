@@ -19,6 +19,7 @@ from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.specs.events import Failed, Progress, Reason
 from llama_stack_provider_trl.system.files import MANIFEST, RunDir, file_names, write_manifest
+from llama_stack_provider_trl_remote.service import space
 from llama_stack_provider_trl_remote.service.cluster import uploads as module
 from llama_stack_provider_trl_remote.service.cluster.uploads import UploadReceiver
 from llama_stack_provider_trl_remote.service.http.errors import Gone, NotFound, WrongOffset
@@ -363,7 +364,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_sent(
     written = service.written()
     manifest = (written / MANIFEST).stat().st_size
     for free, fits in ((1000 + 100 + manifest, True), (1000 + 100 + manifest - 1, False)):
-        monkeypatch.setattr(module, "free_bytes", lambda path, free=free: free)
+        monkeypatch.setattr(space, "free_bytes", lambda path, free=free: free)
         if fits:
             service.ask(written)
             continue
@@ -373,7 +374,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_sent(
     service_has = 100
     monkeypatch.undo()
     assert service.send(written, "additional_chat_templates/a.jinja") == service_has
-    monkeypatch.setattr(module, "free_bytes", lambda path: 1000 + manifest)  # of what is here nothing more is needed
+    monkeypatch.setattr(space, "free_bytes", lambda path: 1000 + manifest)  # of what is here nothing more is needed
     assert service.ask(written) == (MANIFEST,)
 
 

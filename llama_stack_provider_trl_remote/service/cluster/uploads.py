@@ -7,7 +7,6 @@ check, so that two attempts never both count.
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import re
 import shutil
@@ -31,7 +30,6 @@ from llama_stack_provider_trl.system.files import (
     RunDir,
     atomic_write,
     damage,
-    free_bytes,
     fsync_tree,
     point_latest,
     put_in_place,
@@ -40,13 +38,12 @@ from llama_stack_provider_trl.system.files import (
 
 from ...wire import AnswersBegin, CheckpointAnswer, CheckpointReport
 from ..http.errors import Gone, NotFound, WrongOffset
+from ..space import Space, Use
 from ..views.checkpoints import Digests, Opener
 from .answers import Finishing, append_answers, begin_answers, find_file, refuse_unfinished
 from .logs import append_log, write_all
 
 LOG = re.compile(r"rank-\d{1,4}\.log|torchrun\.log")
-_CHECK_BYTES = 8 << 20
-"""Bytes of an upload between two checks of the free space."""
 _LONGEST = 240
 """Bytes of a file's name; file systems accept 255."""
 
@@ -54,8 +51,9 @@ _LONGEST = 240
 class UploadReceiver:
     """Receives the events, logs, answers and checkpoints of nodes. Safe to share between threads."""
 
-    def __init__(self, store: Store, digests: Digests) -> None:
+    def __init__(self, store: Store, digests: Digests, space: Space | None = None) -> None:
         self._store = store
+        self._space = space or Space(0)
         self._digests = digests
         self._finishing = Finishing(store)
         self._lock = threading.Lock()
@@ -94,7 +92,8 @@ class UploadReceiver:
         assert task.run_dir is not None
         with self._finishing.beginning(task, lines):
             self._check_events(task, lines)
-            _check_room(self._store.get(task.job_uuid), task.run_dir, len(lines))
+            least = self._store.get(task.job_uuid).spec.min_free_bytes
+            self._space.require(Use.report, task.run_dir, len(lines), least)
             return self._append_events(task, offset, lines)
 
     def _append_events(self, task: NodeTaskRecord, offset: int, lines: bytes) -> int:
@@ -153,7 +152,7 @@ class UploadReceiver:
         if name == "torchrun.log" and task.node_rank:
             name = f"torchrun-{task.node_rank}.log"  # each node has one
         with self._lock:
-            _check_room(job, task.run_dir, len(data))
+            self._space.require(Use.report, task.run_dir, len(data), job.spec.min_free_bytes)
             return append_log(task.run_dir / name, offset, data)
 
     def begin_answers(self, task_id: str, node: str) -> AnswersBegin:
@@ -171,7 +170,7 @@ class UploadReceiver:
         """See `answers.append_answers`."""
         task = self.first(task_id, node)
         job = self._store.get(task.job_uuid)
-        _check_free(job, job.spec.checkpoint_dir, len(data))
+        self._space.require(Use.checkpoint, job.spec.checkpoint_dir, len(data), job.spec.min_free_bytes)
         ends = partial(self._finishing.has, task)
         return append_answers(self._store, task, job.spec, name, offset, data, ends)
 
@@ -202,7 +201,8 @@ class UploadReceiver:
             atomic_write(requested, report.model_dump_json().encode())
             missing = tuple(file.path for file in report.files if _size(contents / file.path) != file.size)
             if missing:
-                self._check_space(job, contents, report, missing)
+                size = sum(file.size for file in report.files if file.path in missing)
+                self._space.require(Use.checkpoint, contents, size, job.spec.min_free_bytes)
                 return CheckpointAnswer(missing=missing)
             self._put_in_place(task, contents, target, report)
             shutil.rmtree(staging, ignore_errors=True)
@@ -238,22 +238,21 @@ class UploadReceiver:
         part.parent.mkdir(parents=True, exist_ok=True)
         us = object()
         try:
-            with _opened(part, 0o644) as file:  # other users may read what is in `checkpoint_roots`
+            with (
+                self._space.arriving(Use.checkpoint, part.parent, 0, job.spec.min_free_bytes) as written,
+                _opened(part, 0o644) as file,  # other users may read what is in `checkpoint_roots`
+            ):
                 size = os.fstat(file).st_size
                 if size != offset:
                     raise WrongOffset(offset, size)
                 self._senders[part] = us
-                unchecked = 0
                 async for piece in pieces:
                     if self._senders.get(part) is not us:
                         raise WrongOffset(offset, _size(part) or 0)
                     if size + len(piece) > wanted.size:
                         raise InvalidRequest("body", f"{size + len(piece)} bytes", f"the file has {wanted.size}")
-                    unchecked += len(piece)
-                    if unchecked >= _CHECK_BYTES:  # other uploads use the same disk
-                        _check_free(job, part.parent, 0)
-                        unchecked = 0
                     write_all(file, size, piece)
+                    written(len(piece))
                     size += len(piece)
                 if size < wanted.size:
                     return size
@@ -298,24 +297,6 @@ class UploadReceiver:
             put_in_place(contents, target)
             if report.kind == "step":
                 point_latest(target.parent, target.name)
-
-    def _check_space(self, job: JobRecord, staging: Path, report: CheckpointReport, missing: tuple[str, ...]) -> None:
-        _check_free(job, staging, sum(file.size for file in report.files if file.path in missing))
-
-
-def _check_free(job: JobRecord, directory: Path, coming: int) -> None:
-    free, needed = free_bytes(directory), coming + job.spec.min_free_bytes
-    if free < needed:
-        text = f"{free >> 20} MiB are free where checkpoints of {job.job_uuid} go, {needed >> 20} are needed"
-        raise OSError(errno.ENOSPC, text)
-
-
-def _check_room(job: JobRecord, run_dir: Path, coming: int) -> None:
-    """Require free space. Events and logs may use half of the reserve of checkpoints, since they report a full disk."""
-    free, needed = free_bytes(run_dir), coming + job.spec.min_free_bytes // 2
-    if free < needed:
-        text = f"{free >> 20} MiB are free where events and logs of {job.job_uuid} go, {needed >> 20} are needed"
-        raise OSError(errno.ENOSPC, text)
 
 
 def _staging(job: JobRecord, task: NodeTaskRecord, name: str) -> Path:

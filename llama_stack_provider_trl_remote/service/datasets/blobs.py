@@ -7,12 +7,13 @@ import asyncio
 import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,16 +25,18 @@ from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
 from llama_stack_provider_trl.specs.row_verdicts import RowsVerdict, check_within
 from llama_stack_provider_trl.system.data_dir import DataDir, read_own
-from llama_stack_provider_trl.system.files import atomic_write_json, free_bytes, touched
+from llama_stack_provider_trl.system.files import atomic_write_json, touched
 from llama_stack_provider_trl.system.limited import Limited
 from llama_stack_provider_trl.system.offload import FairSlots, in_work_thread
 from llama_stack_provider_trl.system.process import child_environment
 
 from ..http.errors import TooLarge
 from ..settings import ServiceSettings
+from ..space import Space, Use
 from .children import run
 from .reader import too_much_memory
 
+log = logging.getLogger(__name__)
 READING = "llama_stack_provider_trl_remote.service.datasets.reader"
 _STAGING = ".incoming-"
 _PIECE = 1 << 20
@@ -41,8 +44,6 @@ _SMALL = 4 << 20
 """Bytes up to which a file is checked by a fork of the call server: a reader of its own costs a third of a second."""
 _SMALL_S = 20
 """Seconds of CPU time for that."""
-_CHECK_INTERVAL_BYTES = 8 << 20
-"""Bytes of an upload between two checks of the free space."""
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Environment of readers: each thread of a numeric library takes tens of MiB of their memory limit."""
 _CHILDREN = 2
@@ -52,7 +53,10 @@ _CHILDREN = 2
 class Blobs:
     """Manages the files of `<data_dir>/datasets`."""
 
-    def __init__(self, settings: ServiceSettings, isolation: Isolation = NO_ISOLATION) -> None:
+    def __init__(
+        self, settings: ServiceSettings, isolation: Isolation = NO_ISOLATION, space: Space | None = None
+    ) -> None:
+        self.space = space or Space(settings.min_free_disk_mb << 20)
         self._isolation = isolation
         self.directory = DataDir(settings.data_dir).datasets
         self._settings = settings
@@ -82,11 +86,10 @@ class Blobs:
             TooLarge: it has too many rows.
             OSError: the disk is full.
         """
-        self.check_space(announced)
-        with self._staging() as staging:
+        with self.space.arriving(Use.ordered, self.directory, announced) as written, self._staging() as staging:
             file = staging / "rows"
             with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as output:
-                found = await self._write(output, pieces)
+                found = await self._write(output, pieces, written)
             if found != sha256:
                 raise InvalidRequest(
                     "sha256", sha256, f"the digest of the body is {found}: nothing was kept, send it again"
@@ -108,8 +111,10 @@ class Blobs:
             TooLarge: it has too many rows, or they take more than `max_upload_mb`.
             OSError: the disk is full.
         """
-        numbers = self._settings.max_rows, self._settings.max_upload_mb, self._settings.min_free_disk_mb
-        limits = map(str, numbers)
+        self.check_space(0)
+        reserve, _ = self.space.reserve(self.directory)
+        spare = self._settings.min_free_disk_mb + -(-reserve >> 20)
+        limits = map(str, (self._settings.max_rows, self._settings.max_upload_mb, spare))
         with self._staging() as staging:
             # In an empty directory: the hub's library reads ORG/NAME as a local directory where one exists.
             answer = await self._child(staging, "convert", uri, str(staging), *limits, file=file, write=[staging])
@@ -143,11 +148,18 @@ class Blobs:
             verdict = await in_work_thread(_read_verdict, kept)
             if verdict is None:
                 verdict = await self._check(path, use, data_format)
-                await in_work_thread(atomic_write_json, kept, {"version": __version__, **verdict})
+                await in_work_thread(self._keep_verdict, kept, verdict)
         if verdict["error"] is not None:
             raise InvalidRows(f"dataset {dataset_id!r}, {verdict['error']}")
         ref = DatasetRef(dataset_id=dataset_id, path=path, sha256=sha256, num_rows=verdict["num_rows"])
         return ref, verdict["warnings"]
+
+    def _keep_verdict(self, kept: Path, verdict: RowsVerdict) -> None:
+        try:
+            self.check_space(0)
+            atomic_write_json(kept, {"version": __version__, **verdict})
+        except OSError as error:  # the rows are checked again at their next use
+            log.warning("the verdict about %s is not kept: %s", kept.name, error)
 
     def check_count(self, num_rows: int) -> None:
         """Refuse a file with too many rows. Raises TooLarge."""
@@ -162,19 +174,14 @@ class Blobs:
             raise InvalidRows(answer["error"])
         return RowsVerdict(num_rows=answer["num_rows"], warnings=answer["warnings"], error=answer["error"])
 
-    async def _write(self, output: BinaryIO, pieces: AsyncIterator[bytes]) -> str:
+    async def _write(self, output: BinaryIO, pieces: AsyncIterator[bytes], written: Callable[[int], None]) -> str:
         digest, waiting, num_rows, last = hashlib.sha256(), bytearray(), 0, b"\n"
-        unchecked = 0
 
         def flush() -> None:
-            nonlocal unchecked
             digest.update(waiting)
             output.write(waiting)
-            unchecked += len(waiting)
-            if unchecked >= _CHECK_INTERVAL_BYTES:  # a body without Content-Length announces no size
-                output.flush()
-                self.check_space(0)
-                unchecked = 0
+            output.flush()
+            written(len(waiting))
 
         async for piece in pieces:
             num_rows += piece.count(b"\n")
@@ -221,12 +228,8 @@ class Blobs:
         return answer
 
     def check_space(self, announced: int) -> None:
-        """Require free space. Raises OSError: the disk would have less than `min_free_disk_mb` left."""
-        spare = self._settings.min_free_disk_mb << 20
-        free = free_bytes(self.directory)
-        if free < announced + spare:
-            text = f"{free >> 20} MiB are free below {self.directory.name}, {announced + spare >> 20} are needed"
-            raise OSError(errno.ENOSPC, text)
+        """Require free space for what a client orders. Raises OSError: see `Space.require`."""
+        self.space.require(Use.ordered, self.directory, announced)
 
     def keep(self, file: Path, sha256: str) -> None:
         """Move a file of rows, on this file system, to its digest's name."""

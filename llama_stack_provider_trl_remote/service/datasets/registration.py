@@ -15,8 +15,8 @@ import os
 import resource
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -31,6 +31,7 @@ from llama_stack_provider_trl.system.process import child_environment, die_with_
 from ..http.bodies import RegisterDataset, RowsSource
 from ..http.errors import sentence
 from ..http.received import BodyMemory, disk_full
+from ..space import Space, Use
 from .children import run
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ _SPOOLED = 16
 _OVERHEAD = 256 << 20
 _BYTES_PER_BYTE = 24
 """Bytes of memory for each byte of a body: `[[],[],` takes 20."""
+_ROWS_PER_BODY = 3
+"""Bytes of rows for each byte of a body at most: two bytes of UTF-8 become six (`\\u00e9`)."""
 _SHOWN = 300
 
 
@@ -60,7 +63,7 @@ class Registration:
 
     Args:
         directory: for the files, on the file system of the stored rows.
-        check_space: raises OSError where that many more bytes would leave too little space.
+        space: of its disk.
         per_caller: children of one caller at once; None: all.
     """
 
@@ -69,11 +72,11 @@ class Registration:
         directory: Path,
         max_rows: int,
         timeout: float,
-        check_space: Callable[[int], None],
+        space: Space,
         per_caller: int | None = None,
     ) -> None:
         self._directory, self._max_rows, self._timeout = directory, max_rows, timeout
-        self._check_space = check_space
+        self._space = space
         self._children = FairSlots(_CHILDREN, per_caller or _CHILDREN)
         self._spools = BodyMemory(_SPOOLED)
 
@@ -88,10 +91,10 @@ class Registration:
             HTTPException: 503, the number of files is at its limit; 507, the disk is full.
         """
         async with self._spools.reserved(1, caller):
-            self._require_space(size)
-            staging = tempfile.TemporaryDirectory(dir=self._directory, prefix=STAGING, ignore_cleanup_errors=True)
-            with staging as home, open(Path(home) / "body", "wb") as file:
-                yield file
+            with self._reserved(size):
+                staging = tempfile.TemporaryDirectory(dir=self._directory, prefix=STAGING, ignore_cleanup_errors=True)
+                with staging as home, open(Path(home) / "body", "wb") as file:
+                    yield file
 
     async def parse(self, file: Path) -> tuple[Any, StoredRows]:
         """Parse a spooled body. Returns it without its rows, and the rows' file.
@@ -101,8 +104,8 @@ class Registration:
             JSONDecodeError.
         """
         async with self._children.taken():
-            self._require_space(file.stat().st_size)  # its rows take about the same space again
-            found = await self._child(file)
+            with self._reserved(_ROWS_PER_BODY * file.stat().st_size):
+                found = await self._child(file)
         if "not_json" in found:
             raise json.JSONDecodeError(found["not_json"], "", found["position"])
         if "detail" in found:
@@ -110,12 +113,15 @@ class Registration:
         stored = StoredRows(file.parent / f"{found['sha256']}.jsonl", found["sha256"], found["num_rows"])
         return found["body"], stored
 
-    def _require_space(self, size: int) -> None:
-        """Require free space. Raises HTTPException: 507."""
-        try:
-            self._check_space(size)
-        except OSError as error:
-            raise disk_full(error) from error
+    @contextmanager
+    def _reserved(self, size: int) -> Iterator[None]:
+        """Reserve space. Raises HTTPException: 507."""
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._space.arriving(Use.ordered, self._directory, size))
+            except OSError as error:
+                raise disk_full(error) from error
+            yield
 
     async def _child(self, file: Path) -> dict[str, Any]:
         argv = [sys.executable, "-m", MODULE, str(file), str(file.parent), str(self._max_rows)]

@@ -33,6 +33,7 @@ from llama_stack_provider_trl.system.offload import in_work_thread
 from ..http.bodies import BlobSource, Dataset, RegisterDataset, RowsSource, UriSource
 from ..http.errors import Conflict, NotFound, TooLarge
 from ..settings import ServiceSettings
+from ..space import Use
 from .blobs import Blobs
 from .index import DatasetIndex, DatasetPlace
 from .reader import HUB, ROW_READERS
@@ -170,7 +171,8 @@ class DatasetRegistry:
             raise InvalidRequest("output.dataset_id", dataset_id, hint) from error
         try:
             with open_regular(rows) as file:
-                self._blobs.check_space(os.fstat(file.fileno()).st_size)
+                size = os.fstat(file.fileno()).st_size
+                self._blobs.space.require(Use.checkpoint, self._blobs.directory, size)  # a job's result
                 blob = put_lines(self._blobs.directory, iter(partial(file.read, _PIECE), b""))
         except FileNotFoundError as error:
             raise InvalidRequest("output.dataset_id", dataset_id, f"{rows}, the job's rows, is gone") from error

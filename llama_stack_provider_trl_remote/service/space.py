@@ -1,0 +1,206 @@
+"""The space of the disks that the service writes to: every write asks here, before it begins and while bytes arrive.
+
+Uses have different lines. What clients order (uploads, rows, previews) ends where `min_free_disk_mb` and the largest
+checkpoint of the jobs that run or wait would not stay free, so that no client takes what a training needs. Checkpoints
+end at `min_free_disk_mb`, events and logs at half of it, since these report a full disk. Small files of the service's
+own ask nothing; `tests/unit/test_space.py` lists every function that writes, with its use or its reason.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+
+from llama_stack_provider_trl.errors import StoreError
+from llama_stack_provider_trl.jobs.unfinished import Unfinished
+from llama_stack_provider_trl.system.files import disk_of, free_bytes
+from llama_stack_provider_trl.system.model_directory import find_model
+
+log = logging.getLogger(__name__)
+PIECE = 8 << 20
+"""Bytes that are reserved for an upload under way; it asks again when it has written half of them."""
+_WHOLE = 64 << 20
+"""Bytes up to which an announced size is reserved as a whole."""
+_REFRESH = 5.0
+"""Seconds after which the jobs are read again."""
+_MODEL_SECONDS = 600.0
+"""Seconds for which the size of a model counts."""
+_TRAINED, _MOMENTS = 4, 8
+"""Bytes of a trained weight in a step checkpoint, and of its moments."""
+_OF_ADAPTER = 0.05
+"""Weights of an adapter per weight of its model: LoRA of rank 64 on all linear layers has about 3 % in a 1B model."""
+
+
+class Use(StrEnum):
+    """What the space is for."""
+
+    ordered = "ordered"
+    """Clients order it."""
+    checkpoint = "checkpoint"
+    """Checkpoints and answers of jobs, from nodes."""
+    report = "report"
+    """Events and logs of jobs, from nodes."""
+
+
+class _Need(NamedTuple):
+    """The checkpoint of a job that has not ended."""
+
+    size: int
+    job_uuid: str
+    device: int
+    """Of the file system of its checkpoints."""
+
+
+class Space:
+    """Grants the space of disks. Safe to share between threads.
+
+    Args:
+        min_free: bytes that stay free (`min_free_disk_mb`).
+        unfinished: reads the jobs that have not ended; may raise StoreError.
+    """
+
+    def __init__(
+        self,
+        min_free: int,
+        unfinished: Callable[[], Sequence[Unfinished]] = tuple,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._min_free, self._unfinished, self._clock = min_free, unfinished, clock
+        self._lock = threading.Lock()
+        self._arriving: dict[int, int] = {}
+        """File system -> bytes that uploads under way may write before they ask again."""
+        self._needs: list[_Need] = []
+        self._read_at = -float("inf")
+        self._models: dict[tuple[str, str | None], tuple[float, int]] = {}
+
+    def require(self, use: Use, directory: Path, coming: int = 0, least: int | None = None) -> None:
+        """Require space for a write.
+
+        Args:
+            coming: bytes that it takes, where they are known.
+            least: `min_free_bytes` of the job that it belongs to.
+
+        Raises:
+            OSError: ENOSPC.
+        """
+        with self._lock:
+            self._require(use, directory, coming, self._min_free if least is None else least)
+
+    @contextmanager
+    def arriving(
+        self, use: Use, directory: Path, announced: int = 0, least: int | None = None
+    ) -> Iterator[Callable[[int], None]]:
+        """Require space for bytes that arrive; yields a function that is called with the number of each part that has
+        been written. Other uploads do not get what this one may write between two checks.
+
+        Raises:
+            OSError: ENOSPC, also from that function.
+        """
+        least = self._min_free if least is None else least
+        device, unchecked = disk_of(directory), 0
+        is_whole = 0 < announced <= _WHOLE
+        reserved = announced if is_whole else PIECE
+        with self._lock:
+            self._require(use, directory, max(announced, reserved) if use is Use.ordered else announced, least)
+            self._arriving[device] = self._arriving.get(device, 0) + reserved
+
+        def written(count: int) -> None:
+            nonlocal unchecked
+            unchecked += count
+            if unchecked >= PIECE // 2 and not is_whole:
+                with self._lock:  # what it may write next is among the bytes that are reserved
+                    self._require(use, directory, 0, least)
+                unchecked = 0
+
+        try:
+            yield written
+        finally:
+            with self._lock:
+                self._arriving[device] -= reserved
+
+    def note_job(self) -> None:
+        """Read the jobs before the next answer: one was submitted."""
+        self._read_at = -float("inf")
+
+    def refresh(self) -> None:
+        """Read what the jobs that have not ended need, unless that was done just now."""
+        if self._clock() - self._read_at < _REFRESH:
+            return
+        try:
+            found = self._unfinished()
+        except StoreError as error:
+            log.warning("the space that jobs need is not read: %s", error)
+            return
+        needs = [_Need(self._size_of(job), job.job_uuid, disk_of(Path(job.directory))) for job in found]
+        self._needs, self._read_at = sorted(needs, reverse=True), self._clock()
+
+    def reserve(self, directory: Path) -> tuple[int, str]:
+        """Bytes of the largest checkpoint that jobs will write to the disk of a directory, and its job. One that is
+        larger than the disk does not count: it can never be written."""
+        if self._clock() - self._read_at > 2 * _REFRESH:  # this process does not supervise
+            self.refresh()
+        device, total = disk_of(directory), _total(directory) - self._min_free
+        found = (need for need in self._needs if need.device == device and need.size <= total)
+        return next(((need.size, need.job_uuid) for need in found), (0, ""))
+
+    def _require(self, use: Use, directory: Path, coming: int, least: int) -> None:
+        reserve, job_uuid = self.reserve(directory) if use is Use.ordered else (0, "")
+        line = (least // 2 if use is Use.report else least) + reserve
+        held = self._arriving.get(disk_of(directory), 0) if use is Use.ordered else 0
+        free, needed = free_bytes(directory), coming + held + line
+        if free < needed:
+            text = f"{free >> 20} MiB are free on the disk of {directory}, {needed >> 20} are needed"
+            if reserve:
+                text += f" ({reserve >> 20} of them stay free for the next checkpoint of job {job_uuid!r})"
+            raise OSError(errno.ENOSPC, text)
+
+    def _size_of(self, job: Unfinished) -> int:
+        """The approximate bytes of a job's next step checkpoint and of its exports."""
+        if job.work not in (None, "merge"):
+            return 0
+        weights = self._weights(job.model, job.revision)
+        export = _TRAINED if job.dtype == "fp32" else 2
+        if job.work == "merge":
+            return weights * _TRAINED
+        if not job.is_adapter:
+            return weights * (_TRAINED + _MOMENTS + export)
+        return int(weights * _OF_ADAPTER) * (2 * _TRAINED + _MOMENTS) + weights * export * job.merges
+
+    def _weights(self, model: str, revision: str | None) -> int:
+        """Number of weights of a model, by the size of its files; 0: it is not on this machine."""
+        at, count = self._models.get((model, revision), (-float("inf"), 0))
+        if self._clock() - at > _MODEL_SECONDS:
+            if len(self._models) > 1000:
+                self._models.clear()
+            count = _count_weights(model, revision)
+            self._models[model, revision] = self._clock(), count
+        return count
+
+
+def _count_weights(model: str, revision: str | None) -> int:
+    try:
+        found = find_model(os.environ, model, revision)
+        if found is None:
+            return 0
+        size = sum((found.path / name).stat().st_size for name in found.names() if name.endswith(".safetensors"))
+        config = json.loads((found.path / "config.json").read_bytes())
+        dtype = config.get("dtype") or config.get("torch_dtype")
+        return size // (4 if dtype == "float32" else 2)
+    except (OSError, ValueError, AttributeError):
+        return 0
+
+
+def _total(directory: Path) -> int:
+    while not directory.exists():
+        directory = directory.parent
+    found = os.statvfs(directory)
+    return found.f_blocks * found.f_frsize

@@ -1,0 +1,245 @@
+"""Space: what clients order never takes what a training needs, and every function that writes asks for space."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+
+from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.unfinished import Unfinished, unfinished
+from llama_stack_provider_trl.specs.job import LoraSpec
+from llama_stack_provider_trl_remote.service import space as module
+from llama_stack_provider_trl_remote.service.space import PIECE, Space, Use
+from tests.fakes import FakeClock, job_spec
+from tests.tiny import REPOSITORY
+
+MIB = 1 << 20
+MIN_FREE = 100 * MIB
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """One of a million weights in fp32."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"torch_dtype": "float32"}))
+    with open(directory / "model.safetensors", "wb") as file:
+        file.truncate(4_000_000)
+    return directory
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes that are free, which a test changes."""
+    found = [1 << 40]
+    monkeypatch.setattr(module, "free_bytes", lambda path: found[0])
+    monkeypatch.setattr(module, "_total", lambda path: 1 << 40)
+    return found
+
+
+def jobs(directory: Path, trained: Path, **changes: object) -> list[Unfinished]:
+    job = Unfinished("trains", str(trained), None, "fp32", False, False, None, str(directory))
+    return [job._replace(**changes)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "per_weight"),
+    [
+        ({}, 16),  # a step checkpoint of 12 bytes per weight, and the export
+        ({"dtype": "bf16"}, 14),
+        ({"is_adapter": True}, 0.8),
+        ({"is_adapter": True, "merges": True}, 4.8),
+        ({"work": "merge"}, 4),
+        ({"work": "evaluate"}, 0),
+        ({"model": "org/not-on-this-machine"}, 0),
+    ],
+)
+def test_a_client_leaves_the_space_of_the_largest_checkpoint(
+    tmp_path: Path, model: Path, free: list[int], changes: dict[str, object], per_weight: float
+) -> None:
+    space = Space(MIN_FREE, lambda: jobs(tmp_path, model, **changes))
+    line = MIN_FREE + int(per_weight * 1_000_000)
+    free[0] = line + 1000
+    space.require(Use.ordered, tmp_path, 1000)
+    with pytest.raises(OSError, match="are needed") as full:
+        space.require(Use.ordered, tmp_path, 1001)
+    assert full.value.errno == errno.ENOSPC
+    assert ("for the next checkpoint of job 'trains'" in str(full.value)) is bool(per_weight)
+
+
+def test_checkpoints_events_and_logs_may_take_what_clients_leave(tmp_path: Path, model: Path, free: list[int]) -> None:
+    space = Space(MIN_FREE, lambda: jobs(tmp_path, model))
+    free[0] = MIN_FREE
+    space.require(Use.checkpoint, tmp_path)
+    free[0] = MIN_FREE // 2
+    space.require(Use.report, tmp_path)
+    for use, least in ((Use.checkpoint, MIN_FREE // 2 + 1), (Use.report, MIN_FREE + 2)):
+        with pytest.raises(OSError, match="are needed"):
+            space.require(use, tmp_path, least=least)
+
+
+def test_jobs_on_other_disks_and_those_that_never_fit_reserve_nothing(
+    tmp_path: Path, model: Path, free: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free[0] = MIN_FREE + 1
+    Space(MIN_FREE, lambda: jobs(Path("/proc"), model)).require(Use.ordered, tmp_path)
+    monkeypatch.setattr(module, "_total", lambda path: MIN_FREE + 1_000_000)
+    Space(MIN_FREE, lambda: jobs(tmp_path, model)).require(Use.ordered, tmp_path)
+
+
+def test_uploads_together_stay_above_the_line_however_many_arrive(tmp_path: Path, free: list[int]) -> None:
+    space = Space(MIN_FREE)
+    free[0] = MIN_FREE + 10 * PIECE
+    written, refused = 0, 0
+    with ExitStack() as stack:
+        uploads = []
+        for _ in range(20):
+            try:
+                uploads.append(stack.enter_context(space.arriving(Use.ordered, tmp_path)))
+            except OSError:
+                refused += 1
+        assert (len(uploads), refused) == (10, 10)
+        lasting = list(uploads)
+        while lasting:
+            for upload in list(lasting):
+                free[0] -= MIB
+                written += MIB
+                assert free[0] >= MIN_FREE
+                try:
+                    upload(MIB)
+                except OSError:
+                    lasting.remove(upload)
+    assert written >= PIECE
+    with space.arriving(Use.ordered, tmp_path, 1000):
+        pass
+
+
+def test_a_small_body_whose_size_is_announced_is_reserved_as_a_whole(tmp_path: Path, free: list[int]) -> None:
+    space = Space(MIN_FREE)
+    free[0] = MIN_FREE + 50 * MIB
+    with space.arriving(Use.ordered, tmp_path, 32 * MIB), pytest.raises(OSError, match="are needed"):
+        space.require(Use.ordered, tmp_path, 19 * MIB)
+    space.require(Use.ordered, tmp_path, 50 * MIB)
+
+
+def test_jobs_are_read_again_after_a_while_and_only_those_that_have_not_ended(
+    tmp_path: Path, model: Path, free: list[int]
+) -> None:
+    clock = FakeClock()
+    with closing(Store(tmp_path / "jobs.sqlite3")) as store:
+        space = Space(MIN_FREE, lambda: unfinished(store.database), clock)
+        assert space.reserve(tmp_path) == (0, "")
+        lora = LoraSpec(rank=4, alpha=8, target_modules=("q_proj",))
+        for number in range(3):
+            out = tmp_path / "out" / str(number)
+            store.add_job(job_spec(f"adapter-{number}", model=str(model), lora=lora, checkpoint_dir=out), "digest")
+        store.add_job(job_spec("whole", model=str(model), dtype="fp32", checkpoint_dir=tmp_path / "whole"), "digest")
+        assert len(unfinished(store.database)) == 2
+        clock.advance(60)
+        assert space.reserve(tmp_path) == (16_000_000, "whole")
+        assert store.request_cancel("whole").state is JobState.cancelled
+        clock.advance(60)
+        assert space.reserve(tmp_path) == (800_000, "adapter-0")
+
+
+# --- Every function of the service that writes ------------------------------------------------------------------------
+
+SERVICE = REPOSITORY / "llama_stack_provider_trl_remote" / "service"
+ASKS = "it asks"
+"""The function itself asks for space."""
+SMALL = "a small file of the service's own, whose size no client chooses"
+WRITERS = {
+    "cluster/answers.py _opened": "`UploadReceiver.add_answers` asks",
+    "cluster/launcher.py start": SMALL,
+    "cluster/logs.py _opened": "`UploadReceiver.add_log` asks",
+    "cluster/logs.py append_log": SMALL,
+    "cluster/logs.py write_all": "its callers ask: events, logs, answers, checkpoints",
+    "cluster/models.py _keep": SMALL,
+    "cluster/uploads.py _opened": "its callers ask: events and checkpoints",
+    "cluster/uploads.py ask": ASKS,
+    "datasets/blobs.py _keep_verdict": ASKS,
+    "datasets/blobs.py _staging": "an empty directory",
+    "datasets/blobs.py receive": ASKS,
+    "datasets/reader.py _stored": "a process of its own, which compares the space that is free as it writes",
+    "datasets/registration.py _read": "a process of its own, for whose rows `Registration.parse` asks",
+    "datasets/registration.py spool": ASKS,
+    "datasets/registry.py _put": ASKS,
+    "datasets/registry.py _write": "an entry of a few KiB; `register` asks",
+    "datasets/registry.py register_made": ASKS,
+    "security/audit.py _append": "bounded by audit_mb and audit_files",
+    "security/audit.py _begin_file": "bounded by audit_mb and audit_files",
+    "security/audit.py open": "bounded by audit_mb and audit_files",
+    "security/sessions.py _write": SMALL,
+    "views/preflights.py _start": "a file of some KiB; `Service._rows` asks before each check of a job",
+}
+"""Module and function -> why it may write."""
+_WRITES = {
+    *("write_bytes", "write_text", "mkstemp", "mkdtemp", "TemporaryDirectory", "TemporaryFile", "NamedTemporaryFile"),
+    *("pwrite", "copyfile", "copytree", "copy2", "copyfileobj", "atomic_write", "atomic_write_json", "put_rows"),
+    *("put_lines", "posix_fallocate", "sendfile"),
+}
+_QUESTIONS = {"require", "arriving", "check_space", "_reserved"}
+
+
+def writers(source: str) -> Iterator[tuple[str, bool]]:
+    """Functions that write files, with whether they ask for space themselves."""
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+        names = {name_of(call.func) for call in calls} | {name_of(value) for call in calls for value in call.args}
+        if any(is_write(call) for call in calls) or names & _WRITES:
+            yield function.name, bool(names & _QUESTIONS)
+
+
+def is_write(call: ast.Call) -> bool:
+    """Whether a call opens a file to write, or writes to a descriptor."""
+    written = ast.unparse(call)
+    if name_of(call.func) == "open":
+        modes = [value.value for value in call.args[1:2] if isinstance(value, ast.Constant)]
+        opens = any(isinstance(mode, str) and set(mode) & set("wax+") for mode in modes)
+        flags = [value for value in call.args[1:] if not isinstance(value, ast.Constant)]
+        return opens or "O_WRONLY" in written or "O_RDWR" in written or any(name_of(flag) == "flags" for flag in flags)
+    return written.startswith(("os.write(", "shutil.copy(", "shutil.move("))
+
+
+def name_of(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def test_each_function_of_the_service_that_writes_asks_for_space_or_has_a_reason() -> None:
+    found = {
+        f"{path.relative_to(SERVICE)} {name}": asks
+        for path in sorted(SERVICE.rglob("*.py"))
+        if path.name != "space.py"
+        for name, asks in writers(path.read_text())
+    }
+    new = sorted(found.keys() - WRITERS.keys())
+    assert not new, f"have these ask `Space`, and list them here: {new}"
+    assert not WRITERS.keys() - found.keys(), "these no longer write"
+    silent = [name for name, why in WRITERS.items() if why == ASKS and not found[name]]
+    assert not silent, f"these do not ask any more: {silent}"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "open(path, 'wb')",
+        "open(path, 'r+')",
+        "os.open(path, os.O_RDWR | os.O_CREAT)",
+        "os.write(file, data)",
+        "path.write_text('x')",
+        "tempfile.mkstemp()",
+        "await asyncio.to_thread(atomic_write_json, path, {})",
+        "shutil.copytree(a, b)",
+    ],
+)
+def test_a_new_writer_is_found_whatever_it_writes_with(code: str) -> None:
+    assert list(writers(f"async def write():\n    {code}\n")) == [("write", False)]
