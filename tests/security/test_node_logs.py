@@ -9,7 +9,7 @@ import pytest
 
 from llama_stack_provider_trl.jobs.records import NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl_remote.service.cluster import uploads as shipping_module
+from llama_stack_provider_trl_remote.service import space
 from llama_stack_provider_trl_remote.service.cluster.uploads import UploadReceiver
 from llama_stack_provider_trl_remote.service.http.errors import NotFound, WrongOffset
 from llama_stack_provider_trl_remote.service.views.checkpoints import Digests
@@ -82,9 +82,9 @@ def test_a_node_has_no_more_logs_than_ranks(shipping: UploadReceiver, run_dir: P
 def test_logs_and_events_leave_room_on_the_disk(
     shipping: UploadReceiver, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shipping_module, "free_bytes", lambda path: 1 << 18)
-    with pytest.raises(OSError, match="are free where events and logs of a go"):
+    monkeypatch.setattr(space, "free_bytes", lambda path: 1 << 18)
+    with pytest.raises(OSError, match="are free on the disk of"):
         shipping.add_log("a-1", "b", "rank-0.log", 0, b"x")
-    with pytest.raises(OSError, match="are free where events and logs of a go"):
+    with pytest.raises(OSError, match="are free on the disk of"):
         shipping.add_events("a-1", "b", 0, b"")
     assert not list(run_dir.iterdir())
