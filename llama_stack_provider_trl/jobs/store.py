@@ -9,12 +9,11 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import JobConflict, JobNotFound, LimitReached, StoreError, shortage_of
+from ..errors import JobConflict, LimitReached, StoreError
 from ..requests.trackers import TrackerChoice
 from ..specs.events import Event, Reason
 from ..specs.job import JobSpec
@@ -22,7 +21,8 @@ from ..system.data_dir import DataDir
 from ..system.files import touched
 from .ahead import QueueAhead
 from .allocations import Allocations
-from .cancel_orders import CancelOrder, CancelOrders
+from .cancel_orders import CancelOrders
+from .cancels import record_kept, request_cancel
 from .chains import Chains, insert_predecessors
 from .database import Database, Execute
 from .demands import Demand, Queued
@@ -288,44 +288,11 @@ class Store(JobReader):
             JobConflict: the job has completed or failed.
             StoreError: the cancel is in the memory of this process only.
         """
-        try:
-            return self._record_cancel(job_uuid, message)
-        except StoreError as error:
-            if shortage_of(error) is None:
-                raise
-            return self._keep_cancel(job_uuid, message, error)
+        return request_cancel(self, job_uuid, message)
 
     def record_kept_cancels(self) -> None:
         """Record the cancels that the database could not record before. Raises StoreError: it still cannot."""
-        for order in self.cancels.pending():
-            with suppress(JobNotFound, JobConflict):
-                if self.get(order.job_uuid).scheduled_at.timestamp() == order.scheduled_at:
-                    self._record_cancel(order.job_uuid, order.message)
-            self.cancels.remove(order)
-
-    def _keep_cancel(self, job_uuid: str, message: str, error: StoreError) -> JobRecord:
-        job = self.get(job_uuid)
-        if job.state in TERMINAL:
-            raise error
-        if not self.cancels.add(CancelOrder(job_uuid, job.scheduled_at.timestamp(), message)):
-            raise StoreError(
-                f"the cancel of job {job_uuid!r} is in memory only ({error}): its training is being ended, but the "
-                "next start would begin it again; repeat the cancel when the disk can be written"
-            ) from error
-        return replace(job, state=JobState.cancelling if job.state in ACTIVE else JobState.cancelled)
-
-    def _record_cancel(self, job_uuid: str, message: str) -> JobRecord:
-        while True:
-            job = self.get(job_uuid)
-            if job.state in (JobState.cancelling, JobState.cancelled):
-                return job
-            if job.state in TERMINAL:
-                raise JobConflict(
-                    f"job {job_uuid!r} is {job.state} already: only a job that has not ended can be cancelled"
-                )
-            target = JobState.cancelling if job.state in ACTIVE else JobState.cancelled
-            # Not applied if the job has changed its state in the meantime: read it again.
-            self.transition(job_uuid, job.attempt, job.state, target, None, message)
+        record_kept(self)
 
     def request_pause(self, job_uuid: str) -> JobRecord:
         """Record a pause: the job becomes `paused` if it waits, and `pausing`, to save and release its device, if it
