@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
+from llama_stack_provider_trl.errors import InvalidRequest
+
 from ..context import Context, Service
 from ..http.bodies import PreferenceOptimizeBody, PreflightBody, SupervisedFineTuneBody
 from ..security.access import USERS, USERS_FORM, CurrentCaller
@@ -61,7 +63,11 @@ async def submit_job(request: Request, service: Context, caller: CurrentCaller) 
 
 
 def _method(fields: Mapping[str, str]) -> str:
-    return "dpo" if fields.get("method") == "dpo" else "sft"
+    """Raises InvalidRequest: it is none of the form's."""
+    method = fields.get("method") or "sft"
+    if method not in ("sft", "dpo"):
+        raise InvalidRequest("method", method, "expected sft or dpo")
+    return method
 
 
 async def _page(
