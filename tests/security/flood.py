@@ -1,12 +1,14 @@
-"""A flood: idle connections, event streams, large bodies and job POSTs, all at once, on a service with few descriptors.
+"""A flood: idle connections, event streams, slow and large bodies, costly checks and job POSTs, all at once.
 
-    python -m tests.security.flood          # 2,000, 500, 100 of 31 MiB, 20,000, at `ulimit -n 4096`: some minutes
+    python -m tests.security.flood          # 2,000, 500, 200, 100 of 31 MiB, 200, 20,000, at `ulimit -n 4096`: minutes
     python -m tests.security.flood --small  # what CI does
 
-One service of its own whose trainings are played by `fake_trainer.py`; one of them runs all the while. What must hold:
-`GET /v1/health` on new connections within a second, at most 300 MiB of memory, no answer of 500, no failed job, and the
-training comes to its end. A client that is answered 429 or 503 sends its request again after `Retry-After` seconds.
-Exit status 1 where one of these does not hold. Linux only.
+All of it comes from one submit token, but for the idle connections and half of the slow bodies, which have no token. The
+service is one of its own whose trainings are played by `fake_trainer.py`; one of them runs all the while, and a node
+reports an unfinished task. What must hold: `GET /v1/health` of another token on new connections within a second, at
+most 300 MiB of memory, no answer of 500, no failed job, the node's task is in its first attempt still, and the training
+is slowed by at most a fifth and comes to its end. A client that is answered 429 or 503 sends its request again after
+`Retry-After` seconds, but for a check. Exit status 1 where one of these does not hold. Linux only.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import resource
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -25,18 +28,32 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import requests
+
+from llama_stack_provider_trl.system.files import RunDir
+from tests.contract.fake_agent import FakeAgent
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import JOBS, running
 from tests.contract.stack import SFT, poll
 from tests.fake_trainer import SLOW_STEP, fake_trainer
-from tests.security.guarded import TOKENS, Guarded
+from tests.security.fuzz import WORKER
+from tests.security.guarded import NODE, TOKENS, Guarded
 from tests.security.monitor import Monitor, table
+from tests.tiny import tiny_model
 
 DESCRIPTORS = 4096
 SENDERS = 16
 """Connections that POST jobs."""
-TRAINING = "slow-training"
-MOST_MIB, MOST_SECONDS = 300, 1.0
+TRAINING, REPORTED = "slow-training", "reported"
+"""The job that trains on the service's own machine, and the one that a node reports."""
+OTHER = "token-of-another-client"
+"""Whose health checks are measured."""
+MOST_MIB, MOST_SECONDS, MOST_SLOWDOWN = 300, 1.0, 0.2
+SLOW_PAUSE = 5.0
+"""Seconds between two bytes of a slow body."""
+NODE_PAUSE = 0.5
+COSTLY = "(" * 10 + "a" + ")+" * 10
+"""A pattern whose parts double what is compiled."""
 ANSWER_TIMEOUT = 300.0
 TRIES = 60
 
@@ -45,14 +62,16 @@ TRIES = 60
 class Size:
     idle: int
     streams: int
+    slow: int
     bodies: int
     body_mib: int
+    checks: int
     posts: int
     training_seconds: float
 
 
-FULL = Size(idle=2000, streams=500, bodies=100, body_mib=31, posts=20_000, training_seconds=300)
-SMALL = Size(idle=300, streams=50, bodies=3, body_mib=12, posts=300, training_seconds=20)
+FULL = Size(idle=2000, streams=500, slow=200, bodies=100, body_mib=31, checks=200, posts=20_000, training_seconds=600)
+SMALL = Size(idle=200, streams=40, slow=20, bodies=3, body_mib=12, checks=3, posts=200, training_seconds=30)
 
 
 @dataclass
@@ -66,22 +85,36 @@ class Flood:
     answers: Counter[str] = field(default_factory=Counter)
     events: int = 0
     """Received by all streams."""
+    began: float = 0.0
+    node: NodeBeside | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     longest_post: float = 0.0
 
     async def run(self) -> None:
-        """Everything at once, until all bodies and jobs are answered."""
+        """Everything at once, until all bodies, checks and jobs are answered."""
         rest = asyncio.Event()
+        self.began = time.time()
         async with asyncio.TaskGroup() as tasks:
             for _ in range(self.size.idle):
                 tasks.create_task(self._idle(rest))
             for _ in range(self.size.streams):
                 tasks.create_task(self._stream(rest))
+            for number in range(self.size.slow):
+                tasks.create_task(self._slow_body(rest, TOKENS["submit"] if number % 2 else None))
             await asyncio.sleep(2.0)
             async with asyncio.TaskGroup() as finite:
                 finite.create_task(self._timed("bodies", self._bodies()))
                 finite.create_task(self._timed("jobs", self._jobs()))
+                finite.create_task(self._timed("checks", self._checks()))
             rest.set()
+
+    @property
+    def slowdown(self) -> float:
+        """Share of the training's steps that the flood has cost."""
+        path = RunDir(self.service.data_dir / "jobs" / TRAINING / "attempts" / "1").events
+        events = map(json.loads, path.read_text().splitlines())
+        times = [event["time"] for event in events if event["type"] == "progress" and event["time"] > self.began]
+        return 1 - (len(times) - 1) * SLOW_STEP / (times[-1] - times[0])
 
     async def _timed(self, name: str, work: object) -> None:
         began = time.monotonic()
@@ -100,6 +133,55 @@ class Flood:
                 finally:
                     writer.transport.abort()
             await _until(asyncio.sleep(1.0), rest)
+
+    async def _slow_body(self, rest: asyncio.Event, token: str | None) -> None:
+        """A body of a byte now and then, sent again whenever its connection is closed."""
+        if token is not None:
+            head = _head("POST", "/datasets", token, "*/*", 60_000)
+        else:
+            lines = ["POST /login HTTP/1.1", f"Host: 127.0.0.1:{self.service.port}", f"Origin: {self.service.url}"]
+            lines += ["Content-Type: application/x-www-form-urlencoded", "Content-Length: 60000", "\r\n"]
+            head = "\r\n".join(lines).encode()
+        while not rest.is_set():
+            status = "closed"
+            with suppress(OSError, TimeoutError, IndexError):
+                async with asyncio.timeout(30):
+                    reader, writer = await self._connect()
+                try:
+                    writer.write(head)
+                    answering = asyncio.ensure_future(reader.read(1 << 16))
+                    while not answering.done() and not rest.is_set():
+                        writer.write(b"a")
+                        await asyncio.wait([answering], timeout=SLOW_PAUSE)
+                    if answering.done():
+                        status = answering.result().split()[1].decode()
+                    answering.cancel()
+                finally:
+                    writer.transport.abort()
+            self.answers[f"slow body {status}"] += 1
+            await _until(asyncio.sleep(2.0), rest)
+
+    async def _checks(self) -> None:
+        """All costly checks at once, each once."""
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(self.size.checks):
+                tasks.create_task(self._check(number))
+
+    async def _check(self, number: int) -> None:
+        checks = [{"type": "regex", "pattern": f"{COSTLY}{number}"}, {"type": "regex", "pattern": "("}]
+        model = sft("evaluated", "questions")["model"]
+        body = {"job_uuid": f"checked-{number}", "model": model, "dataset_id": "questions"}
+        data = json.dumps({**body, "checks": checks}).encode()
+        status = "closed"
+        with suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
+            async with asyncio.timeout(ANSWER_TIMEOUT):
+                reader, writer = await self._connect()
+                try:
+                    writer.write(_head("POST", "/post-training/evaluate", TOKENS["submit"], "*/*", len(data)) + data)
+                    status, _, _ = await _answer(reader)
+                finally:
+                    writer.transport.abort()
+        self.answers[f"check {status}"] += 1
 
     async def _stream(self, rest: asyncio.Event) -> None:
         """A stream of events, requested again where it is refused or ends."""
@@ -228,18 +310,87 @@ def _rows(size: int) -> bytes:
     return b'{"type":"rows","rows":[' + b",".join([row] * count) + b"]}}"
 
 
+class NodeBeside:
+    """A node that reports an unfinished task, as an agent does: each poll on a connection of its own."""
+
+    def __init__(self, service: Guarded) -> None:
+        self._service = service
+        self._agent = FakeAgent(service, NODE, TOKENS["node"], address="10.0.0.2", **WORKER)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._report, name="node")
+        self._step = self._offset = 0
+        self.longest = 0.0
+        """Seconds between two polls that were answered."""
+
+    def __enter__(self) -> NodeBeside:
+        answer = self._agent.join()
+        assert answer.ok, answer.text
+        options = {"resources": WORKER, "retries": 3, "priority": "critical"}
+        self._service.submit(SFT, sft(REPORTED, "questions"), provider_options=options)
+        self._agent.run(f"{REPORTED}-1")
+        self._send(type="started", pid=1, device="cpu", versions={})
+        self._service.wait_state(REPORTED, "in_progress")
+        # A session of its own: that of the service is the main thread's.
+        self._agent.service = _Reached(self._service.url)  # type: ignore[assignment]
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    @property
+    def complaint(self) -> str:
+        """What has become of its task; empty: it has it still."""
+        status = self._service.status(REPORTED)["resources_allocated"]
+        found = f"attempt {status['attempt']}, {status['state']}"
+        return "" if found == "attempt 1, in_progress" else f"the node's task: {found}, expected attempt 1, in_progress"
+
+    def _report(self) -> None:
+        answered = time.monotonic()
+        while not self._over.wait(NODE_PAUSE):
+            with suppress(requests.RequestException):
+                if self._agent.poll().ok:
+                    now = time.monotonic()
+                    self.longest, answered = max(self.longest, now - answered), now
+                self._step += 1
+                self._send(type="progress", step=self._step, epoch=0.5, metrics={"loss": 2.5}, peak_memory_bytes=1)
+
+    def _send(self, **event: object) -> None:
+        line = json.dumps({**event, "time": time.time()}).encode() + b"\n"
+        answer = self._agent.send_events(f"{REPORTED}-1", self._offset, line)
+        if answer.ok:
+            self._offset += len(line)
+
+
+class _Reached:
+    """What an agent needs of a service."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.session = url, requests.Session()
+
+
 @contextmanager
 def flooded(root: Path, size: Size) -> Iterator[Flood]:
     """A service with few file descriptors and one training."""
     programs = root / "programs"
     programs.mkdir()
-    with running(_FewDescriptors(root, train_python=str(fake_trainer(programs)))) as service:
+    tokens = [
+        {"token": TOKENS["submit"], "role": "submit", "name": "flood"},
+        {"token": OTHER, "role": "submit", "name": "other"},
+        {"token": TOKENS["node"], "role": "node", "name": "joining"},
+    ]
+    # Not on loopback: only there are jobs of other nodes.
+    of_nodes = {"host": "0.0.0.0", "insecure": True, "node_name": "head", "model_roots": [str(tiny_model().parent)]}
+    played = str(fake_trainer(programs))
+    with running(_FewDescriptors(root, tokens=tokens, train_python=played, **of_nodes)) as service:
         service.register("questions", QUESTIONS)
         body = sft(TRAINING, "questions")
         body["training_config"] = {**body["training_config"], "n_epochs": int(size.training_seconds / SLOW_STEP)}
         service.submit(SFT, body)
         service.wait_state(TRAINING, "in_progress")
-        yield Flood(service, size)
+        with NodeBeside(service) as node:
+            yield Flood(service, size, node=node)
 
 
 class _FewDescriptors(Guarded):
@@ -263,6 +414,10 @@ def complaints(flood: Flood, monitor: Monitor) -> list[str]:
     if monitor.slowest > MOST_SECONDS or monitor.unanswered:
         found.append(f"health {monitor.slowest:.2f} s, {monitor.unanswered} not answered, expected {MOST_SECONDS} s, 0")
     found += [f"{count} times {answer}" for answer, count in flood.answers.items() if answer.endswith(" 500")]
+    if flood.slowdown > MOST_SLOWDOWN:
+        found.append(f"the training is slowed by {flood.slowdown:.0%}, expected at most {MOST_SLOWDOWN:.0%}")
+    if flood.node is not None and flood.node.complaint:
+        found.append(flood.node.complaint)
     if flood.answers["job 200"] < flood.size.posts:
         found.append(f"{flood.answers['job 200']} of {flood.size.posts} jobs were accepted")
     with suppress(AssertionError, OSError):
@@ -288,16 +443,19 @@ def main() -> int:
     root = Path(tempfile.mkdtemp(prefix="trl-flood-"))
     try:
         with flooded(root, size) as flood:
-            with Monitor(flood.service) as monitor:
+            with Monitor(flood.service, OTHER) as monitor:
                 asyncio.run(flood.run())
             found = complaints(flood, monitor)
             rows: dict[str, object] = {
                 "idle connections, event streams": f"{size.idle}, {size.streams}",
-                f"bodies of {size.body_mib} MiB, job POSTs": f"{size.bodies}, {size.posts}",
+                f"slow bodies, bodies of {size.body_mib} MiB": f"{size.slow}, {size.bodies}",
+                "costly checks, job POSTs": f"{size.checks}, {size.posts}",
                 "answers": ", ".join(f"{answer}: {count}" for answer, count in sorted(flood.answers.items())),
                 "idle connections opened, events streamed": f"{flood.opened}, {flood.events}",
                 "seconds": ", ".join(f"{name} {seconds:.0f}" for name, seconds in flood.seconds.items()),
                 "slowest POST of a job": f"{flood.longest_post:.1f} s",
+                "the training is slowed by": f"{flood.slowdown:.0%}",
+                "longest time between polls of the node": f"{flood.node.longest if flood.node else 0:.1f} s",
                 **monitor.rows(),
                 "does not hold": "; ".join(found) or "-",
             }

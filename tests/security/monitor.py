@@ -1,4 +1,4 @@
-"""What is watched while a service is attacked: its memory, and how long a call that needs no token takes."""
+"""What is watched while a service is attacked: its memory, and how long a health check takes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ TIMEOUT = 30.0
 
 
 class Monitor:
-    """Calls `GET /v1/health` on a new connection ten times a second, and reads the memory of the service's process."""
+    """Calls `GET /v1/health` on a new connection ten times a second, and reads the memory of the service's process.
 
-    def __init__(self, service: Guarded) -> None:
+    Args:
+        token: of its caller; None: without one.
+    """
+
+    def __init__(self, service: Guarded, token: str | None = None) -> None:
         self._port = service.port
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._process = psutil.Process(service.pid)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="monitor")
@@ -68,7 +73,7 @@ class Monitor:
     def _call(self) -> int:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=TIMEOUT)
         try:
-            connection.request("GET", "/v1/health")
+            connection.request("GET", "/v1/health", headers=self._headers)
             with connection.getresponse() as answer:
                 answer.read()
                 return answer.status

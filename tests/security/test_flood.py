@@ -7,17 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.security.flood import MOST_MIB, SMALL, TRAINING, failed_jobs, flooded
+from tests.security.flood import MOST_MIB, OTHER, SMALL, TRAINING, failed_jobs, flooded
 from tests.security.monitor import Monitor
 
 pytestmark = pytest.mark.contract
 
 
 @pytest.mark.timeout(300)
-def test_a_training_continues_to_its_end_under_a_flood_of_connections_bodies_and_jobs(tmp_path: Path) -> None:
+def test_a_training_continues_to_its_end_under_a_flood_of_connections_bodies_checks_and_jobs(tmp_path: Path) -> None:
     with flooded(tmp_path, SMALL) as flood:
-        with Monitor(flood.service) as monitor:
+        with Monitor(flood.service, OTHER) as monitor:
             asyncio.run(flood.run())
+        assert flood.node
+        assert flood.node.complaint == ""
         flood.service.wait(TRAINING, "completed", timeout=120)
         assert flood.answers["job 200"] == SMALL.posts
         assert flood.answers["body 200"] == SMALL.bodies
