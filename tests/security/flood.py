@@ -3,7 +3,7 @@
     python -m tests.security.flood          # 2,000, 500, 200, 100 of 31 MiB, 200, 20,000, at `ulimit -n 4096`: minutes
     python -m tests.security.flood --small  # what CI does
 
-All of it comes from one submit token, but for the idle connections and half of the slow bodies, which have no token. The
+All of it comes from one submit token, but for idle connections and half of the slow bodies, which have no token. The
 service is one of its own whose trainings are played by `fake_trainer.py`; one of them runs all the while, and a node
 reports an unfinished task. What must hold: `GET /v1/health` of another token on new connections within a second, at
 most 300 MiB of memory, no answer of 500, no failed job, the node's task is in its first attempt still, and the training
