@@ -19,13 +19,19 @@ def refuse_lost_jobs(store: Store, data_dir: Path) -> None:
     Raises:
         StoreError: it has no job, and the directory has directories of jobs.
     """
+    if not sum(store.count().values()) and (lost := lost_jobs(data_dir)) is not None:
+        store.close()
+        raise StoreError(lost)
+
+
+def lost_jobs(data_dir: Path) -> str | None:
+    """What is there of jobs that a database without jobs does not know, as a sentence; None: nothing."""
     place = DataDir(data_dir)
-    if sum(store.count().values()) or not (names := place.job_names()):
-        return
-    store.close()
+    if not (names := place.job_names()):
+        return None
     named = ", ".join(names[:_NAMED]) + (" ..." if len(names) > _NAMED else "")
     are = "is the directory of a job" if len(names) == 1 else f"are the directories of {len(names)} jobs"
-    raise StoreError(
+    return (
         f"{place.database} has no jobs, and in {place.jobs} {are} ({named}): put the database of these jobs back, or, "
         f"to begin without them, move the directory away (mv {place.jobs} {place.jobs}.lost) once their trainings have "
         f"ended; each attempt's spec.json there has the job, and their results stay in {place.checkpoints}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from ..specs.checkpoint_files import misplaced
 from ..specs.evaluations import best_step
 from ..specs.events import Reason
-from ..system.files import is_whole
+from ..system.files import discard, is_whole
 from .records import CheckpointRecord, JobRecord
 from .store import Store
 
@@ -37,7 +36,7 @@ def delete_superfluous(store: Store, job: JobRecord) -> None:
         store.remove_checkpoint(checkpoint)
         # Checked again: an earlier release may have listed it unchecked, and the training may have replaced it since.
         if misplaced(checkpoint.path, checkpoint.kind, job.spec.checkpoint_dir) is None:
-            shutil.rmtree(checkpoint.path, ignore_errors=True)
+            discard(checkpoint.path)
 
 
 def superfluous(

@@ -7,6 +7,8 @@ import errno
 import os
 import stat
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -65,6 +67,40 @@ def open_beneath(root: Path, relative: Path) -> int:
         os.close(file)
         raise
     return file
+
+
+@contextmanager
+def directory_beneath(root: Path, relative: Path, *, make: bool = False) -> Iterator[int]:
+    """A descriptor of a directory below `root`, as `dir_fd` of what is then written there: no part of its path below
+    `root` is a symbolic link, and what happens to the path later has no effect.
+
+    Args:
+        make: create what is missing of it.
+
+    Raises:
+        NotAFile: a part of the path is a symbolic link, or no directory.
+        FileNotFoundError: it is missing.
+        OSError: it cannot be opened or created.
+    """
+    if relative.is_absolute() or ".." in relative.parts:
+        raise NotAFile(errno.EXDEV, "the path leads out of its directory", str(relative))
+    current = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in relative.parts:
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=current)
+            try:
+                below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=current)
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                    raise NotAFile(errno.EINVAL, f"{part!r} is a symbolic link or a file", str(relative)) from error
+                raise
+            os.close(current)
+            current = below
+        yield current
+    finally:
+        os.close(current)
 
 
 def path_of(file: int, otherwise: Path) -> Path:

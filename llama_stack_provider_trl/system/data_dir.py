@@ -6,6 +6,7 @@ name is.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -180,18 +181,29 @@ class DataDir:
             StoreError: a link to something that cannot be made again leads nowhere.
             OSError: it cannot be renamed.
         """
+        if (why := self.why_not()) is not None:
+            raise StoreError(why)
+        return _set_aside_odd(self.root, OWN)
+
+    def why_not(self) -> str | None:
+        """Why no start can help itself, as a sentence; None: it can."""
         for entry in OWN:
             path = self.root / entry.name.pattern
             if entry.cannot_be_made_again and path.is_symlink() and not path.exists():
-                raise StoreError(
+                return (
                     f"{path} is a link to {os.readlink(path)}, which is not there: mount its disk, or remove the link "
                     "to begin with an empty directory"
                 )
-        return _set_aside_odd(self.root, OWN)
+        return None
 
     def odd(self) -> list[Path]:
         """What the next start sets aside."""
         return [path for path, _ in _odd(self.root, OWN)]
+
+    def damaged(self) -> list[Path]:
+        """Small files of JSON that cannot be parsed: they are set aside when they are read."""
+        small = [self.sessions, *_listed(self.registry), *_listed(self.model_lists)]
+        return [path for path in small if path.suffix == ".json" and _is(path, "file") and not _is_json(path)]
 
     def aside(self) -> list[Path]:
         """What was set aside, and is still there."""
@@ -257,6 +269,14 @@ def _is(path: Path, kind: Literal["file", "directory"]) -> bool:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
         return False
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _listed(directory: Path) -> list[Path]:

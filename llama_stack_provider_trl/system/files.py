@@ -12,6 +12,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -325,10 +326,11 @@ def put_in_place(staging: Path, target: Path, check: Callable[[], None] = lambda
 
 
 def remove_leftovers(directory: Path, listed: Collection[str]) -> None:
-    """Remove the rest of a killed process from a job's checkpoint directory: parts of a checkpoint, and step
-    checkpoints that were never announced, or that were removed from the list and not yet deleted.
+    """Remove the rest of a killed process from a job's checkpoint directory: parts of checkpoints.
 
-    A checkpoint that was set aside for a new one which never came gets its name back.
+    A whole step checkpoint stays, also one that is not listed: the database may be an older one, restored from a
+    backup. The job replaces it when it comes to that step again. A checkpoint that was set aside for a new one which
+    never came gets its name back.
 
     Args:
         listed: names of the job's checkpoints; they stay.
@@ -341,7 +343,12 @@ def remove_leftovers(directory: Path, listed: Collection[str]) -> None:
             path.rename(replaced)
         elif path.name == f"{LATEST}.tmp":
             path.unlink()
-        elif _STAGED.fullmatch(path.name) or (_STEP.fullmatch(path.name) and path.name not in listed):
+        elif path.is_symlink():
+            if _STAGED.fullmatch(path.name):
+                path.unlink()
+        elif _STAGED.fullmatch(path.name) or (
+            _STEP.fullmatch(path.name) and path.name not in listed and not is_whole(path)
+        ):
             shutil.rmtree(path, ignore_errors=True)
     latest = directory / LATEST
     if os.path.lexists(latest) and _named_by(latest) not in listed:  # it became visible and was not announced
@@ -350,6 +357,15 @@ def remove_leftovers(directory: Path, listed: Collection[str]) -> None:
             point_latest(directory, max(steps, key=lambda name: int(name.rpartition("-")[2])))
         else:
             latest.unlink()
+
+
+def discard(checkpoint: Path) -> None:
+    """Remove a checkpoint. After a crash in between `remove_leftovers` removes the rest, whole or not."""
+    aside = checkpoint.with_name(f"{checkpoint.name}.removed.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    with suppress(OSError):
+        checkpoint.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _named_by(latest: Path) -> str | None:

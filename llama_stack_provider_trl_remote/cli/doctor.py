@@ -7,20 +7,25 @@ import importlib.util
 import os
 import resource
 import shutil
+import sqlite3
 import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
+from urllib.parse import quote
 
 from llama_stack_provider_trl.errors import TrlError
+from llama_stack_provider_trl.jobs.lost_jobs import lost_jobs
 from llama_stack_provider_trl.launch.interpreter import check_interpreter, check_vllm
 from llama_stack_provider_trl.launch.isolation import ADVICE, probe
 from llama_stack_provider_trl.system.compiler import ADVICE as ADVICE_COMPILER
 from llama_stack_provider_trl.system.compiler import missing_compiler
 from llama_stack_provider_trl.system.console import show_json, show_lines
+from llama_stack_provider_trl.system.data_dir import DataDir
 from llama_stack_provider_trl.system.files import free_bytes
 
 from ..nodes.identity import NodeError, versions
@@ -31,6 +36,8 @@ Level = Literal["ok", "warn", "fail"]
 _OPEN_FILES = 4096
 _SHARED_MEMORY = 1 << 30
 _SHARED_MEMORY_AT = Path("/dev/shm")
+_SHOWN = 20
+"""Files of a kind that are listed."""
 _SPARE_DISK = 10 << 30
 """Bytes of free disk; a checkpoint of a small model takes some of them."""
 
@@ -128,6 +135,34 @@ def _data_dir(settings: ServiceSettings) -> Iterator[Finding]:
         yield Finding("ok", "data_dir", str(path))
 
 
+def _own_files(settings: ServiceSettings) -> Iterator[Finding]:
+    place = DataDir(settings.data_dir)
+    if (why := place.why_not() or _lost_jobs(place)) is not None:
+        yield Finding("fail", "own files", why)
+    for found, paths, advice in (
+        ("no file or directory as it should be", place.odd(), "the next start sets it aside"),
+        ("it cannot be parsed", place.damaged(), "the service sets it aside when it reads it"),
+        ("it was set aside", place.aside(), "put its content back while the service is stopped, or remove it"),
+    ):
+        for path in paths[:_SHOWN]:
+            yield Finding("warn", "own files", f"{path}: {found}", advice)
+        if len(paths) > _SHOWN:
+            yield Finding("warn", "own files", f"{len(paths) - _SHOWN} more: {found}", advice)
+
+
+def _lost_jobs(place: DataDir) -> str | None:
+    """What is there of jobs that the database does not know; None: nothing, or it knows a job, or cannot be read."""
+    if place.database.exists():
+        try:
+            with closing(sqlite3.connect(f"file:{quote(str(place.database))}?mode=ro", uri=True)) as database:
+                if database.execute("SELECT 1 FROM jobs LIMIT 1").fetchone():
+                    return None
+        except sqlite3.Error as error:
+            if place.database.stat().st_size:
+                return f"{place.database} cannot be read ({error}): put a backup of it in its place"
+    return lost_jobs(place.root)
+
+
 def _isolation(settings: ServiceSettings) -> Iterator[Finding]:
     found = probe()
     if found.how:
@@ -204,5 +239,5 @@ def _disk(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 _CHECKS: tuple[Callable[[ServiceSettings], Iterator[Finding]], ...] = (
-    *(_python, _exposure, _data_dir, _isolation, _devices, _triton, _shared_memory, _open_files, _disk),
+    *(_python, _exposure, _data_dir, _own_files, _isolation, _devices, _triton, _shared_memory, _open_files, _disk),
 )

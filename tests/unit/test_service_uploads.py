@@ -8,6 +8,7 @@ import hashlib
 import os
 import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +216,7 @@ def test_a_file_is_on_the_disk_before_it_counts(service: Service, monkeypatch: p
     written = service.written()
     service.ask(written)
     monkeypatch.setattr(module.os, "fsync", lambda file: (done.append("fsync"), fsync(file)))
-    monkeypatch.setattr(module.os, "replace", lambda *paths: (done.append("replace"), replace(*paths)))
+    monkeypatch.setattr(module.os, "replace", lambda *paths, **at: (done.append("replace"), replace(*paths, **at)))
     service.send(written, "additional_chat_templates/a.jinja")
     assert done == ["fsync", "replace"]
 
@@ -494,3 +495,46 @@ def test_half_a_line_is_no_event(service: Service) -> None:
     with pytest.raises(InvalidRequest, match="send whole lines"):
         service.uploads.add_events("a-1", "b", 0, EVENT)
     assert service.uploads.add_events("a-1", "b", 0, b"") == 0
+
+
+@pytest.mark.parametrize("moment", ["before", "between", "while"])
+@pytest.mark.parametrize(
+    "link", ["", "files", "parts", "files/additional_chat_templates", "parts/additional_chat_templates", "report.json"]
+)
+def test_nothing_is_written_through_a_link_where_a_checkpoint_is_received(
+    service: Service, link: str, moment: str
+) -> None:
+    """A training on this machine, or on one that shares the disk, may put it there at any moment."""
+    written, elsewhere = service.written(), service.root / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "a.jinja").write_text("ours")
+    (elsewhere / MANIFEST).write_text("ours")
+    place = service.checkpoints / "checkpoint-2.1.tmp" / link
+    before = {path.name: path.read_bytes() for path in elsewhere.iterdir()}
+
+    def exchange() -> None:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(place):
+            place.rename(service.root / "exchanged")
+        place.symlink_to(elsewhere / MANIFEST if link == "report.json" else elsewhere)
+
+    async def pieces_meanwhile(data: bytes) -> AsyncIterator[bytes]:
+        yield data[:10]
+        exchange()
+        yield data[10:]
+
+    name = "additional_chat_templates/a.jinja"
+    with suppress(InvalidRequest, NotFound, WrongOffset):
+        if moment == "before":
+            exchange()
+        service.ask(written)
+        if moment == "between":
+            exchange()
+        data = (written / name).read_bytes()
+        coming = pieces_meanwhile(data) if moment == "while" else pieces(data)
+        asyncio.run(service.begin(written, name, 0, coming))
+        service.send(written, MANIFEST)
+        service.ask(written)
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == before
+    assert not (service.checkpoints / "checkpoint-2").is_symlink()
+    assert elsewhere.is_dir()

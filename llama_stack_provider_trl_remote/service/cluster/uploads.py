@@ -7,12 +7,13 @@ check, so that two attempts never both count.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
 import shutil
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -25,18 +26,19 @@ from llama_stack_provider_trl.jobs.records import JobRecord, NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.specs.checkpoint_files import check_names, is_checkpoint_name
 from llama_stack_provider_trl.specs.events import CheckpointSaved, EventWriter, event_lines, parse_event
+from llama_stack_provider_trl.system.beneath import NotAFile, directory_beneath
 from llama_stack_provider_trl.system.files import (
     MANIFEST,
     RunDir,
-    atomic_write,
     damage,
     fsync_tree,
+    open_in,
     point_latest,
     put_in_place,
     resolve_under,
 )
 
-from ...wire import AnswersBegin, CheckpointAnswer, CheckpointReport
+from ...wire import AnswersBegin, CheckpointAnswer, CheckpointFileReport, CheckpointReport
 from ..http.errors import Gone, NotFound, WrongOffset
 from ..space import Space, Use
 from ..views.checkpoints import Digests, Opener
@@ -44,6 +46,7 @@ from .answers import Finishing, append_answers, begin_answers, find_file, refuse
 from .logs import append_log, write_all
 
 LOG = re.compile(r"rank-\d{1,4}\.log|torchrun\.log")
+_REPORT = "report.json"
 _LONGEST = 240
 """Bytes of a file's name; file systems accept 255."""
 
@@ -194,11 +197,14 @@ class UploadReceiver:
         with requested_once:  # repeated while the first request still forces files to disk
             if self._is_in_place(target, report):
                 return CheckpointAnswer(missing=(), path=str(target))
-            contents, requested = staging / "files", staging / "report.json"
-            if requested.exists() and requested.read_text() != report.model_dump_json():
+            job.spec.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+            contents = staging / "files"
+            with _place(job, contents, make=True):
+                pass
+            if _announced(job, staging) not in (None, report):
                 shutil.rmtree(staging)  # another checkpoint of that name: its files do not count
-            contents.mkdir(parents=True, exist_ok=True)
-            atomic_write(requested, report.model_dump_json().encode())
+            with _place(job, contents, make=True):
+                _announce(job, staging, report)
             missing = tuple(file.path for file in report.files if _size(contents / file.path) != file.size)
             if missing:
                 size = sum(file.size for file in report.files if file.path in missing)
@@ -224,23 +230,35 @@ class UploadReceiver:
             raise NotFound(f"{name!r} is not the name of a checkpoint: checkpoint-NUMBER, final and merged are")
         job = self._store.get(task.job_uuid)
         staging = _staging(job, task, name)
-        try:
-            report = CheckpointReport.model_validate_json((staging / "report.json").read_text())
-        except FileNotFoundError as error:
-            raise NotFound(f"checkpoint {name!r} is not announced yet: POST its report first") from error
+        report = _announced(job, staging)
+        if report is None:
+            raise NotFound(f"checkpoint {name!r} is not announced yet: POST its report first")
         wanted = next((file for file in report.files if (file.path, file.sha256) == (path, sha256)), None)
         if wanted is None:
             raise NotFound(f"checkpoint {name!r} has no file {path!r} with the digest {sha256}: POST its report again")
-        whole = resolve_under(staging / "files", path)
-        part = resolve_under(staging / "parts", path)
+        resolve_under(Path("/checkpoint"), path)  # who sees this disk may have changed the report
+        whole, part = staging / "files" / path, staging / "parts" / path
         if _size(whole) == wanted.size:
             return wanted.size
-        part.parent.mkdir(parents=True, exist_ok=True)
+        with _place(job, part.parent, make=True) as parts:
+            return await self._append(job, whole, part, parts, wanted, offset, pieces)
+
+    async def _append(
+        self,
+        job: JobRecord,
+        whole: Path,
+        part: Path,
+        parts: int,
+        wanted: CheckpointFileReport,
+        offset: int,
+        pieces: AsyncIterator[bytes],
+    ) -> int:
+        """Append to `part`, which is in the open directory `parts`; complete, it becomes `whole`. See `receive`."""
         us = object()
         try:
             with (
                 self._space.arriving(Use.checkpoint, part.parent, 0, job.spec.min_free_bytes) as written,
-                _opened(part, 0o644) as file,  # other users may read what is in `checkpoint_roots`
+                _opened(Path(part.name), 0o644, parts) as file,  # other users may read what is in `checkpoint_roots`
             ):
                 size = os.fstat(file).st_size
                 if size != offset:
@@ -258,14 +276,14 @@ class UploadReceiver:
                     return size
                 await asyncio.to_thread(os.fsync, file)
             found = await self._digest(part)
-            if found != sha256:
-                part.unlink()
+            if found != wanted.sha256:
+                os.unlink(part.name, dir_fd=parts)
                 raise InvalidRequest(
-                    "sha256", sha256, f"the digest of the bytes is {found}: nothing was kept, send it again"
+                    "sha256", wanted.sha256, f"the digest of the bytes is {found}: nothing was kept, send it again"
                 )
             # The first upload counts: a sender without a timely answer sends again, and waits for the same digest.
-            whole.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(part, whole)
+            with _place(job, whole.parent, make=True) as files:
+                os.replace(part.name, whole.name, src_dir_fd=parts, dst_dir_fd=files)
         except FileNotFoundError as error:
             if _size(whole) != wanted.size:
                 raise WrongOffset(offset, _size(part) or 0) from error
@@ -301,7 +319,50 @@ class UploadReceiver:
 
 def _staging(job: JobRecord, task: NodeTaskRecord, name: str) -> Path:
     """The attempt's own directory for unfinished files; `system.files.remove_leftovers` knows such names."""
-    return resolve_under(job.spec.checkpoint_dir, f"{name}.{task.attempt}.tmp", "checkpoint")
+    return job.spec.checkpoint_dir / f"{name}.{task.attempt}.tmp"
+
+
+@contextmanager
+def _place(job: JobRecord, directory: Path, *, make: bool = False) -> Iterator[int]:
+    """A descriptor of a directory below the job's checkpoint directory, as `dir_fd` of what is written there.
+
+    Raises:
+        InvalidRequest: there is a symbolic link on its path, as a training on this machine, or on one that shares the
+            disk, may have put there.
+        FileNotFoundError: it is missing.
+    """
+    try:
+        opened = directory_beneath(job.spec.checkpoint_dir, directory.relative_to(job.spec.checkpoint_dir), make=make)
+        with opened as file:
+            yield file
+    except NotAFile as error:
+        hint = f"the checkpoint is not received there: {error.strerror}; remove it"
+        raise InvalidRequest("checkpoint", str(directory), hint) from error
+
+
+def _announced(job: JobRecord, staging: Path) -> CheckpointReport | None:
+    """What was reported of the checkpoint that is received in `staging`; None: nothing that can be read."""
+    try:
+        with open_in(job.spec.checkpoint_dir, Path(staging.name, _REPORT)) as file:
+            return CheckpointReport.model_validate_json(file.read())
+    except (NotAFile, FileNotFoundError, ValueError):
+        return None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EXDEV, errno.ENOTDIR):
+            return None
+        raise
+
+
+def _announce(job: JobRecord, staging: Path, report: CheckpointReport) -> None:
+    with _place(job, staging) as place:
+        temporary = f".{_REPORT}"
+        with suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=place)
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=place), "wb") as file:
+            file.write(report.model_dump_json().encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, _REPORT, src_dir_fd=place, dst_dir_fd=place)
 
 
 def _check_files(report: CheckpointReport, *, code: bool) -> None:
@@ -331,8 +392,15 @@ def _size(path: Path) -> int | None:
 
 
 @contextmanager
-def _opened(path: Path, mode: int = 0o600) -> Iterator[int]:
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+def _opened(path: Path, mode: int = 0o600, directory: int | None = None) -> Iterator[int]:
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        file = os.open(path, flags, mode, dir_fd=directory)
+    except OSError as error:
+        if directory is None or error.errno not in (errno.ELOOP, errno.EISDIR):
+            raise
+        hint = "it is a symbolic link or a directory where a file is received: remove it"
+        raise InvalidRequest("path", str(path), hint) from error
     try:
         yield file
     finally:
