@@ -60,8 +60,6 @@ def serve(settings: ServiceSettings, config: Path | None = None) -> int:
 
 
 async def _serve(settings: ServiceSettings, config: Path | None, listener: socket.socket) -> None:
-    # Each thread that reads the job store has a connection of its own, with its cache.
-    asyncio.get_running_loop().set_default_executor(CallThreads(_THREADS, "trl-service"))
     service = Service(settings, config)
     if settings.isolation != "off" and not service.isolation.how:
         hide_from_other_processes()
@@ -114,6 +112,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to answer calls."""
         assert sockets
+        # Each thread that reads the job store has a connection of its own, with its cache.
+        asyncio.get_running_loop().set_default_executor(CallThreads(_THREADS, "trl-service"))
         most = self.jobs.settings.max_connections or default_connections(self._descriptors)
         acceptor = Acceptor(sockets[0], self._connection, most, self._tls)
         acceptor.start()

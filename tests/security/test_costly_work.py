@@ -26,7 +26,7 @@ from llama_stack_provider_trl.system.offload import (
     serving,
 )
 from tests.contract.payloads import QUESTIONS, sft
-from tests.contract.service import JOBS, running
+from tests.contract.service import JOBS, TrainingService, running
 from tests.contract.stack import Json
 from tests.process.waiting import until
 from tests.security.guarded import TOKENS, Guarded
@@ -315,3 +315,18 @@ def test_costly_patterns_of_one_token_hold_up_neither_another_token_nor_a_node(t
         assert all(int(one.headers["Retry-After"]) >= 1 for one in refusals)
         sentences = {one.json()["detail"].partition(":")[0] for one in refusals}
         assert any("'attacker' need have taken the 2 CPU seconds per minute" in text for text in sentences), sentences
+
+
+@pytest.mark.contract
+def test_the_only_caller_of_a_service_without_tokens_is_not_slowed_down(tmp_path: Path) -> None:
+    """100 evaluations at once, each with patterns that are compiled."""
+    with running(TrainingService(tmp_path, check_cpu_seconds=0.5)) as service:
+        service.register("questions", QUESTIONS)
+
+        def sent(number: int) -> int:
+            body = {**_evaluation(number, "(?:a|b){3}"), "checks": [{"type": "regex", "pattern": f"[0-9]{{{number}}}"}]}
+            url = f"{service.url}/v1/post-training/evaluate"
+            return requests.post(url, json=body, timeout=100).status_code
+
+        with ThreadPoolExecutor(100) as threads:
+            assert Counter(threads.map(sent, range(1, 101))) == {200: 100}

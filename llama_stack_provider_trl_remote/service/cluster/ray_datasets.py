@@ -19,6 +19,7 @@ from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, TrlError
+from llama_stack_provider_trl.system.offload import FairSlots, in_work_thread
 
 from ...nodes.pools.base import PoolRefusal, PoolUnavailable
 from ...nodes.pools.ray_jobs import RayJobs, is_active
@@ -90,7 +91,7 @@ class RayDatasets:
         self._sources = sources
         self._max_rows, self._max_bytes, self._timeout, self._poll = max_rows, max_bytes, timeout, poll
         self._readings: dict[str, _Reading] = {}
-        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._slots = FairSlots(_AT_ONCE, _AT_ONCE)
 
     def find(self, uri: str) -> RayFile:
         """The cluster and the path of a uri. Raises InvalidRequest: it names what may not be read."""
@@ -119,7 +120,7 @@ class RayDatasets:
             RayUnavailable.
         """
         found = self.find(uri)
-        async with self._slots:
+        async with self._slots.taken():
             try:
                 async with asyncio.timeout(self._timeout):
                     return await self._read(found)
@@ -167,15 +168,15 @@ class RayDatasets:
         reading, known, polls = secrets.token_hex(16), _Reading(), _POLLS_TO_THE_END
         name = f"trl-rows-{reading[:12]}"
         self._readings[reading] = known
-        submitting = asyncio.ensure_future(asyncio.to_thread(jobs.submit, name, self._entrypoint(found, reading), {}))
+        submitting = asyncio.ensure_future(in_work_thread(jobs.submit, name, self._entrypoint(found, reading), {}))
         try:
             await asyncio.shield(submitting)
-            while (job := await asyncio.to_thread(jobs.get, name)) is not None and is_active(job):
+            while (job := await in_work_thread(jobs.get, name)) is not None and is_active(job):
                 if known.sha256 is not None and (polls := polls - 1) < 0:
                     break
                 await asyncio.sleep(self._poll)
             if known.sha256 is None:
-                why = await asyncio.to_thread(jobs.why_ended, name, job or {"status": "it is gone"})
+                why = await in_work_thread(jobs.why_ended, name, job or {"status": "it is gone"})
                 raise InvalidRows(f"Ray could not read it: {why}")
             return known.sha256
         finally:
@@ -203,6 +204,6 @@ class RayDatasets:
         if submitting.exception() is not None:
             return
         try:
-            await asyncio.to_thread(jobs.stop, name)
+            await in_work_thread(jobs.stop, name)
         except (PoolUnavailable, PoolRefusal) as error:
             log.warning("Ray job %s could not be stopped, and ends within %.0f s: %s", name, self._timeout, error)
