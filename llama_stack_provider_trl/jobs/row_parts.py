@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, StoreError
 from ..specs.job import DatasetRef, JobSpec, ShardSpec
-from ..system.files import Blob, put_lines
+from ..system.files import Blob, put_lines, touched
 from .row_shards import refuse_more_shards, stored_shard
 
 Put = Callable[[Path, Iterable[bytes]], Blob]
@@ -84,6 +85,28 @@ class PlannedParts:
         if self.share < 1.0:
             dataset, validation = split_parts(dataset, self.share, self.seed, _into(directory))
         return spec.model_copy(update={"dataset": dataset, "validation": validation})
+
+
+class NeedsFiles(Protocol):
+    """A job that is about to be stored."""
+
+    @property
+    def spec(self) -> JobSpec: ...
+
+    @property
+    def needed(self) -> Iterable[Path]: ...
+
+
+def use_rows(jobs: Iterable[NeedsFiles]) -> None:
+    """Mark what jobs need as used: the last step of storing them, since the rows of a refused request are discarded.
+
+    Raises:
+        StoreError: some of it is gone.
+    """
+    for job in jobs:
+        for path in job.needed:
+            if not touched(path):
+                raise StoreError(f"{path} was removed while job {job.spec.job_uuid!r} was stored: send it again")
 
 
 def held_out_rows(dataset: DatasetRef, share: float) -> int:

@@ -18,7 +18,6 @@ from ..requests.trackers import TrackerChoice
 from ..specs.events import Event, Reason
 from ..specs.job import JobSpec
 from ..system.data_dir import DataDir
-from ..system.files import touched
 from .ahead import QueueAhead
 from .allocations import Allocations
 from .cancel_orders import CancelOrders
@@ -34,6 +33,7 @@ from .placement import kind_of
 from .reader import JobReader, digest_conflict, mentioned_digests
 from .records import CheckpointRecord, JobRecord
 from .row_mapping import statements
+from .row_parts import use_rows
 from .searches import NewTrial, Searches, insert_trial, refuse_names_to_come
 from .states import ACTIVE, TERMINAL, TRANSITIONS, JobState
 from .totals import WAIT, Totals, observed
@@ -141,7 +141,7 @@ class Store(JobReader):
             if created and then is not None and not self._add(execute, then, created_by, max_waiting):
                 raise digest_conflict(then.spec.job_uuid)
             if created:
-                _touch([new, *([] if then is None else [then])])
+                use_rows([new, *([] if then is None else [then])])
             return created
 
     def add_search(
@@ -161,7 +161,7 @@ class Store(JobReader):
                 if not self._add(execute, job, created_by, max_waiting):
                     raise digest_conflict(job.spec.job_uuid)
                 insert_trial(execute, search.spec, job.spec, new)
-            _touch([search, *(job for _, job in trials)])
+            use_rows([search, *(job for _, job in trials)])
         return True
 
     def add_trials(self, search: JobRecord, trials: Sequence[tuple[NewTrial, NewJob]]) -> bool:
@@ -182,7 +182,7 @@ class Store(JobReader):
                 if not self._add(execute, job, search.created_by, None):
                     raise digest_conflict(job.spec.job_uuid)
                 insert_trial(execute, search.spec, job.spec, new)
-            _touch([job for _, job in trials])
+            use_rows([job for _, job in trials])
         return True
 
     def _add(self, execute: Execute, job: NewJob, created_by: str, max_waiting: int | None) -> bool:
@@ -462,15 +462,3 @@ class Store(JobReader):
                 for name, row in statements(event):
                     execute(name, {**key, **row})
         return applied
-
-
-def _touch(jobs: Iterable[NewJob]) -> None:
-    """Mark what jobs need as used; last, since what a refused request has stored is removed unless something uses it.
-
-    Raises:
-        StoreError: some of it is gone.
-    """
-    for job in jobs:
-        for path in job.needed:
-            if not touched(path):
-                raise StoreError(f"{path} was removed while job {job.spec.job_uuid!r} was stored: send it again")
