@@ -160,7 +160,7 @@ class Service(StoredJobs):
         self.models = ServedModels(DataDir(settings.data_dir).model_lists, self.wake)
         launcher = ClusterLauncher(local, self.store, self.cluster, self.uploads, ports, models=self.models)
         self._versions: dict[str, str] | None = None
-        self.preflights = Preflights(settings, local, self.devices[0], self.for_jobs.max_ranks)
+        self.preflights = Preflights(settings, local, self.devices[0], self.for_jobs.max_ranks, self.space)
         self.exporter = ExporterProcess(self.store.exports, settings.data_dir, settings.trackers)
         self.supervisor = Supervisor(
             self.store,

@@ -177,7 +177,7 @@ WRITERS = {
     "security/audit.py _begin_file": "bounded by audit_mb and audit_files",
     "security/audit.py open": "bounded by audit_mb and audit_files",
     "security/sessions.py _write": SMALL,
-    "views/preflights.py _start": "a file of some KiB; `Service._rows` asks before each check of a job",
+    "views/preflights.py _start": ASKS,
 }
 """Module and function -> why it may write."""
 _WRITES = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import shutil
 import signal
@@ -23,6 +22,7 @@ from llama_stack_provider_trl.system.offload import FairSlots, in_work_thread
 from llama_stack_provider_trl.system.process import machine_memory
 
 from ..settings import ServiceSettings
+from ..space import Space, Use
 
 _AT_ONCE = 2
 """Preflights at a time. Each takes a core and about a gigabyte for seconds; further ones wait."""
@@ -35,8 +35,11 @@ _POLL_INTERVAL = 0.1
 class Preflights:
     """Runs preflights, a few at a time, each within `preflight_timeout` of its request."""
 
-    def __init__(self, settings: ServiceSettings, launcher: Launcher, device: str, max_ranks: int) -> None:
+    def __init__(
+        self, settings: ServiceSettings, launcher: Launcher, device: str, max_ranks: int, space: Space | None = None
+    ) -> None:
         self._settings = settings
+        self._space = space or Space(settings.min_free_disk_mb << 20)
         self._launcher = launcher
         self._device = device
         self._max_ranks = max_ranks
@@ -96,12 +99,6 @@ class Preflights:
         starting.exception()  # raised in `_run`, unless that was cancelled meanwhile
         await in_work_thread(self._clean_up, task)
 
-    def _require_space(self, size: int) -> None:
-        """Raises OSError: the disk would have less than `min_free_disk_mb` left."""
-        spare, free = self._settings.min_free_disk_mb << 20, free_bytes(self._directory)
-        if free < size + spare:
-            raise OSError(errno.ENOSPC, f"{free >> 20} MiB are free, {size + spare >> 20} are needed")
-
     def _requested(self, spec: JobSpec) -> PreflightSpec:
         gigabytes = self._settings.device_memory_gb
         return PreflightSpec(
@@ -125,7 +122,7 @@ class Preflights:
         task.run_dir.mkdir(parents=True)
         if parts is not None:
             # Twice: a part of a shard is a copy of a copy.
-            self._require_space(2 * parts.dataset.path.stat().st_size)
+            self._space.require(Use.ordered, task.run_dir, 2 * parts.dataset.path.stat().st_size)
             spec = parts.stored(spec, task.run_dir / _ROWS)
         attempt = AttemptSpec(job=spec, attempt=1, run_dir=task.run_dir, preflight=requested)
         atomic_write(RunDir(task.run_dir).spec, attempt.model_dump_json().encode())
