@@ -425,6 +425,32 @@ def test_a_reader_that_takes_a_few_bytes_now_and_then_is_disconnected() -> None:
     with_peer(test, answers_without_end)
 
 
+def test_answers_that_wait_for_their_readers_have_so_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    size, most = 8 << 20, 16 << 20
+    monkeypatch.setattr("llama_stack_provider_trl_remote.service.http.acceptor._MOST_UNSENT", most)
+
+    async def answers_much(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
+        await send({"type": "http.response.body", "body": b"x" * size})
+
+    async def test(peer: Peer) -> None:
+        with ExitStack() as stack:
+            for _ in range(30):
+                one = stack.enter_context(socket.create_connection(peer.listener.getsockname()))
+                one.sendall(GET)
+                await asyncio.sleep(0)
+            while len(peer.acceptor._open) == 30:
+                await asyncio.sleep(0.01)
+            reader, writer = await peer.connect(GET)
+            await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(size)
+            waiting = [connection.transport for connection in peer.acceptor._open if connection.transport is not None]
+            assert sum(transport.get_write_buffer_size() for transport in waiting) <= most
+            writer.close()
+
+    with_peer(test, answers_much, deadlines=Deadlines())
+
+
 def test_an_answer_that_is_read_slowly_comes_to_its_end() -> None:
     """Longer than a connection stays open without a request, and than it may take to close."""
     size = 16 << 20

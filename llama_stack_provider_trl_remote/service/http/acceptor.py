@@ -12,8 +12,8 @@ import logging
 import resource
 import socket
 import ssl
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import islice
 
@@ -34,6 +34,8 @@ _PARTS: dict[Kind, int] = {"unknown": 1, "user": 4, "node": 4, "admin": 2}
 """How requests are divided between kinds of callers when connections are short. A kind takes what others leave."""
 _COMPARED = 64
 """Oldest requests of a caller of which the costliest ends. A pass over all was 38 % of the event loop in a flood."""
+_MOST_UNSENT = 128 << 20
+"""Bytes of all answers that may wait for their readers. One log has up to 8 MiB."""
 _BATCH = 64
 """Connections that are accepted before the event loop does something else."""
 _BACKLOG = 2048
@@ -67,19 +69,19 @@ class _Groups:
     """Connections by their caller, each caller's oldest first. The largest group is found without a pass over all."""
 
     def __init__(self) -> None:
-        self._groups: dict[Hashable, dict[Connection, None]] = {}
-        self._by_size: defaultdict[int, dict[Hashable, None]] = defaultdict(dict)
+        self._groups: dict[str, dict[Connection, None]] = {}
+        self._by_size: defaultdict[int, dict[str, None]] = defaultdict(dict)
         self._largest = 0
         self.count = 0
 
-    def add(self, key: Hashable, connection: Connection) -> None:
+    def add(self, key: str, connection: Connection) -> None:
         group = self._groups.setdefault(key, {})
         group[connection] = None
         self._resize(key, len(group) - 1, len(group))
         self.count += 1
         self._largest = max(self._largest, len(group))
 
-    def remove(self, key: Hashable, connection: Connection) -> None:
+    def remove(self, key: str, connection: Connection) -> None:
         group = self._groups[key]
         del group[connection]
         self._resize(key, len(group) + 1, len(group))
@@ -89,12 +91,12 @@ class _Groups:
         if not group:
             del self._groups[key]
 
-    def largest(self) -> tuple[Hashable, Iterable[Connection]]:
+    def largest(self) -> tuple[str, Iterable[Connection]]:
         """A caller with the most connections, and these. Needs one."""
         key = next(iter(self._by_size[self._largest]))
         return key, self._groups[key]
 
-    def _resize(self, key: Hashable, before: int, after: int) -> None:
+    def _resize(self, key: str, before: int, after: int) -> None:
         if before:
             del self._by_size[before][key]
             if not self._by_size[before]:
@@ -129,7 +131,9 @@ class Acceptor:
         """The oldest first, each with the task that has set it up."""
         self._waiting = _Groups()
         self._requests = {kind: _Groups() for kind in KINDS}
-        self._places: dict[Connection, tuple[_Groups, Hashable]] = {}
+        self._places: dict[Connection, tuple[_Groups, str]] = {}
+        self._unsent: dict[Connection, int] = {}
+        """Connections whose readers are behind, the first one first, with the bytes that wait for each."""
         self._accepts = False
         self._closed = False
         self._notified = False
@@ -188,6 +192,7 @@ class Acceptor:
             connection = self._make()
             connection.network = network_of(address[0])
             connection.on_change, connection.on_close = self._place, self._forget
+            connection.on_backlog = self._limit_unsent
             self._open[connection] = self._loop.create_task(self._set_up(connection, accepted))
             self._place(connection)
 
@@ -208,14 +213,10 @@ class Acceptor:
         if connection not in self._open:
             return
         self._displace(connection)
-        sender = connection.sender
-        if connection.is_idle:
-            groups, key = self._waiting, sender or connection.network
-        else:
-            groups = self._requests["unknown" if sender is None else sender.kind]
-            key = connection.network if sender is None else sender.name
-        groups.add(key, connection)
-        self._places[connection] = groups, key
+        kind: Kind = "unknown" if connection.sender is None else connection.sender.kind
+        groups = self._waiting if connection.is_idle else self._requests[kind]
+        self._places[connection] = groups, connection.caller
+        groups.add(connection.caller, connection)
         while sum(groups.count for groups in self._requests.values()) > self._most_requests:
             self._end_costliest()
 
@@ -224,6 +225,20 @@ class Acceptor:
         if place is not None:
             groups, key = place
             groups.remove(key, connection)
+
+    def _limit_unsent(self, connection: Connection, size: int) -> None:
+        """Note what waits for a reader. Above the limit the caller with the most loses its oldest such connection."""
+        self._unsent.pop(connection, None)
+        if not size or connection not in self._open:
+            return
+        self._unsent[connection] = size
+        while len(self._unsent) > 1 and sum(self._unsent.values()) > _MOST_UNSENT:
+            by_caller: Counter[str] = Counter()
+            for waiting, count in self._unsent.items():
+                by_caller[waiting.caller] += count
+            most = max(by_caller, key=by_caller.__getitem__)
+            self._log_shortage("more than %d MiB of answers wait for their readers", _MOST_UNSENT >> 20, most)
+            self._end(next(waiting for waiting in self._unsent if waiting.caller == most))
 
     def _make_room(self) -> bool:
         """End the connection that has waited the longest, of the caller with the most that wait.
@@ -239,23 +254,22 @@ class Acceptor:
     def _end_costliest(self) -> None:
         """End a request of the kind of callers that is the furthest beyond its part."""
         kind = max(KINDS, key=lambda kind: self._requests[kind].count - self._part(kind))
-        name, group = self._requests[kind].largest()
+        caller, group = self._requests[kind].largest()
         now = self._loop.time()
         costliest = max(islice(group, _COMPARED), key=lambda connection: connection.cost(now))
-        if now - self._logged_at > _LOGGED:
-            self._logged_at = now
-            log.warning(
-                "all %d connections for requests are taken: the caller with the most (%s, %s) loses the costliest",
-                self._most_requests,
-                kind,
-                name,
-            )
+        self._log_shortage("all %d connections for requests are taken", self._most_requests, caller)
         costliest.refuse(
             503,
             "the service has no connection left and this caller has the most: close some, then send this again",
             retry_after="5",
         )
         self._end(costliest)
+
+    def _log_shortage(self, what: str, number: int, caller: str) -> None:
+        now = self._loop.time()
+        if now - self._logged_at > _LOGGED:
+            self._logged_at = now
+            log.warning(what + ": the caller with the most (%s) loses the costliest", number, caller)
 
     def _part(self, kind: Kind) -> int:
         return max(1, self._most_requests * _PARTS[kind] // sum(_PARTS.values()))
@@ -268,6 +282,7 @@ class Acceptor:
 
     def _forget(self, connection: Connection) -> None:
         self._open.pop(connection, None)
+        self._unsent.pop(connection, None)
         self._displace(connection)
         if not self._notified:
             self._resume()

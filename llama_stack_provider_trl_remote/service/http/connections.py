@@ -123,6 +123,9 @@ class Connection(H11Protocol):
         now = self.loop.time()
         self.on_change: Callable[[Connection], None] = lambda connection: None
         """Called when the caller of a request is known, or will not be, and when it has its answer."""
+        self.on_backlog: Callable[[Connection, int], None] = lambda connection, size: None
+        """Called with the bytes of an answer that wait for their reader, when they become many, and with 0 when they
+        are few again."""
         self.on_close: Callable[[Connection], None] = lambda connection: None
         self.network = ""
         """Of its address."""
@@ -147,6 +150,11 @@ class Connection(H11Protocol):
     def is_draining(self) -> bool:
         """Whether its request was refused, and only the rest of the body is dropped."""
         return self.cycle is not None and bool(self.cycle.scope.get(DRAINING))
+
+    @property
+    def caller(self) -> str:
+        """The caller of its last request, with the kind; where it is not known, the network."""
+        return self.network if self.sender is None else f"{self.sender.kind} {self.sender.name}"
 
     def cost(self, now: float) -> float:
         """Seconds per KiB that its request has moved: what it takes from others of the same caller.
@@ -188,6 +196,14 @@ class Connection(H11Protocol):
                 self.transport.abort()
         elif self._awaiting_head is None and self.conn.trailing_data[0]:
             self._awaiting_head = self.loop.time()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.on_backlog(self, self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.on_backlog(self, 0)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
