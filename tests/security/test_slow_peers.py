@@ -22,6 +22,7 @@ from tests.security.guarded import KNOWN, NODE, TOKENS, Guarded, documented_role
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(180)]
 
+SERVICE = "llama_stack_provider_trl_remote.service"
 MOST = 60
 """Connections of the service at a time."""
 SLOW = 200
@@ -36,11 +37,12 @@ class Hurried(Guarded):
     is_forked = forks = False
 
     def spawn(self, *arguments: Any, **environ: str) -> subprocess.Popen[bytes]:
-        def hurried(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-            return start([*command[:2], "tests.security.hurried", *command[3:]], **options)
+        def begin(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+            hurried = ["tests.security.hurried" if word == SERVICE else word for word in command]
+            return start(hurried, **options)
 
         start = subprocess.Popen
-        with patch.object(subprocess, "Popen", hurried):
+        with patch.object(subprocess, "Popen", begin):
             return super().spawn(*arguments, **environ)
 
 
