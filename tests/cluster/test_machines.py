@@ -37,7 +37,7 @@ def test_two_machines_train_what_two_ranks_of_one_do(bed: Bed) -> None:
     assert sorted(found) == sorted(expected) == list(range(1, 21))
     for step, loss in expected.items():
         assert found[step] == pytest.approx(loss, rel=1e-3), step
-    exported = head.data_dir / "pair" / "pair" / "final"
+    exported = head.data_dir / "checkpoints" / "pair" / "pair" / "final"
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM.from_pretrained(exported).config.num_hidden_layers == 2

@@ -289,16 +289,17 @@ class Refusals:
 
     def flush(self, everything: bool = True) -> None:
         """Write all counts that are due."""
-        for refusal, count in self._repeated.items():
+        # Replaced before they are read: at the end of the service refusals are still added, in the event loop's thread.
+        repeated, self._repeated = self._repeated, {}
+        for refusal, count in repeated.items():
             if count and self._may_write(refusal):
                 self._audit.write("refused", **refusal._asdict(), count=count)
             elif count:
                 self._count(refusal, count)
-        self._repeated.clear()
         if self._rest and (everything or self._clock() - self._rest_since >= _REST_SECONDS):
-            for (status, caller), count in self._rest.items():
+            rest, self._rest = self._rest, Counter()
+            for (status, caller), count in rest.items():
                 self._audit.write("refused", status=status, caller=caller, count=count)
-            self._rest.clear()
 
     def _on_time(self) -> None:
         self._timer = None
