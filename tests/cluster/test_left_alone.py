@@ -1,4 +1,4 @@
-"""A training on a node that the service does not hear of: left alone for as long as no other node would take it."""
+"""A training on a node that is silent: left alone for as long as no other node would take it."""
 
 from __future__ import annotations
 

@@ -47,7 +47,9 @@ class World:
 
     def lose(self) -> None:
         """Begin a job, and lose its process: it is tried again after a wait."""
-        self.store.add_job(job_spec("a", checkpoint_dir=self.root / "out", retries=3, retry_backoff=300.0), "digest")
+        self.store.add_job(
+            job_spec("a", checkpoint_dir=self.root / "checkpoints" / "out", retries=3, retry_backoff=300.0), "digest"
+        )
         self.supervisor.tick()
         self.launcher.tasks["a-1"].seen = Observation(TaskState.exited, exit_code=1)
         self.supervisor.tick()
@@ -101,7 +103,7 @@ def test_a_clock_that_is_set_forward_or_slewed_changes_nothing(world: World) -> 
 
 def test_a_job_is_no_younger_than_now(world: World) -> None:
     """Else no device would be kept for it for hours."""
-    world.store.add_job(job_spec("a", checkpoint_dir=world.root / "out", device="cpu"), "digest")
+    world.store.add_job(job_spec("a", checkpoint_dir=world.root / "checkpoints" / "out", device="cpu"), "digest")
     world.wall.advance(-3 * HOUR)
     assert world.store.correct_waits(3 * HOUR, LONGEST_BACKOFF) == 1
     assert world.store.get("a").scheduled_at.timestamp() <= world.wall.now
