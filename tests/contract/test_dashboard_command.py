@@ -15,9 +15,8 @@ import pytest
 import requests
 
 from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.system.data_dir import DATABASE
+from llama_stack_provider_trl.system.data_dir import DATABASE, DataDir
 from llama_stack_provider_trl.system.process import FileLock
-from llama_stack_provider_trl_remote.service.server import LOCK
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.stack import SFT, LlamaStack
 
@@ -101,7 +100,7 @@ def test_what_it_cannot_show_is_refused_in_a_sentence(tmp_path: Path) -> None:
     assert "it has no jobs.sqlite3: name the data directory" in refused(str(tmp_path))
     assert list(tmp_path.iterdir()) == []
     Store(tmp_path / DATABASE).close()
-    lock = FileLock(tmp_path / LOCK)
+    lock = FileLock(DataDir(tmp_path).service_lock)
     assert lock.acquire("pid 7, http://127.0.0.1:8322")
     assert "its jobs have a dashboard: pid 7, http://127.0.0.1:8322" in refused(str(tmp_path))
     lock.release()
