@@ -11,7 +11,8 @@ from ...specs.job import JobSpec
 from ...specs.methods import reward_models
 from ...specs.model_source import ModelSource
 from ...specs.rewards import RewardModel
-from ..model.loading import auto_class, invalid_model, load_config
+from ..model.configs import invalid_model
+from ..model.loading import auto_class, load_config
 from ..trainer.reward_models import storage_of
 
 

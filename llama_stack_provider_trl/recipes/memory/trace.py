@@ -32,6 +32,7 @@ from ..fast.layout import Group, Layout
 from ..fast.model import use_rows
 from ..model.adapters import REFERENCE, has_reference_adapter
 from ..model.attention import passes_padding_mask, set_attention
+from ..model.configs import DAMAGE, invalid_model
 from ..model.files import stored_dtype
 from ..model.fsdp import is_sharded, num_shards
 from ..model.loading import (
@@ -39,7 +40,6 @@ from ..model.loading import (
     adapter_config,
     auto_class,
     expert_parameters,
-    invalid_model,
     linear_modules,
     load_config,
     loading_dtype,
@@ -358,7 +358,7 @@ def _built(config: Any, source: ModelSource, spec: JobSpec) -> PreTrainedModel:
         config.get_text_config().pad_token_id = config.get_text_config().pad_token_id or 0
     try:
         return auto.from_config(config, dtype=dtype, trust_remote_code=source.trust_remote_code)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (*DAMAGE, RuntimeError) as error:
         raise invalid_model(source.model, "its config.json describes no causal language model", error) from error
 
 

@@ -13,7 +13,6 @@ import torch
 from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, VeraConfig
 from safetensors import SafetensorError
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -31,6 +30,7 @@ from ...specs.model_source import ModelSource
 from ..distributed import ranks
 from . import quantization
 from .attention import without_cudnn
+from .configs import DAMAGE, invalid_model, read_config
 from .files import check_weights_index, stored_dtype
 from .fsdp import is_sharded
 from .merging import merged_later
@@ -119,7 +119,13 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.location, **source_arguments(source))
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # the library tokenizers raises no class of its own
+        raise invalid_model(source.model, "its tokenizer cannot be loaded", error) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of a library in Rust
+            raise
         raise invalid_model(source.model, "its tokenizer cannot be loaded", error) from error
     if source.path is not None:
         tokenizer.name_or_path = source.model
@@ -145,10 +151,7 @@ def load_config(source: ModelSource) -> Any:
     Raises:
         JobFailure: invalid_model.
     """
-    try:
-        return AutoConfig.from_pretrained(source.location, **source_arguments(source))
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise invalid_model(source.model, "its config.json cannot be read", error) from error
+    return read_config(source, source_arguments(source))
 
 
 def vocabulary_size(source: ModelSource) -> int:
@@ -174,8 +177,8 @@ def load_model(source: ModelSource, storage: WeightStorage, device: torch.device
     # The whole model might not fit on the device of a rank that trains a part of it.
     placed_on = "cpu" if storage.is_sharded else device
     placing = quantization.base_arguments(storage.compute_dtype, placed_on) if storage.in_4_bits else {}
+    config = load_config(source)
     try:
-        config = AutoConfig.from_pretrained(source.location, **source_arguments(source))
         quantization.refuse_quantized(config, source.model, is_quantized=storage.is_quantized)
         if not storage.is_reward:
             _refuse_classifier(config, source)
@@ -192,7 +195,7 @@ def load_model(source: ModelSource, storage: WeightStorage, device: torch.device
             model, loaded = auto.from_pretrained(
                 source.location, dtype=dtype, output_loading_info=True, **placing, **head, **source_arguments(source)
             )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except (*DAMAGE, RuntimeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise invalid_model(source.model, "it cannot be loaded as a causal language model", error) from error
@@ -467,18 +470,3 @@ def _matching(names: Iterable[str], suffixes: Iterable[str]) -> list[str]:
 
 def _suffixes(names: Iterable[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in names})
-
-
-def invalid_model(model: str, problem: str, error: Exception) -> JobFailure:
-    detail = " ".join(str(error).split()).rstrip(".")
-    if "trust_remote_code" in detail:
-        return JobFailure(
-            Reason.invalid_model,
-            f"model {model!r} comes with code of its own, which is not run: the operator can allow it by naming the "
-            "model (a directory, or ORG/NAME@REVISION) in trust_remote_code of the provider's configuration.",
-        )
-    return JobFailure(
-        Reason.invalid_model,
-        f"model {model!r}: {problem}: {detail[:500]}. Expected a directory written by save_pretrained (config.json, "
-        "weights, tokenizer) or a model id that this machine can reach.",
-    )
