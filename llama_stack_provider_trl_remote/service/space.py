@@ -32,6 +32,8 @@ _WHOLE = 64 << 20
 """Bytes up to which an announced size is reserved as a whole."""
 _REFRESH = 5.0
 """Seconds after which the jobs are read again."""
+_MOST_CONFIG = 1 << 20
+"""Bytes of a model's configuration that are read here: as objects it takes up to 30 times as much."""
 _MODEL_SECONDS = 600.0
 """Seconds for which the size of a model counts."""
 _TRAINED, _MOMENTS = 4, 8
@@ -192,10 +194,12 @@ def _count_weights(model: str, revision: str | None) -> int:
         if found is None:
             return 0
         size = sum((found.path / name).stat().st_size for name in found.names() if name.endswith(".safetensors"))
-        config = json.loads((found.path / "config.json").read_bytes())
+        with found.open("config.json") as file:
+            data = file.read(_MOST_CONFIG + 1)
+        config = json.loads(data) if len(data) <= _MOST_CONFIG else {}
         dtype = config.get("dtype") or config.get("torch_dtype")
         return size // (4 if dtype == "float32" else 2)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return 0
 
 

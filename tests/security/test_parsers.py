@@ -94,6 +94,7 @@ JSON = {
     "remote.service.pages.route.problem_of": "the answer of a route of this service",
     "remote.service.security.audit._parsed": OURS,
     "remote.service.security.sessions._parsed": OURS,
+    "remote.service.space._count_weights": BOUNDED,
     "remote.service.views.events.parsed": "a line of events, which the supervisor bounds",
     "remote.service.views.series._Curves.add": OURS,
 }
