@@ -85,7 +85,7 @@ def _values(document: Any) -> Iterator[tuple[str, Any]]:
 
 
 def invalid_model(model: str, problem: str, error: BaseException) -> JobFailure:
-    """What a library says about a model's files, with the model and what is expected."""
+    """The error of a library that reads the files of a model, with the model and what is expected."""
     detail = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     if "trust_remote_code" in detail:
         return JobFailure(
