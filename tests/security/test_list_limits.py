@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.jobs.records import PointRecord
+from llama_stack_provider_trl_remote.client import ServiceClient, Timeouts
 from llama_stack_provider_trl_remote.service.app import make_app
 from llama_stack_provider_trl_remote.service.context import Service
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
 from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset, RowsSource
 from llama_stack_provider_trl_remote.service.http.errors import Conflict, NotFound
+from llama_stack_provider_trl_remote.service.routes.job_files import job_metrics
+from llama_stack_provider_trl_remote.service.routes.paging import page_of
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 
 WITHOUT_PAGES = {
@@ -144,3 +150,56 @@ def test_a_page_ends_early_where_its_datasets_are_large(tmp_path: Path) -> None:
     page = registry.page(1000)
     assert len(page) < 5 << 20
     assert json.loads(page)["next"]
+
+
+def test_a_page_continues_behind_a_name_and_refuses_one_that_is_gone() -> None:
+    names = [f"node-{number}" for number in range(5)]
+    pages, after = [], None
+    while not pages or after is not None:
+        page, after = page_of(names, str, 2, after)
+        pages.append([*page])
+    assert pages == [["node-0", "node-1"], ["node-2", "node-3"], ["node-4"]]
+    assert page_of([], str, 2, None) == ([], None)
+    with pytest.raises(InvalidRequest, match="after='node-9' is not supported: there is no such entry any more"):
+        page_of(names, str, 2, "node-9")
+
+
+def test_pages_of_metric_points_never_divide_a_step() -> None:
+    at = datetime(2026, 1, 1, tzinfo=UTC)
+    kinds = [("train", step) for step in range(15)] + [("validation", step) for step in range(0, 15, 2)]
+    points = [
+        PointRecord(kind=kind, step=step, epoch=0.0, time=at, metrics={})
+        for kind, step in sorted(kinds, key=lambda one: (one[1], one[0]))
+    ]
+
+    def stored(job_uuid: str, after: int, limit: int) -> list[PointRecord]:
+        return [point for point in points if point.step > after][:limit]
+
+    service: Any = SimpleNamespace(store=SimpleNamespace(points=stored))
+    found: list[Any] = []
+    after: int | None = -1
+    while after is not None:
+        page = json.loads(bytes(asyncio.run(job_metrics(service, "job", after, 10)).body))
+        assert 0 < len(page["data"]) <= 10
+        found += page["data"]
+        after = page["next"]
+    assert [(one["kind"], one["step"]) for one in found] == [(point.kind, point.step) for point in points]
+
+
+def test_clients_read_all_pages_and_end_where_a_service_repeats_itself() -> None:
+    client = ServiceClient("http://127.0.0.1:1", "", Timeouts())
+    calls: list[Any] = []
+
+    async def get(path: str, **params: Any) -> Any:
+        calls.append(params.get("after"))
+        return {"data": [len(calls)], "next": f"page-{len(calls)}" if len(calls) < 3 else None}
+
+    client.get = get  # type: ignore[method-assign]
+    assert asyncio.run(client.get_all("/v1/nodes", limit=1))["data"] == [1, 2, 3]
+    assert calls == [None, "page-1", "page-2"]
+
+    async def empty(path: str, **params: Any) -> Any:
+        return {"data": [], "next": "again"}
+
+    client.get = empty  # type: ignore[method-assign]
+    assert asyncio.run(client.get_all("/v1/nodes"))["data"] == []
