@@ -158,7 +158,9 @@ class Service(StoredJobs):
         self.uploads = UploadReceiver(self.store, self.digests, self.space)
         ports = (settings.torch_run_config.master_port, PORTS)
         self.models = ServedModels(DataDir(settings.data_dir).model_lists, self.wake)
-        launcher = ClusterLauncher(local, self.store, self.cluster, self.uploads, ports, models=self.models)
+        launcher = ClusterLauncher(
+            local, self.store, self.cluster, self.uploads, ports, models=self.models, has_pools=bool(settings.pools)
+        )
         self._versions: dict[str, str] | None = None
         self.preflights = Preflights(settings, local, self.devices[0], self.for_jobs.max_ranks, self.space)
         self.exporter = ExporterProcess(self.store.exports, settings.data_dir, settings.trackers)

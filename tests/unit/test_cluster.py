@@ -763,6 +763,18 @@ def test_a_training_on_a_lost_node_is_not_replaced_before_another_node_can_take_
     assert (world.stages("b"), world.job().attempt, world.job().device) == ({Stage.stop}, 2, "d/cpu")
 
 
+def test_with_a_pool_a_training_on_a_lost_node_is_replaced(world: World) -> None:
+    world.launcher._has_pools = True  # which gives nodes to jobs that wait
+    world.join("c")
+    world.join("b", labels={"fast": "yes"})
+    world.add(nodes=1, resources={"labels": {"fast": "yes"}})
+    world.tick()
+    world.run("b")
+    world.pass_time(SILENCE + CALL_DUE, "c")
+    assert world.stages("b") == {Stage.stop}
+    assert world.job().state is JobState.scheduled
+
+
 def test_the_result_of_a_training_that_ended_on_a_lost_node_is_awaited(world: World) -> None:
     world.join("b", "c")
     world.join("b", labels={"fast": "yes"})

@@ -52,7 +52,9 @@ class ClusterLauncher:
     their reports become one observation.
 
     Args:
-        models: lists the models that nodes may fetch; None: each node has its own."""
+        models: lists the models that nodes may fetch; None: each node has its own.
+        has_pools: whether machines can be requested for a job that waits.
+    """
 
     def __init__(
         self,
@@ -63,8 +65,10 @@ class ClusterLauncher:
         ports: tuple[int, int],
         clock: Callable[[], float] = time.monotonic,
         models: ServedModels | None = None,
+        has_pools: bool = False,
     ) -> None:
         self._local = local
+        self._has_pools = has_pools
         self._models = models
         self._store = store
         self._cluster = cluster
@@ -216,10 +220,15 @@ class ClusterLauncher:
         return found
 
     def _may_train_on(self, parts: Sequence[ReportedPart]) -> bool:
-        """Whether a training on one lost node is left alone: no other node would take it, so that a replacement gains
-        nothing. Ranks of several nodes cannot train without each other, and end themselves."""
+        """Whether a training on one lost node is left alone: no other node would take it, and no pool can give one, so
+        that a replacement gains nothing. Ranks of several nodes cannot train without each other, and end themselves."""
         (first, *others) = parts
-        if others or first.record.stage != Stage.run or not first.order.spec["job"].get("failover", True):
+        if (
+            self._has_pools
+            or others
+            or first.record.stage != Stage.run
+            or not first.order.spec["job"].get("failover", True)
+        ):
             return False
         queued = self._store.tasks.job_as_queued(first.record.job_uuid)
         return not placed([queued], self._cluster.nodes(), self._store.holders())
