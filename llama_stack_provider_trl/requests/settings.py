@@ -96,6 +96,19 @@ class JobSettings(Documented):
                     )
         return self
 
+    @model_validator(mode="after")
+    def _no_code_where_jobs_write(self) -> Self:
+        written = [root.expanduser().resolve() for root in (self.data_dir, *self.checkpoint_roots)]
+        for root in self.harness_roots:
+            real = root.resolve()
+            for place in written:
+                if real.is_relative_to(place) or place.is_relative_to(real):
+                    raise ValueError(
+                        f"harness_roots: the code in {root} runs in jobs, and {place}, where jobs write, is in it or "
+                        "around it: move one of them elsewhere"
+                    )
+        return self
+
     def resolving(self, devices: tuple[str, ...], **derived: Any) -> Settings:
         """These settings as `resolve` takes them, with what a provider derives from several of its own."""
         return Settings(**{name: getattr(self, name) for name in JobSettings.model_fields}, devices=devices, **derived)

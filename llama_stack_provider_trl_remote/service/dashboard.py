@@ -32,6 +32,7 @@ def serve_dashboard(data_dir: Path, port: int, token: str | None = None) -> None
         SettingsError: the port is taken.
         StoreError.
     """
+    DataDir(data_dir).prepare()
     require_database(data_dir)
     require_templates()
     given = {"data_dir": data_dir.resolve(), "host": "127.0.0.1", "port": port, "api_token": token or None}

@@ -41,10 +41,10 @@ def result_of(server: CrashingService, job_uuid: str) -> Json:
 
 
 def test_tasks_are_measured_before_and_after_a_training_whatever_was_killed_in_between(tmp_path: Path) -> None:
-    """The task files lie in the data directory, which a job sees its own parts of alone. The trainer dies while it
-    writes the first line; its runner dies with all its processes, and the service, after it."""
-    server = CrashingService(tmp_path, harness_roots=[str(tmp_path / "data" / "tasks")])
-    shutil.copytree(REPOSITORY / "examples" / "harness", tmp_path / "data" / "tasks")
+    """The trainer dies while it writes the first line; its runner dies with all its processes, and the service, after
+    it."""
+    server = CrashingService(tmp_path, harness_roots=[str(tmp_path / "tasks")])
+    shutil.copytree(REPOSITORY / "examples" / "harness", tmp_path / "tasks")
     with closing(server.store), running(server):
         server.register("rows", QUESTIONS)
         client = TrlClient(server.url)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 from pydantic import ValidationError
 
 from llama_stack_provider_trl.config import TrlConfig
-from llama_stack_provider_trl.errors import InvalidRequest, JobConflict
+from llama_stack_provider_trl.errors import InvalidRequest, JobConflict, StoreError
 from llama_stack_provider_trl.jobs.ownership import Ownership
 from llama_stack_provider_trl.launch.isolation import spec_paths
+from llama_stack_provider_trl.post_training import TrlPostTraining
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.paths import resolve_base_model, resolve_checkpoint_dir
@@ -220,7 +222,16 @@ def test_a_configuration_opens_nothing_of_the_data_directory(tmp_path: Path, fie
             with pytest.raises(ValidationError, match=rf"{field}: .* lies in data_dir"):
                 kind.model_validate({"data_dir": tmp_path / "data", field: [tmp_path / root]})
         for root in ("", "data/checkpoints", "data/checkpoints/a", "beside"):
-            kind.model_validate({"data_dir": tmp_path / "data", field: [tmp_path / root]})
+            if field != "harness_roots" or root == "beside":
+                kind.model_validate({"data_dir": tmp_path / "data", field: [tmp_path / root]})
+
+
+def test_code_of_task_files_does_not_lie_where_jobs_write(tmp_path: Path) -> None:
+    given = {"data_dir": tmp_path / "data", "checkpoint_roots": [tmp_path / "big"]}
+    for root in ("", "data/checkpoints", "big", "big/tasks"):
+        with pytest.raises(ValidationError, match=r"harness_roots: the code in .* runs in jobs"):
+            ServiceSettings.model_validate({**given, "harness_roots": [tmp_path / root]})
+    ServiceSettings.model_validate({**given, "harness_roots": [tmp_path / "tasks"]})
 
 
 def spoil(path: Path, kind: str) -> None:
@@ -318,3 +329,27 @@ def test_names_in_a_checkpoint_dir_that_are_taken_by_files_are_refused(data_dir:
     (data_dir / "checkpoints" / "a").write_text(json.dumps({}))
     with pytest.raises(InvalidRequest, match="is a file"):
         resolve_checkpoint_dir(request(checkpoint_dir="a"), settings(data_dir))
+
+
+@pytest.mark.parametrize("kind", ["directory", "garbage", "link"])
+@pytest.mark.parametrize("level", ["top", "nested"])
+def test_the_inline_provider_starts_whatever_has_the_names_of_its_files(tmp_path: Path, level: str, kind: str) -> None:
+    paths = spoilt(level, kind)
+    for path in paths:
+        spoil(tmp_path / path, kind)
+    provider = TrlPostTraining(TrlConfig(data_dir=tmp_path, device="cpu", warm_start=False, isolation="off"), {})
+    try:
+        asyncio.run(provider.initialize())
+        assert provider.supervisor.supervising
+        assert asyncio.run(provider.get_training_jobs()).data == []
+    finally:
+        asyncio.run(provider.shutdown())
+    assert DataDir(tmp_path).odd() == []
+    if kind != "garbage":
+        assert {tmp_path / f"{path}.stale-1" for path in paths} <= set(DataDir(tmp_path).aside())
+
+
+def test_the_inline_provider_does_not_start_without_the_jobs_whose_directories_are_there(tmp_path: Path) -> None:
+    (tmp_path / "jobs" / "sft-1" / "attempts" / "1").mkdir(parents=True)
+    with pytest.raises(StoreError, match=r"has no jobs, and in .* is the directory of a job \(sft-1\)"):
+        TrlPostTraining(TrlConfig(data_dir=tmp_path, device="cpu", isolation="off"), {})
