@@ -95,7 +95,9 @@ def _elements(file: Path) -> int:
     try:
         with open(file, "rb") as source:
             (size,) = struct.unpack("<Q", source.read(8))
-            header = json.loads(source.read(min(size, _MOST_HEADER)))
+            if size > _MOST_HEADER:
+                raise ValueError(size)
+            header = json.loads(source.read(size))
         return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    except (struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (struct.error, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidRequest("--model", str(file), "it is no safetensors file: download it again.") from error

@@ -6,16 +6,19 @@ import json
 import shutil
 import struct
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.errors import InvalidRequest, JobFailure
+from llama_stack_provider_trl.recipes.checkpoint.merge import _Weights
 from llama_stack_provider_trl.recipes.model.loading import WeightStorage, load_config, load_model, load_tokenizer
 from llama_stack_provider_trl.specs.events import Failed, Reason
 from llama_stack_provider_trl.specs.model_source import ModelSource
+from llama_stack_provider_trl_remote.cli.advise import parameters_of
 from tests.contract.payloads import QUESTIONS
 from tests.tiny import tiny_model
 from tests.training import job_spec, of_kind, run
@@ -133,6 +136,47 @@ def test_a_damaged_tokenizer_is_a_sentence(model: Path, damage: str) -> None:
     with pytest.raises(JobFailure, match=r"its tokenizer cannot be loaded|has no eos_token") as caught:
         load_tokenizer(source_of(model))
     assert (caught.value.reason, len(caught.value.message) < 1000) == (Reason.invalid_model, True)
+
+
+INDEXES = {
+    "list": "[]",
+    "deep": "[" * 200_000,
+    "digits": '{"weight_map": ' + "9" * 5000 + "}",
+    "map": '{"weight_map": []}',
+    "values": '{"weight_map": {"a": {}}}',
+    "numbers": '{"weight_map": {"a": 1}}',
+    "missing": '{"weight_map": {"a": "model-7.safetensors"}}',
+    "outside": '{"weight_map": {"a": "../x.safetensors"}}',
+    "binary": "\0",
+}
+
+
+@pytest.mark.parametrize("damage", INDEXES)
+def test_a_damaged_index_of_weights_is_a_sentence(model: Path, damage: str) -> None:
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors.index.json").write_text(INDEXES[damage])
+    storage = WeightStorage(torch.float32, "fp32", False, False, False)
+    with pytest.raises(JobFailure) as caught:
+        load_model(source_of(model), storage, CPU)
+    with ExitStack() as stack, pytest.raises(JobFailure) as merged:
+        _Weights(str(model), stack)
+    for failure in (caught.value, merged.value):
+        assert str(model) in failure.message
+        assert len(failure.message) < 6500
+
+
+@pytest.mark.parametrize("damage", sorted({*WEIGHTS} - {"twice"}))  # its last tensor counts
+def test_damaged_weights_of_a_merge_are_a_sentence(model: Path, damage: str) -> None:
+    (model / "model.safetensors").write_bytes(WEIGHTS[damage])
+    with ExitStack() as stack, pytest.raises(JobFailure, match=r"model\.safetensors cannot be read"):
+        _Weights(str(model), stack)
+
+
+@pytest.mark.parametrize("damage", ["length", "empty", "binary", "deep", "list", "zeros"])
+def test_advice_about_weights_without_a_header_is_a_sentence(model: Path, damage: str) -> None:
+    (model / "model.safetensors").write_bytes(WEIGHTS[damage])
+    with pytest.raises(InvalidRequest, match="it is no safetensors file"):
+        parameters_of(str(model))
 
 
 def test_a_training_of_a_billion_layers_ends_before_it_builds_one(tmp_path: Path, model: Path) -> None:

@@ -85,8 +85,11 @@ class _Weights:
         index = self.directory / SAFE_WEIGHTS_INDEX_NAME
         if self.kind == "adapter" or not index.is_file():
             raise _invalid(self.given, f"it has no {name}", "save it as safetensors (save_pretrained does)")
-        names = set(self.read_json(index.name).get("weight_map", {}).values())
-        unsafe = [one for one in names if not isinstance(one, str) or Path(one).name != one]
+        found = self.read_json(index.name).get("weight_map", {})
+        if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+            raise _invalid(self.given, f"{index.name} is no index of weights", "save it again")
+        names = set(found.values())
+        unsafe = [one for one in names if Path(one).name != one]
         if unsafe:
             raise _invalid(self.given, f"{index.name} names {unsafe[0]!r} as a file of weights", "save it again")
         return [self.directory / one for one in sorted(names)]
@@ -94,7 +97,7 @@ class _Weights:
     def read_json(self, name: str) -> dict[str, Any]:
         try:
             found = json.loads((self.directory / name).read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise _invalid(self.given, f"{name} cannot be read ({error})", "save it again") from error
         if not isinstance(found, dict):
             raise _invalid(self.given, f"{name} is no JSON object", "save it again")

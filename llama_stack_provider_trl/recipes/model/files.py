@@ -101,7 +101,7 @@ def _named_in_config(model: str, revision: str | None) -> Any:
     config = _found(model, CONFIG_NAME, revision)
     try:
         return json.loads(config.read_text()).get("transformers_weights") if config else None
-    except (ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None  # loading reports the error
 
 
@@ -118,6 +118,6 @@ def _found(model: str, name: str, revision: str | None, *, local_only: bool = Fa
 def _names(model: str, index: Path) -> set[Any]:
     try:
         return set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problem = f"{index.name} is no index of weights ({type(error).__name__}: {error})"
         raise JobFailure(Reason.invalid_model, f"model {model!r}: {problem}. Write it with save_pretrained.") from error
