@@ -150,7 +150,13 @@ class Server(ABC):
         return self.post("/post-training/job/cancel", {"job_uuid": job_uuid})
 
     def jobs(self) -> list[str]:
-        return [job["job_uuid"] for job in self.get("/post-training/jobs").json()["data"]]
+        """Names of all jobs: Llama Stack answers with one page, the service with several where there are many."""
+        page = self.get("/post-training/jobs").json()
+        names = [job["job_uuid"] for job in page["data"]]
+        while (after := page.get("next")) is not None:
+            page = self.get("/post-training/jobs", after=after).json()
+            names += [job["job_uuid"] for job in page["data"]]
+        return names
 
     def wait(self, job_uuid: str, expected: str, timeout: float = 90) -> Json:
         """The status of a job once it has ended; it must have ended as expected."""
