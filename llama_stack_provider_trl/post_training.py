@@ -75,7 +75,7 @@ class TrlPostTraining(SubmittingCalls):
 
     async def initialize(self) -> None:
         """Start to supervise, in a thread: the event loop of this call is closed before the first request."""
-        await asyncio.to_thread(log_unusable_methods)
+        log_unusable_methods()
         self.supervisor.start()
         if self.supervisor.supervising:
             await asyncio.to_thread(self.launcher.warm_up, self.python)

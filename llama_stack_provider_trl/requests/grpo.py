@@ -8,7 +8,8 @@ from typing import Any, get_args
 from ..errors import InvalidRequest, MethodUnavailable
 from ..specs.answer_checks import AnswerCheck, refuse_fields, refuse_references
 from ..specs.methods import GrpoLoss, GrpoSpec, RewardScale
-from ..specs.rewards import GROUP, RewardModel, RewardSource, find_reward, installed_rewards, package_of
+from ..specs.plugins import package_of
+from ..specs.rewards import GROUP, RewardModel, RewardSource, find_reward, installed_rewards
 from .answering import refuse_options
 from .bases import PREFIX
 from .bodies import GRPOConfig, GRPOReward

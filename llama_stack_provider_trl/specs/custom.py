@@ -7,13 +7,13 @@ docs/how-to/custom-trainers.md is for the authors of such packages.
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import re
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
@@ -22,6 +22,8 @@ from ..errors import InvalidRows, MethodUnavailable
 from .custom_imports import Imports, first_problem, reported, without_training_libraries
 from .job import DataFormat, DatasetRef, RowUse
 from .methods import METHODS, Algorithm, CustomSpec, MethodSpec
+from .names import problem_of_name
+from .plugins import damaged_packages, package_of, points_of
 from .rows import Example, parse_row
 
 log = logging.getLogger(__name__)
@@ -81,11 +83,15 @@ _imports: Imports[InstalledMethod] = Imports()
 
 def custom_names() -> list[str]:
     """Names of the methods that installed packages add, usable or not; none of those of this project."""
-    return sorted(_found().keys() - _RESERVED)
+    return sorted(name for name in _found().keys() - _RESERVED if not problem_of_name(name))
 
 
-def find_method(name: str) -> InstalledMethod:
+def find_method(name: str, *, tries_first: bool = True) -> InstalledMethod:
     """The method of an installed package.
+
+    Args:
+        tries_first: its module is imported by another process first, which it may end. Not where a job trains: that
+            process may end, too.
 
     Raises:
         MethodUnavailable: there is none of this name, or its package cannot be used: one sentence.
@@ -93,15 +99,20 @@ def find_method(name: str) -> InstalledMethod:
     points = _found().get(name, [])
     if not points:
         raise MethodUnavailable(f"no installed package adds the method {name!r}; {_those_installed()}")
-    packages = ", ".join(map(_package, points))
+    packages = ", ".join(map(package_of, points))
     if name in _RESERVED or _NAME.fullmatch(name) is None:
         why = "is taken by this project" if name in _RESERVED else f"does not match {_NAME.pattern}"
         raise MethodUnavailable(f"{packages}: the name {name!r} of its method {why}; its author has to choose another")
     if len(points) > 1:
         raise MethodUnavailable(f"several packages add a method {name!r}: {packages}; uninstall all but one")
     (point,) = points
+    if point.pattern.match(point.value) is None:
+        raise MethodUnavailable(
+            f"method {name!r} of {packages}: its entry point is {point.value[:100]!r}, expected module:object; its "
+            "author has to correct that"
+        )
     what = f"method {name!r} of {packages}"
-    return _imports.get((name, point.value), point.module, lambda: _import(point), what)
+    return _imports.get((name, point.value), point.module, lambda: _import(point), what, tries_first=tries_first)
 
 
 def same_method(name: str, package: str, version: str) -> InstalledMethod:
@@ -120,14 +131,18 @@ def same_method(name: str, package: str, version: str) -> InstalledMethod:
 
 
 def log_unusable_methods() -> None:
-    """Log why installed methods cannot be used, when a server starts."""
-    for problem in problems():
-        log.warning("%s", problem)
+    """Log why installed methods cannot be used, when a server starts: in a thread, since imports may take long."""
+
+    def report() -> None:
+        for problem in problems():
+            log.warning("%s", problem)
+
+    threading.Thread(target=report, name="installed methods", daemon=True).start()
 
 
 def problems() -> list[str]:
     """Why installed methods cannot be used, one sentence each. Imports all of them."""
-    found = []
+    found = damaged_packages()
     for name in sorted(_found()):
         try:
             find_method(name)
@@ -171,26 +186,18 @@ def _problem_of(
 
 
 def _found() -> dict[str, list[EntryPoint]]:
-    """The entry points by name. Read at each call, so that a package is found which was installed meanwhile."""
-    importlib.invalidate_caches()
-    found: dict[str, list[EntryPoint]] = {}
-    for point in entry_points(group=GROUP):
-        if point not in found.setdefault(point.name, []):  # one distribution may be on two entries of sys.path
-            found[point.name].append(point)
-    return found
+    """The entry points by name."""
+    return points_of(GROUP)
 
 
 def _those_installed() -> str:
-    names = [f"{name} ({_package(points[0])})" for name, points in sorted(_found().items()) if name not in _RESERVED]
+    points = _found()
+    names = [f"{name} ({package_of(points[name][0])})" for name in custom_names() if name in points]
     return f"installed packages add: {', '.join(names)}" if names else "no installed package adds any"
 
 
-def _package(point: EntryPoint) -> str:
-    return f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown package"
-
-
 def _import(point: EntryPoint) -> InstalledMethod:
-    package = _package(point)
+    package = package_of(point)
     with reported(f"method {point.name!r} of {package} cannot be imported"):
         method = point.load()
     if problem := _wrong(method):

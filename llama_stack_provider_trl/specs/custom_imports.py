@@ -6,7 +6,10 @@ package's files, or what is installed, change.
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,12 +23,28 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import MethodUnavailable
+from ..system.process import child_environment
 
 TRAINING_LIBRARIES = ("torch", "trl", "transformers", "peft", "accelerate", "datasets")
 """What the request part of a method may not import."""
 DEADLINE_S = 30.0
 _MOST_FILES = 2000
 _INSTALLED = (".dist-info", ".egg-info", ".pth")
+
+_TRY_SECONDS = DEADLINE_S
+_ENDED = b"ended"
+_TRY = f"""
+import importlib, json, os, sys
+sys.path[:] = json.loads(sys.argv[1])
+from {__name__} import without_training_libraries
+try:
+    with without_training_libraries():
+        importlib.import_module(sys.argv[2])
+except BaseException:
+    pass
+os.write(int(sys.argv[3]), {_ENDED!r})
+os._exit(0)
+"""
 
 Files = tuple[tuple[str, int, int], ...]
 """Path, time of change and size of each file that decides about an import; of distributions, the path alone."""
@@ -102,8 +121,11 @@ class Imports[T]:
         self._attempts: dict[Any, _Attempt[T]] = {}
         self._lock = threading.Lock()
 
-    def get(self, key: Any, module: str, load: Callable[[], T], what: str) -> T:
+    def get(self, key: Any, module: str, load: Callable[[], T], what: str, *, tries_first: bool = True) -> T:
         """What `load` returns, which imports `module`.
+
+        Args:
+            tries_first: another process imports it before this one does.
 
         Raises:
             MethodUnavailable: it raised that, or has not ended in time; `what` is the subject of that sentence.
@@ -114,7 +136,9 @@ class Imports[T]:
                 attempt = _Attempt(_files_of(module), time.monotonic() + DEADLINE_S)
                 self._attempts[key] = attempt
                 name = f"import {module}"
-                threading.Thread(target=_load, args=(attempt, module, load), name=name, daemon=True).start()
+                threading.Thread(
+                    target=_load, args=(attempt, module, load, what if tries_first else ""), name=name, daemon=True
+                ).start()
         if not attempt.ended.wait(max(0.0, attempt.until - time.monotonic())):
             raise MethodUnavailable(
                 f"{what} cannot be imported: its import has not ended in {DEADLINE_S:g} s; its author has to make it "
@@ -125,9 +149,12 @@ class Imports[T]:
         return attempt.value
 
 
-def _load[T](attempt: _Attempt[T], module: str, load: Callable[[], T]) -> None:
+def _load[T](attempt: _Attempt[T], module: str, load: Callable[[], T], what: str) -> None:
     before = set(sys.modules)
     try:
+        if what and (problem := _tried_elsewhere(module)):
+            attempt.problem = f"{what} cannot be imported: {problem}"
+            return
         with without_training_libraries():
             attempt.value = load()
     except BaseException as error:  # of another package's code, and in a thread of its own
@@ -135,6 +162,44 @@ def _load[T](attempt: _Attempt[T], module: str, load: Callable[[], T]) -> None:
         _forget(module, before)
     finally:
         attempt.ended.set()
+
+
+def _tried_elsewhere(module: str) -> str:
+    """Import a module in another process first: one that ends its process, or never ends, must not do that here.
+
+    Returns:
+        Why it cannot be imported; empty: it can, or it raises an error, as it will here.
+    """
+    read, write = os.pipe()
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-c", _TRY, json.dumps(sys.path), module, str(write)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=child_environment(os.environ, {}),
+            pass_fds=(write,),
+            start_new_session=True,
+        )
+    except OSError:
+        os.close(read)
+        return ""  # out of processes: the import here has its deadline
+    finally:
+        os.close(write)
+    with open(read, "rb", buffering=0) as pipe:
+        try:
+            status = child.wait(_TRY_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            return (
+                f"its import has not ended in {_TRY_SECONDS:g} s; its author has to make it shorter, and it is tried "
+                "again once the package's files have changed"
+            )
+        # Without a read that waits: what it has started may have the pipe.
+        os.set_blocking(read, False)
+        ended = pipe.read(len(_ENDED))
+    return "" if ended == _ENDED else f"its import ends the process (status {status}); its author has to correct that"
 
 
 def _forget(module: str, before: set[str]) -> None:

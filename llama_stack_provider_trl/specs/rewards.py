@@ -6,8 +6,7 @@ bring code of their own.
 
 from __future__ import annotations
 
-import importlib
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +14,8 @@ from ..errors import MethodUnavailable
 from .answer_checks import AnswerCheck
 from .beginnings import BaseJob, Frozen
 from .model_source import ModelSource
+from .names import problem_of_name
+from .plugins import package_of, points_of
 
 GROUP = "llama_stack_provider_trl.rewards"
 
@@ -67,16 +68,8 @@ def reward_models_of(rewards: tuple[RewardSource, ...]) -> tuple[RewardModel, ..
 
 
 def installed_rewards() -> dict[str, list[EntryPoint]]:
-    """The functions that installed packages add, by name; none is imported.
-
-    Read at each call, so that a package is found which was installed meanwhile.
-    """
-    importlib.invalidate_caches()
-    found: dict[str, list[EntryPoint]] = {}
-    for point in entry_points(group=GROUP):
-        if point not in found.setdefault(point.name, []):  # one distribution may be on two entries of sys.path
-            found[point.name].append(point)
-    return found
+    """The functions that installed packages add, by name; none is imported. A name that is not printed is none."""
+    return {name: points for name, points in points_of(GROUP).items() if not problem_of_name(name)}
 
 
 def find_reward(name: str) -> EntryPoint:
@@ -88,8 +81,3 @@ def find_reward(name: str) -> EntryPoint:
         packages = ", ".join(map(package_of, points))
         raise MethodUnavailable(f"several packages add a reward function {name!r}: {packages}; uninstall all but one")
     return points[0]
-
-
-def package_of(point: EntryPoint) -> str:
-    """The distribution that has an entry point, with its version."""
-    return f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown package"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import resource
 import shutil
@@ -11,6 +12,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -22,6 +24,7 @@ from llama_stack_provider_trl.errors import TrlError
 from llama_stack_provider_trl.jobs.lost_jobs import lost_jobs
 from llama_stack_provider_trl.launch.interpreter import check_interpreter, check_vllm
 from llama_stack_provider_trl.launch.isolation import ADVICE, probe
+from llama_stack_provider_trl.specs.custom import custom_names
 from llama_stack_provider_trl.system.compiler import ADVICE as ADVICE_COMPILER
 from llama_stack_provider_trl.system.compiler import missing_compiler
 from llama_stack_provider_trl.system.console import show_json, show_lines
@@ -40,6 +43,7 @@ _SHOWN = 20
 """Files of a kind that are listed."""
 _SPARE_DISK = 10 << 30
 """Bytes of free disk; a checkpoint of a small model takes some of them."""
+_PLUGINS_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -238,6 +242,27 @@ def _disk(settings: ServiceSettings) -> Iterator[Finding]:
     yield Finding(level, "disk", found, advice)
 
 
+def _plugins(settings: ServiceSettings) -> Iterator[Finding]:
+    """Methods of installed packages. They are imported by another process: what they print is not for this terminal."""
+    code = "import json, sys; from llama_stack_provider_trl.specs.custom import problems; "
+    code += "open(sys.argv[1], 'w').write(json.dumps(problems()))"
+    with tempfile.TemporaryDirectory(prefix="trl-doctor-") as directory:
+        target = Path(directory, "problems.json")
+        command = [sys.executable, "-c", code, str(target)]
+        try:
+            subprocess.run(command, timeout=_PLUGINS_SECONDS, check=True, capture_output=True)
+            found = json.loads(target.read_text())
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            found = [f"the methods of installed packages cannot be examined: {type(error).__name__}"]
+    advice = "uninstall the package, or have its author correct it; the service starts without it"
+    for problem in found:
+        yield Finding("warn", "plug-ins", problem, advice)
+    names = custom_names()
+    if names and not found:
+        yield Finding("ok", "plug-ins", f"packages add the methods {', '.join(names)}")
+
+
 _CHECKS: tuple[Callable[[ServiceSettings], Iterator[Finding]], ...] = (
     *(_python, _exposure, _data_dir, _own_files, _isolation, _devices, _triton, _shared_memory, _open_files, _disk),
+    _plugins,
 )

@@ -168,7 +168,7 @@ def check_rows_of_jobs(spec: JobSpec) -> None:
 
 def _find(method: CustomSpec) -> InstalledMethod:
     try:
-        return find_method(method.type)
+        return find_method(method.type, tries_first=False)
     except MethodUnavailable as error:
         raise _failure(method, str(error)) from error
 

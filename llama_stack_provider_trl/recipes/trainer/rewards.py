@@ -17,7 +17,8 @@ from ...specs.compiled_checks import TIMEOUT
 from ...specs.events import Reason
 from ...specs.job import Dtype
 from ...specs.methods import GrpoSpec
-from ...specs.rewards import GROUP, RewardSource, find_reward, package_of
+from ...specs.plugins import package_of
+from ...specs.rewards import GROUP, RewardSource, find_reward
 from ...specs.rows import Message
 from .reward_models import LARGEST, RewardScorer
 
