@@ -12,6 +12,7 @@ import json
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Literal, NamedTuple, get_args
 
 import h11
@@ -277,7 +278,7 @@ class Connection(H11Protocol):
         fields |= {name.replace("_", "-"): value for name, value in headers.items()}
         try:
             parts = (
-                h11.Response(status_code=status, headers=list(fields.items())),
+                h11.Response(status_code=status, headers=list(fields.items()), reason=HTTPStatus(status).phrase),
                 h11.Data(data=body),
                 h11.EndOfMessage(),
             )
