@@ -6,6 +6,7 @@
     |-- JobNotFound (LookupError)          no job has this job_uuid                           -> 404
     |-- JobConflict (RuntimeError)         the job_uuid is taken, or the state forbids it     -> 409
     |-- LimitReached (RuntimeError)        a limit is reached, for now                        -> 429
+    |-- QuotaReached (RuntimeError)        a token has stored as many bytes as it may         -> 507
     |-- StoreError (RuntimeError)          the job database cannot be used                    -> 507, 503 or 500
     |-- ServiceUnreachable (ConnectionError)  the training service does not answer            -> 502
     |-- ServiceRefusal (RuntimeError)      the training service answered with an error        -> its status, or 502
@@ -115,6 +116,12 @@ class LimitReached(TrlError, RuntimeError):
         self.retry_after = retry_after
         """Seconds after which it may succeed."""
         super().__init__(message)
+
+
+class QuotaReached(TrlError, RuntimeError):
+    """Raised when a token has stored as much as it may; the same request succeeds when some of that is deleted."""
+
+    status_code = 507
 
 
 class StoreError(TrlError, RuntimeError):

@@ -63,6 +63,7 @@ def remove_unused_rows(directory: Path, store: Store, retention: float | None) -
         _remove(directory / f"{_ASIDE}{digest}")
         for verdict in directory.glob(f"{digest}.*.json"):
             _remove(verdict)
+        store.rows.forget([digest])
         log.info("removed rows %s: not used for %.0f days", digest, retention / 86400)
     return removed
 

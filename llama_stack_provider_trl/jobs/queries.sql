@@ -700,3 +700,33 @@ SELECT min(job_uuid) AS job_uuid, json_extract(spec, '$.model') AS model, json_e
        rtrim(checkpoint_dir, replace(checkpoint_dir, '/', '')) AS directory
 FROM jobs WHERE state NOT IN ('completed', 'failed', 'cancelled') AND json_valid(spec)
 GROUP BY 2, 3, 4, 5, 6, 7, 8;
+
+-- name: insert_stored_rows
+INSERT OR IGNORE INTO stored_rows VALUES (:sha256, :owner, :dataset_id, :bytes);
+
+-- name: delete_unregistered_rows
+DELETE FROM stored_rows WHERE sha256 = :sha256 AND owner = :owner AND dataset_id = '';
+
+-- name: select_rows_of_owner
+SELECT 1 FROM stored_rows WHERE sha256 = :sha256 AND owner = :owner LIMIT 1;
+
+-- name: sum_stored_rows
+SELECT coalesce(sum(bytes), 0) AS bytes FROM (SELECT DISTINCT sha256, bytes FROM stored_rows WHERE owner = :owner);
+
+-- name: select_registered_rows
+SELECT owner, bytes FROM stored_rows WHERE sha256 = :sha256 AND dataset_id = :dataset_id LIMIT 1;
+
+-- name: delete_registered_rows
+DELETE FROM stored_rows WHERE sha256 = :sha256 AND dataset_id = :dataset_id;
+
+-- name: select_rows_mentioned
+SELECT 1 FROM jobs WHERE instr(spec, :sha256) LIMIT 1;
+
+-- name: select_owner_of_rows
+SELECT 1 FROM stored_rows WHERE sha256 = :sha256 LIMIT 1;
+
+-- name: forget_stored_rows
+DELETE FROM stored_rows WHERE sha256 = :sha256;
+
+-- name: select_rows_of_dataset
+SELECT DISTINCT sha256 FROM stored_rows WHERE dataset_id = :dataset_id;

@@ -263,6 +263,18 @@ BEGIN
     ON CONFLICT (name, labels) DO UPDATE SET value = value + 1;
 END;
 
+-- Rows that tokens have uploaded or registered, for their quotas. Those of the inline provider have none.
+CREATE TABLE IF NOT EXISTS stored_rows (
+    sha256 TEXT NOT NULL,
+    owner TEXT NOT NULL,                    -- name of the token
+    dataset_id TEXT NOT NULL,               -- '': uploaded, and no dataset has them
+    bytes INTEGER NOT NULL,
+    PRIMARY KEY (sha256, owner, dataset_id)
+) STRICT, WITHOUT ROWID;
+
+CREATE INDEX IF NOT EXISTS stored_rows_by_owner ON stored_rows (owner);
+CREATE INDEX IF NOT EXISTS stored_rows_by_dataset ON stored_rows (dataset_id);
+
 -- One job with its current attempt and its warnings: what a JobRecord is made of.
 CREATE VIEW IF NOT EXISTS job_records AS
 SELECT jobs.*, run_dir, prepared, prepared_at, total_steps, start_step, step, stepped_at, progress,
@@ -270,5 +282,5 @@ SELECT jobs.*, run_dir, prepared, prepared_at, total_steps, start_step, step, st
                                                ORDER BY number)) AS warnings
 FROM jobs LEFT JOIN attempts ON attempts.job_uuid = jobs.job_uuid AND attempts.attempt = jobs.attempt;
 
-PRAGMA user_version = 12;
+PRAGMA user_version = 13;
 COMMIT;

@@ -33,6 +33,7 @@ from .placement import kind_of
 from .reader import JobReader, digest_conflict, mentioned_digests
 from .records import CheckpointRecord, JobRecord
 from .row_mapping import statements
+from .row_owners import RowOwners
 from .row_parts import use_rows
 from .searches import NewTrial, Searches, insert_trial, refuse_names_to_come
 from .states import ACTIVE, TERMINAL, TRANSITIONS, JobState
@@ -79,6 +80,7 @@ class Store(JobReader):
         ahead: what the start of waiting jobs is predicted from.
         chains: jobs that come after others.
         searches: jobs that are searches, and their trials.
+        rows: whose stored rows are.
         cancels: those that the database could not record.
     """
 
@@ -92,6 +94,7 @@ class Store(JobReader):
         self.ahead = QueueAhead(self.database)
         self.chains = Chains(self.database, clock)
         self.searches = Searches(self.database, clock)
+        self.rows = RowOwners(self.database)
         self.cancels = CancelOrders(DataDir(path.parent).cancel_orders)
 
     def close(self) -> None:

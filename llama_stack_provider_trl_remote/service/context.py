@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from llama_stack_provider_trl import __version__
-from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.errors import InvalidRequest, TrlError
 from llama_stack_provider_trl.export.process import ExporterProcess
 from llama_stack_provider_trl.jobs.lost_jobs import refuse_lost_jobs
 from llama_stack_provider_trl.jobs.makers import FIELD, no_new_maker
@@ -63,6 +64,7 @@ from .cluster.presence import Presence
 from .cluster.uploads import UploadReceiver
 from .configured_pools import managed_pool, ray_datasets
 from .datasets.blobs import Blobs
+from .datasets.quotas import CountedRows, Quotas
 from .datasets.registration import Registration
 from .datasets.registry import DatasetRegistry
 from .http.bodies import (
@@ -125,8 +127,11 @@ class Service(StoredJobs):
         )
         self.refusals = Refusals(self.audit)
         self.ray_datasets = ray_datasets(settings)
+        self.quotas = Quotas(self.store.rows, settings.max_stored_mb << 20)
+        self.counted = CountedRows(self.blobs, self.store.rows, self.quotas)
         self.datasets = DatasetRegistry(
-            settings, self.blobs, self.ray_datasets, partial(no_new_maker, self.store.database)
+            *(settings, self.blobs, self.ray_datasets, partial(no_new_maker, self.store.database)),
+            self.counted,
         )
         self.warm = WarmProcesses() if settings.warm_start else None
         self.local = local = LocalLauncher(isolation=self.isolation, limits=self.limits, warm=self.warm)
@@ -264,6 +269,7 @@ class Service(StoredJobs):
     async def submit(self, body: SupervisedFineTuneBody | PreferenceOptimizeBody, caller: Caller) -> None:
         """Queue a job, once. Raises the errors of `submission.submit`, and InvalidRequest: a priority that the caller
         may not use."""
+        await in_work_thread(self.quotas.require, caller.name, 0)
         options = self._options(body.provider_options, caller)
         kind = SupervisedFineTuneRequest if isinstance(body, SupervisedFineTuneBody) else PreferenceOptimizeRequest
         requested = body.model_dump(exclude_unset=True, exclude=set(_OURS))
@@ -275,11 +281,12 @@ class Service(StoredJobs):
             request, options, digest, self.for_jobs, self.store, self._rows(body.dataset_digests or {}), owner
         ):
             log.info("job %s: queued", request.job_uuid)
-            self.space.note_job()
+            await in_work_thread(self._note_job, request.job_uuid, caller.name)
             self.wake()
 
     async def submit_work(self, body: GenerateBody | EvaluateBody | MergeBody, caller: Caller) -> None:
         """Queue a job that does not train, once. Raises as `submit` does."""
+        await in_work_thread(self.quotas.require, caller.name, 0)
         options = self._options(body.provider_options, caller)
         check_options(options, type(body))
         digest = request_digest(type(body), body.model_dump(exclude_unset=True, exclude=set(_OURS)), options)
@@ -301,8 +308,17 @@ class Service(StoredJobs):
             raise in_its_terms(error) from error
         if is_new:
             log.info("job %s: queued (%s)", body.job_uuid, work.kind)
-            self.space.note_job()
+            await in_work_thread(self._note_job, body.job_uuid, caller.name)
             self.wake()
+
+    def _note_job(self, job_uuid: str, owner: str) -> None:
+        """Count the parts of rows that a job has stored, and the space of its checkpoints."""
+        self.space.note_job()
+        with suppress(TrlError, OSError):  # the job is stored: nothing may turn that into a failure
+            spec = self.store.get(job_uuid).spec
+            for rows in (spec.dataset, spec.validation):
+                if rows is not None and rows.of_job is None:
+                    self.store.rows.count_for(owner, rows.sha256, rows.path.stat().st_size)
 
     def _check_output(self, work: Work) -> None:
         """Refuse to make a dataset of a name that is registered. Raises InvalidRequest."""

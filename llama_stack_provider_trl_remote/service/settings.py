@@ -202,6 +202,8 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     """Rows of a dataset; more is a 413."""
     max_datasets: int = Field(10_000, gt=0, le=10**6)
     """Datasets that one token may have registered at a time; more is a 409."""
+    max_stored_mb: int = Field(262_144, gt=0)
+    """MiB of rows that one token may have uploaded and registered at a time; more is a 507."""
     max_connections: int | None = Field(None, ge=8, le=60_000)
     """Connections at a time; null: three quarters of the open files that the process may have beyond a reserve of
     256, 4096 at most."""

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, get_args
 from weakref import WeakValueDictionary
 
 from llama_stack_provider_trl import __version__
@@ -77,6 +77,12 @@ class Blobs:
     def holds(self, sha256: str) -> bool:
         """Whether these rows are stored here; the caller has time to use them."""
         return touched(self.path(sha256))
+
+    def forget(self, sha256: str) -> None:
+        """Remove the verdicts about rows that were removed."""
+        for use in get_args(RowUse):
+            for data_format in (*get_args(DataFormat), "any"):
+                self.path(sha256).with_name(f"{sha256}.{use}-{data_format}.json").unlink(missing_ok=True)
 
     async def receive(self, sha256: str, pieces: AsyncIterator[bytes], announced: int) -> None:
         """Store a body whose digest this must be. Nothing of a body that ends early or differs is kept.

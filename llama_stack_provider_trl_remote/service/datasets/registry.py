@@ -36,6 +36,7 @@ from ..settings import ServiceSettings
 from ..space import Use
 from .blobs import Blobs
 from .index import DatasetIndex, DatasetPlace
+from .quotas import CountedRows
 from .reader import HUB, ROW_READERS
 from .registration import StoredRows
 from .uris import hub_name, split_uri
@@ -105,8 +106,9 @@ class DatasetRegistry:
         blobs: Blobs,
         cluster: ClusterFiles | None = None,
         maker: Callable[[str], AbstractContextManager[str | None]] = lambda dataset_id: nullcontext(),
+        counted: CountedRows | None = None,
     ) -> None:
-        self._blobs, self._cluster, self._maker = blobs, cluster, maker
+        self._blobs, self._cluster, self._maker, self._counted = blobs, cluster, maker, counted or CountedRows(blobs)
         self._roots = tuple(root.resolve() for root in settings.dataset_roots)
         self._data_dir = DataDir(settings.data_dir)
         self._directory = self._data_dir.registry
@@ -139,6 +141,7 @@ class DatasetRegistry:
             hint = f"{OF_JOB}NAME means the rows that the job NAME makes: choose another name"
             raise InvalidRequest("dataset_id", body.dataset_id, hint)
         entry = (await self._entry(body, stored)).model_copy(update={"created_by": created_by})
+        await in_work_thread(self._counted.check, entry.sha256, created_by)
         known = await in_work_thread(self._claim, entry)
         if known is None:
             return shown(entry)
@@ -226,6 +229,8 @@ class DatasetRegistry:
                             "cancel that job first"
                         )
                     self._write(entry)
+            # Repeated where the database could not be written before.
+            self._counted.note((known or entry).sha256, (known or entry).created_by, name)
             return known
 
     def get(self, dataset_id: str) -> Dataset:
@@ -273,11 +278,12 @@ class DatasetRegistry:
         return b'{"data":[' + b",".join(found) + b'],"next":' + json.dumps(last).encode() + b"}"
 
     def delete(self, dataset_id: str) -> None:
-        """Delete a dataset; its rows stay, since jobs may need them. Raises NotFound."""
+        """Delete a dataset, with its rows unless jobs or other tokens have them. Raises NotFound."""
         try:
             with self._registering:
                 self._index.remove(dataset_id)
                 self._path(dataset_id).unlink()
+                self._counted.release(dataset_id)
         except FileNotFoundError:
             raise _unknown(dataset_id) from None
 
@@ -374,7 +380,9 @@ class DatasetRegistry:
         """Store a dataset's current rows, unless it was deleted while they were read, or its name has another one."""
         with self._registering:
             if self._read(known.dataset.identifier) == known:
+                self._counted.check(current.sha256, current.created_by)
                 self._write(current)
+                self._counted.note(current.sha256, current.created_by, current.dataset.identifier)
 
     async def _converted(self, found: Readable) -> tuple[str, int]:
         """Digest and number of the rows, which are stored."""

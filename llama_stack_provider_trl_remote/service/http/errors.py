@@ -21,6 +21,7 @@ from llama_stack_provider_trl.errors import (
     JobFailure,
     JobNotFound,
     LimitReached,
+    QuotaReached,
     ServiceUnreachable,
     Shortage,
     StoreError,
@@ -83,6 +84,7 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (TooLarge, 413),
     (OutOfRange, 416),
     (LimitReached, 429),
+    (QuotaReached, 507),
     (ServiceUnreachable, 502),
 )
 _LONGEST = 10_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Annotated, Any
 
@@ -67,7 +68,7 @@ async def get_dataset(service: Context, dataset_id: DatasetId) -> Response:
 
 @router.delete("/{dataset_id:path}", dependencies=[USERS], status_code=204, responses=declared(404))
 async def delete_dataset(service: Context, dataset_id: DatasetId) -> Response:
-    """Forget a dataset. Jobs that were queued with it keep their rows."""
+    """Forget a dataset, and its rows, unless another token has them. Jobs that were queued with it keep their rows."""
     await asyncio.to_thread(service.datasets.delete, dataset_id)
     return Response(status_code=204)
 
@@ -101,9 +102,9 @@ async def get_blob(
     responses={**declared(507), 200: {"description": "Known already"}, 201: {"description": "Stored"}},
     openapi_extra=_NDJSON,
 )
-async def put_blob(service: Context, sha256: Digest, request: Request) -> Response:
+async def put_blob(service: Context, sha256: Digest, request: Request, caller: CurrentCaller) -> Response:
     """Upload rows. Nothing is kept of a body that breaks off or has another digest."""
-    return await _stored(service, sha256, request)
+    return await _stored(service, sha256, request, caller.name)
 
 
 @readings.put(
@@ -122,16 +123,41 @@ async def put_reading(
 ) -> Response:
     """Upload the rows that a Ray job has read, while a request waits for them."""
     async with service.ray_datasets.receiving(reading, sha256):
-        return await _stored(service, sha256, request)
+        return await _stored(service, sha256, request, None)
 
 
-async def _stored(service: Service, sha256: str, request: Request) -> Response:
+async def _stored(service: Service, sha256: str, request: Request, owner: str | None) -> Response:
+    """Store a body of rows.
+
+    Args:
+        owner: the token for which they count; None: for that of the request that waits for them.
+    """
+    announced = request.headers.get("content-length", "")
+    size = int(announced) if announced.isdigit() else 0
     if service.blobs.holds(sha256):
+        await asyncio.to_thread(_count, service, sha256, owner)
         await _discard(request)
         return Response(status_code=200)
-    announced = request.headers.get("content-length", "")
-    await service.blobs.receive(sha256, request.stream(), int(announced) if announced.isdigit() else 0)
+    if owner is None:
+        await service.blobs.receive(sha256, request.stream(), size)
+        return Response(status_code=201)
+    with service.quotas.arriving(owner, size) as arrived:
+
+        async def pieces() -> AsyncIterator[bytes]:
+            async for piece in request.stream():
+                arrived(len(piece))
+                yield piece
+
+        await service.blobs.receive(sha256, pieces(), size)
+    await asyncio.to_thread(_count, service, sha256, owner)
     return Response(status_code=201)
+
+
+def _count(service: Service, sha256: str, owner: str | None) -> None:
+    """Count stored rows for a token. Raises QuotaReached: see `CountedRows.check`."""
+    if owner is not None:
+        service.counted.check(sha256, owner)
+        service.counted.note(sha256, owner)
 
 
 async def _discard(request: Request) -> None:

@@ -1,0 +1,93 @@
+"""Whose stored rows are: what each token has uploaded or registered, which its quota counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from .database import Database, Execute
+
+
+class RowOwners:
+    """The owners of stored rows in a job database. Every method may raise StoreError.
+
+    Rows of one digest are stored once. They count for each owner, and once for one that has several datasets of them.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def note(self, sha256: str, owner: str, num_bytes: int, dataset_id: str = "") -> None:
+        """Record rows that a token has uploaded, or registered as a dataset.
+
+        Args:
+            dataset_id: empty: no dataset has them yet.
+        """
+        row = {"sha256": sha256, "owner": owner, "bytes": num_bytes, "dataset_id": dataset_id}
+        with self._database.transaction() as execute:
+            if dataset_id and execute("select_registered_rows", row).fetchone() is None:
+                execute("delete_unregistered_rows", row)
+                execute("insert_stored_rows", row)
+            elif not dataset_id and not execute("select_rows_of_owner", row).fetchone():
+                execute("insert_stored_rows", row)
+
+    def used(self, owner: str) -> int:
+        """Bytes of the rows that a token has stored."""
+        return int(self._database.select("sum_stored_rows", {"owner": owner})[0]["bytes"])
+
+    def owns(self, sha256: str, owner: str) -> bool:
+        """Whether rows count for a token already."""
+        return bool(self._database.select("select_rows_of_owner", {"sha256": sha256, "owner": owner}))
+
+    def of_dataset(self, dataset_id: str) -> list[str]:
+        """Digests of the rows of a dataset."""
+        rows = self._database.select("select_rows_of_dataset", {"dataset_id": dataset_id})
+        return [row["sha256"] for row in rows]
+
+    def count_for(self, owner: str, sha256: str, num_bytes: int) -> None:
+        """Record rows that a job of a token has made of others, unless they count for a token already."""
+        row = {"sha256": sha256, "owner": owner, "bytes": num_bytes, "dataset_id": ""}
+        with self._database.transaction() as execute:
+            if execute("select_owner_of_rows", row).fetchone() is None:
+                execute("insert_stored_rows", row)
+
+    def release(self, dataset_id: str, path: Path) -> bool:
+        """Forget a dataset, and remove its rows unless something else has them. Rows of jobs stay, and count until they
+        are removed with these. Returns whether they were removed.
+
+        Args:
+            path: file of the rows.
+        """
+        row = {"sha256": path.stem, "dataset_id": dataset_id}
+        with self._database.transaction() as execute:
+            found = execute("select_registered_rows", row).fetchone()
+            if found is None:
+                return False
+            execute("delete_registered_rows", row)
+            if _remove_unused(execute, path):
+                return True
+            if execute("select_rows_mentioned", row).fetchone() is not None:
+                kept = {"owner": found["owner"], "bytes": found["bytes"], "dataset_id": ""}
+                execute("insert_stored_rows", {**row, **kept})
+            return False
+
+    def discard(self, path: Path) -> None:
+        """Remove rows that were stored and then refused, unless something else has them."""
+        with self._database.transaction() as execute:
+            _remove_unused(execute, path)
+
+    def forget(self, digests: Iterable[str]) -> None:
+        """Forget rows that were removed."""
+        with self._database.transaction() as execute:
+            for sha256 in digests:
+                execute("forget_stored_rows", {"sha256": sha256})
+
+
+def _remove_unused(execute: Execute, path: Path) -> bool:
+    """Remove rows that no job and no token has. Called in a transaction: a job that is being submitted either mentions
+    them by now, or finds them gone."""
+    row = {"sha256": path.stem}
+    if any(execute(name, row).fetchone() for name in ("select_rows_mentioned", "select_owner_of_rows")):
+        return False
+    path.unlink(missing_ok=True)
+    return True

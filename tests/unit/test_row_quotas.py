@@ -1,0 +1,104 @@
+"""The bytes of rows that a token may have stored: counted once, freed by deletes, a limit for uploads together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from llama_stack_provider_trl.errors import QuotaReached
+from llama_stack_provider_trl.jobs.housekeeping import remove_unused_rows
+from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.system.files import put_rows
+from llama_stack_provider_trl_remote.service.datasets.quotas import Quotas
+from tests.fakes import job_spec
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with closing(Store(tmp_path / "jobs.sqlite3")) as store:
+        yield store
+
+
+def rows(tmp_path: Path, text: str = "x") -> Path:
+    return put_rows(tmp_path / "datasets", [{"text": text}]).path
+
+
+def test_rows_count_once_for_each_token_and_are_freed_with_their_last_dataset(store: Store, tmp_path: Path) -> None:
+    path = rows(tmp_path)
+    store.rows.note(path.stem, "a", 10)
+    store.rows.note(path.stem, "a", 10, "one")
+    store.rows.note(path.stem, "a", 10, "two")
+    store.rows.note(path.stem, "b", 10)
+    assert (store.rows.used("a"), store.rows.used("b"), store.rows.used("c")) == (10, 10, 0)
+    assert not store.rows.release("one", path)
+    assert store.rows.used("a") == 10
+    assert not store.rows.release("two", path)  # b has uploaded them too
+    assert (store.rows.used("a"), path.exists()) == (0, True)
+    store.rows.note(path.stem, "b", 10, "three")
+    assert store.rows.release("three", path)
+    assert (store.rows.used("b"), path.exists()) == (0, False)
+
+
+def test_rows_of_a_job_count_until_they_are_removed(store: Store, tmp_path: Path) -> None:
+    path = rows(tmp_path)
+    spec = job_spec("a")
+    store.add_job(spec.model_copy(update={"dataset": spec.dataset.model_copy(update={"sha256": path.stem})}), "digest")
+    store.rows.note(path.stem, "a", 10, "one")
+    assert not store.rows.release("one", path)
+    assert (store.rows.used("a"), path.exists()) == (10, True)
+    store.request_cancel("a")
+    store.delete("a")
+    assert remove_unused_rows(path.parent, store, -1.0) == [path.stem]
+    assert store.rows.used("a") == 0
+
+
+def test_parts_that_a_job_makes_count_for_its_token_unless_a_token_has_them(store: Store) -> None:
+    store.rows.note("1" * 64, "a", 10, "one")
+    store.rows.count_for("b", "1" * 64, 10)
+    store.rows.count_for("b", "2" * 64, 7)
+    assert (store.rows.used("a"), store.rows.used("b")) == (10, 7)
+
+
+def test_a_token_stores_no_more_than_it_may_and_others_are_not_concerned(store: Store) -> None:
+    quotas = Quotas(store.rows, 10 * MIB)
+    store.rows.note("1" * 64, "a", 8 * MIB, "one")
+    quotas.require("a", 2 * MIB)
+    quotas.require("b", 10 * MIB)
+    with pytest.raises(QuotaReached, match=r"'a' has stored 8 MiB .* max_stored_mb allows 10: delete datasets") as full:
+        quotas.require("a", 2 * MIB + 1)
+    assert full.value.status_code == 507
+    with quotas.arriving("a", 2 * MIB), pytest.raises(QuotaReached), quotas.arriving("a", 1):
+        pass
+    with quotas.arriving("a", 2 * MIB):
+        pass
+
+
+def test_an_upload_that_announces_no_size_ends_at_the_quota(store: Store) -> None:
+    quotas = Quotas(store.rows, 10 * MIB)
+    arrived: list[int] = []
+
+    def upload() -> None:
+        with quotas.arriving("a", 0) as note:
+            for number in range(100):
+                note(MIB)
+                arrived.append(number)
+
+    with pytest.raises(QuotaReached):
+        upload()
+    assert len(arrived) < 12
+    quotas.require("a", 10 * MIB)
+
+
+def test_rows_that_were_refused_are_removed_unless_something_has_them(store: Store, tmp_path: Path) -> None:
+    path = rows(tmp_path)
+    store.rows.note(path.stem, "a", 10)
+    store.rows.discard(path)
+    assert path.exists()
+    store.rows.forget([path.stem])
+    store.rows.discard(path)
+    assert not path.exists()
