@@ -39,7 +39,7 @@ from tests.security.test_attack_table import QUERIES
 from tests.security.test_dashboard_login import Browser
 from tests.tiny import tiny_model
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
 
 CONTROL = {"a terminal's escape": "a\x1b[2Jb", "a line break": "a\nb", "a change of direction": "a\u202eb"}
 

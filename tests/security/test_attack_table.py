@@ -175,7 +175,7 @@ def test_no_route_of_the_application_is_missing_from_the_documented_table() -> N
     assert served == set(documented_roles())
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_no_caller_gets_past_the_roles_of_a_route_however_its_path_is_written(
     service: Guarded, routes: list[Route], raw: Raw
 ) -> None:
