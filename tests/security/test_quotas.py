@@ -67,6 +67,8 @@ def test_a_token_stores_no_more_rows_than_it_may_by_any_call_and_deleting_frees_
     for rows in ([row(HALF + (1 << 12), "c")], [row(1 << 18, letter) for letter in "def"]):
         answer = register(service, "rows", {"type": "rows", "rows": rows})
         assert "max_stored_mb allows 1" in refusal(answer, 507)
+    taken = register(service, "uploaded", {"type": "rows", "rows": [row(1 << 18, "t")]})
+    assert "exists already" in refusal(taken, 409)
     assert stored(service) == {*before, digest}
     delete(service, "uploaded")
     assert "max_stored_mb" in refusal(put(service, HALF + (1 << 12), "b", announce)[0], 507)

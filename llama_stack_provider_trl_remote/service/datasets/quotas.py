@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
-from llama_stack_provider_trl.errors import QuotaReached
+from llama_stack_provider_trl.errors import QuotaReached, TrlError
 from llama_stack_provider_trl.jobs.row_owners import RowOwners
+from llama_stack_provider_trl.system.offload import in_work_thread
 
 from .blobs import Blobs
 
@@ -95,6 +96,17 @@ class CountedRows:
             self._quotas.require(owner, self._blobs.path(sha256).stat().st_size)
         except QuotaReached:
             self._owners.discard(self._blobs.path(sha256))
+            raise
+
+    @asynccontextmanager
+    async def kept_with_its_dataset(self, sha256: str | None, owner: str) -> AsyncIterator[None]:
+        """As `check`; stored rows whose registration the block refuses are removed, too."""
+        await in_work_thread(self.check, sha256, owner)
+        try:
+            yield
+        except TrlError:
+            if self._owners is not None and sha256 is not None:
+                await in_work_thread(self._owners.discard, self._blobs.path(sha256))
             raise
 
     def note(self, sha256: str | None, owner: str, dataset_id: str = "") -> None:

@@ -141,16 +141,16 @@ class DatasetRegistry:
             hint = f"{OF_JOB}NAME means the rows that the job NAME makes: choose another name"
             raise InvalidRequest("dataset_id", body.dataset_id, hint)
         entry = (await self._entry(body, stored)).model_copy(update={"created_by": created_by})
-        await in_work_thread(self._counted.check, entry.sha256, created_by)
-        known = await in_work_thread(self._claim, entry)
-        if known is None:
-            return shown(entry)
-        if _content(known) != _content(entry):
-            raise Conflict(
-                f"dataset {body.dataset_id!r} exists already with another content: choose another dataset_id, or "
-                f"DELETE /v1/datasets/{body.dataset_id} first (jobs that use it keep their rows)"
-            )
-        return shown(known)
+        async with self._counted.kept_with_its_dataset(entry.sha256, created_by):
+            known = await in_work_thread(self._claim, entry)
+            if known is None:
+                return shown(entry)
+            if _content(known) != _content(entry):
+                raise Conflict(
+                    f"dataset {body.dataset_id!r} exists already with another content: choose another dataset_id, or "
+                    f"DELETE /v1/datasets/{body.dataset_id} first (jobs that use it keep their rows)"
+                )
+            return shown(known)
 
     def register_made(
         self, dataset_id: str, rows: Path, made: Mapping[str, object], job_uuid: str, created_by: str
