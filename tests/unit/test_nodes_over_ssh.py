@@ -251,7 +251,7 @@ class Client:
         self.calls: list[str] = []
         self.refusals: list[int] = []
 
-    async def get(self, path: str) -> Any:
+    async def get_all(self, path: str) -> Any:
         return {"data": [{"node": name, **row} for name, row in self.nodes.items()]}
 
     async def post(self, path: str) -> None:
