@@ -281,7 +281,7 @@ def stream(service: Guarded, path: str) -> requests.Response:
 def test_work_that_a_request_orders_counts_for_its_caller_on_the_routes_of_the_table(tmp_path: Path) -> None:
     """Of a caller whose CPU time is used up, these routes are refused, and no others."""
     refused = set()
-    with guarded_service(tmp_path, check_cpu_seconds=0.01) as service, closing(Raw(service.port)) as raw:
+    with guarded_service(tmp_path, check_cpu_seconds=1e-6) as service, closing(Raw(service.port)) as raw:
         browser = Browser(service)
         assert browser.login("admin").status_code == 303
         check = {"type": "regex", "pattern": "(" * 8 + "a" + ")+" * 8}
