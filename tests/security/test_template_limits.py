@@ -81,6 +81,15 @@ def test_a_template_that_grows_is_ended_and_named(tokenizer: Any, name: str, mon
     assert nothing_stays(before)
 
 
+def test_memory_that_was_allocated_since_it_was_read_is_not_the_templates(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(templates, "MEMORY", 64 << 20)
+    monkeypatch.setattr(templates, "_known", (time.monotonic() + 60, -(63 << 20)))  # a process of 1 MiB
+    tokenizer.chat_template = "{{ 'a' * 20000000 }}"
+    assert len(rendered(tokenizer, TURNS)) == 20_000_000
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_error_of_a_template_is_one_that_callers_report(tokenizer: Any, name: str) -> None:
     tokenizer.chat_template, sentence = REFUSED[name]

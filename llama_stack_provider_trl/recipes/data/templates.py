@@ -71,8 +71,7 @@ def limit(tokenizer: PreTrainedTokenizerBase) -> None:
 def _within_limits(tokenizer: PreTrainedTokenizerBase, render: Callable[[], Any]) -> str:
     _refuse_large_numbers()
     try:
-        with _Limits():
-            found = str(render())
+        found = _tried(render)
     except _TooSlow:
         raise _failure(tokenizer, f"more than {SECONDS:g} s of CPU time to write one conversation") from None
     except MemoryError:
@@ -86,6 +85,19 @@ def _within_limits(tokenizer: PreTrainedTokenizerBase, render: Callable[[], Any]
     if len(found) > MOST_TEXT:
         raise _failure(tokenizer, f"{len(found)} characters for one conversation, expected at most {MOST_TEXT}")
     return found
+
+
+def _tried(render: Callable[[], Any]) -> str:
+    """What a call renders within the limits. Raises MemoryError, _TooSlow, and what the call raises."""
+    global _known
+    try:
+        with _Limits():
+            return str(render())
+    except MemoryError:
+        # The memory of the process may have grown since it was read: only a limit from a fresh reading counts.
+        _known = 0.0, 0
+    with _Limits():
+        return str(render())
 
 
 def _failure(tokenizer: PreTrainedTokenizerBase, takes: str) -> JobFailure:
