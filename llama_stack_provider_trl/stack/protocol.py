@@ -29,7 +29,10 @@ def answers_clearly[Answer](
         try:
             return await method(*args, **kwargs)
         except TrlError as error:
-            raise to_http(error) from error
+            shown = to_http(error)
+            if shown is error:
+                raise  # `from` itself would replace its cause, by which its status is chosen
+            raise shown from error
         except (OSError, sqlite3.Error) as error:
             if shortage_of(error) is None:
                 raise

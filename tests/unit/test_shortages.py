@@ -54,15 +54,18 @@ def test_an_error_of_storage_is_answered_with_what_to_do(
     assert "; " in detail
 
 
+@pytest.mark.parametrize("is_stores", [False, True])
 @pytest.mark.parametrize(("error", "status", "may_repeat"), CASES)
 def test_llama_stack_gets_the_same_status_of_an_error_of_storage(
-    error: Exception, status: int, may_repeat: bool
+    error: Exception, status: int, may_repeat: bool, is_stores: bool
 ) -> None:
     pytest.importorskip("llama_stack", reason="the answers are Llama Stack's")
     from llama_stack_provider_trl.stack.protocol import answers_clearly
 
     @answers_clearly
     async def call(self: object) -> None:
+        if is_stores:
+            raise StoreError("dataset 'rows' cannot be stored") from error
         raise error
 
     with pytest.raises(StoreError) as caught:
