@@ -37,7 +37,7 @@ def with_questions(bed: Bed) -> None:
 
 def answers_of(bed: Bed, job_uuid: str) -> Path:
     """The file on the service's machine."""
-    return bed.machines[0].data_dir / job_uuid / job_uuid / "answers.jsonl"
+    return bed.machines[0].data_dir / "checkpoints" / job_uuid / job_uuid / "answers.jsonl"
 
 
 def count(bed: Bed, job_uuid: str) -> int:
