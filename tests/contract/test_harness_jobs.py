@@ -92,7 +92,7 @@ def test_tasks_are_measured_before_and_after_a_training_whatever_was_killed_in_b
             answer = server.post("/post-training/evaluate", request("bad", **changes))
             assert answer.status_code == 400, answer.text
             assert sentence in answer.json()["detail"], answer.text
-        shutil.rmtree(server.data_dir / "tasks")
+        shutil.rmtree(tmp_path / "tasks")
         answer = server.post("/post-training/evaluate", request("bad"))
         assert "there is none in the configured harness_roots" in answer.json()["detail"], answer.text
         assert client.evaluate(request("before")) == "before"  # a repetition needs no task files
