@@ -90,6 +90,7 @@ def read(root: Path, uri: str, **environ: str) -> tuple[dict[str, Any], list[Any
             uri,
             str(root),
             "100",
+            "64",
             "0",
             "2048",
         ],
