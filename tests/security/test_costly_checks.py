@@ -13,6 +13,7 @@ import pytest
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, JobFailure
 from llama_stack_provider_trl.jobs.retries import backoff
 from llama_stack_provider_trl.recipes.failures import classify
+from llama_stack_provider_trl.specs import compiled_checks
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck, passes, reference, refuse_unusable
 from llama_stack_provider_trl.specs.answer_rows import refuse_unchecked_rows
 from llama_stack_provider_trl.specs.events import Reason
@@ -93,7 +94,10 @@ def test_a_pattern_of_a_row_that_calls_itself_is_refused_by_its_row(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["regex", "json_schema"])
-def test_a_pattern_that_takes_all_memory_in_a_training_is_its_own_fault_and_not_tried_again(kind: str) -> None:
+def test_a_pattern_that_takes_all_memory_in_a_training_is_its_own_fault_and_not_tried_again(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_checks, "TIMEOUT", 60.0)  # on a slow machine the time is over before the memory is
     given: Any = "(?R)?" if kind == "regex" else {"pattern": "(?R)?"}
     check = AnswerCheck.model_validate({"type": kind, "name": "b", ("pattern" if kind == "regex" else kind): given})
     with pytest.raises(JobFailure, match=r"the check 'b': its .* takes all memory that it may have: it rep") as caught:
