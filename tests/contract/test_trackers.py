@@ -22,10 +22,9 @@ from typing import Any
 import psutil
 import pytest
 
-from llama_stack_provider_trl.export.process import LOCK
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.requests.trackers import PACKAGES
-from llama_stack_provider_trl.system.data_dir import DATABASE
+from llama_stack_provider_trl.system.data_dir import DATABASE, DataDir
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, refusal, running
 from tests.contract.stack import SFT, Json, LlamaStack, poll, serving
@@ -58,7 +57,7 @@ class TrackedService(TrainingService):
     def exporter(self) -> psutil.Process | None:
         """The process that holds the exporter's lock."""
         with suppress(FileNotFoundError, psutil.NoSuchProcess):
-            found = re.search(r"pid (\d+)", (self.data_dir / LOCK).read_text())
+            found = re.search(r"pid (\d+)", DataDir(self.data_dir).exporter_lock.read_text())
             process = psutil.Process(int(found[1])) if found else None
             if process is not None and process.cmdline()[-1:] == ["llama_stack_provider_trl.export"]:
                 return process
