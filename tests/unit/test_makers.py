@@ -91,6 +91,14 @@ def test_a_dataset_is_not_registered_under_a_promised_name(
     assert register(registry, "answers").identifier == "answers"
 
 
+def test_a_name_is_looked_up_while_a_registration_waits_for_the_database(registry: DatasetRegistry) -> None:
+    with ThreadPoolExecutor(1) as pool, registry._registering:  # released first at the end
+        assert not pool.submit(registry.holds, "answers").result(timeout=10)
+    register(registry, "answers")
+    with ThreadPoolExecutor(1) as pool, registry._registering:  # released first at the end
+        assert pool.submit(registry.holds, "answers").result(timeout=10)
+
+
 def reported(rows: Path, num_rows: int) -> dict[str, Any]:
     return {"sha256": sha256_of(rows), "num_rows": num_rows}
 

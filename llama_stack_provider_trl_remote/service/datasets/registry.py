@@ -241,8 +241,9 @@ class DatasetRegistry:
         return shown(entry)
 
     def holds(self, dataset_id: str) -> bool:
-        with self._registering:
-            return dataset_id in self._index
+        """Whether a dataset of this name is registered. It waits for no lock: the caller may be in a transaction,
+        and the holder of the lock may wait for its end."""
+        return self._path(dataset_id).exists()
 
     def names(self, limit: int = 1000) -> list[str]:
         """Names of the datasets that were registered last, oldest first."""
