@@ -356,16 +356,19 @@ class Agent:
         self._refused = {task_id: report for task_id, report in self._refused.items() if task_id in wanted}
         for task_id, order in wanted.items():
             assert self._reported[1] is not None
+            known = self._tasks.get(task_id)
             try:
-                check_order(order)
-                check_consent(order, self._trusted, self._reported[1].cpus)
+                # A task that is here can always be ended, also where the operator has withdrawn a consent since.
+                if known is None or order.stage is not Stage.stop:
+                    check_order(order)
+                if known is None or order.spec != known.order.spec:
+                    check_consent(order, self._trusted, self._reported[1].cpus)
             except InvalidRequest as error:
                 self._refuse(order, str(error))
                 continue
             except NoConsent as error:
                 self._refuse(order, str(error), is_lasting=True)
                 continue
-            known = self._tasks.get(task_id)
             if known is None:
                 log.info("task %s: %s on %s", task_id, order.stage, ", ".join(order.devices))
                 self._tasks[task_id] = new = NodeTask(self._node(self._reported[1]), order)

@@ -36,6 +36,8 @@ from .probe import ProbeListener, listen, probe
 from .uploader import Damaged, Uploader
 
 log = logging.getLogger(__name__)
+_TEMPORARY = (408, 429)
+"""Refusals that another try may not get: too slow, or too many at a time."""
 RECORD = "order.json"
 POLL_INTERVAL = 0.25
 """Seconds between two polls of the processes of a task."""
@@ -245,7 +247,7 @@ class NodeTask:
             except (ServiceUnreachable, ServiceRefusal) as error:
                 status = error.status if isinstance(error, ServiceRefusal) else None
                 failures = failures + 1 if status == 500 else 0
-                if failures == _FAILURES or (status is not None and status < 500):
+                if failures == _FAILURES or (status is not None and status < 500 and status not in _TEMPORARY):
                     raise
                 if str(error) != trouble:
                     log.warning("task %s: %s", self.order.task_id, error)

@@ -32,8 +32,8 @@ def serve_dashboard(data_dir: Path, port: int, token: str | None = None) -> None
         SettingsError: the port is taken.
         StoreError.
     """
+    require_database(data_dir)  # first: a directory of others stays as it is
     DataDir(data_dir).prepare()
-    require_database(data_dir)
     require_templates()
     given = {"data_dir": data_dir.resolve(), "host": "127.0.0.1", "port": port, "api_token": token or None}
     settings = ServiceSettings.model_validate(given)

@@ -65,7 +65,9 @@ class _Proofs:
     ) -> None:
         self._presence, self._call, self._has_nodes = presence, call, has_nodes
         self._clock, self._sleep = clock, sleep
-        self._began = self._answered_at = clock()
+        self._began: float | None = None
+        """Time of the first call."""
+        self._answered_at = clock()
         self._was_answered = self._is_troubled = self._has_given_up = False
 
     async def run(self) -> None:
@@ -83,10 +85,12 @@ class _Proofs:
     def note(self, why_not: str) -> None:
         """Record the result of a call."""
         now = self._clock()
+        self._began = now if self._began is None else self._began
         if not why_not:
-            if self._is_troubled:
+            if self._is_troubled or self._has_given_up:
                 log.info("this service answers its own calls again: the nodes' silence counts from now on")
-            self._was_answered, self._is_troubled, self._answered_at = True, False, now
+            self._was_answered, self._answered_at = True, now
+            self._is_troubled = self._has_given_up = False
             self._presence.note_proof()
         elif not self._was_answered and not self._has_given_up and now - self._began > PATIENCE:
             self._has_given_up = True

@@ -96,6 +96,12 @@ def refused(*arguments: str) -> str:
     return done.stderr
 
 
+def test_a_directory_of_others_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file of another program")
+    assert "it has no jobs.sqlite3" in refused(str(tmp_path))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["logs"]
+
+
 def test_what_it_cannot_show_is_refused_in_a_sentence(tmp_path: Path) -> None:
     assert "it has no jobs.sqlite3: name the data directory" in refused(str(tmp_path))
     assert list(tmp_path.iterdir()) == []

@@ -15,6 +15,7 @@ import torch
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobFailure
 from llama_stack_provider_trl.recipes.checkpoint.merge import _Weights
+from llama_stack_provider_trl.recipes.model.configs import read_config
 from llama_stack_provider_trl.recipes.model.loading import WeightStorage, load_config, load_model, load_tokenizer
 from llama_stack_provider_trl.specs.events import Failed, Reason
 from llama_stack_provider_trl.specs.model_source import ModelSource
@@ -94,6 +95,26 @@ TOKENIZERS = {
         }
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("key", "is_count"),
+    [
+        *((name, True) for name in ("num_hidden_layers", "n_layer", "encoder_layers", "n_routed_experts", "depths")),
+        *(
+            (name, False)
+            for name in ("shared_expert_intermediate_size", "block_size", "expert_capacity", "n_positions")
+        ),
+    ],
+)
+def test_a_size_of_a_part_is_no_number_of_parts(model: Path, key: str, is_count: bool) -> None:
+    config = model / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), key: 20_480}))
+    if is_count:
+        with pytest.raises(JobFailure, match=f"{key} is 20480, expected a number of parts up to 10000"):
+            read_config(source_of(model), {})
+    else:
+        read_config(source_of(model), {})
 
 
 @pytest.fixture

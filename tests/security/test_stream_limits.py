@@ -73,7 +73,7 @@ def test_a_token_has_so_many_streams_and_no_other_token_waits_for_it(service: Gu
 
 
 async def answered(app: Any, address: str, token: str, state: Any, messages: list[dict[str, Any]]) -> None:
-    """Call an application behind the gate, as one of three tokens at an address."""
+    """Call an application behind the gate, as one of three tokens or nodes at an address."""
 
     body = [{"type": "http.request", "body": b"", "more_body": False}]
 
@@ -90,7 +90,9 @@ async def answered(app: Any, address: str, token: str, state: Any, messages: lis
         **{"headers": [(b"host", b"localhost"), (b"authorization", b"Bearer " + token.encode())]},
         "client": (address, 1),
     }
-    known = Authenticator({name: Caller("submit", name, presented=True) for name in ("a", "b", "c")}.get)
+    callers = {name: Caller("submit", name, presented=True) for name in ("a", "b", "c")}
+    callers |= {name: Caller("node", f"node:{name}", node=name, presented=True) for name in ("n1", "n2", "n3")}
+    known = Authenticator(callers.get)
     await Gate(app, ServiceSettings.model_validate({}), known)(scope, receive, send)
 
 
@@ -126,6 +128,11 @@ def test_an_address_has_so_many_streams_of_all_its_tokens() -> None:
     assert statuses([("2001:db8::1", "a"), ("2001:db8::2", "b"), ("2001:db8::3", "c")], 2) == [200, 200, 429]
     assert statuses([("192.0.2.1", "a"), ("192.0.2.2", "a"), ("192.0.2.3", "a")], 2) == [200, 200, 429]
     assert statuses([("192.0.2.1", "a"), ("192.0.2.2", "b"), ("192.0.2.3", "c")], 1) == [200, 200, 200]
+
+
+def test_nodes_of_one_address_share_no_limit() -> None:
+    assert statuses([("192.0.2.1", "n1"), ("192.0.2.1", "n2"), ("192.0.2.1", "n3")], 1) == [200, 200, 200]
+    assert statuses([("192.0.2.1", "n1"), ("192.0.2.1", "n1")], 1) == [200, 429]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.8.0.1", "::1", "::ffff:127.0.0.1"])

@@ -441,6 +441,24 @@ def test_a_service_that_is_away_for_a_minute_costs_nothing(world: World, only: s
     assert world.launcher.tasks["job-1"].cancels == 0
 
 
+def test_a_task_can_be_ended_after_its_operator_has_withdrawn_a_consent(world: World) -> None:
+    code = {"job": {"model": "org/name", "revision": "a1b2", "trust_remote_code": True}}
+    world.trusted = ("org/name@a1b2",)
+
+    async def begin(head: FakeHead) -> None:
+        head.order(world.order(**code))
+        await head.until(lambda: world.launcher.started)
+
+    world.run(begin)
+    world.trusted = ()
+
+    async def end(head: FakeHead) -> None:
+        head.order(world.order(Stage.stop, **code))
+        await head.until(lambda: world.launcher.tasks["job-1"].cancels)
+
+    world.run(end)
+
+
 @pytest.fixture
 def ended(world: World, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """When tasks were ended: the end itself takes a thread's time, in which the world's clock runs on."""

@@ -83,6 +83,21 @@ def test_a_service_that_has_once_reached_itself_is_trusted_for_good(world: World
     assert not world.presence.is_absent("b")
 
 
+def test_a_service_whose_first_node_joins_late_gives_no_proof_up_for_one_call(world: World) -> None:
+    world.clock.advance(PATIENCE + 60)
+    world.pass_time(SILENCE + GAP, "no answer within 5 s")
+    assert not world.presence.is_absent("b")
+
+
+def test_a_service_that_reaches_itself_late_requires_proofs_from_then_on(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.pass_time(PATIENCE + 2, "certificate verify failed")
+    world.pass_time(2)
+    world.pass_time(700, "no answer within 5 s")
+    assert caplog.text.count("does not answer its own calls (no answer within 5 s)") == 1
+
+
 @pytest.mark.parametrize(
     ("answer", "why"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ _MOST_VALUES = 100_000
 _MOST_NUMBER = 1 << 32
 _MOST_PARTS = 10_000
 """Of layers, blocks or experts, which are built one by one. The deepest known model has some hundred."""
-_PARTS = ("layer", "block", "expert", "depth")
+_COUNT = re.compile(r"(num|n)_.*(layer|block|expert|depth).*|(.*_)?(layers?|blocks?|experts|depths?)")
+"""Keys of such numbers: `num_hidden_layers`, `n_layer`, `encoder_layers`, `n_routed_experts`; not `block_size` or
+`shared_expert_intermediate_size`."""
 
 
 def read_config(source: ModelSource, arguments: dict[str, Any]) -> Any:
@@ -53,7 +56,9 @@ def _check_numbers(source: ModelSource) -> None:
             raise ValueError(f"it has more than {_MOST_VALUES} values")
         if not isinstance(value, int) or isinstance(value, bool):
             continue
-        is_count = any(part in key for part in _PARTS)
+        is_count = (
+            _COUNT.match(key) is not None if key.startswith(("num_", "n_")) else _COUNT.fullmatch(key) is not None
+        )
         if abs(value) > (_MOST_PARTS if is_count else _MOST_NUMBER):
             least = f"a number of parts up to {_MOST_PARTS}" if is_count else f"numbers up to {_MOST_NUMBER}"
             raise ValueError(f"{key[:100]} is {str(value)[:40]}, expected {least}")

@@ -82,11 +82,15 @@ async def _send_counted(response: _Sendable, scope: Scope, receive: Receive, sen
 
 def _owners(scope: Scope) -> list[_Owner]:
     """The token and the address for which a stream counts. Behind a proxy on this machine all callers share an address,
-    so loopback counts for none."""
+    so loopback counts for none; nor does it for a node: many may share the address of one network."""
     caller: Caller = scope[CALLER]
     address = (scope.get("client") or ("",))[0]
     owners = [] if caller.role is None else [_Owner("caller", caller.name)]
-    return owners if _is_loopback(address) else [*owners, _Owner("address", network_of(address))]
+    return (
+        owners
+        if caller.node is not None or _is_loopback(address)
+        else [*owners, _Owner("address", network_of(address))]
+    )
 
 
 def _is_loopback(address: str) -> bool:
