@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
-from ..errors import JobConflict, JobNotFound, StoreError, shortage_of
+from ..errors import DamagedRecord, JobConflict, JobNotFound, StoreError, shortage_of
 from ..specs.events import Reason
 from .cancel_orders import CancelOrder, CancelOrders
 from .records import JobRecord
@@ -44,9 +44,12 @@ def request_cancel(jobs: CancellableJobs, job_uuid: str, message: str) -> JobRec
 def record_kept(jobs: CancellableJobs) -> None:
     """See `Store.record_kept_cancels`."""
     for order in jobs.cancels.pending():
-        with suppress(JobNotFound, JobConflict):
-            if jobs.get(order.job_uuid).scheduled_at.timestamp() == order.scheduled_at:
-                _record(jobs, order.job_uuid, order.message)
+        try:
+            with suppress(JobNotFound, JobConflict):
+                if jobs.get(order.job_uuid).scheduled_at.timestamp() == order.scheduled_at:
+                    _record(jobs, order.job_uuid, order.message)
+        except DamagedRecord:
+            continue  # logged; it holds up no other job, and its cancel stays in case it is repaired
         jobs.cancels.remove(order)
 
 

@@ -105,6 +105,29 @@ def test_a_kept_cancel_does_not_concern_a_later_job_of_the_name(
         assert store.cancels.pending() == []
 
 
+def test_a_kept_cancel_of_a_damaged_record_holds_up_no_other_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Store(tmp_path / "jobs.sqlite3")) as store:
+        store.cancels.prepare()
+        for name in "ab":
+            store.add_job(job_spec(name), "digest")
+        free = full_database(store, monkeypatch)
+        for name in "ab":
+            store.request_cancel(name)
+        free()
+        with closing(sqlite3.connect(store.path)) as database, database:
+            (spec,) = database.execute("SELECT spec FROM jobs WHERE job_uuid = 'a'").fetchone()
+            database.execute("UPDATE jobs SET spec = '{}' WHERE job_uuid = 'a'")
+        store.record_kept_cancels()
+        assert store.get("b").state is JobState.cancelled
+        assert [order.job_uuid for order in store.cancels.pending()] == ["a"]
+        with closing(sqlite3.connect(store.path)) as database, database:
+            database.execute("UPDATE jobs SET spec = ? WHERE job_uuid = 'a'", (spec,))
+        store.record_kept_cancels()
+        assert (store.get("a").state, store.cancels.pending()) == (JobState.cancelled, [])
+
+
 def test_a_cancel_that_is_in_memory_only_is_not_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Store(tmp_path / "jobs.sqlite3")) as store:
         store.add_job(job_spec("a"), "digest")
