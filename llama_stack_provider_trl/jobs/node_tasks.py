@@ -18,7 +18,7 @@ class NodeTasks:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._stopping: set[str] = set()
-        """Tasks whose order to end could not be recorded: their nodes get it all the same."""
+        """Cancelled tasks whose order to end could not be recorded: their nodes get it all the same."""
 
     def add(self, tasks: Iterable[NodeTaskRecord]) -> None:
         """Order nodes to run their parts of an attempt. Parts that were ordered before do not change."""
@@ -68,9 +68,15 @@ class NodeTasks:
                 row = {"task_id": task.task_id, "node": task.node, "source": task.stage}
                 execute("advance_task", {**row, "stage": stage, "order": task.order})
 
-    def stop(self, task_id: str, ending: str) -> None:
-        """Order every node to end its part. The first `ending` of an attempt counts."""
-        self._stopping.add(task_id)
+    def stop(self, task_id: str, ending: str, cancelled: bool = False) -> None:
+        """Order every node to end its part. The first `ending` of an attempt counts.
+
+        Args:
+            cancelled: order it even where it cannot be recorded. Other endings must be recorded first: a lost node, for
+                one, may return before.
+        """
+        if cancelled:
+            self._stopping.add(task_id)
         with self._database.transaction() as execute:
             execute("stop_tasks", {"task_id": task_id, "ending": ending})
         self._stopping.discard(task_id)

@@ -533,6 +533,23 @@ def test_nodes_get_the_order_to_end_where_it_cannot_be_recorded(pair: World, mon
     assert pair.job().state is JobState.cancelled
 
 
+def test_a_node_that_returns_before_its_loss_is_recorded_trains_on(
+    pair: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.database._BUSY_SECONDS", 0.0)
+    pair.store.close()
+    pair.pass_time(SILENCE - 1, "b")
+    with closing(sqlite3.connect(pair.store.path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreError, match="locked"):
+            pair.pass_time(4, "b")
+        pair.presence.note_call("c")
+    pair.tick()
+    assert pair.stages() == {Stage.run}
+    assert pair.store.tasks.current("a-1", "c") is not None
+    assert pair.job().state is JobState.in_progress
+
+
 def test_a_job_that_no_node_has_reported_is_cancelled_too(world: World) -> None:
     world.join("b", "c")
     world.add()

@@ -138,7 +138,7 @@ class ClusterLauncher:
             return self._local.cancel(task)
         if not self._store.tasks.of_attempt(task.task_id):
             self._order(task, {})  # for the record: it is stopped before an agent can fetch it
-        self._stop(task.task_id, Observation(TaskState.exited, detail="it was ordered to end"))
+        self._stop(task.task_id, Observation(TaskState.exited, detail="it was ordered to end"), cancelled=True)
 
     def _order(self, task: TaskSpec, spec: dict[str, Any], mark: Path | None = None) -> None:
         """Record an order for each node, unless there is one."""
@@ -194,8 +194,8 @@ class ClusterLauncher:
         records = [replace(part.record, order=order) for part, order in zip(parts, orders, strict=True)]
         self._store.tasks.advance(records, Stage.prepare)
 
-    def _stop(self, task_id: str, ending: Observation) -> None:
-        self._store.tasks.stop(task_id, json.dumps(asdict(ending)))
+    def _stop(self, task_id: str, ending: Observation, cancelled: bool = False) -> None:
+        self._store.tasks.stop(task_id, json.dumps(asdict(ending)), cancelled)
 
     def _part_states(self, task: TaskSpec, parts: Sequence[ReportedPart]) -> list[PartState]:
         now, presence = self._clock(), self._cluster.presence
