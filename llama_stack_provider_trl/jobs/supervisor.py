@@ -166,18 +166,18 @@ class Supervisor:
         failed: StoreError | None = None
         for job in self._store.active():
             try:
-                self._guarded(job, partial(self._advance, job))
+                self._guarded(job, partial(self._advance, job), ends_trouble=True)
                 if draining:
                     self._guarded(job, partial(self._drain, job, head.name, draining))
             except StoreError as error:  # such as a result for which the disk has no space: others continue
                 failed = failed or error
-        if failed is not None:
-            raise failed
         self._store.chains.advance(self._end_blocked)
         self._store.searches.advance(self._store, self._proposing)
         self._place()
         if time.monotonic() - self._last_clean > INTERVAL:
             self._clean()
+        if failed is not None:
+            raise failed
 
     def _end_cancelled(self) -> None:
         """End the processes of cancelled jobs, before anything that needs to write: a full disk, or a database that is
@@ -224,8 +224,10 @@ class Supervisor:
         data directory may be temporary, and without the thread no job advances."""
         try:
             if self._lock.held or self._acquire():
-                self.tick()
-                self._beside()
+                try:
+                    self.tick()
+                finally:  # a job whose result cannot be stored must not stop pools and exports
+                    self._beside()
             self._last_error = ""
         except Exception as error:
             if str(error) != self._last_error:
@@ -256,8 +258,13 @@ class Supervisor:
         except OSError as error:
             log.warning("unused rows cannot be removed: %s", error)
 
-    def _guarded(self, job: JobRecord, step: Callable[[], None]) -> None:
-        """Run a step of one job; an error in it does not stop the loop for the others."""
+    def _guarded(self, job: JobRecord, step: Callable[[], None], ends_trouble: bool = False) -> None:
+        """Run a step of one job; an error in it does not stop the loop for the others.
+
+        Args:
+            ends_trouble: whether success of this step ends a row of failed passes. A cancel that is ordered once more
+                does not show that its job can be handled.
+        """
         try:
             if job.job_uuid in self._given_up:
                 self._end(self._store.get(job.job_uuid), self._given_up[job.job_uuid])
@@ -275,8 +282,9 @@ class Supervisor:
             if count == PATIENCE:
                 self._give_up(job, error)
         else:
-            self._exhausted = False
-            self._failed_passes.pop(job.job_uuid, None)
+            if ends_trouble:
+                self._exhausted = False
+                self._failed_passes.pop(job.job_uuid, None)
 
     def _log_exhausted(self, job: JobRecord, error: Exception) -> None:
         """Log that this process has no descriptors or no memory left, or no disk to write to. The job is not at fault:

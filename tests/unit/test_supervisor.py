@@ -398,6 +398,48 @@ def test_a_job_that_is_nothing_but_trouble_fails_and_its_processes_are_ended(wor
     assert world.launcher.tasks[task].cancels == 1
 
 
+def test_a_cancelled_job_that_is_nothing_but_trouble_frees_its_device_and_is_logged_twice(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = world.run()
+    world.add("b")
+    world.spoil_events(task)
+    world.store.request_cancel("a")
+    for _ in range(PATIENCE + 1):
+        world.tick()
+    assert (world.state("a"), world.job("a").reason) == (JobState.failed, Reason.internal)
+    assert world.state("b") is JobState.launching
+    assert caplog.text.count("job a: it could not be handled") == 2
+
+
+def test_a_result_that_cannot_be_stored_stops_neither_other_jobs_nor_what_runs_beside(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    full, beside = Mock(side_effect=StoreError("the result: No space left on device")), Mock()
+    world.supervisor = Supervisor(
+        world.store, world.launcher, ["cpu", "cuda:0"], world.root, completing=full, beside=beside
+    )
+    world.supervisor._acquire()
+    task = world.run("a")
+    world.launcher.emit(task, FINISHED)
+    world.launcher.exit(task, 0)
+    world.add("b", device="cuda:0")
+    world.add("c", after=["a"])
+    for _ in range(3):
+        world.supervisor._pass()
+    assert (world.state("a"), world.state("b"), world.state("c")) == (
+        JobState.in_progress,
+        JobState.launching,
+        JobState.scheduled,
+    )
+    assert beside.call_count == 3
+    assert caplog.text.count("No space left on device") == 1
+    full.side_effect = None
+    world.tick()
+    assert world.state("a") is JobState.completed
+    world.supervisor._lock.release()
+
+
 def test_a_job_is_not_failed_before_its_processes_are_seen_to_have_ended(world: World) -> None:
     world.launcher.obedient = False
     task = world.run()
