@@ -34,8 +34,11 @@ SELECT * FROM job_records WHERE job_uuid = :job_uuid;
 -- name: select_jobs
 SELECT * FROM job_records ORDER BY age;
 
--- name: select_specs
-SELECT spec FROM jobs;
+-- name: select_mentions
+-- Texts with the digests of all rows that jobs have: those that a job reads of an earlier one stand in that one's result.
+SELECT spec AS text FROM jobs
+UNION ALL SELECT prepared FROM predecessors JOIN jobs USING (job_uuid) JOIN attempts ON attempts.job_uuid = predecessor
+WHERE base IS NOT NULL AND prepared IS NOT NULL AND state NOT IN ('completed', 'failed', 'cancelled');
 
 -- name: select_names
 SELECT job_uuid FROM jobs ORDER BY age;
@@ -720,7 +723,10 @@ SELECT owner, bytes FROM stored_rows WHERE sha256 = :sha256 AND dataset_id = :da
 DELETE FROM stored_rows WHERE sha256 = :sha256 AND dataset_id = :dataset_id;
 
 -- name: select_rows_mentioned
-SELECT 1 FROM jobs WHERE instr(spec, :sha256) LIMIT 1;
+-- As `select_mentions`.
+SELECT 1 FROM jobs WHERE instr(spec, :sha256)
+UNION ALL SELECT 1 FROM predecessors JOIN jobs USING (job_uuid) JOIN attempts ON attempts.job_uuid = predecessor
+WHERE base IS NOT NULL AND instr(prepared, :sha256) AND state NOT IN ('completed', 'failed', 'cancelled') LIMIT 1;
 
 -- name: select_owner_of_rows
 SELECT 1 FROM stored_rows WHERE sha256 = :sha256 LIMIT 1;

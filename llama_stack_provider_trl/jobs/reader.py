@@ -60,8 +60,8 @@ class JobReader:
         return JobState(rows[0]["state"]) if rows else None
 
     def digests(self) -> set[str]:
-        """Every sha256 that the record of a job contains, damaged records included."""
-        return mentioned_digests(row["spec"] for row in self.database.select("select_specs", {}))
+        """Every sha256 in the record of a job, damaged records included, or in the result whose rows it reads."""
+        return mentioned_digests(row["text"] for row in self.database.select("select_mentions", {}))
 
     def holds(self, job_uuid: str, request_digest: str) -> bool:
         """Whether the same request was stored before.
@@ -238,9 +238,9 @@ class JobReader:
             )
 
 
-def mentioned_digests(specs: Iterable[str]) -> set[str]:
-    """Every sha256 in the text of some specs."""
-    return {digest for spec in specs for digest in re.findall(r"[0-9a-f]{64}", spec)}
+def mentioned_digests(texts: Iterable[str]) -> set[str]:
+    """Every sha256 in some texts."""
+    return {digest for text in texts for digest in re.findall(r"[0-9a-f]{64}", text)}
 
 
 def digest_conflict(job_uuid: str) -> JobConflict:

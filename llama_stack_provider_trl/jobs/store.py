@@ -231,7 +231,7 @@ class Store(JobReader):
     def no_new_jobs(self) -> Iterator[set[str]]:
         """Yields `digests`; no job is added or changes in the block, a write transaction, which must be quick."""
         with self.database.transaction() as execute:
-            yield mentioned_digests(row["spec"] for row in execute("select_specs", {}))
+            yield mentioned_digests(row["text"] for row in execute("select_mentions", {}))
 
     def delete(self, job_uuid: str, set_aside: Callable[[JobRecord], object] = lambda job: None) -> JobRecord:
         """Delete the record of a job that has ended and return it; of a search, those of its trials too. The caller

@@ -10,7 +10,9 @@ import pytest
 
 from llama_stack_provider_trl.errors import QuotaReached
 from llama_stack_provider_trl.jobs.housekeeping import remove_unused_rows
+from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.specs.events import Finished, Prepared
 from llama_stack_provider_trl.system.files import put_rows
 from llama_stack_provider_trl_remote.service.datasets.quotas import Quotas
 from tests.fakes import job_spec
@@ -53,6 +55,27 @@ def test_rows_of_a_job_count_until_they_are_removed(store: Store, tmp_path: Path
     assert (store.rows.used("a"), path.exists()) == (10, True)
     store.request_cancel("a")
     store.delete("a")
+    assert remove_unused_rows(path.parent, store, -1.0) == [path.stem]
+    assert store.rows.used("a") == 0
+
+
+def test_rows_that_a_job_reads_of_an_earlier_one_are_kept_until_it_has_ended(store: Store, tmp_path: Path) -> None:
+    path = rows(tmp_path)
+    maker = job_spec("a", checkpoint_dir=tmp_path / "a")
+    store.add_job(maker, "digest")
+    store.launch("a", 1, "cpu", tmp_path / "a-1", None)
+    ready = Prepared(total_steps=1, num_rows=1, trainable_parameters=0, total_parameters=1, time=1.0)
+    made = Finished(step=1, result={"dataset": {"sha256": path.stem, "num_rows": 1}})
+    store.apply_events("a", 1, [ready, made], 10)
+    store.transition("a", 1, store.get("a").state, JobState.completed)
+    unknown = maker.dataset.model_copy(update={"sha256": "", "num_rows": 0, "of_job": "a"})
+    store.add_job(job_spec("b", checkpoint_dir=tmp_path / "b", dataset=unknown, after=("a",)), "digest")
+    store.rows.note(path.stem, "a", 10, "answers")
+    assert not store.rows.release("answers", path)
+    assert (store.rows.used("a"), path.exists()) == (10, True)
+    assert path.stem in store.digests()
+    assert remove_unused_rows(path.parent, store, -1.0) == []
+    store.request_cancel("b")
     assert remove_unused_rows(path.parent, store, -1.0) == [path.stem]
     assert store.rows.used("a") == 0
 
