@@ -117,8 +117,10 @@ class Ownership:
             )
 
     def _is_ours(self, owner: Owner, ours: str, directory: Path) -> bool:
-        # The file with the identity may be lost: what lies here, and names this place, is ours all the same.
-        if owner.data_dir == self._data_dir and DataDir(self._data_dir).is_result(directory.resolve()):
+        # The file with the identity may be lost: what lies here, and names this place, is ours all the same. Behind a
+        # link it may be that of another machine, whose data directory has the same path.
+        lies_here = directory.resolve().is_relative_to(DataDir(self._data_dir).checkpoints)
+        if owner.data_dir == self._data_dir and lies_here:
             return True
         if not ours or owner.identity != ours:
             return False

@@ -167,3 +167,23 @@ def test_the_name_of_a_data_directory_is_made_once(tmp_path: Path, place: Path) 
     name = (tmp_path / "one" / "identity").read_text()
     claimed(tmp_path / "one", place.with_name("b"))
     assert (tmp_path / "one" / "identity").read_text() == name
+
+
+def test_a_data_directory_of_the_same_path_on_another_machine_owns_what_lies_behind_a_link_by_its_identity(
+    tmp_path: Path,
+) -> None:
+    shared, data_dir = tmp_path / "shared", tmp_path / "data"
+    shared.mkdir()
+    data_dir.mkdir()
+    (data_dir / "checkpoints").symlink_to(shared)
+    claimed(data_dir, data_dir / "checkpoints" / "a")
+    (data_dir / "identity").unlink()  # what the other machine has in its place
+    with pytest.raises(JobConflict, match="another data directory"):
+        Ownership(data_dir).claim(data_dir / "checkpoints" / "a", "a")
+
+
+def test_results_in_a_data_directory_stay_its_own_where_its_identity_was_lost(tmp_path: Path) -> None:
+    data_dir = tmp_path / "data"
+    claimed(data_dir, data_dir / "checkpoints" / "a")
+    (data_dir / "identity").unlink()
+    assert claimed(data_dir, data_dir / "checkpoints" / "a").is_ours(data_dir / "checkpoints" / "a")
