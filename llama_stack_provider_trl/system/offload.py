@@ -129,7 +129,8 @@ class FairThreads:
 
         def begin(slot: Future[None]) -> None:
             if not result.set_running_or_notify_cancel():
-                self._slots.release(caller)
+                if not slot.cancelled():  # it was granted before
+                    self._slots.release(caller)
                 return
             try:
                 self._threads.submit(run)
@@ -137,7 +138,14 @@ class FairThreads:
                 result.set_exception(error)
                 self._slots.release(caller)
 
-        self._slots.request(caller).add_done_callback(begin)
+        slot = self._slots.request(caller)
+
+        def ended(result: Future[Result]) -> None:
+            if result.cancelled():  # `FairSlots` skips it: releases of granted slots would nest once for each
+                slot.cancel()
+
+        result.add_done_callback(ended)
+        slot.add_done_callback(begin)
         return result
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

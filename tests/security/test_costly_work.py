@@ -22,6 +22,7 @@ from llama_stack_provider_trl.system.offload import (
     CostlyWork,
     CpuBudget,
     FairSlots,
+    FairThreads,
     in_work_thread,
     serving,
 )
@@ -112,6 +113,19 @@ def test_a_caller_that_hangs_up_gives_its_turn_and_its_slot_back() -> None:
         await asyncio.wait_for(held(third), 10)
 
     asyncio.run(run())
+
+
+def test_any_number_of_calls_that_are_cancelled_while_they_wait_is_skipped() -> None:
+    threads, may_end = FairThreads(1, "of-a-test"), threading.Event()
+    first = threads.submit("many", lambda: may_end.wait(30))
+    waiting = [threads.submit("many", lambda: True) for _ in range(3000)]
+    last = threads.submit("many", lambda: "called")
+    assert all(one.cancel() for one in waiting)
+    may_end.set()
+    assert first.result(10)
+    assert last.result(10) == "called"
+    assert threads.submit("other", lambda: "called").result(10) == "called"
+    threads.shutdown()
 
 
 def test_a_queue_of_one_caller_is_bounded_and_that_of_another_is_its_own() -> None:
