@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 PIECE = 8 << 20
 """Bytes that are reserved for an upload under way; it asks again when it has written half of them."""
 _WHOLE = 64 << 20
-"""Bytes up to which an announced size is reserved as a whole."""
+"""Bytes up to which an announced size is reserved as a whole, where that is requested."""
 _REFRESH = 5.0
 """Seconds after which the jobs are read again."""
 _MOST_CONFIG = 1 << 20
@@ -99,17 +99,20 @@ class Space:
 
     @contextmanager
     def arriving(
-        self, use: Use, directory: Path, announced: int = 0, least: int | None = None
+        self, use: Use, directory: Path, announced: int = 0, least: int | None = None, *, whole: bool = False
     ) -> Iterator[Callable[[int], None]]:
         """Require space for bytes that arrive; yields a function that is called with the number of each part that has
         been written. Other uploads do not get what this one may write between two checks.
+
+        Args:
+            whole: reserve more than that from the beginning: for few bodies at a time, whose writes are not counted.
 
         Raises:
             OSError: ENOSPC, also from that function.
         """
         least = self._min_free if least is None else least
         device, unchecked = disk_of(directory), 0
-        is_whole = 0 < announced <= _WHOLE
+        is_whole = 0 < announced <= (_WHOLE if whole else PIECE)
         reserved = announced if is_whole else PIECE
         with self._lock:
             self._require(use, directory, max(announced, reserved) if use is Use.ordered else announced, least)

@@ -121,12 +121,24 @@ def test_uploads_together_stay_above_the_line_however_many_arrive(tmp_path: Path
         pass
 
 
-def test_a_small_body_whose_size_is_announced_is_reserved_as_a_whole(tmp_path: Path, free: list[int]) -> None:
+def test_a_body_whose_writes_are_not_counted_is_reserved_as_a_whole(tmp_path: Path, free: list[int]) -> None:
     space = Space(MIN_FREE)
     free[0] = MIN_FREE + 50 * MIB
-    with space.arriving(Use.ordered, tmp_path, 32 * MIB), pytest.raises(OSError, match="are needed"):
+    with space.arriving(Use.ordered, tmp_path, 32 * MIB, whole=True), pytest.raises(OSError, match="are needed"):
         space.require(Use.ordered, tmp_path, 19 * MIB)
     space.require(Use.ordered, tmp_path, 50 * MIB)
+
+
+@pytest.mark.parametrize("announced", [0, PIECE + 1, 64 * MIB])
+def test_an_upload_of_which_nothing_has_arrived_reserves_one_piece(
+    tmp_path: Path, free: list[int], announced: int
+) -> None:
+    space = Space(MIN_FREE)
+    free[0] = MIN_FREE + 200 * MIB
+    with ExitStack() as stack:
+        for _ in range(16):
+            stack.enter_context(space.arriving(Use.ordered, tmp_path, announced))
+        space.require(Use.ordered, tmp_path, 200 * MIB - 16 * PIECE)
 
 
 def test_jobs_are_read_again_after_a_while_and_only_those_that_have_not_ended(

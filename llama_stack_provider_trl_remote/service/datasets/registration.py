@@ -118,7 +118,7 @@ class Registration:
         """Reserve space. Raises HTTPException: 507."""
         with ExitStack() as stack:
             try:
-                stack.enter_context(self._space.arriving(Use.ordered, self._directory, size))
+                stack.enter_context(self._space.arriving(Use.ordered, self._directory, size, whole=True))
             except OSError as error:
                 raise disk_full(error) from error
             yield
