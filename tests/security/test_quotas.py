@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 
+from llama_stack_provider_trl_remote.service.datasets.quotas import UPLOADS
 from tests.contract.service import refusal
+from tests.contract.stack import poll
 from tests.security.guarded import TOKENS, Guarded, guarded_service
 
 pytestmark = pytest.mark.contract
@@ -96,3 +100,23 @@ def test_no_path_of_the_rows_is_left_uncounted(service: Guarded, tmp_path: Path)
     answer = requests.put(f"{service.url}/v1/blobs/{digest}", data=data, headers=headers, timeout=60)
     assert answer.status_code == 200
     assert "max_stored_mb" in refusal(put(service, 700 << 10, "i")[0], 507)
+
+
+def test_a_token_has_no_more_uploads_under_way_than_it_may_whatever_has_arrived_of_them(service: Guarded) -> None:
+    url = f"/v1/blobs/{'0' * 64}"
+    head = f"PUT {url} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKENS['submit']}\r\n"
+
+    def another(role: str) -> requests.Response:
+        headers = {"Authorization": f"Bearer {TOKENS[role]}"}
+        return requests.put(service.url + url, data=b"of another digest", headers=headers, timeout=60)
+
+    with ExitStack() as stack:
+        for _ in range(UPLOADS):
+            upload = stack.enter_context(socket.create_connection(("127.0.0.1", service.port)))
+            upload.sendall(f"{head}Content-Length: 1000\r\n\r\n".encode())
+        poll(lambda: another("submit").status_code == 429, "all uploads are under way", timeout=20)
+        refused = another("submit")
+        assert f"has {UPLOADS} uploads of rows under way" in refusal(refused, 429)
+        assert int(refused.headers["Retry-After"]) > 0
+        assert "digest of the body" in refusal(another("admin"), 400)
+    poll(lambda: another("submit").status_code == 400, "an upload has ended", timeout=20)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +50,21 @@ def test_rows_that_are_requested_at_once_are_read_and_checked_once_and_leave_no_
     asyncio.run(fetch())
     assert done == ["read", "checked"]
     assert (len(blobs._checking), len(registry._reading)) == (0, 0)
+
+
+def test_an_upload_holds_no_more_than_a_small_part_of_it_in_memory(tmp_path: Path) -> None:
+    blobs = Blobs(ServiceSettings(data_dir=tmp_path / "data"))
+    blobs.prepare()
+    piece = b"x" * (16 << 10)
+    held: list[int] = []
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for number in range(100):
+            written = sum(path.stat().st_size for path in blobs.directory.glob("*/rows"))
+            held.append(number * len(piece) - written)
+            yield piece
+
+    digest = hashlib.sha256(100 * piece).hexdigest()
+    asyncio.run(blobs.receive(digest, pieces(), 100 * len(piece)))
+    assert blobs.path(digest).read_bytes() == 100 * piece
+    assert 0 < max(held) <= 64 << 10

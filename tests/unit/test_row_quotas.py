@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
-from llama_stack_provider_trl.errors import QuotaReached
+from llama_stack_provider_trl.errors import LimitReached, QuotaReached
 from llama_stack_provider_trl.jobs.housekeeping import remove_unused_rows
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.specs.events import Finished, Prepared
 from llama_stack_provider_trl.system.files import put_rows
-from llama_stack_provider_trl_remote.service.datasets.quotas import Quotas
+from llama_stack_provider_trl_remote.service.datasets.quotas import UPLOADS, Quotas
 from tests.fakes import job_spec
 
 MIB = 1 << 20
@@ -98,6 +98,19 @@ def test_a_token_stores_no_more_than_it_may_and_others_are_not_concerned(store: 
     with quotas.arriving("a", 2 * MIB), pytest.raises(QuotaReached), quotas.arriving("a", 1):
         pass
     with quotas.arriving("a", 2 * MIB):
+        pass
+
+
+def test_a_token_has_no_more_uploads_under_way_than_it_may_and_others_are_not_concerned(store: Store) -> None:
+    quotas = Quotas(store.rows, 10 * MIB)
+    with ExitStack() as stack:
+        for _ in range(UPLOADS):
+            stack.enter_context(quotas.arriving("a", 0))
+        with pytest.raises(LimitReached, match=r"'a' has 16 uploads of rows under way.* send this one again") as full:
+            stack.enter_context(quotas.arriving("a", 0))
+        assert full.value.retry_after > 0
+        stack.enter_context(quotas.arriving("b", 0))
+    with quotas.arriving("a", 0):
         pass
 
 

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 READING = "llama_stack_provider_trl_remote.service.datasets.reader"
 _STAGING = ".incoming-"
 _PIECE = 1 << 20
+_FLUSHED = 64 << 10
+"""Bytes of an upload that are held in memory: it may be slow, and many are under way."""
 _SMALL = 4 << 20
 """Bytes up to which a file is checked by a fork of the call server: a reader of its own costs a third of a second."""
 _SMALL_S = 20
@@ -194,7 +196,7 @@ class Blobs:
             last = piece[-1:] or last
             self.check_count(num_rows + (last != b"\n"))
             waiting += piece
-            if len(waiting) >= _PIECE:
+            if len(waiting) >= _FLUSHED:
                 await asyncio.to_thread(flush)
                 waiting.clear()
         await asyncio.to_thread(flush)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
-from llama_stack_provider_trl.errors import QuotaReached, TrlError
+from llama_stack_provider_trl.errors import LimitReached, QuotaReached, TrlError
 from llama_stack_provider_trl.jobs.row_owners import RowOwners
 from llama_stack_provider_trl.system.offload import in_work_thread
 
@@ -15,10 +15,13 @@ from .blobs import Blobs
 
 _PIECE = 4 << 20
 """Bytes of an upload between two questions."""
+UPLOADS = 16
+"""Uploads of one token at a time: each holds a connection, memory and space. Clients send one at a time."""
+_RETRY_S = 5
 
 
 class Quotas:
-    """Limits what tokens store. Safe to share between threads.
+    """Limits what tokens store, and their uploads at a time. Safe to share between threads.
 
     Args:
         most: bytes of one token.
@@ -28,6 +31,7 @@ class Quotas:
         self._owners, self._most = owners, most
         self._lock = threading.Lock()
         self._arriving: Counter[str] = Counter()
+        self._uploads: Counter[str] = Counter()
 
     def require(self, owner: str, coming: int) -> None:
         """Require room for rows. Raises QuotaReached."""
@@ -44,6 +48,7 @@ class Quotas:
         """Require room for an upload; yields a function that is called with the number of each part of it.
 
         Raises:
+            LimitReached: as many uploads as may are under way.
             QuotaReached: also from that function.
         """
         counted, unchecked = announced, 0
@@ -63,12 +68,22 @@ class Quotas:
                 unchecked = 0
 
         with self._lock:
+            if self._uploads[owner] >= UPLOADS:
+                raise LimitReached(
+                    f"{owner!r} has {UPLOADS} uploads of rows under way, as many as may be: send this one again when "
+                    f"one has ended, in {_RETRY_S} s at the earliest",
+                    _RETRY_S,
+                )
             self.require(owner, announced)
+            self._uploads[owner] += 1
             self._arriving[owner] += announced
         try:
             yield arrived
         finally:
             with self._lock:
+                self._uploads[owner] -= 1
+                if not self._uploads[owner]:
+                    del self._uploads[owner]
                 self._arriving[owner] -= counted
                 if not self._arriving[owner]:
                     del self._arriving[owner]
