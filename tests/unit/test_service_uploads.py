@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.errors import InvalidRequest, LimitReached
 from llama_stack_provider_trl.jobs.records import NodeTaskRecord
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
@@ -22,7 +22,7 @@ from llama_stack_provider_trl.specs.events import Failed, Progress, Reason
 from llama_stack_provider_trl.system.files import MANIFEST, RunDir, file_names, write_manifest
 from llama_stack_provider_trl_remote.service import space
 from llama_stack_provider_trl_remote.service.cluster import uploads as module
-from llama_stack_provider_trl_remote.service.cluster.uploads import UploadReceiver
+from llama_stack_provider_trl_remote.service.cluster.uploads import UPLOADS, UploadReceiver
 from llama_stack_provider_trl_remote.service.http.errors import Gone, NotFound, WrongOffset
 from llama_stack_provider_trl_remote.service.views.checkpoints import Digests
 from llama_stack_provider_trl_remote.wire import CheckpointFileReport, CheckpointReport
@@ -354,6 +354,28 @@ def test_one_that_begins_while_the_digest_is_read_may_end_it_first(
     assert found == [100]
     assert service.ask(written) == (MANIFEST,)
     assert service.uploads._senders == {}
+
+
+def test_a_node_has_no_more_uploads_under_way_than_it_may(service: Service) -> None:
+    written, name = service.written(), "additional_chat_templates/a.jinja"
+    service.ask(written)
+
+    async def run() -> None:
+        may_end = asyncio.Event()
+
+        async def nothing() -> AsyncIterator[bytes]:
+            await may_end.wait()
+            yield b""
+
+        many = [asyncio.ensure_future(service.begin(written, name, 0, nothing())) for _ in range(UPLOADS)]
+        await asyncio.sleep(0)
+        with pytest.raises(LimitReached, match="'b' has 32 uploads of checkpoints under way"):
+            await asyncio.wait_for(service.begin(written, name, 0, nothing()), 10)
+        may_end.set()
+        await asyncio.gather(*many, return_exceptions=True)
+        assert await service.receive(written, name, 0) == 0
+
+    asyncio.run(run())
 
 
 # Space

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -20,7 +21,7 @@ from weakref import WeakValueDictionary
 
 from pydantic import BaseModel
 
-from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.errors import InvalidRequest, LimitReached
 from llama_stack_provider_trl.jobs.announced import named_path, refusal
 from llama_stack_provider_trl.jobs.records import JobRecord, NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
@@ -49,6 +50,9 @@ LOG = re.compile(r"rank-\d{1,4}\.log|torchrun\.log")
 _REPORT = "report.json"
 _LONGEST = 240
 """Bytes of a file's name; file systems accept 255."""
+UPLOADS = 32
+"""Uploads of one node at a time: each has space reserved. A task sends one; others may be on dead connections."""
+_RETRY_S = 5
 
 
 class UploadReceiver:
@@ -65,6 +69,8 @@ class UploadReceiver:
         """Of the checkpoints that are requested at the moment."""
         self._senders: dict[Path, object] = {}
         """The writer of each file: the last one to begin. Others may be blocked on dead connections."""
+        self._uploads: Counter[str] = Counter()
+        """By node."""
 
     def current(self, task_id: str, node: str) -> NodeTaskRecord:
         """A task of which the node may send data. Raises Gone."""
@@ -240,8 +246,25 @@ class UploadReceiver:
         whole, part = staging / "files" / path, staging / "parts" / path
         if _size(whole) == wanted.size:
             return wanted.size
-        with _place(job, part.parent, make=True) as parts:
+        with self._counted(node), _place(job, part.parent, make=True) as parts:
             return await self._append(job, whole, part, parts, wanted, offset, pieces)
+
+    @contextmanager
+    def _counted(self, node: str) -> Iterator[None]:
+        """Count an upload of a node, in the event loop. Raises LimitReached."""
+        if self._uploads[node] >= UPLOADS:
+            raise LimitReached(
+                f"node {node!r} has {UPLOADS} uploads of checkpoints under way, as many as may be: send this one again "
+                f"when one has ended, in {_RETRY_S} s at the earliest",
+                _RETRY_S,
+            )
+        self._uploads[node] += 1
+        try:
+            yield
+        finally:
+            self._uploads[node] -= 1
+            if not self._uploads[node]:
+                del self._uploads[node]
 
     async def _append(
         self,
