@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from .database import Database, Execute
+
+IsRegistered = Callable[[str], bool]
+"""Whether a registered dataset has the rows of a digest. It is called in a transaction, and waits for no lock."""
 
 
 class RowOwners:
@@ -51,12 +54,13 @@ class RowOwners:
             if execute("select_owner_of_rows", row).fetchone() is None:
                 execute("insert_stored_rows", row)
 
-    def release(self, dataset_id: str, path: Path) -> bool:
+    def release(self, dataset_id: str, path: Path, is_registered: IsRegistered) -> bool:
         """Forget a dataset, and remove its rows unless something else has them. Rows of jobs stay, and count until they
         are removed with these. Returns whether they were removed.
 
         Args:
             path: file of the rows.
+            is_registered: whether another dataset has rows of a digest.
         """
         row = {"sha256": path.stem, "dataset_id": dataset_id}
         with self._database.transaction() as execute:
@@ -64,17 +68,17 @@ class RowOwners:
             if found is None:
                 return False
             execute("delete_registered_rows", row)
-            if _remove_unused(execute, path):
+            if _remove_unused(execute, path, is_registered):
                 return True
             if execute("select_rows_mentioned", row).fetchone() is not None:
                 kept = {"owner": found["owner"], "bytes": found["bytes"], "dataset_id": ""}
                 execute("insert_stored_rows", {**row, **kept})
             return False
 
-    def discard(self, path: Path) -> None:
+    def discard(self, path: Path, is_registered: IsRegistered) -> None:
         """Remove rows that were stored and then refused, unless something else has them."""
         with self._database.transaction() as execute:
-            _remove_unused(execute, path)
+            _remove_unused(execute, path, is_registered)
 
     def forget(self, digests: Iterable[str]) -> None:
         """Forget rows that were removed."""
@@ -83,11 +87,14 @@ class RowOwners:
                 execute("forget_stored_rows", {"sha256": sha256})
 
 
-def _remove_unused(execute: Execute, path: Path) -> bool:
-    """Remove rows that no job and no token has. Called in a transaction: a job that is being submitted either mentions
-    them by now, or finds them gone."""
+def _remove_unused(execute: Execute, path: Path, is_registered: IsRegistered) -> bool:
+    """Remove rows that no job, no dataset and no token has. Called in a transaction: a job that is being submitted
+    either mentions them by now, or finds them gone."""
     row = {"sha256": path.stem}
-    if any(execute(name, row).fetchone() for name in ("select_rows_mentioned", "select_owner_of_rows")):
+    # The table lacks datasets that were registered when it could not be written, and those of earlier builds.
+    if is_registered(path.stem) or any(
+        execute(name, row).fetchone() for name in ("select_rows_mentioned", "select_owner_of_rows")
+    ):
         return False
     path.unlink(missing_ok=True)
     return True

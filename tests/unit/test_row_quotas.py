@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from llama_stack_provider_trl.errors import LimitReached, QuotaReached
+from llama_stack_provider_trl.errors import LimitReached, QuotaReached, StoreError
 from llama_stack_provider_trl.jobs.housekeeping import remove_unused_rows
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.specs.events import Finished, Prepared
 from llama_stack_provider_trl.system.files import put_rows
-from llama_stack_provider_trl_remote.service.datasets.quotas import UPLOADS, Quotas
+from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
+from llama_stack_provider_trl_remote.service.datasets.quotas import UPLOADS, CountedRows, Quotas
+from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
+from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
+from llama_stack_provider_trl_remote.service.http.errors import Conflict, NotFound
+from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.fakes import job_spec
 
 MIB = 1 << 20
+
+
+def no_dataset(sha256: str) -> bool:
+    return False
 
 
 @pytest.fixture
@@ -37,12 +48,12 @@ def test_rows_count_once_for_each_token_and_are_freed_with_their_last_dataset(st
     store.rows.note(path.stem, "a", 10, "two")
     store.rows.note(path.stem, "b", 10)
     assert (store.rows.used("a"), store.rows.used("b"), store.rows.used("c")) == (10, 10, 0)
-    assert not store.rows.release("one", path)
+    assert not store.rows.release("one", path, no_dataset)
     assert store.rows.used("a") == 10
-    assert not store.rows.release("two", path)  # b has uploaded them too
+    assert not store.rows.release("two", path, no_dataset)  # b has uploaded them too
     assert (store.rows.used("a"), path.exists()) == (0, True)
     store.rows.note(path.stem, "b", 10, "three")
-    assert store.rows.release("three", path)
+    assert store.rows.release("three", path, no_dataset)
     assert (store.rows.used("b"), path.exists()) == (0, False)
 
 
@@ -51,7 +62,7 @@ def test_rows_of_a_job_count_until_they_are_removed(store: Store, tmp_path: Path
     spec = job_spec("a")
     store.add_job(spec.model_copy(update={"dataset": spec.dataset.model_copy(update={"sha256": path.stem})}), "digest")
     store.rows.note(path.stem, "a", 10, "one")
-    assert not store.rows.release("one", path)
+    assert not store.rows.release("one", path, no_dataset)
     assert (store.rows.used("a"), path.exists()) == (10, True)
     store.request_cancel("a")
     store.delete("a")
@@ -71,7 +82,7 @@ def test_rows_that_a_job_reads_of_an_earlier_one_are_kept_until_it_has_ended(sto
     unknown = maker.dataset.model_copy(update={"sha256": "", "num_rows": 0, "of_job": "a"})
     store.add_job(job_spec("b", checkpoint_dir=tmp_path / "b", dataset=unknown, after=("a",)), "digest")
     store.rows.note(path.stem, "a", 10, "answers")
-    assert not store.rows.release("answers", path)
+    assert not store.rows.release("answers", path, no_dataset)
     assert (store.rows.used("a"), path.exists()) == (10, True)
     assert path.stem in store.digests()
     assert remove_unused_rows(path.parent, store, -1.0) == []
@@ -133,8 +144,74 @@ def test_an_upload_that_announces_no_size_ends_at_the_quota(store: Store) -> Non
 def test_rows_that_were_refused_are_removed_unless_something_has_them(store: Store, tmp_path: Path) -> None:
     path = rows(tmp_path)
     store.rows.note(path.stem, "a", 10)
-    store.rows.discard(path)
+    store.rows.discard(path, no_dataset)
     assert path.exists()
     store.rows.forget([path.stem])
-    store.rows.discard(path)
+    store.rows.discard(path, no_dataset)
     assert not path.exists()
+
+
+def registry_of(store: Store, tmp_path: Path, most: int = MIB) -> DatasetRegistry:
+    settings = ServiceSettings.model_validate({"data_dir": tmp_path / "data", "device": "cpu"})
+    blobs = Blobs(settings)
+    blobs.prepare()
+    registry = DatasetRegistry(
+        settings,
+        blobs,
+        counted=CountedRows(blobs, store.rows, Quotas(store.rows, most)),
+    )
+    registry.prepare()
+    return registry
+
+
+def register(registry: DatasetRegistry, name: str, owner: str = "a", text: str = "a") -> Path:
+    rows = [{"prompt": text, "completion": "b"}]
+    body = {"dataset_id": name, "purpose": "post-training/messages", "source": {"type": "rows", "rows": rows}}
+    made = asyncio.run(registry.register(RegisterDataset.model_validate(body), created_by=owner))
+    return registry._blobs.path(made.metadata["sha256"])
+
+
+def fails(*_: object) -> NoReturn:
+    raise StoreError("database is locked")
+
+
+def test_rows_of_a_dataset_are_kept_where_the_database_could_not_record_them(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = registry_of(store, tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr(store.rows, "note", fails)
+        with pytest.raises(StoreError):
+            register(registry, "one")
+    [path] = registry._blobs.directory.glob("*.jsonl")
+    assert registry.holds("one")
+    registry = registry_of(store, tmp_path)  # the service was restarted
+    register(registry, "other", text="c")
+    with pytest.raises(Conflict):
+        register(registry, "other")
+    assert path.exists()
+    with pytest.raises(QuotaReached):
+        register(registry_of(store, tmp_path, most=0), "two", "b")
+    assert path.exists()
+    registry = registry_of(store, tmp_path)
+    register(registry, "two", "b")
+    registry.delete("two")
+    assert path.exists()
+    register(registry, "one")  # a retry records them
+    registry.delete("one")
+    assert not path.exists()
+
+
+def test_a_delete_that_the_database_refused_is_finished_by_the_next_one(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = registry_of(store, tmp_path)
+    path = register(registry, "one")
+    with monkeypatch.context() as broken:
+        broken.setattr(store.rows, "release", fails)
+        with pytest.raises(StoreError):
+            registry.delete("one")
+    assert store.rows.used("a") > 0
+    with pytest.raises(NotFound):
+        registry.delete("one")
+    assert (store.rows.used("a"), path.exists()) == (0, False)

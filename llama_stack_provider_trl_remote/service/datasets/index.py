@@ -34,10 +34,13 @@ class DatasetPlace(NamedTuple):
 
 
 class DatasetIndex:
-    """Places of datasets, and whose they are. Not safe to share between threads: the registry has a lock."""
+    """Places of datasets, whose they are, and the digests of their rows. Not safe to share between threads, `has_rows`
+    excepted: the registry has a lock."""
 
-    def __init__(self, datasets: Iterable[tuple[DatasetPlace, str]]) -> None:
-        self._owners = {place.dataset_id: (place, owner) for place, owner in datasets}
+    def __init__(self, datasets: Iterable[tuple[DatasetPlace, str, str | None]]) -> None:
+        datasets = list(datasets)
+        self._owners = {place.dataset_id: (place, owner) for place, owner, _ in datasets}
+        self._digests = {place.dataset_id: sha256 for place, _, sha256 in datasets}
         self._places = sorted(place for place, _ in self._owners.values())
         self._counts = Counter(owner for _, owner in self._owners.values())
 
@@ -52,13 +55,22 @@ class DatasetIndex:
         """What comes behind a place; None: everything."""
         return self._places[0 if place is None else bisect_right(self._places, place) :]
 
-    def add(self, place: DatasetPlace, owner: str) -> None:
-        self.remove(place.dataset_id)
+    def has_rows(self, sha256: str) -> bool:
+        """Whether a dataset has the rows of a digest."""
+        return sha256 in list(self._digests.values())
+
+    def add(self, place: DatasetPlace, owner: str, sha256: str | None) -> None:
+        self._remove_place(place.dataset_id)
+        self._digests[place.dataset_id] = sha256
         self._owners[place.dataset_id] = place, owner
         self._counts[owner] += 1
         insort(self._places, place)
 
     def remove(self, dataset_id: str) -> None:
+        self._remove_place(dataset_id)
+        self._digests.pop(dataset_id, None)
+
+    def _remove_place(self, dataset_id: str) -> None:
         known = self._owners.pop(dataset_id, None)
         if known is not None:
             place, owner = known

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 from llama_stack_provider_trl.errors import LimitReached, QuotaReached, TrlError
-from llama_stack_provider_trl.jobs.row_owners import RowOwners
+from llama_stack_provider_trl.jobs.row_owners import IsRegistered, RowOwners
 from llama_stack_provider_trl.system.offload import in_work_thread
 
 from .blobs import Blobs
@@ -94,7 +94,12 @@ class CountedRows:
 
     Args:
         owners, quotas: None: no token has a limit.
+
+    Attributes:
+        is_registered: whether a dataset has the rows of a digest; the registry sets it.
     """
+
+    is_registered: IsRegistered
 
     def __init__(self, blobs: Blobs, owners: RowOwners | None = None, quotas: Quotas | None = None) -> None:
         self._blobs, self._owners, self._quotas = blobs, owners, quotas
@@ -110,7 +115,7 @@ class CountedRows:
         try:
             self._quotas.require(owner, self._blobs.path(sha256).stat().st_size)
         except QuotaReached:
-            self._owners.discard(self._blobs.path(sha256))
+            self._owners.discard(self._blobs.path(sha256), self.is_registered)
             raise
 
     @asynccontextmanager
@@ -121,7 +126,7 @@ class CountedRows:
             yield
         except TrlError:
             if self._owners is not None and sha256 is not None:
-                await in_work_thread(self._owners.discard, self._blobs.path(sha256))
+                await in_work_thread(self._owners.discard, self._blobs.path(sha256), self.is_registered)
             raise
 
     def note(self, sha256: str | None, owner: str, dataset_id: str = "") -> None:
@@ -134,5 +139,5 @@ class CountedRows:
         """Forget a dataset that was deleted, and remove its rows unless something else has them."""
         if self._owners is not None:
             for sha256 in self._owners.of_dataset(dataset_id):
-                if self._owners.release(dataset_id, self._blobs.path(sha256)):
+                if self._owners.release(dataset_id, self._blobs.path(sha256), self.is_registered):
                     self._blobs.forget(sha256)

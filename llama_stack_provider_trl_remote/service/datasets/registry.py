@@ -109,6 +109,7 @@ class DatasetRegistry:
         counted: CountedRows | None = None,
     ) -> None:
         self._blobs, self._cluster, self._maker, self._counted = blobs, cluster, maker, counted or CountedRows(blobs)
+        self._counted.is_registered = lambda sha256: self._index.has_rows(sha256)
         self._roots = tuple(root.resolve() for root in settings.dataset_roots)
         self._data_dir = DataDir(settings.data_dir)
         self._directory = self._data_dir.registry
@@ -241,8 +242,7 @@ class DatasetRegistry:
         return shown(entry)
 
     def holds(self, dataset_id: str) -> bool:
-        """Whether a dataset of this name is registered. It waits for no lock: the caller may be in a transaction,
-        and the holder of the lock may wait for its end."""
+        """Whether a name is registered. It takes no lock: its holder may wait for the caller's transaction to end."""
         return self._path(dataset_id).exists()
 
     def names(self, limit: int = 1000) -> list[str]:
@@ -279,14 +279,14 @@ class DatasetRegistry:
         return b'{"data":[' + b",".join(found) + b'],"next":' + json.dumps(last).encode() + b"}"
 
     def delete(self, dataset_id: str) -> None:
-        """Delete a dataset, with its rows unless jobs or other tokens have them. Raises NotFound."""
-        try:
-            with self._registering:
-                self._index.remove(dataset_id)
-                self._path(dataset_id).unlink()
-                self._counted.release(dataset_id)
-        except FileNotFoundError:
-            raise _unknown(dataset_id) from None
+        """Delete a dataset, with its rows unless jobs or other tokens have them. Raises NotFound, StoreError."""
+        with self._registering:
+            self._index.remove(dataset_id)
+            is_known = self._path(dataset_id).exists()
+            self._path(dataset_id).unlink(missing_ok=True)
+            self._counted.release(dataset_id)  # and what the database could not release before
+        if not is_known:
+            raise _unknown(dataset_id)
 
     async def fetch(self, dataset_id: str, use: RowUse, data_format: DataFormat | None) -> tuple[DatasetRef, list[str]]:
         """The rows of a registered dataset for a job.
@@ -462,7 +462,7 @@ class DatasetRegistry:
             atomic_write_json(path, json.loads(entry.model_dump_json()))
         except OSError as error:
             raise StoreError(f"{path} cannot be written: {error}") from error
-        self._index.add(DatasetPlace(entry.registered_at, entry.dataset.identifier), entry.created_by)
+        self._index.add(DatasetPlace(entry.registered_at, entry.dataset.identifier), entry.created_by, entry.sha256)
 
     @property
     def _index(self) -> DatasetIndex:
@@ -474,12 +474,12 @@ class DatasetRegistry:
         found = []
         for path in self._directory.glob("*.json"):
             try:
-                entry = self._parsed(path)
+                read = self._parsed(path)
             except StoreError as error:
                 log.warning("%s", error)
                 continue
-            if entry is not None:
-                found.append((DatasetPlace(entry.registered_at, entry.dataset.identifier), entry.created_by))
+            if read is not None:
+                found.append((DatasetPlace(read.registered_at, read.dataset.identifier), read.created_by, read.sha256))
         return DatasetIndex(found)
 
 
