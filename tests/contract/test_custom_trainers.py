@@ -80,9 +80,8 @@ def test_a_package_is_installed_beside_a_running_service_and_trains_on_one_and_t
     service.site.mkdir()
     install(service.site, "heavy", {"heavy": "heavy_method:method"}, {"heavy_method": "import torch"})
     with running(service):
-        assert f"method 'heavy' of heavy 1.0 cannot be imported: ImportError: {REFUSED_IMPORT}" in (
-            service.log.read_text()
-        )
+        unusable = f"method 'heavy' of heavy 1.0 cannot be imported: ImportError: {REFUSED_IMPORT}"
+        poll(lambda: unusable in service.log.read_text(), "the package that cannot be used is in the log", timeout=60)
         service.register("pairs", PAIRS)
         same = {"prompt": "a", "chosen": "b", "rejected": "b"}
         service.register("same", [*PAIRS[:2], same])
