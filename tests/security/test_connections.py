@@ -470,7 +470,8 @@ def test_an_answer_that_is_read_slowly_comes_to_its_end() -> None:
             await asyncio.sleep(0.01)
         writer.close()
 
-    with_peer(test, answers_much)
+    # The kernel takes bytes of a slow reader in lumps of megabytes: more than 0.3 s lie between two of them.
+    with_peer(test, answers_much, deadlines=Deadlines(head=0.3, body=0.3, unknown_body=0.3, reader=10.0, close=0.3))
 
 
 def test_a_stream_without_anything_to_send_stays() -> None:

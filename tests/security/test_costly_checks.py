@@ -89,7 +89,7 @@ def test_a_pattern_of_a_row_that_calls_itself_is_refused_by_its_row(tmp_path: Pa
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": "a", "form": one}) + "\n" for one in ("a", "(?R)?")))
     dataset = DatasetRef(dataset_id="forms", path=path, sha256="3" * 64, num_rows=2)
-    with pytest.raises(InvalidRows, match=r"dataset 'forms', row 1: the pattern '\(\?R\)\?' takes all memory"):
+    with pytest.raises(InvalidRows, match=r"'forms', row 1: the pattern '\(\?R\)\?' takes (all mem|more than)"):
         refuse_unchecked_rows(dataset, [AnswerCheck(type="regex", column="form")])
 
 
