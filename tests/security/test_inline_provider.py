@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -52,7 +53,8 @@ def _tracebacks_of_ours(log: Path) -> list[str]:
         "_JobConflict",
         "LimitReached",
     )
-    ours = (" ".join(block.split()) for block in blocks if "llama_stack_provider_trl" in block)
+    # Lines of the log that follow a traceback name our modules, too.
+    ours = (" ".join(block.split()) for block in blocks if re.search(r'File "[^"]*/llama_stack_provider_trl', block))
     return [text[:6000] for text in ours if not any(word in text for word in meant)]
 
 
