@@ -73,6 +73,14 @@ class FakeService:
         self._loop.close()
 
     async def _end(self, runner: web.AppRunner) -> None:
+        # A connection that is accepted in the same turn of the loop as its listener is closed is closed by nobody
+        # (asyncio: its transport fails before it is known), and its socket fails whichever test runs when it is
+        # collected. So nothing is accepted any more, and what was accepted becomes the runner's, before `cleanup`.
+        for address in runner.sites:
+            for listener in address._server.sockets:  # type: ignore[attr-defined]
+                asyncio.get_running_loop().remove_reader(listener)
+        for _ in range(5):
+            await asyncio.sleep(0)
         await runner.cleanup()
         left = asyncio.all_tasks() - {asyncio.current_task()}  # of connections that have not ended in time
         for task in left:
