@@ -50,6 +50,8 @@ class RowOwners:
     def count_for(self, owner: str, sha256: str, num_bytes: int) -> None:
         """Record rows that a job of a token has made of others, unless they count for a token already."""
         row = {"sha256": sha256, "owner": owner, "bytes": num_bytes, "dataset_id": ""}
+        if self._database.select("select_owner_of_rows", row):  # most jobs: no transaction, which waits for others
+            return
         with self._database.transaction() as execute:
             if execute("select_owner_of_rows", row).fetchone() is None:
                 execute("insert_stored_rows", row)

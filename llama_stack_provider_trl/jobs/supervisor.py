@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 
 TICK = 0.2
 """Seconds between two passes without a call of `wake`."""
+_PAUSE = 2
+"""A pass is followed by a pause of so many times its duration, but at most `TICK`: a supervisor that POSTs wake without
+end takes a third of one processor, and their threads the rest."""
 LOCK_RETRY = 1.0
 """Seconds between two attempts to lock while another process supervises this data directory."""
 PATIENCE = 300
@@ -212,7 +215,9 @@ class Supervisor:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
+            began = time.monotonic()
             self._pass()
+            self._stopping.wait(min(_PAUSE * (time.monotonic() - began), self._tick_seconds))
             self._wakeup.wait(self._tick_seconds if self._lock.held else LOCK_RETRY)
             self._wakeup.clear()
         if self._lock.held:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..specs.job import JobSpec
 from .database import Database
 
 
@@ -31,3 +32,12 @@ def unfinished(database: Database) -> Sequence[Unfinished]:
         Unfinished(*row)._replace(is_adapter=bool(row["is_adapter"]), merges=bool(row["merges"]))
         for row in database.select("select_unfinished", {})
     ]
+
+
+def unfinished_job(spec: JobSpec) -> Unfinished:
+    """The same of one job, which has not ended."""
+    return Unfinished(
+        *(spec.job_uuid, spec.model, spec.revision, spec.dtype, spec.lora is not None, spec.merge_adapter),
+        work=None if spec.work is None else spec.work.kind,
+        directory=f"{spec.checkpoint_dir.parent}/",
+    )

@@ -7,6 +7,7 @@ its field is declared otherwise. So a new field is checked without further work.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ValidationInfo, field_validator
@@ -55,6 +56,7 @@ class CheckedNames(BaseModel):
         return value
 
 
+@cache
 def is_checked(model: type[BaseModel], field: str) -> bool:
     """Whether the texts of a field are names."""
     return not any(isinstance(one, FreeText | CheckedElsewhere) for one in model.model_fields[field].metadata)

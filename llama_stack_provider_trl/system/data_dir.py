@@ -145,15 +145,19 @@ class DataDir:
 
         A directory of ours that an operator has moved to another disk, behind a symbolic link, is ours there too.
         """
-        checkpoints = self.checkpoints.resolve()
-        around = [place for place in (*self.places(), checkpoints) if path.is_relative_to(place)]
-        return bool(around) and max(around, key=lambda place: len(place.parts)) != checkpoints
+        return self._is_ours(path, self.places(), self.checkpoints.resolve())
 
     def is_free(self, path: Path) -> bool:
         """Whether this path, which has no symbolic links, is not ours and contains nothing of ours: a job may have
         it."""
-        places = [*self.places(), self.checkpoints.resolve()]
-        return not self.is_ours(path) and not any(place.is_relative_to(path) for place in places)
+        places, checkpoints = self.places(), self.checkpoints.resolve()
+        contains = any(place.is_relative_to(path) for place in (*places, checkpoints))
+        return not contains and not self._is_ours(path, places, checkpoints)
+
+    @staticmethod
+    def _is_ours(path: Path, places: list[Path], checkpoints: Path) -> bool:
+        around = [place for place in (*places, checkpoints) if path.is_relative_to(place)]
+        return bool(around) and max(around, key=lambda place: len(place.parts)) != checkpoints
 
     def job_names(self) -> list[str]:
         """Names of the jobs that have run directories."""

@@ -29,7 +29,7 @@ from llama_stack_provider_trl.jobs.submission import Datasets as RowsOf
 from llama_stack_provider_trl.jobs.submission import ResolvedJob, Submitter, resolved, submit
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
 from llama_stack_provider_trl.jobs.tokens import Tokens
-from llama_stack_provider_trl.jobs.unfinished import unfinished
+from llama_stack_provider_trl.jobs.unfinished import unfinished, unfinished_job
 from llama_stack_provider_trl.launch.gpus import slices_of
 from llama_stack_provider_trl.launch.interpreter import check_interpreter, check_vllm
 from llama_stack_provider_trl.launch.isolation import isolate
@@ -43,6 +43,7 @@ from llama_stack_provider_trl.requests.bodies import (
     algorithm_of,
     request_digest,
 )
+from llama_stack_provider_trl.requests.data import rows_job_of
 from llama_stack_provider_trl.requests.kinds import check_options, in_its_terms
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.specs.custom import log_unusable_methods
@@ -313,9 +314,9 @@ class Service(StoredJobs):
 
     def _note_job(self, job_uuid: str, owner: str) -> None:
         """Count the parts of rows that a job has stored, and the space of its checkpoints."""
-        self.space.note_job()
         with suppress(TrlError, OSError):  # the job is stored: nothing may turn that into a failure
             spec = self.store.get(job_uuid).spec
+            self.space.note_job(unfinished_job(spec))
             for rows in (spec.dataset, spec.validation):
                 if rows is not None and rows.of_job is None:
                     self.store.rows.count_for(owner, rows.sha256, rows.path.stat().st_size)
@@ -390,7 +391,9 @@ class Service(StoredJobs):
         """
 
         async def rows(dataset_id: str, use: RowUse, data_format: DataFormat | None) -> tuple[DatasetRef, list[str]]:
-            if promised := await in_work_thread(promised_rows, dataset_id, use, self.store):
+            if rows_job_of(dataset_id) and (
+                promised := await in_work_thread(promised_rows, dataset_id, use, self.store)
+            ):
                 return promised, []
             if dataset_id in digests:
                 found = await self.datasets.fetch_blob(dataset_id, digests[dataset_id], use, data_format)

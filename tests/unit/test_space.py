@@ -13,7 +13,7 @@ import pytest
 
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.unfinished import Unfinished, unfinished
+from llama_stack_provider_trl.jobs.unfinished import Unfinished, unfinished, unfinished_job
 from llama_stack_provider_trl.specs.job import LoraSpec
 from llama_stack_provider_trl_remote.service import space as module
 from llama_stack_provider_trl_remote.service.space import PIECE, Space, Use
@@ -159,6 +159,25 @@ def test_jobs_are_read_again_after_a_while_and_only_those_that_have_not_ended(
         assert store.request_cancel("whole").state is JobState.cancelled
         clock.advance(60)
         assert space.reserve(tmp_path) == (800_000, "adapter-0")
+
+
+def test_a_job_that_is_submitted_counts_at_once_and_no_others_are_read_for_it(
+    tmp_path: Path, model: Path, free: list[int]
+) -> None:
+    clock, read = FakeClock(), []
+    with closing(Store(tmp_path / "jobs.sqlite3")) as store:
+        space = Space(MIN_FREE, lambda: read.append(1) or unfinished(store.database), clock)  # type: ignore[func-returns-value]
+        assert space.reserve(tmp_path) == (0, "")
+        for number, dtype in enumerate(("bf16", "fp32", "fp32")):
+            spec = job_spec(f"job-{number}", model=str(model), dtype=dtype, checkpoint_dir=tmp_path / str(number))
+            store.add_job(spec, "digest")
+            assert [unfinished_job(spec)] == [one for one in unfinished(store.database) if one.dtype == dtype] or number
+            space.note_job(unfinished_job(spec))
+        assert space.reserve(tmp_path) == (16_000_000, "job-1")
+        assert len(read) == 1
+        clock.advance(60)
+        assert space.reserve(tmp_path) == (16_000_000, "job-1")
+        assert len(read) == 2
 
 
 # --- Every function of the service that writes ------------------------------------------------------------------------
