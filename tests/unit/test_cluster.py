@@ -780,6 +780,70 @@ def test_a_training_on_a_lost_node_is_not_replaced_before_another_node_can_take_
     assert (world.stages("b"), world.job().attempt, world.job().device) == ({Stage.stop}, 2, "d/cpu")
 
 
+@pytest.mark.parametrize("stage", ["prepare", "probe"])
+@pytest.mark.parametrize("nodes", ["b", "bc", "bcd"])
+def test_an_attempt_that_does_not_train_yet_ends_though_all_other_machines_are_silent(
+    world: World, nodes: str, stage: str
+) -> None:
+    if stage == "probe" and nodes == "b":
+        return  # one node has no other to connect to
+    world.join(*nodes)
+    world.add(nodes=len(nodes), resources={"labels": {"rack": "7"}})
+    world.join(*nodes, labels={"rack": "7"})
+    world.tick()
+    if stage == "probe":
+        for node in nodes:
+            world.report(node, "prepare", port=29500)
+        world.tick()
+    assert {world.orders(node)["a-1"].stage for node in nodes} == {Stage(stage)}
+    world.pass_time(SILENCE - 4)
+    assert world.job().state is JobState.launching
+    world.pass_time(8)
+    assert (world.job().state, world.store.attempts("a")[0].reason) == (JobState.scheduled, Reason.node_lost)
+    world.pass_time(8, *nodes)
+    world.gone(*nodes)
+    world.pass_time(8, *nodes)
+    assert (world.job().state, world.job().attempt) == (JobState.launching, 2)
+
+
+def test_a_job_whose_only_other_machine_is_lost_before_it_trains_moves_to_the_service_s_machine(world: World) -> None:
+    world.join("b")
+    world.add("first", nodes=1)
+    world.add("second", nodes=1)
+    world.tick()
+    assert (world.job("first").device, world.job("second").device) == ("cpu", "b/cpu")
+    world.local.emit("first-1", Finished(step=4))
+    world.local.exit("first-1", 0)
+    world.pass_time(SILENCE + 8)
+    assert (world.job("second").device, world.job("second").attempt) == ("cpu", 2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"priority": 1},
+        {"priority": 2, "resources": {"labels": {"fast": "yes", "rack": "7"}}},
+        {"nodes": 1, "priority": 1, "resources": {"cpus": 2, "labels": {"fast": "yes"}}},
+    ],
+)
+def test_a_training_on_a_lost_node_is_not_replaced_where_a_job_before_it_gets_the_free_node(
+    world: World, other: dict[str, Any]
+) -> None:
+    wanted = {"labels": {"fast": "yes"}}
+    world.join("b", "c")
+    world.join("b", labels={"fast": "yes"})
+    world.add(nodes=1, resources=wanted)
+    world.tick()
+    world.run("b")
+    world.pass_time(60, "c")
+    world.join("d", labels={"fast": "yes", "rack": "7"})
+    world.add("other", **{"nodes": 1, "resources": wanted, **other})
+    world.presence.note_call("d")
+    assert world.launcher.poll(world.supervisor._attempts.task(world.job())).detail.startswith("left alone: node b")
+    world.pass_time(8, "c", "d")
+    assert (world.job("other").device, world.job().attempt, world.stages("b")) == ("d/cpu", 1, {Stage.run})
+
+
 def test_with_a_pool_a_training_on_a_lost_node_is_replaced(world: World) -> None:
     world.launcher._has_pools = True  # which gives nodes to jobs that wait
     world.join("c")

@@ -93,6 +93,9 @@ def test_an_attempt_s_state_follows_from_the_stage_and_the_exits(
         (AttemptState.finishing, [DONE, DONE], (AttemptEvent.completed, None)),
         (AttemptState.training, [PartState(0, node=NodeState.unreachable)], None),
         (AttemptState.training, [PartState(0, node=NodeState.lost)], (AttemptEvent.node_lost, 0)),
+        (AttemptState.preparing, [PartState(0, node=NodeState.unreachable)], (AttemptEvent.node_lost, 0)),
+        (AttemptState.probing, [PartState(0), PartState(1, node=NodeState.unreachable)], (AttemptEvent.node_lost, 1)),
+        (AttemptState.preparing, [PartState(0, node=NodeState.awaited)], None),
         (
             AttemptState.training,
             [PartState(0), PartState(1, node=NodeState.lost, gone=True)],

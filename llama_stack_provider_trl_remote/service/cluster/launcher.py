@@ -221,7 +221,8 @@ class ClusterLauncher:
 
     def _may_train_on(self, parts: Sequence[ReportedPart]) -> bool:
         """Whether a training on one lost node is left alone: no other node would take it, and no pool can give one, so
-        that a replacement gains nothing. Ranks of several nodes cannot train without each other, and end themselves."""
+        that a replacement gains nothing. Free devices that waiting jobs before it get are none for it. Ranks of several
+        nodes cannot train without each other, and end themselves."""
         (first, *others) = parts
         if (
             self._has_pools
@@ -231,7 +232,8 @@ class ClusterLauncher:
         ):
             return False
         queued = self._store.tasks.job_as_queued(first.record.job_uuid)
-        return not placed([queued], self._cluster.nodes(), self._store.holders())
+        waiting = [*self._store.queue(), queued]
+        return queued.job_uuid not in placed(waiting, self._cluster.nodes(), self._store.holders(), time.time())
 
     def _ending(self, task: TaskSpec, parts: Sequence[ReportedPart], observed: Observed) -> Observation:
         """The ending of an attempt, from the observation that ends it."""

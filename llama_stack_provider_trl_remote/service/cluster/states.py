@@ -167,6 +167,9 @@ STAGES: dict[Stage, AttemptState] = {
 """Stage that the nodes are ordered -> state of an attempt in which no node has exited."""
 ORDERED: dict[AttemptState, Stage] = {AttemptState.probing: Stage.probe, AttemptState.training: Stage.run}
 """State that an attempt enters -> stage that its nodes are ordered then."""
+_BEFORE_TRAINING = frozenset({AttemptState.preparing, AttemptState.probing})
+"""States in which no process trains: nothing is lost where the attempt ends, and it cannot continue without the
+service, which orders its next stage."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +228,7 @@ def _observations(state: AttemptState, parts: Sequence[PartState], on_head: bool
     if all(part.has_exited for part in parts) and parts[0].uploaded:
         yield Observed(AttemptEvent.completed)
     for index, part in enumerate(parts):
-        if is_missed(part, on_head):
+        if is_missed(part, on_head or state in _BEFORE_TRAINING):
             yield Observed(AttemptEvent.node_lost, index)
         if part.gone:
             yield Observed(AttemptEvent.task_lost, index)
@@ -241,12 +244,16 @@ def _observations(state: AttemptState, parts: Sequence[PartState], on_head: bool
         yield Observed(AttemptEvent.cleared)
 
 
-def is_missed(part: PartState, on_head: bool) -> bool:
+def is_missed(part: PartState, needs_service: bool) -> bool:
     """Whether a part's node is lost for the attempt. While the service itself may be cut off, its nodes may train on,
-    and none counts as lost. A node without rank 0 that has exited is not needed any more."""
+    and none counts as lost. A node without rank 0 that has exited is not needed any more.
+
+    Args:
+        needs_service: the attempt cannot continue without the service.
+    """
     if part.gone or (part.has_exited and part.node_rank):
         return False
-    return part.node in (ABSENT if on_head else {NodeState.lost})
+    return part.node in (ABSENT if needs_service else {NodeState.lost})
 
 
 def is_left(part: PartState) -> bool:
