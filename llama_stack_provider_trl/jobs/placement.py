@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..specs.job import ResourcesSpec
-from .cores import CPU, Held, core_names, is_core, listed
+from .cores import CPU, core_names, is_core
 from .demands import Queued, demand
 
 
@@ -44,6 +44,8 @@ class Node:
     models: frozenset[str] = frozenset()
     refused: Mapping[str, str] | None = None
     """Job that it cannot start for a lasting reason -> the reason."""
+    expected: Literal["", "requested", "granted"] = ""
+    """What a pool has of a machine that has not joined yet; empty: it has joined."""
 
     def place(self, device: str) -> str:
         """The device in the form of an attempt's record."""
@@ -53,6 +55,15 @@ class Node:
     def where(self) -> str:
         """Key of a machine, the same for all nodes on it."""
         return self.machine or self.name
+
+
+class Obtainable(NamedTuple):
+    """Machines that a pool may give, beside those that have joined or are expected."""
+
+    pool: str
+    shape: Node
+    """What each of them has."""
+    nodes: int
 
 
 Placed = dict[str, tuple[str, ...]]
@@ -69,7 +80,15 @@ def choose(queued: Iterable[Queued], running: Iterable[str], devices: Sequence[s
     return place(queued, [Node("", tuple(devices), head=True)], running, now)
 
 
-def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str], now: float = 0.0) -> Placed:
+def place(
+    queued: Iterable[Queued],
+    nodes: Sequence[Node],
+    running: Iterable[str],
+    now: float = 0.0,
+    obtainable: Sequence[Obtainable] = (),
+    *,
+    planning: bool = False,
+) -> Placed:
     """Give free devices to jobs, all that a job needs or none: on GPUs one per rank, while a CPU (or mps) is one device
     for as many ranks as the node has cores. Jobs that reserve cores share a CPU. MIG slices train jobs of one process
     only. A job over several nodes gets as many devices on each, and no two nodes on one machine; where the nodes are
@@ -86,10 +105,15 @@ def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str
     much for each of these. Others are the older ones of its priority and all of a higher one: for who has a low
     priority, an endless supply of jobs with a higher one blocks it forever.
 
+    Expected machines come last. A job that needs some waits for them; once they are granted, the devices that it gets
+    beside them are kept for it.
+
     Args:
-        nodes: the service's own machine first.
+        nodes: the service's own machine first; expected ones of pools among them.
         running: places of the jobs that have some.
         now: seconds since the epoch.
+        obtainable: what pools may give: jobs wait for it rather than take fewer machines, or a worse kind of device.
+        planning: treat expected machines as if they had joined.
 
     Returns:
         job_uuid -> places, rank 0's node first, in the order in which the jobs should start.
@@ -106,12 +130,15 @@ def place(queued: Iterable[Queued], nodes: Sequence[Node], running: Iterable[str
         if kind in unserved and (patient or kind in served):
             continue  # nothing has become free since a job with the same demand found too little
         if kind not in known:
-            auto = _auto(job, nodes)
+            auto = auto_kind(job, nodes, obtainable)
             suited = [node for node in nodes if not unsuited(job, node, auto)]
-            known[kind] = _offers(job, suited, auto), _fewest(job, suited, auto)
+            known[kind] = offers_of(job, suited, auto), fewest_machines(job, suited, auto, obtainable)
         offers, fewest = known[kind]
-        if gang := _gang(job, offers, fewest, free):
-            chosen[job.job_uuid] = tuple(node.place(device) for node, devices in gang for device in devices)
+        gang = _gang(job, offers, fewest, free)
+        awaited = {node.expected for node, _ in gang if node.expected and not planning}
+        if gang and "requested" not in awaited:
+            if not awaited:
+                chosen[job.job_uuid] = tuple(node.place(device) for node, devices in gang for device in devices)
             free.take(gang)
             continue
         unserved.add(kind)
@@ -150,60 +177,27 @@ def suitable(wanted: str, devices: Sequence[str], auto: str | None = None) -> li
     return list(_suitable(wanted, tuple(devices), auto))
 
 
-def why_waiting(job: Queued, holders: Mapping[str, str], devices: Sequence[str]) -> str:
-    """`why_waits` for a service's own machine alone."""
-    return why_waits(job, holders, [Node("", tuple(devices), head=True)])
-
-
-def why_waits(job: Queued, holders: Mapping[str, str], nodes: Sequence[Node]) -> str:
-    """The reason for which a job found no devices, for its status.
-
-    Args:
-        holders: place -> job_uuid of the job that has it.
-    """
-    if (len(nodes) > 1 and not demand(job.demand).home) or _nodes(job) > 1:
-        return _why_waits_for_nodes(job, holders, nodes)
-    node = nodes[0]
-    devices = node.devices
-    fitting, needed, taken = _usable(job, node, None), devices_needed(job, devices), Held(holders)
-    if node.why_closed:
-        return f"waiting for this node, which is {node.why_closed}"
-    if not suitable(job.device, devices):
-        return f"waiting for device {job.device}, which this node does not have: it has {', '.join(devices)}"
-    if len(fitting) < needed:
-        if slices := _left_out(job, node, None):
-            return f"waiting for {needed} whole GPUs; this node has {len(fitting)}, and {slices}"
-        return f"waiting for {needed} devices; this node has {len(fitting)} that serve: {', '.join(fitting)}"
-    if not demand(job.demand).home and unsuited(job, node, _kind(devices[0])):
-        return _why_waits_for_nodes(job, holders, nodes)
-    if wanted := demand(job.demand).resources.reserve_cpus:
-        return f"waiting for cores: {taken.found(CPU, wanted, node.cpus)}"
-    held = ", ".join(f"{device} (held by job {listed(jobs)})" for device in fitting if (jobs := taken.of(device)))
-    if needed > 1:
-        return f"waiting for {needed} devices; held: {held or 'none, but older jobs come first'}"
-    return f"waiting for device {held}" if held else ""
-
-
-def places_for(job: Queued, nodes: Sequence[Node]) -> list[str]:
+def places_for(job: Queued, nodes: Sequence[Node], obtainable: Sequence[Obtainable] = ()) -> list[str]:
     """The places that could serve a job if they were free, on the nodes that take jobs."""
-    auto = _auto(job, nodes)
-    offers = _offers(job, [node for node in nodes if not unsuited(job, node, auto)], auto)
+    auto = auto_kind(job, nodes, obtainable)
+    offers = offers_of(job, [node for node in nodes if not unsuited(job, node, auto)], auto)
     return [offer.node.place(device) for offer in offers for device in offer.devices]
 
 
-def side_by_side(job: Queued, suited: Sequence[Node], auto: str) -> int:
+def side_by_side(job: Queued, suited: Sequence[Node], auto: str, more: int = 0) -> int:
     """The number of requested nodes that a job can use. It is lower where several agents share a machine and the job
     trains on CPUs (or mps): a second process on the same machine only slows the first one down.
 
     Args:
         suited: the nodes that could serve it, closed ones included, since a job waits for those.
+        more: machines that pools may give for it.
     """
-    wanted = _nodes(job)
+    wanted = nodes_wanted(job)
     machines = {node.where for node in suited}
-    if not len(machines) < wanted <= len(suited):
+    if not len(machines) + more < wanted <= len(suited) + more:
         return wanted
     kinds = {_kind(_suitable(job.device, node.devices, auto)[0]) for node in suited}
-    return wanted if "cuda" in kinds else len(machines)
+    return wanted if "cuda" in kinds else len(machines) + more
 
 
 def unsuited(job: Queued, node: Node, auto: str) -> str:
@@ -219,17 +213,17 @@ def unsuited(job: Queued, node: Node, auto: str) -> str:
         return f"has no {auto if job.device == 'auto' else job.device}"
     if (resources.reserve_cpus or 0) > node.cpus:
         return f"has {node.cpus} of {resources.reserve_cpus} cores to reserve"
-    fitting = _usable(job, node, auto)
+    fitting = usable_devices(job, node, auto)
     needed = _needed(job, fitting)
-    if (slices := _left_out(job, node, auto)) and len(fitting) < needed:
-        return f"has {len(fitting)} of {job.ranks // _nodes(job)} whole GPUs, and {slices}"
+    if (slices := unusable_slices(job, node, auto)) and len(fitting) < needed:
+        return f"has {len(fitting)} of {job.ranks // nodes_wanted(job)} whole GPUs, and {slices}"
     if resources.gpu_memory_gb and _kind(fitting[0]) == "cuda":
         fitting = _large(node, fitting, resources.gpu_memory_gb)
         if len(fitting) < needed:
             return f"has {len(fitting)} GPUs with {resources.gpu_memory_gb:g} GiB"
     if len(fitting) < needed:
         return f"has {len(fitting)} of {needed} devices"
-    ranks = job.ranks // _nodes(job)
+    ranks = job.ranks // nodes_wanted(job)
     # The service checks its own machine's cores when it accepts a job that stays there. Its configuration may allow
     # more ranks than these.
     if not requested.home and _kind(fitting[0]) != "cuda" and ranks > max(node.cpus, 1):
@@ -261,15 +255,15 @@ def _exceeds_share(node: Node, resources: ResourcesSpec) -> str:
     )
 
 
-def _usable(job: Queued, node: Node, auto: str | None) -> Sequence[str]:
+def usable_devices(job: Queued, node: Node, auto: str | None) -> Sequence[str]:
     """The node's devices that serve a job, best first: of several ranks, no MIG slice."""
     fitting = _suitable(job.device, node.devices, auto)
     return [device for device in fitting if device not in node.slices] if node.slices and job.ranks > 1 else fitting
 
 
-def _left_out(job: Queued, node: Node, auto: str | None) -> str:
+def unusable_slices(job: Queued, node: Node, auto: str | None) -> str:
     """The MIG slices that a job of several ranks cannot use, for its status; empty: none."""
-    count = len(_suitable(job.device, node.devices, auto)) - len(_usable(job, node, auto))
+    count = len(_suitable(job.device, node.devices, auto)) - len(usable_devices(job, node, auto))
     return f"{count} MIG slice{'s' if count > 1 else ''}, where a job has one process" if count else ""
 
 
@@ -330,7 +324,7 @@ class _Free:
                     self._cores.pop(name, None)
 
 
-def _offers(job: Queued, suited: Sequence[Node], auto: str) -> list[_Offer]:
+def offers_of(job: Queued, suited: Sequence[Node], auto: str) -> list[_Offer]:
     """Free devices of the open nodes."""
     resources = demand(job.demand).resources
     memory, cores = resources.gpu_memory_gb, resources.reserve_cpus
@@ -341,16 +335,21 @@ def _offers(job: Queued, suited: Sequence[Node], auto: str) -> list[_Offer]:
         if cores:
             offers.append(_Offer(node, core_names(node.cpus), cores, cores=True))
         else:
-            fitting = _usable(job, node, auto)
+            fitting = usable_devices(job, node, auto)
             if memory and _kind(fitting[0]) == "cuda":
                 fitting = _large(node, fitting, memory)
             offers.append(_Offer(node, fitting, _needed(job, fitting)))
     return offers
 
 
-def _fewest(job: Queued, suited: Sequence[Node], auto: str) -> int:
+def obtainable_for(job: Queued, obtainable: Iterable[Obtainable], auto: str) -> list[Obtainable]:
+    """What pools may give for a job."""
+    return [one for one in obtainable if one.nodes and not unsuited(job, one.shape, auto)]
+
+
+def fewest_machines(job: Queued, suited: Sequence[Node], auto: str, obtainable: Iterable[Obtainable]) -> int:
     """Number of machines that it needs to start."""
-    useful = side_by_side(job, suited, auto)
+    useful = side_by_side(job, suited, auto, sum(one.nodes for one in obtainable_for(job, obtainable, auto)))
     return min(useful, demand(job.demand).resources.min_nodes) if job.tried else useful
 
 
@@ -363,15 +362,15 @@ def _gang(job: Queued, offers: Iterable[_Offer], fewest: int, free: _Free) -> li
 
     preferred = demand(job.demand).prefers
 
-    def rank(one: tuple[_Offer, list[str]]) -> tuple[bool, bool, bool, int]:
+    def rank(one: tuple[_Offer, list[str]]) -> tuple[bool, bool, bool, bool, int]:
         node = one[0].node
         has_failed = ("" if node.head else node.name) in failed
-        return has_failed, _must_fetch(preferred, node), not node.head, len(one[1])
+        return bool(node.expected), has_failed, _must_fetch(preferred, node), not node.head, len(one[1])
 
     for offer, devices in sorted(enough, key=rank):
         # The first node of a machine counts: two agents on it are one machine.
         fitting.setdefault(offer.node.where, (offer.node, devices[: offer.needed]))
-    return list(fitting.values())[: _nodes(job)] if len(fitting) >= fewest else []
+    return list(fitting.values())[: nodes_wanted(job)] if len(fitting) >= fewest else []
 
 
 def _must_fetch(model: str | None, node: Node) -> bool:
@@ -398,47 +397,16 @@ def _kept(offers: Iterable[_Offer], fewest: int, free: _Free) -> list[tuple[Node
     return list(kept.values())[:fewest] if len(kept) >= fewest else []
 
 
-def _why_waits_for_nodes(job: Queued, holders: Mapping[str, str], nodes: Sequence[Node]) -> str:
-    auto = _auto(job, nodes)
-    why_not = {node.name: unsuited(job, node, auto) for node in nodes}
-    fitting = [node for node in nodes if not why_not[node.name]]
-    count = _fewest(job, fitting, auto)
-    machines = {node.where for node in fitting}
-    closed = [f"{node.name} is {node.why_closed}" for node in fitting if node.why_closed]
-    others = [f"{name} {why}" for name, why in why_not.items() if why]
-    taken, held = Held(holders), []
-    for offer in _offers(job, fitting, auto):
-        if offer.cores:
-            held.append(f"{offer.node.name}: {taken.found(offer.node.place(CPU), offer.needed, offer.node.cpus)}")
-        else:
-            places = map(offer.node.place, offer.devices)
-            held += [f"{place} (held by job {listed(jobs)})" for place in places if (jobs := taken.of(place))]
-    what = f"{count} nodes" if count > 1 else "a node"
-    if len(machines) < count:
-        there = f"{len(machines)} of {len(nodes)} can serve it"
-        return f"waiting for {what}: {there}{_listed(others)}{_listed(closed)}"
-    if held or closed:
-        # Jobs of one kind share a detail: the refusals of one job keep it apart from the others.
-        refused = [f"{node.name} {why_not[node.name]}" for node in nodes if job.job_uuid in (node.refused or ())]
-        return f"waiting for {what}{_listed(closed)}{_listed(held)}{_listed(refused)}"
-    return f"waiting for {what}: older jobs come first" if count > 1 else ""
-
-
-def _listed(items: Sequence[str]) -> str:
-    more = f" and {len(items) - 5} more" if len(items) > 5 else ""
-    return f"; {', '.join(items[:5])}{more}" if items else ""
-
-
 def _large(node: Node, devices: Sequence[str], gib: float) -> list[str]:
     return [device for device in devices if (node.memory or {}).get(device, 0) >= gib * _GIB]
 
 
 def _needed(job: Queued, fitting: Sequence[str]) -> int:
     """The number of devices that a job takes on one node, of those that would serve it."""
-    return job.ranks // _nodes(job) if fitting and _kind(fitting[0]) == "cuda" else 1
+    return job.ranks // nodes_wanted(job) if fitting and _kind(fitting[0]) == "cuda" else 1
 
 
-def _nodes(job: Queued) -> int:
+def nodes_wanted(job: Queued) -> int:
     return demand(job.demand).resources.nodes
 
 
@@ -446,11 +414,12 @@ def _kind(device: str) -> str:
     return device.partition(":")[0]
 
 
-def _auto(job: Queued, nodes: Sequence[Node]) -> str:
+def auto_kind(job: Queued, nodes: Sequence[Node], obtainable: Iterable[Obtainable] = ()) -> str:
     """The kind of device that `auto` means for a job: that of the service's own machine if this has GPUs, or if the job
-    stays there. Otherwise the best kind that enough machines have.
+    stays there. Otherwise the best kind that enough machines have, or pools may give.
 
-    Closed machines count: a job does not move to a CPU because its GPUs are busy or silent for a moment.
+    Closed machines count, and pools that give none at the moment: a job does not move to a CPU because its GPUs are
+    busy, silent or not granted yet.
     """
     own = _kind(nodes[0].devices[0])
     # One that was tried with `auto` in its record is of an earlier release, which used the service's own kind.
@@ -460,6 +429,8 @@ def _auto(job: Queued, nodes: Sequence[Node]) -> str:
         return "cuda"
     for kind in _KINDS:
         suited = [node for node in nodes if not unsuited(job, node, kind)]
-        if suited and len({node.where for node in suited}) >= _fewest(job, suited, kind):
+        more = sum(one.nodes for one in obtainable_for(job, obtainable, kind))
+        machines = len({node.where for node in suited}) + more
+        if machines and machines >= fewest_machines(job, suited, kind, obtainable):
             return kind
     return own

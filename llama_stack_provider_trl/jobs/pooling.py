@@ -6,13 +6,14 @@ its nodes join like any others, under names that follow from it (`node_names`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from types import MappingProxyType
 from typing import NamedTuple
 
 from .demands import Queued, demand
-from .placement import Node, place, unsuited
+from .placement import Node, Obtainable, auto_kind, place, unsuited
 
 
 class AllocationState(StrEnum):
@@ -83,6 +84,16 @@ def kind_of_job(job: Queued) -> Kind:
     return job.device, job.ranks, job.demand, job.tried
 
 
+class Pooled(NamedTuple):
+    """What the placement sees of all pools."""
+
+    obtainable: Sequence[Obtainable] = ()
+    expected: Sequence[Node] = ()
+    """Machines that were requested and had not joined at the last decision."""
+    notes: Mapping[Kind, str] = MappingProxyType({})
+    """Kind of waiting jobs -> what was requested of pools for them."""
+
+
 class Ask(NamedTuple):
     """Nodes to ask a pool for."""
 
@@ -110,6 +121,39 @@ def node_names(allocation: Allocation) -> list[str]:
     return [f"{allocation.pool}-{allocation.request_id}-{number}" for number in range(allocation.nodes)]
 
 
+def expected_nodes(pools: Iterable[PoolState], allocations: Iterable[Allocation], joined: Container[str]) -> list[Node]:
+    """The machines of open allocations that have not joined.
+
+    Args:
+        joined: names of the nodes that have.
+    """
+    shapes = {pool.name: pool.shape for pool in pools if not pool.overdrawn}
+    return [
+        replace(
+            shapes[one.pool],
+            name=name,
+            expected="granted" if one.state is AllocationState.granted else "requested",
+        )
+        for one in allocations
+        if one.state in OPEN and one.pool in shapes
+        for name in node_names(one)
+        if name not in joined
+    ]
+
+
+def obtainable_nodes(
+    pools: Iterable[PoolState], allocations: Sequence[Allocation], joined: Container[str]
+) -> list[Obtainable]:
+    """What each pool may give beside the nodes that have joined and the expected ones. What is given back and has not
+    left counts once it has: jobs wait for it."""
+    found = []
+    for pool in pools:
+        own = [one for one in allocations if one.pool == pool.name]
+        there = sum(one.state in OPEN or name in joined for one in own for name in node_names(one))
+        found.append(Obtainable(pool.name, pool.shape, max(0, pool.max_nodes - there)))
+    return found
+
+
 def decide(
     queued: Iterable[Queued],
     nodes: Sequence[Node],
@@ -124,7 +168,9 @@ def decide(
     The jobs are placed on the nodes that exist and on those that were requested. For each job that finds no place, in
     the order of the queue, the nodes that it lacks are requested of the first pools that could serve it and have room;
     devices that it leaves on them serve the next jobs. A pool has room up to its `max_nodes`; what it is giving back
-    counts until it has ended. An allocation is given back as a whole, once no job
+    counts until it has ended. Of a job over several nodes the machines that are free now count, the service's own among
+    them, and while nodes that were requested for it have not joined, nothing more is requested for it where the other
+    machines would do once they are free. An allocation is given back as a whole, once no job
     has run on its nodes, and none would be placed there, for `idle_seconds`.
 
     Jobs that run on the service's own machine only need no pool.
@@ -140,22 +186,29 @@ def decide(
     plan, queued, allocations = Plan(), list(queued), list(allocations)
     shapes = {pool.name: pool for pool in pools}
     joined = {node.name for node in nodes}
-    coming = [
-        replace(shapes[one.pool].shape, name=name)
-        for one in allocations
-        if one.state in OPEN and one.pool in shapes and not shapes[one.pool].overdrawn
-        for name in node_names(one)
-        if name not in joined
-    ]
-    placed = place(queued, [*nodes, *coming], holders, now)
+    coming = expected_nodes(pools, allocations, joined)
+    obtainable = obtainable_nodes(pools, allocations, joined)
+    placed = place(queued, [*nodes, *coming], holders, now, obtainable, planning=True)
     needed = {_node(place_) for place_ in holders} | {_node(one) for places in placed.values() for one in places}
     for one in allocations:
         if one.state in OPEN:
             _keep_or_return(one, shapes.get(one.pool), needed, unused_since, now, plan)
-    held = dict(holders) | {one: name for name, places in placed.items() for one in places}
-    lacking = [job for job in queued if job.job_uuid not in placed and not demand(job.demand).home]
+    planned = {one: name for name, places in placed.items() for one in places}
+    waiting_for = {one.name for one in coming}
+    decided = {one.requested_for for one in allocations if not waiting_for.isdisjoint(node_names(one))}
+    lacking = [
+        job
+        for job in queued
+        if job.job_uuid not in placed
+        and not demand(job.demand).home
+        and not (
+            job.job_uuid in decided
+            and demand(job.demand).resources.nodes > 1
+            and place([job], [*nodes, *coming], planned, now, obtainable, planning=True)
+        )
+    ]
     lacking.sort(key=lambda job: (-job.priority, job.age))
-    _ask(lacking, [*nodes, *coming], held, allocations, pools, plan)
+    _ask(lacking, [*nodes, *coming], dict(holders) | planned, allocations, pools, obtainable, plan)
     return plan
 
 
@@ -188,10 +241,10 @@ def _ask(
     holders: Mapping[str, str],
     allocations: Sequence[Allocation],
     pools: Sequence[PoolState],
+    obtainable: Sequence[Obtainable],
     plan: Plan,
 ) -> None:
-    head, *others = nodes
-    head = replace(head, why_closed="of no pool")  # it decides what `auto` means, and gets none of these jobs
+    closed_head = replace(nodes[0], why_closed="of no pool")
     room = {
         pool.name: max(0, pool.max_nodes - sum(one.nodes for one in allocations if one.pool == pool.name))
         for pool in pools
@@ -205,16 +258,20 @@ def _ask(
             plan.refused[job.job_uuid] = hopeless[kind]
             continue
         wanted = demand(job.demand).resources.nodes
-        why = {pool.name: _why_not(job, head, pool) or _why_no_room(wanted, room[pool.name], pool) for pool in pools}
+        if job.device == "auto":  # the same kind as at its placement, which sees all machines
+            job = job._replace(device=auto_kind(job, nodes, obtainable))
+        why_not = {pool.name: _why_not(job, pool) for pool in pools}
+        why = {pool.name: why_not[pool.name] or _why_no_room(wanted, room[pool.name], pool) for pool in pools}
         more = {
             f"{pool.name}+{len(fresh) + number}": pool
             for pool in pools
-            if not _why_not(job, head, pool)
+            if not why_not[pool.name]
             for number in range(min(wanted, room[pool.name]))
         }
-        new = [replace(pool.shape, name=name) for name, pool in more.items()]
+        new = [replace(pool.shape, name=name, expected="requested") for name, pool in more.items()]
         # A job of one node has found none of the nodes that are there; several may have to be found together.
-        places = place([job], [head, *(others if wanted > 1 else ()), *fresh, *new], held).get(job.job_uuid)
+        there = nodes if wanted > 1 else [closed_head]
+        places = place([job], [*there, *fresh, *new], held, planning=True).get(job.job_uuid)
         if not places:
             hopeless[kind] = plan.refused[job.job_uuid] = "; ".join(f"{name}: {one}" for name, one in why.items())
             continue
@@ -228,12 +285,15 @@ def _ask(
                 plan.asks.append(Ask(pool.name, count, job.job_uuid))
 
 
-def _why_not(job: Queued, head: Node, pool: PoolState) -> str:
-    """The reason for which a pool gets no request for a job; empty: it can serve it."""
+def _why_not(job: Queued, pool: PoolState) -> str:
+    """The reason for which a pool gets no request for a job; empty: it can serve it.
+
+    Args:
+        job: whose device is not `auto`.
+    """
     if pool.closed:
         return pool.closed
-    own, kind = (devices[0].partition(":")[0] for devices in (head.devices, pool.shape.devices))
-    why = unsuited(job, pool.shape, own if own == "cuda" else kind)
+    why = unsuited(job, pool.shape, job.device)
     return f"a node of it {why}" if why else ""
 
 
@@ -242,4 +302,4 @@ def _why_no_room(wanted: int, room: int, pool: PoolState) -> str:
         return "its max_nodes is 0"
     if room == 0:
         return f"all of max_nodes {pool.max_nodes} are requested"
-    return f"{wanted} more nodes would be more than max_nodes {pool.max_nodes}"
+    return f"{room} more are left of max_nodes {pool.max_nodes}, too few for {wanted} nodes with those that are free"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .cores import Held
 from .demands import Queued
-from .placement import Node, place, places_for
+from .placement import Node, Obtainable, place, places_for
 from .states import JobState
 
 
@@ -55,6 +55,7 @@ def predict(
     holders: Mapping[str, str],
     running: Iterable[RunningJob],
     now: float,
+    obtainable: Sequence[Obtainable] = (),
 ) -> dict[str, PredictedStart]:
     """Run the queue ahead of time: at each end that is known the devices become free, and `place` gives them to jobs.
 
@@ -66,6 +67,7 @@ def predict(
         holders: place -> the job that holds it.
         running: jobs that may have processes.
         now: seconds since the epoch.
+        obtainable: what pools may give: when is not known.
 
     Returns:
         job_uuid -> start, of all waiting jobs.
@@ -81,7 +83,7 @@ def predict(
     time = now
     while left:
         ready = [one.job for one in left.values() if one.not_before <= time and one.after <= completed]
-        for job_uuid, places in place(ready, nodes, held, time).items():
+        for job_uuid, places in place(ready, nodes, held, time, obtainable).items():
             found[job_uuid] = PredictedStart(time)
             held |= dict.fromkeys(places, job_uuid)
             seconds = left.pop(job_uuid).pace.seconds_left
@@ -99,7 +101,7 @@ def predict(
         held = {place_: job_uuid for place_, job_uuid in held.items() if job_uuid not in over}
     return found | {
         job_uuid: PredictedStart(
-            None, _why_blocked(one.after - completed, unknown) or _why(one.job, nodes, held, unknown)
+            None, _why_blocked(one.after - completed, unknown) or _why(one.job, nodes, held, unknown, obtainable)
         )
         for job_uuid, one in left.items()
     }
@@ -130,8 +132,14 @@ def _why_blocked(after: Collection[str], unknown: Mapping[str, str]) -> str:
     return f"it waits for job {first}" + (f", which {known}" if known else "")
 
 
-def _why(job: Queued, nodes: Sequence[Node], held: Mapping[str, str], unknown: Mapping[str, str]) -> str:
-    places = places_for(job, nodes)
+def _why(
+    job: Queued,
+    nodes: Sequence[Node],
+    held: Mapping[str, str],
+    unknown: Mapping[str, str],
+    obtainable: Sequence[Obtainable],
+) -> str:
+    places = places_for(job, nodes, obtainable)
     if not places:
         return "no machine that takes jobs now can serve it"
     taken = Held(held)

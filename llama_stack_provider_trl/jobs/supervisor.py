@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,13 +26,12 @@ from ..system.files import RunDir, can_write, tail
 from ..system.process import FileLock
 from .announced import accepted
 from .attempts import Attempts
-from .cores import Held
 from .database import private_data_dir
-from .demands import Queued
 from .graph import Blocked
 from .housekeeping import INTERVAL, remove_unused_rows
-from .placement import Node, is_remote, place, why_waits
-from .pooling import Kind, kind_of_job
+from .placement import Node, is_remote
+from .placing import Placing
+from .pooling import Pooled
 from .records import JobRecord
 from .retries import LONGEST_BACKOFF, Retries
 from .searches import Proposing
@@ -68,7 +67,7 @@ class Supervisor:
         blob_retention: seconds for which unused rows are kept; None: forever.
         nodes: returns the machines at every pass, this one first; None: this one only.
         beside: called after every pass, by the process that supervises.
-        notes: returns what was requested of pools for each kind of waiting jobs.
+        pooled: returns what pools may give, and what was requested of them.
         completing: called before a job becomes completed, and again after a crash: keeps its result. InvalidRequest and
             JobConflict fail the job.
         proposing: adds the later trials of Bayesian searches; None: none is added.
@@ -89,7 +88,7 @@ class Supervisor:
         blob_retention: float | None = None,
         nodes: Callable[[], Sequence[Node]] | None = None,
         beside: Callable[[], None] | None = None,
-        notes: Callable[[], Mapping[Kind, str]] | None = None,
+        pooled: Callable[[], Pooled] = Pooled,
         completing: Callable[[JobRecord], object] | None = None,
         proposing: Proposing | None = None,
         wall_clock: WallClock | None = None,
@@ -100,7 +99,7 @@ class Supervisor:
         self._devices = tuple(devices)
         self._nodes = nodes or (lambda: [Node("", self._devices, head=True)])
         self._beside = beside or (lambda: None)
-        self._notes = notes or dict
+        self._placing = Placing(store, self._nodes, pooled)
         self._completing = completing or (lambda job: None)
         self._data_dir = data_dir.resolve()
         self._tick_seconds = tick
@@ -112,7 +111,6 @@ class Supervisor:
         """Seconds by which the clock was set back, for which times are not corrected yet."""
         self._blob_retention = blob_retention
         self._last_clean = -math.inf
-        self._last_without_start: tuple[object, ...] | None = None
         self._failed_passes: dict[str, int] = {}
         self._last_error = ""
         self._given_up: dict[str, str] = {}
@@ -406,34 +404,12 @@ class Supervisor:
                 delete_superfluous(self._store, self._store.get(job.job_uuid))
 
     def _place(self) -> None:
-        """Assign free devices to waiting jobs and launch those; record what the others wait for.
-
-        Skipped while jobs, devices and nodes are the same as at the last pass that launched none: time alone only keeps
-        more devices for old jobs, and frees none.
-        """
-        holders, nodes = self._store.holders(), self._nodes()
-        taken = Held(holders)
-        some_free = any(
-            not taken.is_full(node.place(device), node.cpus)
-            for node in nodes
-            if not node.why_closed
-            for device in node.devices
-        )
-        queue, notes = self._store.queue() if some_free else self._store.kinds_waiting(), self._notes()
-        seen = nodes, holders, queue, notes
-        if seen == self._last_without_start:
-            return
-        placed = place(queue, nodes, holders, time.time()) if some_free else {}
-        for job_uuid, places in placed.items():
-            with suppress(JobNotFound):  # cancelled and deleted since the queue was read
-                job = self._store.get(job_uuid)
-                self._guarded(job, partial(self._begin_attempt, job, ",".join(places)))
-        if placed:
-            holders = self._store.holders()
-        waiting = [(kind, _why(kind, holders, nodes, notes)) for kind in self._store.kinds_waiting()]
-        if changed := [(kind, why) for kind, why in waiting if why != kind.detail]:
-            self._store.set_waiting_details(changed)
-        self._last_without_start = None if placed else seen
+        """Start the waiting jobs that get devices."""
+        with self._placing.placed(time.time()) as placed:
+            for job_uuid, places in placed.items():
+                with suppress(JobNotFound):  # cancelled and deleted since the queue was read
+                    job = self._store.get(job_uuid)
+                    self._guarded(job, partial(self._begin_attempt, job, ",".join(places)))
 
     def _begin_attempt(self, job: JobRecord, device: str) -> None:
         """Record the next attempt, then start it."""
@@ -469,8 +445,3 @@ class Supervisor:
         if moved:
             log.info("job %s: %s -> %s %s", job.job_uuid, job.state, target, message.partition("\n")[0])
         return moved
-
-
-def _why(kind: Queued, holders: Mapping[str, str], nodes: Sequence[Node], notes: Mapping[Kind, str]) -> str:
-    """Why jobs of a kind wait, and what was requested of pools for them."""
-    return "; ".join(text for text in (why_waits(kind, holders, nodes), notes.get(kind_of_job(kind))) if text)

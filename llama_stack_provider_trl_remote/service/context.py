@@ -20,7 +20,7 @@ from llama_stack_provider_trl.export.process import ExporterProcess
 from llama_stack_provider_trl.jobs.lost_jobs import refuse_lost_jobs
 from llama_stack_provider_trl.jobs.makers import FIELD, no_new_maker
 from llama_stack_provider_trl.jobs.merges import bases_of, no_rows
-from llama_stack_provider_trl.jobs.placement import Node
+from llama_stack_provider_trl.jobs.placement import Node, Obtainable
 from llama_stack_provider_trl.jobs.promised import promised_rows, refuse_promised
 from llama_stack_provider_trl.jobs.proposals import Proposals
 from llama_stack_provider_trl.jobs.records import JobRecord, NodeRecord
@@ -181,7 +181,7 @@ class Service(StoredJobs):
             blob_retention=settings.blob_retention,
             nodes=self.cluster.nodes,
             beside=self._beside,
-            notes=lambda: self.pools.notes,
+            pooled=lambda: self.pools.pooled,
             completing=self._keep_result,
             proposing=Proposals(self.store, self.for_jobs),
         )
@@ -215,6 +215,10 @@ class Service(StoredJobs):
     def nodes(self) -> Sequence[Node]:
         """The machines that jobs may run on, this one first."""
         return self.cluster.nodes()
+
+    def obtainable(self) -> Sequence[Obtainable]:
+        """What pools may give beside these machines."""
+        return self.pools.pooled.obtainable
 
     def wake(self) -> None:
         """Have the supervisor check the jobs now."""

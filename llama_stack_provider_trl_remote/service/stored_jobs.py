@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from llama_stack_provider_trl.jobs.ownership import Ownership
-from llama_stack_provider_trl.jobs.placement import Node
+from llama_stack_provider_trl.jobs.placement import Node, Obtainable
 from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
@@ -66,12 +66,16 @@ class StoredJobs:
         """The machines that jobs may run on; empty: the process that supervises them knows."""
         return ()
 
+    def obtainable(self) -> Sequence[Obtainable]:
+        """What pools may give beside these machines."""
+        return ()
+
     def wake(self) -> None:
         """A request to a job was recorded. Its supervisor finds it within a second."""
 
     def queue(self, state: JobState | None, search: str | None, limit: int, offset: int) -> QueueResponse:
         """See `queue_page`."""
-        return queue_page(self.store, state, search, limit, offset, self.nodes())
+        return queue_page(self.store, state, search, limit, offset, self.nodes(), obtainable=self.obtainable())
 
     def status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
         """The status of a job, by six point reads. Raises JobNotFound."""

@@ -7,7 +7,8 @@ import pytest
 
 from llama_stack_provider_trl.jobs import placement
 from llama_stack_provider_trl.jobs.demands import Demand, Queued, demand
-from llama_stack_provider_trl.jobs.placement import PATIENCE, Node, choose, place, suitable, why_waiting, why_waits
+from llama_stack_provider_trl.jobs.placement import PATIENCE, Node, choose, place, suitable
+from llama_stack_provider_trl.jobs.waits import why_waiting, why_waits
 from llama_stack_provider_trl.specs.job import ResourcesSpec
 from tests.fakes import job_spec
 
@@ -453,7 +454,7 @@ def test_what_a_job_asks_for_survives_the_queue() -> None:
 
 def test_of_jobs_that_ask_for_the_same_only_the_first_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     polled: list[str] = []
-    monkeypatch.setattr(placement, "_gang", lambda job, *_: polled.append(job.job_uuid))
+    monkeypatch.setattr(placement, "_gang", lambda job, *_: polled.append(job.job_uuid) or [])
     place([wants(age) for age in range(1000)], [HEAD], ["cpu"])
     assert polled == ["job-0"]
 

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from llama_stack_provider_trl.jobs.demands import Demand, Queued
-from llama_stack_provider_trl.jobs.placement import Node
-from llama_stack_provider_trl.jobs.pooling import Allocation, AllocationState, Ask, Plan, PoolState, decide, node_names
+from llama_stack_provider_trl.jobs.placement import Node, Obtainable
+from llama_stack_provider_trl.jobs.pooling import (
+    Allocation,
+    AllocationState,
+    Ask,
+    Plan,
+    PoolState,
+    decide,
+    expected_nodes,
+    node_names,
+    obtainable_nodes,
+)
 from llama_stack_provider_trl.specs.job import ResourcesSpec
 
 GIB = 1 << 30
@@ -69,7 +81,10 @@ def test_no_more_than_its_limit_is_requested_of_a_pool_and_the_jobs_have_the_rea
     assert [ask.job_uuid for ask in plan.asks] == ["job-1", "job-2", "job-3"]
     assert plan.refused == dict.fromkeys(("job-4", "job-5", "job-6"), "ray: all of max_nodes 4 are requested")
     gang = decided([job(gpus=4, nodes=5)])
-    assert (gang.asks, gang.refused) == ([], {"job-1": "ray: 5 more nodes would be more than max_nodes 4"})
+    assert (gang.asks, gang.refused) == (
+        [],
+        {"job-1": "ray: 4 more are left of max_nodes 4, too few for 5 nodes with those that are free"},
+    )
     none = decided([job()], pools=(replace(RAY, max_nodes=0),))
     assert (none.asks, none.refused) == ([], {"job-1": "ray: its max_nodes is 0"})
 
@@ -126,3 +141,81 @@ def test_seconds_count_for_a_budget_from_the_grant_to_the_end() -> None:
     assert one.seconds_used(0.0, 5000.0) == 3 * 4000
     assert one._replace(ended_at=2000.0).seconds_used(1500.0, 5000.0) == 3 * 500
     assert one._replace(ended_at=2000.0).seconds_used(2500.0, 5000.0) == 0
+
+
+# The service's own machine
+
+CPU_POOL = PoolState("slurm", Node("", ("cpu",), cpus=4), max_nodes=4, idle_seconds=60)
+FREE_HEAD = replace(HEAD, cpus=4)
+
+
+@pytest.mark.parametrize(
+    ("head", "wanted", "taken", "limit", "asks"),
+    [
+        (FREE_HEAD, 2, (), 4, 1),
+        (FREE_HEAD, 2, (), 1, 1),  # the head and one node are enough
+        (FREE_HEAD, 3, (), 4, 2),
+        (FREE_HEAD, 5, (), 4, 4),
+        (FREE_HEAD, 2, ("cpu",), 4, 2),
+        (FREE_HEAD, 2, ("cpu",), 1, 0),
+        (replace(FREE_HEAD, joins=False), 2, (), 4, 2),  # it has no agent
+        (replace(FREE_HEAD, why_closed="cordoned"), 2, (), 4, 2),
+        (replace(FREE_HEAD, labels={"zone": "a"}), 1, ("cpu",), 4, 1),
+    ],
+)
+def test_a_free_machine_of_the_service_is_one_of_the_nodes_of_a_job(
+    head: Node, wanted: int, taken: tuple[str, ...], limit: int, asks: int
+) -> None:
+    pools, holders = (replace(CPU_POOL, max_nodes=limit),), dict.fromkeys(taken, "x")
+    plan = decide([job(nodes=wanted, device="cpu")], [head], holders, [], pools, {}, 100.0)
+    assert [(ask.pool, ask.nodes) for ask in plan.asks] == ([("slurm", asks)] if asks else [])
+    assert bool(plan.refused) == (asks == 0)
+
+
+def test_free_gpus_of_the_service_s_machine_count_and_free_nodes_come_before_new_ones() -> None:
+    large = replace(SHAPE, name="b", devices=tuple(f"cuda:{number}" for number in range(8)), memory=None)
+    head = replace(SHAPE, name="head", head=True)
+    for nodes, wanted, asks in (([head], 2, 1), ([head, large], 3, 1), ([HEAD, large], 2, 1)):
+        plan = decide([job(gpus=4, nodes=wanted)], nodes, {}, [], (RAY,), {}, 100.0)
+        assert [ask.nodes for ask in plan.asks] == [asks]
+
+
+@pytest.mark.parametrize("state", ["wanted", "requested", "granted"])
+def test_the_machines_of_a_job_are_decided_once(state: str) -> None:
+    """A younger job that takes the head meanwhile does not have one more node requested."""
+    one, pair = allocation(1, state, pool="slurm"), job(nodes=2, device="cpu")
+    for holders in ({}, {"cpu": "young"}):
+        plan = decide([pair], [FREE_HEAD], holders, [one], (CPU_POOL,), {}, 100.0)
+        assert (plan.asks, plan.refused) == ([], {})
+    # Once the node is there, it is a machine like any other.
+    there = replace(CPU_POOL.shape, name=node_names(one)[0])
+    assert decide([pair], [FREE_HEAD, there], {"cpu": "young"}, [one], (CPU_POOL,), {}, 100.0).asks == [
+        Ask("slurm", 1, "job-1")
+    ]
+
+
+@pytest.mark.parametrize("order", [(CPU_POOL, RAY), (RAY, CPU_POOL)])
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_a_job_on_auto_has_gpus_requested_though_the_service_s_cpu_is_free(
+    order: tuple[PoolState, ...], nodes: int
+) -> None:
+    default = job(nodes=nodes, device="auto")
+    plan = decide([default], [FREE_HEAD], {}, [], order, {}, 100.0)
+    assert plan.asks == [Ask("ray", nodes, "job-1")]
+    # While all GPUs are given to others, no CPU is requested for it in their place.
+    full = allocation(4, "requested")
+    others = [job(age, gpus=4, priority=1) for age in range(2, 6)]
+    plan = decide([default, *others], [FREE_HEAD], {}, [full], order, {}, 100.0)
+    assert (plan.asks, plan.refused["job-1"].count("all of max_nodes 4 are requested")) == ([], 1)
+
+
+def test_what_pools_may_give_does_not_include_what_has_joined_or_is_expected() -> None:
+    allocations = [allocation(2, "granted", "a"), allocation(1, "wanted", "b"), allocation(1, "returning", "c")]
+    first = node_names(allocations[0])[0]
+    assert [(one.name, one.expected) for one in expected_nodes([RAY], allocations, {first})] == [
+        (node_names(allocations[0])[1], "granted"),
+        (node_names(allocations[1])[0], "requested"),
+    ]
+    assert obtainable_nodes([RAY], allocations, {first}) == [Obtainable("ray", SHAPE, 1)]
+    assert obtainable_nodes([RAY], allocations, {first, *node_names(allocations[2])}) == [Obtainable("ray", SHAPE, 0)]
+    assert expected_nodes([replace(RAY, overdrawn=True)], allocations, set()) == []

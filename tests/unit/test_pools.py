@@ -12,6 +12,7 @@ import pytest
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.errors import JobConflict
 from llama_stack_provider_trl.jobs.placement import Node
+from llama_stack_provider_trl.jobs.placing import Placing
 from llama_stack_provider_trl.jobs.pooling import AllocationState, node_names
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
@@ -101,7 +102,7 @@ class World:
         return [one.state for one in self.store.allocations.all(since=0.0)]
 
     def note(self) -> str:
-        (note,) = self.pools.notes.values()
+        (note,) = self.pools.pooled.notes.values()
         return note
 
 
@@ -127,7 +128,7 @@ def test_machines_are_recorded_requested_given_used_and_given_back(world: World)
     world.joins = True
     world.round()
     world.round()
-    assert not world.pools.notes
+    assert not world.pools.pooled.notes
     (one,) = world.store.allocations.all()
     assert (one.handle, one.requested_for, [record.name for record in world.store.nodes.all()]) == (
         *("handle-0", "job"),
@@ -162,6 +163,35 @@ def test_after_a_crash_at_any_step_nothing_is_requested_twice_and_nothing_is_lef
     assert (tmp_path / f"{point}.taken").exists()
     assert (world.states(), world.pool.given, list(world.store.nodes.all())) == (["ended"], {}, [])
     assert len(set(world.pool.requests)) == 1  # where it was requested again, then with the same id
+
+
+def test_a_default_job_waits_with_the_reason_for_a_pool_of_gpus_and_starts_there(world: World) -> None:
+    placing = Placing(world.store, world.nodes, lambda: world.pools.pooled)
+
+    def placed() -> dict[str, tuple[str, ...]]:
+        with placing.placed(world.clock.now) as found:
+            return dict(found)
+
+    world.store.add_job(job_spec(device="auto", resources=ResourcesSpec()), "digest")
+    world.joins = False
+    assert placed() == {}, "before the first decision, too"
+    world.pool.error = PoolUnavailable("10.0.0.1:8265 does not answer")
+    for _ in range(2):
+        world.round()
+        assert placed() == {}
+    there = "waiting for a node: 0 of 1 can serve it; head has no cuda; device auto waits for pool ray"
+    assert world.store.get("job-1").detail.startswith(there)
+    assert world.store.get("job-1").detail.endswith("10.0.0.1:8265 does not answer")
+    world.pool.error = PoolRefusal("partition gpu does not exist")
+    world.round()
+    world.round()
+    assert placed() == {}
+    assert "no pool serves it: ray: partition gpu does not exist" in world.store.get("job-1").detail
+    world.pool.error, world.joins = None, True
+    for _ in range(3):
+        world.round(FIRST_WAIT)
+    (one,) = world.store.allocations.all()
+    assert placed() == {"job-1": (f"{node_names(one)[0]}/cuda:0",)}
 
 
 def test_nodes_get_no_jobs_while_they_are_given_back(world: World) -> None:
@@ -210,7 +240,7 @@ def test_a_job_waits_with_the_reason_while_the_pool_that_has_its_nodes_does_not_
     world.submit()
     for _ in range(4):
         world.round()
-    assert (world.states(), world.pools.notes) == (["granted"], {})
+    assert (world.states(), world.pools.pooled.notes) == (["granted"], {})
     world.pool.unreachable = PoolUnavailable("10.0.0.1:8265 does not answer")
     world.round()
     world.round()
@@ -218,7 +248,7 @@ def test_a_job_waits_with_the_reason_while_the_pool_that_has_its_nodes_does_not_
     world.pool.unreachable = None
     world.round()
     world.round()
-    assert world.pools.notes == {}
+    assert world.pools.pooled.notes == {}
 
 
 def test_machines_that_a_pool_takes_away_are_forgotten_and_requested_again(world: World) -> None:

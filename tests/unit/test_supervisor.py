@@ -15,11 +15,12 @@ import pytest
 
 from llama_stack_provider_trl.errors import JobConflict, StoreError
 from llama_stack_provider_trl.jobs.demands import Queued
-from llama_stack_provider_trl.jobs.placement import place, why_waits
+from llama_stack_provider_trl.jobs.placement import place
 from llama_stack_provider_trl.jobs.records import JobRecord
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.supervisor import PATIENCE, Supervisor
+from llama_stack_provider_trl.jobs.waits import why_waits
 from llama_stack_provider_trl.launch.base import Ended, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.ports import PortRange
 from llama_stack_provider_trl.specs.events import (
@@ -143,7 +144,7 @@ def test_a_waiting_job_that_is_deleted_while_it_is_placed_keeps_no_other_from_it
         world.store.delete("a")
         return placed
 
-    monkeypatch.setattr("llama_stack_provider_trl.jobs.supervisor.place", place_late)
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.placing.place", place_late)
     world.tick()
     assert world.launcher.started == ["b-1"]
 
@@ -1051,7 +1052,7 @@ def test_a_poll_at_which_nothing_has_changed_decides_nothing(world: World, monke
         requested.append(job.job_uuid)
         return why_waits(job, *rest)
 
-    monkeypatch.setattr("llama_stack_provider_trl.jobs.supervisor.why_waits", noted)
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.placing.why_waits", noted)
     task = world.run()
     world.add("b")
     for _ in range(5):

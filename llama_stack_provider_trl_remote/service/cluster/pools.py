@@ -19,16 +19,18 @@ from typing import NamedTuple
 
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.errors import StoreError, TrlError
-from llama_stack_provider_trl.jobs.placement import Node
+from llama_stack_provider_trl.jobs.placement import Node, Obtainable
 from llama_stack_provider_trl.jobs.pooling import (
     OPEN,
     Allocation,
     AllocationState,
-    Kind,
+    Pooled,
     PoolState,
     decide,
+    expected_nodes,
     kind_of_job,
     node_names,
+    obtainable_nodes,
 )
 from llama_stack_provider_trl.jobs.store import Store
 
@@ -105,8 +107,9 @@ class Pools:
     ) -> None:
         self._store, self._remove, self._wake, self._clock = store, remove, wake, clock
         self.pools = {pool.name: pool for pool in pools}
-        self.notes: Mapping[Kind, str] = {}
-        """Kind of waiting jobs -> what was requested of pools for them; replaced where it changes."""
+        shapes = [Obtainable(pool.name, pool.shape, pool.max_nodes) for pool in pools]
+        self.pooled = Pooled(shapes)
+        """What the placement sees of them, as of the last decision; replaced where it changes."""
         self._closed: Mapping[str, str] = {}
         self._unused_since: dict[str, float] = {}
         self._trouble = {name: _Trouble() for name in self.pools}
@@ -194,8 +197,10 @@ class Pools:
                 notes[kinds[one.requested_for]] = self._requested(one)
             elif one.message:  # its nodes have joined, and the pool has not answered since
                 notes[kinds[one.requested_for]] = f"{one.pool}: {one.message}"
-        if notes != self.notes:
-            self.notes = notes
+        obtainable = obtainable_nodes(states, current, joined)
+        pooled = Pooled(obtainable, expected_nodes(states, current, joined), notes)
+        if pooled != self.pooled:
+            self.pooled = pooled
             self._wake()
         self._closed = _closed([*current, *known])
         self._remove_nodes(known, joined)

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.placement import Node
+from llama_stack_provider_trl.jobs.placement import Node, Obtainable
 from llama_stack_provider_trl.jobs.prediction import PredictedStart, predict
 from llama_stack_provider_trl.jobs.records import JobSummary
 from llama_stack_provider_trl.jobs.states import JobState, shown
@@ -28,6 +28,7 @@ def queue_page(
     offset: int,
     nodes: Sequence[Node] = (),
     now: float | None = None,
+    obtainable: Sequence[Obtainable] = (),
 ) -> QueueResponse:
     """One page of the queue, and how many jobs there are.
 
@@ -37,11 +38,12 @@ def queue_page(
         offset: jobs before this page.
         nodes: on which they run, the service's own machine first; empty: not known here.
         now: seconds since the epoch; None: the present.
+        obtainable: what pools may give.
     """
     with store.snapshot():
         jobs, matching = store.queue_page(state, search, limit, offset)
         counts = store.count()
-        starts = _starts(store, jobs, nodes, time.time() if now is None else now)
+        starts = _starts(store, jobs, nodes, time.time() if now is None else now, obtainable)
     return QueueResponse(
         data=[_queue_row(job, starts) for job in jobs],
         matching=matching,
@@ -60,12 +62,12 @@ def states_named(text: str) -> list[JobState]:
 
 
 def _starts(
-    store: Store, jobs: Sequence[JobSummary], nodes: Sequence[Node], now: float
+    store: Store, jobs: Sequence[JobSummary], nodes: Sequence[Node], now: float, obtainable: Sequence[Obtainable]
 ) -> Mapping[str, PredictedStart]:
     """The starts of the first waiting jobs, where any of `jobs` waits."""
     if not nodes or not any(job.state is JobState.scheduled for job in jobs):
         return {}
-    return predict(store.ahead.waiting(_AHEAD), nodes, store.holders(), store.ahead.running(), now)
+    return predict(store.ahead.waiting(_AHEAD), nodes, store.holders(), store.ahead.running(), now, obtainable)
 
 
 def _queue_row(job: JobSummary, starts: Mapping[str, PredictedStart]) -> QueueRow:
