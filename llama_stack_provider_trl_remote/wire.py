@@ -78,8 +78,9 @@ class NodeReport(_Message):
 
     name: str = Field(pattern=NAME)
     machine_id: _Id
-    """Identifier of the physical machine (TRL_NODE_MACHINE_ID, else /etc/machine-id): two agents with the same one
-    share it."""
+    """Identifier of the system that has the agent (TRL_NODE_MACHINE_ID, else /etc/machine-id): a name belongs to it."""
+    host_id: _Id | None = None
+    """Identifier of the physical machine (TRL_NODE_HOST_ID), which agents with the same one share; null: machine_id."""
     boot_id: _Id
     agent_id: _Id = ""
     """Identifier of the agent's data directory: it distinguishes two agents on one machine."""

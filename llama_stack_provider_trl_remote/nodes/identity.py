@@ -34,6 +34,7 @@ from ..wire import MOST_MODELS, NAME, SPECS, DeviceReport, NodeReport
 DEFAULT_DATA_DIR = "~/.llama/trl-node"
 """Of an agent."""
 MACHINE_ID = "TRL_NODE_MACHINE_ID"
+HOST_ID = "TRL_NODE_HOST_ID"
 ADDRESS = "TRL_NODE_ADDRESS"
 _MACHINE_ID_FILES = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -53,15 +54,28 @@ class NodeError(TrlError, ValueError):
 
 
 def machine_id(environ: Mapping[str, str], files: Iterable[Path] = _MACHINE_ID_FILES) -> str:
-    """Identifier of the physical machine: TRL_NODE_MACHINE_ID, else the system's own of its installation. Where the
-    system has none, its name and the address of a network card."""
+    """Identifier of the system that has an agent: TRL_NODE_MACHINE_ID, else that of its installation. Where the system
+    has none, its name and the address of a network card."""
+    return _installed_id(environ, files) or f"{platform.node()}-{uuid.getnode():012x}"
+
+
+def host_id(environ: Mapping[str, str], files: Iterable[Path] = _MACHINE_ID_FILES) -> str:
+    """Identifier of the physical machine, the same for all agents on it: TRL_NODE_HOST_ID, else as `machine_id`. Where
+    the system has none, as in most containers, the run of the kernel, which all containers of a machine share."""
+    if chosen := environ.get(HOST_ID, "").strip():
+        return chosen
+    return _installed_id(environ, files) or (boot_id() if _BOOT_ID.exists() else machine_id(environ, files))
+
+
+def _installed_id(environ: Mapping[str, str], files: Iterable[Path]) -> str:
+    """TRL_NODE_MACHINE_ID, else the id of the system's installation; empty: it has none."""
     if chosen := environ.get(MACHINE_ID, "").strip():
         return chosen
     for file in files:
         with suppress(OSError):
             if found := file.read_text().strip():
                 return found
-    return f"{platform.node()}-{uuid.getnode():012x}"
+    return ""
 
 
 def boot_id() -> str:
@@ -167,6 +181,7 @@ def node_report(
     found = {
         "name": name,
         "machine_id": machine_id(environ),
+        "host_id": host_id(environ),
         "boot_id": boot_id(),
         "agent_id": agent_id(data_dir),
         "address": address,

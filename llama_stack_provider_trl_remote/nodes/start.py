@@ -36,7 +36,7 @@ from .calls import NodeClient, Pace
 from .consent import OPTION
 from .discovery.mdns import announce, require_zeroconf
 from .discovery.sightings import Sighting, machine_hash
-from .identity import DEFAULT_DATA_DIR, NodeError, machine_id, node_name, node_report, reachable_address
+from .identity import DEFAULT_DATA_DIR, NodeError, host_id, node_name, node_report, reachable_address
 from .load import LoadMeter
 from .loan import LoanTerms
 from .models import Models
@@ -344,7 +344,7 @@ def announcement(settings: NodeSettings, environ: Mapping[str, str] = os.environ
         0,
         name=settings.name,
         version=__version__,
-        machine=machine_hash(machine_id(environ)),
+        machine=machine_hash(host_id(environ)),
         service=settings.url,
         cpus=usable_cpus(),
         gpus=sum(device.startswith("cuda") for device in settings.devices),

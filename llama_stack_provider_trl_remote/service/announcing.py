@@ -11,7 +11,7 @@ from llama_stack_provider_trl.system.process import usable_cpus
 
 from ..nodes.discovery.mdns import announce, own_addresses
 from ..nodes.discovery.sightings import Sighting, literal_addresses, machine_hash
-from ..nodes.identity import machine_id
+from ..nodes.identity import host_id
 from .context import Service
 
 
@@ -27,7 +27,7 @@ async def run_announcement(service: Service, listener: socket.socket) -> None:
             port,
             name=service.node_name,
             version=__version__,
-            machine=machine_hash(machine_id(os.environ)),
+            machine=machine_hash(host_id(os.environ)),
             tls=service.settings.tls_cert is not None,
             cpus=usable_cpus(),
             gpus=sum(device.startswith("cuda") for device in service.devices),

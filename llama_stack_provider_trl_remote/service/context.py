@@ -54,7 +54,7 @@ from llama_stack_provider_trl.system.data_dir import DataDir
 from llama_stack_provider_trl.system.offload import in_work_thread
 from llama_stack_provider_trl.system.process import usable_cpus
 
-from ..nodes.identity import machine_id, versions
+from ..nodes.identity import host_id, versions
 from .cluster.launcher import ClusterLauncher
 from .cluster.loads import Loads
 from .cluster.membership import Cluster, incarnation
@@ -141,7 +141,7 @@ class Service(StoredJobs):
         self.node_token = secrets.token_urlsafe(32)
         """For this machine's own agent; never sent to another client."""
         self.presence = Presence(own=self.node_name)
-        self.machine_id = machine_id(os.environ)
+        self.host_id = host_id(os.environ)
         self.pools = Pools(
             self.store, [managed_pool(pool, settings) for pool in settings.pools], self.remove_node, self.wake
         )
@@ -151,7 +151,7 @@ class Service(StoredJobs):
             self.store,
             self.presence,
             self.node_name,
-            self.machine_id,
+            self.host_id,
             self.devices,
             usable_cpus(),
             slices_of(self.devices, os.environ),

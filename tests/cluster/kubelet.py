@@ -97,7 +97,7 @@ class Kubelet:
     def _start(self, machine: Machine, container: dict[str, Any], number: int) -> None:
         values = {
             "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(number),
-            **{"status.podIP": machine.address, "metadata.uid": uuid.uuid4().hex},
+            **{"status.podIP": machine.address, "metadata.uid": uuid.uuid4().hex, "spec.nodeName": machine.name},
         }
         variables: dict[str, str] = {}
         for one in container["env"]:

@@ -12,6 +12,7 @@ from llama_stack_provider_trl.system.hub_cache import cached_models
 from llama_stack_provider_trl_remote.nodes import identity
 from llama_stack_provider_trl_remote.nodes.identity import (
     NodeError,
+    host_id,
     machine_id,
     node_name,
     node_report,
@@ -28,6 +29,27 @@ def test_a_machine_is_known_by_its_own_id_or_the_one_it_is_given(tmp_path: Path)
     assert machine_id({"TRL_NODE_MACHINE_ID": "rack-7"}, (file,)) == "rack-7"
     assert machine_id({}, (write(tmp_path / "empty", b"\n"), file)) == "0123abcd"  # an image before its first start
     assert machine_id({}, (missing,)) == machine_id({}, (missing,)) != ""
+
+
+def test_agents_in_two_containers_of_a_machine_have_one_host_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing, file = tmp_path / "none", write(tmp_path / "machine-id", b"0123abcd\n")
+    empty = write(tmp_path / "empty", b"\n")
+    kernel = write(tmp_path / "boot_id", b"run-of-the-kernel\n")
+    monkeypatch.setattr(identity, "_BOOT_ID", kernel)
+    containers = []
+    for name in ("c1", "c2", "c3"):
+        monkeypatch.setattr(identity.platform, "node", lambda name=name: name)
+        containers.append((machine_id({}, (empty, missing)), host_id({}, (empty, missing))))
+    assert len({machine for machine, _ in containers}) == 3
+    assert {host for _, host in containers} == {"run-of-the-kernel"}
+    pods = [{"TRL_NODE_MACHINE_ID": pod, "TRL_NODE_HOST_ID": "gpu-7"} for pod in ("uid-1", "uid-2")]
+    assert [(machine_id(pod), host_id(pod)) for pod in pods] == [("uid-1", "gpu-7"), ("uid-2", "gpu-7")]
+    assert host_id({}, (file,)) == "0123abcd"
+    assert host_id({"TRL_NODE_MACHINE_ID": "rack-7"}, (file,)) == "rack-7"
+    monkeypatch.setattr(identity, "_BOOT_ID", missing)  # macOS
+    assert host_id({}, (missing,)) == machine_id({}, (missing,))
 
 
 def test_a_node_has_the_name_of_its_host_or_the_one_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,6 +260,16 @@ def test_two_agents_on_one_machine_train_as_one_process_and_the_job_reports_it(w
     assert (attempt.world_size, attempt.rows_per_step) == (1, job.spec.rows_per_step)
 
 
+def test_two_pods_on_one_machine_are_one_machine_whatever_their_own_ids_are(world: World) -> None:
+    world.join("b", "c", host_id="gpu-7")  # machine ids of their own, as pods have
+    world.join("d", host_id="gpu-8")
+    assert [node.where for node in world.cluster.nodes()] == ["machine of head", "gpu-7", "gpu-7", "gpu-8"]
+    world.join("e", "f")
+    assert [node.where for node in world.cluster.nodes()[4:]] == ["machine of e", "machine of f"]
+    world.join("g", host_id="machine of head")  # beside the service
+    assert world.cluster.nodes()[-1].where == world.cluster.nodes()[0].where
+
+
 def test_all_nodes_of_an_attempt_move_on_together(world: World) -> None:
     world.join("b", "c")
     world.add()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import yaml
 
 from llama_stack_provider_trl.system.data_dir import NodeDir
 from llama_stack_provider_trl_remote.cli import main as cli
-from llama_stack_provider_trl_remote.nodes.pools.pods import SCRIPT
+from llama_stack_provider_trl_remote.nodes.pools.base import PoolOrder
+from llama_stack_provider_trl_remote.nodes.pools.pods import SCRIPT, PodShape, job
 from llama_stack_provider_trl_remote.service.loading import load_settings
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -67,7 +69,8 @@ def test_kubernetes_reads_every_object(path: Path) -> None:
 
 
 def test_a_service_in_kubernetes_listens_where_its_service_sends(tmp_path: Path) -> None:
-    service, deployed = objects(DEPLOY / "kubernetes" / "service.yaml")
+    found = {one["kind"]: one for one in objects(DEPLOY / "kubernetes" / "service.yaml")}
+    service, deployed = found["Service"], found["StatefulSet"]
     spec = deployed["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     assert service["spec"]["selector"].items() <= deployed["spec"]["template"]["metadata"]["labels"].items()
@@ -82,7 +85,7 @@ def test_a_service_in_kubernetes_listens_where_its_service_sends(tmp_path: Path)
 
 
 def test_agents_in_kubernetes_leave_as_those_of_a_pool(capsys: pytest.CaptureFixture[str]) -> None:
-    (deployed,) = objects(DEPLOY / "kubernetes" / "agents.yaml")
+    deployed = objects(DEPLOY / "kubernetes" / "agents.yaml")[-1]
     spec = deployed["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     assert container["command"] == ["/bin/sh", "-c", SCRIPT, "trl-node"]
@@ -101,6 +104,82 @@ def test_pods_have_no_privileges(path: str) -> None:
     assert spec["containers"][0]["securityContext"] == {
         **{"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
+
+
+def labels_of_pods(path: str) -> dict[str, str]:
+    labels: dict[str, str] = objects(DEPLOY / "kubernetes" / path)[-1]["spec"]["template"]["metadata"]["labels"]
+    return labels
+
+
+@pytest.mark.parametrize(("path", "unavailable"), [("service.yaml", 0), ("agents.yaml", 1)])
+def test_a_drain_of_machines_takes_at_most_so_many_pods_away(path: str, unavailable: int) -> None:
+    (budget,) = (one for one in objects(DEPLOY / "kubernetes" / path) if one["kind"] == "PodDisruptionBudget")
+    assert budget["spec"]["maxUnavailable"] == unavailable
+    assert budget["spec"]["selector"]["matchLabels"] == labels_of_pods(path)
+
+
+def admits(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    """Whether a selector of Kubernetes has pods with these labels."""
+    expressions = selector.get("matchExpressions", ())
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        one["operator"] == "In" and labels.get(one["key"]) in one["values"] for one in expressions
+    )
+
+
+def test_only_what_trains_reaches_agents_and_only_clients_reach_the_service_besides() -> None:
+    policies = [one["spec"] for one in objects(DEPLOY / "kubernetes" / "network-policy.yaml")]
+    order = PoolOrder("abc", ("gpu-abc-0",), "trl-abc")
+    of_pool = job(order, PodShape("i", "s", 1, 1 << 30), "http://10.0.0.1:8322", {})["spec"]["template"]["metadata"]
+    pods = {
+        **{"service": labels_of_pods("service.yaml"), "agent": labels_of_pods("agents.yaml")},
+        **{"pool": of_pool["labels"], "client": {"trl-remote/client": "true"}, "other": {"app": "database"}},
+    }
+
+    def reaches(source: str, target: str) -> set[int | None]:
+        """Ports of a pod to which another one may connect; None: every one."""
+        rules = [rule for one in policies if admits(one["podSelector"], pods[target]) for rule in one["ingress"]]
+        allowed = [rule for rule in rules if any(admits(one["podSelector"], pods[source]) for one in rule["from"])]
+        return {port["port"] if port else None for rule in allowed for port in rule.get("ports", [None])}
+
+    training = ("service", "agent", "pool")
+    assert all(reaches(source, target) == {None} for source in training for target in training)
+    assert [reaches("client", target) for target in training] == [{8322}, set(), set()]
+    assert not any(reaches("other", target) for target in training)
+
+
+SERVED = {"service", "dashboard", "search", "tensorboard", "mlflow", "wandb", "trackio", "ssh", "discovery"}
+TRAINED = {"train", "quantization", "harness"}
+NOT_IN_IMAGES = {
+    "stack": "Llama Stack has images of its own",
+    "ogx": "as Llama Stack",
+    "ray": "a Ray cluster has its own interpreter; the service calls its HTTP API",
+    **{"plot": "of the command line", "completion": "of the command line"},
+    **{"demo": "of an example", "dev": "of a checkout"},
+}
+
+
+@pytest.mark.parametrize(("target", "extras"), [("slim", SERVED), ("train", SERVED | TRAINED)])
+def test_images_have_every_extra_that_the_service_accepts(target: str, extras: set[str]) -> None:
+    known = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert known.keys() == SERVED | TRAINED | NOT_IN_IMAGES.keys()
+    (installed,) = re.findall(r"'\.\[(.*)\]'", stage(target))
+    assert set(installed.split(",")) == extras
+
+
+@pytest.mark.parametrize("target", ["slim", "train"])
+def test_a_change_of_the_code_does_not_install_packages_again(target: str) -> None:
+    lines = (stage("base") + stage(target)).splitlines()
+    copied = [number for number, line in enumerate(lines) if line.startswith("COPY llama_stack_provider_trl")]
+    installed = [number for number, line in enumerate(lines) if line.startswith("RUN pip install")]
+    assert len(copied) == 2
+    assert installed[0] < min(copied) < max(copied) < installed[1]
+    assert "--no-deps" in lines[installed[1]]
+
+
+def stage(target: str) -> str:
+    """The lines of one target of the Dockerfile."""
+    stages = re.split(r"^FROM .* AS ", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE)
+    return next(text for text in stages if text.startswith(f"{target}\n"))
 
 
 @pytest.mark.parametrize("name", CONTAINERS)

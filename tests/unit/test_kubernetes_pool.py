@@ -101,6 +101,7 @@ def test_the_job_has_a_pod_with_an_agent_for_each_machine(pool: KubernetesPool, 
     assert fields == {
         "TRL_NODE_INDEX": "metadata.annotations['batch.kubernetes.io/job-completion-index']",
         **{"TRL_NODE_ADDRESS": "status.podIP", "TRL_NODE_MACHINE_ID": "metadata.uid"},
+        "TRL_NODE_HOST_ID": "spec.nodeName",
     }
     amounts = {"cpu": "8", "memory": "65536Mi", "nvidia.com/gpu": "2"}
     assert container["resources"] == {"requests": amounts, "limits": amounts}

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..identity import machine_id
+from ..identity import host_id
 from .machines import FoundMachine, Here, machines_of
 from .mdns import DiscoveryError, browse, own_networks
 from .probe import addresses_of, neighbours, probe
@@ -28,7 +28,7 @@ class Search:
 
 def here(environ: Mapping[str, str] = os.environ) -> Here:
     """This machine, as others find it."""
-    return Here(machine_hash(machine_id(environ)), own_networks())
+    return Here(machine_hash(host_id(environ)), own_networks())
 
 
 async def search(subnets: Sequence[str], seconds: float) -> Search:

@@ -131,6 +131,7 @@ def _container(order: PoolOrder, shape: PodShape, service_url: str, labels: Mapp
             {"name": "TRL_NODE_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             # Images may have an /etc/machine-id, which would make one machine of all pods.
             {"name": "TRL_NODE_MACHINE_ID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
+            {"name": "TRL_NODE_HOST_ID", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
             *({"name": name, "value": _literal(value)} for name, value in variables.items()),
         ],
         "resources": {"requests": dict(resources), "limits": dict(resources)},

@@ -40,7 +40,7 @@ class Cluster:
 
     Args:
         head: name of this machine; its agent joins under it too.
-        machine_id: of this machine.
+        host_id: of this machine.
         cpus: of this machine, until its agent has reported them.
         slices: those of its devices that are MIG slices.
         closed: the reason for which a pool lets a node take no jobs; empty: it does.
@@ -51,7 +51,7 @@ class Cluster:
         store: Store,
         presence: Presence,
         head: str,
-        machine_id: str,
+        host_id: str,
         devices: Sequence[str],
         cpus: int,
         slices: Collection[str] = (),
@@ -70,7 +70,7 @@ class Cluster:
         """Node -> tasks that were ordered before its agent joined last."""
         self._refusing = threading.Lock()
         """Held where either changes: the supervisor's thread and those of calls do that."""
-        self._head = Node(head, tuple(devices), machine_id, head=True, joins=False, cpus=cpus, slices=frozenset(slices))
+        self._head = Node(head, tuple(devices), host_id, head=True, joins=False, cpus=cpus, slices=frozenset(slices))
 
     def nodes(self) -> list[Node]:
         """All machines, this one first."""
@@ -197,7 +197,7 @@ def _node(record: NodeRecord, report: NodeReport, why_closed: str, refused: Mapp
         name=record.name,
         devices=tuple(device.name for device in report.devices),
         slices=frozenset(device.name for device in report.devices if device.is_slice),
-        machine=record.machine_id,
+        machine=report.host_id or record.machine_id,
         why_closed=why_closed,
         draining=record.mode == "draining",
         memory={device.name: device.memory_bytes for device in report.devices if device.memory_bytes},
