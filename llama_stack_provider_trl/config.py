@@ -26,6 +26,9 @@ class EngineSettings(JobSettings):
     """Seconds without any progress after which a training is ended as `hung`. A step is progress; before the first
     one, and while a checkpoint is written or read, so are CPU time and bytes."""
 
+    preempt: bool = False
+    """Whether a critical job that finds no free devices has jobs of lower priorities save and wait."""
+
     isolation: Literal["auto", "off", "required"] = "auto"
     """Keep trainings, and readers of datasets, apart from this process, its files and other jobs, by Linux namespaces.
     auto: where the machine allows it, else with a warning; required: refuse to start where it does not."""

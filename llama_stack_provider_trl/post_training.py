@@ -70,6 +70,7 @@ class TrlPostTraining(SubmittingCalls):
             ports=PortRange(),
             blob_retention=config.blob_retention,
             beside=self.exporter.tend,
+            preempts=config.preempt,
             proposing=Proposals(self.store, self.settings),
         )
 

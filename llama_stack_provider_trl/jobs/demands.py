@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
+from ..requests.options import PRIORITIES
 from ..specs.job import JobSpec, ResourcesSpec
 
 
@@ -40,6 +41,11 @@ def demand(text: str) -> Demand:
     return Demand.model_validate_json(text) if text else Demand(home=True)
 
 
+CRITICAL = PRIORITIES["critical"]
+AGING = 3600.0
+"""Seconds of waiting after which a job counts as one of the next higher priority, up to the highest."""
+
+
 class Queued(NamedTuple):
     """A waiting job."""
 
@@ -49,7 +55,7 @@ class Queued(NamedTuple):
     age: int
     """Number in the order of arrival: the lower, the older."""
     priority: int = 0
-    """The higher, the sooner; among equals the older comes first."""
+    """As requested: the higher, the sooner."""
     detail: str = ""
     """The reason for waiting, as in its status."""
     ranks: int = 1
@@ -63,3 +69,13 @@ class Queued(NamedTuple):
     """Whether it has had an attempt: it may continue with fewer nodes than requested."""
     failed_on: str = ""
     """Places, with commas, of its attempts that could not be launched: other places come first."""
+
+    def claim(self, now: float) -> tuple[int, int]:
+        """Sorts jobs in the order in which they get devices: by priority, which grows while they wait (`AGING`), then
+        by age.
+
+        Args:
+            now: seconds since the epoch.
+        """
+        grown = self.priority + int(max(0.0, now - self.scheduled_at) // AGING)
+        return -max(self.priority, min(CRITICAL, grown)), self.age

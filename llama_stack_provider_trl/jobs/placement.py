@@ -102,8 +102,8 @@ def place(
 
     So none starves: once a job has lost its patience and no other comes before it, it waits no longer than the jobs run
     that run at that moment, as long as the nodes that it needs stay open; one that has others before it, at most as
-    much for each of these. Others are the older ones of its priority and all of a higher one: for who has a low
-    priority, an endless supply of jobs with a higher one blocks it forever.
+    much for each of these. Others are the older ones of its priority and all of a higher one. Its own grows while it
+    waits (`Queued.claim`), so these end: after three hours at most no job that comes later is before it.
 
     Expected machines come last. A job that needs some waits for them; once they are granted, the devices that it gets
     beside them are kept for it.
@@ -123,7 +123,7 @@ def place(
     known: dict[_Kind, tuple[list[_Offer], int]] = {}
     unserved: set[_Kind] = set()
     served: set[_Kind] = set()
-    for job in sorted(queued, key=lambda job: (-job.priority, job.age)):
+    for job in sorted(queued, key=lambda job: job.claim(now)):
         refused = frozenset(node.name for node in nodes if node.refused and job.job_uuid in node.refused)
         kind = (job.device, job.ranks, job.demand, job.tried, refused)
         patient = now - job.scheduled_at <= PATIENCE

@@ -207,7 +207,7 @@ def decide(
             and place([job], [*nodes, *coming], planned, now, obtainable, planning=True)
         )
     ]
-    lacking.sort(key=lambda job: (-job.priority, job.age))
+    lacking.sort(key=lambda job: job.claim(now))
     _ask(lacking, [*nodes, *coming], dict(holders) | planned, allocations, pools, obtainable, plan)
     return plan
 

@@ -63,22 +63,24 @@ ORDER BY age LIMIT :limit;
 -- name: select_queue_page
 -- Jobs in the order in which they run: those with processes, those that wait (as `placement.place` sorts them; after these
 -- the ones that wait for other jobs or for the time of their next attempt), paused ones, then those that have ended, the last one first.
--- The names are sorted first: a sort of whole rows would extract the model from every spec.
+-- `Queued.claim` sorts those that wait. The names are sorted first: a sort of whole rows would extract the model from every spec.
 WITH page AS (
     SELECT age, CASE WHEN state IN ('launching', 'in_progress', 'pausing', 'cancelling') THEN 0
                      WHEN state = 'scheduled' THEN 1 + (blocked OR not_before > :now)
-                     WHEN state = 'paused' THEN 3 ELSE 4 END AS part
+                     WHEN state = 'paused' THEN 3 ELSE 4 END AS part,
+           CASE WHEN state = 'paused' THEN -priority
+                ELSE -max(priority, min(:highest, priority + CAST(max(0, :now - max(scheduled_at, not_before)) / :aging AS INTEGER))) END AS claim
     FROM jobs
     WHERE (:state IS NULL OR state = :state)
       AND (:search = '' OR instr(lower(job_uuid), lower(:search)) > 0)
-    ORDER BY part, CASE WHEN part IN (1, 3) THEN -priority END, CASE WHEN part = 2 THEN not_before END,
+    ORDER BY part, CASE WHEN part IN (1, 3) THEN claim END, CASE WHEN part = 2 THEN not_before END,
              CASE WHEN part = 4 THEN -coalesce(completed_at, 0) END, age
     LIMIT :limit OFFSET :offset)
 SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.method.type'), json_extract(spec, '$.algorithm')) END AS algorithm,
        CASE WHEN json_valid(spec) THEN json_extract(spec, '$.model') END AS model,
        priority, step, total_steps, detail, jobs.message, scheduled_at, jobs.started_at, completed_at, created_by
 FROM page JOIN jobs USING (age) LEFT JOIN attempts USING (job_uuid, attempt)
-ORDER BY part, CASE WHEN part IN (1, 3) THEN -priority END, CASE WHEN part = 2 THEN not_before END,
+ORDER BY part, CASE WHEN part IN (1, 3) THEN claim END, CASE WHEN part = 2 THEN not_before END,
          CASE WHEN part = 4 THEN -coalesce(completed_at, 0) END, age;
 
 -- name: count_queue
@@ -138,7 +140,8 @@ FROM jobs WHERE state = 'scheduled' AND not_before <= :now AND NOT blocked GROUP
 -- As select_queue, the first jobs as `placement.place` sorts them, with the last attempt of each. Those that wait for their
 -- next try, and for other jobs (`after`: those that have not completed), are among them. The limit is applied before attempts
 -- are read.
-WITH first AS (SELECT age FROM jobs WHERE state = 'scheduled' ORDER BY -priority, age LIMIT :limit)
+WITH first AS (SELECT age, -max(priority, min(:highest, priority + CAST(max(0, :now - max(scheduled_at, not_before)) / :aging AS INTEGER))) AS claim
+               FROM jobs WHERE state = 'scheduled' ORDER BY claim, age LIMIT :limit)
 SELECT jobs.job_uuid, wanted_device, age, priority, detail, ranks, max(scheduled_at, not_before), demand, jobs.attempt > 0,
        CASE WHEN jobs.attempt > 0 THEN coalesce((SELECT group_concat(failed.device) FROM attempts AS failed
            WHERE failed.job_uuid = jobs.job_uuid AND failed.reason = 'launch_failed'), '') ELSE '' END,
@@ -147,7 +150,7 @@ SELECT jobs.job_uuid, wanted_device, age, priority, detail, ranks, max(scheduled
            LEFT JOIN jobs AS other ON other.job_uuid = predecessor
            WHERE predecessors.job_uuid = jobs.job_uuid AND other.state IS NOT 'completed'), '') ELSE '' END AS after
 FROM first JOIN jobs USING (age) LEFT JOIN attempts ON attempts.job_uuid = jobs.job_uuid AND attempts.attempt = jobs.attempt
-ORDER BY -priority, age;
+ORDER BY claim, age;
 
 -- name: insert_predecessor
 INSERT INTO predecessors (job_uuid, predecessor, position, cancel_with, base)
@@ -324,8 +327,11 @@ SELECT count(*) AS sets FROM samples WHERE job_uuid = :job_uuid;
 SELECT event_offset, finished, paused_at_step, failed FROM attempts WHERE job_uuid = :job_uuid AND attempt = :attempt;
 
 -- name: change_state
--- Every change of state names the state and the attempt it assumes: a second writer finds no row.
-UPDATE jobs SET state = :target, reason = :reason, message = :message, detail = '', completed_at = :completed_at
+-- Every change of state names the state and the attempt it assumes: a second writer finds no row. A job that is resumed waits
+-- from now on: the time for which it was paused is no wait for devices.
+UPDATE jobs SET state = :target, reason = :reason, message = :message, detail = '',
+       completed_at = CASE WHEN :target IN ('completed', 'failed', 'cancelled') THEN :now END,
+       not_before = CASE WHEN :source = 'paused' AND :target = 'scheduled' THEN :now ELSE not_before END
 WHERE job_uuid = :job_uuid AND attempt = :attempt AND state = :source;
 
 -- name: retry_job

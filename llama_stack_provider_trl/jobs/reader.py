@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..errors import DamagedRecord, JobConflict, JobNotFound
 from .database import Database
-from .demands import Queued
+from .demands import AGING, CRITICAL, Queued
 from .records import (
     AttemptRecord,
     CheckpointRecord,
@@ -119,6 +119,7 @@ class JobReader:
             search: part of their names, in any case (of ASCII letters).
         """
         values = {"state": state, "search": search or "", "now": self._clock(), "limit": limit, "offset": offset}
+        values |= {"aging": AGING, "highest": CRITICAL}
         jobs = [job_summary(row) for row in self.database.select("select_queue_page", values)]
         return jobs, self.database.select("count_queue", values)[0]["jobs"]
 

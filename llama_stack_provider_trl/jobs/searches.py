@@ -181,7 +181,7 @@ class Searches:
             key = {"job_uuid": trial.job_uuid, "attempt": trial.attempt}
             moved = {"source": JobState.paused, "target": JobState.scheduled, "reason": None, "message": ""}
             with self._database.transaction() as execute:
-                if execute("change_state", {**key, **moved, "completed_at": None}).rowcount:
+                if execute("change_state", {**key, **moved, "now": self._now()}).rowcount:
                     execute("note_trial_resumed", key)
             faults.reach("search-trial-resumed")
 
@@ -189,7 +189,7 @@ class Searches:
         faults.reach("search-ending")
         row = {"job_uuid": name, "attempt": 0, "source": state, "target": ending.state, "reason": ending.reason}
         with self._database.transaction() as execute:
-            ended = execute("change_state", {**row, "message": ending.message, "completed_at": self._now()}).rowcount
+            ended = execute("change_state", {**row, "message": ending.message, "now": self._now()}).rowcount
             if ended and ending.best is not None:
                 execute("insert_checkpoints_of_best", {"job_uuid": name, "best": ending.best.job_uuid})
         if ended:

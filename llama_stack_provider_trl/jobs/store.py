@@ -91,7 +91,7 @@ class Store(JobReader):
         self.exports = Exports(self.database)
         self.allocations = Allocations(self.database, clock)
         self.totals = Totals(self.database)
-        self.ahead = QueueAhead(self.database)
+        self.ahead = QueueAhead(self.database, clock)
         self.chains = Chains(self.database, clock)
         self.searches = Searches(self.database, clock)
         self.rows = RowOwners(self.database)
@@ -352,12 +352,12 @@ class Store(JobReader):
         row = {
             **{"job_uuid": job_uuid, "attempt": attempt, "source": source, "target": target},
             **{"reason": reason, "message": message},
-            "completed_at": self._clock() if target in TERMINAL else None,
+            "now": self._clock(),
         }
         with self.database.transaction() as execute:
             moved = execute("change_state", row).rowcount == 1
             if moved and source in ACTIVE and target not in ACTIVE:
-                execute("end_attempt", {**row, "now": self._clock()})
+                execute("end_attempt", row)
                 execute("stop_tasks_of_attempt", row)
         return moved
 

@@ -68,6 +68,7 @@ class Supervisor:
         nodes: returns the machines at every pass, this one first; None: this one only.
         beside: called after every pass, by the process that supervises.
         pooled: returns what pools may give, and what was requested of them.
+        preempts: whether critical jobs have others save and wait.
         completing: called before a job becomes completed, and again after a crash: keeps its result. InvalidRequest and
             JobConflict fail the job.
         proposing: adds the later trials of Bayesian searches; None: none is added.
@@ -89,6 +90,7 @@ class Supervisor:
         nodes: Callable[[], Sequence[Node]] | None = None,
         beside: Callable[[], None] | None = None,
         pooled: Callable[[], Pooled] = Pooled,
+        preempts: bool = False,
         completing: Callable[[JobRecord], object] | None = None,
         proposing: Proposing | None = None,
         wall_clock: WallClock | None = None,
@@ -99,7 +101,7 @@ class Supervisor:
         self._devices = tuple(devices)
         self._nodes = nodes or (lambda: [Node("", self._devices, head=True)])
         self._beside = beside or (lambda: None)
-        self._placing = Placing(store, self._nodes, pooled)
+        self._placing = Placing(store, self._nodes, pooled, preempts)
         self._completing = completing or (lambda job: None)
         self._data_dir = data_dir.resolve()
         self._tick_seconds = tick
@@ -168,8 +170,8 @@ class Supervisor:
         for job in self._store.active():
             try:
                 self._guarded(job, partial(self._advance, job), ends_trouble=True)
-                if draining:
-                    self._guarded(job, partial(self._drain, job, head.name, draining))
+                if draining or job.job_uuid in self._placing.victims:
+                    self._guarded(job, partial(self._move_away, job, head.name, draining))
             except StoreError as error:  # such as a result for which the disk has no space: others continue
                 failed = failed or error
         self._store.chains.advance(self._end_blocked)
@@ -336,14 +338,16 @@ class Supervisor:
         else:
             self._conclude(job, task, Observation(TaskState.exited, detail=f"{task.run_dir} was removed"))
 
-    def _drain(self, job: JobRecord, head: str, draining: set[str]) -> None:
-        """Pause a training on a node that is being drained; it resumes on another."""
+    def _move_away(self, job: JobRecord, head: str, draining: set[str]) -> None:
+        """Pause a training on a node that is being drained, or whose devices a critical job gets. It is queued again
+        once it has saved."""
         try:
             job = self._store.get(job.job_uuid)
         except JobNotFound:  # it has ended in this pass, and was deleted since
             return
         on = {place.rpartition("/")[0] or head for place in job.devices}
-        if job.state is JobState.in_progress and not draining.isdisjoint(on):
+        must = job.job_uuid in self._placing.victims or not draining.isdisjoint(on)
+        if job.state is JobState.in_progress and must:
             self._launcher.pause(self._attempts.task(job))
 
     def _pause(self, job: JobRecord, task: TaskSpec, seen: Observation) -> None:
@@ -370,7 +374,9 @@ class Supervisor:
                 self._store.set_detail(job.job_uuid, JobState.paused, detail)
             return
         if decided.state is JobState.paused and job.state is not JobState.pausing:
-            message = f"saved at step {outcome.paused_at_step}: its node is being drained"
+            critical = self._placing.victims.get(job.job_uuid)
+            why = f"the critical job {critical} gets its devices" if critical else "its node is being drained"
+            message = f"saved at step {outcome.paused_at_step}: {why}"
             self._store.retry(job, None, message, 0.0, counts=False)
             return
         if decided.state is JobState.completed:

@@ -182,6 +182,7 @@ class Service(StoredJobs):
             nodes=self.cluster.nodes,
             beside=self._beside,
             pooled=lambda: self.pools.pooled,
+            preempts=settings.preempt,
             completing=self._keep_result,
             proposing=Proposals(self.store, self.for_jobs),
         )
