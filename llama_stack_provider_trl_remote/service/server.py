@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -66,7 +67,11 @@ async def _serve(settings: ServiceSettings, config: Path | None, listener: socke
     service.start()
     try:
         _log_configuration(service, config, listener)
-        await ServiceServer(service).serve(sockets=[listener])
+        server = ServiceServer(service)
+        # A full collection passes over all modules and models: 0.2 s, and 0.6 s on a busy machine, for every request.
+        gc.collect()
+        gc.freeze()
+        await server.serve(sockets=[listener])
     finally:
         _, running = service.waiting_and_running()
         await asyncio.to_thread(service.stop)

@@ -1,6 +1,6 @@
 """A flood: idle connections, event streams, slow and large bodies, costly checks and job POSTs, all at once.
 
-    python -m tests.security.flood          # 2,000, 500, 200, 100 of 31 MiB, 200, 20,000, at `ulimit -n 4096`: minutes
+    python -m tests.security.flood          # 2,000, 500, 200, 100 of 31 MiB, 200, 1,000, at `ulimit -n 4096`: minutes
     python -m tests.security.flood --small  # what CI does
 
 All of it comes from one submit token, but for idle connections and half of the slow bodies, which have no token. The
@@ -70,7 +70,7 @@ class Size:
     training_seconds: float
 
 
-FULL = Size(idle=2000, streams=500, slow=200, bodies=100, body_mib=31, checks=200, posts=20_000, training_seconds=600)
+FULL = Size(idle=2000, streams=500, slow=200, bodies=100, body_mib=31, checks=200, posts=1000, training_seconds=600)
 SMALL = Size(idle=200, streams=40, slow=20, bodies=3, body_mib=12, checks=3, posts=200, training_seconds=30)
 
 
