@@ -73,7 +73,7 @@ class FakeService:
         self._loop.close()
 
     async def _end(self, runner: web.AppRunner) -> None:
-        # A connection that is accepted in the same turn of the loop as its listener is closed is closed by nobody
+        # A connection that is accepted in the same turn of the loop as its listener is closed stays open
         # (asyncio: its transport fails before it is known), and its socket fails whichever test runs when it is
         # collected. So nothing is accepted any more, and what was accepted becomes the runner's, before `cleanup`.
         for address in runner.sites:
