@@ -47,6 +47,8 @@ class Namespace:
         self.jobs: dict[str, dict[str, Any]] = {}
         self.pods: dict[str, dict[str, Any]] = {}
         self.events: list[dict[str, Any]] = []
+        self.token = ""
+        """Of its one user; empty: calls need none."""
         self.refusal = ""
         """Why the next Jobs are forbidden."""
         self.called: list[tuple[str, str]] = []
@@ -120,7 +122,8 @@ class Namespace:
 
 
 def server(namespace: Namespace, address: str = "127.0.0.1") -> ThreadingHTTPServer:
-    """Serves a namespace on a free port of an address, once `serve_forever` is called."""
+    """Serves a namespace on a free port of an address, once `serve_forever` is called. Where it has a token, calls
+    without it are unauthorized. As in a real one, items of a list have no kind and version of their own."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -129,7 +132,13 @@ def server(namespace: Namespace, address: str = "127.0.0.1") -> ThreadingHTTPSer
             parts = urlsplit(self.path)
             query = {name: values[0] for name, values in parse_qs(parts.query).items()}
             text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            code, found = namespace.call(self.command, parts.path, query, json.loads(text) if text else {})
+            if namespace.token and self.headers.get("Authorization") != f"Bearer {namespace.token}":
+                code, found = _status(401, "Unauthorized", "Unauthorized", "")
+            else:
+                code, found = namespace.call(self.command, parts.path, query, json.loads(text) if text else {})
+            if code == 200 and "items" in found:
+                items = [{key: one[key] for key in one if key not in ("kind", "apiVersion")} for one in found["items"]]
+                found = {**found, "items": items}
             content = json.dumps(found).encode()
             self.send_response(code)
             self.send_header("Content-Type", "application/json")

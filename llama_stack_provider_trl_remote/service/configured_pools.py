@@ -9,8 +9,10 @@ from llama_stack_provider_trl.errors import TrlError
 
 from ..nodes.identity import versions
 from ..nodes.pools.base import AgentStart, Pool
+from ..nodes.pools.cluster_api import InClusterApi, is_in_cluster, own_namespace, server_of
 from ..nodes.pools.inventory import read_inventory
-from ..nodes.pools.kubernetes import KubernetesPool
+from ..nodes.pools.kubectl import Kubectl
+from ..nodes.pools.kubernetes import ClusterApi, KubernetesPool
 from ..nodes.pools.pods import PodShape
 from ..nodes.pools.ray_jobs import RayJobs, sender
 from ..nodes.pools.ray_pool import RayPool
@@ -43,6 +45,7 @@ def managed_pool(settings: PoolSettings, service: ServiceSettings) -> ManagedPoo
         settings.node_hours,
         settings.idle_seconds,
         settings.join_seconds,
+        settings.partial_seconds if isinstance(settings, KubernetesPoolSettings) else None,
     )
 
 
@@ -50,9 +53,10 @@ def _pool(settings: PoolSettings, service: ServiceSettings) -> Pool:
     match settings:
         case SshPoolSettings():
             return _ssh_pool(settings, service)
-        case KubernetesPoolSettings(namespace=namespace, kubeconfig=file, context=context):
-            shape, labels = _pod_shape(settings), settings.node.labels
-            return KubernetesPool(shape, settings.service_url, labels, namespace, file, context)
+        case KubernetesPoolSettings():
+            return KubernetesPool(
+                _pod_shape(settings), settings.service_url, settings.node.labels, _cluster_api(settings)
+            )
         case SlurmPoolSettings():
             return SlurmPool(_agent(settings, settings.command), settings.options, settings.warning_seconds)
         case RayPoolSettings():
@@ -85,6 +89,13 @@ def _agent(settings: SlurmPoolSettings | RayPoolSettings, command: str = "") -> 
     return AgentStart(settings.service_url, *files, settings.node.labels)
 
 
+def _cluster_api(settings: KubernetesPoolSettings) -> ClusterApi:
+    """The API of the cluster that the service runs in, where nothing else is configured; else kubectl."""
+    if settings.kubeconfig is None and settings.context is None and is_in_cluster():
+        return InClusterApi(settings.namespace or own_namespace() or "default", server_of())
+    return Kubectl(settings.namespace or "default", settings.kubeconfig, settings.context)
+
+
 def _pod_shape(settings: KubernetesPoolSettings) -> PodShape:
     return PodShape(
         image=settings.image,
@@ -99,6 +110,12 @@ def _pod_shape(settings: KubernetesPoolSettings) -> PodShape:
         image_pull_secrets=settings.image_pull_secrets,
         claims=settings.claims,
         environment=settings.environment,
+        labels=settings.pod_labels,
+        annotations=settings.pod_annotations,
+        priority_class=settings.priority_class,
+        affinity=settings.affinity,
+        resources=settings.pod_resources,
+        capabilities=settings.capabilities,
         user=settings.user,
         grace_seconds=settings.grace_seconds,
     )

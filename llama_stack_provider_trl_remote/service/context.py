@@ -55,6 +55,7 @@ from llama_stack_provider_trl.system.offload import in_work_thread
 from llama_stack_provider_trl.system.process import usable_cpus
 
 from ..nodes.identity import host_id, versions
+from ..nodes.pools.cluster_api import account_directories
 from .cluster.launcher import ClusterLauncher
 from .cluster.loads import Loads
 from .cluster.membership import Cluster, incarnation
@@ -108,7 +109,9 @@ class Service(StoredJobs):
         self.devices = settings.devices()
         check_interpreter(settings.train_python)
         check_vllm(settings.vllm_python)
-        self.isolation = isolate(settings.isolation, [settings.data_dir], [config, settings.tls_key])
+        self.isolation = isolate(
+            settings.isolation, [settings.data_dir, *account_directories()], [config, settings.tls_key]
+        )
         self.space = Space(settings.min_free_disk_mb << 20, lambda: unfinished(self.store.database))
         self.blobs = Blobs(settings, self.isolation, self.space)
         registration = Registration(

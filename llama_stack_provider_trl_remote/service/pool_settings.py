@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, StringConstraints, field_validator, model_validator
@@ -19,6 +19,16 @@ _DNS_LABEL = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY")
 _Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
 """Name of an object of Kubernetes."""
+_QUALIFIED = r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+_QualifiedName = Annotated[str, StringConstraints(pattern=f"^{_QUALIFIED}$")]
+"""Key of a label or annotation: https://kubernetes.io/docs/concepts/overview/working-with-objects/labels/"""
+_LabelValue = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?$")]
+_OUR_LABELS = frozenset({"app.kubernetes.io/name", "app.kubernetes.io/managed-by", "job-name", "controller-uid"})
+_AFFINITIES = ("nodeAffinity", "podAffinity", "podAntiAffinity")
+_ANNOTATION_BYTES = 256 << 10
+_RESOURCE = rf"ephemeral-storage|hugepages-[0-9]+[KMG]i|(?=[^/]+/){_QUALIFIED}"
+_QUANTITY = r"[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?"
+"""https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/"""
 
 
 class _PoolBlock(Documented):
@@ -179,21 +189,24 @@ class Toleration(_PoolBlock):
 
 
 class KubernetesPoolSettings(_PoolSettings):
-    """Pods of a Kubernetes cluster, through the `kubectl` of the service's machine."""
+    """Pods of a Kubernetes cluster, through its API where the service runs in it, else through `kubectl`."""
 
     kind: Literal["kubernetes"]
     image: str = Field(min_length=1, pattern=r"^\S+$")
     """kubernetes: image with `trl-remote` and what trains, such as deploy/Dockerfile makes (target train)."""
-    namespace: str = Field("default", pattern=_DNS_LABEL)
-    """kubernetes: namespace of its Jobs and of its Secret."""
+    namespace: str | None = Field(None, pattern=_DNS_LABEL)
+    """kubernetes: namespace of its Jobs and of its Secret; null: the service's own where it runs in the cluster, else
+    default."""
     secret: _Name = "trl-node-token"
     """kubernetes: Secret whose key node-token is a token of the role node (node_token)."""
     kubeconfig: Path | None = None
-    """kubernetes: file of kubectl; null: its own choice."""
+    """kubernetes: file of kubectl; null: its own choice, or no kubectl where the service runs in the cluster."""
     context: str | None = Field(None, min_length=1)
     """kubernetes: context of that file; null: the current one."""
     grace_seconds: int = Field(120, ge=10, le=3600)
     """kubernetes: seconds in which jobs save once a pod is evicted or given back; then its processes are killed."""
+    partial_seconds: float = Field(600.0, ge=10)
+    """kubernetes: seconds for which running pods of a request wait for its others; then all are given back."""
     gpu_resource: str = Field("nvidia.com/gpu", pattern=r"^[a-z0-9.-]+/[A-Za-z0-9_.-]+$")
     """kubernetes: resource that `node.gpus` counts."""
     node_selector: dict[str, str] = Field(default_factory=dict)
@@ -210,6 +223,18 @@ class KubernetesPoolSettings(_PoolSettings):
         default_factory=dict
     )
     """kubernetes: variables of agents, such as HF_HOME; no secrets, which everyone who may read pods sees."""
+    pod_labels: dict[_QualifiedName, _LabelValue] = Field(default_factory=dict)
+    """kubernetes: labels of Jobs and pods, such as those of a queue; `node.labels` are the service's own."""
+    pod_annotations: dict[_QualifiedName, str] = Field(default_factory=dict)
+    """kubernetes: annotations of Jobs and pods, such as k8s.v1.cni.cncf.io/networks."""
+    priority_class: _Name | None = None
+    """kubernetes: PriorityClass of pods; null: the cluster's default."""
+    affinity: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """kubernetes: affinity of pods, as their specification has it."""
+    pod_resources: dict[str, str] = Field(default_factory=dict)
+    """kubernetes: resources of each pod besides `node`, such as {rdma/hca_shared_devices_a: "1"}, hugepages-2Mi."""
+    capabilities: tuple[Literal["IPC_LOCK", "SYS_NICE", "SYS_PTRACE", "NET_BIND_SERVICE"], ...] = ()
+    """kubernetes: capabilities of the container; all others are dropped. RDMA pins memory with IPC_LOCK."""
     user: int = Field(1000, ge=1)
     """kubernetes: id of the user whose processes they are; not 0 (root)."""
 
@@ -226,6 +251,54 @@ class KubernetesPoolSettings(_PoolSettings):
         if len(set(value.values())) < len(value):
             raise ValueError("two claims have the same directory")
         return value
+
+    @field_validator("pod_labels", "pod_annotations")
+    @classmethod
+    def _are_not_ours(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            if name in _OUR_LABELS or name.startswith(("trl-remote/", "batch.kubernetes.io/")):
+                raise ValueError(f"{name} is set for each pod by the service or by Kubernetes: choose another name")
+        return value
+
+    @field_validator("affinity")
+    @classmethod
+    def _is_affinity(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value:
+            if name not in _AFFINITIES:
+                raise ValueError(f"{name}: expected {', '.join(_AFFINITIES)}")
+        return value
+
+    @field_validator("pod_annotations")
+    @classmethod
+    def _fit(cls, value: dict[str, str]) -> dict[str, str]:
+        size = sum(len(name.encode()) + len(text.encode()) for name, text in value.items())
+        if size > _ANNOTATION_BYTES:
+            raise ValueError(f"they have {size} bytes, and Kubernetes allows {_ANNOTATION_BYTES}")
+        return value
+
+    @field_validator("pod_resources", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        """YAML reads the amount `1` as a number."""
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: str(one) if isinstance(one, int) and not isinstance(one, bool) else one for key, one in value.items()
+        }
+
+    @model_validator(mode="after")
+    def _resources_are_others(self) -> Self:
+        for name, amount in self.pod_resources.items():
+            if name in ("cpu", "memory", self.gpu_resource):
+                raise ValueError(f"pod_resources: {name}: use node.cpus, node.memory_gb and node.gpus")
+            if not re.fullmatch(_RESOURCE, name):
+                raise ValueError(
+                    f"pod_resources: {name!r} is no resource of Kubernetes: expected such as "
+                    "rdma/hca_shared_devices_a, hugepages-2Mi or ephemeral-storage"
+                )
+            if not re.fullmatch(_QUANTITY, amount) or not re.search("[1-9]", amount):
+                raise ValueError(f"pod_resources: {name}: {amount!r}: expected an amount above 0, such as 1 or 100Gi")
+        return self
 
     @field_validator("environment")
     @classmethod

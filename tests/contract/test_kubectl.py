@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl_remote.nodes.pools.base import Given, PoolOrder, PoolRefusal, PoolUnavailable
+from llama_stack_provider_trl_remote.nodes.pools.kubectl import Kubectl
 from llama_stack_provider_trl_remote.nodes.pools.kubernetes import KubernetesPool
 from llama_stack_provider_trl_remote.nodes.pools.pods import PodShape
 from tests.kubernetes_api import JOBS, Namespace, server
@@ -31,7 +32,7 @@ def pool_at(address: str, tmp_path: Path, context: str = "here") -> KubernetesPo
         "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],
     }
     (tmp_path / "kubeconfig").write_text(json.dumps(config))
-    return KubernetesPool(SHAPE, "http://10.0.0.1:8322", {}, "training", tmp_path / "kubeconfig", context)
+    return KubernetesPool(SHAPE, "http://10.0.0.1:8322", {}, Kubectl("training", tmp_path / "kubeconfig", context))
 
 
 @pytest.fixture
@@ -56,6 +57,8 @@ def test_an_order_from_its_request_to_its_release(namespace: tuple[Namespace, Ku
     cluster.make_pods("Running", "Running")
     assert pool.observe(ORDER) == (Given.all, "Kubernetes Job trl-abc")
     pool.release(ORDER)
+    # The role of deploy/kubernetes/pool-role.yaml: kubectl reads no single Job.
+    assert {path for method, path in cluster.called if method == "GET" and path.startswith(JOBS)} == {JOBS}
     assert pool.observe(ORDER).given is Given.pending
     cluster.end_pods()
     assert pool.observe(ORDER).given is Given.nothing

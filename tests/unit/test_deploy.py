@@ -16,6 +16,7 @@ import yaml
 from llama_stack_provider_trl.system.data_dir import NodeDir
 from llama_stack_provider_trl_remote.cli import main as cli
 from llama_stack_provider_trl_remote.nodes.pools.base import PoolOrder
+from llama_stack_provider_trl_remote.nodes.pools.cluster_api import ACCOUNT
 from llama_stack_provider_trl_remote.nodes.pools.pods import SCRIPT, PodShape, job
 from llama_stack_provider_trl_remote.service.loading import load_settings
 
@@ -145,6 +146,26 @@ def test_only_what_trains_reaches_agents_and_only_clients_reach_the_service_besi
     assert all(reaches(source, target) == {None} for source in training for target in training)
     assert [reaches("client", target) for target in training] == [{8322}, set(), set()]
     assert not any(reaches("other", target) for target in training)
+
+
+def test_a_pool_in_the_cluster_has_the_rights_that_it_uses_and_no_others() -> None:
+    spec = objects(DEPLOY / "kubernetes" / "service.yaml")[-1]["spec"]["template"]["spec"]
+    account = objects(DEPLOY / "kubernetes" / "service.yaml")[0]
+    role, binding = objects(DEPLOY / "kubernetes" / "pool-role.yaml")[1:]
+    assert (account["kind"], account["metadata"]["name"]) == ("ServiceAccount", spec["serviceAccountName"])
+    assert {"kind": "ServiceAccount", "name": spec["serviceAccountName"]} in binding["subjects"]
+    rights = {(name, verb) for rule in role["rules"] for name in rule["resources"] for verb in rule["verbs"]}
+    assert rights == {*(("jobs", verb) for verb in ("create", "list", "delete")), ("pods", "list"), ("events", "list")}
+    assert all("*" not in (*rule["apiGroups"], *rule["resources"], *rule["verbs"]) for rule in role["rules"])
+    # What the service reads is what is mounted.
+    (mount,) = (one for one in spec["containers"][0]["volumeMounts"] if one["name"] == "account")
+    assert Path(mount["mountPath"]) == ACCOUNT
+    (volume,) = (one for one in spec["volumes"] if one["name"] == "account")
+    token, ca, namespace = volume["projected"]["sources"]
+    paths = [token["serviceAccountToken"]["path"], ca["configMap"]["items"][0]["path"]]
+    assert [*paths, namespace["downwardAPI"]["items"][0]["path"]] == ["token", "ca.crt", "namespace"]
+    agents = objects(DEPLOY / "kubernetes" / "agents.yaml")[-1]["spec"]["template"]["spec"]
+    assert "serviceAccountName" not in agents
 
 
 SERVED = {"service", "dashboard", "search", "tensorboard", "mlflow", "wandb", "trackio", "ssh", "discovery"}

@@ -10,7 +10,8 @@ import pytest
 
 from llama_stack_provider_trl_remote.nodes.pools.base import Given, PoolOrder, PoolRefusal, PoolUnavailable
 from llama_stack_provider_trl_remote.nodes.pools.commands import Ran
-from llama_stack_provider_trl_remote.nodes.pools.kubernetes import KubernetesPool, run_kubectl
+from llama_stack_provider_trl_remote.nodes.pools.kubectl import Kubectl, run_kubectl
+from llama_stack_provider_trl_remote.nodes.pools.kubernetes import KubernetesPool
 from llama_stack_provider_trl_remote.nodes.pools.pods import PodShape
 from tests.kubernetes_api import CORE, JOBS, Namespace, validate
 
@@ -18,7 +19,7 @@ ORDER = PoolOrder("abc", ("gpu-abc-0", "gpu-abc-1"), "trl-abc")
 GIB = 1 << 30
 
 
-class Kubectl:
+class PlayedKubectl:
     """Reads the commands that a pool runs, and calls a namespace."""
 
     def __init__(self, namespace: Namespace) -> None:
@@ -64,17 +65,17 @@ def namespace() -> Namespace:
 
 
 @pytest.fixture
-def kubectl(namespace: Namespace) -> Kubectl:
-    return Kubectl(namespace)
+def kubectl(namespace: Namespace) -> PlayedKubectl:
+    return PlayedKubectl(namespace)
 
 
 @pytest.fixture
-def pool(kubectl: Kubectl) -> KubernetesPool:
+def pool(kubectl: PlayedKubectl) -> KubernetesPool:
     shape = PodShape("registry.example/trl:1", "trl-node-token", 8, 64 * GIB, gpus=2)
-    return KubernetesPool(shape, "http://10.0.0.1:8322", {"rack": "$(HOME)'s"}, "training", run=kubectl)
+    return KubernetesPool(shape, "http://10.0.0.1:8322", {"rack": "$(HOME)'s"}, Kubectl("training", run=kubectl))
 
 
-def test_an_order_is_one_job_however_often_it_is_requested(pool: KubernetesPool, kubectl: Kubectl) -> None:
+def test_an_order_is_one_job_however_often_it_is_requested(pool: KubernetesPool, kubectl: PlayedKubectl) -> None:
     assert pool.choose("abc", 2, []) == "trl-abc"
     assert pool.observe(ORDER) == (Given.nothing, "")
     pool.request(ORDER)
@@ -83,7 +84,7 @@ def test_an_order_is_one_job_however_often_it_is_requested(pool: KubernetesPool,
     assert pool.observe(ORDER) == (Given.pending, "Kubernetes Job trl-abc waits: it has 0 of 2 pods")
 
 
-def test_the_job_has_a_pod_with_an_agent_for_each_machine(pool: KubernetesPool, kubectl: Kubectl) -> None:
+def test_the_job_has_a_pod_with_an_agent_for_each_machine(pool: KubernetesPool, kubectl: PlayedKubectl) -> None:
     pool.request(ORDER)
     spec = kubectl.manifest["spec"]
     assert (spec["completionMode"], spec["completions"], spec["parallelism"], spec["backoffLimit"]) == (
@@ -107,7 +108,9 @@ def test_the_job_has_a_pod_with_an_agent_for_each_machine(pool: KubernetesPool, 
     assert container["resources"] == {"requests": amounts, "limits": amounts}
 
 
-def test_pods_have_no_privileges_and_the_token_as_a_file_of_mode_0440(pool: KubernetesPool, kubectl: Kubectl) -> None:
+def test_pods_have_no_privileges_and_the_token_as_a_file_of_mode_0440(
+    pool: KubernetesPool, kubectl: PlayedKubectl
+) -> None:
     """What the Pod Security Standard `restricted` demands."""
     pool.request(ORDER)
     pod = kubectl.manifest["spec"]["template"]["spec"]
@@ -121,7 +124,7 @@ def test_pods_have_no_privileges_and_the_token_as_a_file_of_mode_0440(pool: Kube
     assert container["volumeMounts"][0] == {"name": "tokens", "mountPath": "/run/secrets/trl", "readOnly": True}
 
 
-def test_what_the_settings_add_to_pods(kubectl: Kubectl) -> None:
+def test_what_the_settings_add_to_pods(kubectl: PlayedKubectl) -> None:
     shape = PodShape(
         **{"image": "i", "secret": "s", "cpus": 1, "memory_bytes": GIB, "gpus": 1, "gpu_resource": "amd.com/gpu"},
         node_selector={"pool": "gpu"},
@@ -132,7 +135,7 @@ def test_what_the_settings_add_to_pods(kubectl: Kubectl) -> None:
         environment={"HF_HOME": "/models/$(x)"},
         **{"user": 2000, "grace_seconds": 600},
     )
-    KubernetesPool(shape, "http://10.0.0.1:8322", {}, "training", run=kubectl).request(ORDER)
+    KubernetesPool(shape, "http://10.0.0.1:8322", {}, Kubectl("training", run=kubectl)).request(ORDER)
     pod = kubectl.manifest["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["resources"]["limits"]["amd.com/gpu"] == "1"
@@ -145,7 +148,39 @@ def test_what_the_settings_add_to_pods(kubectl: Kubectl) -> None:
     assert (pod["securityContext"]["runAsUser"], pod["terminationGracePeriodSeconds"]) == (2000, 600)
 
 
-def test_a_manifest_with_an_unknown_field_would_fail_these_tests(pool: KubernetesPool, kubectl: Kubectl) -> None:
+AFFINITY = {
+    "nodeAffinity": {
+        "requiredDuringSchedulingIgnoredDuringExecution": {
+            "nodeSelectorTerms": [{"matchExpressions": [{"key": "gpu", "operator": "In", "values": ["h100"]}]}]
+        }
+    }
+}
+
+
+def test_pods_fit_clusters_with_queues_rdma_and_networks_of_their_own(kubectl: PlayedKubectl) -> None:
+    shape = PodShape(
+        **{"image": "i", "secret": "s", "cpus": 1, "memory_bytes": GIB, "priority_class": "batch"},
+        labels={"kueue.x-k8s.io/queue-name": "research", "team": "nlp", "app.kubernetes.io/name": "other"},
+        annotations={"k8s.v1.cni.cncf.io/networks": "rdma-net"},
+        affinity=AFFINITY,
+        resources={"rdma/hca_shared_devices_a": "1", "ephemeral-storage": "100Gi"},
+        capabilities=("IPC_LOCK",),
+    )
+    KubernetesPool(shape, "http://10.0.0.1:8322", {}, Kubectl("training", run=kubectl)).request(ORDER)
+    template = kubectl.manifest["spec"]["template"]
+    for metadata in (kubectl.manifest["metadata"], template["metadata"]):
+        assert metadata["labels"].items() >= {"kueue.x-k8s.io/queue-name": "research", "team": "nlp"}.items()
+        assert metadata["labels"]["app.kubernetes.io/name"] == "trl-node"  # NetworkPolicies know pods by it
+        assert metadata["annotations"] == {"k8s.v1.cni.cncf.io/networks": "rdma-net"}
+    pod = template["spec"]
+    (container,) = pod["containers"]
+    assert (pod["priorityClassName"], pod["affinity"]) == ("batch", AFFINITY)
+    for amounts in container["resources"].values():
+        assert (amounts["rdma/hca_shared_devices_a"], amounts["ephemeral-storage"]) == ("1", "100Gi")
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+
+
+def test_a_manifest_with_an_unknown_field_would_fail_these_tests(pool: KubernetesPool, kubectl: PlayedKubectl) -> None:
     pool.request(ORDER)
     kubectl.manifest["spec"]["template"]["spec"]["containers"][0]["gpus"] = 1
     with pytest.raises(Exception, match="'gpus' was unexpected"):
@@ -184,7 +219,7 @@ def test_a_pod_that_waits_has_its_reason_in_the_sentence(
 ) -> None:
     pool.request(ORDER)
     namespace.make_pods("Running", "Pending")[1]["status"] |= status
-    assert pool.observe(ORDER) == (Given.pending, f"Kubernetes Job trl-abc waits: {message}")
+    assert pool.observe(ORDER) == (Given.some, f"Kubernetes Job trl-abc waits: {message}")
 
 
 def test_a_secret_that_is_missing_is_in_the_sentence(pool: KubernetesPool, namespace: Namespace) -> None:
@@ -287,7 +322,7 @@ LOG = 'E1124 22:10:11.126018   19389 memcache.go:265] "Unhandled Error" err="cou
     ],
 )  # fmt: skip
 def test_a_cluster_that_is_away_is_no_refusal(
-    pool: KubernetesPool, kubectl: Kubectl, errors: str, message: str
+    pool: KubernetesPool, kubectl: PlayedKubectl, errors: str, message: str
 ) -> None:
     kubectl.fails = errors
     for call in (pool.request, pool.observe, pool.release):
@@ -306,7 +341,9 @@ def test_a_cluster_that_is_away_is_no_refusal(
         'strict decoding error: unknown field "spec.podReplacementPolicy"',
     ],
 )
-def test_what_a_cluster_would_refuse_again_is_a_refusal(pool: KubernetesPool, kubectl: Kubectl, errors: str) -> None:
+def test_what_a_cluster_would_refuse_again_is_a_refusal(
+    pool: KubernetesPool, kubectl: PlayedKubectl, errors: str
+) -> None:
     kubectl.fails = errors
     with pytest.raises(PoolRefusal) as caught:
         pool.request(ORDER)
@@ -325,9 +362,12 @@ def test_a_kubectl_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert "KUBECONFIG=/etc/trl/kubeconfig" in shown
 
 
-def test_output_that_is_no_list_is_reported(pool: KubernetesPool, kubectl: Kubectl) -> None:
+def test_output_that_is_no_list_is_reported(pool: KubernetesPool, kubectl: PlayedKubectl) -> None:
     kubernetes = KubernetesPool(
-        PodShape("i", "s", 1, GIB), "http://10.0.0.1:8322", {}, "training", run=lambda argv, text: Ran(0, "hello", "")
+        PodShape("i", "s", 1, GIB),
+        "http://10.0.0.1:8322",
+        {},
+        Kubectl("training", run=lambda argv, text: Ran(0, "hello", "")),
     )
     with pytest.raises(PoolUnavailable, match="kubectl get jobs,pods has written what is no list of objects"):
         kubernetes.observe(ORDER)

@@ -36,6 +36,7 @@ class FakePool:
         self.error: Exception | None = None
         self.unreachable: Exception | None = None
         self.pending = ""
+        self.partly = False
 
     def choose(self, request_id: str, nodes: int, taken: Sequence[str]) -> str:
         return f"handle-{len(taken)}"
@@ -51,6 +52,8 @@ class FakePool:
             raise self.unreachable
         if order.request_id not in self.given:
             return Seen(Given.nothing, "it was cancelled")
+        if self.partly:
+            return Seen(Given.some, "1 of 2 pods start")
         return Seen(Given.pending, self.pending) if self.pending else Seen(Given.all)
 
     def release(self, order: PoolOrder) -> None:
@@ -143,6 +146,54 @@ def test_machines_are_recorded_requested_given_used_and_given_back(world: World)
     assert world.states() == ["ended"]
     world.round()
     assert (world.pool.given, world.store.nodes.all(), len(world.pool.requests)) == ({}, [], 1)
+
+
+def test_some_machines_of_a_request_wait_for_the_others_for_a_time_only(world: World) -> None:
+    world.limits = replace(world.limits, partial_seconds=60)
+    world.joins = False
+    world.restart()
+    world.submit()
+    world.pool.pending = "no machine is free"
+    for _ in range(30):  # nothing is held meanwhile: there is no limit
+        world.round()
+    assert world.states() == ["requested"]
+    world.pool.partly = True
+    for _ in range(12):
+        world.round()
+    assert world.states() == ["requested"]
+    assert world.note().endswith("UTC: 1 of 2 pods start")
+    for _ in range(3):
+        world.round()
+    assert world.states()[0] == "ended"
+    assert not world.pool.given
+    (one, *_) = world.store.allocations.all(since=0.0)
+    assert one.message == "some of its 2 machines waited 60 s for the others: 1 of 2 pods start"
+    assert "some of its 2 machines waited 60 s" in world.note()
+    assert "requested again after" in world.note()
+
+
+@pytest.mark.parametrize("interruption", ["all", "none", "unreachable"])
+def test_the_limit_counts_from_the_last_time_that_machines_began_to_wait(world: World, interruption: str) -> None:
+    world.limits = replace(world.limits, partial_seconds=60, join_seconds=1000)
+    world.joins = False
+    world.restart()
+    world.submit()
+    world.pool.partly = True
+    for _ in range(8):
+        world.round()
+    if interruption == "all":
+        world.pool.partly = False
+    elif interruption == "none":
+        world.pool.partly, world.pool.pending = False, "its pod was evicted"
+    else:
+        world.pool.unreachable = PoolUnavailable("it does not answer")
+    world.round()
+    world.pool.partly, world.pool.unreachable = True, None
+    for _ in range(8):
+        world.round()
+    # Once all were given none is missing any more; a cluster that is away has reported nothing.
+    expected = {"all": "granted", "none": "requested", "unreachable": "ended"}[interruption]
+    assert world.states()[0] == expected
 
 
 @pytest.mark.parametrize("point", POINTS)

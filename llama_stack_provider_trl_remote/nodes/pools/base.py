@@ -50,7 +50,9 @@ class Given(StrEnum):
     nothing = "nothing"
     """It has never had it, or nothing of it is left."""
     pending = "pending"
-    """It has accepted it, and has not given every machine yet."""
+    """It has accepted it, and has not given a machine yet, or no longer has one that runs an agent."""
+    some = "some"
+    """An agent was started on some of its machines, which wait for the others."""
     all = "all"
     """An agent was started on every machine."""
 
@@ -60,7 +62,7 @@ class Seen(NamedTuple):
 
     given: Given
     message: str = ""
-    """The reason for which it is pending, or for which nothing is left."""
+    """The reason for which machines are missing, or for which nothing is left."""
 
 
 class Pool(Protocol):

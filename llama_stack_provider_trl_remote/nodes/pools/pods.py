@@ -70,6 +70,16 @@ class PodShape:
     claims: Mapping[str, str] = field(default_factory=dict)
     """PersistentVolumeClaim -> directory at which pods have it."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Of the Job and its pods, besides our own."""
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    priority_class: str | None = None
+    affinity: Mapping[str, Any] = field(default_factory=dict)
+    """As a pod's specification has it."""
+    resources: Mapping[str, str] = field(default_factory=dict)
+    """Resource -> amount, besides cores, memory and GPUs."""
+    capabilities: Sequence[str] = ()
+    """Capabilities of Linux that the container keeps."""
     user: int = 1000
     grace_seconds: int = 120
     """Seconds between SIGTERM and SIGKILL."""
@@ -85,14 +95,16 @@ def job(order: PoolOrder, shape: PodShape, service_url: str, labels: Mapping[str
         labels: of the nodes, in the service.
     """
     marks = {
+        **shape.labels,
         **{"app.kubernetes.io/name": "trl-node", "app.kubernetes.io/managed-by": "trl-remote"},
         REQUEST: order.request_id,
     }
+    annotations = {"annotations": dict(shape.annotations)} if shape.annotations else {}
     count = len(order.names)
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": order.handle, "labels": marks},
+        "metadata": {"name": order.handle, "labels": marks, **annotations},
         "spec": {
             "completionMode": "Indexed",
             "completions": count,
@@ -101,7 +113,7 @@ def job(order: PoolOrder, shape: PodShape, service_url: str, labels: Mapping[str
             "podReplacementPolicy": "Failed",
             "ttlSecondsAfterFinished": _KEPT_SECONDS,
             "template": {
-                "metadata": {"labels": marks},
+                "metadata": {"labels": marks, **annotations},
                 "spec": _pod(shape, _container(order, shape, service_url, labels)),
             },
         },
@@ -119,7 +131,9 @@ def _container(order: PoolOrder, shape: PodShape, service_url: str, labels: Mapp
         "cpu": str(shape.cpus),
         "memory": f"{max(1, shape.memory_bytes // _MIB)}Mi",
         **({shape.gpu_resource: str(shape.gpus)} if shape.gpus else {}),
+        **shape.resources,
     }
+    added = {"add": list(shape.capabilities)} if shape.capabilities else {}
     return {
         "name": "agent",
         "image": shape.image,
@@ -139,7 +153,7 @@ def _container(order: PoolOrder, shape: PodShape, service_url: str, labels: Mapp
             "exec": {"command": ["test", "-f", str(NodeDir(Path(WORK, "agent")).credential)]},
             "periodSeconds": 5,
         },
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], **added}},
         # The last lines of an agent that fails are then part of the pod's status.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
@@ -170,6 +184,8 @@ def _pod(shape: PodShape, container: Mapping[str, Any]) -> dict[str, Any]:
         },
         **({"nodeSelector": dict(shape.node_selector)} if shape.node_selector else {}),
         **({"tolerations": [dict(one) for one in shape.tolerations]} if shape.tolerations else {}),
+        **({"affinity": dict(shape.affinity)} if shape.affinity else {}),
+        **({"priorityClassName": shape.priority_class} if shape.priority_class else {}),
         **({"runtimeClassName": shape.runtime_class} if shape.runtime_class else {}),
         **(
             {"imagePullSecrets": [{"name": name} for name in shape.image_pull_secrets]}

@@ -10,11 +10,11 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from email.message import Message
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from .base import PoolRefusal, PoolUnavailable
+from .plain_http import RefusedRedirects, why_unreachable
 
 _TIMEOUT = 30.0
 _MOST_BYTES = 4 << 20
@@ -106,15 +106,6 @@ class RayJobs:
         return found
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would take the token to another host."""
-
-    def redirect_request(
-        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
-    ) -> None:
-        return None
-
-
 def is_active(job: Mapping[str, Any]) -> bool:
     """Whether a job has not ended."""
     return job.get("status") in _ACTIVE
@@ -126,7 +117,7 @@ def sender(address: str, token_file: Path | None) -> Send:
     Args:
         token_file: with the token of the cluster (RAY_AUTH_MODE=token); read for each call.
     """
-    opener = urllib.request.build_opener(_NoRedirects())
+    opener = urllib.request.build_opener(RefusedRedirects())
 
     def send(method: str, path: str, body: Mapping[str, Any] | None) -> RayAnswer:
         headers = {"Content-Type": "application/json"}
@@ -144,8 +135,6 @@ def sender(address: str, token_file: Path | None) -> Send:
             with error:
                 return RayAnswer(error.code, error.read(_MOST_BYTES).decode(errors="replace"))
         except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = getattr(error, "reason", None) or error
-            text = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
-            raise PoolUnavailable(f"Ray at {address} cannot be reached ({text})") from error
+            raise PoolUnavailable(f"Ray at {address} cannot be reached ({why_unreachable(error)})") from error
 
     return send

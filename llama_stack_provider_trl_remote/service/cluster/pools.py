@@ -65,6 +65,8 @@ class ManagedPool:
     idle_seconds: float = 300.0
     join_seconds: float = 600.0
     """Seconds from the grant within which every node joins."""
+    partial_seconds: float | None = None
+    """Seconds for which some machines of an allocation are kept while the others are missing; None: no limit."""
 
 
 class PoolReport(NamedTuple):
@@ -113,6 +115,8 @@ class Pools:
         self._closed: Mapping[str, str] = {}
         self._unused_since: dict[str, float] = {}
         self._trouble = {name: _Trouble() for name in self.pools}
+        self._partial_since: dict[str, float] = {}
+        """Allocation -> the time since which it has some of its machines, as this process has seen it."""
         self._decided_at = float("-inf")
         self._tended = threading.Event()
         self._stopping = threading.Event()
@@ -251,6 +255,7 @@ class Pools:
     def _return(self, one: Allocation, why: str) -> bool:
         moved = self._store.allocations.move(one, AllocationState.returning, why)
         if moved:
+            self._partial_since.pop(one.request_id, None)
             log.info("pool %s: %s is given back: %s", one.pool, one.request_id, why)
             faults.reach("pool-returning")
         return moved
@@ -312,14 +317,31 @@ class Pools:
             if missing and one.state is AllocationState.granted:
                 message = f"{', '.join(missing)} did not join: {message}; see the agent's output there"
             self._end(one, message, failed=bool(missing))
-        elif seen.given is Given.pending:
+        elif seen.given in (Given.pending, Given.some):
             self._store.allocations.note(one, seen.message)
+            if one.state is AllocationState.requested and seen.given is Given.some:
+                self._expect_the_others(pool, one, seen)
+            else:
+                self._partial_since.pop(one.request_id, None)
         elif one.state is AllocationState.requested:
+            self._partial_since.pop(one.request_id, None)
             if self._store.allocations.move(one, AllocationState.granted):
                 log.info("pool %s: %s is given: %s", one.pool, one.request_id, ", ".join(node_names(one)))
         else:
             self._store.allocations.note(one, "")  # it answers again
             self._expect(pool, one, seen)
+
+    def _expect_the_others(self, pool: ManagedPool, one: Allocation, seen: Seen) -> None:
+        """Give an allocation back that has had only some of its machines for too long: the job that they are for cannot
+        use them, and other users could."""
+        now = self._clock()
+        since = self._partial_since[one.request_id] = min(now, self._partial_since.get(one.request_id, now))
+        if pool.partial_seconds is not None and now - since > pool.partial_seconds:
+            message = (
+                f"some of its {one.nodes} machines waited {pool.partial_seconds:g} s for the others: {seen.message}"
+            )
+            if self._return(one, message):
+                self._fail(one.pool, message)
 
     def _expect(self, pool: ManagedPool, one: Allocation, seen: Seen) -> None:
         """Give a granted allocation back whose agents do not all join."""
@@ -337,6 +359,7 @@ class Pools:
         return [name for name in node_names(one) if self._store.nodes.get(name) is None]
 
     def _end(self, one: Allocation, message: str, *, failed: bool = False) -> None:
+        self._partial_since.pop(one.request_id, None)
         if self._store.allocations.move(one, AllocationState.ended, message):
             log.info("pool %s: %s has ended: %s", one.pool, one.request_id, message)
             if failed:
