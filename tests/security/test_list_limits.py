@@ -21,8 +21,11 @@ from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
 from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset, RowsSource
 from llama_stack_provider_trl_remote.service.http.errors import Conflict, NotFound
+from llama_stack_provider_trl_remote.service.http.places import Place
 from llama_stack_provider_trl_remote.service.routes.job_files import job_metrics
+from llama_stack_provider_trl_remote.service.routes.nodes import nodes
 from llama_stack_provider_trl_remote.service.routes.paging import page_of
+from llama_stack_provider_trl_remote.service.routes.tokens import list_tokens
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 
 WITHOUT_PAGES = {
@@ -152,16 +155,43 @@ def test_a_page_ends_early_where_its_datasets_are_large(tmp_path: Path) -> None:
     assert json.loads(page)["next"]
 
 
-def test_a_page_continues_behind_a_name_and_refuses_one_that_is_gone() -> None:
-    names = [f"node-{number}" for number in range(5)]
+@pytest.mark.parametrize("gone", ["the cursor's", "one before it", "one behind it", "all but the last"])
+def test_a_page_continues_behind_an_entry_that_is_gone(gone: str) -> None:
+    rows = [Place(0.0, "head"), *(Place(float(number), f"node-{number}") for number in range(1, 6))]
     pages, after = [], None
     while not pages or after is not None:
-        page, after = page_of(names, str, 2, after)
-        pages.append([*page])
-    assert pages == [["node-0", "node-1"], ["node-2", "node-3"], ["node-4"]]
-    assert page_of([], str, 2, None) == ([], None)
-    with pytest.raises(InvalidRequest, match="after='node-9' is not supported: there is no such entry any more"):
-        page_of(names, str, 2, "node-9")
+        page, after = page_of(rows[::-1], lambda place: place, 2, after)
+        pages.append([place.name for place in page])
+    assert pages == [["head", "node-1"], ["node-2", "node-3"], ["node-4", "node-5"]]
+    assert page_of([], lambda place: place, 2, None) == ([], None)
+    _, after = page_of(rows, lambda place: place, 3, None)
+    removed = {"the cursor's": [2], "one before it": [1], "one behind it": [3], "all but the last": [0, 1, 2, 3, 4]}
+    left = [place for number, place in enumerate(rows) if number not in removed[gone]]
+    page, last = page_of(left, lambda place: place, 10, after)
+    assert ([place.name for place in page], last) == ([row.name for row in left if row > rows[2]], None)
+    with pytest.raises(InvalidRequest, match="after='node-9' is not supported: expected `next` of the page before"):
+        page_of(rows, lambda place: place, 2, "node-9")
+
+
+def test_pages_of_tokens_and_nodes_continue_when_the_entry_of_their_cursor_is_deleted(tmp_path: Path) -> None:
+    os.chmod(tmp_path, 0o700)
+    tokens = [{"token": f"{name:x>32}", "name": name, "role": "submit"} for name in ("b", "a")]
+    service = Service(ServiceSettings.model_validate({"data_dir": tmp_path, "tokens": tokens}))
+    for name in ("e", "d", "c"):
+        service.tokens.create(name, "submit", "a")
+    first = json.loads(asyncio.run(list_tokens(service, 3, None)).body)
+    assert [row["name"] for row in first["data"]] == ["a", "b", "e"]
+    service.tokens.revoke("e")
+    second = json.loads(asyncio.run(list_tokens(service, 3, first["next"])).body)
+    assert ([row["name"] for row in second["data"]], second["next"]) == (["d", "c"], None)
+    for name in ("z", "y", "x"):
+        service.store.nodes.join(name, "machine", "boot", "{}")
+    first = json.loads(asyncio.run(nodes(service, 2, None)).body)
+    assert [row["node"] for row in first["data"]] == [service.node_name, "x"]
+    service.remove_node("x")
+    second = json.loads(asyncio.run(nodes(service, 5, first["next"])).body)
+    assert ([row["node"] for row in second["data"]], second["next"]) == (["y", "z"], None)
+    service.stop()
 
 
 def test_pages_of_metric_points_never_divide_a_step() -> None:

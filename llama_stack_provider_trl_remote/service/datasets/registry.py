@@ -32,10 +32,11 @@ from llama_stack_provider_trl.system.offload import in_work_thread
 
 from ..http.bodies import BlobSource, Dataset, RegisterDataset, RowsSource, UriSource
 from ..http.errors import Conflict, NotFound, TooLarge
+from ..http.places import Place
 from ..settings import ServiceSettings
 from ..space import Use
 from .blobs import Blobs
-from .index import DatasetIndex, DatasetPlace
+from .index import DatasetIndex
 from .quotas import CountedRows
 from .reader import HUB, ROW_READERS
 from .registration import StoredRows
@@ -248,7 +249,7 @@ class DatasetRegistry:
     def names(self, limit: int = 1000) -> list[str]:
         """Names of the datasets that were registered last, oldest first."""
         with self._registering:
-            return [place.dataset_id for place in self._index.after(None)[-limit:]]
+            return [place.name for place in self._index.after(None)[-limit:]]
 
     def page(self, limit: int, after: str | None = None) -> bytes:
         """Datasets as JSON, oldest first: a `ListDatasetsResponse`. It has at most `limit` datasets and a few MiB.
@@ -259,7 +260,7 @@ class DatasetRegistry:
         Raises:
             InvalidRequest: `after` is no cursor.
         """
-        begin = None if after is None else DatasetPlace.of_cursor(after)
+        begin = None if after is None else Place.of_cursor(after)
         with self._registering:
             places = self._index.after(begin)
         found: list[bytes] = []
@@ -269,9 +270,9 @@ class DatasetRegistry:
                 last = places[number - 1].cursor
                 break
             try:
-                entry = self._read(place.dataset_id)
+                entry = self._read(place.name)
             except StoreError as error:
-                log.warning("dataset %r is left out of a list: %s", place.dataset_id, error)
+                log.warning("dataset %r is left out of a list: %s", place.name, error)
                 continue
             if entry is not None:  # it was deleted meanwhile
                 found.append(shown(entry).model_dump_json().encode())
@@ -462,7 +463,7 @@ class DatasetRegistry:
             atomic_write_json(path, json.loads(entry.model_dump_json()))
         except OSError as error:
             raise StoreError(f"{path} cannot be written: {error}") from error
-        self._index.add(DatasetPlace(entry.registered_at, entry.dataset.identifier), entry.created_by, entry.sha256)
+        self._index.add(Place(entry.registered_at, entry.dataset.identifier), entry.created_by, entry.sha256)
 
     @property
     def _index(self) -> DatasetIndex:
@@ -479,7 +480,7 @@ class DatasetRegistry:
                 log.warning("%s", error)
                 continue
             if read is not None:
-                found.append((DatasetPlace(read.registered_at, read.dataset.identifier), read.created_by, read.sha256))
+                found.append((Place(read.registered_at, read.dataset.identifier), read.created_by, read.sha256))
         return DatasetIndex(found)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import Query
 
-from llama_stack_provider_trl.errors import InvalidRequest
+from ..http.places import Place
 
 MOST = 1000
 Limit = Annotated[int, Query(ge=1, le=MOST, description="Entries per page")]
@@ -15,17 +15,15 @@ After = Annotated[str | None, Query(max_length=1024, description="`next` of the 
 
 
 def page_of[Row](
-    rows: Sequence[Row], name: Callable[[Row], str], limit: int, after: str | None
+    rows: Sequence[Row], place: Callable[[Row], Place], limit: int, after: str | None
 ) -> tuple[Sequence[Row], str | None]:
-    """The rows behind the one of the name `after`, and the name to continue with; None: these are the last ones.
+    """The rows behind the place that `after` names, by place, and the cursor to continue with; None: these are the
+    last ones. The row that had the place may be deleted meanwhile.
 
     Raises:
-        InvalidRequest: there is no row of that name.
+        InvalidRequest: `after` is no cursor.
     """
-    begin = 0
-    if after is not None:
-        begin = next((number for number, row in enumerate(rows, 1) if name(row) == after), 0)
-        if not begin:
-            raise InvalidRequest("after", after, "there is no such entry any more: begin with the first page again")
-    page = rows[begin : begin + limit]
-    return page, name(page[-1]) if begin + limit < len(rows) else None
+    begin = None if after is None else Place.of_cursor(after)
+    rows = sorted((row for row in rows if begin is None or place(row) > begin), key=place)
+    page = rows[:limit]
+    return page, place(page[-1]).cursor if limit < len(rows) else None

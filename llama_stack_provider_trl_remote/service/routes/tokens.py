@@ -14,6 +14,7 @@ from ...wire import NAME
 from ..context import Context
 from ..http.bodies import AuditLine, AuditPage, CreatedToken, CreateToken, ListTokensResponse, TokenRow
 from ..http.errors import declared
+from ..http.places import Place
 from ..security.access import ADMINS, CurrentCaller, GuardedRoute
 from ..views.logs import MOST_BYTES
 from .files import TEXT
@@ -44,13 +45,13 @@ async def create_token(service: Context, body: CreateToken, caller: CurrentCalle
 
 @router.get("", dependencies=[ADMINS], response_model=ListTokensResponse, responses=declared())
 async def list_tokens(service: Context, limit: Limit = MOST, after: After = None) -> Response:
-    """Tokens without the tokens themselves: those of the configuration first."""
-    configured = [
+    """Tokens without the tokens themselves: those of the configuration first, others as they were created."""
+    rows = [
         TokenRow(name=entry.name, role=entry.role, source=entry.setting, **_limits(entry.limits))
         for entry in service.settings.configured_tokens
     ]
-    rows = [*configured, *map(_row, service.tokens.all())]
-    page, following = page_of(rows, lambda row: row.name, limit, after)
+    rows += map(_row, service.tokens.all())
+    page, following = page_of(rows, _place, limit, after)
     return as_json(ListTokensResponse(data=[*page], next=following))
 
 
@@ -84,6 +85,10 @@ async def read_logs(
 ) -> Response:
     """The end of the log of the service, or of a node's agent as far as that has sent it."""
     return Response(await asyncio.to_thread(service.logs.read, node, lines, size), media_type="text/plain")
+
+
+def _place(row: TokenRow) -> Place:
+    return Place(row.created_at.timestamp() if row.created_at else 0.0, row.name)
 
 
 def _row(record: TokenRecord) -> TokenRow:
