@@ -75,7 +75,8 @@ class Placing:
         yield found
         if found:
             holders = self._store.holders()
-        waiting = [(kind, _why(kind, holders, nodes, pooled)) for kind in self._store.kinds_waiting()]
+        kept = "" if found or not some_free else "waiting: the free devices are kept for jobs that come first"
+        waiting = [(kind, _why(kind, holders, nodes, pooled) or kept) for kind in self._store.kinds_waiting()]
         if changed := [(kind, why) for kind, why in waiting if why != kind.detail]:
             self._store.set_waiting_details(changed)
         self._last_without_start = None if found else seen

@@ -35,16 +35,17 @@ def dpo(job_uuid: str, steps: int, **options: Any) -> Json:
     }
 
 
-def prepared(bed: Bed, *workers: str, disk_mb: int = 0) -> None:
+def prepared(bed: Bed, *workers: str, disk_mb: int = 0, **settings: Any) -> None:
     """A service on `head` with the pairs, and these nodes.
 
     Args:
         disk_mb: of each machine's own disk, which may be filled up to its end.
+        settings: of the service.
     """
     head = bed.machine("head")
     tiny_model()
     head.disk_mb = disk_mb
-    head.serve({"min_free_disk_mb": 0} if disk_mb else None)
+    head.serve({**settings, **({"min_free_disk_mb": 0} if disk_mb else {})})
     for name in workers:
         worker = bed.machine(name)
         worker.disk_mb = disk_mb

@@ -119,3 +119,34 @@ def test_a_wrong_host_key_is_one_sentence_and_the_job_waits_with_it(bed: Bed, ra
     rack.write()
     assert bed.wait_for_end("pair")["status"] == "completed"
     rack.all_is_given_back()
+
+
+def test_a_job_without_a_device_waits_for_the_gpus_of_the_pool_with_the_reason(bed: Bed, rack: Rack) -> None:
+    """Machines of the bed have no GPUs: the job waits on."""
+    rack.serve(node={"cpus": 1, "gpus": 2, "labels": {"rack": "7"}})
+    submit(bed, dpo("default", 4, resources={"nodes": 1}))
+    sentence = re.compile(
+        r"waiting for a node: 0 of \d can serve it; head has no cuda.*; device auto waits for pool rack: "
+        r"send device cpu to train without it"
+    )
+    bed.wait(lambda: sentence.match(resources_of(bed, "default")["detail"]), "the job has the reason", 60)
+    requested = "requested 1 x 2 GPUs from rack at"
+    bed.wait(lambda: requested in resources_of(bed, "default")["detail"], "a node is requested", 60)
+    submit(bed, dpo("on-cpu", 4, device="cpu", resources={"nodes": 1}))
+    assert bed.wait_for_end("on-cpu")["status"] == "completed"
+    assert resources_of(bed, "on-cpu")["device"] == "cpu"
+    assert resources_of(bed, "default")["attempt"] == 0
+    assert bed.post("/post-training/jobs/default/cancel", {}).ok
+    rack.all_is_given_back()
+
+
+def test_the_service_s_own_machine_is_one_of_the_nodes_of_a_job(bed: Bed, rack: Rack) -> None:
+    rack.serve(max_nodes=1)
+    submit(bed, dpo("pair", 8, resources={"nodes": 2}))
+    requested = "requested 1 x 1 core from rack at"
+    bed.wait(lambda: requested in resources_of(bed, "pair")["detail"], "one node is requested", 60)
+    status = bed.wait_for_end("pair")
+    assert status["status"] == "completed", (status, [machine.log_tail() for machine in rack.machines])
+    assert re.fullmatch(r"cpu,rack-\w+-0/cpu", status["resources_allocated"]["device"])
+    assert [len(one["nodes"]) for one in rack.pool()["allocations"]] == [1]
+    rack.all_is_given_back()

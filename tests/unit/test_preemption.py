@@ -172,9 +172,9 @@ class Service:
             self.store, self.launcher, devices, self.root, ports=PortRange(), preempts=preempts
         )
 
-    def add(self, name: str, priority: int = 0, ranks: int = 1) -> None:
+    def add(self, name: str, priority: int = 0, ranks: int = 1, device: str = "cuda") -> None:
         spec = job_spec(
-            name, priority=priority, ranks=ranks, device="cuda", checkpoint_dir=self.root / "checkpoints" / "out" / name
+            name, priority=priority, ranks=ranks, device=device, checkpoint_dir=self.root / "checkpoints" / "out" / name
         )
         self.store.add_job(spec, "digest")
         self.supervisor.tick()
@@ -238,12 +238,16 @@ def test_what_one_job_has_given_up_is_kept_until_the_last_one_has_saved(service:
         service.add(name)
         service.run(name)
     service.add("young", priority=1)
+    service.add("pinned", device="cuda:0")
     service.add("critical", priority=2, ranks=2)
     service.supervisor.tick()
     assert (service.pauses("a") > 0, service.pauses("b") > 0) == (True, True)
     service.save("a")
     service.supervisor.tick()
     assert service.devices("a", "b", "young", "critical") == ["", "cuda:1", "", ""]
+    assert service.store.get("young").detail == "waiting for device cuda:1 (held by job b)"
+    kept = "waiting: the free devices are kept for jobs that come first"
+    assert service.store.get("pinned").detail == kept
     service.save("b")
     assert service.devices("a", "b", "young", "critical") == ["", "", "", "cuda:0,cuda:1"]
 
