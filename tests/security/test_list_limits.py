@@ -21,7 +21,7 @@ from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
 from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset, RowsSource
 from llama_stack_provider_trl_remote.service.http.errors import Conflict, NotFound
-from llama_stack_provider_trl_remote.service.http.places import Place
+from llama_stack_provider_trl_remote.service.http.places import ListPlace
 from llama_stack_provider_trl_remote.service.routes.job_files import job_metrics
 from llama_stack_provider_trl_remote.service.routes.nodes import nodes
 from llama_stack_provider_trl_remote.service.routes.paging import page_of
@@ -157,7 +157,7 @@ def test_a_page_ends_early_where_its_datasets_are_large(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gone", ["the cursor's", "one before it", "one behind it", "all but the last"])
 def test_a_page_continues_behind_an_entry_that_is_gone(gone: str) -> None:
-    rows = [Place(0.0, "head"), *(Place(float(number), f"node-{number}") for number in range(1, 6))]
+    rows = [ListPlace(0.0, "head"), *(ListPlace(float(number), f"node-{number}") for number in range(1, 6))]
     pages, after = [], None
     while not pages or after is not None:
         page, after = page_of(rows[::-1], lambda place: place, 2, after)

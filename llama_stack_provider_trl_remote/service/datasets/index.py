@@ -6,7 +6,7 @@ from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ..http.places import Place
+from ..http.places import ListPlace
 
 
 class DatasetIndex:
@@ -14,7 +14,7 @@ class DatasetIndex:
 
     Not safe to share between threads, `has_rows` excepted: the registry has a lock."""
 
-    def __init__(self, datasets: Iterable[tuple[Place, str, str | None]]) -> None:
+    def __init__(self, datasets: Iterable[tuple[ListPlace, str, str | None]]) -> None:
         datasets = list(datasets)
         self._owners = {place.name: (place, owner) for place, owner, _ in datasets}
         self._digests = {place.name: sha256 for place, _, sha256 in datasets}
@@ -28,7 +28,7 @@ class DatasetIndex:
         """Datasets that a token has registered."""
         return self._counts[owner]
 
-    def after(self, place: Place | None) -> Sequence[Place]:
+    def after(self, place: ListPlace | None) -> Sequence[ListPlace]:
         """What comes behind a place; None: everything."""
         return self._places[0 if place is None else bisect_right(self._places, place) :]
 
@@ -36,7 +36,7 @@ class DatasetIndex:
         """Whether a dataset has the rows of a digest."""
         return sha256 in list(self._digests.values())
 
-    def add(self, place: Place, owner: str, sha256: str | None) -> None:
+    def add(self, place: ListPlace, owner: str, sha256: str | None) -> None:
         self._remove_place(place.name)
         self._digests[place.name] = sha256
         self._owners[place.name] = place, owner

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,7 +31,7 @@ from llama_stack_provider_trl.system.offload import in_work_thread
 
 from ..http.bodies import BlobSource, Dataset, RegisterDataset, RowsSource, UriSource
 from ..http.errors import Conflict, NotFound, TooLarge
-from ..http.places import Place
+from ..http.places import ListPlace
 from ..settings import ServiceSettings
 from ..space import Use
 from .blobs import Blobs
@@ -40,7 +39,7 @@ from .index import DatasetIndex
 from .quotas import CountedRows
 from .reader import HUB, ROW_READERS
 from .registration import StoredRows
-from .uris import hub_name, split_uri
+from .uris import Readable, hub_name, split_uri
 
 log = logging.getLogger(__name__)
 FIELD = "training_config.data_config.dataset_id"
@@ -62,25 +61,6 @@ class Entry(BaseModel):
     """Size and time of the file from which the rows were read."""
     created_by: str = ""
     """Name of the token that registered it; empty: registered by an earlier release."""
-
-
-@dataclass(frozen=True)
-class Readable:
-    """A checked uri. A context manager: its file is closed at the end."""
-
-    name: str
-    """Its real path, whose suffix names the format; or a uri of the hub."""
-    stamp: str
-    """Changes with the content."""
-    file: int | None = None
-    """Descriptor of the file; None: it is on the hub."""
-
-    def __enter__(self) -> Readable:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.file is not None:
-            os.close(self.file)
 
 
 class ClusterFiles(Protocol):
@@ -260,7 +240,7 @@ class DatasetRegistry:
         Raises:
             InvalidRequest: `after` is no cursor.
         """
-        begin = None if after is None else Place.of_cursor(after)
+        begin = None if after is None else ListPlace.of_cursor(after)
         with self._registering:
             places = self._index.after(begin)
         found: list[bytes] = []
@@ -463,7 +443,7 @@ class DatasetRegistry:
             atomic_write_json(path, json.loads(entry.model_dump_json()))
         except OSError as error:
             raise StoreError(f"{path} cannot be written: {error}") from error
-        self._index.add(Place(entry.registered_at, entry.dataset.identifier), entry.created_by, entry.sha256)
+        self._index.add(ListPlace(entry.registered_at, entry.dataset.identifier), entry.created_by, entry.sha256)
 
     @property
     def _index(self) -> DatasetIndex:
@@ -480,7 +460,7 @@ class DatasetRegistry:
                 log.warning("%s", error)
                 continue
             if read is not None:
-                found.append((Place(read.registered_at, read.dataset.identifier), read.created_by, read.sha256))
+                found.append((ListPlace(read.registered_at, read.dataset.identifier), read.created_by, read.sha256))
         return DatasetIndex(found)
 
 

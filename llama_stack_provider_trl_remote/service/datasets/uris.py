@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from llama_stack_provider_trl.errors import InvalidRequest
@@ -9,6 +11,25 @@ from llama_stack_provider_trl.errors import InvalidRequest
 from .reader import HUB
 
 _HUB_OPTIONS = ("split", "name", "revision")
+
+
+@dataclass(frozen=True)
+class Readable:
+    """A checked uri. A context manager: its file is closed at the end."""
+
+    name: str
+    """Its real path, whose suffix names the format; or a uri of the hub."""
+    stamp: str
+    """Changes with the content."""
+    file: int | None = None
+    """Descriptor of the file; None: it is on the hub."""
+
+    def __enter__(self) -> Readable:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.file is not None:
+            os.close(self.file)
 
 
 def split_uri(uri: str) -> SplitResult:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from llama_stack_provider_trl.errors import InvalidRequest
 
 
-class Place(NamedTuple):
+class ListPlace(NamedTuple):
     """The place of an entry in a list: by a number, then by name."""
 
     order: float
@@ -19,7 +19,7 @@ class Place(NamedTuple):
         return f"{self.order!r}~{self.name}"
 
     @classmethod
-    def of_cursor(cls, text: str) -> Place:
+    def of_cursor(cls, text: str) -> ListPlace:
         """Raises InvalidRequest: it is no cursor."""
         order, separator, name = text.partition("~")
         try:

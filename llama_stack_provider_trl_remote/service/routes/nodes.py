@@ -17,7 +17,7 @@ from ...wire import NAME
 from ..context import Context, Service
 from ..http.errors import Conflict, NotFound, declared
 from ..http.node_bodies import DeviceLoads, ListNodesResponse, NodeLoadResponse, NodeRow
-from ..http.places import Place
+from ..http.places import ListPlace
 from ..security.access import ADMINS, USERS, GuardedRoute
 from .jobs import as_json
 from .paging import MOST, After, Limit, page_of
@@ -31,7 +31,7 @@ Name = Annotated[str, Path(pattern=NAME, description="The node's name")]
 async def nodes(service: Context, limit: Limit = MOST, after: After = None) -> Response:
     """The machines that jobs may run on, by name and the service's own first, and the jobs on their devices."""
     rows = await asyncio.to_thread(node_rows, service)
-    page, following = page_of(rows, lambda row: Place(0.0 if row.head else 1.0, row.node), limit, after)
+    page, following = page_of(rows, lambda row: ListPlace(0.0 if row.head else 1.0, row.node), limit, after)
     return as_json(ListNodesResponse(data=[*page], next=following))
 
 

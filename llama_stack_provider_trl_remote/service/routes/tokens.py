@@ -14,7 +14,7 @@ from ...wire import NAME
 from ..context import Context
 from ..http.bodies import AuditLine, AuditPage, CreatedToken, CreateToken, ListTokensResponse, TokenRow
 from ..http.errors import declared
-from ..http.places import Place
+from ..http.places import ListPlace
 from ..security.access import ADMINS, CurrentCaller, GuardedRoute
 from ..views.logs import MOST_BYTES
 from .files import TEXT
@@ -87,8 +87,8 @@ async def read_logs(
     return Response(await asyncio.to_thread(service.logs.read, node, lines, size), media_type="text/plain")
 
 
-def _place(row: TokenRow) -> Place:
-    return Place(row.created_at.timestamp() if row.created_at else 0.0, row.name)
+def _place(row: TokenRow) -> ListPlace:
+    return ListPlace(row.created_at.timestamp() if row.created_at else 0.0, row.name)
 
 
 def _row(record: TokenRecord) -> TokenRow:
