@@ -114,13 +114,17 @@ class Attempts:
 
     def _warn_of_fewer_nodes(self, job: JobRecord, nodes: int) -> None:
         requested = job.spec.resources
-        if requested is not None and nodes < (requested.min_nodes if job.attempt else requested.nodes):
-            where = f"{nodes} nodes" if nodes > 1 else "one node"
-            self._store.warn(
-                job.job_uuid,
-                f"{requested.nodes} nodes were requested, and fewer machines can serve the job; a second agent on a "
-                f"machine would only slow the first one down: it trains on {where}, with the same rows per step",
-            )
+        if requested is None or nodes >= requested.nodes:
+            return
+        where = f"{nodes} nodes" if nodes > 1 else "one node"
+        same = f"trains on {where}, with the same rows per step"
+        if job.attempt and nodes >= requested.min_nodes:
+            why = f"fewer are free now (resources.min_nodes is {requested.min_nodes}):"
+            effect = f"attempt {job.attempt + 1} {same}, so that a step takes longer"
+        else:
+            why = "fewer machines can serve the job;"
+            effect = f"a second agent on a machine would only slow the first one down: it {same}"
+        self._store.warn(job.job_uuid, f"{requested.nodes} nodes were requested, and {why} {effect}")
 
     def _check_disk(self, job: JobRecord) -> None:
         for directory in (self._data_dir, job.spec.checkpoint_dir):

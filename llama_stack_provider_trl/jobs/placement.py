@@ -30,6 +30,8 @@ class Node:
     """The reason for taking no jobs at the moment, such as `silent since 12:00:03 UTC`; empty: it takes jobs."""
     draining: bool = False
     """Whether the jobs on it are to save and to resume on other nodes."""
+    evicted: bool = False
+    """Whether they do so since the node's owner uses it, and not by an order to drain it."""
     memory: Mapping[str, int] | None = None
     """Bytes per GPU, where known."""
     uuids: Mapping[str, str] | None = None

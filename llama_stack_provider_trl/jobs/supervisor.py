@@ -117,6 +117,8 @@ class Supervisor:
         self._last_error = ""
         self._given_up: dict[str, str] = {}
         """job_uuid -> message of jobs that fail as soon as their processes have ended."""
+        self._why_moved: dict[tuple[str, int], str] = {}
+        """Job and attempt -> why it is to save and to leave its devices."""
         self._exhausted = False
         self._orphans_ended = False
         self._lock = FileLock(DataDir(self._data_dir).supervisor_lock)
@@ -164,14 +166,17 @@ class Supervisor:
         self._end_cancelled()
         self._store.record_kept_cancels()
         self._correct_waits()
-        head, *_ = nodes = self._nodes()
-        draining = {node.name for node in nodes if node.draining}
+        nodes = self._nodes()
+        is_draining = any(node.draining for node in nodes)
         failed: StoreError | None = None
-        for job in self._store.active():
+        active = self._store.active()
+        attempts = {(job.job_uuid, job.attempt) for job in active}
+        self._why_moved = {key: why for key, why in self._why_moved.items() if key in attempts}
+        for job in active:
             try:
                 self._guarded(job, partial(self._advance, job), ends_trouble=True)
-                if draining or job.job_uuid in self._placing.victims:
-                    self._guarded(job, partial(self._move_away, job, head.name, draining))
+                if is_draining or job.job_uuid in self._placing.victims:
+                    self._guarded(job, partial(self._move_away, job, nodes))
             except StoreError as error:  # such as a result for which the disk has no space: others continue
                 failed = failed or error
         self._store.chains.advance(self._end_blocked)
@@ -338,17 +343,24 @@ class Supervisor:
         else:
             self._conclude(job, task, Observation(TaskState.exited, detail=f"{task.run_dir} was removed"))
 
-    def _move_away(self, job: JobRecord, head: str, draining: set[str]) -> None:
+    def _move_away(self, job: JobRecord, nodes: Sequence[Node]) -> None:
         """Pause a training on a node that is being drained, or whose devices a critical job gets. It is queued again
         once it has saved."""
         try:
             job = self._store.get(job.job_uuid)
         except JobNotFound:  # it has ended in this pass, and was deleted since
             return
-        on = {place.rpartition("/")[0] or head for place in job.devices}
-        must = job.job_uuid in self._placing.victims or not draining.isdisjoint(on)
-        if job.state is JobState.in_progress and must:
+        if job.state is JobState.in_progress and (why := self._why_moves(job, nodes)):
+            # Once it has saved, the reason may be gone: its owner has left, or the critical job was cancelled.
+            self._why_moved.setdefault((job.job_uuid, job.attempt), why)
             self._launcher.pause(self._attempts.task(job))
+
+    def _why_moves(self, job: JobRecord, nodes: Sequence[Node]) -> str:
+        """Why a training is to leave its devices; empty: it may stay."""
+        if critical := self._placing.victims.get(job.job_uuid):
+            return f"the critical job {critical} gets its devices"
+        on = {place.rpartition("/")[0] or nodes[0].name for place in job.devices}
+        return next((_why_drained(node) for node in nodes if node.draining and node.name in on), "")
 
     def _pause(self, job: JobRecord, task: TaskSpec, seen: Observation) -> None:
         """Let a training save and end. One that does not run yet has nothing to save and is ended."""
@@ -374,8 +386,9 @@ class Supervisor:
                 self._store.set_detail(job.job_uuid, JobState.paused, detail)
             return
         if decided.state is JobState.paused and job.state is not JobState.pausing:
-            critical = self._placing.victims.get(job.job_uuid)
-            why = f"the critical job {critical} gets its devices" if critical else "its node is being drained"
+            why = self._why_moved.get((job.job_uuid, job.attempt), "")
+            # A service that was killed since may have ordered it.
+            why = why or self._why_moves(job, self._nodes()) or "it was to leave its devices"
             message = f"saved at step {outcome.paused_at_step}: {why}"
             self._store.retry(job, None, message, 0.0, counts=False)
             return
@@ -451,3 +464,7 @@ class Supervisor:
         if moved:
             log.info("job %s: %s -> %s %s", job.job_uuid, job.state, target, message.partition("\n")[0])
         return moved
+
+
+def _why_drained(node: Node) -> str:
+    return f"it was evicted from {node.name}, which its owner uses" if node.evicted else "its node is being drained"

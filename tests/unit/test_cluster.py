@@ -633,6 +633,24 @@ def test_with_min_nodes_it_continues_with_fewer_and_the_same_rows_per_step(world
     assert (world.job().attempt, world.job().device) == (2, "b/cpu")
     spec = AttemptSpec.model_validate(world.orders("b")["a-2"].spec)
     assert (spec.world_size, spec.rows_per_step, world.orders("b")["a-2"].nodes) == (1, 4, 1)
+    (warning,) = world.job().warnings
+    assert warning.startswith("2 nodes were requested, and fewer are free now (resources.min_nodes is 1): attempt 2 ")
+    assert warning.endswith("trains on one node, with the same rows per step, so that a step takes longer")
+
+
+@pytest.mark.parametrize(("left", "where"), [("bc", "2 nodes"), ("b", "one node"), ("bcd", "")])
+def test_every_attempt_on_fewer_nodes_than_requested_has_a_warning(world: World, left: str, where: str) -> None:
+    world.join("b", "c", "d")
+    world.add(nodes=3, min_nodes=1, batch_size=2)
+    world.tick()
+    world.run("b", "c", "d")
+    world.emit(STEP)
+    world.pass_time(SILENCE + 2, *(left if len(left) < 3 else "bc"))
+    world.gone(*left)
+    world.gone("d")
+    world.pass_time(8, *left)
+    assert world.job().attempt == 2
+    assert [f"trains on {where}" in one for one in world.job().warnings] == ([True] if where else [])
 
 
 def test_a_job_begins_with_all_its_nodes_whatever_min_nodes_is(world: World) -> None:
@@ -966,6 +984,28 @@ def test_a_training_on_a_node_whose_owner_is_back_saves_and_waits_for_another(pa
     pair.cluster.note_owner("c", OwnerUse.low)
     pair.tick()
     assert pair.job().device == "b/cpu,c/cpu"
+
+
+@pytest.mark.parametrize("leaves", ["owner", "owner who is gone again", "drain", "drain of a used machine"])
+def test_the_record_distinguishes_an_eviction_from_a_drain(pair: World, leaves: str) -> None:
+    pair.join("c", loaned=True)
+    if leaves.startswith("owner"):
+        pair.cluster.note_owner("c", OwnerUse.high)
+    else:
+        pair.cluster.note_owner("c", OwnerUse.high if leaves != "drain" else OwnerUse.low)
+        pair.store.nodes.set_mode("c", "draining")
+    pair.tick()
+    pair.emit(STEP, Paused(step=1))
+    if leaves == "owner who is gone again":  # before the training has saved
+        pair.cluster.note_owner("c", OwnerUse.low)
+        pair.tick()
+    for node in "bc":
+        pair.exit(node, 0)
+    pair.tick()
+    pair.gone("b", "c")
+    pair.tick()
+    why = "it was evicted from c, which its owner uses" if leaves.startswith("owner") else "its node is being drained"
+    assert pair.store.attempts("a")[0].message == f"saved at step 1: {why}"
 
 
 def test_a_task_that_its_agent_has_ended_is_a_lost_node_and_no_retry(pair: World) -> None:

@@ -92,7 +92,9 @@ class Cluster:
                 )
             else:
                 node = _node(record, report, self.why_closed(record, report), self._refused.get(record.name))
-                others.append(replace(node, draining=node.draining or self._owner(report) is OwnerUse.high))
+                in_use = self._owner(report) is OwnerUse.high
+                evicted = in_use and not node.draining
+                others.append(replace(node, draining=node.draining or in_use, evicted=evicted))
         return [head, *others]
 
     def report(self, record: NodeRecord) -> NodeReport | None:
