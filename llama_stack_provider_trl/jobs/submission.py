@@ -40,7 +40,7 @@ from ..specs.rows import UNREAD
 from ..system.data_dir import DataDir
 from ..system.files import put_lines, put_rows
 from ..system.limited import Limited
-from ..system.offload import in_work_thread
+from ..system.offload import caller_name, in_work_thread
 from .bases import find_base
 from .harness import with_task_files
 from .merges import after_all, bases_of, beside_judges, jobs_of, no_rows
@@ -56,7 +56,7 @@ from .teachers import with_teacher
 
 _ROW_CHECKS = Limited(seconds=120, memory=1 << 30)
 """For the rows of a dataset of Llama Stack."""
-_copying: WeakValueDictionary[tuple[Path, str], asyncio.Lock] = WeakValueDictionary()
+_copying: WeakValueDictionary[tuple[Path, str, str], asyncio.Lock] = WeakValueDictionary()
 
 
 class Submitter(NamedTuple):
@@ -166,7 +166,7 @@ async def _submit(
         return await in_work_thread(_stored, job, digest, store, settings.data_dir, owner, evaluation, admit)
     # One at a time: a POST that is repeated after a timeout of its client finds what the first one has stored, and does
     # not copy a large checkpoint again.
-    async with _copying.setdefault((store.path, job.spec.job_uuid), asyncio.Lock()):
+    async with _copying.setdefault((store.path, job.spec.job_uuid, caller_name()), asyncio.Lock()):
         if store.holds(job.spec.job_uuid, digest):
             return False
         return await in_work_thread(_stored, job, digest, store, settings.data_dir, owner, evaluation, admit)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from llama_stack_provider_trl.system.offload import CostlyWork, caller_name, serving
 from llama_stack_provider_trl_remote.service.datasets import blobs as module
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
@@ -50,6 +51,52 @@ def test_rows_that_are_requested_at_once_are_read_and_checked_once_and_leave_no_
     asyncio.run(fetch())
     assert done == ["read", "checked"]
     assert (len(blobs._checking), len(registry._reading)) == (0, 0)
+
+
+@pytest.mark.parametrize("further", [0, 3])
+@pytest.mark.parametrize("what", ["checked", "read"])
+def test_a_caller_whose_check_waits_delays_no_other_one_with_the_same_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, further: int
+) -> None:
+    (tmp_path / "roots").mkdir()
+    rows = tmp_path / "roots" / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n')
+    settings = ServiceSettings(data_dir=tmp_path / "data", dataset_roots=(tmp_path / "roots",))
+    registry = DatasetRegistry(settings, blobs := Blobs(settings))
+    blobs.prepare()
+    registry.prepare()
+    body = {"dataset_id": "d", "purpose": "post-training/messages", "source": {"type": "uri", "uri": str(rows)}}
+    blocked, released = asyncio.Event(), asyncio.Event()
+
+    def waiting(method: Any) -> Any:
+        async def call(*given: Any) -> Any:
+            if caller_name() == "slow":
+                blocked.set()
+                await released.wait()
+            return await method(*given)
+
+        return call
+
+    name = {"checked": "_check", "read": "convert"}[what]
+    monkeypatch.setattr(blobs, name, waiting(getattr(blobs, name)))
+    work = CostlyWork(threads=2, per_caller=1)
+
+    async def fetch(caller: str) -> None:
+        with serving(work, caller):
+            await registry.fetch("d", "sft", None)
+
+    async def both() -> None:
+        await registry.register(RegisterDataset.model_validate(body))
+        slow = asyncio.create_task(fetch("slow"))
+        await blocked.wait()
+        more = [asyncio.create_task(fetch("slow")) for _ in range(further)]
+        await asyncio.wait_for(fetch("other"), 60)
+        assert not slow.done()
+        released.set()
+        await asyncio.gather(slow, *more)
+
+    asyncio.run(both())
+    work.close()
 
 
 def test_an_upload_holds_no_more_than_a_small_part_of_it_in_memory(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from llama_stack_provider_trl.specs.row_verdicts import RowsVerdict, check_withi
 from llama_stack_provider_trl.system.data_dir import DataDir, read_own
 from llama_stack_provider_trl.system.files import atomic_write_json, touched
 from llama_stack_provider_trl.system.limited import Limited
-from llama_stack_provider_trl.system.offload import FairSlots, in_work_thread
+from llama_stack_provider_trl.system.offload import FairSlots, caller_name, in_work_thread
 from llama_stack_provider_trl.system.process import child_environment
 
 from ..http.errors import TooLarge
@@ -64,8 +64,9 @@ class Blobs:
         self._settings = settings
         self._children = FairSlots(_CHILDREN, 1 if settings.credentials else _CHILDREN)
         self._small = Limited(_SMALL_S, settings.reader_memory_mb << 20)
-        self._checking: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()
-        """Of the files that are checked at the moment."""
+        self._checking: WeakValueDictionary[tuple[str, Path], asyncio.Lock] = WeakValueDictionary()
+        """Of the callers and files whose check is under way: its holder waits for the turn of its caller, which must
+        not delay others."""
 
     def prepare(self) -> None:
         """Create the directory, and remove unfinished uploads of a service that was killed."""
@@ -151,7 +152,7 @@ class Blobs:
         path = self.path(sha256)
         kept = path.with_name(f"{sha256}.{use}-{data_format or 'any'}.json")
         # One check at a time: a repeated POST, of a client that has waited too long, reuses the first one's verdict.
-        lock = self._checking.setdefault(kept, asyncio.Lock())
+        lock = self._checking.setdefault((caller_name(), kept), asyncio.Lock())
         async with lock:
             verdict = await in_work_thread(_read_verdict, kept)
             if verdict is None:
