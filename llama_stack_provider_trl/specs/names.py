@@ -12,8 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationInfo, field_validator
 
-from ..system.console import is_shown
+from ..system.console import hidden_in
 
+STORED = {"stored": True}
+"""Context in which a document of ours is validated: names in it passed the check of the release that stored it."""
 MOST_NAME = 4096
 """Characters of a name: those of the longest path. Fields that need fewer have a bound of their own."""
 
@@ -32,12 +34,11 @@ def problem_of_name(text: str) -> str:
         return f"it has {len(text)} characters, expected at most {MOST_NAME}"
     if text.isascii() and text.isprintable():
         return ""
-    found = next(((at, one) for at, one in enumerate(text) if not is_shown(one)), None)
-    if found is None:
+    at = next(hidden_in(text), None)
+    if at is None:
         return ""
-    at, character = found
     return (
-        f"character {at} is U+{ord(character):04X}, which is not printed, hides, or reorders others: "
+        f"character {at} is U+{ord(text[at]):04X}, which is not printed, hides, or reorders others: "
         "use printable characters"
     )
 
@@ -48,7 +49,12 @@ class CheckedNames(BaseModel):
     @field_validator("*")
     @classmethod
     def _check_names(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is None or isinstance(value, bool | int | float) or not is_checked(cls, info.field_name or ""):
+        if (
+            info.context is STORED
+            or value is None
+            or isinstance(value, bool | int | float)
+            or not is_checked(cls, info.field_name or "")
+        ):
             return value
         for where, text in _texts(value):
             if problem := problem_of_name(text):

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 import unicodedata
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
@@ -19,8 +20,61 @@ _BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\uf
 """Characters of other categories that nothing is drawn for: fillers, joiners, variation selectors."""
 
 
+_ZWNJ, ZWJ, _EMOJI_STYLE = "\u200c", "\u200d", "\ufe0f"
+_JOINED_SCRIPTS = (
+    *("ARABIC", "SYRIAC", "NKO", "MANDAIC", "MONGOLIAN", "DEVANAGARI", "BENGALI", "GURMUKHI", "GUJARATI", "ORIYA"),
+    *("TAMIL", "TELUGU", "KANNADA", "MALAYALAM", "SINHALA", "KHMER", "MYANMAR", "TIBETAN", "BALINESE", "JAVANESE"),
+)
+"""First words of the Unicode names of letters that are written joined or in conjuncts: between two of them, a joiner
+changes what is drawn (Persian, Hindi, Sinhala ...). After Unicode Standard Annex 31, section 2.3."""
+_OTHER_EMOJI = "\u203c\u2049\u2139\u2194"
+"""Emoji that are punctuation, letters or arrows of mathematics otherwise."""
+_KEYCAPS = "#*0123456789"
+
+
+def hidden_in(text: str) -> Iterator[int]:
+    """Positions of the characters of a text that are not drawn, or reorder others.
+
+    Joiners are none between two letters of a script that needs them, nor in a sequence of emoji; nor is the selector
+    of the coloured form behind a symbol.
+    """
+    return (at for at, one in enumerate(text) if not is_shown(one) and not _is_drawn_with_others(text, at))
+
+
+def _is_drawn_with_others(text: str, at: int) -> bool:
+    """Whether an invisible character changes how its neighbours are drawn, as their script needs it."""
+    before, character, after = text[at - 1 : at], text[at], text[at + 1 : at + 2]
+    if character == _EMOJI_STYLE:
+        return _is_symbol(before) or (before in _KEYCAPS and before != "" and after == "\u20e3")
+    if character not in (_ZWNJ, ZWJ):
+        return False
+    if character == ZWJ and _is_symbol(after):
+        return _is_symbol(before) or (before == _EMOJI_STYLE and _is_symbol(text[at - 2 : at - 1]))
+    script = _joined_script(before)
+    if script == "":
+        return False
+    # A virama and a joiner at the end of a word are a half form, or a chillu of Malayalam.
+    return _joined_script(after) == script or (character == ZWJ and unicodedata.combining(before) == 9)
+
+
+def _is_symbol(character: str) -> bool:
+    """Whether a character is one of which emoji are made, or the tone of its skin."""
+    if character == "":
+        return False
+    is_tone = "\U0001f3fb" <= character <= "\U0001f3ff"
+    return is_tone or unicodedata.category(character) == "So" or character in _OTHER_EMOJI
+
+
+def _joined_script(character: str) -> str:
+    """The script of a letter or mark that may need a joiner; empty: it needs none."""
+    if character == "" or unicodedata.category(character)[0] not in "LM":
+        return ""
+    script = unicodedata.name(character, "").partition(" ")[0]
+    return script if script in _JOINED_SCRIPTS else ""
+
+
 def is_shown(character: str) -> bool:
-    """Whether a character is drawn, or is a space, and does nothing else."""
+    """Whether a character is drawn by itself, or is a space, and does nothing else."""
     # Not printable are control and format characters, halves of surrogate pairs, unassigned ones and separators.
     visible = character.isprintable() or unicodedata.category(character) == "Zs"
     return visible and not _BLANK.match(character)
@@ -30,7 +84,8 @@ def shown(text: str) -> str:
     """A text as one line that does nothing to a terminal. JSON remains JSON, with the same content."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(one if is_shown(one) else _escape(one) for one in text)
+    hidden = set(hidden_in(text))
+    return "".join(_escape(one) if at in hidden else one for at, one in enumerate(text))
 
 
 def _escape(character: str) -> str:

@@ -24,10 +24,11 @@ from pydantic import BaseModel
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, JobConflict, StoreError
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
 from llama_stack_provider_trl.specs.kinds import OF_JOB
+from llama_stack_provider_trl.specs.names import STORED
 from llama_stack_provider_trl.system.beneath import open_beneath, path_of
 from llama_stack_provider_trl.system.data_dir import DataDir, read_own
 from llama_stack_provider_trl.system.files import atomic_write_json, open_regular, put_lines, put_rows
-from llama_stack_provider_trl.system.offload import in_work_thread
+from llama_stack_provider_trl.system.offload import caller_name, in_work_thread
 
 from ..http.bodies import BlobSource, Dataset, RegisterDataset, RowsSource, UriSource
 from ..http.errors import Conflict, NotFound, TooLarge
@@ -98,8 +99,8 @@ class DatasetRegistry:
         self._registering = threading.RLock()
         self._known: DatasetIndex | None = None
         """None: not read yet. No other process writes the documents."""
-        self._reading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Of the datasets that are read at the moment."""
+        self._reading: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+        """Of the callers and datasets that are read at the moment: as `Blobs` has them for checks."""
 
     def prepare(self) -> None:
         """Create the directory, and read it: the only time."""
@@ -281,7 +282,7 @@ class DatasetRegistry:
             raise InvalidRequest(FIELD, dataset_id, hint)
         if isinstance(entry.dataset.source, UriSource):
             # One reader at a time: the second job of a dataset reuses the rows that the first job's POST has stored.
-            lock = self._reading.setdefault(dataset_id, asyncio.Lock())
+            lock = self._reading.setdefault((caller_name(), dataset_id), asyncio.Lock())
             async with lock:
                 entry = await self._current(entry, entry.dataset.source.uri)
         assert entry.sha256 is not None
@@ -433,7 +434,7 @@ class DatasetRegistry:
     def _parsed(self, path: Path) -> Entry | None:
         """The entry of a file; None: there is none, or it was damaged, and the dataset can be registered again."""
         try:
-            return read_own(path, Entry.model_validate_json)
+            return read_own(path, partial(Entry.model_validate_json, context=STORED))
         except OSError as error:
             raise StoreError(f"{path} cannot be read at the moment: {error}") from error
 
