@@ -77,5 +77,8 @@ class Queued(NamedTuple):
         Args:
             now: seconds since the epoch.
         """
-        grown = self.priority + int(max(0.0, now - self.scheduled_at) // AGING)
+        waited = now - self.scheduled_at
+        if waited < AGING:  # as most jobs: thousands of claims are sorted at a pass
+            return -self.priority, self.age
+        grown = self.priority + int(waited // AGING)
         return -max(self.priority, min(CRITICAL, grown)), self.age

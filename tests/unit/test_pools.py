@@ -245,6 +245,20 @@ def test_a_default_job_waits_with_the_reason_for_a_pool_of_gpus_and_starts_there
     assert placed() == {"job-1": (f"{node_names(one)[0]}/cuda:0",)}
 
 
+def test_a_service_that_is_started_again_knows_before_its_first_decision_what_is_expected(world: World) -> None:
+    world.submit()
+    world.joins = False
+    for _ in range(3):
+        world.round()
+    before = world.pools.pooled
+    assert [node.expected for node in before.expected] == ["granted"] * 2
+    world.restart()
+    world.pools.start()
+    world.pools.stop()
+    assert world.pools.pooled == before._replace(notes={})
+    assert [one.nodes for one in before.obtainable] == [1]
+
+
 def test_nodes_get_no_jobs_while_they_are_given_back(world: World) -> None:
     world.submit()
     for _ in range(3):

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,6 +24,7 @@ from llama_stack_provider_trl.jobs.pooling import (
     OPEN,
     Allocation,
     AllocationState,
+    Kind,
     Pooled,
     PoolState,
     decide,
@@ -128,7 +129,12 @@ class Pools:
 
     def start(self) -> None:
         """Ask pools from now on, in daemon threads; while `tend` is called."""
-        self._closed = _closed(self._store.allocations.all(self._clock() - BUDGET_SECONDS))
+        now = self._clock()
+        known = self._store.allocations.all(now - BUDGET_SECONDS)
+        self._closed = _closed(known)
+        # Before the first decision: jobs of which machines are expected keep those that are there.
+        states = [self._state(pool, known, now) for pool in self.pools.values()]
+        self.pooled = _pooled(states, known, {record.name for record in self._store.nodes.all()}, {})
         for name in sorted({one.pool for one in self._store.allocations.all()} - self.pools.keys()):
             log.warning(
                 "pool %s is no longer configured, and has nodes: configure it, with max_nodes 0, until "
@@ -201,8 +207,7 @@ class Pools:
                 notes[kinds[one.requested_for]] = self._requested(one)
             elif one.message:  # its nodes have joined, and the pool has not answered since
                 notes[kinds[one.requested_for]] = f"{one.pool}: {one.message}"
-        obtainable = obtainable_nodes(states, current, joined)
-        pooled = Pooled(obtainable, expected_nodes(states, current, joined), notes)
+        pooled = _pooled(states, current, joined, notes)
         if pooled != self.pooled:
             self.pooled = pooled
             self._wake()
@@ -379,6 +384,18 @@ def _closed(allocations: Sequence[Allocation]) -> dict[str, str]:
     return {
         name: f"{whys[one.state]} {one.pool}" for one in allocations if one.state in whys for name in node_names(one)
     }
+
+
+def _pooled(
+    states: Sequence[PoolState], known: Sequence[Allocation], joined: Container[str], notes: Mapping[Kind, str]
+) -> Pooled:
+    """What the placement sees of pools.
+
+    Args:
+        joined: names of the nodes that have joined.
+    """
+    current = [one for one in known if one.state is not AllocationState.ended]
+    return Pooled(obtainable_nodes(states, current, joined), expected_nodes(states, current, joined), notes)
 
 
 def _at(seconds: float) -> str:
