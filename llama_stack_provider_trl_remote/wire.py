@@ -88,6 +88,8 @@ class NodeReport(_Message):
     """Literal IP address at which other nodes reach this one: the local address of its connection to the service, or
     TRL_NODE_ADDRESS. Never a loopback address."""
     cpus: int = Field(gt=0, le=2**20)
+    threads: int | None = Field(None, gt=0, le=2**20)
+    """Threads of each training process by the agent's OMP_NUM_THREADS; null: the cores divided by the processes."""
     memory_bytes: int = Field(gt=0, le=_MOST_BYTES)
     disk_free_bytes: int = Field(ge=0, le=_MOST_BYTES)
     devices: tuple[DeviceReport, ...] = Field(min_length=1, max_length=MOST_DEVICES)
@@ -179,6 +181,8 @@ class TaskOrder(_Message):
     nodes: int = 1
     ranks: int = 1
     """Ranks on this node, and on each of the others."""
+    threads: int | None = None
+    """Threads of each rank, the same on every node; null, for a task of one node: by the node's own cores."""
     devices: tuple[str, ...]
     spec: Annotated[dict[str, Any], FreeText()]
     """The AttemptSpec, with the service's paths: the node replaces them by its own."""

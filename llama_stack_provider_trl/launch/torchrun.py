@@ -7,12 +7,13 @@ import ipaddress
 import re
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import psutil
 
 from ..system import malloc
 from ..system.files import RunDir
+from ..system.fork import THREADS
 from ..system.process import RUN_DIR_MARK, TASK_MARK, child_environment, usable_cpus
 from .base import TaskSpec
 from .devices import CORE
@@ -88,7 +89,8 @@ def training_environment(task: TaskSpec, environ: Mapping[str, str]) -> dict[str
         # Without it sequences of changing length leave 5 to 15 % of a GPU's memory in fragments.
         added.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if cores := sum(device.startswith(CORE) for device in task.devices):
-        added.setdefault("OMP_NUM_THREADS", str(_threads_on(cores, task.ranks, environ.get("OMP_NUM_THREADS"))))
+        here = [(cores, configured_threads(environ))]
+        added.setdefault(THREADS, str(common_threads(here, task.ranks, reserved=True)))
     if task.world_size > 1:
         # Without a name gloo resolves the host's name, which may give an address that does not answer.
         interface = interface_of(task.address)
@@ -98,7 +100,7 @@ def training_environment(task: TaskSpec, environ: Mapping[str, str]) -> dict[str
             # before it. A machine with another network for gradients names it itself.
             added.setdefault("NCCL_SOCKET_IFNAME", environ.get("NCCL_SOCKET_IFNAME") or f"={interface}")
         # torchrun would always set 1.
-        added.setdefault("OMP_NUM_THREADS", environ.get("OMP_NUM_THREADS") or str(_threads(task.ranks)))
+        added.setdefault(THREADS, environ.get(THREADS) or str(_threads(task.ranks)))
     return child_environment(environ, added)
 
 
@@ -125,10 +127,26 @@ def interface_of(address: str) -> str:
     )
 
 
-def _threads_on(cores: int, ranks: int, configured: str | None) -> int:
-    """Threads of each rank on reserved cores: more would only wait for each other."""
-    most = max(1, cores // ranks)
-    return min(most, int(configured)) if configured and configured.isdigit() and int(configured) else most
+def configured_threads(environ: Mapping[str, str]) -> int | None:
+    """Threads of each rank that OMP_NUM_THREADS sets; None: it sets no single number."""
+    text = environ.get(THREADS, "")
+    return int(text) if re.fullmatch("[0-9]{1,6}", text) and int(text) else None
+
+
+def common_threads(nodes: Sequence[tuple[int, int | None]], ranks: int, *, reserved: bool) -> int:
+    """Threads of each rank of a job over several nodes, the same on all: threads divide sums, so that gradients of equal
+    rows would differ in their last bits from node to node.
+
+    Args:
+        nodes: cores, and what OMP_NUM_THREADS sets, on each node.
+        ranks: on each node.
+        reserved: whether the cores are the job's own, so that more threads would only wait for each other.
+    """
+    found = []
+    for cores, configured in nodes:
+        most = max(1, cores // ranks)
+        found.append(most if configured is None else min(configured, most) if reserved else configured)
+    return min(found)
 
 
 def _threads(ranks: int) -> int:

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError
 from llama_stack_provider_trl.launch.gpus import gpu_of, is_slice
+from llama_stack_provider_trl.launch.torchrun import configured_threads
 from llama_stack_provider_trl.specs.names import problem_of_name
 from llama_stack_provider_trl.specs.schema import schema_digest
 from llama_stack_provider_trl.system.data_dir import NodeDir, read_own
@@ -186,6 +187,7 @@ def node_report(
         "agent_id": agent_id(data_dir),
         "address": address,
         "cpus": usable_cpus(),
+        "threads": configured_threads(environ),
         "memory_bytes": machine_memory(),
         "disk_free_bytes": free_bytes(data_dir),
         "devices": tuple(_device(device, environ) for device in devices),

@@ -23,6 +23,7 @@ from llama_stack_provider_trl.system.files import (
     atomic_write_json,
     read_regular,
 )
+from llama_stack_provider_trl.system.fork import THREADS
 
 from ..pull import OtherBytes
 from ..wire import MOST_JSON, MOST_TEXT, Stage, StageProgress, TaskOrder, TaskReport
@@ -380,6 +381,7 @@ class NodeTask:
             last_port=first + count - 1,
             time_limit=order.time_limit if leads else None,
             hang_timeout=order.hang_timeout if leads else None,
+            env={THREADS: str(order.threads)} if order.threads else {},
         )
 
     async def _until(self, stage: Stage) -> None:

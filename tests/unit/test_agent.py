@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import ServiceRefusal
 from llama_stack_provider_trl.launch.base import Observation, TaskState
-from llama_stack_provider_trl.launch.torchrun import LOOPBACK
+from llama_stack_provider_trl.launch.torchrun import LOOPBACK, training_environment
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Finished, Progress, Reason
 from llama_stack_provider_trl.system.files import write_manifest
 from llama_stack_provider_trl.system.logs import Unsent
@@ -1464,12 +1464,14 @@ def test_what_runs_is_not_prepared_again(world: World) -> None:
 def test_nodes_of_one_training_meet_where_the_master_is(world: World) -> None:
     async def play(head: FakeHead) -> None:
         master = Peer(node="a", address="10.0.0.9", port=29511)
-        head.order(world.order(nodes=2, node_rank=1, master=master, ports=(29500, 100)))
+        head.order(world.order(nodes=2, node_rank=1, master=master, ports=(29500, 100), threads=3))
         await head.until(lambda: world.launcher.started)
 
     world.run(play)
     task = world.launcher.tasks["job-1"].spec
     assert (task.nodes, task.address) == (2, "127.0.0.1")
+    # What the service orders for all nodes counts, also where a node's own variable is another one.
+    assert training_environment(task, {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "3"
     assert (task.master_addr, task.master_port, task.last_port) == ("10.0.0.9", 29511, 29599)
 
 

@@ -270,6 +270,27 @@ def test_two_pods_on_one_machine_are_one_machine_whatever_their_own_ids_are(worl
     assert world.cluster.nodes()[-1].where == world.cluster.nodes()[0].where
 
 
+@pytest.mark.parametrize(
+    ("b", "c", "threads"),
+    [({"cpus": 8}, {"cpus": 2}, 2), ({"cpus": 8}, {"cpus": 8, "threads": 3}, 3), ({"cpus": 1}, {"cpus": 16}, 1)],
+)
+def test_equal_bits_need_equal_threads_on_all_nodes_of_a_job(
+    world: World, b: dict[str, int], c: dict[str, int], threads: int
+) -> None:
+    world.join("b", **b)
+    world.join("c", **c)
+    world.add()
+    world.tick()
+    assert {world.orders(node)["a-1"].threads for node in "bc"} == {threads}
+
+
+def test_a_task_of_one_node_has_threads_by_its_own_cores(world: World) -> None:
+    world.join("b", cpus=8, labels={"rack": "7"})
+    world.add(nodes=1, resources={"labels": {"rack": "7"}})
+    world.tick()
+    assert world.orders("b")["a-1"].threads is None
+
+
 def test_all_nodes_of_an_attempt_move_on_together(world: World) -> None:
     world.join("b", "c")
     world.add()

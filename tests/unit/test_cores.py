@@ -18,7 +18,7 @@ from llama_stack_provider_trl.jobs.waits import why_waits
 from llama_stack_provider_trl.launch.base import TaskSpec
 from llama_stack_provider_trl.launch.devices import core_numbers
 from llama_stack_provider_trl.launch.runner import Limits
-from llama_stack_provider_trl.launch.torchrun import training_environment
+from llama_stack_provider_trl.launch.torchrun import common_threads, configured_threads, training_environment
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
@@ -225,6 +225,31 @@ def test_the_inline_provider_reserves_no_cores() -> None:
 
 
 # Processes
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "reserved", "threads"),
+    [
+        ([(8, None), (2, None)], 1, False, 2),  # the smaller machine's
+        ([(64, None), (96, None), (64, None)], 8, False, 8),
+        ([(64, 4), (64, None)], 1, False, 4),  # an operator's limit of one machine
+        ([(2, 16), (2, 16)], 1, False, 16),  # more than cores, where the operator wants it
+        ([(4, None), (4, 1)], 8, False, 1),
+        ([(4, 16), (4, None)], 2, True, 2),  # reserved cores are all that there is
+    ],
+)
+def test_all_nodes_of_a_job_have_as_many_threads(
+    nodes: list[tuple[int, int | None]], ranks: int, reserved: bool, threads: int
+) -> None:
+    assert common_threads(nodes, ranks, reserved=reserved) == threads
+
+
+@pytest.mark.parametrize(
+    ("text", "threads"), [("4", 4), ("", None), ("0", None), ("4,2", None), ("-1", None), ("many", None)]
+)
+def test_threads_are_configured_by_a_single_number(text: str, threads: int | None) -> None:
+    assert configured_threads({"OMP_NUM_THREADS": text}) == threads
+    assert configured_threads({}) is None
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from llama_stack_provider_trl.jobs.placement import place as placed
 from llama_stack_provider_trl.jobs.records import NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
+from llama_stack_provider_trl.launch.devices import CORE
+from llama_stack_provider_trl.launch.torchrun import common_threads
 from llama_stack_provider_trl.specs.events import Failed, Finished, Paused, iter_events
 from llama_stack_provider_trl.specs.job import AttemptSpec
 from llama_stack_provider_trl.system.files import RunDir, atomic_write
@@ -147,6 +149,7 @@ class ClusterLauncher:
         by_node: dict[str, list[str]] = {}
         for place in task.devices:
             by_node.setdefault(place.rpartition("/")[0] or self._cluster.head, []).append(place)
+        threads = self._threads(by_node, task.ranks)
         records = []
         for rank, (node, places) in enumerate(by_node.items()):
             order = TaskOrder(
@@ -157,6 +160,7 @@ class ClusterLauncher:
                 node_rank=rank,
                 nodes=len(by_node),
                 ranks=task.ranks,
+                threads=threads,
                 devices=tuple(place.rpartition("/")[2] for place in places),
                 spec=spec,
                 ports=self._ports,
@@ -182,6 +186,20 @@ class ClusterLauncher:
                 )
             )
         self._store.tasks.add(records)
+
+    def _threads(self, by_node: Mapping[str, Sequence[str]], ranks: int) -> int | None:
+        """Threads of each rank, on all nodes of a task; None: it has one node, or a node's report cannot be read."""
+        found = []
+        reserved = False
+        for name, places in by_node.items():
+            record = self._store.nodes.get(name)
+            report = self._cluster.report(record) if record else None
+            if report is None or len(by_node) == 1:
+                return None
+            cores = sum(place.rpartition("/")[2].startswith(CORE) for place in places)
+            reserved = reserved or cores > 0
+            found.append((cores or report.cpus, report.threads))
+        return common_threads(found, ranks, reserved=reserved)
 
     def _order_models(self, parts: Sequence[ReportedPart]) -> None:
         """Add the files of the job's models to the orders, once these are listed: the same ones on every node."""
