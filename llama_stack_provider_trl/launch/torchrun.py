@@ -134,7 +134,7 @@ def configured_threads(environ: Mapping[str, str]) -> int | None:
 
 
 def common_threads(nodes: Sequence[tuple[int, int | None]], ranks: int, *, reserved: bool) -> int:
-    """Threads of each rank of a job over several nodes, the same on all: threads divide sums, so that gradients of equal
+    """Threads of each rank of a job over several nodes, the same on all: threads divide sums, and gradients of equal
     rows would differ in their last bits from node to node.
 
     Args:
