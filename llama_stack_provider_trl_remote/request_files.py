@@ -13,12 +13,14 @@ from typing import Any
 import yaml
 
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.system.bounded_yaml import UniqueKeys
+from llama_stack_provider_trl.system.texts import DuplicateKey, decoded, parse_json
 
 _RECIPE = {"job", "service"}
 """Keys of a recipe (examples/recipes): the request, and the configuration of a service that it is meant for."""
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(UniqueKeys):
     """YAML 1.2's numbers and no dates: what the same text is in JSON. YAML 1.1 reads 2e-4 as a text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own form)
@@ -45,14 +47,16 @@ def read_request(name: str) -> dict[str, Any]:
         InvalidRequest: the file cannot be read, or holds no request; names the file and what was found.
     """
     shown = "standard input" if name == "-" else name
-    kind, parse = _PARSERS.get(Path(name).suffix.lower(), ("JSON", json.loads))
+    kind, parse = _PARSERS.get(Path(name).suffix.lower(), ("JSON", parse_json))
     try:
-        found = parse(sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8"))
+        found = parse(decoded(sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()))
         # Dates of TOML, sets of YAML and numbers that are none: nothing that a request can carry.
         json.dumps(found, allow_nan=False)
     except OSError as error:
         hint = f"it cannot be read ({error.strerror}): name a file with the request, or - for standard input."
         raise InvalidRequest("FILE", shown, hint) from error
+    except DuplicateKey as error:
+        raise InvalidRequest("FILE", shown, f"{error}.") from error
     except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise InvalidRequest("FILE", shown, f"it is not {kind} ({' '.join(str(error).split())}).") from error
     body = found.get("job") if _is_recipe(found) else found

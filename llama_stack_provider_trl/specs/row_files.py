@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, BinaryIO
 
 from ..errors import InvalidRows
+from ..system.texts import DuplicateKey, decoded, first_duplicate, parse_json
 
 LINE_BYTES = 16 << 20
 """The longest row. As Python objects JSON takes up to 30 times its size (measured, `[[],[],...]`)."""
@@ -24,16 +24,21 @@ def read_ndjson(file: BinaryIO, *, blank_lines: bool = False) -> Iterator[Row]:
         blank_lines: skip them, instead of refusing them.
 
     Raises:
-        InvalidRows: a line is not JSON, or too long; names it.
+        InvalidRows: a line is not JSON, too long, or has a key twice; names it.
     """
     row = 0
     for number, line in enumerate(_lines(file), start=1):
         if blank_lines and line.isspace():
             continue
         try:
-            yield json.loads(line.removeprefix(_BOM).decode() if number == 1 else line.decode())
-        except UnicodeDecodeError as error:
-            raise InvalidRows(f"is not UTF-8 text in line {number} ({error.reason})", row=row) from error
+            text = decoded(line) if number == 1 else line.decode()
+        except ValueError as error:  # the first line names another encoding by its byte order mark
+            reason = error.reason if isinstance(error, UnicodeDecodeError) else error
+            raise InvalidRows(f"is not UTF-8 text in line {number} ({reason})", row=row) from error
+        try:
+            yield parse_json(text)
+        except DuplicateKey as error:
+            raise InvalidRows(f"in line {number} {error}", row=row) from error
         except (ValueError, RecursionError) as error:
             raise InvalidRows(
                 f"is not JSON in line {number} ({error}); expected one object per line", row=row
@@ -46,12 +51,15 @@ def read_csv(file: BinaryIO) -> Iterator[Row]:
     Stack's own reader.
 
     Raises:
-        InvalidRows: the file is not CSV, or a row has more cells than the header; names the line.
+        InvalidRows: the file is not CSV, its header has a name twice, or a row has more cells than the header; names
+            the line.
     """
     csv.field_size_limit(LINE_BYTES)
+    _check_encoding(file)
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     reader = csv.DictReader(_lines(text), strict=True)
     try:
+        _refuse_twice([name for name in reader.fieldnames or () if name])
         for row, cells in enumerate(reader):
             if None in cells:
                 where, named = f"in line {reader.line_num}", len(reader.fieldnames or [])
@@ -69,7 +77,7 @@ def read_json(file: BinaryIO) -> Iterator[Row]:
     """The rows of a .json file: a list of objects, or one object per line.
 
     Raises:
-        InvalidRows: it is neither.
+        InvalidRows: it is neither, or has a key twice.
     """
     start = file.read(4096).removeprefix(_BOM).lstrip()
     file.seek(0)
@@ -77,7 +85,9 @@ def read_json(file: BinaryIO) -> Iterator[Row]:
         yield from read_ndjson(file, blank_lines=True)
         return
     try:
-        yield from json.loads(file.read())
+        yield from parse_json(file.read())
+    except DuplicateKey as error:
+        raise InvalidRows(f"in the file {error}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidRows(f"the file is not JSON ({error}); expected a list of objects") from error
 
@@ -89,6 +99,42 @@ ROW_READERS: dict[str, Callable[[BinaryIO], Iterator[Row]]] = {
     ".ndjson": lambda file: read_ndjson(file, blank_lines=True),
 }
 """By the ending of a file's name."""
+
+
+def refuse_fields_twice(fields: Iterable[Any], where: str = "") -> None:
+    """Return if all fields of a table of Arrow, and of each struct in it, have names of their own.
+
+    Args:
+        fields: a schema, or the fields of a struct.
+        where: path of the column whose fields these are.
+
+    Raises:
+        InvalidRows: names the field that is there twice.
+    """
+    listed = list(fields)
+    _refuse_twice([field.name for field in listed], where)
+    for field in listed:
+        kind = field.type
+        while hasattr(kind, "value_field"):  # lists of any kind
+            kind = kind.value_field.type
+        if str(kind).startswith("struct"):
+            refuse_fields_twice(kind.fields, f"{where}{field.name}.")
+
+
+def _refuse_twice(columns: list[str], where: str = "") -> None:
+    if (name := first_duplicate(columns)) is not None:
+        raise InvalidRows(f"the column {where}{name} is there twice, expected each name once: rename one of them")
+
+
+def _check_encoding(file: BinaryIO) -> None:
+    """Return if a file has no byte order mark of another encoding than UTF-8."""
+    start = file.read(4)
+    file.seek(0)
+    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        try:
+            decoded(start)
+        except ValueError as error:
+            raise InvalidRows(f"the file cannot be read: {error}") from error
 
 
 def _lines[Line: (bytes, str)](file: IO[Line]) -> Iterator[Line]:

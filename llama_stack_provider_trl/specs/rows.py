@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..errors import InvalidRows
+from ..system.texts import DuplicateKey, parse_json
 from .job import DataFormat, RowUse
 from .methods import METHODS
 
@@ -47,6 +48,9 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 _TOOLS = ("tools", "functions")
 """Columns with the tools that a conversation may call, which some chat templates render."""
 _LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from)['"]\s*:""")
+_LIKELY_PROMPTS = ("question", "instruction", "input", "query", "context", "user", "prompts", "problem", "post")
+"""Columns in which other datasets of pairs have the prompt."""
+_SPEAKERS = re.compile(r"\s*(human|user|system|assistant)\s*:", re.IGNORECASE)
 _NAMES_SHOWN = 12
 UNREAD = "columns never read: "
 """How the warning about these begins."""
@@ -107,6 +111,8 @@ class _Notes:
     scalars: Counter[str] = field(default_factory=Counter)
     message_keys: set[str] = field(default_factory=set)
     identical: int = 0
+    repeating: int = 0
+    """Rows with an answer whose text begins with that of its prompt."""
 
 
 class _Row:
@@ -160,7 +166,9 @@ class _Row:
 
     def _parsed(self, column: str, text: str) -> Any:
         try:
-            return json.loads(text)
+            return parse_json(text)
+        except DuplicateKey as error:
+            raise self.refuse(column, f"JSON text in which {error}", "each key once") from error
         except (ValueError, RecursionError) as error:  # a number of 4301 digits is a ValueError
             at = "nested too deeply" if isinstance(error, RecursionError) else str(error)
             if isinstance(error, json.JSONDecodeError):
@@ -173,6 +181,7 @@ class _Row:
         where = f"{column}, turn {turn}"
         if not isinstance(message, Mapping):
             raise self.refuse(where, _kind(message), "an object with role and content")
+        message = {key: value for key, value in message.items() if not _absent(value)}
         role_key, content_key = ("from", "value") if "from" in message else ("role", "content")
         self._note_extra_keys(message, {role_key, content_key}, where)
         role = self._role(message, role_key, where)
@@ -189,13 +198,13 @@ class _Row:
             if message.get(key):
                 raise self.refuse(where, f"{key}, which no recipe renders", "the reasoning as text in content, or none")
         weight = message.get("weight")
-        if not _absent(weight) and weight != 1:
+        if weight is not None and (weight != 1 or isinstance(weight, bool)):
             expected = (
                 "1, or no weight: the loss is on every assistant turn of a conversation; write the turns that are "
             )
             expected += "context only as a prompt (prompt and completion)"
             raise self.refuse(where, f"weight {_shown(weight)}", expected)
-        self.notes.message_keys |= {key for key, value in message.items() if key not in read and not _absent(value)}
+        self.notes.message_keys |= {key for key in message if key not in read}
 
     def _role(self, message: Mapping[str, Any], key: str, where: str) -> str:
         role = message.get(key)
@@ -251,11 +260,12 @@ def _read_labelled(row: _Row) -> LabelledExample:
 
 def _completion(row: _Row, prompt: list[Message]) -> list[Message]:
     completion = _without_prompt(prompt, row.turns("completion", "assistant"))
+    row.notes.repeating += _repeats(prompt, completion)
     return _answer(row, "completion", completion)
 
 
 def _read_instruction(row: _Row) -> SftExample:
-    return _single_turn(_instruction(row), row.text("output"))
+    return _single_turn(row, _instruction(row), row.text("output"))
 
 
 def _read_instruction_prompt(row: _Row) -> PromptExample:
@@ -285,17 +295,19 @@ def _conversation_prompt_reader(column: str) -> Callable[[_Row], PromptExample]:
 
 
 def _read_input_output(row: _Row) -> SftExample:
-    return _single_turn(row.text("input"), row.text("output"))
+    return _single_turn(row, row.text("input"), row.text("output"))
 
 
 def _read_question_answer(row: _Row) -> SftExample:
-    return _single_turn(row.text("question"), row.text("answer"))
+    return _single_turn(row, row.text("question"), row.text("answer"))
 
 
 def _read_chat_completion_input(row: _Row) -> SftExample:
     prompt = row.messages("chat_completion_input")
     _refuse_open_answer(row, "chat_completion_input", prompt)
-    return _prompted(prompt, [{"role": "assistant", "content": row.text("expected_answer")}])
+    completion = [{"role": "assistant", "content": row.text("expected_answer")}]
+    row.notes.repeating += _repeats(prompt, completion)
+    return _prompted(prompt, completion)
 
 
 def _conversation_reader(column: str) -> Callable[[_Row], SftExample]:
@@ -325,17 +337,35 @@ def _read_preference(row: _Row) -> PreferenceExample:
 
 
 def _read_implicit_preference(row: _Row) -> PreferenceExample:
+    for column in ("chosen", "rejected"):
+        value = row.values[column]
+        if isinstance(value, str) and not _LOOKS_LIKE_MESSAGES.match(value):
+            expected = "a conversation as a list of messages, since there is no column prompt"
+            raise row.refuse(column, _kind(value), expected + _likely_prompt(row))
     chosen, rejected = row.messages("chosen"), row.messages("rejected")
     shared = _shared_turns(chosen, rejected)
     if not shared:
         expected = "the same leading turns in both (they are the prompt), or a prompt column"
-        raise row.refuse("chosen", "a first turn that differs from that of rejected", expected)
+        found = "a first turn that differs from that of rejected"
+        raise row.refuse("chosen", found, expected + _likely_prompt(row))
     _refuse_open_answer(row, "chosen", shared)
     return _pair(row, shared, chosen[len(shared) :], rejected[len(shared) :])
 
 
-def _single_turn(prompt: str, completion: str) -> SftExample:
-    return SftExample([{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}], 1)
+def _likely_prompt(row: _Row) -> str:
+    """The end of the message about a pair without a prompt: its likely cause."""
+    named = next((column for column in _LIKELY_PROMPTS if isinstance(row.values.get(column), str | list)), None)
+    if named:
+        return f": was the column {named} meant as the prompt? Rename it to prompt"
+    if isinstance(row.values["chosen"], str) and _SPEAKERS.match(row.values["chosen"]):
+        return ": it looks like a dialog in one text: write each turn as {role, content}"
+    return ": these are answers whose prompt is missing: add it as the column prompt"
+
+
+def _single_turn(row: _Row, prompt: str, completion: str) -> SftExample:
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    row.notes.repeating += _repeats(turns[:1], turns[1:])
+    return SftExample(turns, 1)
 
 
 def _prompted(prompt: list[Message], completion: list[Message]) -> SftExample:
@@ -364,7 +394,14 @@ def _answer(row: _Row, column: str, turns: list[Message]) -> list[Message]:
 
 def _pair(row: _Row, prompt: list[Message], chosen: list[Message], rejected: list[Message]) -> PreferenceExample:
     row.notes.identical += chosen == rejected
+    row.notes.repeating += _repeats(prompt, chosen) or _repeats(prompt, rejected)
     return PreferenceExample(prompt, _answer(row, "chosen", chosen), _answer(row, "rejected", rejected))
+
+
+def _repeats(prompt: list[Message], answer: list[Message]) -> bool:
+    """Whether an answer's text begins with the text of its prompt's last turn, and has more."""
+    last, text = prompt[-1]["content"].strip(), answer[0]["content"].lstrip() if answer else ""
+    return bool(last) and text.startswith(last) and len(text) > len(last)
 
 
 def _without_prompt(prompt: list[Message], turns: list[Message]) -> list[Message]:
@@ -598,6 +635,11 @@ def _warnings(seen: _Seen, notes: _Notes, use: RowUse, data_format: DataFormat |
     if notes.scalars:
         counts = _listed(f"{column} ({count})" for column, count in notes.scalars.items())
         warnings.append(f"numbers or booleans where text is expected, read as their JSON text: {counts}")
+    if notes.repeating:
+        warnings.append(
+            f"{notes.repeating} of {seen.total()} rows have an answer that begins with its prompt's text, which is "
+            "then there twice and trained: leave it out of the answers, unless they quote it"
+        )
     if notes.identical:
         warnings.append(
             f"{notes.identical} of {seen.total()} pairs have identical chosen and rejected answers: no signal"
@@ -646,6 +688,7 @@ def _article(noun: str) -> str:
 
 
 def _listed(items: Iterable[str]) -> str:
-    names = sorted(items)
+    # JSON can carry half of a surrogate pair, which can be neither stored nor sent as UTF-8.
+    names = sorted(item.encode("utf-8", "backslashreplace").decode() for item in items)
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more

@@ -1,15 +1,17 @@
 """Checks that a YAML file can be read by any program without harm: it ends, is small, and its aliases do not grow
-without end."""
+without end. Reads YAML in which no mapping has a key twice."""
 
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from .files import open_regular
+from .texts import DuplicateKey, first_duplicate
 
 LARGEST = 1 << 20
 """Bytes of a file."""
@@ -17,6 +19,18 @@ MOST_VALUES = 1 << 19
 """Values of a file, where each alias counts as all that it stands for."""
 _MOST_LEVELS = 100
 """Of a file: the parser in C ends the process at some ten thousand, and takes seconds before."""
+
+
+class UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice: PyYAML would keep the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        if (twice := first_duplicate(keys)) is not None:
+            raise DuplicateKey(twice, f"in the mapping of line {node.start_mark.line + 1}")
+        return super().construct_mapping(node, deep)
+
+
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 

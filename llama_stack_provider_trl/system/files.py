@@ -17,8 +17,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from ..errors import InvalidRequest, InvalidRows, is_exhausted
+from ..errors import InvalidRequest, is_exhausted
 from .beneath import NotAFile, open_beneath
+from .json_rows import encoded
 
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
@@ -31,7 +32,6 @@ _STAGED = re.compile(r"\.saving|.+\.tmp|.+\.old")
 _SMALL = 16 << 20
 """Bytes of a small file that a training may have written; the largest manifests have 1 MiB."""
 _PIECE_BYTES = 1 << 16
-_ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")).encode
 
 
 class RunDir:
@@ -157,11 +157,11 @@ def put_rows(directory: Path, rows: Iterable[dict[str, Any]], check: Callable[[P
         check: as in `put_lines`.
 
     Raises:
-        InvalidRows: a row is not an object, or holds what JSON cannot (NaN or infinity inside a list, a lone
-            surrogate, a set ...); names the row, and nothing is stored.
+        InvalidRows: a row is not an object, contains itself, or is nested too deeply; names the row, and nothing is
+            stored. Values that JSON lacks are written as objects (`json_rows`).
         OSError: the directory cannot be written.
     """
-    return put_lines(directory, _pieces(_encoded(row, number) for number, row in enumerate(rows)), check)
+    return put_lines(directory, _pieces(encoded(row, number) for number, row in enumerate(rows)), check)
 
 
 def put_lines(directory: Path, lines: Iterable[bytes], check: Callable[[Path], object] | None = None) -> Blob:
@@ -465,22 +465,6 @@ def _pieces(lines: Iterable[bytes]) -> Iterator[bytes]:
             yield bytes(piece)
             piece.clear()
     yield bytes(piece)
-
-
-def _encoded(row: dict[str, Any], number: int) -> bytes:
-    if not isinstance(row, dict):
-        raise InvalidRows(f"found {type(row).__name__}, expected an object with named columns", row=number)
-    present = row
-    for value in row.values():
-        if isinstance(value, float) and value != value:
-            present = {name: one for name, one in row.items() if not (isinstance(one, float) and one != one)}
-            break
-    try:
-        return _ENCODE(present).encode() + b"\n"
-    except (ValueError, TypeError, RecursionError) as error:
-        raise InvalidRows(
-            f"cannot be written as JSON ({error}); columns: {sorted(map(str, row))}", row=number
-        ) from error
 
 
 def _files(directory: Path) -> Iterator[Path]:

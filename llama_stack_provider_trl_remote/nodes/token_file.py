@@ -6,6 +6,8 @@ import os
 import stat
 from pathlib import Path
 
+from llama_stack_provider_trl.system.texts import decoded
+
 from ..address import checked_token
 from .identity import NodeError
 
@@ -41,7 +43,7 @@ def read_token(file: str) -> str:
             f"the token file {path} cannot be read ({error.strerror}): write the token there, with mode 600"
         ) from error
     try:
-        token = checked_token(content.decode()) if len(content) <= _LONGEST else None
+        token = checked_token(decoded(content)) if len(content) <= _LONGEST else None
     except ValueError as error:  # neither the content nor a part of it is repeated
         raise NodeError(f"the token file {path} does not hold one line of text: write the token alone there") from error
     if token is None:

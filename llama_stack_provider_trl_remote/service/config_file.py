@@ -9,6 +9,9 @@ from typing import Any
 
 import yaml
 
+from llama_stack_provider_trl.system.bounded_yaml import UniqueKeys
+from llama_stack_provider_trl.system.texts import decoded
+
 PROVIDER_TYPE = "remote::trl_remote"
 _VARIABLE = re.compile(r"\$\{env\.([A-Z0-9_]+)(?::([=+])([^}]*))?\}")
 
@@ -19,11 +22,11 @@ def provider_block(path: Path, environ: Mapping[str, str], provider_type: str = 
     Only this block is read: other providers' variables need not be set.
 
     Raises:
-        ValueError: no such file, no YAML, no such provider, or a variable without a value.
+        ValueError: no such file, no YAML, a key twice, no such provider, or a variable without a value.
     """
     try:
-        document = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
+        document = yaml.load(decoded(path.read_bytes()), UniqueKeys)
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error

@@ -49,14 +49,6 @@ def test_a_column_that_is_nan_is_an_absent_column(tmp_path: Path) -> None:
     assert lines(blob.path) == [{"chosen": "x"}]
 
 
-@pytest.mark.parametrize("value", [[NAN], {"x": NAN}, float("inf"), {1, 2}, "\ud800"])
-def test_a_value_that_json_cannot_hold_is_refused_with_the_number_of_its_row(tmp_path: Path, value: object) -> None:
-    with pytest.raises(InvalidRows, match=r"row 1: .*columns: \['bad'\]") as caught:
-        put_rows(tmp_path, [{"good": 1}, {"bad": value}])
-    assert caught.value.row == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_row_that_is_not_an_object_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRows, match="row 0: found list, expected an object"):
         put_rows(tmp_path, [["not", "a", "row"]])  # type: ignore[list-item]

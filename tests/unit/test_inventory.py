@@ -77,7 +77,7 @@ ONE = {"host": "10.0.0.11", "name": "gpu-a"}
         ({"nodes": [ONE | {"environment": {"HF_TOKEN": "x"}}]}, "environment: HF_TOKEN looks like a secret"),
         ({"nodes": [ONE, ONE | {"host": "10.0.0.12"}]}, "2 nodes have the name 'gpu-a': set another `name`"),
         ({"nodes": [ONE, ONE | {"name": "gpu-b"}]}, "gpu-a and gpu-b have the same host 10.0.0.11 and data_dir"),
-        ("nodes:\n- host: a\n  port: 22\n  port: 23\n", "the key 'port' is there 2 times (line 2)"),
+        ("nodes:\n- host: a\n  port: 22\n  port: 23\n", "the key 'port' is there twice in the mapping of line 2"),
         ({"nodes": [ONE], "service": "gpu:8322"}, "service: expected the address of the training service"),
         ({"nodes": [ONE], "defaults": {"host": "x"}}, "`defaults` is a mapping of keys that machines have in common"),
         ({"nodes": [ONE], "defaults": {"prot": 1}}, "node gpu-a: unknown key 'prot'"),

@@ -76,7 +76,7 @@ def test_submit_makes_the_call_that_the_request_is_meant_for(
 
 
 def test_submit_reads_standard_input(run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO('{"job_uuid": "piped"}'))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'\xef\xbb\xbf{"job_uuid": "piped"}')))
     assert run("jobs", "submit", "-")[:2] == (0, "piped\n")
     assert service.posted[0][1] == {"job_uuid": "piped"}
 

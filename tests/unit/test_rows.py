@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRows
+from llama_stack_provider_trl.specs.job import RowUse
 from llama_stack_provider_trl.specs.rows import ROLES, ROW_SHAPES, PreferenceExample, SftExample, check_rows, parse_row
 from tests.tiny import REPOSITORY, shared_dir
 
 NAN = float("nan")
+USER, ASSISTANT = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -250,7 +252,7 @@ DPO_ERRORS: list[tuple[Any, str]] = [
         "found the columns prompt, chosen, expected for DPO one of: prompt + cho",
     ),
     ({"prompt": "Why?", "chosen": "Because.", "rejected": ""}, "column rejected: found blank text, expected text"),
-    ({"chosen": "Because.", "rejected": "No."}, "column chosen: found text that is not JSON"),
+    ({"chosen": "Because.", "rejected": "No."}, "column chosen: found text 'Because.', expected a conversation"),
     (
         {"chosen": [QUESTION, ANSWER], "rejected": [user("What?"), WORSE]},
         "column chosen: found a first turn that differs from that of rejected, expected the same leading turns in both",
@@ -311,3 +313,59 @@ def test_the_documented_table_is_the_one_in_the_code() -> None:
 
 def _columns(columns: tuple[str, ...], optional: tuple[str, ...]) -> str:
     return ", ".join([f"`{column}`" for column in columns] + [f"(`{column}`)" for column in optional])
+
+
+@pytest.mark.parametrize(
+    ("row", "cause"),
+    [
+        (
+            {"chosen": "Yes.", "rejected": "No."},
+            "these are answers whose prompt is missing: add it as the column prompt",
+        ),
+        ({"question": "Why?", "chosen": "A.", "rejected": "B."}, "was the column question meant as the prompt"),
+        ({"context": [USER], "chosen": [ASSISTANT], "rejected": [USER, ASSISTANT]}, "was the column context meant"),
+        ({"chosen": "\n\nHuman: Hi\n\nAssistant: Ho", "rejected": "x"}, "it looks like a dialog in one text"),
+        ({"prompt": None, "chosen": [ASSISTANT], "rejected": [ASSISTANT]}, "whose prompt is missing"),
+    ],
+)
+def test_pairs_without_a_prompt_name_the_likely_cause(row: dict[str, Any], cause: str) -> None:
+    with pytest.raises(InvalidRows, match="row 0: column chosen: found") as caught:
+        check_rows([row], "dpo")
+    assert cause in str(caught.value)
+
+
+REPEATING: list[tuple[RowUse, dict[str, Any]]] = [
+    ("sft", {"prompt": "Name a river.", "completion": "Name a river. The Elbe."}),
+    ("sft", {"prompt": [USER], "completion": f" {USER['content']}\nBecause."}),
+    ("sft", {"instruction": "Add.", "input": "1, 2", "output": "Add.\n\n1, 2\n3"}),
+    ("sft", {"question": "2+2?", "answer": "2+2? 4"}),
+    ("sft", {"chat_completion_input": [USER], "expected_answer": f"{USER['content']} So."}),
+    ("dpo", {"prompt": "1+1?", "chosen": "2", "rejected": "1+1? 3"}),
+    ("dpo", {"prompt": [USER], "chosen": [{**ASSISTANT, "content": f"{USER['content']} So."}], "rejected": "No."}),
+    ("kto", {"prompt": "1+1?", "completion": "1+1?\n2", "label": True}),
+]
+
+
+@pytest.mark.parametrize(("use", "row"), REPEATING)
+def test_answers_that_begin_with_their_prompt_are_counted(use: RowUse, row: dict[str, Any]) -> None:
+    other = {"prompt": "a", "completion": "a", "chosen": "b", "rejected": "c", "label": False}
+    found = check_rows([row, other, row], use).warnings
+    assert [warning for warning in found if "2 of 3 rows have an answer that begins with its prompt's text" in warning]
+    assert not [warning for warning in check_rows([other], use).warnings if "begins with" in warning]
+
+
+@pytest.mark.parametrize("absent", [None, NAN])
+def test_a_key_of_a_message_that_is_null_is_a_missing_key(absent: object) -> None:
+    """As Parquet writes lists of messages with different keys."""
+    written = [
+        {"from": absent, "value": absent, "role": "user", "content": "Why?", "tool_calls": absent, "weight": absent},
+        {"role": absent, "content": absent, "from": "gpt", "value": "So.", "reasoning": absent, "name": absent},
+    ]
+    plain = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    assert parse_row({"messages": written}, 0, "sft") == parse_row({"messages": plain}, 0, "sft")
+    assert check_rows([{"messages": written}], "sft").warnings == []
+
+
+def test_a_weight_that_is_a_boolean_is_no_number() -> None:
+    with pytest.raises(InvalidRows, match="found weight True"):
+        check_rows([{"messages": [USER, {**ASSISTANT, "weight": True}]}], "sft")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
+
+from llama_stack_provider_trl.specs.exact import ExactValues
+from llama_stack_provider_trl.system.bounded_yaml import UniqueKeys
+from llama_stack_provider_trl.system.texts import decoded
 
 from ...address import checked_url
 from ...wire import NAME
@@ -21,7 +25,7 @@ _Text = Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=
 _Label = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 
 
-class InventoryHost(BaseModel):
+class InventoryHost(ExactValues, BaseModel):
     """A machine of the inventory."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -83,7 +87,7 @@ class InventoryHost(BaseModel):
         return self.name if self.name == self.host and not port else f"{self.name} ({self.host}{port})"
 
 
-class Inventory(BaseModel):
+class Inventory(ExactValues, BaseModel):
     """A file `nodes.yaml`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -110,17 +114,6 @@ class Inventory(BaseModel):
         return [host for host in self.nodes if not names or host.name in names]
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice: PyYAML would keep the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<")
-        for key, count in keys.items():
-            if count > 1:
-                raise ValueError(f"the key {key!r} is there {count} times (line {node.start_mark.line + 1})")
-        return super().construct_mapping(node, deep)
-
-
 def read_inventory(path: Path) -> Inventory:
     """Read an inventory. Its relative paths begin at its own directory, and keys of `defaults` count for every machine
     that lacks them.
@@ -130,7 +123,7 @@ def read_inventory(path: Path) -> Inventory:
             sentence with the file and the key.
     """
     try:
-        found = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+        found = yaml.load(decoded(path.read_bytes()), UniqueKeys)
     except OSError as error:
         raise NodeError(
             f"the inventory {path} cannot be read ({error.strerror}): name one with --inventory, see "

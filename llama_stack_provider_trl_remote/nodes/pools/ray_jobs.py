@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from llama_stack_provider_trl.system.texts import decoded
+
 from .base import PoolRefusal, PoolUnavailable
 from .plain_http import RefusedRedirects, why_unreachable
 
@@ -123,9 +125,10 @@ def sender(address: str, token_file: Path | None) -> Send:
         headers = {"Content-Type": "application/json"}
         if token_file is not None:
             try:
-                headers["Authorization"] = f"Bearer {token_file.read_text().strip()}"
-            except OSError as error:
-                raise PoolUnavailable(f"auth_token_file {token_file} cannot be read: {error.strerror}") from error
+                headers["Authorization"] = f"Bearer {decoded(token_file.read_bytes()).strip()}"
+            except (OSError, ValueError) as error:
+                why = getattr(error, "strerror", None) or error
+                raise PoolUnavailable(f"auth_token_file {token_file} cannot be read: {why}") from error
         data = None if body is None and method == "GET" else json.dumps(body or {}).encode()
         try:
             request = urllib.request.Request(f"{address}{path}", data, headers, method=method)

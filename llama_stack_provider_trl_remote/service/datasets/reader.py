@@ -44,10 +44,14 @@ def read_parquet(file: BinaryIO) -> Iterator[Row]:
 
     The metadata may be wrong, and a value that is stored once may occur in every row (1 KB of file, 5.7 GiB of rows in
     batches of 1024): the memory limit ends the reader then.
+
+    Raises:
+        InvalidRows: a column, or a field of one, is there twice.
     """
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(file) as table:
+        row_files.refuse_fields_twice(table.schema_arrow)
         for number in range(table.num_row_groups):
             group = table.metadata.row_group(number)
             rows = max(1, group.num_rows)

@@ -27,6 +27,7 @@ from llama_stack_provider_trl.errors import FULL, InvalidRows, shortage_of
 from llama_stack_provider_trl.system.files import put_rows
 from llama_stack_provider_trl.system.offload import FairSlots
 from llama_stack_provider_trl.system.process import child_environment, die_with_parent
+from llama_stack_provider_trl.system.texts import DuplicateKey, parse_json
 
 from ..http.bodies import RegisterDataset, RowsSource
 from ..http.errors import sentence
@@ -147,9 +148,11 @@ def _problem(status: int, detail: str) -> dict[str, Any]:
 
 def _read(body: Path, directory: Path, max_rows: int) -> dict[str, Any]:
     try:
-        found = json.loads(body.read_bytes())
+        found = parse_json(body.read_bytes())
     except json.JSONDecodeError as error:
         return {"not_json": error.msg, "position": error.pos}
+    except DuplicateKey as error:
+        return _problem(400, f"in the body {error}")
     except (ValueError, RecursionError):
         return _problem(400, "There was an error parsing the body")
     try:

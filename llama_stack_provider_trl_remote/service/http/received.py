@@ -7,7 +7,6 @@ A body with rows goes to a file and is parsed by a process of its own (`registra
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -20,6 +19,7 @@ from starlette.responses import Response
 
 from llama_stack_provider_trl.errors import FULL, shortage_of
 from llama_stack_provider_trl.system.offload import CallThreads
+from llama_stack_provider_trl.system.texts import DuplicateKey, parse_json
 
 MIB = 1 << 20
 SMALL = 64 << 10
@@ -263,15 +263,17 @@ def parse(data: bytes, most: int) -> Any:
         most: values that it may hold.
 
     Raises:
-        HTTPException: it has more, or more than `MAX_DEPTH` levels.
+        HTTPException: it has more, or more than `MAX_DEPTH` levels, or an object with a key twice.
         ValueError: it is not JSON.
     """
     if _values(data) > most:
         raise HTTPException(400, f"the body holds more than {most} values: send a smaller one")
     try:
-        found = json.loads(data)
+        found = parse_json(data)
     except RecursionError:
         raise _too_deep() from None
+    except DuplicateKey as error:
+        raise HTTPException(400, f"in the body {error}") from None
     level, depth = [found], 0
     while level:
         depth += 1

@@ -1,0 +1,217 @@
+"""Text of users: the same key twice, encodings, and values that JSON lacks, in every kind of file and body."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
+from llama_stack_provider_trl.specs.row_files import ROW_READERS, read_ndjson, refuse_fields_twice
+from llama_stack_provider_trl.specs.row_verdicts import check_file
+from llama_stack_provider_trl.specs.rows import check_rows
+from llama_stack_provider_trl.system.files import put_rows
+from llama_stack_provider_trl.system.texts import DuplicateKey, decoded, parse_json
+from llama_stack_provider_trl_remote.nodes.token_file import read_token
+from llama_stack_provider_trl_remote.request_files import read_request
+from llama_stack_provider_trl_remote.service.config_file import provider_block
+
+NAN, INFINITY = float("nan"), float("inf")
+CONFIG = "providers:\n  post_training:\n  - provider_type: remote::trl_remote\n    config:\n      port: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('{"seed": 1, "seed": 1}', "seed"),
+        ('{"a": [{"b": {"lr": 1, "x": 2, "lr": null}}]}', "lr"),
+        ('[{}, {"": 1, "": 2}]', ""),
+        ('{"\\u0061": 1, "b": 2, "a": 3}', "a"),
+    ],
+)
+def test_a_key_that_an_object_has_twice_is_named(text: str, key: str) -> None:
+    with pytest.raises(DuplicateKey) as caught:
+        parse_json(text)
+    assert caught.value.key == key
+    assert repr(key) in str(caught.value)
+    assert parse_json('{"a": {"k": 1}, "b": [{"k": 2}, {"k": 3}]}') == {"a": {"k": 1}, "b": [{"k": 2}, {"k": 3}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("job.json", '{"model": "m", "training_config": {"n_epochs": 1, "n_epochs": 2}}'),
+        ("job.yaml", "model: m\ntraining_config:\n  n_epochs: 1\n  n_epochs: 2\n"),
+        ("job.yml", "{model: m, training_config: {n_epochs: 1, n_epochs: 1}}"),
+        ("job.toml", 'model = "m"\n[training_config]\nn_epochs = 1\nn_epochs = 2\n'),
+        ("job", '{"n_epochs": {}, "n_epochs": {}}'),
+    ],
+)
+def test_a_request_with_a_key_twice_is_refused_by_name(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(InvalidRequest, match=r"the key 'n_epochs' is there twice|Cannot overwrite a value"):
+        read_request(str(path))
+
+
+@pytest.mark.parametrize("twice", ["      port: 2\n", "    config: {}\n", "providers: {}\n"])
+def test_a_setting_that_is_there_twice_is_refused_by_name(tmp_path: Path, twice: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG + twice)
+    with pytest.raises(ValueError, match=f"the key '{twice.split(':')[0].strip()}' is there twice"):
+        provider_block(path, {})
+
+
+@pytest.mark.parametrize(
+    ("ending", "content", "message"),
+    [
+        (".jsonl", b'{"text": "a"}\n{"text": "b", "id": 1, "text": "c"}\n', "row 1: in line 2 the key 'text'"),
+        (".ndjson", b'{"messages": [{"role": "user", "role": "user"}]}\n', "row 0: in line 1 the key 'role'"),
+        (".json", b'[{"text": "a"}, {"text": "b", "text": "b"}]', "in the file the key 'text'"),
+        (".csv", b"answer,question,answer\n1,2,3\n", "the column answer is there twice"),
+    ],
+)
+def test_a_column_that_is_there_twice_is_refused_by_name(ending: str, content: bytes, message: str) -> None:
+    with pytest.raises(InvalidRows) as caught:
+        list(ROW_READERS[ending](io.BytesIO(content)))
+    assert message in str(caught.value)
+
+
+def test_columns_of_a_csv_file_that_have_no_name_are_no_duplicates() -> None:
+    assert list(ROW_READERS[".csv"](io.BytesIO(b"text,,\na,,\n"))) == [{"text": "a"}]
+
+
+def test_a_column_of_arrow_that_is_there_twice_is_refused_by_its_path() -> None:
+    pa = pytest.importorskip("pyarrow")
+    field, text = pa.field, pa.string()
+    message = pa.struct([field("role", text), field("content", text), field("content", text)])
+    for schema, path in (
+        (pa.schema([field("prompt", text), field("x", text), field("prompt", text)]), "prompt"),
+        (pa.schema([field("messages", pa.list_(message))]), "messages.content"),
+        (pa.schema([field("a", pa.struct([field("b", pa.large_list(message))]))]), "a.b.content"),
+    ):
+        with pytest.raises(InvalidRows, match=f"the column {path} is there twice"):
+            refuse_fields_twice(schema)
+    refuse_fields_twice(pa.schema([field("a", pa.list_(pa.struct([field("a", text)]))), field("b", text)]))
+
+
+def test_a_message_list_in_json_text_has_each_key_once() -> None:
+    row = {"messages": '[{"role": "user", "content": "a", "content": "b"}]'}
+    with pytest.raises(InvalidRows, match="row 0: column messages: found JSON text in which the key 'content'"):
+        check_rows([row], "sft")
+
+
+def _request(path: Path) -> Any:
+    return read_request(str(path))
+
+
+def _config(path: Path) -> Any:
+    return provider_block(path, {})
+
+
+def _rows(path: Path) -> Any:
+    with open(path, "rb") as file:
+        return list(ROW_READERS[path.suffix](file))
+
+
+def _token(path: Path) -> Any:
+    path.chmod(0o600)
+    return read_token(str(path))
+
+
+READERS: list[tuple[str, str, Callable[[Path], Any], Any]] = [
+    ("job.json", '{"model": "ä"}', _request, {"model": "ä"}),
+    ("job.yaml", "model: ä\n", _request, {"model": "ä"}),
+    ("job.toml", 'model = "ä"\n', _request, {"model": "ä"}),
+    ("run.yaml", CONFIG, _config, {"port": 1}),
+    ("rows.jsonl", '{"text": "ä"}\n', _rows, [{"text": "ä"}]),
+    ("rows.json", '[{"text": "ä"}]\n', _rows, [{"text": "ä"}]),
+    ("rows.csv", "text\nä\n", _rows, [{"text": "ä"}]),
+    ("token", "secret\n", _token, "secret"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "read", "found"), READERS, ids=[one[0] for one in READERS])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
+def test_every_file_is_utf_8_with_or_without_a_byte_order_mark(
+    tmp_path: Path, name: str, text: str, read: Callable[[Path], Any], found: Any, encoding: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes((b"\xfe\xff" if encoding == "utf-16-be" else b"") + text.encode(encoding))
+    if encoding.startswith("utf-8"):
+        assert read(path) == found
+        return
+    with pytest.raises(Exception) as caught:  # noqa: PT011 (each reader has its own, all of ours)
+        read(path)
+    assert "UTF-" in str(caught.value) or name == "token"  # whose content is not described
+    assert type(caught.value).__module__.startswith("llama_stack") or type(caught.value) is ValueError
+
+
+def test_bytes_that_are_no_utf_8_are_named() -> None:
+    for data, message in ((b"a\xff", "at byte 1"), (b"\xff\xfea\0", "UTF-16"), (b"\xff\xfe\0\0a\0\0\0", "UTF-32")):
+        with pytest.raises(ValueError, match=message):
+            decoded(data)
+
+
+VALUES: list[tuple[Any, str]] = [
+    (datetime.datetime(2024, 1, 2, 3, 4, 5, tzinfo=datetime.UTC), "{'timestamp': '2024-01-02T03:04:05+00:00'}"),
+    (datetime.date(2024, 1, 2), "{'date': '2024-01-02'}"),
+    (datetime.time(1, 2), "{'time': '01:02:00'}"),
+    (datetime.timedelta(days=2), "{'duration': '2 days, 0:00:00'}"),
+    (decimal.Decimal("1.10"), "{'decimal': '1.10'}"),
+    (b"\xff\0", "{'binary': '2 bytes'}"),
+    (INFINITY, "{'number': 'inf'}"),
+    ({"x": -INFINITY}, "{'number': '-inf'}"),
+    ([0.5, NAN, [INFINITY]], "turn 0: found a number 0.5"),
+    ({1}, "turn 0: found a number 1"),
+    (10**5000, "{'number': '16610 bits'}"),
+    ("b \ud83d", "half of a UTF-16 surrogate pair"),
+    (["\ud800"], "'\\ud800'"),
+    (object, "{'type': \"<class 'object'>\"}"),
+]
+
+
+@pytest.mark.parametrize(("value", "shown"), VALUES, ids=range(len(VALUES)))
+def test_a_column_that_no_shape_reads_may_have_any_type(tmp_path: Path, value: Any, shown: str) -> None:
+    good = {"prompt": "a", "completion": "b"}
+    verdict = check_file(put_rows(tmp_path, [good, {**good, "extra": value}]).path, "sft", None)
+    assert verdict == {"num_rows": 2, "warnings": ["columns never read: extra"], "error": None}
+    read = check_file(put_rows(tmp_path, [good, {"prompt": "a", "completion": value}]).path, "sft", None)
+    assert (read["error"] or "").startswith("row 1: column completion")
+    assert shown[:40] in (read["error"] or "")
+
+
+def test_numbers_that_are_none_and_names_that_are_no_text_pass_in_columns_that_no_shape_reads(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(
+        b'{"text": "a", "weight": 1e999, "e": [NaN, Infinity]}\n{"text": "b", "\\ud83d": 1}\n{"text": "c", "n": NaN}\n'
+    )
+    verdict = check_file(path, "sft", None)
+    assert verdict["error"] is None
+    assert verdict["warnings"] == ["columns never read: \\ud83d, e, weight"]
+    with open(path, "rb") as file:
+        stored = put_rows(tmp_path, read_ndjson(file)).path
+    assert check_file(stored, "sft", None) == verdict
+    json.dumps(verdict).encode()
+    assert "Infinity" not in stored.read_text()
+
+
+def test_scalars_of_data_frames_are_what_they_hold(tmp_path: Path) -> None:
+    np = pytest.importorskip("numpy")
+    row = {"text": "a", "i": np.int64(3), "f": np.float32(0.5), "nan": np.float32("nan"), "a": np.array([[1], [2]])}
+    stored = put_rows(tmp_path, [row])
+    assert json.loads(stored.path.read_text()) == {"text": "a", "i": 3, "f": 0.5, "nan": None, "a": [[1], [2]]}
+
+
+def test_a_row_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    row: dict[str, Any] = {"text": "a"}
+    row["self"] = [row]
+    with pytest.raises(InvalidRows, match="row 0: cannot be written as JSON"):
+        put_rows(tmp_path, [row])
+    assert list(tmp_path.iterdir()) == []
