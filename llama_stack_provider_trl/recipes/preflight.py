@@ -17,6 +17,7 @@ from ..errors import JobFailure
 from ..specs.events import EventWriter, Finished, Preflighted, Reason, Warned
 from ..specs.job import AttemptSpec, JobSpec
 from ..specs.preflight import PreflightSpec
+from ..specs.schedules import problem_of_warmup
 from ..system.files import free_bytes
 from ..system.fork import imported_memory
 from ..system.process import allocated_memory, available_memory, limit_memory, machine_memory, resident_memory
@@ -231,6 +232,7 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     requested = spec
     spec, batch_plan = in_parts(spec, BatchPlan.of_job(spec), prepared.dataset, request.device)
     planned = plan_steps(spec, row_lengths(prepared.dataset), batch_plan)
+    warmup = problem_of_warmup(spec.optimizer, planned.total_steps)
     planned = replace(planned, batch=_with_groups(planned.batch, spec, prepared.dataset))
     capacity = Capacity(
         device=request.memory_bytes or _device_memory(request.device) or machine_memory() // spec.ranks,
@@ -253,7 +255,7 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
             },
             memory=memory,
             disk=disk,
-            warnings=[*notes, *prepared.report.warnings],
+            warnings=[*notes, *prepared.report.warnings, *filter(None, [warmup])],
         ),
         durable=True,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -13,13 +13,10 @@ from ..errors import InvalidRequest
 from .bodies import (
     EfficiencyConfig,
 )
+from .choices import COMPARED, problem_of
 from .settings import Request
 
 NO_SAVERS = EfficiencyConfig()
-
-
-COMPARED = 100
-"""Characters of a name that is compared with known ones: the time grows with the square of its length."""
 
 
 def refuse_unknown(request: Request) -> None:
@@ -86,10 +83,4 @@ def refusal_of(error: ValidationError, where: str) -> InvalidRequest:
     """The refusal of the first field that a model does not accept."""
     first = error.errors()[0]
     path = ".".join([where, *map(str, first["loc"])])
-    return InvalidRequest(path, first["input"], first["msg"].removeprefix("Value error, "))
-
-
-def nearest_choice(value: str, choices: Sequence[str]) -> str:
-    close = difflib.get_close_matches(value[:COMPARED], choices, n=1)
-    nearest = f"; the nearest is '{close[0]}'" if close else ""
-    return f"expected one of {', '.join(choices)}{nearest}"
+    return InvalidRequest(path, first["input"], problem_of(first))

@@ -11,7 +11,8 @@ from ..errors import InvalidRequest, MethodUnavailable
 from ..specs.custom import ALGORITHMS, InstalledMethod, custom_names, find_method, same_method
 from ..specs.custom_limits import FIELDS, within_limits
 from ..specs.methods import CustomSpec
-from .checks import nearest_choice, refusal_of, refuse_infinite
+from .checks import refusal_of, refuse_infinite
+from .choices import nearest_choice
 
 
 def resolve_custom(name: str, given: dict[str, Any], where: str) -> tuple[InstalledMethod, dict[str, Any]]:

@@ -20,7 +20,7 @@ from .bodies import (
     DataConfig,
     TrainingConfig,
 )
-from .checks import nearest_choice
+from .choices import nearest_choice
 from .names import JOB_UUID_PATTERN
 from .options import ProviderOptions
 from .settings import Settings

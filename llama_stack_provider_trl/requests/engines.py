@@ -12,7 +12,7 @@ from ..specs.answer_files import answering_of
 from ..specs.kinds import EvaluateSpec, GenerateSpec, Work
 from ..specs.methods import GrpoSpec, VllmCorrection, VllmSpec, vllm_of
 from .bodies import GRPOConfig
-from .checks import nearest_choice
+from .choices import nearest_choice
 from .options import ProviderOptions
 from .settings import Settings
 

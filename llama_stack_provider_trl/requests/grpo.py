@@ -13,7 +13,8 @@ from ..specs.rewards import GROUP, RewardModel, RewardSource, find_reward, insta
 from .answering import refuse_options
 from .bases import PREFIX
 from .bodies import GRPOConfig, GRPOReward
-from .checks import nearest_choice, parse_fields
+from .checks import parse_fields
+from .choices import nearest_choice
 from .engines import resolve_vllm
 from .names import JOB_UUID_PATTERN
 from .options import ProviderOptions

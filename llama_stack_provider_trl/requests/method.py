@@ -24,7 +24,8 @@ from .bodies import (
     QATFinetuningConfig,
     SupervisedFineTuneRequest,
 )
-from .checks import nearest_choice, parse_fields, unknown_fields
+from .checks import parse_fields, unknown_fields
+from .choices import nearest_choice
 from .custom import unknown_method
 from .distillation import with_model
 from .engines import with_vllm

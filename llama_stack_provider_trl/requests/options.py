@@ -12,6 +12,7 @@ from ..specs.beginnings import AdapterUse
 from ..specs.job import AttentionMask, AttnImplementation, GradientSync, PeftMethod, PreflightMode
 from ..specs.names import CheckedElsewhere, CheckedNames, FreeText
 from .bodies import LoraFinetuningConfig
+from .choices import problem_of
 
 PRIORITIES = {"low": -1, "normal": 0, "high": 1, "critical": 2}
 Priority = Literal["low", "normal", "high", "critical"]
@@ -286,11 +287,7 @@ class ProviderOptions(Documented, CheckedNames):
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(["provider_options", *map(str, first["loc"])])
-            problem = (
-                "there is no such option"
-                if first["type"] == "extra_forbidden"
-                else first["msg"].removeprefix("Value error, ")
-            )
+            problem = "there is no such option" if first["type"] == "extra_forbidden" else problem_of(first)
             block = _BLOCKS.get(str(first["loc"][0])) if len(first["loc"]) > 1 else None
             names = ", ".join((block or cls).model_fields)
             raise InvalidRequest(field, first["input"], f"{problem}; the options are: {names}") from error

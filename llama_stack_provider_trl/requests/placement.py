@@ -10,7 +10,8 @@ from ..specs.job import (
     ResourcesSpec,
 )
 from .bases import Base
-from .checks import NO_SAVERS, nearest_choice
+from .checks import NO_SAVERS
+from .choices import nearest_choice
 from .options import ProviderOptions
 from .settings import Request, Settings
 

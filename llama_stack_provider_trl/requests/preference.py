@@ -21,7 +21,8 @@ from .bodies import (
     RewardConfig,
     SimPOConfig,
 )
-from .checks import nearest_choice, parse_fields, unknown_fields
+from .checks import parse_fields, unknown_fields
+from .choices import nearest_choice
 from .custom import resolve_custom, unknown_method
 from .distillation import resolve_distillation
 from .grpo import resolve_grpo

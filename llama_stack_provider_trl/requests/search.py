@@ -20,7 +20,8 @@ from ..specs.job import JobSpec
 from ..specs.names import CheckedNames
 from ..specs.search import BETWEEN, Direction, PruningSpec, SearchSpec, Submitted
 from .bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
-from .checks import nearest_choice, parse_fields
+from .checks import parse_fields
+from .choices import nearest_choice, problem_of
 from .options import ProviderOptions
 from .paths import resolve_job_uuid
 from .settings import Request
@@ -439,4 +440,4 @@ def _parsed(kind: type[Request], body: dict[str, Any]) -> Request:
         return kind.model_validate(body)
     except ValidationError as error:
         first = error.errors()[0]
-        raise InvalidRequest(".".join(map(str, first["loc"])), first["input"], first["msg"]) from error
+        raise InvalidRequest(".".join(map(str, first["loc"])), first["input"], problem_of(first)) from error

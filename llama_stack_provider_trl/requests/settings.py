@@ -9,6 +9,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
 from ..documented import Documented
+from ..specs.exact import ExactValues
 from ..specs.job import ShardingSpec
 from ..system.data_dir import DataDir
 from .bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
@@ -28,7 +29,7 @@ def _trusted(entry: str) -> str:
 TrustedModel = Annotated[str, AfterValidator(_trusted)]
 
 
-class JobSettings(Documented):
+class JobSettings(Documented, ExactValues):
     """Settings of both providers that `resolve` reads, most of them the default of a job that sets none."""
 
     # A process that only imports the settings of a provider, or has no pools, builds no validator of them.

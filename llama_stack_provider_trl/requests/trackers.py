@@ -16,6 +16,7 @@ from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_v
 
 from ..documented import Documented
 from ..errors import InvalidRequest
+from ..specs.exact import ExactValues
 
 TrackerName = Literal["tensorboard", "mlflow", "wandb", "trackio"]
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -40,7 +41,7 @@ def _absolute(value: Path | None) -> Path | None:
 Directory = Annotated[Path | None, AfterValidator(_absolute)]
 
 
-class _TrackerBlock(Documented):
+class _TrackerBlock(Documented, ExactValues):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True, defer_build=True
     )

@@ -11,7 +11,8 @@ from .bodies import (
     OptimizerConfig,
     TrainingConfig,
 )
-from .checks import NO_SAVERS, nearest_choice
+from .checks import NO_SAVERS
+from .choices import nearest_choice
 from .options import ProviderOptions
 from .settings import Settings
 

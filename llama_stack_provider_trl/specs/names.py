@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationInfo, field_validator
 
 from ..system.console import hidden_in
+from .exact import ExactValues
 
 STORED = {"stored": True}
 """Context in which a document of ours is validated: names in it passed the check of the release that stored it."""
@@ -43,7 +44,7 @@ def problem_of_name(text: str) -> str:
     )
 
 
-class CheckedNames(BaseModel):
+class CheckedNames(ExactValues):
     """A model whose texts are names. A field of other text is `Annotated[..., FreeText()]`."""
 
     @field_validator("*")

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from ..errors import InvalidRequest, StoreError, TrlError, shortage_of
 from ..requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest, TrainingConfig
+from ..requests.choices import problem_of
 from .compat import NeedsRequestProviderData, answers_requests, to_http
 from .responses import PostTrainingJob
 
@@ -41,7 +42,7 @@ def answers_clearly[Answer](
             # Where Llama Stack checks a body against its own models only, our own models check it here.
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))
-            raise to_http(InvalidRequest(field, first["input"], first["msg"].removeprefix("Value error, "))) from error
+            raise to_http(InvalidRequest(field, first["input"], problem_of(first))) from error
 
     return answers_requests(call)
 

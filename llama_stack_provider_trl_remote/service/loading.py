@@ -9,6 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from llama_stack_provider_trl.requests.choices import problem_of
+
 from ..config import TrlRemoteConfig
 from .config_file import PROVIDER_TYPE, provider_block
 from .settings import ServiceSettings, SettingsError
@@ -77,4 +79,4 @@ def _sentence(error: ValidationError) -> str:
     # Tokens must not be repeated, nor credentials in the URI of a tracker or among the variables of a pool.
     secret = "token" in name or name.startswith("trackers") or name.endswith(".environment")
     found = "" if secret else f"={first['input']!r}"
-    return f"{name}{found}: {first['msg'].removeprefix('Value error, ')}"
+    return f"{name}{found}: {problem_of(first)}"

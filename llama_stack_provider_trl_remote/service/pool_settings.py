@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field, StringConstraints, field_validator, mode
 
 from llama_stack_provider_trl.documented import Documented
 from llama_stack_provider_trl.jobs.placement import Node
+from llama_stack_provider_trl.specs.exact import ExactValues
 
 _GIB = 1 << 30
 _OURS = ("--job-name", "--nodes", "--ntasks-per-node", "--ntasks", "--requeue", "--signal", "--array", "--wrap")
@@ -31,7 +32,7 @@ _QUANTITY = r"[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?"
 """https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/"""
 
 
-class _PoolBlock(Documented):
+class _PoolBlock(Documented, ExactValues):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, defer_build=True)
 
 

@@ -20,6 +20,7 @@ from llama_stack_provider_trl.launch.devices import usable_devices
 from llama_stack_provider_trl.launch.gpus import NO_GANG, slices_of
 from llama_stack_provider_trl.requests.options import Priority
 from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.exact import ExactValues
 from llama_stack_provider_trl.specs.job import Prefetch, ShardingSpec, ShardingStrategy
 from llama_stack_provider_trl.system.logs import LogLevel
 
@@ -38,7 +39,7 @@ class SettingsError(TrlError, ValueError):
     """Raised when the service cannot start with its settings; names the setting and the remedy."""
 
 
-class _Block(Documented):
+class _Block(Documented, ExactValues):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True, defer_build=True
     )

@@ -19,7 +19,7 @@ from fastapi import HTTPException
 from starlette.requests import Request
 
 from llama_stack_provider_trl.errors import InvalidRequest, StoreError
-from llama_stack_provider_trl.requests.checks import nearest_choice
+from llama_stack_provider_trl.requests.choices import nearest_choice
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.registration import Registration, StoredRows
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry

@@ -5,7 +5,6 @@ TRL renames arguments between releases and refuses unknown ones with a TypeError
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from trl import DPOConfig, KTOConfig, RewardConfig, SFTConfig
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import JobSpec, OptimizerSpec
+from ...specs.schedules import warmup_steps
 from ..distributed.ranks import COLLECTIVE_TIMEOUT
 from ..model.fsdp import fsdp_arguments, is_sharded
 from .adamw_8bit import AdamW8Bit
@@ -90,7 +90,7 @@ def scheduler_arguments(optimizer: OptimizerSpec, total_steps: int) -> dict[str,
     if optimizer.scheduler != "warmup_stable_decay":
         return {}
     decay = optimizer.decay_steps or max(1, total_steps // 10)
-    warmup = optimizer.warmup_steps or math.ceil(total_steps * optimizer.warmup_ratio)
+    warmup = warmup_steps(optimizer, total_steps)
     if warmup + decay > total_steps:
         raise JobFailure(
             Reason.invalid_request,

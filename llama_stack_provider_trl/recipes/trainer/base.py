@@ -15,8 +15,9 @@ from transformers import Trainer
 from transformers.trainer_utils import set_seed
 
 from ...errors import JobFailure
-from ...specs.events import CheckpointSaved, EventWriter, Reason
+from ...specs.events import CheckpointSaved, EventWriter, Reason, Warned
 from ...specs.job import JobSpec
+from ...specs.schedules import problem_of_warmup
 from ..checkpoint import random_state
 from ..checkpoint.fencing import FencingToken
 from ..checkpoint.optimizer_state import reading
@@ -134,6 +135,8 @@ class RecipeTrainer(Trainer):
         Raises:
             JobFailure: invalid_request, where the job is too short for its warmup and decay.
         """
+        if problem := problem_of_warmup(self.spec.optimizer, num_training_steps):
+            self._writer.write(Warned(message=problem))
         self.args.lr_scheduler_kwargs = scheduler_arguments(self.spec.optimizer, num_training_steps)
         return super().create_scheduler(num_training_steps, optimizer)
 

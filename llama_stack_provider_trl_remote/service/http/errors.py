@@ -29,6 +29,7 @@ from llama_stack_provider_trl.errors import (
     is_exhausted,
     shortage_of,
 )
+from llama_stack_provider_trl.requests.choices import problem_of
 from llama_stack_provider_trl.specs.events import Reason
 
 log = logging.getLogger(__name__)
@@ -256,7 +257,7 @@ def sentence(found: Mapping[str, Any]) -> str:
         return f"{field} is missing from the {where}: it is required"
     if found["type"] == "extra_forbidden":
         return str(InvalidRequest(field, found["input"], "there is no such field: leave it out"))
-    return str(InvalidRequest(field, found["input"], str(found["msg"]).removeprefix("Value error, ")))
+    return str(InvalidRequest(field, found["input"], problem_of(found)))
 
 
 def raw_answer(status: int, detail: str) -> tuple[list[tuple[bytes, bytes]], bytes]:

@@ -1,0 +1,55 @@
+"""The choice that a name of another trainer, or another spelling, most likely means."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+COMPARED = 100
+"""Characters of a name that is compared with known ones: the time grows with the square of its length."""
+
+
+def nearest_choice(value: str, choices: Sequence[str]) -> str:
+    """What is expected in place of a value, with the nearest choice where one is near."""
+    return f"expected one of {', '.join(choices)}{nearest(value, choices)}"
+
+
+def nearest(value: Any, choices: Sequence[str]) -> str:
+    """The end of a sentence that names the nearest choice; empty: none is near."""
+    found = _nearest(value[:COMPARED], choices) if isinstance(value, str) else None
+    return f"; the nearest is '{found}'" if found else ""
+
+
+def problem_of(error: Mapping[str, Any]) -> str:
+    """The problem of a field that a model does not accept, with the nearest choice."""
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] != "literal_error":
+        return message
+    return message + nearest(error["input"], re.findall(r"'([^']*)'", str(error["ctx"]["expected"])))
+
+
+def _nearest(value: str, choices: Sequence[str]) -> str | None:
+    """Another spelling (AdamW), the choice whose words are all among the value's (adamw_torch_fused,
+    torch.optim.AdamW, cosine_with_restarts), initials (wsd), or what has most letters in common."""
+    spelled = {_letters(choice): choice for choice in reversed(choices)}
+    if found := spelled.get(_letters(value)):
+        return found
+    words = _words(value)
+    contained = [choice for choice in choices if _words(choice) <= words]
+    if contained:
+        return max(contained, key=len)
+    initials = {"".join(word[0] for word in re.findall(r"[a-z0-9]+", choice.lower())): choice for choice in choices}
+    if len(value) > 1 and (found := initials.get(value.lower())):
+        return found
+    close = difflib.get_close_matches(_letters(value), list(spelled), n=1)
+    return spelled[close[0]] if close else None
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", name.lower()))
