@@ -201,7 +201,7 @@ def test_a_dataset_is_registered_once_and_listed_without_its_rows(service: Train
         ({"source": {"type": "stone"}}, "source="),
         ({"source": {"type": "rows", "rows": []}, "purpose": "fun"}, "purpose='fun'"),
         ({"source": {"type": "rows", "rows": []}, "colour": 1}, "colour=1"),
-        ({"source": {"type": "rows", "rows": [{"a": "\ud800"}]}}, "row 0"),
+        ({"source": {"type": "rows", "rows": [{"a": "b"}, "\ud800"]}}, "source.rows.1="),
         ({"source": {"type": "rows", "rows": []}, "metadata": {"a": "\ud800"}}, "metadata="),
         ({"source": {"type": "blob", "sha256": "0" * 64}}, "PUT the rows"),
         ({"source": {"type": "uri", "uri": "http://example.org/x.csv"}}, "dataset_roots"),
