@@ -59,13 +59,13 @@ def _check_workers(averaging: AveragingSpec, settings: Settings, fields: Mapping
     strategy, nodes = settings.sharding.strategy, resources.nodes if resources else 1
     if strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
         hint = (
-            f"the service's sharding_strategy is {strategy}, under which all ranks train one copy of the model: set "
-            "it to NO_SHARD (each rank is a worker) or HYBRID_SHARD (each node is one)"
+            f"sharding_strategy is {strategy}, under which all ranks train one copy of the model: set the provider "
+            "option fsdp_config.sharding_strategy to NO_SHARD (each rank is a worker), or HYBRID_SHARD (each node is)"
         )
         raise InvalidRequest(_FIELD, given, hint)
     if strategy == "HYBRID_SHARD" and (nodes == 1 or ranks == nodes):
         found = "on one node, which is one worker" if nodes == 1 else "with one rank on each node, which shards nothing"
-        hint = f"the service's sharding_strategy is HYBRID_SHARD, and this job trains {found}: use NO_SHARD"
+        hint = f"sharding_strategy is HYBRID_SHARD, and this job trains {found}: use NO_SHARD"
         raise InvalidRequest(_FIELD, given, hint)
 
 

@@ -9,7 +9,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from ..documented import Documented
 from ..errors import InvalidRequest
 from ..specs.beginnings import AdapterUse
-from ..specs.job import AttentionMask, AttnImplementation, GradientSync, PeftMethod, PreflightMode
+from ..specs.job import (
+    AttentionMask,
+    AttnImplementation,
+    GradientSync,
+    PeftMethod,
+    Prefetch,
+    PreflightMode,
+    ShardingStrategy,
+)
 from ..specs.names import CheckedElsewhere, CheckedNames, FreeText
 from .bodies import LoraFinetuningConfig
 from .choices import problem_of
@@ -82,6 +90,28 @@ class Resources(Documented, CheckedNames):
     """Labels that a node has, such as {"zone": "a"}."""
     model_present: bool = False
     """Only nodes with the model in their local cache."""
+
+
+class FsdpOptions(Documented, CheckedNames):
+    """How the ranks of a job hold its model, where that differs from the configuration's `fsdp_config`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sharding_strategy: ShardingStrategy | None = None
+    """FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or NO_SHARD (DDP)."""
+    cpu_offload: bool | None = None
+    """Shards rest in CPU memory while they are not used."""
+    forward_prefetch: bool | None = None
+    """Fetch the next block's weights during the forward pass."""
+    backward_prefetch: Prefetch | None = None
+    """BACKWARD_PRE or BACKWARD_POST."""
+
+    @model_validator(mode="after")
+    def _check_unsharded(self) -> FsdpOptions:
+        parts = [name for name in ("cpu_offload", "forward_prefetch", "backward_prefetch") if getattr(self, name)]
+        if self.sharding_strategy == "NO_SHARD" and parts:
+            raise ValueError(f"NO_SHARD has no parts, so that {parts[0]} would have no effect: leave it out")
+        return self
 
 
 class Shard(Documented, CheckedNames):
@@ -162,6 +192,7 @@ def _problem_of_text(text: str) -> str:
 _BLOCKS: dict[str, type[Documented]] = {
     "averaging": Averaging,
     "early_stopping": EarlyStopping,
+    "fsdp_config": FsdpOptions,
     "resources": Resources,
     "samples": Samples,
     "shard": Shard,
@@ -259,6 +290,9 @@ class ProviderOptions(Documented, CheckedNames):
     resources: Resources | None = None
     """Machines: {nodes, min_nodes, gpu_memory_gb, cpus, reserve_cpus, memory_gb, labels, model_present}. The service
     only."""
+    fsdp_config: FsdpOptions | None = None
+    """How several ranks hold the model: {sharding_strategy, cpu_offload, forward_prefetch, backward_prefetch}. What it
+    leaves out is the configuration's. The service only."""
     averaging: Averaging | None = None
     """Workers train on their own, and their weights are averaged every `interval` optimizer steps: {interval,
     outer_learning_rate 0.7, outer_momentum 0.9, nesterov true}."""

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidRequest
-from ..specs.job import (
-    ResourcesSpec,
-)
+from ..specs.job import ResourcesSpec, ShardingSpec
 from .bases import Base
 from .checks import NO_SAVERS
 from .choices import nearest_choice
@@ -87,6 +85,27 @@ def resolve_resources(options: ProviderOptions, settings: Settings, base: Base) 
     return ResourcesSpec(nodes=nodes, min_nodes=requested.min_nodes or nodes, **given)
 
 
+_FSDP = "provider_options.fsdp_config"
+
+
+def with_sharding(options: ProviderOptions, settings: Settings) -> Settings:
+    """The settings with the job's own `fsdp_config`, which has the configuration's values where it sets none.
+
+    Raises:
+        InvalidRequest: this provider trains in one process.
+    """
+    if options.fsdp_config is None:
+        return settings
+    given = options.fsdp_config.model_dump(exclude_none=True)
+    if settings.sharding is None:
+        hint = "this provider trains in one process; leave it out, or use the service (remote::trl_remote)"
+        raise InvalidRequest(_FSDP, given, hint)
+    given["strategy"] = given.pop("sharding_strategy", settings.sharding.strategy)
+    if given["strategy"] == "NO_SHARD":  # what the configuration has for parts does not apply
+        return settings.model_copy(update={"sharding": ShardingSpec(strategy="NO_SHARD")})
+    return settings.model_copy(update={"sharding": settings.sharding.model_copy(update=given)})
+
+
 def resolve_ranks(
     request: Request, options: ProviderOptions, settings: Settings, resources: ResourcesSpec | None
 ) -> dict[str, Any]:
@@ -107,6 +126,9 @@ def resolve_ranks(
         return {"ranks": ranks}
     savers = request.training_config.efficiency_config or NO_SAVERS
     if ranks == 1:
+        if options.fsdp_config is not None:
+            hint = "one process shards nothing: set nproc_per_node or resources.nodes, or leave it out"
+            raise InvalidRequest(_FSDP, options.fsdp_config.model_dump(exclude_none=True), hint)
         for name in ("memory_efficient_fsdp_wrap", "fsdp_cpu_offload"):
             if getattr(savers, name):
                 hint = "one process shards nothing: ask for more with the provider option nproc_per_node, or set false"
@@ -117,14 +139,14 @@ def resolve_ranks(
             "provider_options.peft_method",
             "vera",
             f"{ranks} ranks shard the model, and FSDP2's mixed precision leaves out the matrices that VeRA's modules "
-            "share; use 'lora' or 'ia3', one rank, or a service with sharding_strategy NO_SHARD",
+            "share; use 'lora' or 'ia3', one rank, or fsdp_config.sharding_strategy NO_SHARD",
         )
     offload = settings.sharding.cpu_offload or bool(savers.fsdp_cpu_offload)
     if offload and settings.sharding.strategy == "NO_SHARD":
         raise InvalidRequest(
             "training_config.efficiency_config.fsdp_cpu_offload",
             True,
-            "the service's sharding_strategy is NO_SHARD, which keeps everything on the device; set false",
+            "sharding_strategy is NO_SHARD, which keeps everything on the device; set false",
         )
     if savers.enable_activation_offloading and settings.sharding.strategy != "NO_SHARD":
         raise InvalidRequest(

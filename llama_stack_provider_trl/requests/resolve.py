@@ -22,7 +22,7 @@ from .lifecycle import resolve_lifecycle
 from .method import jobs_named_by, resolve_method, stays_here
 from .options import ProviderOptions
 from .paths import resolve_paths
-from .placement import on_reserved_cores, resolve_placement
+from .placement import on_reserved_cores, resolve_placement, with_sharding
 from .preference import check_step
 from .settings import Request, Settings
 from .trackers import TrackerChoice, resolve_trackers
@@ -69,6 +69,7 @@ def resolve(
     refuse_infinite(request, "")
     refuse_infinite(options, "provider_options.")
     refuse_unsupported(request, sharded=settings.sharding is not None)
+    settings = with_sharding(options, settings)
     options = on_reserved_cores(options, settings)
     trackers = resolve_trackers(request.logger_config, settings.trackers, request.job_uuid)
     data = resolve_data_config(training)

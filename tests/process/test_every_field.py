@@ -21,7 +21,7 @@ from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.row_shards import stored_shard
 from llama_stack_provider_trl.jobs.submission import split_rows
 from llama_stack_provider_trl.requests import bodies as requests
-from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.requests.options import FsdpOptions, ProviderOptions
 from llama_stack_provider_trl.requests.resolve import Resolution, resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.averaging import AveragingSpec
@@ -389,6 +389,10 @@ ELSEWHERE: dict[str, str] = {
     **{
         f"{OPTION}averaging.{field}": "several workers: tests/process/test_averaging.py, test_averaging_request.py"
         for field in AveragingSpec.model_fields
+    },
+    **{
+        f"{OPTION}fsdp_config.{field}": "several ranks: tests/unit/test_resolve.py, tests/process/test_ranks.py"
+        for field in FsdpOptions.model_fields
     },
     OPTION + "nproc_per_node": "several ranks, with the numbers of one: tests/process/test_ranks.py",
     OPTION + "device": NO_TRAINING + "tests/unit/test_placement.py",

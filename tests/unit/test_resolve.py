@@ -631,6 +631,65 @@ def test_the_service_trains_with_its_ranks_unless_a_job_names_a_number(settings:
         spec_of(sft(), service, nproc_per_node=5)
 
 
+OFFLOADED = ShardingSpec(strategy="FULL_SHARD", cpu_offload=True, forward_prefetch=True)
+
+
+@pytest.mark.parametrize(
+    ("configured", "own", "resolved"),
+    [
+        (SHARDING, {"sharding_strategy": "NO_SHARD"}, ShardingSpec(strategy="NO_SHARD")),
+        (ShardingSpec(strategy="NO_SHARD"), {"sharding_strategy": "FULL_SHARD"}, ShardingSpec()),
+        (OFFLOADED, {"sharding_strategy": "NO_SHARD"}, ShardingSpec(strategy="NO_SHARD")),
+        (OFFLOADED, {"cpu_offload": False}, ShardingSpec(forward_prefetch=True)),
+        (
+            SHARDING,
+            {"backward_prefetch": "BACKWARD_PRE", "forward_prefetch": True},
+            ShardingSpec(strategy="SHARD_GRAD_OP", backward_prefetch="BACKWARD_PRE", forward_prefetch=True),
+        ),
+        (OFFLOADED, {}, OFFLOADED),
+    ],
+)
+def test_a_job_holds_its_model_as_it_requests_it_on_a_service_that_does_otherwise(
+    settings: Settings, configured: ShardingSpec, own: dict[str, Any], resolved: ShardingSpec
+) -> None:
+    service = settings.model_copy(update={"ranks": 2, "max_ranks": 4, "sharding": configured})
+    assert spec_of(sft(), service, fsdp_config=own).sharding == resolved
+    assert spec_of(sft(), service).sharding == configured  # a job beside it
+
+
+def test_averaging_and_sharded_jobs_are_on_one_service(settings: Settings) -> None:
+    service = settings.model_copy(update={"ranks": 2, "max_ranks": 4, "sharding": ShardingSpec()})
+    averaging = {"interval": 20}
+    own = {"sharding_strategy": "NO_SHARD"}
+    assert spec_of(sft(), service, averaging=averaging, fsdp_config=own).averaging is not None
+    with pytest.raises(InvalidRequest, match=r"set the provider option fsdp_config\.sharding_strategy to NO_SHARD"):
+        spec_of(sft(), service, averaging=averaging)
+
+
+@pytest.mark.parametrize(
+    ("own", "options", "message"),
+    [
+        ({"sharding_strategy": "NO_SHARD", "cpu_offload": True}, {}, "cpu_offload would have no effect"),
+        (
+            {"sharding_strategy": "NO_SHARD", "backward_prefetch": "BACKWARD_POST"},
+            {},
+            "backward_prefetch would have no",
+        ),
+        ({"sharding_strategy": "DDP"}, {}, "FULL_SHARD"),
+        ({"mixed_precision_policy": "bf16"}, {}, "mixed_precision_policy"),
+        ({"sharding_strategy": "FULL_SHARD"}, {"nproc_per_node": 1}, "one process shards nothing"),
+    ],
+)
+def test_an_fsdp_config_that_would_be_ignored_is_refused_by_name(
+    settings: Settings, own: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    service = settings.model_copy(update={"ranks": 2, "max_ranks": 4, "sharding": SHARDING})
+    with pytest.raises(InvalidRequest, match=rf"provider_options\.fsdp_config.*{message}"):
+        spec_of(sft(), service, fsdp_config=own, **options)
+    with pytest.raises(InvalidRequest, match=r"fsdp_config"):
+        spec_of(sft(), settings, fsdp_config={"sharding_strategy": "FULL_SHARD"})  # inline
+
+
 def test_the_inline_provider_trains_in_one_process(settings: Settings) -> None:
     assert (spec_of(sft(), settings).ranks, spec_of(sft(), settings).sharding) == (1, None)
     with pytest.raises(InvalidRequest, match="one process"):
