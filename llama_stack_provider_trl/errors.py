@@ -80,7 +80,9 @@ class InvalidRequest(TrlError, ValueError):
 
     def __init__(self, field: str, value: Any, hint: str) -> None:
         self.field, self.value, self.hint = field, value, hint
-        super().__init__(f"{_cut(field)}={_shown(value)} is not supported: {hint}")
+        missing = value is None and field.startswith("--")  # an option of a command line
+        found = "is missing" if missing else f"={_shown(value)} is not supported"
+        super().__init__(f"{_cut(field)}{' ' if missing else ''}{found}: {hint}")
 
 
 class InvalidRows(InvalidRequest):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import posixpath
 import re
 import shlex
 from pathlib import PurePosixPath
@@ -21,13 +22,15 @@ PORT = 8322
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 """Names of objects of Kubernetes, with room for the numbers of pods."""
 _SECRETS = "/run/secrets"
+_HUB = "/work/huggingface"
+"""HF_HOME in a container: on the disk of TRL_WORK, which its user may write to."""
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 NODE = """set -eu
 url="http://$TRL_HEAD:{port}"
 if [ "$TRL_RANK" != 0 ]; then
-    exec trl-remote agent --service "$url" --name "node-$TRL_RANK" \\
-        --token-file "$TRL_TOKENS/node-token" --data-dir "$TRL_WORK"
+    {agent} trl-remote agent --service "$url" --name "node-$TRL_RANK" \\
+        --token-file "$TRL_TOKENS/node-token" --data-dir "$TRL_WORK"{end}
 fi
 TRL_SERVICE_TOKEN="$(cat "$TRL_TOKENS/token")"
 TRL_SERVICE_NODE_TOKEN="$(cat "$TRL_TOKENS/node-token")"
@@ -44,6 +47,21 @@ done
 """What each machine runs. TRL_RANK: its number, TRL_ADDRESS: its own address, TRL_HEAD: that of machine 0, TRL_TOKENS:
 the directory of the tokens, TRL_WORK: a directory of its own."""
 
+_END_WITH_SERVICE = """ &
+    agent=$!
+    trap 'kill "$agent" 2>/dev/null || true; wait "$agent" 2>/dev/null || true' EXIT
+    trap 'exit 143' TERM
+    reached() {{ python3 -c "import socket; socket.create_connection(('$TRL_HEAD', {port}), 5)" 2>/dev/null; }}
+    until reached; do kill -0 "$agent"; sleep 2; done
+    misses=0
+    while [ "$misses" -lt 6 ]; do
+        kill -0 "$agent"
+        sleep 5
+        if reached; then misses=0; else misses=$((misses + 1)); fi
+    done
+    exit 0"""
+"""After the agent's command: it ends when the service has not been reached for 30 s. An agent alone waits for it."""
+
 
 def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("system", choices=sorted(_SYSTEMS), help="what runs the job")
@@ -52,6 +70,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--output", default="result", metavar="DIR", help="new directory for the result (result)")
     command.add_argument("--nodes", type=int, default=1, metavar="N", help="machines that train together (1)")
     command.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs of each machine (0: its CPU)")
+    command.add_argument("--cpus", type=int, default=4, metavar="N", help="CPUs of each pod (4; kubernetes)")
+    command.add_argument("--memory-gib", type=int, default=16, metavar="N", help="of each pod (16; kubernetes)")
     command.add_argument("--name", default="trl-job", help="of the job (trl-job)")
     command.add_argument("--image", help="container image with trl-remote (kubernetes, compose, swarm)")
     command.add_argument("--claim", metavar="PVC", help="volume that has model, rows and result (kubernetes)")
@@ -85,6 +105,10 @@ def _check(options: argparse.Namespace) -> None:
         raise InvalidRequest("--nodes", options.nodes, "name 1 to 10000 machines.")
     if not 0 <= options.gpus <= 64:
         raise InvalidRequest("--gpus", options.gpus, "name 0 to 64 GPUs of each machine.")
+    if not 0 < options.cpus <= 10_000:
+        raise InvalidRequest("--cpus", options.cpus, "name 1 to 10000 CPUs of each pod.")
+    if not 2 <= options.memory_gib <= 100_000:
+        raise InvalidRequest("--memory-gib", options.memory_gib, "name 2 to 100000 GiB of each pod.")
     if not _NAME.fullmatch(options.name):
         raise InvalidRequest("--name", options.name, "use up to 40 lower-case letters, digits and hyphens.")
     for option in ("model", "dataset", "output"):
@@ -100,12 +124,72 @@ def _check(options: argparse.Namespace) -> None:
     for option, place in places if options.system != "slurm" else []:
         if not PurePosixPath(place).is_absolute():
             raise InvalidRequest(option, place, "expected a whole path, as the job has it.")
+    if options.system in ("kubernetes", "compose", "swarm"):
+        _mounted(options)
+
+
+_OF_THE_IMAGE = (
+    "bin",
+    "boot",
+    "dev",
+    "etc",
+    "home",
+    "lib",
+    "lib64",
+    "proc",
+    "root",
+    "run",
+    "sbin",
+    "src",
+    "sys",
+    "tmp",
+)
+_TAKEN = frozenset(PurePosixPath("/", name) for name in (*_OF_THE_IMAGE, "usr", "var", "work"))
+"""Directories that a container has files of its own in: none of them can be a mounted one."""
+
+
+def _mounted(options: argparse.Namespace) -> dict[PurePosixPath, bool]:
+    """Directories that a container needs from outside, each with whether it is only read.
+
+    None of them is inside another one. A volume claim is mounted once, where all of them are.
+
+    Raises:
+        InvalidRequest: a path is below a directory of the image, or in the root of the file system.
+    """
+    paths = {"--dataset": options.dataset, "--output": options.output}
+    if PurePosixPath(options.model).is_absolute():
+        paths["--model"] = options.model
+    parents = {}
+    for option, path in paths.items():
+        if ".." in PurePosixPath(path).parts:
+            raise InvalidRequest(option, path, "expected a path without `..`.")
+        parents[option] = parent = PurePosixPath(posixpath.normpath(path)).parent
+        if len(parent.parts) < 2 or PurePosixPath(*parent.parts[:2]) in _TAKEN:
+            hint = "expected a path in a directory that the image does not have, such as /data/NAME."
+            raise InvalidRequest(option, path, hint)
+    if options.system == "kubernetes":
+        common = PurePosixPath(posixpath.commonpath(parents.values()))
+        if len(common.parts) < 2:
+            shown = ", ".join(f"{option} {path}" for option, path in paths.items())
+            hint = f"one volume has all of {shown}: name them below one directory, such as /data."
+            raise InvalidRequest("--claim", options.claim, hint)
+        return {common: False}
+    written = parents["--output"]
+    outermost = {one for one in parents.values() if not any(other in one.parents for other in parents.values())}
+    return {one: one != written and one not in written.parents for one in sorted(outermost)}
 
 
 def _script(options: argparse.Namespace, words: list[str]) -> str:
     model = PurePosixPath(options.model)
     roots = f"export TRL_SERVICE_MODEL_ROOTS={shlex.quote(str(model.parent))}\n" if model.is_absolute() else ""
-    return NODE.format(port=PORT, roots=roots, train=shlex.join(["trl-remote", *words]))
+    ends = options.system == "kubernetes"
+    return NODE.format(
+        port=PORT,
+        roots=roots,
+        train=shlex.join(["trl-remote", *words]),
+        agent="" if ends else "exec",
+        end=_END_WITH_SERVICE.format(port=PORT) if ends else "",
+    ).replace("     trl-remote agent", "    trl-remote agent")
 
 
 def _slurm(options: argparse.Namespace, script: str) -> str:
@@ -115,11 +199,15 @@ def _slurm(options: argparse.Namespace, script: str) -> str:
 #SBATCH --nodes={options.nodes}
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
-{gpus}#SBATCH --output={options.name}-%j.log
+{gpus}#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output={options.name}-%j.log
 # Submit it with sbatch, in a directory that all nodes share, where `trl-remote` is on the PATH of every node.
 set -euo pipefail
 umask 077
 TRL_TOKENS="$PWD/.trl-$SLURM_JOB_ID"
+# A job that Slurm has requeued begins again, with new tokens: it was killed before it could remove the old ones.
+rm -rf "$TRL_TOKENS"
 mkdir "$TRL_TOKENS"
 trap 'rm -rf "$TRL_TOKENS"' EXIT
 for name in token node-token; do od -An -N24 -tx1 /dev/urandom | tr -d ' \\n' > "$TRL_TOKENS/$name"; done
@@ -130,8 +218,10 @@ cat > "$TRL_TOKENS/node.sh" <<'EOF_NODE'
 TRL_RANK="$SLURM_PROCID"
 base="${{TMPDIR:-$HOME/.llama/trl-pool}}"
 mkdir -p "$base"
+work="$base/trl-$SLURM_JOB_ID-$TRL_RANK"
+if [ "${{SLURM_RESTART_COUNT:-0}}" != 0 ]; then rm -rf "$work"-* 2>/dev/null || true; fi
 # Of a name that no other user can have created first.
-TRL_WORK="$(mktemp -d "$base/trl-$SLURM_JOB_ID-XXXXXXXX")"
+TRL_WORK="$(mktemp -d "$work-XXXXXXXX")"
 trap 'rm -rf "$TRL_WORK"' EXIT
 job() (
 {script})
@@ -148,7 +238,10 @@ exit "$(cat "$TRL_TOKENS/status")"
 
 def _kubernetes(options: argparse.Namespace, script: str) -> str:
     name, labels = options.name, {"app.kubernetes.io/name": options.name}
-    limits = {"resources": {"limits": {"nvidia.com/gpu": options.gpus}}} if options.gpus else {}
+    gpus = {"nvidia.com/gpu": options.gpus} if options.gpus else {}
+    size = {"cpu": str(options.cpus), "memory": f"{options.memory_gib}Gi", **gpus}
+    (mounted,) = _mounted(options)
+    hub_token = {"name": f"{name}-tokens", "key": "hf-token", "optional": True}
     container = {
         "name": "trl",
         "image": options.image,
@@ -161,12 +254,15 @@ def _kubernetes(options: argparse.Namespace, script: str) -> str:
             {"name": "TRL_WORK", "value": "/work"},
             # A volume that everyone may write to, in a container without other users.
             {"name": "TRL_NODE_CHECK_PATH", "value": "off"},
+            {"name": "TRL_NODE_HOST_ID", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+            {"name": "HF_HOME", "value": _HUB},
+            {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": hub_token}},
         ],
-        **limits,
+        "resources": {"requests": size, "limits": size},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [
             {"name": "tokens", "mountPath": _SECRETS, "readOnly": True},
-            {"name": "data", "mountPath": str(PurePosixPath(options.output).parent)},
+            {"name": "data", "mountPath": str(mounted)},
             {"name": "work", "mountPath": "/work"},
             {"name": "shared-memory", "mountPath": "/dev/shm"},
         ],
@@ -177,13 +273,20 @@ def _kubernetes(options: argparse.Namespace, script: str) -> str:
         "automountServiceAccountToken": False,
         # A Service named `trl` would set TRL_SERVICE_HOST and TRL_SERVICE_PORT.
         "enableServiceLinks": False,
-        "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": 1000,
+            "runAsGroup": 1000,
+            "fsGroup": 1000,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
         "containers": [container],
         "volumes": [
             {"name": "tokens", "secret": {"secretName": f"{name}-tokens", "defaultMode": 0o440}},
             {"name": "data", "persistentVolumeClaim": {"claimName": options.claim}},
             {"name": "work", "emptyDir": {}},
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+            # Counted as memory of the pod.
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": f"{options.memory_gib // 2}Gi"}},
         ],
     }
     service = {
@@ -206,53 +309,72 @@ def _kubernetes(options: argparse.Namespace, script: str) -> str:
             "completions": options.nodes,
             "parallelism": options.nodes,
             "backoffLimit": 0,
-            # Agents do not end by themselves: the job is done when its first machine is.
-            "successPolicy": {"rules": [{"succeededIndexes": "0", "succeededCount": 1}]},
             "template": {"metadata": {"labels": labels}, "spec": pod},
         },
     }
     secret = (
         f"# kubectl create secret generic {name}-tokens \\\n"
         "#     --from-literal=token=$(openssl rand -hex 24) --from-literal=node-token=$(openssl rand -hex 24)\n"
-        "# kubectl apply -f THIS_FILE    # successPolicy: Kubernetes 1.31 or newer\n"
+        "#     # for models of the hub that need a token: --from-literal=hf-token=TOKEN\n"
+        "# kubectl apply -f THIS_FILE\n"
     )
     return secret + _yaml(service) + "---\n" + _yaml(job)
 
 
 def _containers(options: argparse.Namespace, script: str, *, swarm: bool) -> str:
     """A compose file; of the format that both `docker compose` and `docker stack deploy` read."""
-    mounted = str(PurePosixPath(options.output).parent)
-    devices = [{"driver": "nvidia", "count": options.gpus, "capabilities": ["gpu"]}]
-    reserved = {"resources": {"reservations": {"devices": devices}}} if options.gpus and not swarm else {}
+    reserved: dict[str, Any] = {}
     if options.gpus and swarm:
         generic = {"discrete_resource_spec": {"kind": "NVIDIA-GPU", "value": options.gpus}}
         reserved = {"resources": {"reservations": {"generic_resources": [generic]}}}
+    mounts: list[dict[str, Any]] = [
+        {"type": "bind", "source": _expanded(path), "target": _expanded(path), "read_only": is_read}
+        for path, is_read in _mounted(options).items()
+    ]
+    # A disk, since checkpoints do not fit into memory; it ends with its container.
+    mounts.append({"type": "volume", "target": "/work"})
+    # `docker stack deploy` ignores shm_size.
+    mounts.append({"type": "tmpfs", "target": "/dev/shm", "tmpfs": {"size": 8 << 30}})
 
     # Containers of one service have the same environment, and each a host name of its own.
     start = 'TRL_ADDRESS="$(hostname -i | cut -d" " -f1)"\n' + script.replace("node-$TRL_RANK", "node-$(hostname)")
 
-    def machine(rank: str, **deploy: Any) -> dict[str, Any]:
+    def machine(rank: int, **deploy: Any) -> dict[str, Any]:
+        if options.gpus and not swarm:  # all containers are on one machine: each has GPUs of its own
+            first = rank * options.gpus
+            ids = [str(number) for number in range(first, first + options.gpus)]
+            devices = [{"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}]
+            deploy["resources"] = {"reservations": {"devices": devices}}
         return {
             "image": options.image,
-            "entrypoint": ["/bin/sh", "-c", start.replace("$", "$$")],
-            "environment": {"TRL_RANK": rank, "TRL_HEAD": "head", "TRL_TOKENS": _SECRETS, "TRL_WORK": "/work"},
+            "entrypoint": ["/bin/sh", "-c", _expanded(start)],
+            "environment": {
+                "TRL_RANK": str(rank),
+                "TRL_HEAD": "head",
+                "TRL_TOKENS": _SECRETS,
+                "TRL_WORK": "/work",
+                "HF_HOME": _HUB,
+                "HF_TOKEN": None,  # of the shell that starts it
+            },
             "secrets": [
                 {"source": name, "target": name, "uid": "1000", "mode": 0o400} for name in ("token", "node-token")
             ],
-            "volumes": [f"{mounted}:{mounted}"],
-            "tmpfs": ["/work:uid=1000,mode=0700"],
-            "shm_size": "8gb",
+            "volumes": mounts,
             **({} if swarm else {"restart": "no"}),
-            "deploy": {**reserved, **deploy},
+            **({"deploy": {**reserved, **deploy}} if reserved or deploy else {}),
         }
 
     never = {"restart_policy": {"condition": "none"}} if swarm else {}
-    services = {"head": machine("0", **never)}
-    if options.nodes > 1:
-        services["node"] = machine("other", replicas=options.nodes - 1, **never)
+    services = {"head": machine(0, **never)}
+    if options.nodes > 1 and swarm:
+        services["node"] = machine(1, replicas=options.nodes - 1, **never)
+    elif options.nodes > 1:
+        services |= {f"node-{rank}": machine(rank) for rank in range(1, options.nodes)}
     source: dict[str, Any] = {"external": True} if swarm else {}
     secrets = {name: source or {"file": f"./{options.name}-{name}"} for name in ("token", "node-token")}
-    text = {"services": services, "secrets": secrets}
+    text: dict[str, Any] = {"services": services, "secrets": secrets}
+    if swarm:
+        text = {"version": "3.8", **text}
     if swarm:
         how = (
             "# for name in token node-token; do openssl rand -hex 24 | docker secret create $name -; done\n"
@@ -262,9 +384,15 @@ def _containers(options: argparse.Namespace, script: str, *, swarm: bool) -> str
         how = (
             f"# for name in token node-token; do (umask 077; openssl rand -hex 24 > {options.name}-$name); done\n"
             "# docker compose -f THIS_FILE up --abort-on-container-exit --exit-code-from head\n"
+            "# docker compose -f THIS_FILE down --volumes\n"
         )
         text = {"name": options.name, **text}
     return how + _yaml(text)
+
+
+def _expanded(text: object) -> str:
+    """Text of a compose file, which expands `$`."""
+    return str(text).replace("$", "$$")
 
 
 def _compose(options: argparse.Namespace, script: str) -> str:
@@ -315,7 +443,10 @@ def _yaml(value: dict[str, Any]) -> str:
     import yaml
 
     class Literal(yaml.SafeDumper):
-        """Writes scripts as they are."""
+        """Writes scripts as they are, and everything in full."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
 
     def text(dumper: yaml.SafeDumper, found: str) -> yaml.ScalarNode:
         style = "|" if "\n" in found else None
