@@ -38,12 +38,18 @@ async def print_advice(client: ServiceClient, options: Namespace) -> int:
     total = parameters_of(options.model)
     if options.trainable is not None and options.trainable > total:
         raise InvalidRequest("--trainable", options.trainable, f"the model has {total} parameters.")
+    if options.sharding == "HYBRID_SHARD" and options.ranks_per_node == 1:
+        raise InvalidRequest("--sharding", options.sharding, "it shards within a node: name --ranks-per-node.")
     exchange = Exchange(
         nodes=options.nodes,
         trainable=total if options.trainable is None else options.trainable,
         total=total,
+        reference=total if options.reference else 0,
+        ranks_per_node=options.ranks_per_node,
         strategy=options.sharding,
         micro_steps=options.accumulation,
+        keeps_whole_gradients=options.gradient_sync == "step",
+        interval=options.averaging_interval,
         on_cpu=not options.gpus,
         weight_bytes=2 if options.gpus else 4,
         machines=options.machines,
@@ -76,8 +82,9 @@ def parameters_of(model: str) -> int:
     Raises:
         InvalidRequest: there is no such model here, or it is not in safetensors.
     """
-    if number := re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)([KMBT])", model):
-        return int(float(number[1]) * 10 ** {"K": 3, "M": 6, "B": 9, "T": 12}[number[2]])
+    number = parameter_count(model)
+    if number is not None:
+        return number
     directory = Path(model).expanduser()
     if not directory.is_dir():
         cached = find_snapshot(os.environ, model, None)
@@ -89,6 +96,12 @@ def parameters_of(model: str) -> int:
     if not files:
         raise InvalidRequest("--model", model, f"{directory} has no .safetensors file: name its parameters, as 100M.")
     return sum(map(_elements, files))
+
+
+def parameter_count(text: str) -> int | None:
+    """A number of parameters with a unit, such as 20M or 1.5B; None: the text is something else."""
+    number = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)([KMBT])", text)
+    return round(float(number[1]) * 10 ** {"K": 3, "M": 6, "B": 9, "T": 12}[number[2]]) if number else None
 
 
 def _elements(file: Path) -> int:

@@ -36,7 +36,7 @@ async def discover(client: ServiceClient, options: Namespace) -> int:
         lines = proposed_lines(found, client.url, options.token_file, options.certificate)
     except InvalidRequest as error:
         lines = []
-        notes += [str(error)] if found.machines else []
+        notes += [error.hint] if found.machines else []
     answer = {"machines": rows, "commands": lines, "notes": notes}
     emit(options, answer, *_text(found, lines, notes))
     return 0
@@ -84,12 +84,13 @@ def _service_url(found: Search, url: str) -> str:
         return url
     services = [(machine, one) for machine in found.machines for one in machine.of_kind("service")]
     if not services:
-        raise InvalidRequest("--url", url, "found no service: start one on machine 0, and name its address.")
+        raise InvalidRequest("--url", url, "found no service: start one on machine 0, or name its address with --url.")
     urls = [one.url(_reached(machine, one)) for machine, one in services]
     if len(urls) > 1:
-        raise InvalidRequest("--url", url, f"found {len(urls)} services: name one of {', '.join(urls[:10])}.")
+        raise InvalidRequest("--url", url, f"found {len(urls)} services: name one with --url: {', '.join(urls[:10])}.")
     if is_this_machine_only(urlsplit(urls[0]).hostname or ""):
-        raise InvalidRequest("--url", urls[0], "other machines cannot reach the service there: name another address.")
+        hint = f"other machines cannot reach the service at {urls[0]}: name another address with --url."
+        raise InvalidRequest("--url", urls[0], hint)
     return urls[0]
 
 

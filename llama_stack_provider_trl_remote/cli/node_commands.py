@@ -61,9 +61,26 @@ def _advice(command: argparse.ArgumentParser) -> None:
     command.add_argument("--machines", type=_count, metavar="N", help="physical machines that they are on (one each)")
     command.add_argument("--mbit-per-s", type=_positive, metavar="B", help="between two nodes, each way")
     command.add_argument("--job", metavar="JOB", help="the bandwidth that a job over these nodes has measured")
-    command.add_argument("--trainable", type=_count, metavar="N", help="trained parameters, with LoRA (all)")
+    command.add_argument(
+        "--trainable", type=_parameters, metavar="N", help="trained parameters, such as 20M, with LoRA (all)"
+    )
     command.add_argument("--sharding", choices=_SHARDING, default="FULL_SHARD", help="(FULL_SHARD); NO_SHARD: DDP")
     command.add_argument("--accumulation", type=_count, default=1, metavar="N", help="micro steps of a step (1)")
+    command.add_argument(
+        "--gradient-sync",
+        choices=("step", "micro_step"),
+        default="step",
+        help="when FSDP2 reduces accumulated gradients (step, as jobs do where it fits into memory)",
+    )
+    command.add_argument("--ranks-per-node", type=_count, default=1, metavar="N", help="processes of each node (1)")
+    command.add_argument("--reference", action="store_true", help="a reference is sharded too: DPO of all weights")
+    command.add_argument(
+        "--averaging-interval",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="steps between two averages of the nodes' weights (1: gradients are reduced at every step)",
+    )
     command.add_argument("--gpus", action="store_true", help="the nodes train on GPUs (CPUs)")
 
 
@@ -79,6 +96,16 @@ def _count(text: str) -> int:
     if not 0 < value < 10**15:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
     return value
+
+
+def _parameters(text: str) -> int:
+    from .advise import parameter_count
+
+    number = parameter_count(text)
+    try:
+        return _count(text) if number is None else _count(str(number))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of parameters, such as 20M") from error
 
 
 def _torchrun(lines: argparse.ArgumentParser) -> None:

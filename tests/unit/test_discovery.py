@@ -236,8 +236,8 @@ def test_the_documented_search_is_what_is_printed(found: list[Sighting], capsys:
     ("sightings", "message"),
     [
         ([OLLAMA], "found no service: start one on machine 0"),
-        ([HEAD, replace(HEAD, addresses=("10.0.0.5",), machine=OTHER)], "found 2 services: name one of"),
-        ([replace(HEAD, addresses=("127.0.0.1",))], "other machines cannot reach the service there"),
+        ([HEAD, replace(HEAD, addresses=("10.0.0.5",), machine=OTHER)], "found 2 services: name one with --url"),
+        ([replace(HEAD, addresses=("127.0.0.1",))], "other machines cannot reach the service at http://127.0.0.1:8322"),
     ],
 )
 def test_without_one_service_that_others_reach_no_command_is_proposed(
@@ -249,6 +249,7 @@ def test_without_one_service_that_others_reach_no_command_is_proposed(
     assert main(["nodes", "discover"]) == 0, "what was found is shown all the same"
     printed = capsys.readouterr().out
     assert message in printed
+    assert "is not supported" not in printed, "--url was left out"
     assert "NODE_RANK" not in printed
 
 

@@ -113,6 +113,35 @@ def test_the_command_gives_the_verdict_as_its_exit_status(capsys: pytest.Capture
     assert (code, "share the same cores" in printed) == (1, True)
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--accumulation", "4"], exchange("FULL_SHARD", micro_steps=4, keeps_whole_gradients=True)),
+        (["--accumulation", "4", "--gradient-sync", "micro_step"], exchange("FULL_SHARD", micro_steps=4)),
+        (["--ranks-per-node", "8", "--sharding", "HYBRID_SHARD"], exchange("HYBRID_SHARD", ranks_per_node=8)),
+        (["--ranks-per-node", "4"], exchange("FULL_SHARD", ranks_per_node=4)),
+        (["--reference"], exchange("FULL_SHARD", reference=HUNDRED_M)),
+        (["--averaging-interval", "50", "--sharding", "NO_SHARD"], exchange(interval=50)),
+        (["--trainable", "20M"], exchange("FULL_SHARD", trainable=20_000_000)),
+        (["--trainable", "1.1M", "--sharding", "NO_SHARD"], exchange(trainable=1_100_000)),
+        (["--trainable", "20000000"], exchange("FULL_SHARD", trainable=20_000_000)),
+    ],
+)
+def test_the_command_counts_bytes_by_the_rules_of_a_job(
+    capsys: pytest.CaptureFixture[str], words: list[str], expected: Exchange
+) -> None:
+    link = ["--model", "97.8M", "--step-seconds", "10", "--mbit-per-s", "100", "--json"]
+    _, printed = advice(capsys, *link, *words)
+    assert json.loads(printed)["bytes_per_node"] == round(expected.bytes_per_node)
+
+
+@pytest.mark.parametrize("text", ["many", "1.5", "20m", "0K"])
+def test_a_number_of_parameters_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["nodes", "advise", "--model", "1M", "--step-seconds", "1", "--trainable", text])
+    assert f"argument --trainable: {text.removesuffix('K')} is not" in capsys.readouterr().err
+
+
 def test_parameters_are_counted_from_the_files_of_a_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +167,9 @@ def test_parameters_are_counted_from_the_files_of_a_model(
     [
         (["--model", "org/none"], "expected a directory, an id in this machine's cache, or a number"),
         (["--model", "1M", "--mbit-per-s", "10", "--job", "j"], "name one of them"),
-        (["--model", "1M"], "--mbit-per-s=None"),
+        (["--model", "1M"], "--mbit-per-s is missing"),
+        (["--model", "1M", "--mbit-per-s", "10", "--trainable", "1.5M"], "the model has 1000000 parameters"),
+        (["--model", "1M", "--mbit-per-s", "10", "--sharding", "HYBRID_SHARD"], "name --ranks-per-node"),
         (["--model", "1M", "--mbit-per-s", "10", "--machines", "3"], "expected at most --nodes, 2"),
         (["--model", "1M", "--mbit-per-s", "10", "--trainable", "1000001"], "the model has 1000000 parameters"),
     ],
