@@ -125,7 +125,7 @@ def test_a_directory_with_content_and_options_without_torchrun_are_refused(
     assert main(["nodes", "commands", "--data", "rows.jsonl", "--url", "http://10.0.0.1:8322"]) == 1
     assert "it belongs to --torchrun" in capsys.readouterr().err
     assert main(["nodes", "commands", "--torchrun", "job.json"]) == 1
-    assert "--data=None is not supported: --torchrun needs it" in capsys.readouterr().err
+    assert "--data is missing: --torchrun needs it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("address", "code"), [("127.0.0.1", 0), ("203.0.113.9", 1), ("head", 1)])
