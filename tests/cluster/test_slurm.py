@@ -129,11 +129,17 @@ def test_a_job_of_jobspec_trains_on_two_nodes_and_leaves_its_result_only(bed: Be
     (slurm.root / "job.sh").write_text(written.stdout)
     slurm.run("sbatch", f"--chdir={slurm.root}", str(slurm.root / "job.sh"))
     (number,) = slurm.jobs()
+    log_file = slurm.root / f"trl-job-{number}.log"
+    # As when a node fails, or a job with a higher priority takes its nodes.
+    bed.wait(lambda: log_file.exists() and "node-1 (" in log_file.read_text(), "the agent has joined", 120)
+    slurm.run("scontrol", "requeue", number)
+    bed.wait(lambda: "JobState=PENDING" in slurm.run("scontrol", "show", "job", number), "the job is requeued", 60)
+    slurm.run("scontrol", "update", f"JobId={number}", "StartTime=now")  # Slurm would wait for two minutes
     bed.wait(lambda: not slurm.jobs(), "the batch job ends", 240)
-    log = (slurm.root / f"trl-job-{number}.log").read_text()
+    log = log_file.read_text()
     assert "JobState=COMPLETED" in slurm.run("scontrol", "show", "job", number), log
     assert (slurm.root / "result" / "model.safetensors").is_file(), log
-    assert "node-1 (" in log  # has joined
+    assert log.count("node-1 (") > 1, "has joined twice, in one log"
     assert not list(slurm.root.glob(".trl-*"))
     assert not any(machine.trainings() for machine in bed.machines)
 
