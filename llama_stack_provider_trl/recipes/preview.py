@@ -32,6 +32,8 @@ _MOST_TOKENS = 1_000_000
 _CHUNK = 50
 _SHOWN_TOKENS = 8000
 """Tokens of all rows that are shown: of further rows there are counts only."""
+_MOST_PARTS = 8
+"""Tokens that are tried for one character."""
 _LONGEST_TEXT = 24
 """Characters of a token: long ones are runs of spaces."""
 
@@ -57,28 +59,46 @@ class _MaskedRow:
 
 @dataclass
 class _Texts:
-    """Texts of tokens, of each on its own."""
+    """Texts of tokens."""
 
     tokenizer: PreTrainedTokenizerBase
     special: set[int] = field(default_factory=set)
-    _known: dict[int, str] = field(default_factory=dict)
+    _known: dict[int, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
 
-    def of(self, token: int) -> str:
+    def of(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token. Where a character takes several tokens, the first one has it and the others none."""
+        texts: list[str] = []
+        while len(texts) < len(ids):
+            at = len(texts)
+            if (text := self._whole(ids[at])) is not None:
+                texts.append(text)
+                continue
+            for count in range(2, min(_MOST_PARTS, len(ids) - at) + 1):
+                if "\ufffd" not in (text := self._decoded(ids[at : at + count])):
+                    texts += [_shortened(text), *[""] * (count - 1)]
+                    break
+            else:  # no character, as in a row that was cut within one
+                texts.append(_shortened(str(self.tokenizer.convert_ids_to_tokens(ids[at]))))
+        return texts
+
+    def _whole(self, token: int) -> str | None:
+        """The text of a token; None: it is a part of a character."""
         if token not in self._known:
-            self._known[token] = self._text(token)
+            text, written = self._decoded([token]), str(self.tokenizer.convert_ids_to_tokens(token))
+            if written.startswith("▁") and not text.startswith(" "):
+                text = f" {text}"
+            self._known[token] = None if "\ufffd" in text else _shortened(text or written)
         return self._known[token]
 
-    def _text(self, token: int) -> str:
-        written = self.tokenizer.convert_ids_to_tokens(token)
-        text = self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
-        if "\ufffd" in text or not text:  # a part of a character
-            text = str(written)
-        elif str(written).startswith("▁") and not text.startswith(" "):
-            text = f" {text}"
-        return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
 
 
 def preview(spec: JobSpec, request: PreviewSpec, writer: EventWriter) -> None:
@@ -208,7 +228,7 @@ def _shown(row: _MaskedRow, number: int, counter: TruncationCounter, texts: _Tex
         reason=reason,
         parts={part.name: len(part.ids) for part in row.parts},
         ids=ids,
-        texts=[texts.of(token) for token in ids],
+        texts=texts.of(ids),
         trained="".join(_marks(len(part.ids), part.trained) for part in row.parts)[:most],
         kept=kept[:most],
         special="".join("1" if token in texts.special else "0" for token in ids),

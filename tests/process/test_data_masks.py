@@ -7,8 +7,14 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRows, JobFailure
-from llama_stack_provider_trl.recipes.data.prepare import DataReport, read_examples, tokenize_dpo, tokenize_sft
-from llama_stack_provider_trl.specs.rows import PreferenceExample, SftExample
+from llama_stack_provider_trl.recipes.data.prepare import (
+    DataReport,
+    read_examples,
+    tokenize_dpo,
+    tokenize_kto,
+    tokenize_sft,
+)
+from llama_stack_provider_trl.specs.rows import LabelledExample, PreferenceExample, SftExample
 from tests.tiny import qwen_tokenizer, shared_dir, tiny_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -283,6 +289,128 @@ def test_a_template_that_drops_the_answer_fails_the_job(chatml: Any) -> None:
     with pytest.raises(JobFailure, match=r"row 0: .*leaves out the answer's text") as caught:
         prepare(chatml, SftExample(TALK[:2], 1))
     assert caught.value.reason == "invalid_model"
+
+
+@pytest.mark.parametrize("answer", ["A", "the end", "assistant", "  end of utterance\n"])
+def test_an_answer_that_the_template_itself_writes_elsewhere_is_no_answer(chatml: Any, answer: str) -> None:
+    chatml.chat_template = (
+        "{% for message in messages %}{{ message['role'] + ', An Assistant, to the end of utterance:' }}"
+        "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+        "{{ '<|im_end|>' }}{% endfor %}"
+    )
+    reply = [{"role": "assistant", "content": answer}]
+    for tokenized in (
+        lambda: tokenize_sft([SftExample(TALK[:1] + reply, 1)], chatml, 1024),
+        lambda: tokenize_sft([SftExample(TALK[:1] + reply, None)], chatml, 1024, train_on_input=True),
+        lambda: tokenize_dpo([PreferenceExample(TALK[:1], reply, reply)], chatml, 1024),
+        lambda: tokenize_kto([LabelledExample(TALK[:1], reply, True)], chatml, 1024),
+    ):
+        with pytest.raises(JobFailure, match=r"row 0: .*leaves out the answer's text"):
+            tokenized().collect()
+
+
+# Templates that write the prompt differently once the answer follows, before the end of its last turn.
+_SYSTEM_IN_LAST_USER_TURN = (
+    "{% if messages[0]['role'] == 'system' %}{% set first = messages[0]['content'] %}{% set turns = messages[1:] %}"
+    "{% else %}{% set turns = messages %}{% endif %}"
+    "{% for m in turns %}{% if m['role'] == 'user' %}{{ '[INST] ' }}"
+    "{% if loop.last and first is defined %}{{ first + '\n\n' }}{% endif %}{{ m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + '<|im_end|>' }}{% endif %}{% endfor %}"
+)
+_TOOLS_BEFORE_LAST_TURN = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% if loop.last %}{{ '[TOOLS] [] [/TOOLS]' }}{% endif %}"
+    "{{ '[INST]' + m['content'] + '[/INST]' }}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{% endfor %}"
+)
+_NUMBER_OF_TURNS = (
+    "{{ '(' ~ messages | length ~ ' turns)\n' }}"
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+_LAST_USER_TURN_IN_CAPITALS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{{ m['content'] | upper if loop.last and m['role'] == 'user' else m['content'] }}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template", [_SYSTEM_IN_LAST_USER_TURN, _TOOLS_BEFORE_LAST_TURN, _NUMBER_OF_TURNS, _LAST_USER_TURN_IN_CAPITALS]
+)
+@pytest.mark.parametrize("prompt", [[SYSTEM, *TALK[:1]], [SYSTEM, *TALK[:3]]], ids=["system turn", "earlier answer"])
+def test_the_loss_covers_no_prompt_that_is_written_differently_before_an_answer(
+    chatml: Any, template: str, prompt: list[Any]
+) -> None:
+    chatml.chat_template = template
+    chosen, rejected = [{"role": "assistant", "content": "Pomme."}], [{"role": "assistant", "content": "Prune."}]
+    dataset, report = prepare(chatml, SftExample(prompt + chosen, len(prompt)))
+    (text,) = trained(chatml, dataset[0])
+    assert text.strip() == "Pomme.<|im_end|>"
+    assert sum("writes the prompt differently" in warning for warning in report.warnings) == 1
+    (pair,), _ = tokenize_dpo([PreferenceExample(prompt, chosen, rejected)], chatml, 1024).collect()
+    assert chatml.decode(pair["chosen_ids"]).strip() == "Pomme.<|im_end|>"
+    assert chatml.decode(pair["rejected_ids"]).strip() == "Prune.<|im_end|>"
+    assert pair["prompt_ids"] + pair["chosen_ids"] == dataset[0]["input_ids"]
+    (row,), _ = tokenize_kto([LabelledExample(prompt, chosen, True)], chatml, 1024).collect()
+    assert (row["prompt_ids"], row["completion_ids"]) == (pair["prompt_ids"], pair["chosen_ids"])
+
+
+_WITHOUT = (
+    "{% for m in messages %}{% if m['role'] not in ROLES %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_ONLY_FIRST_SYSTEM_TURN = _WITHOUT.replace("m['role'] not in ROLES", "loop.first or m['role'] != 'system'")
+_TOOL = {"role": "tool", "content": '{"degrees": 31}'}
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "counts"),
+    [
+        (_WITHOUT.replace("ROLES", "['system']"), [SYSTEM, *TALK[:2]], "1 of 2 rows (1 system)"),
+        (_WITHOUT.replace("ROLES", "['tool']"), [*TALK[:2], _TOOL, TALK[3]], "1 of 2 rows (1 tool)"),
+        (
+            _WITHOUT.replace("ROLES", "['tool', 'system']"),
+            [SYSTEM, *TALK[:2], _TOOL, _TOOL, TALK[3]],
+            "1 of 2 rows (1 system, 2 tool)",
+        ),
+        (_ONLY_FIRST_SYSTEM_TURN, [SYSTEM, *TALK[:2], SYSTEM, *TALK[2:4]], "1 of 2 rows (1 system)"),
+        (_SYSTEM_IN_LAST_USER_TURN, [SYSTEM, *TALK[:2]], "1 of 2 rows (1 system)"),
+    ],
+)
+def test_turns_that_the_template_leaves_out_are_counted_by_role(
+    chatml: Any, template: str, turns: list[Any], counts: str
+) -> None:
+    chatml.chat_template = template
+    answer, plain = len(turns) - 1, TALK[:2]
+    for report in (
+        prepare(chatml, SftExample(turns, None), SftExample(plain, None))[1],
+        prepare(chatml, SftExample(turns, answer), SftExample(plain, 1))[1],
+        prepare(chatml, SftExample(turns, None), SftExample(plain, None), train_on_input=True)[1],
+        tokenize_dpo(
+            [PreferenceExample(turns[:-1], turns[-1:], plain[1:]), PreferenceExample(plain[:1], plain[1:], turns[-1:])],
+            chatml,
+            1024,
+        ).collect()[1],
+        tokenize_kto(
+            [LabelledExample(turns[:-1], turns[-1:], True), LabelledExample(plain[:1], plain[1:], False)], chatml, 1024
+        ).collect()[1],
+    ):
+        (warning,) = [warning for warning in report.warnings if "leaves out turns" in warning]
+        assert counts.replace("rows", "pairs") in warning or counts in warning
+    whole, report = prepare(tiny_tokenizer(), SftExample([SYSTEM, *TALK[:2], _TOOL, TALK[3]], None))
+    assert len(whole) == 1
+    assert not [warning for warning in report.warnings if "leaves out" in warning]
+
+
+def test_a_template_that_reads_contents_is_believed(chatml: Any) -> None:
+    chatml.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'tool' and not m['content'].startswith('{') %}"
+        "{{ raise_exception('no JSON') }}{% endif %}"
+        "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    )
+    dataset, report = prepare(chatml, SftExample([*TALK[:2], _TOOL, TALK[3]], None))
+    assert len(dataset) == 1
+    assert not [warning for warning in report.warnings if "leaves out" in warning]
 
 
 def test_a_template_that_does_not_end_answers_in_eos_is_a_warning(qwen: Any) -> None:

@@ -12,7 +12,7 @@ from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.data.packing import IGNORED
 from llama_stack_provider_trl.recipes.data.prepare import tokenize
 from llama_stack_provider_trl.recipes.model.loading import load_tokenizer
-from llama_stack_provider_trl.recipes.preview import preview
+from llama_stack_provider_trl.recipes.preview import _Texts, preview
 from llama_stack_provider_trl.specs.events import EventWriter, Previewed, iter_events
 from llama_stack_provider_trl.specs.job import JobSpec
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
@@ -104,6 +104,26 @@ def test_texts_are_those_of_the_tokens_and_special_ones_are_marked(tmp_path: Pat
     assert set(special) <= {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
     assert "one plus one?" in "".join(row.texts)
     assert len(row.texts) == len(row.ids) == row.tokens
+
+
+@pytest.mark.parametrize("text", ["Colour é ☕ 日本語?", "Год 😀👩‍👩‍👧 ok", "ก็ नमस्ते \u0301é\u200d.", "日" * 20])
+def test_characters_of_several_tokens_are_shown_whole(tmp_path: Path, text: str) -> None:
+    found = shown(tmp_path, of_rows(tmp_path, "sft", [{"prompt": text, "completion": f"Bleu foncé ☕ {text}"}]))
+    (row,) = found.rows
+    assert len(row.texts) == len(row.ids)
+    assert "".join(row.texts).count(text) == 2
+    trained = "".join(one for one, mark in zip(row.texts, row.trained, strict=True) if mark == "1")
+    assert f"Bleu foncé ☕ {text}" in trained
+
+
+def test_a_row_that_is_cut_within_a_character_shows_its_bytes_as_tokens(tmp_path: Path) -> None:
+    spec = of_rows(tmp_path, "sft", [{"prompt": "Name it?", "completion": "日本語 ☕ 日本語"}], max_seq_length=40)
+    texts = _Texts(load_tokenizer(spec.source))
+    ids = load_tokenizer(spec.source)("日本")["input_ids"]
+    for begin in range(len(ids)):
+        for end in range(begin, len(ids) + 1):
+            assert len(texts.of(ids[begin:end])) == end - begin
+            assert "\ufffd" not in "".join(texts.of(ids[begin:end]))
 
 
 def test_few_rows_are_shown_from_the_first_one_on_and_the_counts_are_of_those_behind_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,10 @@ DEFAULT_TEMPLATE_WARNING = (
 
 _MARKER = "\ue000turn\ue001"
 """Replaces a turn's content to find its position. Private-use characters, so that no content matches."""
+
+
+_MOST_SHAPES = 10_000
+"""Sequences of roles that are remembered."""
 
 
 TokenIndex = Callable[[int, bool], int]
@@ -85,6 +90,11 @@ class Chat:
         """Rows whose prompt the template writes differently when the answer follows."""
         self.missing_turns = 0
         """Assistant turns that the template does not write."""
+        self.dropped_turns: Counter[str] = Counter()
+        """Role -> turns of that role that the template does not write."""
+        self.rows_with_dropped_turns = 0
+        self._unwritten: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
+        """By what the last turn is for, and the roles of the turns: the turns that the template does not write."""
 
     def render(self, messages: Sequence[Message], row: int, *, add_generation_prompt: bool = False) -> str:
         """The conversation as text; `add_generation_prompt` adds the header of the next answer."""
@@ -99,13 +109,46 @@ class Chat:
                 f"row {row}: the model's chat template refuses the turns {roles}: {error}. "
                 "Change the row, or the template in the model's tokenizer files",
             ) from error
-        if not add_generation_prompt and not _contains_answer(messages, text):
-            raise JobFailure(
-                Reason.invalid_model,
-                f"row {row}: the model's chat template leaves out the answer's text, as templates of vision models do "
-                "with plain text: give the model's tokenizer files a chat template for text",
-            )
+        if not add_generation_prompt and not self._writes_answer(messages, text):
+            raise _left_out(row)
         return text
+
+    def count_dropped(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> None:
+        """Count the turns of a row, but for answers, that the template does not write."""
+        dropped = [
+            messages[turn]["role"]
+            for turn in self._unwritten_turns(messages, add_generation_prompt)
+            if messages[turn]["role"] != "assistant" and messages[turn]["content"].strip()
+        ]
+        self.dropped_turns.update(dropped)
+        self.rows_with_dropped_turns += bool(dropped)
+
+    def _writes_answer(self, messages: Sequence[Message], text: str) -> bool:
+        """Whether the last answer is in the text (what it thought before may rightly be missing)."""
+        last = next((turn for turn in reversed(range(len(messages))) if messages[turn]["role"] == "assistant"), None)
+        answer = "" if last is None else messages[last]["content"]
+        if not (words := re.findall(r"\w+", answer.rpartition("</think>")[2][-200:])):
+            return True
+        # A word such as "A" may be among the template's own: so the place of the turn's content is looked for, too.
+        return words[-1] in text and last not in self._unwritten_turns(messages, False)
+
+    def _unwritten_turns(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
+        """Turns whose content the template does not write, whatever it is. Depends on the roles alone, so most rows of
+        a dataset need one rendering for all of them."""
+        roles = tuple(message["role"] for message in messages)
+        key = add_generation_prompt, roles
+        if key not in self._unwritten:
+            if len(self._unwritten) >= _MOST_SHAPES:
+                self._unwritten.clear()
+            self._unwritten[key] = self._find_unwritten(roles, add_generation_prompt)
+        return self._unwritten[key]
+
+    def _find_unwritten(self, roles: Sequence[str], add_generation_prompt: bool) -> list[int]:
+        marked = [{"role": role, "content": f"{_MARKER}{turn}{_MARKER}"} for turn, role in enumerate(roles)]
+        text = self.render_part(marked, add_generation_prompt=add_generation_prompt)
+        if text is None:  # a template that reads contents, such as arguments in JSON
+            return []
+        return [turn for turn, message in enumerate(marked) if message["content"] not in text]
 
     def render_part(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str | None:
         """Render the beginning of a conversation; None where the template refuses it, even if it accepts the whole."""
@@ -140,11 +183,63 @@ class Chat:
         # Without offsets: tokenize the text up to the position, and count the ids that agree.
         return lambda position, straddling: _common_prefix(self.tokenize([text[:position]])[0], ids)
 
-    def prompt_length(self, prompt: list[int], *sequences: list[int]) -> int:
-        """Number of prompt tokens that all sequences begin with; the answer starts where they diverge, as in TRL."""
-        length = min(_common_prefix(prompt, sequence) for sequence in sequences)
-        self.diverged += length < len(prompt)
-        return length
+    def prompt_lengths(
+        self, prompts: Sequence[Sequence[Message]], answers: Sequence[Sequence[Sequence[Message]]], rows: Sequence[int]
+    ) -> Iterator[tuple[int, list[list[int]]]]:
+        """Tokenize prompts with each of their answers.
+
+        Args:
+            prompts: turns of each row before its answers.
+            answers: of each row the turns of each answer; all rows have the same number of them.
+            rows: number of each row, for messages.
+
+        Yields:
+            Of each row the tokens before its answers, which all its sequences begin with, and the sequences.
+        """
+        befores: list[str] = []
+        texts: list[list[str]] = []
+        for prompt, several, row in zip(prompts, answers, rows, strict=True):
+            texts.append([self.render([*prompt, *answer], row) for answer in several])
+            befores.append(self.render(prompt, row, add_generation_prompt=True))
+        headers = self.tokenize(befores)
+        encoded = iter(self.tokenize([text for several in texts for text in several]))
+        for number, (prompt, several, row) in enumerate(zip(prompts, answers, rows, strict=True)):
+            self.count_dropped([*prompt, *several[0]])
+            sequences = [next(encoded) for _ in several]
+            length = min(_common_prefix(headers[number], ids) for ids in sequences)
+            if length < len(headers[number]):
+                self.diverged += 1
+                starts = [
+                    self._answer_start([*prompt, *answer], len(prompt), text, befores[number], row)
+                    for answer, text in zip(several, texts[number], strict=True)
+                ]
+                if None not in starts:
+                    length = self._tokens_before(texts[number], starts, sequences)
+            yield length, sequences
+
+    def _answer_start(self, messages: Sequence[Message], turn: int, text: str, before: str, row: int) -> int | None:
+        """Character at which the answer's content begins in the text; None: the prompt is written as it is without the
+        answer, up to the header of the answer.
+
+        Mistral's templates write the system turn into the last user turn, and only where that is the last turn: then
+        the texts diverge within the user's turn, which is no answer.
+        """
+        shared = _common_prefix(before, text)
+        if shared == len(before) or turn == 0:
+            return None
+        floor = _content_bounds(self, messages, turn - 1, text)
+        if floor is not None and shared >= floor[1]:
+            return None
+        bounds = _content_bounds(self, messages, turn, text)
+        if bounds is None:
+            raise _left_out(row)
+        return bounds[0]
+
+    def _tokens_before(self, texts: list[str], starts: Sequence[int | None], sequences: list[list[int]]) -> int:
+        """Tokens that all sequences of a row begin with and that end before their answers."""
+        found = self.tokenize_with_index(texts)
+        length = min(index(start or 0, False) for (_, index), start in zip(found, starts, strict=True))
+        return min(length, *(_common_prefix(sequences[0][:length], ids) for ids in sequences))
 
 
 def answer_spans(chat: Chat, messages: Sequence[Message], text: str) -> Iterator[Span]:
@@ -219,11 +314,12 @@ def _index_from_offsets(offsets: list[tuple[int, int]], searched: TokenIndex) ->
     return index
 
 
-def _contains_answer(messages: Sequence[Message], text: str) -> bool:
-    """Whether the last word of the last answer is in the text (what it thought before may rightly be missing)."""
-    answer = next((message["content"] for message in reversed(messages) if message["role"] == "assistant"), "")
-    words = re.findall(r"\w+", answer.rpartition("</think>")[2][-200:])
-    return not words or words[-1] in text
+def _left_out(row: int) -> JobFailure:
+    return JobFailure(
+        Reason.invalid_model,
+        f"row {row}: the model's chat template leaves out the answer's text, as templates of vision models do "
+        "with plain text: give the model's tokenizer files a chat template for text",
+    )
 
 
 def _common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:

@@ -430,7 +430,13 @@ class TruncationCounter:
         if chat.diverged:
             yield (
                 f"{chat.diverged} of {self.rows} {unit}s: the chat template writes the prompt differently when the "
-                "answer follows; the loss starts where they diverge"
+                "answer follows; the loss starts where they diverge, after the last turn of the prompt"
+            )
+        if chat.dropped_turns:
+            turns = ", ".join(f"{count} {role}" for role, count in sorted(chat.dropped_turns.items()))
+            yield (
+                f"the chat template leaves out turns of {chat.rows_with_dropped_turns} of {self.rows} {unit}s "
+                f"({turns}): the model does not see them. Put their text into user turns, or correct the template"
             )
         if chat.missing_turns:
             yield f"the chat template leaves out {chat.missing_turns} assistant turns: they are not trained"

@@ -40,23 +40,27 @@ class SftEncoder:
         return [(ids, ids) for ids in ended]
 
     def _whole_chats(self, rows: dict[int, SftExample]) -> list[Encoded]:
-        texts = [self.chat.render(example.messages or (), row) for row, example in rows.items()]
+        texts = self._rendered(rows)
         return [(ids, ids) for ids in self.chat.tokenize(texts)]
 
-    def _answers(self, rows: dict[int, SftExample]) -> list[Encoded]:
-        prompts, texts = [], []
+    def _rendered(self, rows: dict[int, SftExample]) -> list[str]:
+        texts = []
         for row, example in rows.items():
-            messages = example.messages or []
-            texts.append(self.chat.render(messages, row))
-            prompts.append(self.chat.render(messages[: example.prompt_turns], row, add_generation_prompt=True))
-        encoded = []
-        for prompt, ids in zip(self.chat.tokenize(prompts), self.chat.tokenize(texts), strict=True):
-            start = self.chat.prompt_length(prompt, ids)
-            encoded.append((ids, [IGNORED] * start + ids[start:]))
-        return encoded
+            texts.append(self.chat.render(example.messages or (), row))
+            self.chat.count_dropped(example.messages or ())
+        return texts
+
+    def _answers(self, rows: dict[int, SftExample]) -> list[Encoded]:
+        conversations = [(example.messages or [], example.prompt_turns) for example in rows.values()]
+        prompts = [messages[:turns] for messages, turns in conversations]
+        answers = [[messages[turns:]] for messages, turns in conversations]
+        return [
+            (ids, [IGNORED] * start + ids[start:])
+            for start, (ids,) in self.chat.prompt_lengths(prompts, answers, [*rows])
+        ]
 
     def _dialogs(self, rows: dict[int, SftExample]) -> list[Encoded]:
-        texts = [self.chat.render(example.messages or (), row) for row, example in rows.items()]
+        texts = self._rendered(rows)
         encoded = []
         for example, text, (ids, index) in zip(rows.values(), texts, self.chat.tokenize_with_index(texts), strict=True):
             labels = [IGNORED] * len(ids)
@@ -71,28 +75,27 @@ def encode_pairs(
     chat: Chat, chunk: Sequence[tuple[int, PreferenceExample]]
 ) -> Iterator[tuple[list[int], list[int], list[int]]]:
     """Prompt, chosen and rejected ids of each pair, not yet cut."""
-    chosen = chat.tokenize([chat.render(pair.prompt + pair.chosen, row) for row, pair in chunk])
-    prompts = chat.tokenize([chat.render(pair.prompt, row, add_generation_prompt=True) for row, pair in chunk])
-    rejected = chat.tokenize([chat.render(pair.prompt + pair.rejected, row) for row, pair in chunk])
-    for prompt, one, other in zip(prompts, chosen, rejected, strict=True):
-        length = chat.prompt_length(prompt, one, other)
-        yield prompt[:length], one[length:], other[length:]
+    prompts, answers = [pair.prompt for _, pair in chunk], [(pair.chosen, pair.rejected) for _, pair in chunk]
+    for length, (chosen, rejected) in chat.prompt_lengths(prompts, answers, [row for row, _ in chunk]):
+        yield chosen[:length], chosen[length:], rejected[length:]
 
 
 def encode_labelled(
     chat: Chat, chunk: Sequence[tuple[int, LabelledExample]]
 ) -> Iterator[tuple[list[int], list[int], bool]]:
     """Prompt and completion ids of each row, not yet cut, and its label."""
-    texts = chat.tokenize([chat.render(example.prompt + example.completion, row) for row, example in chunk])
-    prompts = chat.tokenize([chat.render(example.prompt, row, add_generation_prompt=True) for row, example in chunk])
-    for prompt, ids, (_, example) in zip(prompts, texts, chunk, strict=True):
-        length = chat.prompt_length(prompt, ids)
-        yield prompt[:length], ids[length:], example.label
+    prompts, answers = [example.prompt for _, example in chunk], [(example.completion,) for _, example in chunk]
+    found = chat.prompt_lengths(prompts, answers, [row for row, _ in chunk])
+    for (length, (ids,)), (_, example) in zip(found, chunk, strict=True):
+        yield ids[:length], ids[length:], example.label
 
 
 def encode_chats(chat: Chat, chunk: Sequence[tuple[int, PromptExample]]) -> Iterator[tuple[int, list[int]]]:
     """Number and ids of each prompt, with the header of its answer."""
-    texts = [chat.render(prompt.messages, row, add_generation_prompt=True) for row, prompt in chunk]
+    texts = []
+    for row, prompt in chunk:
+        texts.append(chat.render(prompt.messages, row, add_generation_prompt=True))
+        chat.count_dropped(prompt.messages, add_generation_prompt=True)
     return zip((row for row, _ in chunk), chat.tokenize(texts), strict=True)
 
 

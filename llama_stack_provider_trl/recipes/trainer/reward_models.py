@@ -76,19 +76,19 @@ class RewardScorer:
             numbers: of the row of each, for messages.
             alive: called before the forward.
         """
-        turns = [
-            [*prompt, {"role": "assistant", "content": text}] for prompt, text in zip(prompts, completions, strict=True)
-        ]
-        texts = [self._chat.render(conversation, number) for conversation, number in zip(turns, numbers, strict=True)]
+        answers: list[list[Message]] = [[{"role": "assistant", "content": text}] for text in completions]
+        rows = [*zip(prompts, answers, numbers, strict=True)]
+        texts = [self._chat.render([*prompt, *answer], number) for prompt, answer, number in rows]
         read = self._chat.tokenize(texts)
-        cut = [self._cut(ids, prompt, number) for ids, prompt, number in zip(read, prompts, numbers, strict=True)]
-        rows = [torch.tensor(ids) for ids, _ in cut]
+        cut = [self._cut(ids, *row) for ids, row in zip(read, rows, strict=True)]
+        sequences = [torch.tensor(ids) for ids, _ in cut]
         pad = self._tokenizer.pad_token_id
         alive()
+        masks = [torch.ones_like(ids) for ids in sequences]
         with torch.no_grad():
             logits = self._model(
-                input_ids=pad_sequence(rows, batch_first=True, padding_value=pad).to(self._device),
-                attention_mask=pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(self._device),
+                input_ids=pad_sequence(sequences, batch_first=True, padding_value=pad).to(self._device),
+                attention_mask=pad_sequence(masks, batch_first=True).to(self._device),
                 use_cache=False,
             ).logits
         rewards: list[float] = logits.squeeze(-1).float().tolist()
@@ -100,13 +100,12 @@ class RewardScorer:
             )
         return Scored(rewards, [not has_room for _, has_room in cut])
 
-    def _cut(self, ids: list[int], prompt: list[Message], number: int) -> tuple[list[int], bool]:
+    def _cut(self, ids: list[int], prompt: list[Message], answer: list[Message], number: int) -> tuple[list[int], bool]:
         """A conversation, cut as its job has cut pairs, and whether a token of the answer is left."""
         limit = self._spec.max_seq_length
         if len(ids) <= limit:
             return ids, True
-        (prompt_ids,) = self._chat.tokenize([self._chat.render(prompt, number, add_generation_prompt=True)])
-        length = self._chat.prompt_length(prompt_ids, ids)
+        ((length, _),) = self._chat.prompt_lengths([prompt], [[answer]], [number])
         cutter = TruncationCounter(None, self._tokenizer.bos_token_id, limit, self._spec.truncation_side)
         if (kept := cutter.cut_answer(ids[:length], ids[length:])) is None:
             return cutter.cut(ids, ids, limit), False
