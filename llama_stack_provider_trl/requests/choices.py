@@ -27,7 +27,7 @@ def problem_of(error: Mapping[str, Any]) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] != "literal_error":
         return message
-    return message + nearest(error["input"], re.findall(r"'([^']*)'", str(error["ctx"]["expected"])))
+    return message + nearest(error["input"], re.findall(r"'([^']*)'", message))  # errors of forms have no `ctx`
 
 
 def _nearest(value: str, choices: Sequence[str]) -> str | None:

@@ -389,6 +389,7 @@ NOTHING = [
     if nothing is None or isinstance(nothing, dict) == isinstance(ASKS[field].value, dict)
     if (field, nothing) != ("algorithm_config.lmbda", False)  # 0 asks for no answers of the model's own
     if (field, nothing) != ("algorithm_config.uld_token_merge_strategy", False)  # a text
+    if (field, nothing) != ("algorithm_config.uld_crossentropy_weight", False)  # a number, which no boolean is
 ]
 
 
@@ -453,6 +454,7 @@ OPTION_ASKS: dict[str, Try] = {
     "logging_steps": Try(3),
     "seed": Try(3),
     "nproc_per_node": Try(2),
+    "fsdp_config": Try({"cpu_offload": True}, options={"nproc_per_node": 2}),
     "resources": Try({"cpus": 4}),
     "resume_from": Try("job-0/checkpoint-6"),
     "after": Try(["job-0"]),

@@ -137,7 +137,7 @@ def test_a_preview_shows_rows_as_they_are_trained_and_queues_nothing(service: Tr
     assert not list((service.data_dir / "preflights").iterdir())
     assert TrlClient(service.url).preview(promised("any", "pairs"), first_row=2, rows=3) == found
     assert "first_row" in refusal(service.post(PREVIEW, {**sft("any", "questions"), "first_row": 8}))
-    beyond: Json = {"first_row": (-1, 2**53 + 1, 0.5, None), "rows": (0, 101, "ten", None), "algorithm": ("ppo", 1, [])}
+    beyond: Json = {"first_row": (-1, 2**53 + 1, 0.5, True), "rows": (0, 101, "ten"), "algorithm": ("ppo", 1, [])}
     for name, values in beyond.items():
         for value in values:
             answer = service.post(PREVIEW, {**sft("any", "questions"), name: value})

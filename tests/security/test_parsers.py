@@ -84,6 +84,7 @@ JSON = {
     "remote.service.cluster.launcher.ClusterLauncher._conclude": OURS,
     "remote.service.cluster.logs._difference": OURS,
     "remote.service.cluster.models._parsed": OURS,
+    "remote.service.config_file.provider_block": "the operator's settings",
     "remote.service.datasets.blobs.Blobs._child": CHILD,
     "remote.service.datasets.blobs._parsed_verdict": OURS,
     "remote.service.datasets.registration.Registration._child": CHILD,
@@ -154,7 +155,7 @@ def json_is_parsed_in() -> set[str]:
         for module, path in serving()
         for inside, node in named_in(path)
         if (isinstance(node, ast.Attribute) and node.attr in ("load", "loads") and _is_json(node.value))
-        or (isinstance(node, ast.Name) and node.id in ("from_json", "JSONDecoder"))
+        or (isinstance(node, ast.Name) and node.id in ("from_json", "JSONDecoder", "parse_json") and inside)
         or (isinstance(node, ast.ImportFrom) and node.module == "json" and node.level == 0)
     }
 
