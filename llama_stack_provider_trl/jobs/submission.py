@@ -276,7 +276,7 @@ async def resolved(
         StoreError: the rows cannot be stored.
     """
     # Models, adapters and installed packages are read: none of that may hold up other requests. One call of a thread,
-    # since each waits for its turn beside the supervisor (a POST with 15 of them took twice as long).
+    # since each waits for its turn beside the supervisor.
     resolution, work = await in_work_thread(_resolution, request, options, settings, store, work, models or [], named)
     answering = answering_of(work)
     use: RowUse = "prompts" if answering is not None else resolution.fields["algorithm"]

@@ -324,5 +324,5 @@ class ProviderOptions(Documented, CheckedNames):
             problem = "there is no such option" if first["type"] == "extra_forbidden" else problem_of(first)
             block = _BLOCKS.get(str(first["loc"][0])) if len(first["loc"]) > 1 else None
             names = ", ".join((block or cls).model_fields)
-            # Without its cause: Llama Stack logs it, and takes 10 s to colour a name of 30,000 characters.
+            # Without its cause, which Llama Stack would log: it takes 10 s to highlight a name of 30,000 characters.
             raise InvalidRequest(field, first["input"], f"{problem}; the options are: {names}") from None

@@ -75,3 +75,10 @@ def _has_boolean(value: Any) -> bool:
         elif isinstance(one, list | tuple):
             pending += one
     return False
+
+
+def numbers_as_text(value: Any) -> Any:
+    """An object whose whole numbers are texts: YAML reads the label `rack: 7`, or the amount `1`, as a number."""
+    if not isinstance(value, dict):
+        return value
+    return {key: str(one) if isinstance(one, int) and not isinstance(one, bool) else one for key, one in value.items()}

@@ -24,12 +24,23 @@ _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 _SECRETS = "/run/secrets"
 _HUB = "/work/huggingface"
 """HF_HOME in a container: on the disk of TRL_WORK, which its user may write to."""
+_CPUS, _MEMORY_GIB = 4, 16
+"""Of a pod whose size is not named."""
+_CONTAINERS = ("kubernetes", "compose", "swarm")
+_ONLY_FOR = {
+    "gpus": ("slurm", *_CONTAINERS),
+    "image": _CONTAINERS,
+    "claim": ("kubernetes",),
+    "cpus": ("kubernetes",),
+    "memory_gib": ("kubernetes",),
+}
+"""Option -> the systems whose specification has it."""
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 NODE = """set -eu
 url="http://$TRL_HEAD:{port}"
 if [ "$TRL_RANK" != 0 ]; then
-    {agent} trl-remote agent --service "$url" --name "node-$TRL_RANK" \\
+    {agent}trl-remote agent --service "$url" --name "node-$TRL_RANK" \\
         --token-file "$TRL_TOKENS/node-token" --data-dir "$TRL_WORK"{end}
 fi
 TRL_SERVICE_TOKEN="$(cat "$TRL_TOKENS/token")"
@@ -70,8 +81,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--output", default="result", metavar="DIR", help="new directory for the result (result)")
     command.add_argument("--nodes", type=int, default=1, metavar="N", help="machines that train together (1)")
     command.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs of each machine (0: its CPU)")
-    command.add_argument("--cpus", type=int, default=4, metavar="N", help="CPUs of each pod (4; kubernetes)")
-    command.add_argument("--memory-gib", type=int, default=16, metavar="N", help="of each pod (16; kubernetes)")
+    command.add_argument("--cpus", type=int, metavar="N", help=f"CPUs of each pod ({_CPUS}; kubernetes)")
+    command.add_argument("--memory-gib", type=int, metavar="N", help=f"of each pod ({_MEMORY_GIB}; kubernetes)")
     command.add_argument("--name", default="trl-job", help="of the job (trl-job)")
     command.add_argument("--image", help="container image with trl-remote (kubernetes, compose, swarm)")
     command.add_argument("--claim", metavar="PVC", help="volume that has model, rows and result (kubernetes)")
@@ -105,16 +116,21 @@ def _check(options: argparse.Namespace) -> None:
         raise InvalidRequest("--nodes", options.nodes, "name 1 to 10000 machines.")
     if not 0 <= options.gpus <= 64:
         raise InvalidRequest("--gpus", options.gpus, "name 0 to 64 GPUs of each machine.")
-    if not 0 < options.cpus <= 10_000:
+    for option, systems in _ONLY_FOR.items():
+        value = getattr(options, option)
+        if value not in (None, 0) and options.system not in systems:
+            hint = f"a specification for {options.system} has none (only {', '.join(systems)}): leave it out."
+            raise InvalidRequest(f"--{option.replace('_', '-')}", value, hint)
+    if options.cpus is not None and not 0 < options.cpus <= 10_000:
         raise InvalidRequest("--cpus", options.cpus, "name 1 to 10000 CPUs of each pod.")
-    if not 2 <= options.memory_gib <= 100_000:
+    if options.memory_gib is not None and not 2 <= options.memory_gib <= 100_000:
         raise InvalidRequest("--memory-gib", options.memory_gib, "name 2 to 100000 GiB of each pod.")
     if not _NAME.fullmatch(options.name):
         raise InvalidRequest("--name", options.name, "use up to 40 lower-case letters, digits and hyphens.")
     for option in ("model", "dataset", "output"):
         if "\n" in getattr(options, option):
             raise InvalidRequest(f"--{option}", getattr(options, option), "expected one line.")
-    if options.system in ("kubernetes", "compose", "swarm") and not options.image:
+    if options.system in _CONTAINERS and not options.image:
         raise InvalidRequest("--image", options.image, "name the image with trl-remote: deploy/Dockerfile makes one.")
     if options.system == "kubernetes" and not options.claim:
         raise InvalidRequest("--claim", options.claim, "name the PersistentVolumeClaim with the model and the rows.")
@@ -124,7 +140,7 @@ def _check(options: argparse.Namespace) -> None:
     for option, place in places if options.system != "slurm" else []:
         if not PurePosixPath(place).is_absolute():
             raise InvalidRequest(option, place, "expected a whole path, as the job has it.")
-    if options.system in ("kubernetes", "compose", "swarm"):
+    if options.system in _CONTAINERS:
         _mounted(options)
 
 
@@ -187,9 +203,9 @@ def _script(options: argparse.Namespace, words: list[str]) -> str:
         port=PORT,
         roots=roots,
         train=shlex.join(["trl-remote", *words]),
-        agent="" if ends else "exec",
+        agent="" if ends else "exec ",
         end=_END_WITH_SERVICE.format(port=PORT) if ends else "",
-    ).replace("     trl-remote agent", "    trl-remote agent")
+    )
 
 
 def _slurm(options: argparse.Namespace, script: str) -> str:
@@ -239,7 +255,8 @@ exit "$(cat "$TRL_TOKENS/status")"
 def _kubernetes(options: argparse.Namespace, script: str) -> str:
     name, labels = options.name, {"app.kubernetes.io/name": options.name}
     gpus = {"nvidia.com/gpu": options.gpus} if options.gpus else {}
-    size = {"cpu": str(options.cpus), "memory": f"{options.memory_gib}Gi", **gpus}
+    memory_gib = options.memory_gib or _MEMORY_GIB
+    size = {"cpu": str(options.cpus or _CPUS), "memory": f"{memory_gib}Gi", **gpus}
     (mounted,) = _mounted(options)
     hub_token = {"name": f"{name}-tokens", "key": "hf-token", "optional": True}
     container = {
@@ -286,7 +303,7 @@ def _kubernetes(options: argparse.Namespace, script: str) -> str:
             {"name": "data", "persistentVolumeClaim": {"claimName": options.claim}},
             {"name": "work", "emptyDir": {}},
             # Counted as memory of the pod.
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": f"{options.memory_gib // 2}Gi"}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": f"{memory_gib // 2}Gi"}},
         ],
     }
     service = {

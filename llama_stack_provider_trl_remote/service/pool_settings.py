@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, StringConstraints, field_validator, mode
 
 from llama_stack_provider_trl.documented import Documented
 from llama_stack_provider_trl.jobs.placement import Node
-from llama_stack_provider_trl.specs.exact import ExactValues
+from llama_stack_provider_trl.specs.exact import ExactValues, numbers_as_text
 
 _GIB = 1 << 30
 _OURS = ("--job-name", "--nodes", "--ntasks-per-node", "--ntasks", "--requeue", "--signal", "--array", "--wrap")
@@ -280,12 +280,7 @@ class KubernetesPoolSettings(_PoolSettings):
     @field_validator("pod_resources", mode="before")
     @classmethod
     def _as_text(cls, value: Any) -> Any:
-        """YAML reads the amount `1` as a number."""
-        if not isinstance(value, dict):
-            return value
-        return {
-            key: str(one) if isinstance(one, int) and not isinstance(one, bool) else one for key, one in value.items()
-        }
+        return numbers_as_text(value)
 
     @model_validator(mode="after")
     def _resources_are_others(self) -> Self:

@@ -68,7 +68,8 @@ async def _serve(settings: ServiceSettings, config: Path | None, listener: socke
     try:
         _log_configuration(service, config, listener)
         server = ServiceServer(service)
-        # A full collection passes over all modules and models: 0.2 s, and 0.6 s on a busy machine, for every request.
+        # A full collection would pass over all modules and models, and every request waits for it: 0.2 s of processor
+        # time, which were 0.6 s in the flood of tests/security.
         gc.collect()
         gc.freeze()
         await server.serve(sockets=[listener])

@@ -413,6 +413,27 @@ def test_a_template_that_reads_contents_is_believed(chatml: Any) -> None:
     assert not [warning for warning in report.warnings if "leaves out" in warning]
 
 
+def test_turns_that_the_template_changes_are_not_left_out(chatml: Any) -> None:
+    for change in ("upper", "title", "trim", "replace('turn', '')"):
+        chatml.chat_template = _WITHOUT.replace("m['role'] not in ROLES", "true").replace(
+            "+ m['content'] +", f"+ (m['content'] | {change} if m['role'] != 'assistant' else m['content']) +"
+        )
+        dataset, report = prepare(chatml, SftExample([SYSTEM, *TALK[:2]], None))
+        assert len(dataset) == 1
+        assert not [warning for warning in report.warnings if "leaves out" in warning]
+
+
+def test_turns_are_counted_where_the_template_refuses_other_contents(chatml: Any) -> None:
+    chatml.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' and '</think>' not in m['content'] %}"
+        "{{ raise_exception('no thoughts') }}{% endif %}{% endfor %}" + _WITHOUT.replace("ROLES", "['system']")
+    )
+    answer = {"role": "assistant", "content": "<think>1</think>Two"}
+    _, report = prepare(chatml, SftExample([SYSTEM, TALK[0], answer], None), SftExample([TALK[0], answer], None))
+    (warning,) = [warning for warning in report.warnings if "leaves out turns" in warning]
+    assert "1 of 2 rows (1 system)" in warning
+
+
 def test_a_template_that_does_not_end_answers_in_eos_is_a_warning(qwen: Any) -> None:
     _, report = prepare(qwen, SftExample(TALK[:2], 1))
     assert len(report.warnings) == 1

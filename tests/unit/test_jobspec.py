@@ -17,7 +17,8 @@ import yaml
 
 from llama_stack_provider_trl_remote.cli import main as cli
 
-CONTAINERS = ("--image", "registry.example/trl:1", "--claim", "training")
+IMAGE = ("--image", "registry.example/trl:1")
+CONTAINERS = dict.fromkeys(("compose", "swarm"), IMAGE) | {"kubernetes": (*IMAGE, "--claim", "training")}
 GIVEN = ("--model", "/data/mo del", "--dataset", "/data/it's $rows.jsonl", "--output", "/data/result")
 
 
@@ -55,7 +56,9 @@ def test_a_slurm_job_makes_its_tokens_and_ends_with_its_first_machine(
 
 
 def test_a_kubernetes_job_is_indexed_and_done_with_its_first_pod(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "kubernetes", *GIVEN, *CONTAINERS, "--nodes", "2", "--gpus", "4", "--name", "tune")
+    text = printed(
+        capsys, "kubernetes", *GIVEN, *CONTAINERS["kubernetes"], "--nodes", "2", "--gpus", "4", "--name", "tune"
+    )
     service, job = yaml.safe_load_all(text)
     for manifest in (service, job):
         kubernetes_validate.validate(manifest, "1.33", strict=True)
@@ -86,7 +89,7 @@ def test_a_kubernetes_job_is_indexed_and_done_with_its_first_pod(capsys: pytest.
 
 @pytest.mark.parametrize("system", ["compose", "swarm"])
 def test_containers_get_their_tokens_as_secrets(capsys: pytest.CaptureFixture[str], system: str) -> None:
-    found = yaml.safe_load(printed(capsys, system, *GIVEN, *CONTAINERS, "--nodes", "3", "--gpus", "1"))
+    found = yaml.safe_load(printed(capsys, system, *GIVEN, *CONTAINERS[system], "--nodes", "3", "--gpus", "1"))
     head, *nodes = found["services"].values()
     assert [one["environment"]["TRL_RANK"] for one in nodes] == (["1"] if system == "swarm" else ["1", "2"])
     assert nodes[0]["deploy"].get("replicas") == (2 if system == "swarm" else None)
@@ -98,7 +101,7 @@ def test_containers_get_their_tokens_as_secrets(capsys: pytest.CaptureFixture[st
         assert one["deploy"]["resources"]["reservations"]
     external = [secret.get("external") for secret in found["secrets"].values()]
     assert external == ([True, True] if system == "swarm" else [None, None])
-    alone = yaml.safe_load(printed(capsys, system, *GIVEN, *CONTAINERS))
+    alone = yaml.safe_load(printed(capsys, system, *GIVEN, *CONTAINERS[system]))
     assert list(alone["services"]) == ["head"]
 
 
@@ -129,7 +132,9 @@ APART = ("/models/m", "/rows/rows.jsonl", "/results/r", ("--nodes", "2", "--gpus
 
 def written(capsys: pytest.CaptureFixture[str], system: str, row: tuple[str, str, str, tuple[str, ...]]) -> str:
     model, rows, result, further = row
-    return printed(capsys, system, "--model", model, "--dataset", rows, "--output", result, *CONTAINERS, *further)
+    return printed(
+        capsys, system, "--model", model, "--dataset", rows, "--output", result, *CONTAINERS[system], *further
+    )
 
 
 @pytest.mark.parametrize("row", TABLE)
@@ -172,7 +177,7 @@ def test_each_path_is_in_a_mounted_directory_and_the_result_in_one_to_write_to(
 
 @pytest.mark.parametrize(("nodes", "gpus"), [(2, 1), (3, 2), (2, 8)])
 def test_containers_of_one_machine_share_no_gpu(capsys: pytest.CaptureFixture[str], nodes: int, gpus: int) -> None:
-    text = printed(capsys, "compose", *GIVEN, *CONTAINERS, "--nodes", str(nodes), "--gpus", str(gpus))
+    text = printed(capsys, "compose", *GIVEN, *CONTAINERS["compose"], "--nodes", str(nodes), "--gpus", str(gpus))
     services = yaml.safe_load(text)["services"].values()
     reserved = [one["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for one in services]
     assert [number for ids in reserved for number in ids] == [str(number) for number in range(nodes * gpus)]
@@ -183,7 +188,9 @@ def test_containers_of_one_machine_share_no_gpu(capsys: pytest.CaptureFixture[st
 def test_checkpoints_of_containers_are_on_a_disk_and_shared_memory_has_a_size(
     capsys: pytest.CaptureFixture[str], system: str
 ) -> None:
-    for one in yaml.safe_load(printed(capsys, system, *GIVEN, *CONTAINERS, "--nodes", "2"))["services"].values():
+    for one in yaml.safe_load(printed(capsys, system, *GIVEN, *CONTAINERS[system], "--nodes", "2"))[
+        "services"
+    ].values():
         mounts = {mount["target"]: mount for mount in one["volumes"]}
         assert mounts["/work"]["type"] == "volume"
         assert mounts["/dev/shm"]["tmpfs"]["size"] == 8 << 30
@@ -218,7 +225,7 @@ def test_the_engine_reads_each_file(
 
 def test_an_agent_of_a_kubernetes_job_ends_with_the_service(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Before 1.31 a Job is done when all its pods are; one that failed would have ended the job."""
-    _, job = yaml.safe_load_all(printed(capsys, "kubernetes", *GIVEN, *CONTAINERS, "--nodes", "2"))
+    _, job = yaml.safe_load_all(printed(capsys, "kubernetes", *GIVEN, *CONTAINERS["kubernetes"], "--nodes", "2"))
     script = job["spec"]["template"]["spec"]["containers"][0]["command"][2]
     with socket.create_server(("127.0.0.1", 0)) as server:
         script = script.replace("8322", str(server.getsockname()[1])).replace("sleep 5", "sleep 0.05")
@@ -267,13 +274,30 @@ def test_a_requeued_slurm_job_begins_with_new_tokens(
         (("kubernetes", *GIVEN, "--claim", "c"), "--image is missing: name the image with trl-remote"),
         (("kubernetes", *GIVEN, "--image", "i"), "name the PersistentVolumeClaim"),
         (("systemd", *GIVEN, "--nodes", "2"), "a unit runs on one machine"),
-        (("compose", "--model", "m", "--dataset", "rows.jsonl", *CONTAINERS), "expected a whole path"),
-        (("kubernetes", *GIVEN, *CONTAINERS, "--output", "/result"), "a directory that the image does not have"),
-        (("compose", *GIVEN, *CONTAINERS, "--dataset", "/work/rows.jsonl"), "a directory that the image does not have"),
-        (("swarm", *GIVEN, *CONTAINERS, "--model", "/data/../etc/m"), "without `..`"),
-        (("kubernetes", *GIVEN, *CONTAINERS, "--model", "/models/m"), "one volume has all of --dataset /data/it"),
-        (("kubernetes", *GIVEN, *CONTAINERS, "--memory-gib", "1"), "--memory-gib=1"),
-        (("kubernetes", *GIVEN, *CONTAINERS, "--cpus", "0"), "--cpus=0"),
+        (("compose", "--model", "m", "--dataset", "rows.jsonl", *CONTAINERS["compose"]), "expected a whole path"),
+        (
+            ("kubernetes", *GIVEN, *CONTAINERS["kubernetes"], "--output", "/result"),
+            "a directory that the image does not have",
+        ),
+        (
+            ("compose", *GIVEN, *CONTAINERS["compose"], "--dataset", "/work/rows.jsonl"),
+            "a directory that the image does not have",
+        ),
+        (("swarm", *GIVEN, *CONTAINERS["swarm"], "--model", "/data/../etc/m"), "without `..`"),
+        (
+            ("kubernetes", *GIVEN, *CONTAINERS["kubernetes"], "--model", "/models/m"),
+            "one volume has all of --dataset /data/it",
+        ),
+        (("kubernetes", *GIVEN, *CONTAINERS["kubernetes"], "--memory-gib", "1"), "--memory-gib=1"),
+        (("kubernetes", *GIVEN, *CONTAINERS["kubernetes"], "--cpus", "0"), "--cpus=0"),
+        (
+            ("slurm", *GIVEN, "--image", "i"),
+            "--image='i' is not supported: a specification for slurm has none (only kube",
+        ),
+        (("systemd", *GIVEN, "--gpus", "1"), "--gpus=1 is not supported: a specification for systemd has none"),
+        (("compose", *GIVEN, *IMAGE, "--claim", "c"), "--claim='c' is not supported"),
+        (("swarm", *GIVEN, *IMAGE, "--cpus", "4"), "--cpus=4 is not supported"),
+        (("slurm", *GIVEN, "--memory-gib", "16"), "--memory-gib=16 is not supported"),
         (("slurm", *GIVEN, "--options=--job 'a"), "as a shell reads them"),
         (("slurm", "--model", "m\nm", "--dataset", "rows.jsonl"), "expected one line"),
     ],

@@ -35,8 +35,9 @@ DEFAULT_TEMPLATE_WARNING = (
 )
 
 
-_MARKER = "\ue000turn\ue001"
-"""Replaces a turn's content to find its position. Private-use characters, so that no content matches."""
+_MARKER = "\ue000\ue002\ue001"
+"""Replaces a turn's content to find its position. Private-use characters, so that no content matches, and none that a
+filter such as `upper` changes."""
 
 
 _MOST_SHAPES = 10_000
@@ -93,8 +94,9 @@ class Chat:
         self.dropped_turns: Counter[str] = Counter()
         """Role -> turns of that role that the template does not write."""
         self.rows_with_dropped_turns = 0
-        self._unwritten: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
-        """By what the last turn is for, and the roles of the turns: the turns that the template does not write."""
+        self._unwritten: dict[tuple[bool, tuple[str, ...]], list[int] | None] = {}
+        """By what the last turn is for, and the roles of the turns: the turns that the template does not write; None:
+        that depends on the contents, too."""
 
     def render(self, messages: Sequence[Message], row: int, *, add_generation_prompt: bool = False) -> str:
         """The conversation as text; `add_generation_prompt` adds the header of the next answer."""
@@ -133,21 +135,28 @@ class Chat:
         return words[-1] in text and last not in self._unwritten_turns(messages, False)
 
     def _unwritten_turns(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
-        """Turns whose content the template does not write, whatever it is. Depends on the roles alone, so most rows of
-        a dataset need one rendering for all of them."""
+        """Turns whose content the template does not write. That depends on the roles alone, so most rows of a dataset
+        need one rendering for all of them, unless the template refuses other contents."""
         roles = tuple(message["role"] for message in messages)
         key = add_generation_prompt, roles
         if key not in self._unwritten:
             if len(self._unwritten) >= _MOST_SHAPES:
                 self._unwritten.clear()
             self._unwritten[key] = self._find_unwritten(roles, add_generation_prompt)
-        return self._unwritten[key]
+        unwritten = self._unwritten[key]
+        if unwritten is not None:
+            return unwritten
+        texts = [
+            self.render_part(_with_marker(messages, turn), add_generation_prompt=add_generation_prompt)
+            for turn in range(len(messages))
+        ]
+        return [turn for turn, text in enumerate(texts) if text is not None and _MARKER not in text]
 
-    def _find_unwritten(self, roles: Sequence[str], add_generation_prompt: bool) -> list[int]:
+    def _find_unwritten(self, roles: Sequence[str], add_generation_prompt: bool) -> list[int] | None:
         marked = [{"role": role, "content": f"{_MARKER}{turn}{_MARKER}"} for turn, role in enumerate(roles)]
         text = self.render_part(marked, add_generation_prompt=add_generation_prompt)
         if text is None:  # a template that reads contents, such as arguments in JSON
-            return []
+            return None
         return [turn for turn, message in enumerate(marked) if message["content"] not in text]
 
     def render_part(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str | None:

@@ -430,7 +430,8 @@ class TruncationCounter:
         if chat.diverged:
             yield (
                 f"{chat.diverged} of {self.rows} {unit}s: the chat template writes the prompt differently when the "
-                "answer follows; the loss starts where they diverge, after the last turn of the prompt"
+                "answer follows; the loss starts where they diverge, or, where that is within the prompt's last turn, "
+                "at the answer's own text"
             )
         if chat.dropped_turns:
             turns = ", ".join(f"{count} {role}" for role, count in sorted(chat.dropped_turns.items()))

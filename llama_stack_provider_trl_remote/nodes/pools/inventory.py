@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
-from llama_stack_provider_trl.specs.exact import ExactValues
+from llama_stack_provider_trl.specs.exact import ExactValues, numbers_as_text
 from llama_stack_provider_trl.system.bounded_yaml import UniqueKeys
 from llama_stack_provider_trl.system.texts import decoded
 
@@ -63,12 +63,7 @@ class InventoryHost(ExactValues, BaseModel):
     @field_validator("labels", "environment", mode="before")
     @classmethod
     def _as_text(cls, value: Any) -> Any:
-        """YAML reads the label `rack: 7` as a number."""
-        if not isinstance(value, dict):
-            return value
-        return {
-            key: str(one) if isinstance(one, int) and not isinstance(one, bool) else one for key, one in value.items()
-        }
+        return numbers_as_text(value)
 
     @field_validator("environment")
     @classmethod

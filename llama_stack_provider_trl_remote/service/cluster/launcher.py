@@ -189,12 +189,14 @@ class ClusterLauncher:
 
     def _threads(self, by_node: Mapping[str, Sequence[str]], ranks: int) -> int | None:
         """Threads of each rank, on all nodes of a task; None: it has one node, or a node's report cannot be read."""
+        if len(by_node) == 1:
+            return None
         found = []
         reserved = False
         for name, places in by_node.items():
             record = self._store.nodes.get(name)
             report = self._cluster.report(record) if record else None
-            if report is None or len(by_node) == 1:
+            if report is None:
                 return None
             cores = sum(place.rpartition("/")[2].startswith(CORE) for place in places)
             reserved = reserved or cores > 0
