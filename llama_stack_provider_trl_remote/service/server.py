@@ -127,9 +127,14 @@ class Server(uvicorn.Server):
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop streams. No connection is accepted any more, so that no client of a stream reconnects."""
-        self.jobs.stopping.set()
+        """Stop streams. No connection is accepted any more, since the client of a stream reconnects as soon as it ends."""
+        self._end_streams()
         await super().shutdown(sockets)
+
+    def _end_streams(self) -> None:
+        for server in self.servers:
+            server.close()
+        self.jobs.stopping.set()
 
     def _connection(self) -> Connection:
         return Connection(self.config, self.server_state, {})
@@ -166,7 +171,7 @@ class ServiceServer(Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop streams, the node, and the measuring of the machine."""
-        self._service.stopping.set()
+        self._end_streams()
         for task in self._tasks:
             task.cancel()
             await asyncio.wait([task])

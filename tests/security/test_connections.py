@@ -165,8 +165,11 @@ class Peer:
         most: int = 100,
         tls: ssl.SSLContext | None = None,
         deadlines: Deadlines = Deadlines(head=0.3, body=0.3, unknown_body=0.3, reader=0.3, close=0.3),  # noqa: B008
+        keep_alive: int = 1,
     ) -> None:
-        config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off", log_config=None, timeout_keep_alive=1)
+        config = uvicorn.Config(
+            app, http=Connection, ws="none", lifespan="off", log_config=None, timeout_keep_alive=keep_alive
+        )
         config.load()
         state = ServerState()
 
@@ -499,6 +502,37 @@ def test_bytes_that_came_early_are_no_patience_for_later() -> None:
         writer.close()
 
     with_peer(test, reads_the_body)
+
+
+@pytest.mark.parametrize("at", ["accepted", "made", "answered", "being answered"])
+def test_a_closed_acceptor_keeps_no_connection_open(at: str) -> None:
+    """A stream's client that reconnected while the service stopped held it up for the time of an idle connection."""
+    goes_on = asyncio.Event()
+
+    async def waits(scope: Any, receive: Any, send: Any) -> None:
+        await goes_on.wait()
+        await reads_the_body(scope, receive, send)
+
+    async def test(peer: Peer) -> None:
+        if at == "answered":
+            goes_on.set()
+        if at == "accepted":
+            peer.acceptor._place = lambda connection: peer.acceptor.close()  # type: ignore[method-assign]
+        reader, writer = await peer.connect(b"" if at in ("accepted", "made") else GET)
+        if at == "answered":
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        elif at != "accepted":
+            while not any(one.transport and (one.cycle or at == "made") for one in peer.acceptor._open):
+                await asyncio.sleep(0.01)
+        peer.acceptor.close()
+        goes_on.set()
+        assert (await reader.read()).startswith(b"HTTP/1.1 200" if at == "being answered" else b"")
+        while peer.acceptor.count:
+            await asyncio.sleep(0.01)
+        writer.close()
+
+    never = Deadlines(head=60, body=60, unknown_body=60, reader=60, close=60)
+    with_peer(test, waits, deadlines=never, keep_alive=60)
 
 
 def test_a_missing_tls_handshake_is_not_awaited() -> None:

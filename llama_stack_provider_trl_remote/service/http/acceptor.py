@@ -151,10 +151,13 @@ class Acceptor:
         self._resume()
 
     def close(self) -> None:
-        """Accept no more connections. Existing ones stay."""
+        """Accept no more connections. Existing ones end with the answer to their request: a client that keeps one would
+        hold up the end of the server."""
         if not self._closed:
             self._pause()
         self._closed = True
+        for connection in list(self._open):
+            self._end_after_answer(connection)
 
     async def wait_closed(self) -> None:
         """Part of uvicorn's interface of a server: it has waited for the connections by now."""
@@ -207,6 +210,12 @@ class Acceptor:
         except (OSError, asyncio.CancelledError):  # no TLS, or not in time, or its place was needed
             accepted.close()
             self._forget(connection)
+        else:
+            self._end_after_answer(connection)
+
+    def _end_after_answer(self, connection: Connection) -> None:
+        if self._closed and connection.transport is not None:
+            connection.shutdown()
 
     def _place(self, connection: Connection) -> None:
         """Count a connection for its caller; while its request is under way, among the requests."""
@@ -217,6 +226,7 @@ class Acceptor:
         groups = self._waiting if connection.is_idle else self._requests[kind]
         self._places[connection] = groups, connection.caller
         groups.add(connection.caller, connection)
+        self._end_after_answer(connection)
         while sum(groups.count for groups in self._requests.values()) > self._most_requests:
             self._end_costliest()
 
