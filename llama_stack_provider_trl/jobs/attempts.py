@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ..launch.base import Launcher, MasterPorts, TaskSpec
 from ..specs.job import derive
 from ..specs.kinds import EvaluateSpec, MergeWork
 from ..system.data_dir import DataDir
-from ..system.files import RunDir, atomic_write, free_bytes, remove_leftovers, resolve_under, set_aside
+from ..system.files import (
+    Blob,
+    RunDir,
+    atomic_write,
+    free_bytes,
+    put_lines,
+    remove_leftovers,
+    resolve_under,
+    set_aside,
+)
 from .bases import check_base
 from .merges import check_checkpoints
 from .ownership import Ownership
@@ -22,6 +33,9 @@ from .step_checkpoints import fallbacks, resume_point
 from .store import Store
 from .teachers import check_teacher
 from .verdict import has_shrunk
+
+_PIECE = 4 << 20
+"""Bytes of rows between two checks of the disk."""
 
 
 class Attempts:
@@ -137,7 +151,7 @@ class Attempts:
         assert job.run_dir is not None
         *before, attempt = self._store.attempts(job.job_uuid)
         spec = derive(
-            with_known_rows(job.spec, self._store, self._data_dir),
+            with_known_rows(job.spec, self._store, self._data_dir, partial(self._put, job)),
             job.attempt,
             job.devices[0].rpartition("/")[2],
             job.run_dir,
@@ -148,6 +162,22 @@ class Attempts:
             nodes=nodes_of(job.devices),
         )
         atomic_write(RunDir(job.run_dir).spec, spec.model_dump_json(indent=1).encode())
+
+    def _put(self, job: JobRecord, directory: Path, lines: Iterable[bytes]) -> Blob:
+        """Store a part of rows that another job has made, which counts for its token. Raises OSError, StoreError."""
+
+        def checked() -> Iterator[bytes]:
+            unchecked = 0
+            for line in lines:
+                unchecked += len(line)
+                if unchecked >= _PIECE:
+                    self._check_disk(job)
+                    unchecked = 0
+                yield line
+
+        blob = put_lines(directory, checked())
+        self._store.rows.count_for(job.created_by, blob.sha256, blob.num_bytes)
+        return blob
 
     def _with_port(self, task: TaskSpec) -> TaskSpec:
         """The task with the port at which its ranks meet, if they are several on this machine. The other active jobs

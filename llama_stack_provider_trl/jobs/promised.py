@@ -63,8 +63,11 @@ def shard_of(dataset: DatasetRef, shard: ShardSpec, store: Store | None, put: Pu
         raise StoreError(f"a part of dataset {dataset.dataset_id!r} cannot be stored: {error}") from error
 
 
-def with_known_rows(spec: JobSpec, store: Store, data_dir: Path) -> JobSpec:
+def with_known_rows(spec: JobSpec, store: Store, data_dir: Path, put: Put) -> JobSpec:
     """The specification with the rows that another job has made.
+
+    Args:
+        put: stores a part of them.
 
     Raises:
         InvalidRows: they are gone.
@@ -82,7 +85,7 @@ def with_known_rows(spec: JobSpec, store: Store, data_dir: Path) -> JobSpec:
             "job again under another job_uuid"
         )
     known = spec.dataset.model_copy(update={"path": path, **made})
-    known = stored_shard(known, known.shard) if known.shard is not None else known
+    known = stored_shard(known, known.shard, put) if known.shard is not None else known
     return spec.model_copy(update={"dataset": known})
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -12,10 +14,13 @@ from ..errors import InvalidRequest, JobNotFound, StoreError
 from ..specs.job import JobSpec
 from ..specs.methods import VllmSpec, vllm_of
 from ..system.data_dir import DataDir
-from ..system.files import fsync_tree, is_whole, resolve_under
+from ..system.files import fsync_tree, is_whole, open_regular, resolve_under
+from .row_parts import UNLIMITED, Allowance
 from .store import Store
 
 FIELD = "provider_options.resume_from"
+_PIECE = 1 << 20
+"""Bytes of a file that are copied at a time."""
 
 # A checkpoint's weights, optimizer, schedule and data position depend on these fields. Others, such as n_epochs, ranks,
 # save_steps and the options that save memory, may differ.
@@ -38,7 +43,7 @@ _MUST_MATCH = (
 )
 
 
-def copy_checkpoint(spec: JobSpec, store: Store, data_dir: Path) -> JobSpec:
+def copy_checkpoint(spec: JobSpec, store: Store, data_dir: Path, allowance: Allowance = UNLIMITED) -> JobSpec:
     """The job with the path of its own copy of the checkpoint that `resume_from` names.
 
     Hard links (or copies) in the job's own directory keep the checkpoint when the other job is deleted. A job without
@@ -46,6 +51,9 @@ def copy_checkpoint(spec: JobSpec, store: Store, data_dir: Path) -> JobSpec:
 
     Every call makes a copy of its own, since a client may repeat a POST while the first one still copies.
     `discard_checkpoint` removes the copy if the job is not added.
+
+    Args:
+        allowance: what the request may write, where files cannot be linked.
 
     Raises:
         InvalidRequest: the other job or its checkpoint does not exist, or the job cannot resume from it: names what
@@ -75,7 +83,8 @@ def copy_checkpoint(spec: JobSpec, store: Store, data_dir: Path) -> JobSpec:
     try:
         path.parent.mkdir(parents=True)
         _refuse_links(requested, fitting[-1])
-        shutil.copytree(fitting[-1], path, symlinks=True, copy_function=_link)
+        with allowance.writing(path.parent) as written:
+            shutil.copytree(fitting[-1], path, symlinks=True, copy_function=partial(_link, written))
         _refuse_links(requested, path)  # a file may have been replaced in the meantime
         if not is_whole(path):
             raise FileNotFoundError("it was removed meanwhile: send the request again")
@@ -139,9 +148,12 @@ def _text(value: object) -> str:
     return value.model_dump_json() if hasattr(value, "model_dump_json") else repr(value)
 
 
-def _link(source: str, target: str) -> str:
+def _link(written: Callable[[int], None], source: str, target: str) -> str:
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:  # another file system, or one without links
-        shutil.copy2(source, target, follow_symlinks=False)
+        with open_regular(Path(source)) as file, open(target, "xb") as copy:
+            while piece := file.read(_PIECE):
+                written(len(piece))
+                copy.write(piece)
     return target

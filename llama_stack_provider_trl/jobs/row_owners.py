@@ -42,6 +42,10 @@ class RowOwners:
         """Whether rows count for a token already."""
         return bool(self._database.select("select_rows_of_owner", {"sha256": sha256, "owner": owner}))
 
+    def are_counted(self, sha256: str) -> bool:
+        """Whether rows count for any token."""
+        return bool(self._database.select("select_owner_of_rows", {"sha256": sha256}))
+
     def of_dataset(self, dataset_id: str) -> list[str]:
         """Digests of the rows of a dataset."""
         rows = self._database.select("select_rows_of_dataset", {"dataset_id": dataset_id})

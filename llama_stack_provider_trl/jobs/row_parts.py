@@ -6,8 +6,8 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -22,19 +22,46 @@ Put = Callable[[Path, Iterable[bytes]], Blob]
 _STAMP_NS = 10**9
 
 
-class NewRows:
-    """Rows that a request stores before it is known whether a job takes them."""
+class Allowance:
+    """What a request may write for its jobs. This one has no limits: that of the inline provider, which has no tokens
+    and counts no rows."""
 
-    def __init__(self) -> None:
+    @contextmanager
+    def writing(self, directory: Path) -> Iterator[Callable[[int], None]]:
+        """Require space for bytes; yields a function that is called with the number of each part before it is written.
+
+        Raises:
+            OSError: ENOSPC, also from that function.
+        """
+        yield lambda count: None
+
+    def add(self, rows: Blob) -> None:
+        """Count rows that were stored. Raises QuotaReached."""
+
+
+UNLIMITED = Allowance()
+
+
+class NewRows:
+    """Rows that a request stores before it is known whether a job takes them.
+
+    Args:
+        allowance: what the request may write.
+    """
+
+    def __init__(self, allowance: Allowance = UNLIMITED) -> None:
+        self._allowance = allowance
         self._stamps: dict[Path, int] = {}
 
     def put(self, directory: Path, lines: Iterable[bytes]) -> Blob:
-        """As `put_lines`."""
+        """As `put_lines`, within the allowance. Raises QuotaReached: `discard` removes them."""
         # Every use of stored rows touches them, so those that still have this time are used by nothing.
         stamp = time.time_ns() - _STAMP_NS - secrets.randbelow(_STAMP_NS)
-        blob = put_lines(directory, lines, check=lambda rows: os.utime(rows, ns=(stamp, stamp)))
+        with self._allowance.writing(directory) as written:
+            blob = put_lines(directory, _counted(lines, written), lambda rows: os.utime(rows, ns=(stamp, stamp)))
         if blob.path.stat().st_mtime_ns == stamp:
             self._stamps[blob.path] = stamp
+        self._allowance.add(blob)
         return blob
 
     def discard(self) -> None:
@@ -142,6 +169,12 @@ def split_parts(dataset: DatasetRef, share: float, seed: int, put: Put = put_lin
         return dataset.model_copy(update={"path": blob.path, "sha256": blob.sha256, "num_rows": blob.num_rows})
 
     return stored(False), stored(True)
+
+
+def _counted(lines: Iterable[bytes], written: Callable[[int], None]) -> Iterator[bytes]:
+    for line in lines:
+        written(len(line))
+        yield line
 
 
 def _into(directory: Path) -> Put:

@@ -49,7 +49,7 @@ from .promised import refuse_split, refuse_unknown_rows, shard_of
 from .reader import digest_conflict
 from .resume_from import copy_checkpoint, discard_checkpoint
 from .reward_models import with_reward_models
-from .row_parts import NewRows, PlannedParts, Put, split_parts
+from .row_parts import UNLIMITED, Allowance, NewRows, PlannedParts, Put, split_parts
 from .searches import NewTrial
 from .store import NewJob, Store
 from .teachers import with_teacher
@@ -65,6 +65,8 @@ class Submitter(NamedTuple):
     name: str = ""
     max_waiting: int | None = None
     """Jobs of this name that may wait; None: any number."""
+    allowance: Allowance = UNLIMITED
+    """What its request may write for its jobs."""
 
 
 class ResolvedJob(NamedTuple):
@@ -128,7 +130,7 @@ async def submit(
     # Checked first: a repeated POST returns its job even if its model or dataset is gone by now.
     if store.holds(request.job_uuid, digest):
         return False
-    rows, is_new = NewRows(), False
+    rows, is_new = NewRows((owner or Submitter()).allowance), False
     try:
         is_new = await _submit(request, options, digest, settings, store, datasets, rows, owner, work, models, admit)
     finally:
@@ -235,8 +237,9 @@ def _stored(
     evaluation: ResolvedJob | None = None,
     admit: Callable[[], object] = lambda: None,
 ) -> bool:
-    spec = copy_checkpoint(job.spec, store, data_dir)
-    new, by = _new(job._replace(spec=spec), digest), owner or Submitter()
+    by = owner or Submitter()
+    spec = copy_checkpoint(job.spec, store, data_dir, by.allowance)
+    new = _new(job._replace(spec=spec), digest)
     then = evaluation and _new(evaluation, f"{digest}:evaluation")
     created = False
     try:

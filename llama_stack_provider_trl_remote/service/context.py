@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
@@ -46,6 +46,7 @@ from llama_stack_provider_trl.requests.bodies import (
 from llama_stack_provider_trl.requests.data import rows_job_of
 from llama_stack_provider_trl.requests.kinds import check_options, in_its_terms
 from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.requests.settings import Request as Requested
 from llama_stack_provider_trl.specs.custom import log_unusable_methods
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
 from llama_stack_provider_trl.specs.kinds import ROWS, GenerateSpec, Work
@@ -66,7 +67,7 @@ from .cluster.presence import Presence
 from .cluster.uploads import UploadReceiver
 from .configured_pools import managed_pool, ray_datasets
 from .datasets.blobs import Blobs
-from .datasets.quotas import CountedRows, Quotas
+from .datasets.quotas import CountedRows, JobAllowance, Quotas
 from .datasets.registration import Registration
 from .datasets.registry import DatasetRegistry
 from .http.bodies import (
@@ -285,12 +286,8 @@ class Service(StoredJobs):
         # Taken before defaults are filled in: a request that is repeated after these were changed is still the same.
         digest = request_digest(kind, requested, options)
         request = kind.model_validate(self._with_defaults(requested, body))
-        owner = Submitter(caller.name, caller.limits.max_queued_jobs)
-        if await submit(
-            request, options, digest, self.for_jobs, self.store, self._rows(body.dataset_digests or {}), owner
-        ):
+        if await self._stored(caller, request, options, digest, self._rows(body.dataset_digests or {})):
             log.info("job %s: queued", request.job_uuid)
-            await in_work_thread(self._note_job, request.job_uuid, caller.name)
             self.wake()
 
     async def submit_work(self, body: GenerateBody | EvaluateBody | MergeBody, caller: Caller) -> None:
@@ -309,20 +306,32 @@ class Service(StoredJobs):
             work = await in_work_thread(body.work, models)
         admit = partial(self._check_output, work)
         admit()
-        owner = Submitter(caller.name, caller.limits.max_queued_jobs)
         try:
             request, options = body.as_training(), body.with_options(options)
-            is_new = await submit(request, options, digest, self.for_jobs, self.store, rows, owner, work, models, admit)
+            is_new = await self._stored(caller, request, options, digest, rows, work, models, admit)
         except InvalidRequest as error:
             raise in_its_terms(error) from error
         if is_new:
             log.info("job %s: queued (%s)", body.job_uuid, work.kind)
-            await in_work_thread(self._note_job, body.job_uuid, caller.name)
             self.wake()
 
-    def _note_job(self, job_uuid: str, owner: str) -> None:
-        """Count the parts of rows that a job has stored, and the space of its checkpoints."""
+    async def _stored(
+        self, caller: Caller, request: Requested, options: ProviderOptions, digest: str, rows: RowsOf, *work: Any
+    ) -> bool:
+        """Store a job within what the caller may write, and count what it has stored. Returns whether it is new."""
+        with self.quotas.taking(caller.name) as take:
+            allowance = JobAllowance(self.space, self.quotas, take)
+            owner = Submitter(caller.name, caller.limits.max_queued_jobs, allowance)
+            is_new = await submit(request, options, digest, self.for_jobs, self.store, rows, owner, *work)
+            if is_new:
+                await in_work_thread(self._note_job, request.job_uuid, caller.name, allowance)
+            return is_new
+
+    def _note_job(self, job_uuid: str, owner: str, allowance: JobAllowance) -> None:
+        """Count the parts of rows that a job, or the trials of a search, have stored, and the space of checkpoints."""
         with suppress(TrlError, OSError):  # the job is stored: nothing may turn that into a failure
+            for blob in allowance.rows.values():
+                self.store.rows.count_for(owner, blob.sha256, blob.num_bytes)
             spec = self.store.get(job_uuid).spec
             self.space.note_job(unfinished_job(spec))
             for rows in (spec.dataset, spec.validation):

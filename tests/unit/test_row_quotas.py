@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,6 +25,19 @@ from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.fakes import job_spec
 
 MIB = 1 << 20
+
+
+@contextmanager
+def arriving(quotas: Quotas, announced: int, owner: str = "a") -> Iterator[Callable[[int], None]]:
+    """`Quotas.arriving`, in a loop of its own for each of its ends."""
+    upload = quotas.arriving(owner, announced)
+    with closing(asyncio.new_event_loop()) as loop:
+        arrived = loop.run_until_complete(upload.__aenter__())
+        try:
+            yield arrived
+        finally:
+            loop.run_until_complete(upload.__aexit__(None, None, None))
+            loop.run_until_complete(loop.shutdown_default_executor())
 
 
 def no_dataset(sha256: str) -> bool:
@@ -106,9 +119,9 @@ def test_a_token_stores_no_more_than_it_may_and_others_are_not_concerned(store: 
     with pytest.raises(QuotaReached, match=r"'a' has stored 8 MiB .* max_stored_mb allows 10: delete datasets") as full:
         quotas.require("a", 2 * MIB + 1)
     assert full.value.status_code == 507
-    with quotas.arriving("a", 2 * MIB), pytest.raises(QuotaReached), quotas.arriving("a", 1):
+    with arriving(quotas, 2 * MIB), pytest.raises(QuotaReached), arriving(quotas, 1):
         pass
-    with quotas.arriving("a", 2 * MIB):
+    with arriving(quotas, 2 * MIB):
         pass
 
 
@@ -116,12 +129,12 @@ def test_a_token_has_no_more_uploads_under_way_than_it_may_and_others_are_not_co
     quotas = Quotas(store.rows, 10 * MIB)
     with ExitStack() as stack:
         for _ in range(UPLOADS):
-            stack.enter_context(quotas.arriving("a", 0))
+            stack.enter_context(arriving(quotas, 0))
         with pytest.raises(LimitReached, match=r"'a' has 16 uploads of rows under way.* send this one again") as full:
-            stack.enter_context(quotas.arriving("a", 0))
+            stack.enter_context(arriving(quotas, 0))
         assert full.value.retry_after > 0
-        stack.enter_context(quotas.arriving("b", 0))
-    with quotas.arriving("a", 0):
+        stack.enter_context(arriving(quotas, 0, "b"))
+    with arriving(quotas, 0):
         pass
 
 
@@ -130,7 +143,7 @@ def test_an_upload_that_announces_no_size_ends_at_the_quota(store: Store) -> Non
     arrived: list[int] = []
 
     def upload() -> None:
-        with quotas.arriving("a", 0) as note:
+        with arriving(quotas, 0) as note:
             for number in range(100):
                 note(MIB)
                 arrived.append(number)

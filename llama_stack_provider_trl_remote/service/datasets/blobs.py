@@ -87,8 +87,17 @@ class Blobs:
             for data_format in (*get_args(DataFormat), "any"):
                 self.path(sha256).with_name(f"{sha256}.{use}-{data_format}.json").unlink(missing_ok=True)
 
-    async def receive(self, sha256: str, pieces: AsyncIterator[bytes], announced: int) -> None:
+    async def receive(
+        self,
+        sha256: str,
+        pieces: AsyncIterator[bytes],
+        announced: int,
+        arrived: Callable[[int], object] = lambda count: None,
+    ) -> None:
         """Store a body whose digest this must be. Nothing of a body that ends early or differs is kept.
+
+        Args:
+            arrived: is called by a thread with the number of bytes of each part.
 
         Raises:
             InvalidRequest: it has another digest.
@@ -98,7 +107,7 @@ class Blobs:
         with self.space.arriving(Use.ordered, self.directory, announced) as written, self._staging() as staging:
             file = staging / "rows"
             with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as output:
-                found = await self._write(output, pieces, written)
+                found = await self._write(output, pieces, lambda count: (arrived(count), written(count)))
             if found != sha256:
                 raise InvalidRequest(
                     "sha256", sha256, f"the digest of the body is {found}: nothing was kept, send it again"
@@ -183,7 +192,7 @@ class Blobs:
             raise InvalidRows(answer["error"])
         return RowsVerdict(num_rows=answer["num_rows"], warnings=answer["warnings"], error=answer["error"])
 
-    async def _write(self, output: BinaryIO, pieces: AsyncIterator[bytes], written: Callable[[int], None]) -> str:
+    async def _write(self, output: BinaryIO, pieces: AsyncIterator[bytes], written: Callable[[int], object]) -> str:
         digest, waiting, num_rows, last = hashlib.sha256(), bytearray(), 0, b"\n"
 
         def flush() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 
 from llama_stack_provider_trl.errors import LimitReached, QuotaReached, TrlError
 from llama_stack_provider_trl.jobs.row_owners import IsRegistered, RowOwners
+from llama_stack_provider_trl.jobs.row_parts import Allowance
+from llama_stack_provider_trl.system.files import Blob
 from llama_stack_provider_trl.system.offload import in_work_thread
 
+from ..space import Space, Use
 from .blobs import Blobs
 
 _PIECE = 4 << 20
@@ -33,32 +38,47 @@ class Quotas:
         self._arriving: Counter[str] = Counter()
         self._uploads: Counter[str] = Counter()
 
+    def are_counted(self, sha256: str) -> bool:
+        """Whether rows count for any token."""
+        return self._owners.are_counted(sha256)
+
     def require(self, owner: str, coming: int) -> None:
         """Require room for rows. Raises QuotaReached."""
-        used = self._owners.used(owner) + self._arriving.get(owner, 0)
-        if used + coming > self._most:
-            raise QuotaReached(
-                f"{owner!r} has stored {used >> 20} MiB of rows, these take {-(-coming >> 20)} MiB more, and "
-                f"max_stored_mb allows {self._most >> 20}: delete datasets that are no longer needed "
-                "(DELETE /v1/datasets/NAME), and jobs that have ended with them"
-            )
+        self._require(owner, coming, coming)
 
     @contextmanager
-    def arriving(self, owner: str, announced: int) -> Iterator[Callable[[int], None]]:
-        """Require room for an upload; yields a function that is called with the number of each part of it.
+    def taking(self, owner: str) -> Iterator[Callable[[int], None]]:
+        """Yields a function that counts bytes as arriving, for as long as the context lasts. It reads the database, and
+        raises QuotaReached."""
+        counted, has_ended = 0, False
+
+        def take(count: int) -> None:
+            nonlocal counted
+            with self._lock:
+                if has_ended:  # a thread of a request that was cancelled
+                    return
+                self._arriving[owner] += count
+                counted += count
+            self._require(owner, 0, count)
+
+        try:
+            yield take
+        finally:
+            with self._lock:
+                has_ended = True
+                self._arriving[owner] -= counted
+                if not self._arriving[owner]:
+                    del self._arriving[owner]
+
+    @asynccontextmanager
+    async def arriving(self, owner: str, announced: int) -> AsyncIterator[Callable[[int], None]]:
+        """Require room for an upload; yields a function that a thread calls with the number of each part of it.
 
         Raises:
             LimitReached: as many uploads as may are under way.
             QuotaReached: also from that function.
         """
-        counted, unchecked = announced, 0
-
-        def take(count: int) -> None:
-            nonlocal counted
-            with self._lock:
-                self.require(owner, count)
-                self._arriving[owner] += count
-            counted += count
+        unchecked = 0
 
         def arrived(count: int) -> None:
             nonlocal unchecked
@@ -74,19 +94,60 @@ class Quotas:
                     f"one has ended, in {_RETRY_S} s at the earliest",
                     _RETRY_S,
                 )
-            self.require(owner, announced)
             self._uploads[owner] += 1
-            self._arriving[owner] += announced
         try:
-            yield arrived
+            with self.taking(owner) as take:
+                await asyncio.to_thread(take, announced)
+                yield arrived
         finally:
             with self._lock:
                 self._uploads[owner] -= 1
                 if not self._uploads[owner]:
                     del self._uploads[owner]
-                self._arriving[owner] -= counted
-                if not self._arriving[owner]:
-                    del self._arriving[owner]
+
+    def _require(self, owner: str, missing: int, coming: int) -> None:
+        """Require room for rows.
+
+        Args:
+            missing: bytes of them that do not count as arriving.
+        """
+        # The database is read without the lock, for which the event loop would wait, and last: an upload that ends in
+        # between counts twice for a moment.
+        with self._lock:
+            arriving = self._arriving[owner]
+        used = self._owners.used(owner) + arriving + missing
+        if used > self._most:
+            raise QuotaReached(
+                f"{owner!r} has stored {used - coming >> 20} MiB of rows, these take {-(-coming >> 20)} MiB more, and "
+                f"max_stored_mb allows {self._most >> 20}: delete datasets that are no longer needed "
+                "(DELETE /v1/datasets/NAME), and jobs that have ended with them"
+            )
+
+
+class JobAllowance(Allowance):
+    """What a request of a token may write for its jobs: what leaves the space of checkpoints, and rows within the
+    quota. Not safe to share between threads.
+
+    Args:
+        take: see `Quotas.taking`.
+
+    Attributes:
+        rows: what was stored for them.
+    """
+
+    def __init__(self, space: Space, quotas: Quotas, take: Callable[[int], None]) -> None:
+        self._space, self._quotas, self._take = space, quotas, take
+        self.rows: dict[str, Blob] = {}
+
+    @contextmanager
+    def writing(self, directory: Path) -> Iterator[Callable[[int], None]]:
+        with self._space.arriving(Use.ordered, directory) as written:
+            yield written
+
+    def add(self, rows: Blob) -> None:
+        if rows.sha256 not in self.rows and not self._quotas.are_counted(rows.sha256):
+            self._take(rows.num_bytes)
+            self.rows[rows.sha256] = rows
 
 
 class CountedRows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from functools import partial
 from typing import Annotated, Any
 
@@ -141,14 +140,8 @@ async def _stored(service: Service, sha256: str, request: Request, owner: str | 
     if owner is None:
         await service.blobs.receive(sha256, request.stream(), size)
         return Response(status_code=201)
-    with service.quotas.arriving(owner, size) as arrived:
-
-        async def pieces() -> AsyncIterator[bytes]:
-            async for piece in request.stream():
-                arrived(len(piece))
-                yield piece
-
-        await service.blobs.receive(sha256, pieces(), size)
+    async with service.quotas.arriving(owner, size) as arrived:
+        await service.blobs.receive(sha256, request.stream(), size, arrived)
     await asyncio.to_thread(_count, service, sha256, owner)
     return Response(status_code=201)
 
