@@ -719,8 +719,8 @@ DELETE FROM stored_rows WHERE sha256 = :sha256 AND owner = :owner AND dataset_id
 -- name: select_rows_of_owner
 SELECT 1 FROM stored_rows WHERE sha256 = :sha256 AND owner = :owner LIMIT 1;
 
--- name: sum_stored_rows
-SELECT coalesce(sum(bytes), 0) AS bytes FROM (SELECT DISTINCT sha256, bytes FROM stored_rows WHERE owner = :owner);
+-- name: select_stored_bytes
+SELECT bytes FROM stored_bytes WHERE owner = :owner;
 
 -- name: select_registered_rows
 SELECT owner, bytes FROM stored_rows WHERE sha256 = :sha256 AND dataset_id = :dataset_id LIMIT 1;

@@ -36,7 +36,7 @@ class RowOwners:
 
     def used(self, owner: str) -> int:
         """Bytes of the rows that a token has stored."""
-        return int(self._database.select("sum_stored_rows", {"owner": owner})[0]["bytes"])
+        return sum(row["bytes"] for row in self._database.select("select_stored_bytes", {"owner": owner}))
 
     def owns(self, sha256: str, owner: str) -> bool:
         """Whether rows count for a token already."""

@@ -272,8 +272,29 @@ CREATE TABLE IF NOT EXISTS stored_rows (
     PRIMARY KEY (sha256, owner, dataset_id)
 ) STRICT, WITHOUT ROWID;
 
-CREATE INDEX IF NOT EXISTS stored_rows_by_owner ON stored_rows (owner);
 CREATE INDEX IF NOT EXISTS stored_rows_by_dataset ON stored_rows (dataset_id);
+
+-- Their sum for each token, in which rows of several datasets count once: each request reads it.
+CREATE TABLE IF NOT EXISTS stored_bytes (
+    owner TEXT PRIMARY KEY,
+    bytes INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+
+INSERT OR IGNORE INTO stored_bytes
+SELECT owner, sum(bytes) FROM (SELECT DISTINCT owner, sha256, bytes FROM stored_rows) GROUP BY owner;
+
+CREATE TRIGGER IF NOT EXISTS rows_stored AFTER INSERT ON stored_rows
+WHEN NOT EXISTS (SELECT 1 FROM stored_rows
+                 WHERE sha256 = NEW.sha256 AND owner = NEW.owner AND dataset_id <> NEW.dataset_id)
+BEGIN
+    INSERT INTO stored_bytes VALUES (NEW.owner, NEW.bytes) ON CONFLICT (owner) DO UPDATE SET bytes = bytes + NEW.bytes;
+END;
+CREATE TRIGGER IF NOT EXISTS rows_forgotten AFTER DELETE ON stored_rows
+WHEN NOT EXISTS (SELECT 1 FROM stored_rows WHERE sha256 = OLD.sha256 AND owner = OLD.owner)
+BEGIN
+    UPDATE stored_bytes SET bytes = bytes - OLD.bytes WHERE owner = OLD.owner;
+    DELETE FROM stored_bytes WHERE owner = OLD.owner AND bytes = 0;
+END;
 
 -- One job with its current attempt and its warnings: what a JobRecord is made of.
 CREATE VIEW IF NOT EXISTS job_records AS
@@ -282,5 +303,5 @@ SELECT jobs.*, run_dir, prepared, prepared_at, total_steps, start_step, step, st
                                                ORDER BY number)) AS warnings
 FROM jobs LEFT JOIN attempts ON attempts.job_uuid = jobs.job_uuid AND attempts.attempt = jobs.attempt;
 
-PRAGMA user_version = 13;
+PRAGMA user_version = 14;
 COMMIT;

@@ -199,6 +199,7 @@ class Service(StoredJobs):
         self.blobs.prepare()
         self.datasets.prepare()
         self.preflights.prepare()
+        self.space.refresh()
         self.pools.start()
         log_unusable_methods()
         self.supervisor.start()

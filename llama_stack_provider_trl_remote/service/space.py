@@ -85,7 +85,7 @@ class Space:
         self._needs: list[_Need] = []
         self._noted: set[_Need] = set()
         """Of jobs that were submitted since the jobs were read, or while they are."""
-        self._noting = threading.Lock()
+        self._noting, self._refreshing = threading.Lock(), threading.Lock()
         self._read_at, self._every = -float("inf"), _REFRESH
         self._models: dict[tuple[str, str | None], tuple[float, int]] = {}
 
@@ -163,11 +163,25 @@ class Space:
         self._read_at = self._clock()
         self._every = max(_REFRESH, _SHARE * (self._read_at - begin))
 
+    def _refresh_aside(self) -> None:
+        """Refresh in a thread, since the event loop asks for space too; the first time at once."""
+        if self._read_at == -float("inf"):
+            self.refresh()
+        elif self._refreshing.acquire(blocking=False):
+
+            def refresh() -> None:
+                try:
+                    self.refresh()
+                finally:
+                    self._refreshing.release()
+
+            threading.Thread(target=refresh, name="trl-space", daemon=True).start()
+
     def reserve(self, directory: Path) -> tuple[int, str]:
         """Bytes of the largest checkpoint that jobs will write to the disk of a directory, and its job. One that is
         larger than the disk does not count: it can never be written."""
         if self._clock() - self._read_at > 2 * self._every:  # this process does not supervise
-            self.refresh()
+            self._refresh_aside()
         device, total = disk_of(directory), _total(directory) - self._min_free
         found = (need for need in self._needs if need.device == device and need.size <= total)
         return next(((need.size, need.job_uuid) for need in found), (0, ""))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import hashlib
+import sqlite3
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from random import Random
 from typing import NoReturn
 
 import pytest
@@ -102,6 +106,77 @@ def test_rows_that_a_job_reads_of_an_earlier_one_are_kept_until_it_has_ended(sto
     store.request_cancel("b")
     assert remove_unused_rows(path.parent, store, -1.0) == [path.stem]
     assert store.rows.used("a") == 0
+
+
+def test_the_sum_of_a_token_is_kept_and_not_computed(store: Store, tmp_path: Path) -> None:
+    random = Random(0)
+    path = tmp_path / "datasets" / f"{0:064}.jsonl"
+    for _ in range(300):
+        number, owner, name = random.randrange(5), random.choice("ab"), random.choice(("one", "two"))
+        digest = f"{number:064}"
+        match random.randrange(5):
+            case 0:
+                store.rows.note(digest, owner, number + 1)
+            case 1:
+                store.rows.note(digest, owner, number + 1, name)
+            case 2:
+                store.rows.count_for(owner, digest, number + 1)
+            case 3:
+                store.rows.release(name, path.with_name(f"{digest}.jsonl"), no_dataset)
+            case _ if not random.randrange(5):
+                store.rows.forget([digest])
+        with closing(sqlite3.connect(store.path)) as database:
+            for token in "ab":
+                rows = "SELECT DISTINCT sha256, bytes FROM stored_rows WHERE owner = ?"
+                [(computed,)] = database.execute(f"SELECT coalesce(sum(bytes), 0) FROM ({rows})", token)
+                assert store.rows.used(token) == computed
+
+
+def test_reading_the_sum_of_a_token_takes_no_longer_with_many_rows(store: Store) -> None:
+    store.rows.note("0" * 64, "a", 1)
+
+    def steps() -> int:
+        """Instructions of SQLite that the sum takes."""
+        connection, counted = store.database._connection(), []
+        connection.set_progress_handler(lambda: counted.append(1), 1)
+        try:
+            store.rows.used("a")
+        finally:
+            connection.set_progress_handler(None, 1)
+        return len(counted)
+
+    few = steps()
+    with store.database.transaction() as execute:
+        for number in range(1, 1000):
+            row = {"sha256": f"{number:064}", "owner": "a", "bytes": 1, "dataset_id": ""}
+            execute("insert_stored_rows", row)
+    assert (store.rows.used("a"), steps()) == (1000, few)
+
+
+def test_an_upload_reads_the_sum_of_its_token_in_threads(store: Store, tmp_path: Path) -> None:
+    readers: set[int] = set()
+
+    class Owners:
+        def used(self, owner: str) -> int:
+            readers.add(threading.get_ident())
+            return 0
+
+    quotas = Quotas(Owners(), 100 * MIB)  # type: ignore[arg-type]
+    blobs = Blobs(ServiceSettings.model_validate({"data_dir": tmp_path, "device": "cpu", "min_free_disk_mb": 0}))
+    blobs.prepare()
+    body = b'{"prompt": "a"}\n' * (1 << 20)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for begin in range(0, len(body), MIB):
+            yield body[begin : begin + MIB]
+
+    async def upload() -> None:
+        async with quotas.arriving("a", 0) as arrived:
+            await blobs.receive(hashlib.sha256(body).hexdigest(), pieces(), 0, arrived)
+
+    asyncio.run(upload())
+    assert readers
+    assert threading.get_ident() not in readers
 
 
 def test_parts_that_a_job_makes_count_for_its_token_unless_a_token_has_them(store: Store) -> None:

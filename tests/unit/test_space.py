@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import errno
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -155,9 +156,11 @@ def test_jobs_are_read_again_after_a_while_and_only_those_that_have_not_ended(
         store.add_job(job_spec("whole", model=str(model), dtype="fp32", checkpoint_dir=tmp_path / "whole"), "digest")
         assert len(unfinished(store.database)) == 2
         clock.advance(60)
+        space.refresh()
         assert space.reserve(tmp_path) == (16_000_000, "whole")
         assert store.request_cancel("whole").state is JobState.cancelled
         clock.advance(60)
+        space.refresh()
         assert space.reserve(tmp_path) == (800_000, "adapter-0")
 
 
@@ -176,8 +179,33 @@ def test_a_job_that_is_submitted_counts_at_once_and_no_others_are_read_for_it(
         assert space.reserve(tmp_path) == (16_000_000, "job-1")
         assert len(read) == 1
         clock.advance(60)
+        space.refresh()
         assert space.reserve(tmp_path) == (16_000_000, "job-1")
         assert len(read) == 2
+
+
+def test_a_process_that_does_not_supervise_reads_the_jobs_in_another_thread_and_once_at_a_time(
+    tmp_path: Path, model: Path, free: list[int]
+) -> None:
+    clock, found, readers, may_end = FakeClock(), jobs(tmp_path, model), [], threading.Event()
+
+    def unfinished() -> list[Unfinished]:
+        readers.append(threading.current_thread())
+        if len(readers) > 1:
+            assert may_end.wait(20)
+        return found
+
+    space = Space(MIN_FREE, unfinished, clock)
+    assert space.reserve(tmp_path) == (16_000_000, "trains")
+    found = jobs(tmp_path, model, dtype="bf16", job_uuid="later")
+    clock.advance(60)
+    for _ in range(3):
+        assert space.reserve(tmp_path) == (16_000_000, "trains")  # such as for the event loop, which waits for nothing
+    may_end.set()
+    for reader in readers[1:]:
+        reader.join(20)
+    assert space.reserve(tmp_path) == (14_000_000, "later")
+    assert (readers[0], len(readers)) == (threading.current_thread(), 2)
 
 
 # --- Every function of the service and of jobs that writes ------------------------------------------------------------

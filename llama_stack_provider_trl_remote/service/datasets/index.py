@@ -17,7 +17,10 @@ class DatasetIndex:
     def __init__(self, datasets: Iterable[tuple[ListPlace, str, str | None]]) -> None:
         datasets = list(datasets)
         self._owners = {place.name: (place, owner) for place, owner, _ in datasets}
-        self._digests = {place.name: sha256 for place, _, sha256 in datasets}
+        self._digests: dict[str, str] = {}
+        self._rows: Counter[str] = Counter()
+        for place, _, sha256 in datasets:
+            self._set_rows(place.name, sha256)
         self._places = sorted(place for place, _ in self._owners.values())
         self._counts = Counter(owner for _, owner in self._owners.values())
 
@@ -34,18 +37,30 @@ class DatasetIndex:
 
     def has_rows(self, sha256: str) -> bool:
         """Whether a dataset has the rows of a digest."""
-        return sha256 in list(self._digests.values())
+        return self._rows.get(sha256, 0) > 0
 
     def add(self, place: ListPlace, owner: str, sha256: str | None) -> None:
         self._remove_place(place.name)
-        self._digests[place.name] = sha256
+        self._set_rows(place.name, sha256)
         self._owners[place.name] = place, owner
         self._counts[owner] += 1
         insort(self._places, place)
 
     def remove(self, dataset_id: str) -> None:
         self._remove_place(dataset_id)
-        self._digests.pop(dataset_id, None)
+        self._set_rows(dataset_id, None)
+
+    def _set_rows(self, dataset_id: str, sha256: str | None) -> None:
+        """Note the digest of a dataset's rows; None: it has none, or is gone."""
+        if sha256 is not None:
+            self._rows[sha256] += 1
+        before = self._digests.pop(dataset_id, None)
+        if before is not None:
+            self._rows[before] -= 1
+            if not self._rows[before]:
+                del self._rows[before]
+        if sha256 is not None:
+            self._digests[dataset_id] = sha256
 
     def _remove_place(self, dataset_id: str) -> None:
         known = self._owners.pop(dataset_id, None)
