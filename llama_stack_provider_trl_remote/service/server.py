@@ -127,7 +127,7 @@ class Server(uvicorn.Server):
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop streams. No connection is accepted any more, since the client of a stream reconnects as soon as it ends."""
+        """Stop streams. No connection is accepted any more: the client of a stream reconnects as soon as it ends."""
         self._end_streams()
         await super().shutdown(sockets)
 

@@ -507,15 +507,15 @@ def test_bytes_that_came_early_are_no_patience_for_later() -> None:
 @pytest.mark.parametrize("at", ["accepted", "made", "answered", "being answered"])
 def test_a_closed_acceptor_keeps_no_connection_open(at: str) -> None:
     """A stream's client that reconnected while the service stopped held it up for the time of an idle connection."""
-    goes_on = asyncio.Event()
+    may_answer = asyncio.Event()
 
     async def waits(scope: Any, receive: Any, send: Any) -> None:
-        await goes_on.wait()
+        await may_answer.wait()
         await reads_the_body(scope, receive, send)
 
     async def test(peer: Peer) -> None:
         if at == "answered":
-            goes_on.set()
+            may_answer.set()
         if at == "accepted":
             peer.acceptor._place = lambda connection: peer.acceptor.close()  # type: ignore[method-assign]
         reader, writer = await peer.connect(b"" if at in ("accepted", "made") else GET)
@@ -525,7 +525,7 @@ def test_a_closed_acceptor_keeps_no_connection_open(at: str) -> None:
             while not any(one.transport and (one.cycle or at == "made") for one in peer.acceptor._open):
                 await asyncio.sleep(0.01)
         peer.acceptor.close()
-        goes_on.set()
+        may_answer.set()
         assert (await reader.read()).startswith(b"HTTP/1.1 200" if at == "being answered" else b"")
         while peer.acceptor.count:
             await asyncio.sleep(0.01)
