@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
-_FIRST, _COUNT = 21000, 1000
+_FIRST, _COUNT = 21000, 7000
 """Below those that the kernel gives to connections (32768 and more on Linux, 49152 and more on macOS): of these it may
 give one to another process that was free a moment ago."""
 
@@ -26,6 +27,15 @@ def reserved_port() -> Iterator[int]:
                 yield port
                 return
     raise AssertionError(f"no port of {_FIRST} to {_FIRST + _COUNT - 1} is free")
+
+
+_of_this_process = ExitStack()
+atexit.register(_of_this_process.close)
+
+
+def free_port() -> int:
+    """As `reserved_port`, until this process ends: for servers that start again on their port."""
+    return _of_this_process.enter_context(reserved_port())
 
 
 def _is_ours(lock: TextIO, port: int) -> bool:

@@ -14,7 +14,6 @@ import json
 import operator
 import os
 import select
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec
 from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl.system.process import die_with_parent
 from tests import forked
+from tests.ports import free_port
 from tests.zygote import begin, environment, train_and_exit
 
 _NO_TORCHRUN = {"train._WAIT_FOR_TORCHRUN": 0.0}
@@ -98,7 +98,7 @@ class Ranks:
         specs = [str(RunDir(one.run_dir).spec) for one in attempts]
         per_node = per_node or started // len(specs)
         constants = {**_NO_TORCHRUN, **(constants or {})}
-        order = [specs, started, per_node, _free_port(), constants, counted, before, self._faults_dir]
+        order = [specs, started, per_node, free_port(), constants, counted, before, self._faults_dir]
         try:
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
@@ -136,13 +136,6 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait(30)
     except subprocess.TimeoutExpired:  # on a machine whose other work leaves it no time; there is nothing to lose
         process.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def main() -> None:

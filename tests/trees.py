@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import psutil
 
 from tests.contract.service import TrainingService
 from tests.contract.stack import ENDED, Json, poll
+from tests.ports import free_port
 from tests.tiny import REPOSITORY
 
 PACKAGES = ("llama_stack_provider_trl", "llama_stack_provider_trl_remote")
@@ -52,7 +52,7 @@ class TreeService(TrainingService):
     def launch(self) -> None:
         self.check_packages()
         # The address is not read from the log: what a service of another commit logs may be worded differently.
-        self.port = self.port or _free_port()
+        self.port = self.port or free_port()
         self.process = self.spawn(self.port, self.data_dir, self.log, PYTHONPATH=str(self.tree))
 
     def wait_until_it_answers(self) -> None:
@@ -90,12 +90,6 @@ def _python_path(process: psutil.Process) -> str:
         return process.environ().get("PYTHONPATH", "not set")
     except psutil.Error:
         return ""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _git(*arguments: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.system.files import tail
 from llama_stack_provider_trl.system.process import RUN_DIR_MARK, TASK_MARK
 from tests import forked, left_behind
+from tests.ports import free_port
 from tests.tiny import REPOSITORY
 
 LLAMA = Path(sys.executable).with_name("llama")
@@ -219,7 +219,7 @@ class LlamaStack(Server):
         self.root = root
         self.data_dir = root / "data"
         self.log = root / "server.log"
-        self.port = _free_port()
+        self.port = free_port()
         shipped = (REPOSITORY / "run.yaml").read_text()
         # Everything else is the shipped file; a GPU beside other people's jobs is no place for tests of an API.
         assert shipped.count("device: auto\n") == 1
@@ -336,9 +336,3 @@ def _kill(process: psutil.Process) -> str:
     except psutil.Error:
         return f"{process.pid} (gone meanwhile)"
     return seen
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
