@@ -7,9 +7,10 @@ from pathlib import Path
 
 from ..errors import InvalidRequest, StoreError
 from ..requests.bases import Base, resolve_base
-from ..requests.kinds import NO_ROWS, EvaluateRequest, MergeRequest, for_work
+from ..requests.kinds import NO_ROWS, EvaluateRequest, MergeRequest
 from ..requests.options import ProviderOptions
 from ..requests.settings import Settings
+from ..requests.untrained import for_work
 from ..specs.beginnings import BaseJob
 from ..specs.job import DatasetRef, JobSpec
 from ..specs.kinds import EvaluateSpec, MergeWork, Work

@@ -15,19 +15,12 @@ from weakref import WeakValueDictionary
 from ..errors import InvalidRequest, InvalidRows, MethodUnavailable, StoreError
 from ..requests.bases import Base, NamedJob
 from ..requests.engines import with_engine
-from ..requests.kinds import (
-    EVALUATE,
-    evaluation_after,
-    for_work,
-    harness_of,
-    in_its_terms,
-    with_work,
-)
 from ..requests.options import ProviderOptions
 from ..requests.resolve import Resolution, resolve
 from ..requests.search import RequestedSearch, RequestedTrial, in_trial, resolve_search
 from ..requests.settings import Request, Settings
 from ..requests.trackers import TrackerChoice
+from ..requests.untrained import EVALUATE, evaluation_after, for_work, harness_of, in_its_terms, with_work
 from ..specs.answer_files import answering_of
 from ..specs.answer_rows import refuse_unchecked_rows
 from ..specs.custom_limits import refuse_custom_rows

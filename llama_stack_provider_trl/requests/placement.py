@@ -7,26 +7,41 @@ from typing import Any
 
 from ..errors import InvalidRequest
 from ..specs.job import ResourcesSpec, ShardingSpec
+from ..specs.model_files import why_not_sent
+from ..specs.model_source import ReferenceSpec
 from .bases import Base
 from .checks import NO_SAVERS
 from .choices import nearest_choice
+from .method import stays_here
 from .options import ProviderOptions
 from .settings import Request, Settings
 
 
 def resolve_placement(
-    request: Request, options: ProviderOptions, settings: Settings, base: Base, *, stays: bool = False
+    request: Request,
+    options: ProviderOptions,
+    settings: Settings,
+    base: Base,
+    method: dict[str, Any],
+    warnings: list[str],
 ) -> dict[str, Any]:
     """Resolve the fields of this module.
 
     Args:
-        stays: the method reads checkpoints of jobs, or has vLLM, which are on this machine.
+        method: the resolved fields of the training method.
+        warnings: gets one where the job uses no GPU though other machines have some.
 
     Raises:
         InvalidRequest: names the field.
     """
     device = resolve_device(options, settings)
-    resources = None if stays else resolve_resources(options, settings, base)
+    resources, why_here = resolve_resources(options, settings, base, method)
+    own = settings.devices[0].partition(":")[0]
+    if why_here and device == "auto" and own != "cuda" and (elsewhere := settings.gpus_elsewhere()):
+        warnings.append(
+            f"the job runs on device {own} of the service's machine, and on no GPU of {', '.join(elsewhere)}: "
+            f"{why_here}, or send device {own} to choose this"
+        )
     is_open = device == "auto" and resources is not None
     return {
         "device": device,
@@ -56,11 +71,15 @@ def on_reserved_cores(options: ProviderOptions, settings: Settings) -> ProviderO
     return options.model_copy(update={"device": "cpu"})
 
 
-def resolve_resources(options: ProviderOptions, settings: Settings, base: Base) -> ResourcesSpec | None:
-    """What the job asks of its nodes; None: it stays on this machine."""
+def resolve_resources(
+    options: ProviderOptions, settings: Settings, base: Base, method: dict[str, Any]
+) -> tuple[ResourcesSpec | None, str]:
+    """What the job asks of its nodes; None: it stays on this machine, with the reason and what to do about it."""
     requested, model = options.resources, base.model
-    if base.jobs or base.adapter is not None:
-        return None  # other requests for machines are refused (`bases`)
+    if base.jobs or base.adapter is not None:  # other requests for machines are refused (`bases`)
+        return None, "it begins with an adapter or with the result of a job, which are there; name a model's directory"
+    if stays_here(method):
+        return None, "its method reads models of jobs, or vLLM answers, which are there; name models by id or directory"
     if requested is not None and settings.sharding is None:
         hint = "this provider trains on its own machine; leave it out, or use the service (remote::trl_remote)"
         raise InvalidRequest("provider_options.resources", requested.model_dump(exclude_unset=True), hint)
@@ -69,10 +88,8 @@ def resolve_resources(options: ProviderOptions, settings: Settings, base: Base) 
         hint = "no other machine can join this service, which listens on loopback: set TRL_SERVICE_HOST and its token"
         raise InvalidRequest("provider_options.resources.nodes", nodes, hint)
     if requested is None:
-        # A job with a path, or a device of its own, may run on this machine only.
-        is_here = Path(model).is_absolute() or ":" in (options.device or "")
-        stays = nodes == 1 and (settings.max_nodes == 1 or is_here)
-        return None if stays else ResourcesSpec(nodes=nodes, min_nodes=nodes)
+        why_here = "" if nodes > 1 else _why_here(options, settings, base, method)
+        return None if why_here else ResourcesSpec(nodes=nodes, min_nodes=nodes), why_here
     if requested.min_nodes is not None and requested.min_nodes > nodes:
         raise InvalidRequest("provider_options.resources.min_nodes", requested.min_nodes, f"use at most nodes, {nodes}")
     if requested.model_present and Path(model).is_absolute():
@@ -82,9 +99,34 @@ def resolve_resources(options: ProviderOptions, settings: Settings, base: Base) 
         hint = f"device {options.device} has no memory of its own; leave one of the two out"
         raise InvalidRequest("provider_options.resources.gpu_memory_gb", requested.gpu_memory_gb, hint)
     given = requested.model_dump(exclude={"nodes", "min_nodes"}, exclude_none=True)
-    return ResourcesSpec(nodes=nodes, min_nodes=requested.min_nodes or nodes, **given)
+    return ResourcesSpec(nodes=nodes, min_nodes=requested.min_nodes or nodes, **given), ""
 
 
+def _why_here(options: ProviderOptions, settings: Settings, base: Base, method: dict[str, Any]) -> str:
+    """The reason for which a job that requests no resources stays on this machine, and what to do about it; empty: any
+    machine may train it."""
+    if settings.max_nodes == 1:
+        return f"it requests no other machine; send resources {_ANY_NODE}"
+    if ":" in (options.device or ""):
+        return "it names one of its devices"
+    models = {base.model: bool(base.trust.get("trust_remote_code"))}
+    if (reference := _reference_of(method)) is not None and reference.model is not None:
+        models[reference.model] = reference.trust_remote_code
+    for model, has_code in models.items():
+        if Path(model).is_absolute() and (why := why_not_sent(Path(model), has_code=has_code)):
+            return (
+                f"no other machine gets the directory {model}, since {why}; send resources "
+                f"{_ANY_NODE} where other machines have it at this path"
+            )
+    return ""
+
+
+def _reference_of(method: dict[str, Any]) -> ReferenceSpec | None:
+    found = (getattr(method.get(name), "reference", None) for name in ("dpo", "method"))
+    return next((reference for reference in found if isinstance(reference, ReferenceSpec)), None)
+
+
+_ANY_NODE = {"nodes": 1}
 _FSDP = "provider_options.fsdp_config"
 
 

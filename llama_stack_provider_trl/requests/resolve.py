@@ -19,7 +19,7 @@ from .checks import refuse_infinite, refuse_unknown, refuse_unsupported
 from .data import resolve_data, resolve_data_config, resolve_shard, resolve_train_share
 from .engines import check_vllm_ranks
 from .lifecycle import resolve_lifecycle
-from .method import jobs_named_by, resolve_method, stays_here
+from .method import jobs_named_by, resolve_method
 from .options import ProviderOptions
 from .paths import resolve_paths
 from .placement import on_reserved_cores, resolve_placement, with_sharding
@@ -85,7 +85,7 @@ def resolve(
         **resolve_data(training, data, options, settings, algorithm, warnings),
         **resolve_training(training, options, settings, algorithm, has_adapters=has_adapters),
         **resolve_lifecycle(request, options, settings, base, [*makers, *named_jobs]),
-        **resolve_placement(request, options, settings, base, stays=stays_here(method)),
+        **resolve_placement(request, options, settings, base, method, warnings),
     }
     fields |= resolve_averaging(options, settings, fields)
     check_step(fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -135,6 +136,8 @@ class Settings(JobSettings):
     """Machines per job that sets none."""
     max_nodes: int = 1
     """The most machines that a job may request; 1: nothing here can train on other machines."""
+    gpus_elsewhere: Callable[[], Sequence[str]] = tuple
+    """Returns the pools and other machines with GPUs that a job may get, as a sentence names them."""
     sharding: ShardingSpec | None = None
     """How several ranks hold a model; None: this provider trains in one process only."""
     gradient_checkpointing: bool = False

@@ -10,8 +10,10 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from ..errors import InvalidRequest
+from ..system.model_directory import ModelDirectory
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 MOST_FILES = 10_000
@@ -28,6 +30,42 @@ _PICKLES = re.compile(r".+\.(bin|pt|pth|pkl|pickle|ckpt|msgpack|h5|npz)")
 
 class NotSent(Exception):
     """Raised when a model's files are not sent to other machines; the message is the reason."""
+
+
+def sent_files(found: ModelDirectory, *, has_code: bool) -> list[str]:
+    """The files of a model on this machine that another machine gets to train it.
+
+    Args:
+        has_code: the model's own code may run here.
+
+    Raises:
+        NotSent; OSError: one of them cannot be read, or is a link out of the directory.
+    """
+    if has_code:
+        raise NotSent("it comes with Python code of its own, which no machine gets from another one")
+    names = chosen_files(found.names(), lambda: _index_of(found))
+    for name in names:
+        found.open(name).close()
+    return names
+
+
+def why_not_sent(directory: Path, *, has_code: bool) -> str:
+    """The reason for which no other machine gets a model's directory; empty: each gets it that trains it."""
+    try:
+        sent_files(ModelDirectory(directory), has_code=has_code)
+    except NotSent as reason:
+        return str(reason)
+    except OSError as error:
+        return f"{Path(str(error.filename)).name}: {error.strerror}"
+    return ""
+
+
+def _index_of(found: ModelDirectory) -> bytes:
+    with found.open(INDEX) as file:
+        data = file.read(MOST_INDEX + 1)
+    if len(data) > MOST_INDEX:
+        raise NotSent(f"its {INDEX} has more than {MOST_INDEX >> 20} MiB")
+    return data
 
 
 def chosen_files(names: Sequence[str], read_index: Callable[[], bytes]) -> list[str]:

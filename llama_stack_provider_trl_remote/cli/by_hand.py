@@ -18,6 +18,7 @@ from llama_stack_provider_trl.launch.base import TaskSpec
 from llama_stack_provider_trl.launch.devices import usable_devices
 from llama_stack_provider_trl.launch.torchrun import GATHERING_SECONDS, training_argv
 from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest, algorithm_of
+from llama_stack_provider_trl.requests.choices import problem_of
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.job import AttemptSpec, DataFormat, DatasetRef, RowUse, ShardingSpec, derive
@@ -168,7 +169,7 @@ async def _job(options: Namespace, directory: Path, nodes: int) -> ResolvedJob:
         request = kind.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
-        raise InvalidRequest(".".join(map(str, first["loc"])), first.get("input"), f"{first['msg']}.") from error
+        raise InvalidRequest(".".join(map(str, first["loc"])), first.get("input"), f"{problem_of(first)}.") from error
     if chosen.device not in (None, *_DEVICES):
         hint = f"expected {', '.join(_DEVICES)}: each rank takes a device of its machine."
         raise InvalidRequest("provider_options.device", chosen.device, hint)

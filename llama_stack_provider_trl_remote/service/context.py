@@ -20,7 +20,7 @@ from llama_stack_provider_trl.export.process import ExporterProcess
 from llama_stack_provider_trl.jobs.lost_jobs import refuse_lost_jobs
 from llama_stack_provider_trl.jobs.makers import FIELD, no_new_maker
 from llama_stack_provider_trl.jobs.merges import bases_of, no_rows
-from llama_stack_provider_trl.jobs.placement import Node, Obtainable
+from llama_stack_provider_trl.jobs.placement import Node, Obtainable, kind_of
 from llama_stack_provider_trl.jobs.promised import promised_rows, refuse_promised
 from llama_stack_provider_trl.jobs.proposals import Proposals
 from llama_stack_provider_trl.jobs.records import JobRecord, NodeRecord
@@ -44,9 +44,9 @@ from llama_stack_provider_trl.requests.bodies import (
     request_digest,
 )
 from llama_stack_provider_trl.requests.data import rows_job_of
-from llama_stack_provider_trl.requests.kinds import check_options, in_its_terms
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.settings import Request as Requested
+from llama_stack_provider_trl.requests.untrained import check_options, in_its_terms
 from llama_stack_provider_trl.specs.custom import log_unusable_methods
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
 from llama_stack_provider_trl.specs.kinds import ROWS, GenerateSpec, Work
@@ -125,7 +125,7 @@ class Service(StoredJobs):
         super().__init__(settings, Bodies(registration))
         refuse_lost_jobs(self.store, settings.data_dir)
         self.limits = Limits.of(settings.max_training_memory_gb, settings.max_training_processes)
-        self.for_jobs = settings.for_jobs(self.devices)
+        self.for_jobs = settings.for_jobs(self.devices).model_copy(update={"gpus_elsewhere": self._gpus_elsewhere})
         self.tokens = CreatedTokens(Tokens(self.store), settings)
         self.audit = AuditLog(
             DataDir(settings.data_dir).audit, int(settings.audit_mb * (1 << 20)), settings.audit_files
@@ -225,6 +225,13 @@ class Service(StoredJobs):
     def obtainable(self) -> Sequence[Obtainable]:
         """What pools may give beside these machines."""
         return self.pools.pooled.obtainable
+
+    def _gpus_elsewhere(self) -> Sequence[str]:
+        """The pools and the other machines that have GPUs, as a sentence names them."""
+        pools = [f"pool {pool.name}" for pool in self.settings.pools if pool.max_nodes and pool.node.gpus]
+        others = [node for node in self.nodes() if not node.head]
+        machines = [f"node {node.name}" for node in others if any(kind_of(one) == "cuda" for one in node.devices)]
+        return [*pools, *machines]
 
     def wake(self) -> None:
         """Have the supervisor check the jobs now."""

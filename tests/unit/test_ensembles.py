@@ -19,9 +19,10 @@ from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.submission import keep_rows, submit
 from llama_stack_provider_trl.jobs.supervisor import Supervisor
 from llama_stack_provider_trl.launch.isolation import spec_paths
-from llama_stack_provider_trl.requests.kinds import EvaluateRequest, MergeRequest, evaluation_after, with_work
+from llama_stack_provider_trl.requests.kinds import EvaluateRequest, MergeRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.requests.untrained import evaluation_after, with_work
 from llama_stack_provider_trl.specs.beginnings import BaseJob
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, LoraSpec
 from llama_stack_provider_trl.specs.kinds import EvaluateSpec

@@ -15,8 +15,9 @@ from llama_stack_provider_trl.jobs.attempts import Attempts
 from llama_stack_provider_trl.jobs.merges import after_all, bases_of, beside_judges
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.launch.isolation import spec_paths
-from llama_stack_provider_trl.requests.kinds import EvaluateRequest, with_work
+from llama_stack_provider_trl.requests.kinds import EvaluateRequest
 from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.requests.untrained import with_work
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.answer_rows import read_checked_rows
 from llama_stack_provider_trl.specs.beginnings import AdapterSpec, BaseJob

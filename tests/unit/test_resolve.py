@@ -12,6 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.jobs.demands import Demand
 from llama_stack_provider_trl.jobs.submission import split_rows
 from llama_stack_provider_trl.requests.bodies import (
     PreferenceOptimizeRequest,
@@ -785,6 +786,43 @@ def test_a_job_stays_where_its_model_and_its_device_are(cluster: Settings, tmp_p
     assert spec_of(here, cluster, resources={}).resources == ResourcesSpec()
     assert spec_of(sft(), cluster).resources == ResourcesSpec()
     assert spec_of(sft(), cluster.model_copy(update={"max_nodes": 1})).resources is None
+
+
+def test_a_directory_that_other_machines_get_is_trained_on_any_of_them(cluster: Settings, tmp_path: Path) -> None:
+    """As a model id: a job without a device waits for the GPUs of a pool then."""
+    ((sent := tmp_path / "sent") / "model.safetensors").parent.mkdir()
+    (sent / "config.json").write_text("{}")
+    (sent / "model.safetensors").write_bytes(b"")
+    spec = spec_of(sft(model=str(sent)), cluster)
+    assert (spec.resources, spec.device, spec.dtype_by_device) == (ResourcesSpec(), "auto", True)
+    assert Demand.of(spec).prefers == str(sent), "a machine that has it comes first"
+    assert spec_of(sft(model=str(sent)), cluster.model_copy(update={"max_nodes": 1})).resources is None
+    trusting = cluster.model_copy(update={"trust_remote_code": (str(sent),)})
+    assert spec_of(sft(model=str(sent)), trusting).resources is None
+    (tmp_path / "config.json").write_text("{}")
+    assert spec_of(dpo(model=str(sent)), cluster, reference_model=str(tmp_path)).resources is None
+    assert spec_of(dpo(model=str(sent)), cluster, reference_model=str(sent)).resources == ResourcesSpec()
+
+
+def test_a_job_that_uses_no_gpu_of_other_machines_names_the_reason_and_the_choice(
+    cluster: Settings, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    beside = cluster.model_copy(update={"gpus_elsewhere": lambda: ["pool gpu", "node b"]})
+
+    def warnings(settings: Settings, **options: Any) -> list[str]:
+        return resolve(sft(model=str(tmp_path)), ProviderOptions.parse(options), settings).warnings
+
+    (warning,) = warnings(beside)
+    assert warning == (
+        "the job runs on device cpu of the service's machine, and on no GPU of pool gpu, node b: no other machine gets "
+        f"the directory {tmp_path}, since its weights are in pytorch_model.bin, a format that can run code when it is "
+        "read: expected safetensors, which save_pretrained writes; send resources "
+        "{'nodes': 1} where other machines have it at this path, or send device cpu to choose this"
+    )
+    assert warnings(beside, device="cpu") == warnings(beside, resources={"nodes": 1}) == warnings(cluster) == []
+    assert warnings(beside.model_copy(update={"devices": ("cuda:0",)})) == []
 
 
 def test_other_machines_may_have_devices_that_this_one_lacks(cluster: Settings) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llama_stack_provider_trl.specs.model_files import INDEX, MOST_INDEX, NotSent, chosen_files, files_digest
+from llama_stack_provider_trl.specs.model_files import NotSent, files_digest, sent_files
 from llama_stack_provider_trl.specs.model_source import reference_of
 from llama_stack_provider_trl.system.data_dir import read_own
 from llama_stack_provider_trl.system.digests import KeptDigests
@@ -151,13 +151,11 @@ class ServedModels:
             self._listed_at[wanted] = self._clock()
 
     def _with_digests(self, wanted: _Wanted) -> ModelFiles:
-        if wanted.has_code:
-            raise NotSent("it comes with Python code of its own, which no machine gets from another one")
         found = find_model(self._environ, wanted.model, wanted.revision)
         if found is None:
             where = "it is not a directory there" if wanted.model.startswith("/") else "its machine's cache lacks it"
             raise NotSent(where)
-        names = chosen_files(found.names(), partial(_read_index, found))
+        names = sent_files(found, has_code=wanted.has_code)
         sizes = {}
         for name in names:
             with found.open(name) as file:
@@ -217,14 +215,6 @@ def _wanted(job: Mapping[str, Any]) -> Sequence[_Wanted]:
     given = [job, reference] if reference.get("model") else [job]
     found = [_Wanted(one["model"], one.get("revision"), bool(one.get("trust_remote_code"))) for one in given]
     return list(dict.fromkeys(found))
-
-
-def _read_index(found: ModelDirectory) -> bytes:
-    with found.open(INDEX) as file:
-        data = file.read(MOST_INDEX + 1)
-    if len(data) > MOST_INDEX:
-        raise NotSent(f"its {INDEX} has more than {MOST_INDEX >> 20} MiB")
-    return data
 
 
 def _gib(size: int) -> str:

@@ -1,0 +1,141 @@
+"""How requests for jobs that do not train (`kinds`) are resolved, as ones that train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..errors import InvalidRequest, InvalidRows
+from ..specs.answer_files import answering_of
+from ..specs.harness import HarnessSpec
+from ..specs.job import JobSpec, ShardingSpec
+from ..specs.kinds import MERGING, OF_JOB, EvaluateSpec, MergeWork, Work
+from .bases import NamedJob, is_adapter
+from .choices import problem_of
+from .engines import is_answered_by_vllm
+from .kinds import EvaluateRequest, GenerateRequest, MergeRequest
+from .lifecycle import evaluation_name
+from .options import ProviderOptions
+from .settings import Request, Settings
+
+OPTIONS = ("after", "cancel_with", "device", "max_duration", "priority", "retries")
+"""Provider options of all jobs that do not train."""
+_RANKS, _RESOURCES = "nproc_per_node", "resources"
+"""Options of those that compute with a model."""
+EVALUATE = "provider_options.evaluate"
+_DATA = "training_config.data_config."
+_MOST_ANSWERS = 10**6
+
+
+def options_of(kind: type[GenerateRequest | EvaluateRequest | MergeRequest]) -> list[str]:
+    """The provider options of a kind of jobs, sorted. A merge is one process."""
+    if issubclass(kind, MergeRequest):
+        return sorted(OPTIONS)
+    return sorted([*OPTIONS, _RANKS, _RESOURCES])
+
+
+def check_options(options: ProviderOptions, kind: type[GenerateRequest | EvaluateRequest | MergeRequest]) -> None:
+    """Refuse the options of training. Raises InvalidRequest."""
+    known = options_of(kind)
+    if others := sorted(options.model_fields_set - set(known)):
+        hint = f"it is an option of training; a job of this kind has {', '.join(known)}"
+        raise InvalidRequest(f"provider_options.{others[0]}", getattr(options, others[0]), hint)
+
+
+def evaluation_after(job_uuid: str, given: dict[str, Any]) -> EvaluateRequest:
+    """The request for the evaluation of a job's result.
+
+    Args:
+        given: the provider option `evaluate`.
+
+    Raises:
+        InvalidRequest: names a field of `given`, from `provider_options.evaluate`.
+    """
+    own = {"job_uuid": evaluation_name(job_uuid), "model": f"{OF_JOB}{job_uuid}"}
+    if taken := [name for name in (*own, "models") if name in given]:
+        hint = f"it is {own.get(taken[0], 'one model')!r}, since this job is evaluated: leave it out"
+        raise InvalidRequest(f"{EVALUATE}.{taken[0]}", given[taken[0]], hint)
+    try:
+        return EvaluateRequest.model_validate({**own, **given})
+    except ValidationError as error:
+        first = error.errors()[0]
+        hint = f"{problem_of(first)}; the fields are those of POST /v1/post-training/evaluate (docs/how-to/evaluate.md)"
+        raise InvalidRequest(".".join([EVALUATE, *map(str, first["loc"])]), first["input"], hint) from error
+
+
+def for_work(
+    request: Request, options: ProviderOptions, settings: Settings, named: NamedJob | None, work: Work | None = None
+) -> tuple[ProviderOptions, Settings]:
+    """Options and settings with which a job that does not train is resolved: one process where it sets no other number,
+    each with the whole model, on the service's machine where it sets no resources, with the adapter that `model` names.
+
+    Raises:
+        InvalidRequest: `model` cannot be read, or the job cannot run on a node.
+    """
+    use = "merge" if is_answered_by_vllm(work) else "continue"  # vLLM reads whole models
+    chosen = {"adapter": use} if is_adapter(request, settings, named) else {}
+    here: dict[str, Any] = {"ranks": 1, "nodes": 1, "max_nodes": 1}
+    only_here = work is None or isinstance(work, MergeWork) or is_answered_by_vllm(work) or _reads_others(work)
+    if only_here:  # it has no choice that a warning could name
+        here["gpus_elsewhere"] = tuple
+    if (resources := options.resources) is not None:
+        given = resources.model_dump(exclude_unset=True)
+        if is_answered_by_vllm(work):
+            hint = "vLLM answers on the service's machine only: leave it out, or leave engine out"
+            raise InvalidRequest(f"provider_options.{_RESOURCES}", given, hint)
+        if _reads_others(work):
+            hint = (
+                "ensembles, models that judge, and tasks of a harness are on the service's machine only: leave it out"
+            )
+            raise InvalidRequest(f"provider_options.{_RESOURCES}", given, hint)
+        if resources.nodes not in (None, 1):
+            hint = "a job that does not train runs on one node: use 1"
+            raise InvalidRequest(f"provider_options.{_RESOURCES}.nodes", resources.nodes, hint)
+        here["max_nodes"] = settings.max_nodes
+    if harness_of(work) is not None and options.nproc_per_node not in (None, 1):
+        hint = "the tasks of a harness are measured by one process: leave it out, or send several jobs"
+        raise InvalidRequest(f"provider_options.{_RANKS}", options.nproc_per_node, hint)
+    if settings.sharding is not None:
+        here["sharding"] = ShardingSpec(strategy="NO_SHARD")
+    return options.model_copy(update=chosen), settings.model_copy(update=here)
+
+
+def _reads_others(work: Work | None) -> bool:
+    """Whether an evaluation has other models than its own, or files of tasks: these are on the service's machine."""
+    if not isinstance(work, EvaluateSpec):
+        return False
+    return bool(work.harness or work.members or (work.answers is not None and work.answers.judges))
+
+
+def with_work(spec: JobSpec, work: Work) -> JobSpec:
+    """The job, which does this in place of training. Raises InvalidRequest: it is too much."""
+    untrained: dict[str, Any] = {"preflight": "off", "oom_retry": False}
+    if (answering := answering_of(work)) is not None:
+        answers = spec.dataset.num_rows * answering.samples_per_prompt
+        if answers > _MOST_ANSWERS:
+            hint = f"with {spec.dataset.num_rows} prompts that are {answers} answers, at most {_MOST_ANSWERS} are made"
+            raise InvalidRequest("samples_per_prompt", answering.samples_per_prompt, f"{hint}: divide the dataset")
+        untrained |= {"lora": None, "token_cache": None}
+    if harness_of(work) is not None:
+        untrained["token_cache"] = None
+    if isinstance(work, MergeWork):
+        merge = work.merge.model_copy(update={"output": spec.checkpoint_dir / MERGING})
+        work = work.model_copy(update={"merge": merge})
+        untrained |= {"lora": None, "adapter": None, "token_cache": None}
+    return spec.model_copy(update={**untrained, "work": work})
+
+
+def harness_of(work: Work | None) -> HarnessSpec | None:
+    """The tasks that a job measures its model on; None: it reads the rows of a dataset."""
+    return work.harness if isinstance(work, EvaluateSpec) else None
+
+
+def in_its_terms(error: InvalidRequest) -> InvalidRequest:
+    """An error about a field of training, with the name that a request of another kind has for it."""
+    if isinstance(error, InvalidRows):
+        return error
+    name = error.field.removeprefix(_DATA).removeprefix("training_config.")
+    if name.removeprefix("provider_options.") in EvaluateRequest.model_fields:
+        name = name.removeprefix("provider_options.")
+    return InvalidRequest(name, error.value, error.hint)
