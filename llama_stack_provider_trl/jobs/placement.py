@@ -24,6 +24,8 @@ class Node:
     """Identifier of the machine: nodes with the same one share its devices. Empty: no other node is on it."""
     head: bool = False
     """Whether it is the service's own machine, which is always the first of the nodes."""
+    is_new: bool = False
+    """Whether it has joined just now: others may follow it."""
     joins: bool = True
     """Whether it has an agent, and can be one of several nodes of a job."""
     why_closed: str = ""
@@ -188,7 +190,8 @@ def places_for(job: Queued, nodes: Sequence[Node], obtainable: Sequence[Obtainab
 
 def side_by_side(job: Queued, suited: Sequence[Node], auto: str, more: int = 0) -> int:
     """The number of requested nodes that a job can use. It is lower where several agents share a machine and the job
-    trains on CPUs (or mps): a second process on the same machine only slows the first one down.
+    trains on CPUs (or mps): a second process on the same machine only slows the first one down. While nodes join the
+    job waits for as many machines as it requests: it does not depend on which of them is first.
 
     Args:
         suited: the nodes that could serve it, closed ones included, since a job waits for those.
@@ -196,7 +199,7 @@ def side_by_side(job: Queued, suited: Sequence[Node], auto: str, more: int = 0) 
     """
     wanted = nodes_wanted(job)
     machines = {node.where for node in suited}
-    if not len(machines) + more < wanted <= len(suited) + more:
+    if not len(machines) + more < wanted <= len(suited) + more or any(node.is_new for node in suited):
         return wanted
     kinds = {_kind(_suitable(job.device, node.devices, auto)[0]) for node in suited}
     return wanted if "cuda" in kinds else len(machines) + more

@@ -79,6 +79,8 @@ def _why_waits_for_nodes(
     what = f"{count} nodes" if count > 1 else "a node"
     if len(machines) < count:
         there = f"{len(machines)} of {len(nodes)} can serve it"
+        if count <= len(fitting) and (joined := [node.name for node in fitting if node.is_new]):
+            return f"waiting for {what}: {there} on machines of their own, and others may follow {joined[-1]}"
         return (
             f"waiting for {what}: {there}{_listed(others)}{_listed(closed)}{_for_pools(job, nodes, obtainable, auto)}"
         )

@@ -38,7 +38,7 @@ from llama_stack_provider_trl.specs.schema import schema_digest
 from llama_stack_provider_trl.stack.responses import resources
 from llama_stack_provider_trl.system.files import RunDir, write_manifest
 from llama_stack_provider_trl_remote.service.cluster.launcher import ClusterLauncher
-from llama_stack_provider_trl_remote.service.cluster.membership import Cluster
+from llama_stack_provider_trl_remote.service.cluster.membership import FORMING, Cluster
 from llama_stack_provider_trl_remote.service.cluster.presence import Presence
 from llama_stack_provider_trl_remote.service.cluster.states import CALL_DUE, GRACE_DONE, GRACE_FAILED
 from llama_stack_provider_trl_remote.service.cluster.uploads import UploadReceiver
@@ -80,7 +80,9 @@ class World:
     def start(self, hang_timeout: float | None = None) -> None:
         """A new process takes over."""
         self.presence = Presence(self.clock, "head")
-        self.cluster = Cluster(self.store, self.presence, "head", "machine of head", ["cpu"], 4)
+        self.cluster = Cluster(
+            self.store, self.presence, "head", "machine of head", ["cpu"], 4, clock=lambda: self.clock.now
+        )
         digests = Digests()
         digests.close()
         self.uploads = UploadReceiver(self.store, digests)
@@ -247,10 +249,26 @@ def test_a_job_of_this_machine_goes_to_its_own_launcher_as_ever(world: World) ->
     assert world.orders("head") == {}
 
 
+def test_a_job_takes_no_fewer_machines_while_agents_join(world: World) -> None:
+    """Of the three nodes that are there first two are on one machine."""
+    world.join("b", "c", machine_id="m")
+    world.clock.advance(60)
+    world.join("d")
+    world.add(nodes=3)
+    world.tick()
+    assert world.job().detail == (
+        "waiting for 3 nodes: 2 of 4 can serve it on machines of their own, and others may follow d"
+    )
+    world.pass_time(FORMING - 5, "b", "c", "d")
+    world.join("e")
+    world.tick()
+    assert world.job().devices == ("b/cpu", "d/cpu", "e/cpu")
+
+
 def test_two_agents_on_one_machine_train_as_one_process_and_the_job_reports_it(world: World) -> None:
     world.join("b", "c", machine_id="m")
     world.add(resources={"labels": {}})
-    world.tick()
+    world.pass_time(FORMING, "b", "c")
     job = world.job()
     assert job.devices == ("b/cpu",)
     assert "2 nodes were requested, and fewer machines can serve the job" in job.warnings[0]

@@ -162,13 +162,15 @@ def test_a_day_of_minutes_is_kept_over_restarts(store: Store, clock: FakeClock) 
     assert restarted.of("a", 0) == []
 
 
-def test_a_load_that_is_old_is_not_shown_as_that_of_now(store: Store, clock: FakeClock) -> None:
+def test_the_last_load_has_its_age(store: Store, clock: FakeClock) -> None:
     loads = Loads(store, clock)
     assert loads.last("a") is None
     loads.note("a", taken(5.0))
-    assert loads.last("a") == taken(5.0)
+    assert loads.last("a") == (0.0, taken(5.0))
     clock.advance(31)
-    assert loads.last("a") is None
+    assert loads.last("a") == (31.0, taken(5.0))
+    clock.advance(-40)
+    assert loads.last("a") == (0.0, taken(5.0)), "the clock was set back"
 
 
 def test_a_full_disk_fails_no_poll(store: Store, clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:
@@ -179,5 +181,5 @@ def test_a_full_disk_fails_no_poll(store: Store, clock: FakeClock, caplog: pytes
     store.path.mkdir()
     clock.advance(60)
     loads.note("a", taken(6.0))
-    assert loads.last("a") == taken(6.0)
+    assert loads.last("a") == (0.0, taken(6.0))
     assert "the load of node a is not stored" in caplog.text

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import StoreError
+from llama_stack_provider_trl.jobs.placement import Node
 from llama_stack_provider_trl.jobs.records import NodeTaskRecord
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.specs.schema import schema_digest
@@ -611,3 +612,24 @@ def test_the_load_that_polls_report_is_read_per_minute(world: World) -> None:
     world.remove()
     world.join()
     assert world.load("a")["time"] == []
+
+
+def test_gpus_elsewhere_are_those_of_pools_and_of_nodes_that_have_joined() -> None:
+    pools = [
+        SimpleNamespace(name=name, max_nodes=most, node=SimpleNamespace(gpus=gpus))
+        for name, most, gpus in (("gpu", 2, 8), ("cpu", 2, 0), ("closed", 0, 8))
+    ]
+    nodes = [Node("head", ("cuda:0",), head=True), Node("b", ("cpu",)), Node("c", ("cuda:0", "cuda:1"))]
+    service: Any = SimpleNamespace(settings=SimpleNamespace(pools=pools), nodes=lambda: nodes)
+    assert Service._gpus_elsewhere(service) == ["pool gpu", "node c"]
+
+
+def test_a_node_is_listed_with_its_last_load(world: World) -> None:
+    world.join()
+    world.service.loads = Loads(world.store, world.clock)
+    world.service.loads.note("a", Load(cpu_percent=1.0, memory_used_bytes=1, disk_free_bytes=1))
+    world.clock.advance(40)
+    found = routes_nodes._last_load(world.service, "a")
+    assert found is not None
+    assert (found.cpu_percent, found.age_seconds) == (1.0, 40.0)
+    assert routes_nodes._last_load(world.service, "b") is None

@@ -549,7 +549,7 @@ def test_datasets_and_nodes_are_tables(run: Run, service: FakeService) -> None:
         "dataset  rows  source\npairs    8     rows\nfile     ?     file:///x.jsonl\n"
     )
     listed, _, more = run("nodes")[1].partition("\n\n")
-    assert listed == "node  device  job    state\nhead  cpu     job-1  open"
+    assert listed == "node  device  job    load  state\nhead  cpu     job-1  -     open"
     assert "TRL_SERVICE_HOST=ADDRESS" in more  # no node can join on loopback
 
 
@@ -563,10 +563,27 @@ def test_reserved_cores_are_listed_below_their_cpu(run: Run, service: FakeServic
     jobs = {"cpu:10": "b", "cpu:2": "a", "cpu:0": "a"}
     service.nodes = [{"node": "head", "devices": ["cpu"], "cpus": 16, "jobs": jobs, "state": "open"}]
     assert [re.sub(" +", " ", line) for line in run("nodes")[1].partition("\n\n")[0].splitlines()[1:]] == [
-        "head cpu 13 of 16 cores free open",
-        "head cpu:0 a open",
-        "head cpu:2 a open",
-        "head cpu:10 b open",
+        "head cpu 13 of 16 cores free - open",
+        "head cpu:0 a - open",
+        "head cpu:2 a - open",
+        "head cpu:10 b - open",
+    ]
+
+
+def test_the_last_load_of_each_device_is_listed_with_its_age_where_it_is_old(run: Run, service: FakeService) -> None:
+    gib = 1 << 30
+    gpu = {"name": "cuda:0", "utilization_percent": 93.4, "memory_used_bytes": 61 * gib, "power_watts": None}
+    lost = {"name": "cuda:1", "utilization_percent": None, "memory_used_bytes": None, "power_watts": None}
+    load = {"cpu_percent": 12.3, "memory_used_bytes": 3 * gib, "disk_free_bytes": 1, "devices": [], "age_seconds": 2.0}
+    head = {"node": "head", "devices": ["cpu"], "cpus": 4, "jobs": {}, "memory_bytes": 24 * gib, "load": load}
+    worker = {"node": "b", "devices": ["cuda:0", "cuda:1"], "cpus": 4, "jobs": {}, "state": "silent"}
+    worker |= {"memory_of_devices": {"cuda:0": 80 * gib}, "load": {**load, "devices": [gpu, lost], "age_seconds": 40.2}}
+    service.nodes = [head, worker]
+    assert [re.sub(" +", " ", line) for line in run("nodes")[1].partition("\n\n")[0].splitlines()] == [
+        "node device job load state",
+        "head cpu free 12 %, 3.0 of 24.0 GiB open",
+        "b cuda:0 free 93 %, 61.0 of 80.0 GiB, 40 s ago silent",
+        "b cuda:1 free - silent",
     ]
 
 

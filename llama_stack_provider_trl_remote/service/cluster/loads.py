@@ -16,8 +16,6 @@ from ...wire import MOST_DEVICES, DeviceLoad, Load
 
 log = logging.getLogger(__name__)
 _MINUTE = 60
-_FRESH = 30.0
-"""Seconds after which the last load of a machine is no longer shown as that of now."""
 
 
 _OF_MACHINE = tuple(name for name in Load.model_fields if name != "devices")
@@ -105,10 +103,10 @@ class Loads:
             except StoreError as error:  # a full disk: a gap in a curve, which must not fail the call
                 log.warning("the load of node %s is not stored: %s", node, error)
 
-    def last(self, node: str) -> Load | None:
-        """The load of a machine now; None: it has reported none for a while."""
-        at, load = self._last.get(node, (float("-inf"), None))
-        return load if self._clock() - at < _FRESH else None
+    def last(self, node: str) -> tuple[float, Load] | None:
+        """The last load of a machine, with its age in seconds; None: none since this process was started."""
+        found = self._last.get(node)
+        return None if found is None else (max(0.0, self._clock() - found[0]), found[1])
 
     def of(self, node: str, since: float) -> Sequence[tuple[int, Load]]:
         """The means of each minute that began at `since` or later, with its begin (seconds since the epoch); the last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -16,6 +17,8 @@ from llama_stack_provider_trl.specs.schema import schema_digest
 from ...wire import SPECS, NodeReport, OwnerUse, Poll
 from .presence import Presence, silent_since
 
+FORMING = 20.0
+"""Seconds after a node's first join in which others are expected to follow it."""
 log = logging.getLogger(__name__)
 NodeCondition = Literal[
     "open", "cordoned", "draining", "leaving", "absent", "awaited", "other_build", "in_use", "unreadable"
@@ -44,6 +47,7 @@ class Cluster:
         cpus: of this machine, until its agent has reported them.
         slices: those of its devices that are MIG slices.
         closed: the reason for which a pool lets a node take no jobs; empty: it does.
+        clock: seconds since the epoch.
     """
 
     def __init__(
@@ -56,8 +60,9 @@ class Cluster:
         cpus: int,
         slices: Collection[str] = (),
         closed: Callable[[str], str] = lambda name: "",
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        self._store = store
+        self._store, self._clock = store, clock
         self.presence = presence
         self.head = head
         self._closed = closed
@@ -94,7 +99,8 @@ class Cluster:
                 node = _node(record, report, self.why_closed(record, report), self._refused.get(record.name))
                 in_use = self._owner(report) is OwnerUse.high
                 evicted = in_use and not node.draining
-                others.append(replace(node, draining=node.draining or in_use, evicted=evicted))
+                is_new = 0 <= self._clock() - record.joined_at.timestamp() < FORMING
+                others.append(replace(node, draining=node.draining or in_use, evicted=evicted, is_new=is_new))
         return [head, *others]
 
     def report(self, record: NodeRecord) -> NodeReport | None:

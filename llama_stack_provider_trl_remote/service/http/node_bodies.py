@@ -7,6 +7,11 @@ from pydantic import BaseModel
 from ...wire import Load
 
 
+class LastLoad(Load):
+    age_seconds: float
+    """Since its report: of a node that calls 5 seconds at most."""
+
+
 class NodeRow(BaseModel):
     node: str
     devices: list[str]
@@ -34,8 +39,8 @@ class NodeRow(BaseModel):
     """Models of its machine's Ollama, which cannot be trained."""
     memory_of_devices: dict[str, int] = {}
     """GPU -> bytes, as far as known."""
-    load: Load | None = None
-    """What runs on it now takes; null: its agent has reported none for 30 seconds."""
+    load: LastLoad | None = None
+    """The last load that was reported; null: none since the service was started."""
 
     @property
     def reserved(self) -> dict[str, str]:

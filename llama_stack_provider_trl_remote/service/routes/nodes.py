@@ -16,7 +16,7 @@ from llama_stack_provider_trl.system.files import free_bytes
 from ...wire import NAME
 from ..context import Context, Service
 from ..http.errors import Conflict, NotFound, declared
-from ..http.node_bodies import DeviceLoads, ListNodesResponse, NodeLoadResponse, NodeRow
+from ..http.node_bodies import DeviceLoads, LastLoad, ListNodesResponse, NodeLoadResponse, NodeRow
 from ..http.places import ListPlace
 from ..security.access import ADMINS, USERS, GuardedRoute
 from .jobs import as_json
@@ -122,6 +122,11 @@ def _load(service: Service, name: str, since: float) -> NodeLoadResponse:
     )
 
 
+def _last_load(service: Service, name: str) -> LastLoad | None:
+    found = service.loads.last(name)
+    return None if found is None else LastLoad(**dict(found[1]), age_seconds=round(found[0], 1))
+
+
 def _unreadable(name: str) -> NodeRow:
     """The row of a node whose report another release stored: without it the list would fail for all nodes."""
     return NodeRow(
@@ -153,7 +158,7 @@ def node_rows(service: Service) -> list[NodeRow]:
             head=True,
             agent=False,
             state="open",
-            load=service.loads.last(service.node_name),
+            load=_last_load(service, service.node_name),
         )
     ]
     for record in service.store.nodes.all():
@@ -163,7 +168,7 @@ def node_rows(service: Service) -> list[NodeRow]:
             continue
         shown: dict[str, Any] = {
             "agent": True,
-            "load": service.loads.last(record.name),
+            "load": _last_load(service, record.name),
             "state": service.cluster.why_closed(record, report) or "open",
             "address": report.address,
             "versions": report.versions,
