@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from llama_stack_provider_trl.errors import InvalidRows, ServiceUnreachable, StoreError
 from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
-from llama_stack_provider_trl.stack.compat import read_rows
+from llama_stack_provider_trl.stack.compat import read_rows, request_user
 from llama_stack_provider_trl.stack.protocol import SubmittingCalls, answers_clearly
 from llama_stack_provider_trl.stack.responses import (
     ListPostTrainingJobsResponse,
@@ -34,7 +34,7 @@ class TrlRemotePostTraining(SubmittingCalls):
         self.deps = deps
         token = config.api_token.get_secret_value() if config.api_token else None
         timeouts = Timeouts(config.connect_timeout, config.read_timeout, config.total_timeout, config.submit_timeout)
-        self.client = ServiceClient(config.url, token, timeouts)
+        self.client = ServiceClient(config.url, token, timeouts, user=request_user)
 
     async def shutdown(self) -> None:
         """Nothing to do: no connection is kept, and the service continues."""

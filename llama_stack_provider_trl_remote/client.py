@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import os
@@ -10,7 +11,7 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from aiohttp import (
 from llama_stack_provider_trl.errors import JobNotFound, ServiceRefusal, ServiceUnreachable
 from llama_stack_provider_trl.requests.names import JOB_UUID_PATTERN
 from llama_stack_provider_trl.system.files import Blob
+from llama_stack_provider_trl.system.offload import USER_HEADER
 
 JOBS = "/v1/post-training/jobs"
 _PAGES = 1000
@@ -112,6 +114,7 @@ class ServiceClient:
         token: sent as a bearer token.
         pauses: seconds before each repetition.
         tls: trusted certificates for an https address; None: those of the system.
+        user: returns the name of the user for whom it calls; empty: not known. The service gets its digest.
     """
 
     most_answer = 64 * MIB
@@ -124,8 +127,10 @@ class ServiceClient:
         timeouts: Timeouts = Timeouts(),  # noqa: B008 (a tuple)
         pauses: Sequence[float] = (0.25, 0.5, 1.0),
         tls: ssl.SSLContext | None = None,
+        user: Callable[[], str] = str,
     ) -> None:
         self.url = url
+        self._user = user
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._timeouts = timeouts
         self._pauses = tuple(pauses)
@@ -330,11 +335,13 @@ class ServiceClient:
         read = usual_read if read is None else read
         began = time.monotonic()
         timeout = ClientTimeout(total=usual if total is None else total, sock_connect=connect, sock_read=read)
+        user = self._user()
+        on_behalf = {USER_HEADER: hashlib.sha256(user.encode(errors="surrogatepass")).hexdigest()} if user else {}
         try:
             async with (
                 ClientSession(
                     # Nothing is unpacked: a few KiB may become GiB.
-                    headers={**self._headers, "Accept-Encoding": "identity"},
+                    headers={**self._headers, **on_behalf, "Accept-Encoding": "identity"},
                     auto_decompress=False,
                     timeout=timeout,
                     connector=TCPConnector(socket_factory=_watched_socket),

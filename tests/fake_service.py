@@ -52,6 +52,8 @@ class FakeService:
         self.datasets: list[Json] = []
         self.seen: Counter[str] = Counter()
         """`METHOD path` of every request that arrived."""
+        self.users: list[str] = []
+        """X-TRL-User of every request that was for a job or a dataset."""
         self.refused_unsent = 0
         """Bodies that were refused (413) before they were sent."""
         self.trouble: list[str | int] = []
@@ -109,6 +111,7 @@ class FakeService:
         if request.path == "/v1/health":
             return web.json_response(self.health)
         self.seen[f"{request.method} {request.path}"] += 1
+        self.users.append(request.headers.get("X-TRL-User", ""))
         trouble = self.trouble.pop(0) if self.trouble else None
         if isinstance(trouble, int):
             return self._error(trouble)

@@ -12,6 +12,7 @@ Differences are detected (where a name is imported from, what a signature takes)
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Coroutine, Mapping
 from importlib import metadata
 from typing import Any, get_type_hints
@@ -62,10 +63,12 @@ __all__ = [
     "inline_spec",
     "read_rows",
     "remote_spec",
+    "request_user",
     "to_http",
 ]
 
 
+_headers = sys.modules[NeedsRequestProviderData.__module__]
 _DATASETS = tuple(getattr(Api, name) for name in ("datasetio", "datasets") if hasattr(Api, name))
 """The source of rows; OGX has neither."""
 
@@ -139,6 +142,14 @@ def answers_requests[Answer](
         return JSONResponse(answer.model_dump(mode="json")) if isinstance(answer, BaseModel) else answer
 
     return call
+
+
+def request_user() -> str:
+    """The user whom Llama Stack has authenticated for the current request; empty: none. Where it authenticates none,
+    a client could put one into its header: as JSON, which has no such attribute."""
+    find = getattr(_headers, "get_authenticated_user", lambda: None)
+    principal = getattr(find(), "principal", "")
+    return principal if isinstance(principal, str) else ""
 
 
 async def read_rows(deps: Mapping[Any, Any], dataset_id: str) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from ..errors import LimitReached
 from .call_server import LARGEST_ORDER, RECEIVED, SIZE, CallEnding, CallOrder, LimitedCall, program
-from .offload import CpuBudget, charged_budget
+from .offload import Account, charged_account
 from .process import child_environment
 
 _CHUNK = 1 << 16
@@ -98,14 +98,14 @@ class Limited:
             OSError: there can be no further process.
             RuntimeError: it raised an exception, or a request orders it outside of `offload.in_work_thread`.
         """
-        if (budget := charged_budget()) is not None:
-            budget.require()
+        if (account := charged_account()) is not None:
+            account.require()
         order = pickle.dumps(CallOrder(tuple(map(str, sys.path)), function.__module__, before))
         if len(order) > LARGEST_ORDER:
             raise ValueError(f"an order has {len(order)} bytes, at most {LARGEST_ORDER} are expected")
         request = pickle.dumps(LimitedCall(partial(function, *arguments), self.seconds, self.memory))
         lines, is_late = self._called(order, request)
-        return self._found(lines, is_late, budget)
+        return self._found(lines, is_late, account)
 
     def _called(self, order: bytes, request: bytes) -> tuple[list[bytes], bool]:
         """What comes back, and whether it took too long. A server may have ended, as it does without calls, or be
@@ -124,10 +124,10 @@ class Limited:
             )
         raise LimitReached(_TOO_BUSY)
 
-    def _found(self, lines: list[bytes], is_late: bool, budget: CpuBudget | None) -> list[Any]:
+    def _found(self, lines: list[bytes], is_late: bool, account: Account | None) -> list[Any]:
         if is_late:
-            if budget is not None:
-                budget.charge(self.seconds)  # not known: the most that it may have used
+            if account is not None:
+                account.charge(self.seconds)  # not known: the most that it may have used
             raise TooLate(_TOO_BUSY)
         written = []
         for line in lines:
@@ -139,8 +139,8 @@ class Limited:
         if not reported:
             raise LimitReached(_TOO_BUSY)  # the server or the keeper was killed
         ending = CallEnding(**reported)
-        if budget is not None:
-            budget.charge(ending.cpu_seconds)
+        if account is not None:
+            account.charge(ending.cpu_seconds)
         found: list[Any] = [None] * ending.values
         for number, value in (line for line in written if isinstance(line, list)):
             found[number : number + 1] = [value]  # the last one may not be counted yet

@@ -17,12 +17,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import LimitReached
 
 Clock = Callable[[], float]
 MINUTE = 60.0
+USER_HEADER = "X-TRL-User"
+"""With it the remote provider names the user for whom it calls, by a digest."""
+_USERS = 64
+"""Users behind one caller that are distinguished; further ones count as one."""
+_EPSILON = 1e-6
+"""CPU seconds that count as none."""
 _ACCOUNTS = 4096
 """Callers whose CPU time is remembered; the one that has ordered nothing for longest is forgotten first."""
 _QUEUE_RETRY_S = 5
@@ -30,6 +36,7 @@ _QUEUE_RETRY_S = 5
 
 class FairSlots:
     """Slots that are granted to one caller after the other: a thousand requests of one delay another by one of them.
+    Users behind one caller get its slots in turn likewise.
 
     Safe to share between threads and event loops.
 
@@ -40,15 +47,15 @@ class FairSlots:
     def __init__(self, total: int, per_caller: int) -> None:
         self._free, self._per_caller = total, per_caller
         self._held: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[Future[None]]] = OrderedDict()
-        """By caller; the caller whose turn is next comes first."""
+        self._waiting: OrderedDict[str, OrderedDict[str, deque[Future[None]]]] = OrderedDict()
+        """By caller and user; the ones whose turn is next come first."""
         self._lock = threading.Lock()
 
-    def request(self, caller: str) -> Future[None]:
+    def request(self, caller: str, user: str = "") -> Future[None]:
         """A future that ends once the caller has a slot. One that is cancelled before takes none."""
         slot: Future[None] = Future()
         with self._lock:
-            self._waiting.setdefault(caller, deque()).append(slot)
+            self._waiting.setdefault(caller, OrderedDict()).setdefault(user, deque()).append(slot)
         self._grant()
         return slot
 
@@ -65,7 +72,7 @@ class FairSlots:
     async def taken(self) -> AsyncIterator[None]:
         """Hold a slot for the caller of the current request."""
         caller = caller_name()
-        slot = self.request(caller)
+        slot = self.request(caller, _user())
         try:
             await asyncio.wrap_future(slot)
         except asyncio.CancelledError:
@@ -87,17 +94,21 @@ class FairSlots:
             slot.set_result(None)  # outside of the lock: it calls what waits for it
 
     def _next(self) -> Future[None] | None:
-        for caller, slots in [*self._waiting.items()]:
-            while slots and self._held[caller] < self._per_caller:
+        for caller, users in [*self._waiting.items()]:
+            while users and self._held[caller] < self._per_caller:
+                user, slots = next(iter(users.items()))
                 slot = slots.popleft()
+                users.move_to_end(user)
+                if not slots:
+                    del users[user]
                 if slot.set_running_or_notify_cancel():
                     self._free -= 1
                     self._held[caller] += 1
                     self._waiting.move_to_end(caller)
-                    if not slots:
+                    if not users:
                         del self._waiting[caller]
                     return slot
-            if not slots:
+            if not users:
                 del self._waiting[caller]
         return None
 
@@ -113,8 +124,8 @@ class FairThreads:
         self._slots = FairSlots(threads, per_caller or max(1, threads - 1))
         self._threads = ThreadPoolExecutor(threads, name)
 
-    def submit[Result](self, caller: str, function: Callable[[], Result]) -> Future[Result]:
-        """Have a thread call a function, when it is the caller's turn."""
+    def submit[Result](self, caller: str, function: Callable[[], Result], user: str = "") -> Future[Result]:
+        """Have a thread call a function, when it is the caller's turn, and that of its user."""
         result: Future[Result] = Future()
 
         def run() -> None:
@@ -138,7 +149,7 @@ class FairThreads:
                 result.set_exception(error)
                 self._slots.release(caller)
 
-        slot = self._slots.request(caller)
+        slot = self._slots.request(caller, user)
 
         def ended(result: Future[Result]) -> None:
             if result.cancelled():  # `FairSlots` skips it: releases of granted slots would nest once for each
@@ -167,7 +178,7 @@ class CallThreads(ThreadPoolExecutor):
     def submit[Result](self, function: Callable[..., Result], /, *args: Any, **options: Any) -> Future[Result]:
         order = _order.get()
         threads = self._of_nodes if order is not None and order.of_node else self._of_users
-        return threads.submit(caller_name(), partial(function, *args, **options))
+        return threads.submit(caller_name(), partial(function, *args, **options), _user())
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         for threads in (self._of_users, self._of_nodes):
@@ -178,6 +189,9 @@ class CallThreads(ThreadPoolExecutor):
 class CpuBudget:
     """CPU seconds that a caller may have computed per minute. What it takes beyond them, it waits for.
 
+    Users behind one caller divide them: one that has taken more than its part waits, so that the others get theirs.
+    A caller that invents users gains nothing.
+
     Args:
         per_minute: None: any number.
     """
@@ -185,32 +199,66 @@ class CpuBudget:
     def __init__(self, caller: str, per_minute: float | None, clock: Clock = time.monotonic) -> None:
         self.caller, self.per_minute = caller, per_minute
         self._clock = clock
-        self._left = per_minute or 0.0
+        self._taken: dict[str, float] = {}
+        """User -> CPU seconds that are not refilled yet."""
         self._filled_at = clock()
+        self._lock = threading.Lock()
 
-    def require(self) -> None:
-        """Raises LimitReached: nothing is left."""
-        if self.per_minute is None or (missing := -self._current()) < 0:
+    def require(self, user: str = "") -> None:
+        """Raises LimitReached: nothing is left, or nothing of the user's part."""
+        if self.per_minute is None:
             return
-        seconds = max(1, math.ceil((missing + 1.0) * MINUTE / self.per_minute))
+        with self._lock:
+            self._refill(self.per_minute)
+            user = self._distinguished(user)
+            beyond = sum(self._taken.values()) - self.per_minute
+            users = len(self._taken.keys() | {user})
+            beyond_part = self._taken.get(user, 0.0) * users - self.per_minute
+        if max(beyond, beyond_part) < 0:
+            return
+        seconds = max(1, math.ceil((max(beyond, beyond_part) + 1.0) * MINUTE / self.per_minute))
+        whose = "" if beyond >= beyond_part else f" for one of its {users} users have taken that user's part of"
         raise LimitReached(
-            f"the checks that requests of the token {self.caller!r} need have taken the {self.per_minute:g} CPU "
-            f"seconds per minute that they may: send this one again in {seconds} s",
+            f"the checks that requests of the token {self.caller!r} need{whose or ' have taken'} the "
+            f"{self.per_minute:g} CPU seconds per minute that they may: send this one again in {seconds} s",
             seconds,
         )
 
-    def charge(self, seconds: float) -> None:
+    def charge(self, seconds: float, user: str = "") -> None:
         """Count CPU time."""
         if self.per_minute is not None:
-            self._left = self._current() - seconds
+            with self._lock:
+                self._refill(self.per_minute)
+                user = self._distinguished(user)
+                self._taken[user] = self._taken.get(user, 0.0) + seconds
 
-    def _current(self) -> float:
+    def _distinguished(self, user: str) -> str:
+        return user if user in self._taken or len(self._taken) < _USERS else ""
+
+    def _refill(self, per_minute: float) -> None:
+        """Give each user its part of what the time has brought; what one does not need is for the others."""
         now = self._clock()
-        if self.per_minute is not None:
-            refilled = self._left + (now - self._filled_at) * self.per_minute / MINUTE
-            self._left = min(self.per_minute, refilled)
+        seconds = (now - self._filled_at) * per_minute / MINUTE
         self._filled_at = now
-        return self._left
+        while self._taken and seconds > _EPSILON:
+            each = min(seconds / len(self._taken), *self._taken.values())
+            seconds -= each * len(self._taken)
+            self._taken = {user: taken - each for user, taken in self._taken.items() if taken - each > _EPSILON}
+
+
+class Account(NamedTuple):
+    """The budget of which a call takes its CPU time, and the user that it counts for."""
+
+    budget: CpuBudget
+    user: str
+
+    def require(self) -> None:
+        """Raises LimitReached: see `CpuBudget.require`."""
+        self.budget.require(self.user)
+
+    def charge(self, seconds: float) -> None:
+        """Count CPU time."""
+        self.budget.charge(seconds, self.user)
 
 
 class CostlyWork:
@@ -219,7 +267,7 @@ class CostlyWork:
     Args:
         threads: at most this many functions run at once.
         per_caller: of one caller.
-        queue: requests of one caller that may have such work at once.
+        queue: requests of one caller that may have such work at once; a user behind it may have half as many.
         cpu_seconds: that one caller may use per minute in `system.limited`; None: any number.
         clock: seconds, monotonic.
     """
@@ -234,27 +282,32 @@ class CostlyWork:
     ) -> None:
         self._threads = FairThreads(threads, "trl-work", per_caller)
         self._queue, self._cpu_seconds, self._clock = queue, cpu_seconds, clock
-        self._admitted: Counter[str] = Counter()
+        self._admitted: Counter[tuple[str, str]] = Counter()
+        """By caller and user, and with an empty user by caller."""
         self._budgets: OrderedDict[str, CpuBudget] = OrderedDict()
         self._lock = threading.Lock()
 
-    def admit(self, caller: str) -> None:
+    def admit(self, caller: str, user: str = "") -> None:
         """Count a request of a caller until `leave`. Raises LimitReached."""
-        self.budget(caller).require()
+        self.budget(caller).require(user)
+        most = {(caller, ""): self._queue, **({(caller, user): max(1, self._queue // 2)} if user else {})}
         with self._lock:
-            if self._admitted[caller] >= self._queue:
-                raise LimitReached(
-                    f"{self._queue} requests of {caller or 'this caller'!r} are being checked or wait for it, as many "
-                    f"as may: send this one again in {_QUEUE_RETRY_S} s",
-                    _QUEUE_RETRY_S,
-                )
-            self._admitted[caller] += 1
+            for key, limit in most.items():
+                if self._admitted[key] >= limit:
+                    whose = f"a user of {caller!r}" if key[1] else repr(caller) if caller else "this caller"
+                    raise LimitReached(
+                        f"{limit} requests of {whose} are being checked or wait for it, as many as may: send this one "
+                        f"again in {_QUEUE_RETRY_S} s",
+                        _QUEUE_RETRY_S,
+                    )
+            self._admitted.update(most.keys())
 
-    def leave(self, caller: str) -> None:
+    def leave(self, caller: str, user: str = "") -> None:
         with self._lock:
-            self._admitted[caller] -= 1
-            if not self._admitted[caller]:
-                del self._admitted[caller]
+            for key in {(caller, ""), (caller, user)}:
+                self._admitted[key] -= 1
+                if not self._admitted[key]:
+                    del self._admitted[key]
 
     def budget(self, caller: str) -> CpuBudget:
         """The budget of a caller."""
@@ -269,9 +322,9 @@ class CostlyWork:
         """The result of a function that runs in a thread of this object. Raises LimitReached."""
         order.admit()
         context = copy_context()
-        context.run(_charged.set, self.budget(order.caller))
+        context.run(_charged.set, Account(self.budget(order.caller), order.user))
         call: Callable[[], Result] = partial(context.run, partial(function, *args))
-        return await asyncio.wrap_future(self._threads.submit(order.caller, call))
+        return await asyncio.wrap_future(self._threads.submit(order.caller, call, order.user))
 
     def close(self) -> None:
         """Start nothing more."""
@@ -281,32 +334,36 @@ class CostlyWork:
 class Order:
     """What one request has ordered."""
 
-    def __init__(self, work: CostlyWork, caller: str, of_node: bool = False) -> None:
-        self.work, self.caller, self.of_node = work, caller, of_node
+    def __init__(self, work: CostlyWork, caller: str, of_node: bool = False, user: str = "") -> None:
+        self.work, self.caller, self.of_node, self.user = work, caller, of_node, user
         self._is_admitted = self._has_ended = False
 
     def admit(self) -> None:
         """Count this request, once. Raises LimitReached."""
         if not self._is_admitted and not self._has_ended:
-            self.work.admit(self.caller)
+            self.work.admit(self.caller, self.user)
             self._is_admitted = True
 
     def end(self) -> None:
         """The request is answered; what it has left behind is not counted."""
         if self._is_admitted:
-            self.work.leave(self.caller)
+            self.work.leave(self.caller, self.user)
         self._is_admitted, self._has_ended = False, True
 
 
 _order: ContextVar[Order | None] = ContextVar("trl_order", default=None)
-_charged: ContextVar[CpuBudget | None] = ContextVar("trl_charged", default=None)
+_charged: ContextVar[Account | None] = ContextVar("trl_charged", default=None)
 """Set in threads of costly work only."""
 
 
 @contextmanager
-def serving(work: CostlyWork, caller: str, *, of_node: bool = False) -> Iterator[None]:
-    """Serve a request of a caller: what it orders in this context is the caller's."""
-    order = Order(work, caller, of_node)
+def serving(work: CostlyWork, caller: str, *, of_node: bool = False, user: str = "") -> Iterator[None]:
+    """Serve a request of a caller: what it orders in this context is the caller's.
+
+    Args:
+        user: for whom it calls; empty: not known.
+    """
+    order = Order(work, caller, of_node, user)
     token = _order.set(order)
     try:
         yield
@@ -334,7 +391,13 @@ def caller_name() -> str:
     return "" if order is None else order.caller
 
 
-def charged_budget() -> CpuBudget | None:
+def _user() -> str:
+    """The user for whom the caller of the current request calls; empty: not known."""
+    order = _order.get()
+    return "" if order is None else order.user
+
+
+def charged_account() -> Account | None:
     """The budget of which a limited call takes its CPU time; None: no request has ordered it.
 
     Raises:

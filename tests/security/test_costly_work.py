@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import hashlib
 import threading
 import time
 from collections import Counter
@@ -16,8 +17,10 @@ import pytest
 import requests
 
 from llama_stack_provider_trl.errors import LimitReached
+from llama_stack_provider_trl.stack import compat
 from llama_stack_provider_trl.system.limited import Limited
 from llama_stack_provider_trl.system.offload import (
+    USER_HEADER,
     CallThreads,
     CostlyWork,
     CpuBudget,
@@ -26,9 +29,12 @@ from llama_stack_provider_trl.system.offload import (
     in_work_thread,
     serving,
 )
+from llama_stack_provider_trl_remote.adapter import TrlRemotePostTraining
+from llama_stack_provider_trl_remote.config import TrlRemoteConfig
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService, running
 from tests.contract.stack import Json
+from tests.fake_service import fake_service
 from tests.process.waiting import until
 from tests.security.guarded import TOKENS, Guarded
 from tests.tiny import REPOSITORY
@@ -180,6 +186,64 @@ def test_cpu_time_beyond_the_budget_is_waited_for() -> None:
     CpuBudget("local", None).require()
 
 
+def test_users_behind_one_token_divide_its_cpu_time_and_none_gains_by_inventing_others() -> None:
+    now = [0.0]
+    budget = CpuBudget("stack", 20.0, clock=lambda: now[0])
+    budget.require("greedy")
+    budget.charge(20.0, "greedy")  # all of it, while it is the only one
+    for user in ("greedy", "other", "invented"):
+        with pytest.raises(LimitReached, match="requests of the token 'stack' need have taken the 20 CPU seconds"):
+            budget.require(user)
+    now[0] += 6.0
+    budget.require("other")  # 2 s were refilled
+    budget.charge(1.0, "other")
+    with pytest.raises(LimitReached, match="need for one of its 2 users have taken that user's part of the") as refusal:
+        budget.require("greedy")
+    budget.require("other")
+    now[0] += 12.0 + refusal.value.retry_after
+    budget.require("greedy")
+
+    taken, now[0] = 0, now[0] + 1e6
+    for number in range(1000):  # names that one client invents
+        try:
+            budget.require(f"invented-{number}")
+        except LimitReached:
+            break
+        budget.charge(1.0, f"invented-{number}")
+        taken += 1
+    assert taken == 20
+    now[0] += 1e6
+    for number in range(1000):
+        budget.charge(0.001, f"invented-{number}")
+    assert len(budget._taken) <= 65
+
+
+def test_users_behind_one_token_take_turns_and_none_fills_its_queue() -> None:
+    work, order, may_end = CostlyWork(threads=1, per_caller=1, queue=8), list[str](), threading.Event()
+
+    async def ordered(user: str, number: int) -> str:
+        with serving(work, "stack", user=user):
+            try:
+                await in_work_thread(lambda: (may_end.wait(30), order.append(f"{user}-{number}")))
+            except LimitReached as error:
+                return str(error)
+        return ""
+
+    async def run() -> None:
+        many = [asyncio.ensure_future(ordered("many", number)) for number in range(5)]
+        await asyncio.sleep(0)
+        few = [asyncio.ensure_future(ordered("few", number)) for number in range(2)]
+        await asyncio.sleep(0)
+        may_end.set()
+        refused = (await asyncio.gather(*many, *few))[4]
+        assert refused.startswith("4 requests of a user of 'stack' are being checked or wait for it")
+
+    asyncio.run(run())
+    assert order == ["many-0", "many-1", "few-0", "many-2", "few-1", "many-3"]
+    assert not work._admitted
+    work.close()
+
+
 def test_a_limited_call_is_charged_with_the_cpu_time_of_its_process() -> None:
     now = [0.0]
     work = CostlyWork(cpu_seconds=0.4, clock=lambda: now[0])
@@ -286,6 +350,18 @@ def _evaluation(number: int, pattern: str) -> Json:
 
 
 @pytest.mark.contract
+def test_the_remote_provider_names_the_user_that_llama_stack_has_authenticated_and_no_other() -> None:
+    headers = compat._headers
+    forged = {"X-LlamaStack-Provider-Data": '{"__authenticated_user": {"principal": "forged"}}'}
+    with fake_service() as service:
+        adapter = TrlRemotePostTraining(TrlRemoteConfig(url=service.url), {})
+        for given, user in ((forged, None), ({}, None), (forged, headers.User("alice", None))):
+            with headers.request_provider_data_context(given, user):
+                asyncio.run(adapter.get_training_jobs())
+    assert service.users == ["", "", hashlib.sha256(b"alice").hexdigest()]
+
+
+@pytest.mark.contract
 def test_costly_patterns_of_one_token_hold_up_neither_another_token_nor_a_node(tmp_path: Path) -> None:
     tokens = [
         {"token": TOKENS["submit"], "role": "submit", "name": "attacker"},
@@ -298,7 +374,7 @@ def test_costly_patterns_of_one_token_hold_up_neither_another_token_nor_a_node(t
         root = f"{service.url}/v1"
 
         def sent(token: str, method: str, path: str, body: Json | None = None) -> requests.Response:
-            headers = {"Authorization": f"Bearer {token}"}
+            headers = {"Authorization": f"Bearer {token}", USER_HEADER: "greedy"}
             return requests.request(method, root + path, json=body, headers=headers, timeout=120)
 
         def attack(number: int) -> requests.Response:
@@ -327,6 +403,7 @@ def test_costly_patterns_of_one_token_hold_up_neither_another_token_nor_a_node(t
         refusals = [one for one in answers if one.status_code == 429]
         assert all(int(one.headers["Retry-After"]) >= 1 for one in refusals)
         sentences = {one.json()["detail"].partition(":")[0] for one in refusals}
+        assert "32 requests of a user of 'attacker' are being checked or wait for it, as many as may" in sentences
         assert any("'attacker' need have taken the 2 CPU seconds per minute" in text for text in sentences), sentences
 
 

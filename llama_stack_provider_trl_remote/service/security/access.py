@@ -6,6 +6,7 @@ OpenAPI document as `x-roles`, and cannot be constructed without one. No other m
 No `from __future__ import annotations` here: FastAPI reads the annotations of a dependency's `__call__`.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.tokens import UNLIMITED, Role, TokenLimits
-from llama_stack_provider_trl.system.offload import serving
+from llama_stack_provider_trl.system.offload import USER_HEADER, serving
 
 from ..http.received import Bodies, Received, bounded
 from ..settings import ServiceSettings
@@ -271,7 +272,8 @@ class GuardedRoute(APIRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller: Caller = scope[CALLER]
-        with serving(scope["app"].state.service.work, caller.name, of_node=caller.role == "node"):
+        work, of_node = scope["app"].state.service.work, caller.role == "node"
+        with serving(work, caller.name, of_node=of_node, user="" if of_node else _user(scope)):
             await self._handle(caller, scope, receive, send)
 
     async def _handle(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
@@ -299,6 +301,12 @@ class GuardedRoute(APIRoute):
             return None
         about = {**sender(scope), "method": scope["method"], "route": scope[ROUTE]}
         return Call(audit, about, scope.get("path_params", {}), forced=self.access.roles == {"admin"})
+
+
+def _user(scope: Scope) -> str:
+    """A short name for the user behind the token of a request; empty: the request names none."""
+    named = Headers(scope=scope).get(USER_HEADER, "")
+    return hashlib.sha256(named.encode("latin-1")).hexdigest()[:16] if named else ""
 
 
 def _template(path: str, template: str) -> str:
