@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +12,7 @@ from ..errors import InvalidRequest
 from .bodies import (
     EfficiencyConfig,
 )
-from .choices import COMPARED, problem_of
+from .choices import no_such_field, problem_of
 from .settings import Request
 
 NO_SAVERS = EfficiencyConfig()
@@ -21,11 +20,7 @@ NO_SAVERS = EfficiencyConfig()
 
 def refuse_unknown(request: Request) -> None:
     for path, name, value, known in unknown_fields(request, ""):
-        close = difflib.get_close_matches(name[:COMPARED], known, n=1)
-        hint = (
-            f"there is no such field: did you mean `{close[0]}`?" if close else "there is no such field: leave it out."
-        )
-        raise InvalidRequest(path + name, value, f"{hint} docs/reference/api.md lists every field")
+        raise InvalidRequest(path + name, value, no_such_field(name, known))
 
 
 def unknown_fields(model: BaseModel, prefix: str) -> Iterator[tuple[str, str, Any, list[str]]]:

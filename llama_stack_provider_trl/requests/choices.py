@@ -22,6 +22,13 @@ def nearest(value: Any, choices: Sequence[str]) -> str:
     return f"; the nearest is '{found}'" if found else ""
 
 
+def no_such_field(name: str, known: Sequence[str]) -> str:
+    """What to do about an unknown field."""
+    close = _nearest(name[:COMPARED], known)
+    hint = f"did you mean `{close}`?" if close else "leave it out."
+    return f"there is no such field: {hint} docs/reference/api.md lists every field"
+
+
 def problem_of(error: Mapping[str, Any]) -> str:
     """The problem of a field that a model does not accept, with the nearest choice."""
     message = str(error["msg"]).removeprefix("Value error, ")
@@ -43,7 +50,7 @@ def _nearest(value: str, choices: Sequence[str]) -> str | None:
     initials = {"".join(word[0] for word in re.findall(r"[a-z0-9]+", choice.lower())): choice for choice in choices}
     if len(value) > 1 and (found := initials.get(value.lower())):
         return found
-    close = difflib.get_close_matches(_letters(value), list(spelled), n=1)
+    close = difflib.get_close_matches(_letters(value), list(spelled), n=1, cutoff=0.7)
     return spelled[close[0]] if close else None
 
 

@@ -20,7 +20,7 @@ from ..specs.job import (
 )
 from ..specs.names import CheckedElsewhere, CheckedNames, FreeText
 from .bodies import LoraFinetuningConfig
-from .choices import problem_of
+from .choices import nearest, problem_of
 
 PRIORITIES = {"low": -1, "normal": 0, "high": 1, "critical": 2}
 Priority = Literal["low", "normal", "high", "critical"]
@@ -321,8 +321,11 @@ class ProviderOptions(Documented, CheckedNames):
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(["provider_options", *map(str, first["loc"])])
-            problem = "there is no such option" if first["type"] == "extra_forbidden" else problem_of(first)
             block = _BLOCKS.get(str(first["loc"][0])) if len(first["loc"]) > 1 else None
-            names = ", ".join((block or cls).model_fields)
+            names = list((block or cls).model_fields)
+            if first["type"] == "extra_forbidden":
+                problem = f"there is no such option{nearest(first['loc'][-1], names)}"
+            else:
+                problem = problem_of(first)
             # Without its cause, which Llama Stack would log: it takes 10 s to highlight a name of 30,000 characters.
-            raise InvalidRequest(field, first["input"], f"{problem}; the options are: {names}") from None
+            raise InvalidRequest(field, first["input"], f"{problem}; the options are: {', '.join(names)}") from None

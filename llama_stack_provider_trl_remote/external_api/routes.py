@@ -8,6 +8,7 @@ from fastapi import APIRouter, Body, Request, Response
 from fastapi.routing import APIRoute
 
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.requests.choices import no_such_field
 from llama_stack_provider_trl.stack.external import DATASET_LEVELS, OWN_DATASETS, request_context, webmethod
 
 from ..service.http.errors import answer_to
@@ -93,8 +94,7 @@ async def _refuse_others(request: Request, fields: set[str]) -> None:
         return  # FastAPI reports it
     for name in body if isinstance(body, dict) else ():
         if name not in fields and body[name] is not None:
-            hint = "there is no such field: leave it out. docs/reference/api.md lists every field"
-            raise InvalidRequest(name, body[name], hint)
+            raise InvalidRequest(name, body[name], no_such_field(name, sorted(fields)))
 
 
 def create_router(impl: Any) -> APIRouter:

@@ -54,6 +54,22 @@ def test_a_body_of_64_levels_is_taken() -> None:
     assert parse(b"[" * 63 + b"]" * 63, 20_000)
 
 
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ('{"a": 1}'.encode("utf-16"), "UTF-16 text, expected UTF-8"),
+        ('{"a": "é"}'.encode("latin-1"), "not UTF-8 text (invalid continuation byte at byte 7)"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "Exceeds the limit (4300 digits)"),
+    ],
+)
+def test_a_body_that_is_no_utf_8_says_so(body: bytes, expected: str) -> None:
+    with pytest.raises(HTTPException) as refused:
+        parse(body, 20_000)
+    assert refused.value.status_code == 400
+    assert "the body cannot be read: " in refused.value.detail
+    assert expected in refused.value.detail
+
+
 def test_a_long_word_is_not_compared_letter_by_letter() -> None:
     begun = time.monotonic()
     assert "expected one of" in nearest_choice("a" * (10 * MIB), ["adamw" * 20, "sgd"])

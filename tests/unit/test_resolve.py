@@ -271,6 +271,16 @@ def test_a_reference_model_is_trusted_by_its_own_name(settings: Settings, tmp_pa
 def test_a_misspelt_field_is_answered_with_the_nearest_one(settings: Settings) -> None:
     with pytest.raises(InvalidRequest, match="did you mean `learning_rate`"):
         resolve(with_training(learning_rat=1e-4), ProviderOptions(), settings)
+    for written, meant in (
+        ("save_step", "save_steps"),
+        ("lr_scheduler_type", "lr_scheduler"),
+        ("maxGradNorm", "max_grad_norm"),
+        ("max-seq-length", "max_seq_length"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"there is no such option; the nearest is '{meant}'; the options"):
+            ProviderOptions.parse({written: 1})
+    with pytest.raises(InvalidRequest, match="there is no such option; the options are"):
+        ProviderOptions.parse({"colour": 1})
 
 
 def test_what_needs_cuda_is_refused_elsewhere_with_the_nearest(settings: Settings) -> None:
@@ -366,7 +376,9 @@ def test_a_metric_that_evaluations_do_not_have_is_refused_with_the_nearest(setti
     with pytest.raises(InvalidRequest, match=r"early_stopping\.metric='rewards/accuracies'"):
         spec_of(evaluated(), settings, early_stopping={"patience": 1, "metric": "rewards/accuracies"})
     assert spec_of(evaluated(), settings, best_checkpoint="loss").best_checkpoint == "eval_loss"
-    with pytest.raises(InvalidRequest, match="there is no such option; the options are: patience, min_delta, metric"):
+    with pytest.raises(
+        InvalidRequest, match="no such option; the nearest is 'patience'; the options are: patience, min_d"
+    ):
         ProviderOptions.parse({"early_stopping": {"patience": 1, "patients": 1}})
     assert set(METRICS) == set(get_args(Algorithm))
 

@@ -153,8 +153,8 @@ def _read(body: Path, directory: Path, max_rows: int) -> dict[str, Any]:
         return {"not_json": error.msg, "position": error.pos}
     except DuplicateKey as error:
         return _problem(400, f"in the body {error}")
-    except (ValueError, RecursionError):
-        return _problem(400, "There was an error parsing the body")
+    except (ValueError, RecursionError) as error:
+        return _problem(400, f"the body cannot be read: {error}")
     try:
         dataset = RegisterDataset.model_validate(found)
     except ValidationError as error:

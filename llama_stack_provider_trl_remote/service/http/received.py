@@ -7,6 +7,7 @@ A body with rows goes to a file and is parsed by a process of its own (`registra
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -263,8 +264,8 @@ def parse(data: bytes, most: int) -> Any:
         most: values that it may hold.
 
     Raises:
-        HTTPException: it has more, or more than `MAX_DEPTH` levels, or an object with a key twice.
-        ValueError: it is not JSON.
+        HTTPException: it has more, or more than `MAX_DEPTH` levels, or an object with a key twice; it is not UTF-8.
+        json.JSONDecodeError: it is not JSON.
     """
     if _values(data) > most:
         raise HTTPException(400, f"the body holds more than {most} values: send a smaller one")
@@ -274,6 +275,10 @@ def parse(data: bytes, most: int) -> Any:
         raise _too_deep() from None
     except DuplicateKey as error:
         raise HTTPException(400, f"in the body {error}") from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        raise HTTPException(400, f"the body cannot be read: {error}") from None
     level, depth = [found], 0
     while level:
         depth += 1
