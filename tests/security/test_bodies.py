@@ -62,7 +62,7 @@ def test_a_body_of_64_levels_is_taken() -> None:
         (b'{"a": ' + b"1" * 5000 + b"}", "Exceeds the limit (4300 digits)"),
     ],
 )
-def test_a_body_that_is_no_utf_8_says_so(body: bytes, expected: str) -> None:
+def test_a_body_that_cannot_be_read_is_refused_with_the_reason(body: bytes, expected: str) -> None:
     with pytest.raises(HTTPException) as refused:
         parse(body, 20_000)
     assert refused.value.status_code == 400
