@@ -12,6 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -143,16 +144,40 @@ class DataDir:
         """Whether this path, which has no symbolic links, is out of reach of requests: it lies in the data directory,
         and is neither `checkpoints` nor anything below it.
 
-        A directory of ours that an operator has moved to another disk, behind a symbolic link, is ours there too.
+        A directory of ours that an operator has moved to another disk, behind a symbolic link, is ours there too. So is
+        one that a bind mount shows elsewhere.
         """
-        return self._is_ours(path, self.places(), self.checkpoints.resolve())
+        places, checkpoints = self.places(), self.checkpoints.resolve()
+        return any(self._is_ours(name, places, checkpoints) for name in (path, self._unmounted(path)))
 
     def is_free(self, path: Path) -> bool:
         """Whether this path, which has no symbolic links, is not ours and contains nothing of ours: a job may have
         it."""
         places, checkpoints = self.places(), self.checkpoints.resolve()
-        contains = any(place.is_relative_to(path) for place in (*places, checkpoints))
-        return not contains and not self._is_ours(path, places, checkpoints)
+        names = (path, self._unmounted(path))
+        contains = any(place.is_relative_to(name) for place in (*places, checkpoints) for name in names)
+        return not contains and not any(self._is_ours(name, places, checkpoints) for name in names)
+
+    def _unmounted(self, path: Path) -> Path:
+        """The name that a path has below the data directory or a directory above it, where bind mounts show one of them
+        elsewhere, too.
+
+        Both are read now, and directories that exist at the same time differ in device or inode. So one that was
+        removed, and whose inode another one has got, is not mistaken for it.
+        """
+        real = self.root.resolve()
+        known: dict[tuple[int, int], Path] = {}
+        for directory in (*real.parents, *_listed(real), real):
+            with suppress(OSError):  # nothing is there, or a link leads nowhere
+                found = directory.stat()
+                if stat.S_ISDIR(found.st_mode):
+                    known[found.st_dev, found.st_ino] = directory.resolve()
+        for above in (path, *path.parents):
+            with suppress(OSError):
+                found = above.stat()
+                if (place := known.get((found.st_dev, found.st_ino))) is not None:
+                    return place / path.relative_to(above)
+        return path
 
     @staticmethod
     def _is_ours(path: Path, places: list[Path], checkpoints: Path) -> bool:

@@ -31,6 +31,7 @@ from tests.contract.service import running
 from tests.contract.stack import SFT
 from tests.fake_trainer import fake_trainer
 from tests.security.guarded import TOKENS, Guarded
+from tests.security.mounts import mounted
 from tests.tiny import REPOSITORY
 
 SHA = "0" * 64
@@ -196,6 +197,38 @@ def test_a_directory_of_ours_that_was_moved_to_another_disk_is_ours_there(data_d
     with pytest.raises(InvalidRequest, match="checkpoint_dir"):
         resolve_checkpoint_dir(request(checkpoint_dir=str(tmp_path), job_uuid="checkpoints"), everywhere)
     assert resolve_checkpoint_dir(request(checkpoint_dir="a"), everywhere) == tmp_path / "checkpoints" / "a" / "sft-1"
+
+
+@pytest.mark.parametrize("what", ["", "audit", ".."])
+def test_a_directory_of_ours_is_ours_where_a_bind_mount_shows_it_too(tmp_path: Path, what: str) -> None:
+    data_dir = tmp_path / "disk" / "data"
+    for name in ("audit", "checkpoints", "elsewhere"):
+        (data_dir / name).mkdir(parents=True)
+    with mounted(tmp_path / "roots" / "shown", "--bind", str(data_dir / what)) as shown:
+        audit = shown / {"": "audit", "audit": "", "..": "data/audit"}[what]
+        place = DataDir(data_dir)
+        assert place.is_ours(audit)
+        assert place.is_ours(audit / "not-there-yet" / "sft-1")
+        assert not place.is_free(audit)
+        assert not place.is_free(shown)
+        assert place.is_free(tmp_path / "roots" / "beside")
+        everywhere = settings(data_dir, checkpoint_roots=[tmp_path / "roots"])
+        with pytest.raises(InvalidRequest, match="checkpoint_dir"):
+            resolve_checkpoint_dir(request(checkpoint_dir=str(audit)), everywhere)
+        if what == "":
+            results = shown / "checkpoints" / "sft-1"
+            assert place.is_free(results)  # there it may write under its usual name, too
+            assert not place.is_ours(results)
+
+
+def test_what_has_the_inode_of_a_directory_that_was_ours_is_not_ours(tmp_path: Path) -> None:
+    place = DataDir(tmp_path / "data")
+    own = tmp_path / "data" / "audit"
+    own.mkdir(parents=True)
+    assert place.is_ours(own)
+    own.rename(tmp_path / "moved")  # as a new directory with the same inode
+    assert not place.is_ours(tmp_path / "moved")
+    assert place.is_free(tmp_path / "moved")
 
 
 @pytest.mark.parametrize("given", [".sft-2.owner", "a/.sft-2.owner", ".hidden/a"])

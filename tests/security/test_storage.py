@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
-import os
 import shutil
 import sqlite3
 import subprocess
@@ -18,31 +17,16 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.system.data_dir import DATABASE
-from tests import required
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, refusal, running
 from tests.contract.stack import SFT, poll
 from tests.security.guarded import BODIES, KNOWN, NODE, TOKENS, Guarded, guarded_service, without_version
+from tests.security.mounts import mounted
 from tests.security.test_attack_table import HIDDEN, HTTP_METHODS, QUERIES
 
 pytestmark = pytest.mark.contract
 FEW_SECONDS = 9.0
 """A writer waits 5 s for a lock, and a poll 5 s for orders; the machine may be busy."""
-
-
-@contextmanager
-def mounted(path: Path, *options: str) -> Iterator[Path]:
-    """A file system of its own at `path`."""
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        required.lacking("needs root and mount(8)")
-    path.mkdir(parents=True, exist_ok=True)
-    mount = subprocess.run(["mount", *options, str(path)], capture_output=True, text=True)
-    if mount.returncode != 0:
-        required.lacking(f"nothing can be mounted here: {mount.stderr.strip()}")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 def small_disk(path: Path, size: str = "20m") -> AbstractContextManager[Path]:
