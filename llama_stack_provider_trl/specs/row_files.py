@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, BinaryIO
 
@@ -14,7 +15,33 @@ LINE_BYTES = 16 << 20
 """The longest row. As Python objects JSON takes up to 30 times its size (measured, `[[],[],...]`)."""
 _TOO_LONG = f"has more than {LINE_BYTES >> 20} MiB; a row may have at most that: split it"
 _BOM = b"\xef\xbb\xbf"
+_PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype html|html|\?xml)[\s>]", re.IGNORECASE)
+_OTHER_KINDS = (
+    (b"version https://git-lfs.github.com/spec/", "a Git LFS pointer and not the file itself: run `git lfs pull`"),
+    (b"\x1f\x8b", "compressed by gzip: decompress it"),
+    (b"\x28\xb5\x2f\xfd", "compressed by zstd: decompress it"),
+    (b"BZh", "compressed by bzip2: decompress it"),
+    (b"\xfd7zXZ\0", "compressed by xz: decompress it"),
+    (b"PK\x03\x04", "a zip archive or a spreadsheet: extract it, or export it as .csv"),
+    (b"PAR1", "a Parquet file: give it a name that ends in .parquet"),
+    (b"ARROW1", "an Arrow file: write it as Parquet"),
+    (b"SQLite format 3", "a SQLite database: export its table as .csv"),
+)
+"""First bytes of files that are no rows, and what to do."""
 Row = dict[str, Any]
+
+
+def refuse_other_kind(start: bytes) -> None:
+    """Return if a file may have rows, by its first bytes.
+
+    Raises:
+        InvalidRows: it is of another kind: names that.
+    """
+    for begin, what in _OTHER_KINDS:
+        if start.startswith(begin):
+            raise InvalidRows(f"the file is {what}")
+    if _PAGE.match(start):
+        raise InvalidRows("the file is a web page, such as the error page of a download: download it again")
 
 
 def read_ndjson(file: BinaryIO, *, blank_lines: bool = False) -> Iterator[Row]:
@@ -30,19 +57,28 @@ def read_ndjson(file: BinaryIO, *, blank_lines: bool = False) -> Iterator[Row]:
     for number, line in enumerate(_lines(file), start=1):
         if blank_lines and line.isspace():
             continue
+        if row == 0:
+            refuse_other_kind(line)
         try:
             text = decoded(line) if number == 1 else line.decode()
         except ValueError as error:  # the first line names another encoding by its byte order mark
             reason = error.reason if isinstance(error, UnicodeDecodeError) else error
             raise InvalidRows(f"is not UTF-8 text in line {number} ({reason})", row=row) from error
         try:
-            yield parse_json(text)
+            parsed = parse_json(text)
         except DuplicateKey as error:
             raise InvalidRows(f"in line {number} {error}", row=row) from error
-        except (ValueError, RecursionError) as error:
+        except RecursionError as error:
+            raise InvalidRows(f"is nested too deeply in line {number}: flatten it", row=row) from error
+        except ValueError as error:
             raise InvalidRows(
                 f"is not JSON in line {number} ({error}); expected one object per line", row=row
             ) from error
+        if row == 0 and isinstance(parsed, list):
+            raise InvalidRows(
+                "the file is a JSON list, expected one object per line: give it a name that ends in .json"
+            )
+        yield parsed
         row += 1
 
 
@@ -79,7 +115,9 @@ def read_json(file: BinaryIO) -> Iterator[Row]:
     Raises:
         InvalidRows: it is neither, or has a key twice.
     """
-    start = file.read(4096).removeprefix(_BOM).lstrip()
+    start = file.read(4096)
+    refuse_other_kind(start)
+    start = start.removeprefix(_BOM).lstrip()
     file.seek(0)
     if not start.startswith(b"["):
         yield from read_ndjson(file, blank_lines=True)
@@ -88,7 +126,9 @@ def read_json(file: BinaryIO) -> Iterator[Row]:
         yield from parse_json(file.read())
     except DuplicateKey as error:
         raise InvalidRows(f"in the file {error}") from error
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise InvalidRows("the file is nested too deeply: flatten it") from error
+    except ValueError as error:
         raise InvalidRows(f"the file is not JSON ({error}); expected a list of objects") from error
 
 
@@ -127,12 +167,13 @@ def _refuse_twice(columns: list[str], where: str = "") -> None:
 
 
 def _check_encoding(file: BinaryIO) -> None:
-    """Return if a file has no byte order mark of another encoding than UTF-8."""
-    start = file.read(4)
+    """Return if a file is of no other kind, and has no byte order mark of another encoding than UTF-8."""
+    start = file.read(512)
     file.seek(0)
+    refuse_other_kind(start)
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
         try:
-            decoded(start)
+            decoded(start[:4])
         except ValueError as error:
             raise InvalidRows(f"the file cannot be read: {error}") from error
 

@@ -211,7 +211,8 @@ class _Row:
         if isinstance(role, str) and role in ROLES:
             return ROLES[role]
         found = f"no {key}" if role is None else f"{key} {_shown(role)}"
-        raise self.refuse(where, found, f"one of {', '.join(ROLES)}")
+        like = role.strip().lower() if isinstance(role, str) else ""
+        raise self.refuse(where, found, f"{like!r}" if like in ROLES else f"one of {', '.join(ROLES)}")
 
     def _content(self, content: Any, column: str, where: str) -> str:
         if _absent(content):
@@ -595,14 +596,15 @@ def _no_shape(row: Mapping[str, Any], columns: frozenset[str], use: RowUse) -> s
     found = ", ".join(f"{column} (null)" if column not in columns else column for column in row)
     expected = "; ".join(shape.name for shape in ROW_SHAPES if shape.use == _rows_of(use))
     if use == "prompts":
-        return f"found the columns {found or 'of an empty object'}, expected for prompts one of: {expected}"
+        hint = _misspelt(columns, use)
+        return f"found the columns {found or 'of an empty object'}, expected for prompts one of: {expected}{hint}"
     title = METHODS[use].title
     hint = _hint(columns, use)
     return f"found the columns {found or 'of an empty object'}, expected for {title} one of: {expected}{hint}"
 
 
 def _hint(columns: frozenset[str], use: RowUse) -> str:
-    """What to do with rows of other methods; empty: no method reads them."""
+    """What to do with rows of other methods, or with misspelt columns; empty: nothing is known."""
     of = {name: _choose(columns, name, None) is not None for name in ("sft", "dpo", "kto")}
     rows = _rows_of(use)
     if rows == "kto" and of["dpo"]:
@@ -616,7 +618,24 @@ def _hint(columns: frozenset[str], use: RowUse) -> str:
         return ". These are labelled answers: was the type kto meant?"
     other = "sft" if rows == "dpo" else "dpo"
     call = "preference-optimize" if other == "dpo" else "supervised-fine-tune"
-    return f". These columns are {other.upper()}'s: was POST /v1/post-training/{call} meant?" if of[other] else ""
+    if of[other]:
+        return f". These columns are {other.upper()}'s: was POST /v1/post-training/{call} meant?"
+    return _misspelt(columns, use)
+
+
+def _misspelt(columns: frozenset[str], use: RowUse) -> str:
+    """Why no column of a table is known, where its header shows it; empty: it does not."""
+    if len(columns) == 1:
+        (header,) = columns
+        for separator in (";", "\t", "|"):
+            if _choose(frozenset(header.split(separator)), use, None):
+                return f". The cells are separated by {separator!r}: separate them by ','"
+    meant = {column: re.sub(r"[\s-]+", "_", column.strip().lower()) for column in columns}
+    shape = _choose(frozenset(meant.values()), use, None)
+    if shape is None:
+        return ""
+    renamed = [f"{column!r} to {name}" for column, name in meant.items() if name != column and name in shape.columns]
+    return f". Rename {', '.join(sorted(renamed))}"
 
 
 _Seen = Counter[tuple[RowShape, frozenset[str]]]

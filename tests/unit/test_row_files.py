@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
+import lzma
+import re
 
 import pytest
 
@@ -38,7 +42,9 @@ def test_the_same_rows_are_read_from_every_kind_of_file(ending: str, content: st
     [
         (".jsonl", b'{"a": 1}\n\n{"a"\n', "row 1: is not JSON in line 3"),
         (".jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "row 1: is not UTF-8 text in line 2"),
-        (".jsonl", b"[" * 100_000, "row 0: is not JSON in line 1"),
+        (".jsonl", b"[" * 100_000, "row 0: is nested too deeply in line 1: flatten it"),
+        (".json", b"[" * 100_000, "the file is nested too deeply"),
+        (".jsonl", b'[{"a": 1},{"a": 2}]', "the file is a JSON list, expected one object per line: give it a name"),
         (".json", b'[{"a": 1}', "the file is not JSON"),
         (".csv", b"a,b\n1,2\n1,2,3\n", "row 1: has more cells in line 3 than the header's 2 columns"),
         (".csv", b'a,b\n1,"2\n', "the file is not CSV after line"),
@@ -49,6 +55,29 @@ def test_a_wrong_file_is_refused_by_its_line(ending: str, content: bytes, messag
     with pytest.raises(InvalidRows) as caught:
         rows(ending, content)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "run `git lfs pull`"),
+        (gzip.compress(b'{"a": 1}'), "compressed by gzip"),
+        (bz2.compress(b'{"a": 1}'), "compressed by bzip2"),
+        (lzma.compress(b'{"a": 1}'), "compressed by xz"),
+        (b"\x28\xb5\x2f\xfd\x04\x00", "compressed by zstd"),
+        (b"PK\x03\x04\x14\x00", "a zip archive or a spreadsheet"),
+        (b"PAR1\x15\x04", "a Parquet file"),
+        (b"ARROW1\x00\x00", "an Arrow file"),
+        (b"SQLite format 3\x00", "a SQLite database"),
+        (b"\xef\xbb\xbf <!DOCTYPE html><title>404</title>", "a web page"),
+        (b"<html lang='en'>", "a web page"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("ending", [".jsonl", ".ndjson", ".json", ".csv"])
+def test_a_file_of_another_kind_is_named(ending: str, content: bytes, what: str) -> None:
+    with pytest.raises(InvalidRows, match=f"the file is .*{re.escape(what)}"):
+        rows(ending, content)
 
 
 @pytest.mark.parametrize(("ending", "line"), [(".jsonl", b'"%s"\n'), (".csv", b"a\n%s\n")])

@@ -196,6 +196,10 @@ SFT_ERRORS: list[tuple[Any, str]] = [
     ),
     ({"prompt": "Why?", "completion": NAN}, "found the columns prompt, completion (null), expected for SFT one of"),
     ({}, "found the columns of an empty object, expected for SFT one of"),
+    ({"Question": "Why?", " answer": "So."}, ". Rename ' answer' to answer, 'Question' to question"),
+    ({"Chat-Completion-Input": [], "expected answer": ""}, "'Chat-Completion-Input' to chat_completion_input, 'exp"),
+    ({"question;answer": "Why?;So."}, ". The cells are separated by ';': separate them by ','"),
+    ({"prompt\tcompletion": "Why?\tSo."}, ". The cells are separated by '\\t': separate them by ','"),
     (["Why?"], "found a list ['Why?'], expected an object with named columns"),
     ({"prompt": "Why?", "completion": ""}, "column completion: found blank text, expected text"),
     ({"prompt": " \n", "completion": "Because."}, "column prompt: found blank text, expected text"),
@@ -221,6 +225,10 @@ SFT_ERRORS: list[tuple[Any, str]] = [
     (
         {"messages": [{"role": "ai", "content": "x"}]},
         "column messages, turn 0: found role 'ai', expected one of system",
+    ),
+    (
+        {"messages": [{"role": " Assistant", "content": "x"}]},
+        "turn 0: found role ' Assistant', expected 'assistant'",
     ),
     (
         {"messages": [QUESTION, assistant(None)]},

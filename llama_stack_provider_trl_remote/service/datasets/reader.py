@@ -46,10 +46,14 @@ def read_parquet(file: BinaryIO) -> Iterator[Row]:
     batches of 1024): the memory limit ends the reader then.
 
     Raises:
-        InvalidRows: a column, or a field of one, is there twice.
+        InvalidRows: a column, or a field of one, is there twice; the file is of another kind.
     """
     from pyarrow.parquet import ParquetFile
 
+    start = file.read(512)
+    file.seek(0)
+    if not start.startswith(b"PAR1"):
+        row_files.refuse_other_kind(start)
     with ParquetFile(file) as table:
         row_files.refuse_fields_twice(table.schema_arrow)
         for number in range(table.num_row_groups):
