@@ -266,4 +266,4 @@ def _slow_dtype(dtype: Dtype, device: torch.device) -> list[str]:
 
 
 def _counts(report: DataReport) -> dict[str, Any]:
-    return {name: value for name, value in asdict(report).items() if name != "warnings"}
+    return {name: value for name, value in asdict(report).items() if name not in ("warnings", "lost_turns")}

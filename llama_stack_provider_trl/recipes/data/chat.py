@@ -1,18 +1,19 @@
-"""Renders conversations with a tokenizer's chat template, and finds the trained spans of the text."""
+"""Renders conversations with a tokenizer's chat template, and counts the turns that it leaves out."""
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError
 
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.rows import Message
+from .marks import CLOSE, OPEN, common_prefix, markings, unmarked, visible
 from .templates import rendered
 
 if TYPE_CHECKING:
@@ -35,11 +36,6 @@ DEFAULT_TEMPLATE_WARNING = (
 )
 
 
-_MARKER = "\ue000\ue002\ue001"
-"""Replaces a turn's content to find its position. Private-use characters, so that no content matches, and none that a
-filter such as `upper` changes."""
-
-
 _MOST_SHAPES = 10_000
 """Sequences of roles that are remembered."""
 
@@ -48,8 +44,45 @@ TokenIndex = Callable[[int, bool], int]
 """(position, straddling) -> number of tokens that end at or before a character; if straddling, that begin before it."""
 
 
-Span = tuple[int, int, bool]
-"""First and last character, and whether the end is exact; if not, the token around the end is outside the span."""
+class Rendered(NamedTuple):
+    """A conversation as a chat template writes it."""
+
+    text: str
+    unwritten: list[int]
+    """The turns that it does not write."""
+
+
+@dataclass
+class LostTurns:
+    """The turns that a chat template does not write, over all rows."""
+
+    roles: Counter[str] = field(default_factory=Counter)
+    rows: int = 0
+    """Rows with such turns."""
+    first_row: int = 0
+
+    def add(self, roles: Sequence[str], row: int) -> None:
+        """Count those of one row."""
+        if roles:
+            self.first_row = row if not self.rows else min(row, self.first_row)
+            self.roles.update(roles)
+            self.rows += 1
+
+    def message(self, unit: str, total: int, owner: str = "the", row: str = "row") -> str | None:
+        """What a user should know of them; None: there are none.
+
+        Args:
+            total: rows that were read.
+            owner: whose template it is, where it is not the trained model's.
+            row: what a row is called with its number.
+        """
+        if not self.rows:
+            return None
+        roles = ", ".join(f"{count} {role}" for role, count in sorted(self.roles.items()))
+        return (
+            f"{owner} chat template leaves out turns of {self.rows} of {total} {unit}s ({roles}), first in {row} "
+            f"{self.first_row}: the model does not see them. Put their text into user turns, or correct the template"
+        )
 
 
 def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -89,17 +122,31 @@ class Chat:
         """Whether a conversation was rendered, and the tokenizer has a template for it."""
         self.diverged = 0
         """Rows whose prompt the template writes differently when the answer follows."""
-        self.missing_turns = 0
-        """Assistant turns that the template does not write."""
-        self.dropped_turns: Counter[str] = Counter()
-        """Role -> turns of that role that the template does not write."""
-        self.rows_with_dropped_turns = 0
+        self.two_prompts = 0
+        """Pairs whose prompt the template writes differently for each answer."""
+        self.unplaced_turns = 0
+        """Assistant turns whose place in the text is not found, though the template writes them."""
+        self.lost = LostTurns()
         self._unwritten: dict[tuple[bool, tuple[str, ...]], list[int] | None] = {}
         """By what the last turn is for, and the roles of the turns: the turns that the template does not write; None:
         that depends on the contents, too."""
 
     def render(self, messages: Sequence[Message], row: int, *, add_generation_prompt: bool = False) -> str:
         """The conversation as text; `add_generation_prompt` adds the header of the next answer."""
+        return self.render_whole(messages, row, add_generation_prompt=add_generation_prompt).text
+
+    def render_counted(self, messages: Sequence[Message], row: int, *, add_generation_prompt: bool = False) -> str:
+        """As `render`; the turns that the template does not write are counted."""
+        found = self.render_whole(messages, row, add_generation_prompt=add_generation_prompt)
+        self.lost.add([messages[turn]["role"] for turn in found.unwritten], row)
+        return found.text
+
+    def render_whole(self, messages: Sequence[Message], row: int, *, add_generation_prompt: bool = False) -> Rendered:
+        """As `render`, with the turns that the template does not write.
+
+        Raises:
+            JobFailure: the template refuses the conversation, or leaves out the answer.
+        """
         self.template_warning = ensure_chat_template(self.tokenizer) or self.template_warning
         self.has_rendered = True
         try:
@@ -111,53 +158,56 @@ class Chat:
                 f"row {row}: the model's chat template refuses the turns {roles}: {error}. "
                 "Change the row, or the template in the model's tokenizer files",
             ) from error
-        if not add_generation_prompt and not self._writes_answer(messages, text):
+        unwritten = self._unwritten_turns(messages, text, add_generation_prompt)
+        if not add_generation_prompt and _last_answer(messages) in unwritten:
             raise _left_out(row)
-        return text
+        return Rendered(text, unwritten)
 
-    def count_dropped(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> None:
-        """Count the turns of a row, but for answers, that the template does not write."""
-        dropped = [
-            messages[turn]["role"]
-            for turn in self._unwritten_turns(messages, add_generation_prompt)
-            if messages[turn]["role"] != "assistant" and messages[turn]["content"].strip()
-        ]
-        self.dropped_turns.update(dropped)
-        self.rows_with_dropped_turns += bool(dropped)
+    def _unwritten_turns(self, messages: Sequence[Message], text: str, add_generation_prompt: bool) -> list[int]:
+        """Turns whose content the template does not write (what an answer thought before may rightly be missing).
 
-    def _writes_answer(self, messages: Sequence[Message], text: str) -> bool:
-        """Whether the last answer is in the text (what it thought before may rightly be missing)."""
-        last = next((turn for turn in reversed(range(len(messages))) if messages[turn]["role"] == "assistant"), None)
-        answer = "" if last is None else messages[last]["content"]
-        if not (words := re.findall(r"\w+", answer.rpartition("</think>")[2][-200:])):
-            return True
-        # A word such as "A" may be among the template's own: so the place of the turn's content is looked for, too.
-        return words[-1] in text and last not in self._unwritten_turns(messages, False)
+        Whether a turn is written mostly depends on the roles alone: where its content is in the text, too, the template
+        does not render this row again.
+        """
+        by_roles = self._unwritten_by_roles(tuple(message["role"] for message in messages), add_generation_prompt)
+        unwritten = []
+        for turn, message in enumerate(messages):
+            if not (content := visible(message)):
+                continue
+            # A word such as "A" may be among the template's own, and a template may change contents.
+            seems_written = content in text
+            if by_roles is None or (turn in by_roles) == seems_written:
+                is_written = self._is_written(messages, turn, text, add_generation_prompt)
+            else:
+                is_written = seems_written
+            if not is_written:
+                unwritten.append(turn)
+        return unwritten
 
-    def _unwritten_turns(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
-        """Turns whose content the template does not write. That depends on the roles alone, so most rows of a dataset
-        need one rendering for all of them, unless the template refuses other contents."""
-        roles = tuple(message["role"] for message in messages)
+    def _is_written(self, messages: Sequence[Message], turn: int, text: str, add_generation_prompt: bool) -> bool:
+        """Whether marks in a turn's content are written, or its last word, where the template refuses all marks."""
+        found, tried = markings(messages[turn]), []
+        for marking in dict.fromkeys([found[0], found[-1]]):
+            marked = self.render_part(marking.put_into(messages, turn), add_generation_prompt=add_generation_prompt)
+            if marked is None:
+                continue
+            tried.append(marking.is_in(marked))
+            if unmarked(marked) == text:  # else the marks themselves may decide
+                return tried[-1]
+        return any(tried) if tried else visible(messages[turn]).split()[-1] in text
+
+    def _unwritten_by_roles(self, roles: tuple[str, ...], add_generation_prompt: bool) -> list[int] | None:
+        """The turns of a conversation with these roles that are not written; None: the template refuses other contents
+        than those of its rows."""
         key = add_generation_prompt, roles
         if key not in self._unwritten:
             if len(self._unwritten) >= _MOST_SHAPES:
                 self._unwritten.clear()
-            self._unwritten[key] = self._find_unwritten(roles, add_generation_prompt)
-        unwritten = self._unwritten[key]
-        if unwritten is not None:
-            return unwritten
-        texts = [
-            self.render_part(_with_marker(messages, turn), add_generation_prompt=add_generation_prompt)
-            for turn in range(len(messages))
-        ]
-        return [turn for turn, text in enumerate(texts) if text is not None and _MARKER not in text]
-
-    def _find_unwritten(self, roles: Sequence[str], add_generation_prompt: bool) -> list[int] | None:
-        marked = [{"role": role, "content": f"{_MARKER}{turn}{_MARKER}"} for turn, role in enumerate(roles)]
-        text = self.render_part(marked, add_generation_prompt=add_generation_prompt)
-        if text is None:  # a template that reads contents, such as arguments in JSON
-            return None
-        return [turn for turn, message in enumerate(marked) if message["content"] not in text]
+            marks = [{"role": role, "content": f"{OPEN}{turn}{CLOSE}"} for turn, role in enumerate(roles)]
+            text = self.render_part(marks, add_generation_prompt=add_generation_prompt)
+            found = None if text is None else [turn for turn, mark in enumerate(marks) if mark["content"] not in text]
+            self._unwritten[key] = found
+        return self._unwritten[key]
 
     def render_part(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str | None:
         """Render the beginning of a conversation; None where the template refuses it, even if it accepts the whole."""
@@ -173,10 +223,14 @@ class Chat:
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
         """Ids of rendered texts: the template has already written the special tokens."""
+        if not texts:
+            return []
         return call_tokenizer(self.tokenizer, texts, add_special_tokens=False)["input_ids"]
 
     def tokenize_with_index(self, texts: list[str]) -> list[tuple[list[int], TokenIndex]]:
         """Ids, and the positions of their tokens in the text."""
+        if not texts:
+            return []
         if not self.tokenizer.is_fast:
             return [
                 (ids, self._index_from_prefixes(text, ids))
@@ -190,119 +244,7 @@ class Chat:
 
     def _index_from_prefixes(self, text: str, ids: list[int]) -> TokenIndex:
         # Without offsets: tokenize the text up to the position, and count the ids that agree.
-        return lambda position, straddling: _common_prefix(self.tokenize([text[:position]])[0], ids)
-
-    def prompt_lengths(
-        self, prompts: Sequence[Sequence[Message]], answers: Sequence[Sequence[Sequence[Message]]], rows: Sequence[int]
-    ) -> Iterator[tuple[int, list[list[int]]]]:
-        """Tokenize prompts with each of their answers.
-
-        Args:
-            prompts: turns of each row before its answers.
-            answers: of each row the turns of each answer; all rows have the same number of them.
-            rows: number of each row, for messages.
-
-        Yields:
-            Of each row the tokens before its answers, which all its sequences begin with, and the sequences.
-        """
-        befores: list[str] = []
-        texts: list[list[str]] = []
-        for prompt, several, row in zip(prompts, answers, rows, strict=True):
-            texts.append([self.render([*prompt, *answer], row) for answer in several])
-            befores.append(self.render(prompt, row, add_generation_prompt=True))
-        headers = self.tokenize(befores)
-        encoded = iter(self.tokenize([text for several in texts for text in several]))
-        for number, (prompt, several, row) in enumerate(zip(prompts, answers, rows, strict=True)):
-            self.count_dropped([*prompt, *several[0]])
-            sequences = [next(encoded) for _ in several]
-            length = min(_common_prefix(headers[number], ids) for ids in sequences)
-            if length < len(headers[number]):
-                self.diverged += 1
-                starts = [
-                    self._answer_start([*prompt, *answer], len(prompt), text, befores[number], row)
-                    for answer, text in zip(several, texts[number], strict=True)
-                ]
-                if None not in starts:
-                    length = self._tokens_before(texts[number], starts, sequences)
-            yield length, sequences
-
-    def _answer_start(self, messages: Sequence[Message], turn: int, text: str, before: str, row: int) -> int | None:
-        """Character at which the answer's content begins in the text; None: the prompt is written as it is without the
-        answer, up to the header of the answer.
-
-        Mistral's templates write the system turn into the last user turn, and only where that is the last turn: then
-        the texts diverge within the user's turn, which is no answer.
-        """
-        shared = _common_prefix(before, text)
-        if shared == len(before) or turn == 0:
-            return None
-        floor = _content_bounds(self, messages, turn - 1, text)
-        if floor is not None and shared >= floor[1]:
-            return None
-        bounds = _content_bounds(self, messages, turn, text)
-        if bounds is None:
-            raise _left_out(row)
-        return bounds[0]
-
-    def _tokens_before(self, texts: list[str], starts: Sequence[int | None], sequences: list[list[int]]) -> int:
-        """Tokens that all sequences of a row begin with and that end before their answers."""
-        found = self.tokenize_with_index(texts)
-        length = min(index(start or 0, False) for (_, index), start in zip(found, starts, strict=True))
-        return min(length, *(_common_prefix(sequences[0][:length], ids) for ids in sequences))
-
-
-def answer_spans(chat: Chat, messages: Sequence[Message], text: str) -> Iterator[Span]:
-    """The spans of the answers in `text`, the rendered conversation: after each answer's header, up to and including
-    what the template writes to end the turn."""
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = chat.render_part(messages[:turn], add_generation_prompt=True)
-        after = text if turn == len(messages) - 1 else chat.render_part(messages[: turn + 1])
-        if before and after and text.startswith(after) and after.startswith(before):
-            span: Span | None = len(before), len(after), True
-        else:
-            span = _span_by_marker(chat, messages, turn, text, before)
-        if span is None:
-            chat.missing_turns += 1
-        else:
-            yield span
-
-
-def _span_by_marker(chat: Chat, messages: Sequence[Message], turn: int, text: str, before: str | None) -> Span | None:
-    """The span of a turn that the template writes differently when other turns follow.
-
-    Qwen3 drops the thinking of earlier turns, Phi-3 ends the last turn with a further token. So the content's position
-    is found by rendering the whole conversation with a marker instead of it.
-    """
-    bounds = _content_bounds(chat, messages, turn, text)
-    if bounds is None:
-        return None
-    start, end = bounds
-    marked = chat.render_part(_with_marker(messages, turn)[: turn + 1]) or ""
-    ending = marked.rpartition(_MARKER)[2]
-    shared = _common_prefix(ending, text[end:])
-    if before:
-        # Where the earlier turns are written differently too, the header's end is unknown. Then the span starts with
-        # the content.
-        floor = _content_bounds(chat, messages, turn - 1, text)
-        header_end = _common_prefix(before, text)
-        start = min(start, header_end) if floor is not None and header_end >= floor[1] else start
-    return start, end + shared, shared == len(ending)
-
-
-def _content_bounds(chat: Chat, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int] | None:
-    """Start and end of one turn's content in `text`, None where the template does not write it."""
-    marked = chat.render_part(_with_marker(messages, turn))
-    if marked is None or _MARKER not in marked:
-        return None
-    start = _common_prefix(text, marked)
-    tail = _common_prefix(text[: start - 1 : -1] if start else text[::-1], marked[::-1])
-    return start, len(text) - tail
-
-
-def _with_marker(messages: Sequence[Message], turn: int) -> list[Message]:
-    return [*messages[:turn], {"role": messages[turn]["role"], "content": _MARKER}, *messages[turn + 1 :]]
+        return lambda position, straddling: common_prefix(self.tokenize([text[:position]])[0], ids)
 
 
 def call_tokenizer(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: Any) -> Any:
@@ -331,10 +273,5 @@ def _left_out(row: int) -> JobFailure:
     )
 
 
-def _common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
-    length = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        length += 1
-    return length
+def _last_answer(messages: Sequence[Message]) -> int | None:
+    return next((turn for turn in reversed(range(len(messages))) if messages[turn]["role"] == "assistant"), None)

@@ -57,6 +57,8 @@ class DataReport:
     max_tokens: int
     """The longest sequence before the cut: the `max_seq_length` at which nothing is cut."""
     warnings: list[str]
+    lost_turns: list[str]
+    """Those of the warnings that are about turns that a chat template does not write."""
 
 
 @overload
@@ -110,6 +112,8 @@ class Tokenization:
     unit: str
     """What a row is called in messages."""
     counter: TruncationCounter
+    teacher: Chat | None = None
+    """Of a teacher with another vocabulary, which reads the rows, too."""
 
     @property
     def rows(self) -> int:
@@ -122,7 +126,7 @@ class Tokenization:
         Raises:
             JobFailure: invalid_dataset, if no row is left to train on.
         """
-        return self.counter.report(self.unit, self.chat)
+        return self.counter.report(self.unit, self.chat, self.teacher)
 
     def collect(self) -> tuple[Dataset, DataReport]:
         """All rows in memory, and the report on them."""
@@ -276,7 +280,7 @@ def tokenize_taught_prompts(
                 yield ids, [row], theirs
 
     tables = (table(list(rows(chunk)), TAUGHT_COLUMNS) for chunk in batched(enumerate(prompts), _CHUNK))
-    return Tokenization(tables, TAUGHT_COLUMNS, chat, "prompt", counter)
+    return Tokenization(tables, TAUGHT_COLUMNS, chat, "prompt", counter, other)
 
 
 def with_filler(dataset: Dataset) -> Dataset:
@@ -393,7 +397,7 @@ class TruncationCounter:
             self.eos_trained = self.eos_trained or self.eos in answer
             self.example_end = self.example_end or answer[-3:]
 
-    def report(self, unit: str, chat: Chat) -> DataReport:
+    def report(self, unit: str, chat: Chat, teacher: Chat | None = None) -> DataReport:
         """The counts, with warnings.
 
         Raises:
@@ -409,12 +413,21 @@ class TruncationCounter:
             total_tokens=self.total_tokens,
             trained_tokens=self.trained_tokens,
             max_tokens=self.longest,
-            warnings=self.warnings(unit, chat),
+            warnings=self.warnings(unit, chat, teacher),
+            lost_turns=self.lost_turns(unit, chat, teacher),
         )
 
-    def warnings(self, unit: str, chat: Chat) -> list[str]:
+    def warnings(self, unit: str, chat: Chat, teacher: Chat | None = None) -> list[str]:
         """What a user should know of the rows so far."""
-        return [*self._template_warnings(unit, chat), *self._cut_warnings(unit)]
+        lost = self.lost_turns(unit, chat, teacher)
+        return [*self._template_warnings(unit, chat), *lost, *self._end_warnings(chat), *self._cut_warnings(unit)]
+
+    def lost_turns(self, unit: str, chat: Chat, teacher: Chat | None = None) -> list[str]:
+        """A sentence for each chat template that does not write all turns."""
+        found = [chat.lost.message(unit, self.rows)]
+        if teacher is not None:
+            found.append(teacher.lost.message(unit, self.rows, "the teacher's"))
+        return [message for message in found if message]
 
     def _nothing_left(self, unit: str) -> str:
         if not self.rows:
@@ -433,14 +446,18 @@ class TruncationCounter:
                 "answer follows; the loss starts where they diverge, or, where that is within the prompt's last turn, "
                 "at the answer's own text"
             )
-        if chat.dropped_turns:
-            turns = ", ".join(f"{count} {role}" for role, count in sorted(chat.dropped_turns.items()))
+        if chat.two_prompts:
             yield (
-                f"the chat template leaves out turns of {chat.rows_with_dropped_turns} of {self.rows} {unit}s "
-                f"({turns}): the model does not see them. Put their text into user turns, or correct the template"
+                f"{chat.two_prompts} of {self.rows} {unit}s: the chat template writes the prompt differently for each "
+                "answer; both are trained after the prompt that generation has"
             )
-        if chat.missing_turns:
-            yield f"the chat template leaves out {chat.missing_turns} assistant turns: they are not trained"
+        if chat.unplaced_turns:
+            yield (
+                f"{chat.unplaced_turns} assistant turns are not trained: the chat template writes something else for "
+                "the same turn with a mark in it"
+            )
+
+    def _end_warnings(self, chat: Chat) -> Iterator[str]:
         if self.example_end and self.eos is not None and not self.eos_trained:
             yield (
                 f"answers end in {chat.tokenizer.decode(self.example_end)!r}, not in the tokenizer's eos_token "

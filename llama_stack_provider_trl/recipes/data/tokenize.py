@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ...specs.rows import LabelledExample, PreferenceExample, PromptExample, SftExample
-from .chat import Chat, answer_spans, call_tokenizer
+from .chat import Chat, call_tokenizer
 from .packing import IGNORED
+from .spans import answer_spans, split_rows
 
 Encoded = tuple[list[int], list[int]]
 """Token ids and labels of one sequence, not yet cut."""
@@ -46,8 +47,7 @@ class SftEncoder:
     def _rendered(self, rows: dict[int, SftExample]) -> list[str]:
         texts = []
         for row, example in rows.items():
-            texts.append(self.chat.render(example.messages or (), row))
-            self.chat.count_dropped(example.messages or ())
+            texts.append(self.chat.render_counted(example.messages or (), row))
         return texts
 
     def _answers(self, rows: dict[int, SftExample]) -> list[Encoded]:
@@ -55,8 +55,8 @@ class SftEncoder:
         prompts = [messages[:turns] for messages, turns in conversations]
         answers = [[messages[turns:]] for messages, turns in conversations]
         return [
-            (ids, [IGNORED] * start + ids[start:])
-            for start, (ids,) in self.chat.prompt_lengths(prompts, answers, [*rows])
+            (prompt + answer, [IGNORED] * len(prompt) + answer)
+            for prompt, (answer,) in split_rows(self.chat, prompts, answers, [*rows])
         ]
 
     def _dialogs(self, rows: dict[int, SftExample]) -> list[Encoded]:
@@ -76,8 +76,8 @@ def encode_pairs(
 ) -> Iterator[tuple[list[int], list[int], list[int]]]:
     """Prompt, chosen and rejected ids of each pair, not yet cut."""
     prompts, answers = [pair.prompt for _, pair in chunk], [(pair.chosen, pair.rejected) for _, pair in chunk]
-    for length, (chosen, rejected) in chat.prompt_lengths(prompts, answers, [row for row, _ in chunk]):
-        yield chosen[:length], chosen[length:], rejected[length:]
+    for prompt, (chosen, rejected) in split_rows(chat, prompts, answers, [row for row, _ in chunk]):
+        yield prompt, chosen, rejected
 
 
 def encode_labelled(
@@ -85,17 +85,14 @@ def encode_labelled(
 ) -> Iterator[tuple[list[int], list[int], bool]]:
     """Prompt and completion ids of each row, not yet cut, and its label."""
     prompts, answers = [example.prompt for _, example in chunk], [(example.completion,) for _, example in chunk]
-    found = chat.prompt_lengths(prompts, answers, [row for row, _ in chunk])
-    for (length, (ids,)), (_, example) in zip(found, chunk, strict=True):
-        yield ids[:length], ids[length:], example.label
+    split = split_rows(chat, prompts, answers, [row for row, _ in chunk])
+    for (prompt, (answer,)), (_, example) in zip(split, chunk, strict=True):
+        yield prompt, answer, example.label
 
 
 def encode_chats(chat: Chat, chunk: Sequence[tuple[int, PromptExample]]) -> Iterator[tuple[int, list[int]]]:
     """Number and ids of each prompt, with the header of its answer."""
-    texts = []
-    for row, prompt in chunk:
-        texts.append(chat.render(prompt.messages, row, add_generation_prompt=True))
-        chat.count_dropped(prompt.messages, add_generation_prompt=True)
+    texts = [chat.render_counted(prompt.messages, row, add_generation_prompt=True) for row, prompt in chunk]
     return zip((row for row, _ in chunk), chat.tokenize(texts), strict=True)
 
 

@@ -20,6 +20,7 @@ from ...specs.rewards import RewardModel
 from ...specs.rows import Message
 from ..data.chat import Chat
 from ..data.prepare import TruncationCounter
+from ..data.spans import split_rows
 from ..model.loading import SCORE, WeightStorage, load_model, load_tokenizer
 
 LARGEST = 1e30
@@ -105,9 +106,9 @@ class RewardScorer:
         limit = self._spec.max_seq_length
         if len(ids) <= limit:
             return ids, True
-        ((length, _),) = self._chat.prompt_lengths([prompt], [[answer]], [number])
+        ((before, (after,)),) = split_rows(self._chat, [prompt], [[answer]], [number])
         cutter = TruncationCounter(None, self._tokenizer.bos_token_id, limit, self._spec.truncation_side)
-        if (kept := cutter.cut_answer(ids[:length], ids[length:])) is None:
+        if (kept := cutter.cut_answer(before, after)) is None:
             return cutter.cut(ids, ids, limit), False
         return [*kept[0], *kept[1]], True
 

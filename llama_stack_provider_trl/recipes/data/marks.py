@@ -1,0 +1,103 @@
+"""Marks in the content of a turn, by which the content is found in what a chat template writes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...specs.rows import Message
+
+OPEN, CLOSE = "\ue000\ue002\ue001", "\ue000\ue003\ue001"
+"""Private-use characters, so that no content matches, and none that a filter such as `upper` changes."""
+
+
+@dataclass(frozen=True)
+class Marking:
+    """A turn with two marks in its content, which is otherwise the same: so a template that reads contents takes the
+    branch that it takes for the row."""
+
+    role: str
+    parts: tuple[str, str, str]
+    """The content before, between and after the marks."""
+
+    def put_into(self, messages: Sequence[Message], turn: int) -> list[Message]:
+        """The conversation with this turn."""
+        before, between, after = self.parts
+        marked: Message = {"role": self.role, "content": f"{before}{OPEN}{between}{CLOSE}{after}"}
+        return [*messages[:turn], marked, *messages[turn + 1 :]]
+
+    def is_in(self, marked: str) -> bool:
+        """Whether the template has written a part of this turn."""
+        return OPEN in marked or CLOSE in marked
+
+    def bounds(self, marked: str, text: str | None = None, *, exact: bool = True) -> tuple[int, int] | None:
+        """Start and end of the turn's content in what the template has written with the marks, these taken away.
+
+        Args:
+            text: what the template writes without marks; None: that is not known.
+            exact: `text` has to be the same. Else it may differ before the content, or behind it, as where a template
+                counts characters.
+
+        Returns:
+            None: a mark is missing, or the texts differ.
+        """
+        first, last = marked.rfind(OPEN), marked.rfind(CLOSE)
+        if first < 0 or last < first:
+            return None
+        head, between, tail = (unmarked(part) for part in (marked[:first], marked[first:last], marked[last:]))
+        whole = head + between + tail
+        text, start = whole if text is None else text, len(head)
+        if exact and text != whole:
+            return None
+        if text.endswith(between + tail):
+            start += len(text) - len(whole)
+        elif not text.startswith(head + between):
+            return None
+        end = start + len(between)
+        # What of the content is outside of the marks is part of it where it is written as it is. White space is not:
+        # it may be the template's own.
+        before, _, after = self.parts
+        shared = common_prefix(before[::-1], text[start - len(before) : start][::-1] if start >= len(before) else "")
+        return start - len(before[len(before) - shared :].lstrip()), end + common_prefix(after, text[end:])
+
+
+def markings(message: Message) -> list[Marking]:
+    """Ways to mark a turn, the most exact one first: around its content; around its text, since many templates trim
+    contents; after what is read as a thought; within the text, which leaves its beginning and its end as they are."""
+    content = message["content"]
+    text_start, text_end = len(content) - len(content.lstrip()), len(content.rstrip())
+    places = [(0, len(content)), (text_start, text_end)]
+    for found, tag in ((content.find("<think>"), "<think>"), (content.rfind("</think>"), "</think>")):
+        if found >= 0:
+            at = found + len(tag)
+            places += [(at, len(content)), (len(content) - len(content[at:].lstrip()), text_end)]
+    words = [word.start() for word in re.finditer(r"(?<=\s)\w", content)]
+    inner = [*words[:2], *words[-1:], (text_end - len(visible(message)) + text_end) // 2]
+    return [
+        Marking(message["role"], (content[:start], content[start:end], content[end:]))
+        for start, end in dict.fromkeys([*places, *((at, at) for at in inner)])
+        if start <= end
+    ]
+
+
+def visible(message: Message) -> str:
+    """What a template has to write of a turn: templates leave out what an answer thought before."""
+    content = message["content"]
+    return (content.rpartition("</think>")[2] if message["role"] == "assistant" else content).strip()
+
+
+def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items both begin with."""
+    length = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length
+
+
+def unmarked(text: str) -> str:
+    """The text without marks."""
+    return text.replace(OPEN, "").replace(CLOSE, "")

@@ -1,0 +1,186 @@
+"""Finds the trained spans of rendered conversations: where answers begin and end in what a chat template writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ...errors import JobFailure
+from ...specs.events import Reason
+from ...specs.rows import Message
+from .chat import Chat, TokenIndex
+from .marks import Marking, common_prefix, markings, unmarked, visible
+
+Span = tuple[int, int, bool]
+"""First and last character, and whether the end is exact; if not, the token around the end is outside the span."""
+
+
+class SplitRow(NamedTuple):
+    """The tokens of a row."""
+
+    prompt: list[int]
+    answers: list[list[int]]
+    """Each begins where the template writes it, and ends with what the template writes to end the turn."""
+
+
+class _Place(NamedTuple):
+    """Where the content of a turn is in a text."""
+
+    start: int
+    end: int
+    marking: Marking
+    """By which it was found."""
+
+
+class _RenderedRow(NamedTuple):
+    """A rendered row."""
+
+    number: int
+    prompt: Sequence[Message]
+    answers: Sequence[Sequence[Message]]
+    before: str
+    """The prompt with the header of an answer, as in generation."""
+    texts: list[str]
+    """The prompt with each answer."""
+
+    @property
+    def diverges(self) -> bool:
+        """Whether an answer has the template write the prompt differently."""
+        return not all(text.startswith(self.before) for text in self.texts)
+
+
+def split_rows(
+    chat: Chat,
+    prompts: Sequence[Sequence[Message]],
+    answers: Sequence[Sequence[Sequence[Message]]],
+    numbers: Sequence[int],
+) -> Iterator[SplitRow]:
+    """Tokenize prompts with each of their answers.
+
+    Args:
+        prompts: turns of each row before its answers.
+        answers: of each row the turns of each answer.
+        numbers: of each row, for messages.
+    """
+    rows = [_rendered(chat, *row) for row in zip(numbers, prompts, answers, strict=True)]
+    plain = [row for row in rows if not row.diverges]
+    headers = iter(chat.tokenize([row.before for row in plain]))
+    sequences = iter(chat.tokenize([text for row in plain for text in row.texts]))
+    indexed = iter(chat.tokenize_with_index([text for row in rows if row.diverges for text in row.texts]))
+    for row in rows:
+        if row.diverges:
+            yield _split_diverging(chat, row, [next(indexed) for _ in row.texts])
+        else:
+            yield _split_plain(chat, next(headers), [next(sequences) for _ in row.texts])
+
+
+def _rendered(chat: Chat, number: int, prompt: Sequence[Message], answers: Sequence[Sequence[Message]]) -> _RenderedRow:
+    found = [chat.render_whole([*prompt, *answer], number) for answer in answers]
+    before = chat.render(prompt, number, add_generation_prompt=True)
+    row = _RenderedRow(number, prompt, answers, before, [one.text for one in found])
+    lost = {turn for one in found for turn in one.unwritten if turn < len(prompt)}
+    roles = [prompt[turn]["role"] for turn in sorted(lost)]
+    for answer, one in zip(answers, found, strict=True):
+        roles += [answer[turn - len(prompt)]["role"] for turn in one.unwritten if turn >= len(prompt)]
+    chat.lost.add(roles, number)
+    return row
+
+
+def _split_plain(chat: Chat, header: list[int], sequences: list[list[int]]) -> SplitRow:
+    """The template writes what it writes in generation, then the answer. Tokens may still span the border."""
+    length = min(common_prefix(header, ids) for ids in sequences)
+    chat.diverged += length < len(header)
+    return SplitRow(sequences[0][:length], [ids[length:] for ids in sequences])
+
+
+def _split_diverging(chat: Chat, row: _RenderedRow, found: Sequence[tuple[list[int], TokenIndex]]) -> SplitRow:
+    """Mistral's templates write the system turn into the last user turn, and only where that is the last turn: then the
+    prompt is what they write before the answer. Where that depends on the answer, the prompt is that of generation."""
+    chat.diverged += 1
+    starts = [
+        len(row.before) if text.startswith(row.before) else _answer_start(chat, row, answer, text)
+        for answer, text in zip(row.answers, row.texts, strict=True)
+    ]
+    first = min(starts)
+    sequences = [ids for ids, _ in found]
+    if all(_shares_prompt(chat, row, text, start, first) for text, start in zip(row.texts, starts, strict=True)):
+        length = min(index(first, False) for _, index in found)
+        length = min(common_prefix(sequences[0][:length], ids) for ids in sequences)
+        return SplitRow(sequences[0][:length], [ids[length:] for ids in sequences])
+    chat.two_prompts += 1
+    (header,) = chat.tokenize([row.before])
+    return SplitRow(header, [ids[index(start, False) :] for (ids, index), start in zip(found, starts, strict=True)])
+
+
+def _shares_prompt(chat: Chat, row: _RenderedRow, text: str, start: int, first: int) -> bool:
+    """Whether a text has the prompt of its row up to `first`, the first start of an answer, and then the answer, or the
+    rest of its header."""
+    if text[:first] != row.texts[0][:first]:
+        return False
+    if start == first:
+        return True
+    if not text.startswith(row.before):
+        return False
+    place = _find(chat, row.prompt, len(row.prompt) - 1, row.before, add_generation_prompt=True)
+    return place is not None and place.end <= first
+
+
+def _answer_start(chat: Chat, row: _RenderedRow, answer: Sequence[Message], text: str) -> int:
+    place = _find(chat, [*row.prompt, *answer], len(row.prompt), text)
+    if place is None:
+        raise JobFailure(
+            Reason.invalid_dataset,
+            f"row {row.number}: the model's chat template writes the prompt differently when the answer follows, and "
+            "where the answer begins cannot be found: the template writes something else for the same answer with a "
+            "mark in it. Change the row, or the template in the model's tokenizer files",
+        )
+    return place.start
+
+
+def answer_spans(chat: Chat, messages: Sequence[Message], text: str) -> Iterator[Span]:
+    """The spans of the answers in `text`, the rendered conversation: after each answer's header, up to and including
+    what the template writes to end the turn."""
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = chat.render_part(messages[:turn], add_generation_prompt=True)
+        after = text if turn == len(messages) - 1 else chat.render_part(messages[: turn + 1])
+        if before and after and text.startswith(after) and after.startswith(before):
+            yield len(before), len(after), True
+        elif place := _find(chat, messages, turn, text):
+            yield _span_at(chat, messages, turn, text, before, place)
+        elif visible(message):
+            chat.unplaced_turns += 1
+
+
+def _span_at(chat: Chat, messages: Sequence[Message], turn: int, text: str, before: str | None, place: _Place) -> Span:
+    """The span of a turn that the template writes differently when other turns follow.
+
+    Qwen3 drops the thinking of earlier turns, Phi-3 ends the last turn with a further token.
+    """
+    marked = chat.render_part(place.marking.put_into(messages, turn)[: turn + 1])
+    bounds = None if marked is None else place.marking.bounds(marked)
+    ending = unmarked(marked)[bounds[1] :] if marked and bounds else ""
+    shared = common_prefix(ending, text[place.end :])
+    # Where the template writes earlier turns differently, too, the header's end is not known.
+    start = len(before) if before and text.startswith(before) else place.start
+    return start, place.end + shared, shared == len(ending)
+
+
+def _find(
+    chat: Chat, messages: Sequence[Message], turn: int, text: str, *, add_generation_prompt: bool = False
+) -> _Place | None:
+    """The place of a turn's content in `text`, the rendered conversation. None: the template does not write it, or
+    writes something else for every marking of the turn."""
+    tried: list[tuple[Marking, str]] = []
+    for marking in markings(messages[turn]):
+        marked = chat.render_part(marking.put_into(messages, turn), add_generation_prompt=add_generation_prompt)
+        if marked is None:
+            continue
+        if bounds := marking.bounds(marked, text):
+            return _Place(*bounds, marking)
+        tried.append((marking, marked))
+    for marking, marked in tried:
+        if bounds := marking.bounds(marked, text, exact=False):
+            return _Place(*bounds, marking)
+    return None
