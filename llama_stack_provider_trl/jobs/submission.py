@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from ..errors import InvalidRequest, InvalidRows, MethodUnavailable, StoreError
-from ..requests.bases import Base, NamedJob
+from ..requests.bases import Base, NamedJob, named_base
 from ..requests.engines import with_engine
 from ..requests.options import ProviderOptions
 from ..requests.resolve import Resolution, resolve
@@ -35,6 +35,7 @@ from ..system.files import put_lines, put_rows
 from ..system.limited import Limited
 from ..system.offload import caller_name, in_work_thread
 from .bases import find_base
+from .damaged_models import refuse_damaged
 from .harness import with_task_files
 from .merges import after_all, bases_of, beside_judges, jobs_of, no_rows
 from .ownership import refuse_foreign
@@ -336,6 +337,7 @@ def _resolution(
         options, settings = for_work(request, options, settings, named, work)
     makers = [job.job_uuid for job in jobs_of(work, models)]
     resolution = resolve(request, options, settings, named, makers)
+    refuse_damaged(*named_base(request), resolution.fields)
     fields = with_reward_models(resolution.fields, options, settings, store)
     resolution = replace(resolution, fields=with_teacher(fields, options, settings, store))
     refuse_foreign(settings.data_dir, resolution.fields["checkpoint_dir"])

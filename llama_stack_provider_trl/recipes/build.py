@@ -27,6 +27,7 @@ from .fast.parts import in_parts
 from .fast.support import with_batches
 from .model.adapters import DEFAULT, continued, continues, has_reference_adapter
 from .model.attention import passes_padding_mask, set_attention
+from .model.checked import check_models
 from .model.deferred import DeferredWeights, has_placeholders
 from .model.loading import (
     DTYPES,
@@ -177,6 +178,7 @@ def build_trainer(
     writer, batch_plan = writer or NullEventWriter(), batch_plan or BatchPlan.of_job(spec)
     recipe, arguments = trainer_of(spec)  # first: what is not installed cannot train
     tokenizer = load_tokenizer(spec.source)
+    check_models(spec)
     check_vocabulary(spec, tokenizer)
     # Data before weights: a bad row is found in a second, a large model takes minutes to load.
     prompts = encode_prompts(spec.samples, tokenizer, positions_of(spec.source)) if spec.samples else []

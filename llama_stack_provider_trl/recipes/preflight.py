@@ -35,6 +35,7 @@ from .memory.messages import gib, misfit
 from .memory.proposals import Capacity, batch_fields, nearest
 from .memory.trace import Batch
 from .memory.trace_cache import trace
+from .model.checked import check_models
 from .model.fsdp import accumulates_shards, keeps_whole_gradients, ranks_per_machine
 from .model.loading import load_teacher_tokenizer, load_tokenizer, positions_of, within_positions
 from .preview import preview
@@ -225,6 +226,7 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     spec, notes = within_positions(spec)
     spec, _ = with_batches(spec)
     tokenizer = load_tokenizer(spec.source)
+    check_models(spec)
     if spec.samples:
         encode_prompts(spec.samples, tokenizer, positions_of(spec.source))
     teacher = load_teacher_tokenizer(spec)

@@ -15,7 +15,7 @@ from ..specs.job import JobSpec
 from ..specs.kinds import Answering
 from .answerer import Answerer
 from .model.generation import answer_ends
-from .model.loading import DTYPES, load_config, outline, source_arguments
+from .model.loading import DTYPES, check_weights, load_config, outline, source_arguments
 from .model.vllm_process import MOST_AT_ONCE, VllmProcess
 
 
@@ -32,6 +32,7 @@ class VllmAnswerer(Answerer):
 
     def __init__(self, spec: JobSpec, work: Answering, device: torch.device, batch: int, writer: EventWriter) -> None:
         super().__init__(spec, work)
+        check_weights(spec.source)
         assert work.vllm_python is not None
         self._batch = batch
         self._vllm = VllmProcess(

@@ -255,7 +255,7 @@ def _file(directory: Path) -> Path:
     [
         (of_another_rank, r"lora_A.weight is \[2, \d+\], and \[4, \d+\] in this model"),
         (without_a_weight, "1 weights are in only one of it and this model, such as"),
-        (damaged, "its weights cannot be read"),
+        (damaged, "adapter_model.safetensors is cut off, it has 4 bytes"),
     ],
 )
 def test_an_adapter_that_does_not_fit_fails_the_job_by_name(

@@ -408,7 +408,7 @@ def test_models_that_do_not_fit_together_are_refused_by_name(models: list[Path],
     save_file(weights, narrow / "model.safetensors")
     assert f"{name} has the shapes" in refusal(spec([models[0], narrow], [1, 1], output))
     (narrow / "model.safetensors").write_bytes(b"no weights")
-    assert "model.safetensors cannot be read" in refusal(spec([models[0], narrow], [1, 1], output))
+    assert "model.safetensors is no safetensors file" in refusal(spec([models[0], narrow], [1, 1], output))
     (narrow / "model.safetensors").unlink()
     assert "it has no model.safetensors" in refusal(spec([models[0], narrow], [1, 1], output))
     (narrow / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../secret.safetensors"}}')

@@ -130,7 +130,8 @@ def source_of(model: Path) -> ModelSource:
 def test_damaged_weights_are_a_sentence(model: Path, damage: str) -> None:
     (model / "model.safetensors").write_bytes(WEIGHTS[damage])
     storage = WeightStorage(torch.float32, "fp32", False, False, False)
-    with pytest.raises(JobFailure, match=r"cannot be loaded as a causal language model|has no weights for") as caught:
+    sentences = r"cannot be loaded as a causal language model|has no weights for|model\.safetensors (is|has) "
+    with pytest.raises(JobFailure, match=sentences) as caught:
         load_model(source_of(model), storage, CPU)
     assert caught.value.reason == Reason.invalid_model
     assert len(caught.value.message) < 1000
@@ -154,7 +155,7 @@ def test_a_configuration_that_describes_no_model_is_refused_before_anything_is_b
 @pytest.mark.parametrize("damage", TOKENIZERS)
 def test_a_damaged_tokenizer_is_a_sentence(model: Path, damage: str) -> None:
     (model / "tokenizer.json").write_text(TOKENIZERS[damage])
-    with pytest.raises(JobFailure, match=r"its tokenizer cannot be loaded|has no eos_token") as caught:
+    with pytest.raises(JobFailure, match=r"tokenizer cannot be loaded|no eos_token|json cannot be read") as caught:
         load_tokenizer(source_of(model))
     assert (caught.value.reason, len(caught.value.message) < 1000) == (Reason.invalid_model, True)
 
@@ -189,7 +190,7 @@ def test_a_damaged_index_of_weights_is_a_sentence(model: Path, damage: str) -> N
 @pytest.mark.parametrize("damage", sorted({*WEIGHTS} - {"twice"}))  # its last tensor counts
 def test_damaged_weights_of_a_merge_are_a_sentence(model: Path, damage: str) -> None:
     (model / "model.safetensors").write_bytes(WEIGHTS[damage])
-    with ExitStack() as stack, pytest.raises(JobFailure, match=r"model\.safetensors cannot be read"):
+    with ExitStack() as stack, pytest.raises(JobFailure, match=r"model\.safetensors (cannot be read|is|has) "):
         _Weights(str(model), stack)
 
 

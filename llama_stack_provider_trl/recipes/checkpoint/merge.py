@@ -20,7 +20,10 @@ from ...errors import JobFailure
 from ...specs.checkpoint_files import is_data_name
 from ...specs.events import Reason
 from ...specs.merge import ADAPTER_METHODS, MODEL_METHODS, PRUNING_METHODS, STACKED_METHODS, MergeSpec
+from ...specs.model_source import ModelSource
 from ...system.files import MANIFEST, atomic_write_json, put_in_place
+from ...system.model_damage import CONFIG_FILES
+from ..model.files import check_adapter_files, check_files, check_tokenizer_files, whole_weights
 from .merge_methods import merged_adapter, merged_weight, seeded, shares_of, slerp_weights
 from .shards import Outline, outlines, write
 
@@ -67,6 +70,13 @@ class _Weights:
         self.given = given
         self.directory = _directory(given)
         self.kind = "adapter" if (self.directory / _ADAPTER_CONFIG).is_file() else "model"
+        if self.kind == "adapter":
+            check_adapter_files(self.directory)
+        else:
+            source = ModelSource(model=given, path=self.directory)
+            check_files(source, CONFIG_FILES)
+            check_tokenizer_files(source)
+            whole_weights(source)
         self.outlines: dict[str, Outline] = {}
         self._files: dict[str, Any] = {}
         for path in self._paths():

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import JobSpec
+from .files import check_adapter_files
 from .loading import DTYPES, WeightStorage, adapter_config, load_config, load_model, outline, quantize
 
 DEFAULT, REFERENCE = "default", "reference"
@@ -73,6 +74,8 @@ def load_to_infer(spec: JobSpec, device: torch.device, *, in_4_bits: bool = Fals
         is_quantized=in_4_bits,
         is_sharded=False,
     )
+    if spec.adapter is not None:
+        check_adapter_files(spec.adapter.path)
     model: Any = load_model(spec.source, storage, device)
     if in_4_bits:
         quantize(spec, model)
@@ -102,6 +105,7 @@ def read_weights(spec: JobSpec, model: PeftModel, names: Sequence[str] = ()) -> 
     """
     assert spec.adapter is not None
     names = names or tuple(model.peft_config)
+    check_adapter_files(spec.adapter.path)
     try:
         found = load_file(spec.adapter.path / _FILE)
     except (OSError, SafetensorError) as error:

@@ -14,6 +14,8 @@ from transformers.utils import CONFIG_NAME, cached_file
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.model_source import ModelSource
+from ...system.model_damage import CONFIG_FILES
+from .files import check_files
 
 DAMAGE = (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError, ArithmeticError)
 """What transformers raises for files of a model that are damaged, or describe none."""
@@ -34,6 +36,7 @@ def read_config(source: ModelSource, arguments: dict[str, Any]) -> Any:
     Raises:
         JobFailure: invalid_model, it is missing or damaged, or a number in it is beyond any model.
     """
+    check_files(source, CONFIG_FILES)
     try:
         _check_numbers(source)
         return AutoConfig.from_pretrained(source.location, **arguments)

@@ -31,9 +31,10 @@ from ..distributed import ranks
 from . import quantization
 from .attention import without_cudnn
 from .configs import DAMAGE, invalid_model, read_config
-from .files import check_weights_index, stored_dtype
+from .files import check_adapter_files, check_tokenizer_files, check_weights_index, stored_dtype, whole_weights
 from .fsdp import is_sharded
 from .merging import merged_later
+from .shapes import refuse_other_shapes
 
 DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -117,6 +118,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     Raises:
         JobFailure: invalid_model, when there is none that transformers can load.
     """
+    check_tokenizer_files(source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.location, **source_arguments(source))
     except MemoryError:
@@ -165,14 +167,28 @@ def commit_of(source: ModelSource) -> str | None:
     return commit
 
 
+def check_weights(source: ModelSource, *, is_reward: bool = False) -> None:
+    """Return if a model's files of weights that are on this machine are whole, and of the shapes of its configuration.
+
+    Reads their headers. Of a model with code of its own, or with quantized weights, shapes are not compared.
+
+    Raises:
+        JobFailure: invalid_model, with the file, and the weight with both shapes.
+    """
+    config, files = load_config(source), whole_weights(source)
+    if not source.trust_remote_code and not getattr(config, "quantization_config", None):
+        refuse_other_shapes(source, files, lambda: outline(source, config, torch.float32, is_reward=is_reward))
+
+
 def load_model(source: ModelSource, storage: WeightStorage, device: torch.device) -> PreTrainedModel:
     """The causal LM to train. A model that is to be sharded stays in CPU memory: a deferred one in the files' own
     dtype, so that its weights are mapped and not copied, nor quantized.
 
     Raises:
-        JobFailure: invalid_model, when it is missing, is no causal LM, its weights are damaged, or its index names
-            files outside its directory.
+        JobFailure: invalid_model, when it is missing, is no causal LM, its weights are damaged or of other shapes, or
+            its index names files outside its directory.
     """
+    check_weights(source, is_reward=storage.is_reward)
     check_weights_index(source.location, source.revision)
     # The whole model might not fit on the device of a rank that trains a part of it.
     placed_on = "cpu" if storage.is_sharded else device
@@ -198,6 +214,7 @@ def load_model(source: ModelSource, storage: WeightStorage, device: torch.device
     except (*DAMAGE, RuntimeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
+        check_weights(source, is_reward=storage.is_reward)  # of files that were downloaded meanwhile
         raise invalid_model(source.model, "it cannot be loaded as a causal language model", error) from error
     _name(model, source)
     may_lack = {SCORE} if storage.is_reward and not storage.has_head else set()
@@ -247,12 +264,15 @@ def loading_dtype(source: ModelSource, storage: WeightStorage, config: Any, stor
     return stored if is_uniform and same_buffers and not keeps_some else storage.dtype
 
 
-def outline(source: ModelSource, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+def outline(source: ModelSource, config: Any, dtype: torch.dtype, *, is_reward: bool = False) -> PreTrainedModel:
     """The model without weights."""
+    auto, head = auto_class(is_reward=is_reward)
+    config = copy.deepcopy(config)
+    for name, value in head.items():
+        setattr(config, name, value)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=dtype, trust_remote_code=source.trust_remote_code
-        )
+        bare: PreTrainedModel = auto.from_config(config, dtype=dtype, trust_remote_code=source.trust_remote_code)
+    return bare
 
 
 def with_depth(config: Any, layers: int) -> Any:
@@ -285,10 +305,12 @@ def load_adapter(spec: JobSpec, adapter: Path, *, as_trained: bool = False) -> P
         as_trained: with the base in 4 bits where the job trained it so; False: as it is on disk.
     """
     source, storage = spec.source, WeightStorage.of(spec)
+    check_adapter_files(adapter)
     if as_trained and storage.in_4_bits:
         base = load_model(source, replace(storage, is_deferred=False), torch.device("cpu"))
         quantization.prepare_4bit_base(base)
     else:
+        check_weights(source, is_reward=spec.trains_reward)
         check_weights_index(source.location, source.revision)
         auto, head = auto_class(is_reward=spec.trains_reward)
         base = auto.from_pretrained(

@@ -21,6 +21,7 @@ from ...specs.rows import Message
 from ..data.chat import Chat
 from ..data.prepare import TruncationCounter
 from ..data.spans import split_rows
+from ..model.files import check_adapter_files
 from ..model.loading import SCORE, WeightStorage, load_model, load_tokenizer
 
 LARGEST = 1e30
@@ -53,6 +54,7 @@ class RewardScorer:
         assert spec.path is not None
         assert spec.base is not None
         self._spec, self._device = spec, device
+        check_adapter_files(spec.path)
         own = ModelSource(model=str(spec.path), trust_remote_code=spec.base.trust_remote_code)
         self._tokenizer = load_tokenizer(own)
         self._chat = Chat(self._tokenizer)

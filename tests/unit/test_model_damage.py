@@ -1,0 +1,139 @@
+"""Damage of a model's file that its first bytes, its size or its header show."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.jobs.submission import resolved
+from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
+from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.job import DatasetRef
+from llama_stack_provider_trl.system import model_damage
+from llama_stack_provider_trl.system.model_damage import damage_of
+
+NAMES = (
+    "config.json",
+    "model-00001-of-00002.safetensors",
+    "chat_template.jinja",
+    "pytorch_model.bin",
+    "tokenizer.json",
+)
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab\nsize 16060617592\n"
+PAGES = (
+    b"<!DOCTYPE html>\n<html><head><title>401 Unauthorized</title></head></html>",
+    b'\n  <html lang="en">\n<body>Sign in</body>',
+    b'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>AccessDenied</Code></Error>',
+)
+
+
+def found(path: Path, name: str, content: bytes, **more: Any) -> str | None:
+    file = path / name
+    file.write_bytes(content)
+    with file.open("rb") as opened:
+        return damage_of(name, opened, **more)
+
+
+def tensors(*ends: int, data: int | None = None) -> bytes:
+    header = json.dumps({str(end): {"dtype": "U8", "shape": [end], "data_offsets": [0, end]} for end in ends}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(max(ends, default=0) if data is None else data)
+
+
+WHOLE = len(tensors(8, 40))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pointer_a_page_and_an_empty_file_are_named_as_such(tmp_path: Path, name: str) -> None:
+    assert "is a Git LFS pointer and not the file itself: run `git lfs pull`" in str(found(tmp_path, name, POINTER))
+    for page in PAGES:
+        assert "is a web page, such as the error page of a download: download it" in str(found(tmp_path, name, page))
+    assert found(tmp_path, name, b"") == "is empty: download it again"
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (tensors(8, 40)[:-1], f"is cut off, it has {WHOLE - 1} bytes, expected {WHOLE} by its header"),
+        (tensors(8, 40, data=7), f"is cut off, it has {WHOLE - 33} bytes, expected {WHOLE} by its header"),
+        (tensors(8, 40)[:20], f"is cut off, it has 20 bytes, expected at least {WHOLE - 40} by its first 8"),
+        (struct.pack("<Q", 900), "is cut off, it has 8 bytes, expected at least 908 by its first 8"),
+        (b"\1\0", "is cut off, it has 2 bytes, expected at least 8"),
+        (b"Entry not found", "is no safetensors file, it begins with b'Entry not found'"),
+        (bytes(64), "is no safetensors file"),
+        (struct.pack("<Q", 1 << 40) + b"{", "is no safetensors file"),
+        (struct.pack("<Q", 9) + b'{"a": 17}', "has a header that cannot be read (TypeError"),
+    ],
+)
+def test_a_safetensors_file_that_is_cut_off_or_another_one(tmp_path: Path, content: bytes, sentence: str) -> None:
+    assert sentence in str(found(tmp_path, "model.safetensors", content))
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b'{"a": 1', "cannot be read, it is no JSON (JSONDecodeError"),
+        (b"[]", "cannot be read, it is no JSON object"),
+        (b"\xff\xfe{}", "cannot be read, it is no JSON"),
+        (b"[" * 100_000, "cannot be read, it is no JSON (RecursionError"),
+        (b'"text"', "cannot be read, it is no JSON object"),
+    ],
+)
+def test_json_that_is_none_or_no_object(tmp_path: Path, content: bytes, sentence: str) -> None:
+    assert sentence in str(found(tmp_path, "generation_config.json", content))
+
+
+def test_of_a_large_file_both_ends_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_damage, "SMALL", 1000)
+    large = json.dumps({"a": "x" * 2000}).encode()
+    assert found(tmp_path, "tokenizer.json", large + b"\n") is None
+    assert "is cut off, it has 2000 bytes" in str(found(tmp_path, "tokenizer.json", large[:2000]))
+    assert "it is no JSON object" in str(found(tmp_path, "tokenizer.json", b"[" + large + b"]"))
+
+
+def test_whole_files_have_no_damage(tmp_path: Path) -> None:
+    assert found(tmp_path, "config.json", b'{"model_type": "llama"}\n') is None
+    assert found(tmp_path, "model.safetensors", tensors(8, 40)) is None
+    assert found(tmp_path, "model.safetensors", tensors()) is None
+    assert found(tmp_path, "chat_template.jinja", b"<html_block>{{ messages }}") is None
+    assert found(tmp_path, "pytorch_model.bin", b"PK\x03\x04") is None
+    assert found(tmp_path, "model.safetensors", tensors(100, data=0), most_header=10) is None  # not parsed
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("model.safetensors", POINTER, "model.safetensors in that directory is a Git LFS pointer"),
+        ("chat_template.jinja", PAGES[0], "chat_template.jinja in that directory is a web page"),
+        ("tokenizer_config.json", b"", "tokenizer_config.json in that directory is empty"),
+        ("config.json", b"{", "config.json in that directory cannot be read, it is no JSON"),
+    ],
+)
+def test_a_request_for_a_directory_with_such_a_file_is_refused_by_name(
+    tmp_path: Path, name: str, content: bytes, sentence: str
+) -> None:
+    async def rows(*_: Any) -> tuple[DatasetRef, list[str]]:
+        return DatasetRef(dataset_id="rows", path=tmp_path, sha256="0" * 64, num_rows=8), []
+
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    os.mkfifo(model / "tokenizer.json")  # is not waited for
+    settings = Settings(data_dir=tmp_path / "data", devices=("cpu",))
+    data = {"dataset_id": "rows", "batch_size": 2}
+    body = {"job_uuid": "job", "model": str(model), "training_config": {"n_epochs": 1, "data_config": data}}
+    request = SupervisedFineTuneRequest.model_validate(body)
+    accepted = asyncio.run(resolved(request, ProviderOptions(), settings, rows, None))
+    assert accepted.spec.model == str(model)
+    (model / name).write_bytes(content)
+    with pytest.raises(InvalidRequest, match=re.escape(sentence)) as caught:
+        asyncio.run(resolved(request, ProviderOptions(), settings, rows, None))
+    assert caught.value.field == "model"
