@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from .cores import Held
-from .demands import Queued
+from .demands import CRITICAL, Queued
 from .placement import Node, Obtainable, place, places_for
+from .preemption import Preemptible, preempt
 from .states import JobState
 
 
@@ -38,6 +39,11 @@ class RunningJob(NamedTuple):
     job_uuid: str
     state: JobState
     pace: StepPace
+    job: Queued | None = None
+    """As it would wait again; None: it is not preempted."""
+    attempt: int = 1
+    launched_at: float = 0.0
+    """Start of its attempt, seconds since the epoch."""
 
 
 class PredictedStart(NamedTuple):
@@ -56,6 +62,8 @@ def predict(
     running: Iterable[RunningJob],
     now: float,
     obtainable: Sequence[Obtainable] = (),
+    *,
+    preempts: bool = False,
 ) -> dict[str, PredictedStart]:
     """Run the queue ahead of time: at each end that is known the devices become free, and `place` gives them to jobs.
 
@@ -68,43 +76,117 @@ def predict(
         running: jobs that may have processes.
         now: seconds since the epoch.
         obtainable: what pools may give: when is not known.
+        preempts: whether critical jobs have others save and wait. The time that they take to save does not count.
 
     Returns:
         job_uuid -> start, of all waiting jobs.
     """
-    left = {one.job.job_uuid: one for one in waiting}
-    held = dict(holders)
-    ends, unknown = _ends(running, now)
-    for job_uuid in held.values():
-        if job_uuid not in ends:
-            unknown.setdefault(job_uuid, f"processes of job {job_uuid} have not ended yet")
-    found: dict[str, PredictedStart] = {}
-    completed: set[str] = set()
-    time = now
-    while left:
-        ready = [one.job for one in left.values() if one.not_before <= time and one.after <= completed]
-        for job_uuid, places in place(ready, nodes, held, time, obtainable).items():
-            found[job_uuid] = PredictedStart(time)
-            held |= dict.fromkeys(places, job_uuid)
-            seconds = left.pop(job_uuid).pace.seconds_left
-            if seconds is None:
-                unknown[job_uuid] = f"job {job_uuid} starts before it and has not trained yet"
-            else:
-                ends[job_uuid] = time + seconds
-        coming = [*ends.values(), *(one.not_before for one in left.values() if one.not_before > time)]
-        if not coming:
+    ahead = _Ahead(waiting, nodes, holders, running, now, obtainable)
+    while ahead.left:
+        ready = [
+            one.job for one in ahead.left.values() if one.not_before <= ahead.time and one.after <= ahead.completed
+        ]
+        if preempts:
+            ready = ahead.make_way(ready)
+        for job_uuid, places in place(ready, nodes, ahead.held, ahead.time, obtainable).items():
+            ahead.start(job_uuid, places)
+        if not ahead.advance():
             break
-        time = max(time, min(coming))
-        over = {job_uuid for job_uuid, end in ends.items() if end <= time}
-        completed |= over
-        ends = {job_uuid: end for job_uuid, end in ends.items() if job_uuid not in over}
-        held = {place_: job_uuid for place_, job_uuid in held.items() if job_uuid not in over}
-    return found | {
-        job_uuid: PredictedStart(
-            None, _why_blocked(one.after - completed, unknown) or _why(one.job, nodes, held, unknown, obtainable)
-        )
-        for job_uuid, one in left.items()
-    }
+    return {one.job.job_uuid: ahead.start_of(one.job.job_uuid) for one in waiting}
+
+
+class _Ahead:
+    """The queue at a time to come. The arguments are those of `predict`."""
+
+    def __init__(
+        self,
+        waiting: Sequence[WaitingJob],
+        nodes: Sequence[Node],
+        holders: Mapping[str, str],
+        running: Iterable[RunningJob],
+        now: float,
+        obtainable: Sequence[Obtainable],
+    ) -> None:
+        self._nodes, self._obtainable, self.time = nodes, obtainable, now
+        self.left = {one.job.job_uuid: one for one in waiting}
+        self.held = dict(holders)
+        self.completed: set[str] = set()
+        self._found: dict[str, PredictedStart] = {}
+        self._running = {job.job_uuid: job for job in running}
+        self._ends, self._unknown = _ends(self._running.values(), now)
+        for job_uuid in self.held.values():
+            if job_uuid not in self._ends:
+                self._unknown.setdefault(job_uuid, f"processes of job {job_uuid} have not ended yet")
+
+    def start(self, job_uuid: str, places: Sequence[str]) -> None:
+        """Give a waiting job its devices now."""
+        self._found.setdefault(job_uuid, PredictedStart(self.time))
+        self.held |= dict.fromkeys(places, job_uuid)
+        job, _, pace, _ = self.left.pop(job_uuid)
+        attempt = self._running[job_uuid].attempt + 1 if job_uuid in self._running else 2 if job.tried else 1
+        self._running[job_uuid] = RunningJob(job_uuid, JobState.in_progress, pace, job, attempt, self.time)
+        if (seconds := pace.seconds_left) is None:
+            self._unknown.setdefault(job_uuid, f"job {job_uuid} starts before it and has not trained yet")
+        else:
+            self._ends[job_uuid] = self.time + seconds
+
+    def make_way(self, ready: Sequence[Queued]) -> list[Queued]:
+        """Start the critical jobs for which others save and wait. Returns the jobs that get free devices only."""
+        if not any(job.priority >= CRITICAL for job in ready):
+            return [*ready]
+        candidates = [
+            Preemptible(
+                one.job_uuid,
+                one.job.priority,
+                tuple(place_ for place_, holder in self.held.items() if holder == one.job_uuid),
+                one.attempt,
+                one.launched_at,
+                one.state in (JobState.pausing, JobState.cancelling),
+            )
+            for one in self._running.values()
+            if one.job is not None and one.job_uuid in self.held.values()
+        ]
+        victims, reserved = preempt(ready, candidates, self._nodes, self.held, self.time, self._obtainable)
+        ending = {place_ for one in candidates if one.is_ending for place_ in one.places}
+        for critical in dict.fromkeys(reserved.values()):
+            places = [place_ for place_, job_uuid in reserved.items() if job_uuid == critical]
+            if ending.isdisjoint(places):  # else it waits for an end that is not known
+                for victim in [victim for victim, job_uuid in victims.items() if job_uuid == critical]:
+                    self._wait_again(victim)
+                self.start(critical, places)
+        waits_for = set(reserved.values())
+        return [job for job in ready if job.job_uuid not in waits_for]
+
+    def _wait_again(self, job_uuid: str) -> None:
+        job = self._running[job_uuid].job
+        assert job is not None
+        self.held = {place_: holder for place_, holder in self.held.items() if holder != job_uuid}
+        end = self._ends.pop(job_uuid, None)
+        pace = StepPace() if end is None else StepPace(1, end - self.time, self.time)
+        self.left[job_uuid] = WaitingJob(job._replace(scheduled_at=self.time, tried=True), self.time, pace)
+
+    def advance(self) -> bool:
+        """Go to the next time at which a job ends or may start. Returns whether there is one."""
+        coming = [
+            *self._ends.values(),
+            *(one.not_before for one in self.left.values() if one.not_before > self.time),
+        ]
+        if not coming:
+            return False
+        self.time = max(self.time, min(coming))
+        over = {job_uuid for job_uuid, end in self._ends.items() if end <= self.time}
+        self.completed |= over
+        self._ends = {job_uuid: end for job_uuid, end in self._ends.items() if job_uuid not in over}
+        self.held = {place_: job_uuid for place_, job_uuid in self.held.items() if job_uuid not in over}
+        return True
+
+    def start_of(self, job_uuid: str) -> PredictedStart:
+        """The start of a waiting job, once there is nothing more to predict."""
+        if job_uuid in self._found:
+            return self._found[job_uuid]
+        one = self.left[job_uuid]
+        why = _why_blocked(one.after - self.completed, self._unknown)
+        return PredictedStart(None, why or _why(one.job, self._nodes, self.held, self._unknown, self._obtainable))
 
 
 def _ends(running: Iterable[RunningJob], now: float) -> tuple[dict[str, float], dict[str, str]]:

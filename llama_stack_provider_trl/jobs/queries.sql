@@ -256,8 +256,9 @@ ON CONFLICT (job_uuid, path) DO NOTHING;
 DELETE FROM trials WHERE search = :job_uuid;
 
 -- name: select_paces
--- Of jobs in states.ACTIVE.
-SELECT job_uuid, state, prepared_at, stepped_at, total_steps, start_step, step
+-- Of jobs in states.ACTIVE, as they would wait again.
+SELECT job_uuid, wanted_device, age, priority, detail, ranks, max(scheduled_at, not_before), demand, 1, '',
+       state, attempt, launched_at, prepared_at, stepped_at, total_steps, start_step, step
 FROM jobs JOIN attempts USING (job_uuid, attempt) WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling');
 
 -- name: select_checkpoints

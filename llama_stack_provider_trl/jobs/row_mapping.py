@@ -178,7 +178,8 @@ def waiting_job(row: sqlite3.Row) -> WaitingJob:
 
 
 def running_job(row: sqlite3.Row) -> RunningJob:
-    return RunningJob(row["job_uuid"], JobState(row["state"]), pace(row))
+    job = Queued(*row[: len(Queued._fields)])
+    return RunningJob(job.job_uuid, JobState(row["state"]), pace(row), job, row["attempt"], row["launched_at"])
 
 
 def checkpoint_record(row: sqlite3.Row) -> CheckpointRecord:

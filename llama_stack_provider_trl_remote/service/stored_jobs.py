@@ -75,7 +75,10 @@ class StoredJobs:
 
     def queue(self, state: JobState | None, search: str | None, limit: int, offset: int) -> QueueResponse:
         """See `queue_page`."""
-        return queue_page(self.store, state, search, limit, offset, self.nodes(), obtainable=self.obtainable())
+        more = self.obtainable()
+        return queue_page(
+            self.store, state, search, limit, offset, self.nodes(), None, more, preempts=self.settings.preempt
+        )
 
     def status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
         """The status of a job, by six point reads. Raises JobNotFound."""

@@ -103,3 +103,45 @@ def test_a_job_that_comes_after_others_starts_when_their_steps_are_done() -> Non
         "after": 59.0,
         "later": "it waits for job paused",
     }
+
+
+def at_work(
+    name: str, pace: StepPace, age: int = 0, attempt: int = 1, state: JobState = JobState.in_progress
+) -> RunningJob:
+    return RunningJob(name, state, pace, Queued(name, "auto", age, scheduled_at=NOW), attempt, NOW - 60)
+
+
+def preempted(
+    jobs: Sequence[WaitingJob], held: dict[str, str], runs: Sequence[RunningJob], *, preempts: bool = True
+) -> dict[str, float | str]:
+    found = predict(jobs, ONE, held, runs, NOW, preempts=preempts)
+    return {name: start.why if start.at is None else start.at - NOW for name, start in found.items()}
+
+
+def test_a_critical_job_starts_where_others_save_and_wait_and_these_continue_after_it() -> None:
+    runs, held = [at_work("runs", StepPace(30, 2.0, NOW))], {"cpu": "runs"}
+    critical = waiting("critical", 2, StepPace(5, 4.0), priority=2)
+    jobs = [waiting("next", 1), critical]
+    assert preempted(jobs, held, runs, preempts=False) == {"critical": 60.0, "next": 80.0}
+    # The job that was paused for it is older than the next one, and has 60 seconds left.
+    assert preempted(jobs, held, runs) == {"critical": 0.0, "next": 80.0}
+    assert preempted([*jobs, waiting("second", 3, priority=2)], held, runs) == {
+        "critical": 0.0,
+        "second": 20.0,
+        "next": "job second starts before it and has not trained yet",
+    }
+
+
+def test_a_critical_job_waits_for_a_job_that_is_not_paused_again_and_for_one_that_ends() -> None:
+    critical, held = [waiting("critical", 2, priority=2)], {"cpu": "runs"}
+    pace = StepPace(30, 2.0, NOW)
+    assert preempted(critical, held, [at_work("runs", pace, attempt=2)]) == {"critical": 60.0}
+    assert preempted(critical, held, [at_work("runs", UNKNOWN)]) == {"critical": 0.0}
+    pausing = at_work("runs", pace, state=JobState.pausing)
+    assert preempted(critical, held, [pausing]) == {"critical": "job runs is pausing"}
+
+
+def test_a_critical_job_that_comes_later_pauses_one_that_is_predicted_to_have_started() -> None:
+    long = waiting("long", 1, StepPace(100, 1.0))
+    late = waiting("critical", 2, StepPace(10, 1.0), not_before=NOW + 50, priority=2)
+    assert preempted([long, late, waiting("last", 3)], {}, []) == {"long": 0.0, "critical": 50.0, "last": 110.0}

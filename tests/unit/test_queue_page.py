@@ -109,6 +109,18 @@ def test_waiting_jobs_have_their_start_as_far_as_it_is_known(store: Store, clock
     assert not [row for row in queue_page(store, None, None, 100, 0).data if row.predicted_start or row.unpredicted]
 
 
+def test_a_critical_job_starts_at_once_where_it_preempts(store: Store, clock: FakeClock) -> None:
+    store.add_job(job_spec("critical", priority=2), "digest")
+
+    store.request_cancel("waits-urgently")
+
+    def start(*, preempts: bool) -> QueueRow:
+        return queue_page(store, None, "critical", 9, 0, NODES, clock.now, preempts=preempts).data[0]
+
+    assert start(preempts=False).unpredicted == "job runs has done no step yet"
+    assert start(preempts=True).predicted_start == datetime.fromtimestamp(clock.now, UTC)
+
+
 def test_the_paused_job_that_is_queued_again_has_the_duration_that_it_had_left(store: Store, clock: FakeClock) -> None:
     do_steps(store, clock)
     store.request_pause("runs")

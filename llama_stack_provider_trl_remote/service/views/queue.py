@@ -29,6 +29,8 @@ def queue_page(
     nodes: Sequence[Node] = (),
     now: float | None = None,
     obtainable: Sequence[Obtainable] = (),
+    *,
+    preempts: bool = False,
 ) -> QueueResponse:
     """One page of the queue, and how many jobs there are.
 
@@ -39,11 +41,12 @@ def queue_page(
         nodes: on which they run, the service's own machine first; empty: not known here.
         now: seconds since the epoch; None: the present.
         obtainable: what pools may give.
+        preempts: whether critical jobs have others save and wait.
     """
     with store.snapshot():
         jobs, matching = store.queue_page(state, search, limit, offset)
         counts = store.count()
-        starts = _starts(store, jobs, nodes, time.time() if now is None else now, obtainable)
+        starts = _starts(store, jobs, nodes, time.time() if now is None else now, obtainable, preempts)
     return QueueResponse(
         data=[_queue_row(job, starts) for job in jobs],
         matching=matching,
@@ -62,12 +65,18 @@ def states_named(text: str) -> list[JobState]:
 
 
 def _starts(
-    store: Store, jobs: Sequence[JobSummary], nodes: Sequence[Node], now: float, obtainable: Sequence[Obtainable]
+    store: Store,
+    jobs: Sequence[JobSummary],
+    nodes: Sequence[Node],
+    now: float,
+    obtainable: Sequence[Obtainable],
+    preempts: bool,
 ) -> Mapping[str, PredictedStart]:
     """The starts of the first waiting jobs, where any of `jobs` waits."""
     if not nodes or not any(job.state is JobState.scheduled for job in jobs):
         return {}
-    return predict(store.ahead.waiting(_AHEAD), nodes, store.holders(), store.ahead.running(), now, obtainable)
+    waiting, running = store.ahead.waiting(_AHEAD), store.ahead.running()
+    return predict(waiting, nodes, store.holders(), running, now, obtainable, preempts=preempts)
 
 
 def _queue_row(job: JobSummary, starts: Mapping[str, PredictedStart]) -> QueueRow:
