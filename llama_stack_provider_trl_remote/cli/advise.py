@@ -6,56 +6,101 @@ import json
 import math
 import os
 import re
+import statistics
 import struct
 from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.specs.parallel import Exchange, advise
 from llama_stack_provider_trl.system.hub_cache import find_snapshot
 
+from ..plots.points import PlotPoint, fetch_points
 from .terminal import emit
 
 if TYPE_CHECKING:
+    from llama_stack_provider_trl.specs.job import ShardingStrategy
+
     from ..client import ServiceClient
 
 _MOST_HEADER = 100 << 20
 """Bytes of the header of a safetensors file, as the library itself limits it."""
 
 
+@dataclass(frozen=True)
+class _Rules:
+    """What the exchange of a step follows from. The names are those of the options, the values their defaults."""
+
+    nodes: int = 2
+    sharding: ShardingStrategy = "FULL_SHARD"
+    accumulation: int = 1
+    gradient_sync: str = "step"
+    ranks_per_node: int = 1
+    reference: bool = False
+    averaging_interval: int = 1
+    gpus: bool = False
+    fp32: bool = True
+    machines: int | None = None
+    trainable: int | None = None
+    """None: all parameters."""
+
+    def exchange(self, total: int) -> Exchange:
+        return Exchange(
+            nodes=self.nodes,
+            trainable=total if self.trainable is None else self.trainable,
+            total=total,
+            reference=total if self.reference else 0,
+            ranks_per_node=self.ranks_per_node,
+            strategy=self.sharding,
+            micro_steps=self.accumulation,
+            keeps_whole_gradients=self.gradient_sync == "step",
+            interval=self.averaging_interval,
+            on_cpu=not self.gpus,
+            weight_bytes=4 if self.fp32 else 2,
+            machines=self.machines,
+        )
+
+
+class _Measured(NamedTuple):
+    """What a job that has trained has of the advice."""
+
+    rules: _Rules = _Rules()
+    total: int | None = None
+    """Parameters of its model."""
+    step_seconds: float | None = None
+    """Of a step on one node."""
+    mbit_per_s: float | None = None
+
+
 async def print_advice(client: ServiceClient, options: Namespace) -> int:
     """Print the verdict with its reason. Exit status 0: it would help, 1: it would not."""
-    mbit_per_s = options.mbit_per_s
-    if options.job is not None:
-        if mbit_per_s is not None:
-            raise InvalidRequest("--mbit-per-s", mbit_per_s, "--job has the bandwidth: name one of them.")
-        mbit_per_s = await _measured(client, options.job)
-    if mbit_per_s is None and options.machines != 1:
+    of_job = _Measured() if options.job is None else await _measured(client, options.job)
+    given = {name: getattr(options, name, None) for name in _Rules.__dataclass_fields__}
+    if options.gpus is not None and options.job is None:
+        given["fp32"] = not options.gpus
+    rules = replace(of_job.rules, **{name: value for name, value in given.items() if value is not None})
+    mbit_per_s = options.mbit_per_s or of_job.mbit_per_s
+    step_seconds = options.step_seconds or of_job.step_seconds
+    total = of_job.total if options.model is None else parameters_of(options.model)
+    if total is None:
+        raise InvalidRequest("--model", None, "name it, or with --job a job that has trained.")
+    if step_seconds is None:
+        raise InvalidRequest("--step-seconds", None, "name it, as measured on one node, or with --job a job that has.")
+    if mbit_per_s is None and rules.machines != 1:
         raise InvalidRequest("--mbit-per-s", None, "name it, or with --job a job that trained over these nodes.")
-    if options.machines is not None and options.machines > options.nodes:
-        raise InvalidRequest("--machines", options.machines, f"expected at most --nodes, {options.nodes}.")
-    total = parameters_of(options.model)
-    if options.trainable is not None and options.trainable > total:
-        raise InvalidRequest("--trainable", options.trainable, f"the model has {total} parameters.")
-    if options.sharding == "HYBRID_SHARD" and options.ranks_per_node == 1:
-        raise InvalidRequest("--sharding", options.sharding, "it shards within a node: name --ranks-per-node.")
-    exchange = Exchange(
-        nodes=options.nodes,
-        trainable=total if options.trainable is None else options.trainable,
-        total=total,
-        reference=total if options.reference else 0,
-        ranks_per_node=options.ranks_per_node,
-        strategy=options.sharding,
-        micro_steps=options.accumulation,
-        keeps_whole_gradients=options.gradient_sync == "step",
-        interval=options.averaging_interval,
-        on_cpu=not options.gpus,
-        weight_bytes=2 if options.gpus else 4,
-        machines=options.machines,
-    )
+    if rules.machines is not None and rules.machines > rules.nodes:
+        raise InvalidRequest("--machines", rules.machines, f"expected at most --nodes, {rules.nodes}.")
+    if rules.trainable is not None and rules.trainable > total:
+        raise InvalidRequest("--trainable", rules.trainable, f"the model has {total} parameters.")
+    if rules.sharding == "HYBRID_SHARD" and rules.ranks_per_node == 1:
+        raise InvalidRequest("--sharding", rules.sharding, "it shards within a node: name --ranks-per-node.")
+    exchange = rules.exchange(total)
     # Without a link between machines its speed decides nothing: 10 Gbit/s is less than memory has.
-    found = advise(exchange, options.step_seconds, mbit_per_s or 10_000.0)
+    found = advise(exchange, step_seconds, mbit_per_s or 10_000.0)
     answer: dict[str, Any] = {
         "helps": found.helps,
         "speedup": round(found.speedup, 3),
@@ -68,12 +113,50 @@ async def print_advice(client: ServiceClient, options: Namespace) -> int:
     return 0 if found.helps else 1
 
 
-async def _measured(client: ServiceClient, job_uuid: str) -> float:
-    progress = ((await client.status(job_uuid)).get("resources_allocated") or {}).get("progress") or {}
-    found = progress.get("link_mbit_per_s")
-    if not found:
-        raise InvalidRequest("--job", job_uuid, "it measured no link: expected a job over several nodes, on CPUs.")
-    return float(found)
+async def _measured(client: ServiceClient, job_uuid: str) -> _Measured:
+    """The rules of a job, its steps as they are on one node, and its link.
+
+    Raises:
+        InvalidRequest: it has not trained.
+    """
+    found = (await client.status(job_uuid)).get("resources_allocated") or {}
+    config, progress = found.get("effective_config") or {}, found.get("progress") or {}
+    recipe = config.get("recipe") or {}
+    total, trainable = recipe.get("total_parameters"), recipe.get("trainable_parameters")
+    if not total or not trainable:
+        raise InvalidRequest("--job", job_uuid, "it has not trained: expected a job that has done steps.")
+    devices = (found.get("device") or "").split(",")
+    nodes = len({place.rpartition("/")[0] for place in devices})
+    effective = recipe.get("effective") or {}
+    own = _Rules(
+        nodes=nodes,
+        sharding=(config.get("sharding") or {}).get("strategy", _Rules.sharding),
+        accumulation=config["gradient_accumulation_steps"],
+        gradient_sync=effective.get("gradient_sync") or "step",
+        ranks_per_node=max(1, config["ranks"] // ((config.get("resources") or {}).get("nodes") or 1)),
+        reference=bool((effective.get("sharding") or {}).get("reference")),
+        averaging_interval=(config.get("averaging") or {}).get("interval", 1),
+        gpus=devices[0].rpartition("/")[2].startswith("cuda"),
+        fp32=config.get("dtype") == "fp32",
+        trainable=None if trainable == total else trainable,
+    )
+    link = progress.get("link_mbit_per_s")
+    step_seconds = _median_step([point for point in await fetch_points(client, job_uuid) if point.kind == "train"])
+    if nodes > 1 and step_seconds is not None:
+        exchange = own.exchange(total)
+        alone = step_seconds if exchange.interval > 1 else exchange.alone(step_seconds, link) if link else None
+        return _Measured(own, total, alone, link)
+    return _Measured(replace(own, nodes=_Rules.nodes), total, step_seconds, link)
+
+
+def _median_step(points: Sequence[PlotPoint]) -> float | None:
+    """Seconds of a step, from the times of metric points; None: they are too few."""
+    found = [
+        (after.time - before.time) / (after.step - before.step)
+        for before, after in pairwise(points)
+        if after.step > before.step and after.time > before.time
+    ]
+    return statistics.median(found) if found else None
 
 
 def parameters_of(model: str) -> int:

@@ -234,20 +234,35 @@ cat > "$TRL_TOKENS/node.sh" <<'EOF_NODE'
 TRL_RANK="$SLURM_PROCID"
 base="${{TMPDIR:-$HOME/.llama/trl-pool}}"
 mkdir -p "$base"
+if [ "${{1:-}}" = clean ]; then rm -rf "$base/trl-$SLURM_JOB_ID-"*; exit; fi
 work="$base/trl-$SLURM_JOB_ID-$TRL_RANK"
 if [ "${{SLURM_RESTART_COUNT:-0}}" != 0 ]; then rm -rf "$work"-* 2>/dev/null || true; fi
 # Of a name that no other user can have created first.
 TRL_WORK="$(mktemp -d "$work-XXXXXXXX")"
-trap 'rm -rf "$TRL_WORK"' EXIT
-job() (
-{script})
-status=0
-job || status=$?
-if [ "$TRL_RANK" = 0 ]; then echo "$status" > "$TRL_TOKENS/status"; fi
-exit "$status"
+end() {{ kill "$job" 2>/dev/null || true; wait "$job" 2>/dev/null || true; rm -rf "$TRL_WORK"; }}
+job=
+trap end EXIT
+trap 'exit 143' TERM
+job() {{
+{script}}}
+# Without a process between: a signal to it reaches the agent.
+job &
+job=$!
+if [ "$TRL_RANK" = 0 ]; then
+    status=0
+    wait "$job" || status=$?
+    echo "$status" > "$TRL_TOKENS/status"
+    exit "$status"
+fi
+# An agent does not end by itself.
+until [ -e "$TRL_TOKENS/status" ]; do
+    kill -0 "$job" 2>/dev/null || {{ wait "$job"; exit; }}
+    sleep 1
+done
 EOF_NODE
-# Agents do not end by themselves: they get 30 s after the first machine.
-srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=30 bash "$TRL_TOKENS/node.sh" || true
+# 90 s: a file of another node may be seen late. Tasks that are killed then leave their directories.
+srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=90 bash "$TRL_TOKENS/node.sh" || true
+srun --ntasks-per-node=1 bash "$TRL_TOKENS/node.sh" clean || true
 exit "$(cat "$TRL_TOKENS/status")"
 """
 

@@ -51,37 +51,40 @@ def nodes(group: argparse.ArgumentParser) -> None:
 
 
 def _advice(command: argparse.ArgumentParser) -> None:
+    """Add the options of the advice; those that are left out are the job's, or the defaults in parentheses."""
     command.add_argument(
-        "--model", required=True, metavar="M", help="a directory, a cached model id, or parameters such as 100M"
+        "--job", metavar="JOB", help="a job that has trained: its rules, its steps and the link that it has measured"
     )
+    command.add_argument("--model", metavar="M", help="a directory, a cached model id, or parameters such as 100M")
     command.add_argument(
-        "--step-seconds", required=True, type=_positive, metavar="S", help="of a step on one node, as measured"
+        "--step-seconds", type=_positive, metavar="S", help="of a step on one node, as measured; required without --job"
     )
-    command.add_argument("--nodes", type=_count, default=2, metavar="N", help="nodes that would train (2)")
+    command.add_argument("--nodes", type=_count, metavar="N", help="nodes that would train (2)")
     command.add_argument("--machines", type=_count, metavar="N", help="physical machines that they are on (one each)")
     command.add_argument("--mbit-per-s", type=_positive, metavar="B", help="between two nodes, each way")
-    command.add_argument("--job", metavar="JOB", help="the bandwidth that a job over these nodes has measured")
     command.add_argument(
         "--trainable", type=_parameters, metavar="N", help="trained parameters, such as 20M, with LoRA (all)"
     )
-    command.add_argument("--sharding", choices=_SHARDING, default="FULL_SHARD", help="(FULL_SHARD); NO_SHARD: DDP")
-    command.add_argument("--accumulation", type=_count, default=1, metavar="N", help="micro steps of a step (1)")
+    command.add_argument("--sharding", choices=_SHARDING, help="(FULL_SHARD); NO_SHARD: DDP")
+    command.add_argument("--accumulation", type=_count, metavar="N", help="micro steps of a step (1)")
     command.add_argument(
         "--gradient-sync",
         choices=("step", "micro_step"),
-        default="step",
         help="when FSDP2 reduces accumulated gradients (step, as jobs do where it fits into memory)",
     )
-    command.add_argument("--ranks-per-node", type=_count, default=1, metavar="N", help="processes of each node (1)")
-    command.add_argument("--reference", action="store_true", help="a reference is sharded too: DPO of all weights")
+    command.add_argument("--ranks-per-node", type=_count, metavar="N", help="processes of each node (1)")
+    command.add_argument(
+        "--reference",
+        action=argparse.BooleanOptionalAction,
+        help="a reference is sharded too: DPO of all weights (no)",
+    )
     command.add_argument(
         "--averaging-interval",
         type=_count,
-        default=1,
         metavar="N",
         help="steps between two averages of the nodes' weights (1: gradients are reduced at every step)",
     )
-    command.add_argument("--gpus", action="store_true", help="the nodes train on GPUs (CPUs)")
+    command.add_argument("--gpus", action=argparse.BooleanOptionalAction, help="the nodes train on GPUs (CPUs)")
 
 
 def _positive(text: str) -> float:

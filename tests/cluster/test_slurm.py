@@ -127,7 +127,8 @@ def test_a_job_of_jobspec_trains_on_two_nodes_and_leaves_its_result_only(bed: Be
         [sys.executable, "-m", "llama_stack_provider_trl_remote", *words], capture_output=True, text=True, check=True
     )
     (slurm.root / "job.sh").write_text(written.stdout)
-    slurm.run("sbatch", f"--chdir={slurm.root}", str(slurm.root / "job.sh"))
+    (work := slurm.root / "work").mkdir()
+    slurm.run("sbatch", f"--chdir={slurm.root}", f"--export=ALL,TMPDIR={work}", str(slurm.root / "job.sh"))
     (number,) = slurm.jobs()
     log_file = slurm.root / f"trl-job-{number}.log"
     # As when a node fails, or a job with a higher priority takes its nodes.
@@ -140,6 +141,8 @@ def test_a_job_of_jobspec_trains_on_two_nodes_and_leaves_its_result_only(bed: Be
     assert "JobState=COMPLETED" in slurm.run("scontrol", "show", "job", number), log
     assert (slurm.root / "result" / "model.safetensors").is_file(), log
     assert log.count("node-1 (") > 1, "has joined twice, in one log"
+    assert "Terminating" not in log, "no task was killed after --wait"
+    assert not list(work.glob("trl-*"))
     assert not list(slurm.root.glob(".trl-*"))
     assert not any(machine.trainings() for machine in bed.machines)
 

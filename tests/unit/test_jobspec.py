@@ -251,7 +251,8 @@ def test_a_requeued_slurm_job_begins_with_new_tokens(
     (tmp_path / ".trl-7" / left).write_text("old")
     for name, body in {
         "scontrol": "echo NodeAddr=10.0.0.1",
-        "srun": 'cat "$TRL_TOKENS/token"; echo; grep -l old "$TRL_TOKENS"/*; echo 0 > "$TRL_TOKENS/status"',
+        "srun": '[ "$4" = clean ] && exit; cat "$TRL_TOKENS/token"; echo; grep -l old "$TRL_TOKENS"/*;'
+        ' echo 0 > "$TRL_TOKENS/status"',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -262,6 +263,45 @@ def test_a_requeued_slurm_job_begins_with_new_tokens(
     )
     assert found.returncode == 0, found.stderr
     assert re.fullmatch("[0-9a-f]{48}\n", found.stdout)
+    assert not (tmp_path / ".trl-7").exists()
+
+
+PLAYED = {
+    "scontrol": "echo NodeAddr=10.0.0.1",
+    "trl-remote": """case "$1" in
+    agent) echo $$ > "$PLAYED/agent"; trap 'echo late > "$9/late"; exit' TERM
+        for _ in {1..300}; do sleep 0.1; done;;
+    serve) exec sleep 60;;
+    train) until [ -e "$PLAYED/agent" ]; do sleep 0.1; done; exit "$CODE";;
+esac""",
+    "srun": """if [ "$4" = clean ]; then SLURM_PROCID=0 bash "$3" clean; exit; fi
+SLURM_PROCID=1 bash "$5" & agents=$!
+SLURM_PROCID=0 bash "$5"; status=$?
+if [ "$END" = kill ]; then kill -9 "$agents" "$(cat "$PLAYED/agent")"; fi
+wait "$agents"
+exit "$status"
+""",
+}
+"""Programs that stand in for those of Slurm, with two tasks on one machine, and for ours."""
+
+
+@pytest.mark.parametrize(("code", "end"), [("0", "well"), ("3", "well"), ("0", "kill")])
+def test_a_slurm_job_removes_its_directories_on_every_node_however_it_ends(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, code: str, end: str
+) -> None:
+    text = printed(capsys, "slurm", *GIVEN, "--nodes", "2")
+    for name, body in PLAYED.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (work := tmp_path / "work").mkdir()
+    (work / "trl-70-0-other").mkdir()
+    names = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "TMPDIR": str(work), "PLAYED": str(tmp_path)}
+    environment = {**names, "CODE": code, "END": end, "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    found = subprocess.run(
+        ["bash", "-c", text], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=30
+    )
+    assert str(found.returncode) == code, found.stderr
+    assert [path.name for path in work.iterdir()] == ["trl-70-0-other"], "that of another job"
     assert not (tmp_path / ".trl-7").exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from llama_stack_provider_trl.specs.parallel import Exchange, advise, verdict_after
 from llama_stack_provider_trl_remote.cli.main import main
 from llama_stack_provider_trl_remote.client import ServiceClient
+from llama_stack_provider_trl_remote.plots.points import PlotPoint
 from tests.tiny import REPOSITORY
 
 HUNDRED_M = 97_800_000
@@ -166,7 +168,7 @@ def test_parameters_are_counted_from_the_files_of_a_model(
     ("words", "message"),
     [
         (["--model", "org/none"], "expected a directory, an id in this machine's cache, or a number"),
-        (["--model", "1M", "--mbit-per-s", "10", "--job", "j"], "name one of them"),
+        (["--trainable", "1M"], "--model is missing"),
         (["--model", "1M"], "--mbit-per-s is missing"),
         (["--model", "1M", "--mbit-per-s", "10", "--trainable", "1.5M"], "the model has 1000000 parameters"),
         (["--model", "1M", "--mbit-per-s", "10", "--sharding", "HYBRID_SHARD"], "name --ranks-per-node"),
@@ -183,18 +185,73 @@ def test_what_no_advice_can_be_given_for_is_one_sentence(
     assert message in printed
 
 
-def test_the_bandwidth_of_a_job_is_used(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    progress: dict[str, Any] = {"link_mbit_per_s": 93.5}
+def trained(monkeypatch: pytest.MonkeyPatch, device: str, link: float | None, **config: Any) -> dict[str, Any]:
+    """A job of the service with a step of 10 seconds. Returns the record of its recipe."""
+    effective: dict[str, Any] = {"gradient_sync": None, "sharding": None}
+    recipe = {"total_parameters": HUNDRED_M, "trainable_parameters": HUNDRED_M, "effective": effective}
+    own = {"gradient_accumulation_steps": 1, "ranks": 1, "dtype": "fp32", "recipe": recipe, **config}
+    found = {"device": device, "progress": {"link_mbit_per_s": link}, "effective_config": own}
 
     async def status(client: ServiceClient, job_uuid: str) -> dict[str, Any]:
-        return {"resources_allocated": {"progress": progress}}
+        return {"resources_allocated": found}
+
+    async def points(client: ServiceClient, job_uuid: str) -> list[PlotPoint]:
+        times = {1: 0.0, 2: 10.0, 4: 30.0, 5: 400.0}  # the last one after a pause
+        return [PlotPoint("train", step, 1.0, at, {}) for step, at in times.items()]
 
     monkeypatch.setattr(ServiceClient, "status", status)
-    words = ["--model", "97.8M", "--step-seconds", "1", "--job", "j"]
-    assert "at 94 Mbit/s" in advice(capsys, *words)[1]
-    progress.clear()
-    code, printed = advice(capsys, *words)
-    assert (code, "it measured no link" in printed) == (1, True)
+    monkeypatch.setattr("llama_stack_provider_trl_remote.cli.advise.fetch_points", points)
+    return recipe
+
+
+def of_job(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(advice(capsys, "--job", "j", "--json", *words)[1])
+    return found
+
+
+def test_the_rules_and_the_steps_of_a_job_on_one_node_are_used_and_options_override_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = {"strategy": "FULL_SHARD"}
+    recipe = trained(monkeypatch, "cpu", None, sharding=full, ranks=2, gradient_accumulation_steps=4)
+    recipe["effective"] |= {"gradient_sync": "micro_step", "sharding": {"reference": {"parts": 2}}}
+    expected = exchange("FULL_SHARD", ranks_per_node=2, micro_steps=4, reference=HUNDRED_M)
+    found = of_job(capsys, "--mbit-per-s", "1000")
+    assert found["bytes_per_node"] == round(expected.bytes_per_node)
+    assert found["step_seconds"] == round(expected.step_seconds(10.0, 1000), 3)
+    once = replace(expected, keeps_whole_gradients=True, reference=0, nodes=3)
+    found = of_job(
+        capsys,
+        *("--mbit-per-s", "1000", "--gradient-sync", "step", "--no-reference", "--nodes", "3", "--step-seconds", "5"),
+    )
+    assert found["bytes_per_node"] == round(once.bytes_per_node)
+    assert found["step_seconds"] == round(once.step_seconds(5.0, 1000), 3)
+    recipe |= {"trainable_parameters": 1_100_000}
+    smaller = replace(expected, trainable=1_100_000, total=5_000_000, reference=5_000_000)
+    found = of_job(capsys, "--mbit-per-s", "1000", "--model", "5M")
+    assert found["bytes_per_node"] == round(smaller.bytes_per_node)
+    code, printed = advice(capsys, "--job", "j")
+    assert (code, "--mbit-per-s is missing" in printed) == (1, True)
+
+
+def test_the_link_and_the_steps_of_a_job_over_several_nodes_are_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = {"resources": {"nodes": 2}, "ranks": 2, "averaging": None, "sharding": {"strategy": "NO_SHARD"}}
+    trained(monkeypatch, "cpu,b/cpu", 1000.0, **two)
+    found = of_job(capsys)
+    assert (found["mbit_per_s"], found["bytes_per_node"]) == (1000.0, round(DDP.bytes_per_node))
+    assert found["step_seconds"] == 10.0, "as it was measured"
+    assert of_job(capsys, "--mbit-per-s", "10")["step_seconds"] > 100
+    trained(monkeypatch, "cpu,b/cpu", 1000.0, **{**two, "averaging": {"interval": 50}})
+    assert of_job(capsys)["bytes_per_node"] == round(exchange(interval=50).bytes_per_node)
+    trained(monkeypatch, "cuda:0,b/cuda:0", None, **two)
+    code, printed = advice(capsys, "--job", "j", "--mbit-per-s", "10")
+    assert (code, "--step-seconds is missing" in printed) == (1, True)
+    recipe = trained(monkeypatch, "cpu", None)
+    recipe.clear()
+    code, printed = advice(capsys, "--job", "j", "--mbit-per-s", "10")
+    assert (code, "it has not trained" in printed) == (1, True)
 
 
 def test_the_documented_advice_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
