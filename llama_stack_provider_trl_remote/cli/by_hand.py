@@ -23,6 +23,7 @@ from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.job import AttemptSpec, DataFormat, DatasetRef, RowUse, ShardingSpec, derive
 from llama_stack_provider_trl.system.files import RunDir, atomic_write
+from llama_stack_provider_trl.system.process import usable_cpus
 
 from ..request_files import read_request
 from ..row_files import read_row_file
@@ -62,7 +63,8 @@ async def print_torchrun(client: ServiceClient, options: Namespace) -> int:
     run = RunDir(attempt.run_dir)
     run.root.mkdir(parents=True)
     atomic_write(run.spec, attempt.model_dump_json().encode())
-    lines = torchrun_lines(attempt, addresses, options.port, options.python)
+    threads = options.threads or max(1, usable_cpus() // attempt.job.ranks_per_node)
+    lines = torchrun_lines(attempt, addresses, options.port, options.python, threads)
     rows = [
         {"node_rank": rank, "address": address, "command": line}
         for rank, (address, line) in enumerate(zip(addresses, lines, strict=True))
@@ -73,24 +75,32 @@ async def print_torchrun(client: ServiceClient, options: Namespace) -> int:
         "warnings": job.warnings,
         "commands": rows,
     }
-    emit(options, answer, *(f"# note: {note}" for note in job.warnings), *_text(directory, job, rows))
+    emit(options, answer, *(f"# note: {note}" for note in job.warnings), *_text(directory, job, rows, threads))
     return 0
 
 
-def _text(directory: Path, job: ResolvedJob, rows: list[dict[str, Any]]) -> list[str]:
+def _text(directory: Path, job: ResolvedJob, rows: list[dict[str, Any]], threads: int) -> list[str]:
     text = []
     if len(rows) > 1:
         text.append(
             f"# {directory} must be at this path on every machine: copy it, or have it on a disk that all share. "
             f"Start the lines within {GATHERING_SECONDS} s."
         )
+        text.append(
+            f"# Each rank has {threads} threads (OMP_NUM_THREADS), as this machine's cores permit: with one number on "
+            "all machines equal rows give equal bits. --threads sets another one."
+        )
     for row in rows:
         text += [f"# machine {row['node_rank']} ({row['address']})", row["command"]]
     return [*text, f"# checkpoints, on machine 0: {job.spec.checkpoint_dir}"]
 
 
-def torchrun_lines(attempt: AttemptSpec, addresses: Sequence[str], port: int, python: str) -> list[str]:
-    """The command of each machine, rank 0's first."""
+def torchrun_lines(attempt: AttemptSpec, addresses: Sequence[str], port: int, python: str, threads: int) -> list[str]:
+    """The command of each machine, rank 0's first.
+
+    Args:
+        threads: of each rank, the same on all machines: threads divide sums, and with them the last bits.
+    """
     on_cuda = attempt.job.device.startswith("cuda")
     lines = []
     for rank, address in enumerate(addresses):
@@ -114,8 +124,7 @@ def torchrun_lines(attempt: AttemptSpec, addresses: Sequence[str], port: int, py
             # Without a name gloo uses the interface of the host name, often loopback, and NCCL any that is up.
             found = f"i=$({shlex.join([python, '-m', INTERFACE, address])}) && "
             given += ["GLOO_SOCKET_IFNAME=$i", *(["NCCL_SOCKET_IFNAME==$i"] if on_cuda else [])]
-            if task.ranks > 1:  # torchrun would set 1
-                given.append(f"OMP_NUM_THREADS=$(( ($(nproc) + {task.ranks - 1}) / {task.ranks} ))")
+            given.append(f"OMP_NUM_THREADS={threads}")  # torchrun would set 1 where a machine has several ranks
         lines.append(found + " ".join([*given, shlex.join(training_argv(task))]))
     return lines
 

@@ -131,6 +131,12 @@ def _torchrun(lines: argparse.ArgumentParser) -> None:
         help="with --torchrun: how several ranks hold the model (FULL_SHARD); NO_SHARD: DDP",
     )
     lines.add_argument("--port", type=_port, metavar="N", help="with --torchrun: of rank 0's machine (29500)")
+    lines.add_argument(
+        "--threads",
+        type=_count,
+        metavar="N",
+        help="with --torchrun: CPU threads of each rank, the same on every machine (this machine's cores per rank)",
+    )
     lines.add_argument("--python", metavar="FILE", help="with --torchrun: interpreter on every machine (python)")
 
 

@@ -24,7 +24,7 @@ async def print_commands(client: ServiceClient, options: Namespace) -> int:
         options.port, options.python = options.port or 29500, options.python or "python"
         options.sharding = options.sharding or "FULL_SHARD"
         return await print_torchrun(client, options)
-    for name in ("data", "validation", "directory", "address", "sharding", "port", "python"):
+    for name in ("data", "validation", "directory", "address", "sharding", "port", "threads", "python"):
         if getattr(options, name):
             raise InvalidRequest(f"--{name}", getattr(options, name), "it belongs to --torchrun: add that.")
     if options.discover:

@@ -62,6 +62,18 @@ def test_the_job_is_written_with_its_rows_and_each_machine_gets_a_line(call: Cal
         assert line.endswith(f"-m llama_stack_provider_trl.recipes.train {tmp_path}/d/run/spec.json")
 
 
+@pytest.mark.parametrize(("words", "ranks", "threads"), [([], 1, 6), ([], 4, 1), (["--threads", "3"], 2, 3)])
+def test_all_ranks_have_as_many_threads_whatever_machine_they_are_on(
+    call: Call, monkeypatch: pytest.MonkeyPatch, words: list[str], ranks: int, threads: int
+) -> None:
+    monkeypatch.setattr("llama_stack_provider_trl_remote.cli.by_hand.usable_cpus", lambda: 6)
+    given = request(provider_options={"device": "cpu", "nproc_per_node": ranks})
+    code, printed, _ = call("--address", "10.0.0.1", "--address", "10.0.0.2", *words, given=given)
+    assert code == 0
+    assert printed.count(f" OMP_NUM_THREADS={threads} ") == 2
+    assert f"# Each rank has {threads} threads (OMP_NUM_THREADS)" in printed
+
+
 def test_ranks_on_gpus_get_an_interface_for_nccl_and_see_all_gpus(call: Call) -> None:
     given = request(provider_options={"device": "cuda", "nproc_per_node": 4})
     code, printed, _ = call("--address", "10.0.0.1", "--port", "3000", "--python", "/o p/python", given=given)
