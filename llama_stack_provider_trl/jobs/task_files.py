@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ..specs.harness import IGNORED, TaskEntry, Unusable
-from ..system.bounded_yaml import LARGEST, MOST_VALUES, check_levels, values_of
+from ..specs.harness import IGNORED, PROBLEM, TaskEntry, Unusable
+from ..system.bounded_yaml import LARGEST, MOST_VALUES, check_levels, repeated_key, values_of
 
 MOST_FILES = 2000
 _MOST_ABOVE = 64
@@ -28,7 +28,16 @@ type _Merged = dict[Path, dict[str, Any] | None]
 
 
 class _TaskLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Reads a file of a task; a function is the text that names it."""
+    """Reads a file of a task; a function is the text that names it. The library keeps the last of two equal keys."""
+
+    twice = ""
+    """A key that a mapping has twice, and where; empty: none has."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        if (key := repeated_key(node)) is not None:
+            self.twice = f"the key {key[:100]!r} twice in the mapping of line {node.start_mark.line + 1}"
+        found: dict[Hashable, Any] = super().construct_mapping(node, deep)
+        return found
 
 
 _TaskLoader.add_constructor("!function", lambda loader, node: str(loader.construct_scalar(node)))
@@ -119,14 +128,14 @@ def _read(path: Path) -> dict[str, Any] | None:
             content = file.read(LARGEST + 1)
     except OSError:
         return None
-    config = _parsed(content) if len(content) <= LARGEST else None
+    config = _parsed(content, path) if len(content) <= LARGEST else None
     if len(_known) >= 4 * MOST_FILES:
         _known.clear()
     _known[path] = stamp, config
     return config
 
 
-def _parsed(content: bytes) -> dict[str, Any] | None:
+def _parsed(content: bytes, path: Path) -> dict[str, Any] | None:
     try:
         check_levels(content)
         loader = _TaskLoader(content)
@@ -135,6 +144,8 @@ def _parsed(content: bytes) -> dict[str, Any] | None:
             if node is None or values_of(node, {}) > MOST_VALUES:
                 return None
             config = loader.construct_document(node)
+            if loader.twice and isinstance(config, dict):
+                config[PROBLEM] = f"has {loader.twice} of {path}: leave one of them out"
         finally:
             loader.dispose()
     # The last ones are what the library yaml raises for a value that is not of its tag, as in `!!bool x`.

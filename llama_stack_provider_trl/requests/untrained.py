@@ -12,7 +12,7 @@ from ..specs.harness import HarnessSpec
 from ..specs.job import JobSpec, ShardingSpec
 from ..specs.kinds import MERGING, OF_JOB, EvaluateSpec, MergeWork, Work
 from .bases import NamedJob, is_adapter
-from .choices import problem_of
+from .choices import no_such_field, problem_of
 from .engines import is_answered_by_vllm
 from .kinds import EvaluateRequest, GenerateRequest, MergeRequest
 from .lifecycle import evaluation_name
@@ -61,6 +61,8 @@ def evaluation_after(job_uuid: str, given: dict[str, Any]) -> EvaluateRequest:
     except ValidationError as error:
         first = error.errors()[0]
         hint = f"{problem_of(first)}; the fields are those of POST /v1/post-training/evaluate (docs/how-to/evaluate.md)"
+        if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
+            hint = no_such_field(str(first["loc"][0]), list(EvaluateRequest.model_fields))
         raise InvalidRequest(".".join([EVALUATE, *map(str, first["loc"])]), first["input"], hint) from error
 
 

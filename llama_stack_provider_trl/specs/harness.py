@@ -30,6 +30,11 @@ _READERS = ("json", "csv", "parquet", "arrow", "text")
 _STRUCTURE = ("group", "task", "tag", "include", "task_list")
 """Keys of a group that are not settings of its tasks."""
 
+PROBLEM = "\0problem"
+"""Key of a configuration that was read here, for why no task can be measured by it; no file has such a key."""
+_OF_GENERATION = ("max_gen_toks", "max_new_tokens", "max_tokens", "num_beams", "temperature", "top_k", "top_p")
+"""Numbers of a task's `generation_kwargs`."""
+
 
 class HarnessSpec(Frozen):
     """How tasks are measured. What is None is the library's own default."""
@@ -157,6 +162,10 @@ def _problem_of(spec: HarnessSpec, task: str, config: Mapping[str, Any]) -> str 
     """Why a task cannot be measured; None: it can be."""
     if len(task) > _LONGEST:
         return f"has a name of more than {_LONGEST} characters"
+    if problem := config.get(PROBLEM):
+        return str(problem)
+    if field := _boolean_as_number(config):
+        return f"has a boolean as {field} in its file, which is a number: send the number itself"
     if config.get("unsafe_code"):
         return "runs code that the model writes, which is not supported"
     if config.get("doc_to_image") or config.get("doc_to_audio"):
@@ -166,6 +175,15 @@ def _problem_of(spec: HarnessSpec, task: str, config: Mapping[str, Any]) -> str 
     if _fetches_metrics(config):
         return "has a metric with hf_evaluate, whose code would be fetched: name one of the library's, or a function"
     return _problem_of_rows(config)
+
+
+def _boolean_as_number(config: Mapping[str, Any]) -> str | None:
+    """A number of a task that YAML reads as a boolean, as it does `yes` and `on`; None: there is none."""
+    generation = config.get("generation_kwargs")
+    numbers = {name: config.get(name) for name in ("num_fewshot", "repeats")}
+    if isinstance(generation, Mapping):
+        numbers |= {f"generation_kwargs.{name}": generation.get(name) for name in _OF_GENERATION}
+    return next((name for name, value in numbers.items() if isinstance(value, bool)), None)
 
 
 def _fetches_metrics(config: Mapping[str, Any]) -> bool:

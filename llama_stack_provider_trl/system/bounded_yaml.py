@@ -21,12 +21,18 @@ _MOST_LEVELS = 100
 """Of a file: the parser in C ends the process at some ten thousand, and takes seconds before."""
 
 
+def repeated_key(node: yaml.MappingNode) -> str | None:
+    """A key that a mapping has twice; None: it has none."""
+    keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+    found: str | None = first_duplicate(keys)
+    return found
+
+
 class UniqueKeys(yaml.SafeLoader):
     """Refuses a key that a mapping has twice: PyYAML would keep the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-        if (twice := first_duplicate(keys)) is not None:
+        if (twice := repeated_key(node)) is not None:
             raise DuplicateKey(twice, f"in the mapping of line {node.start_mark.line + 1}")
         return super().construct_mapping(node, deep)
 

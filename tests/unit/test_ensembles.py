@@ -231,3 +231,19 @@ def test_one_model_is_evaluated_as_before() -> None:
     work = EvaluateRequest.model_validate({"job_uuid": "e", "model": "m", "dataset_id": "rows"}).work()
     assert work == EvaluateSpec()
     assert request("a").with_options(ProviderOptions()).model_fields_set == set()
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ({"algorithm": "DPOO"}, "provider_options.evaluate.algorithm='DPOO'.*the nearest is 'dpo'"),
+        ({"engine": "vLLM"}, "the nearest is 'vllm'"),
+        ({"checks": [{"type": "regexp"}]}, "the nearest is 'regex'"),
+        ({"dataset": "rows"}, "there is no such field: did you mean `dataset_id`"),
+    ],
+)
+def test_a_misspelt_option_of_the_evaluation_after_a_job_has_the_nearest_choice(
+    given: dict[str, Any], hint: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=hint):
+        evaluation_after("tune", {"dataset_id": "rows", **given})

@@ -168,6 +168,14 @@ def test_the_version_of_a_package_is_found_in_another_interpreter() -> None:
         ("doc_to_image: picture\n", "task 'a' has images or sound"),
         ("dataset_path: csv\ndataset_kwargs: {data_files: a}\nnum_fewshot: 0\n", "task 'a' has num_fewshot 0 in its"),
         ("dataset_path: /srv/rows\nnum_fewshot: 3\n", ""),
+        ("dataset_path: /srv/a\ndataset_path: /srv/b\n", "task 'a' has the key 'dataset_path' twice in the mapping of"),
+        ("dataset_path: /srv/a\nx: {b: 1, b: 2}\n", "task 'a' has the key 'b' twice in the mapping of line 3 of /"),
+        ("dataset_path: /srv/a\nx: &x {b: 1}\ny: {<<: *x, b: 2}\n", ""),
+        ("dataset_path: /srv/a\nrepeats: yes\n", "task 'a' has a boolean as repeats in its file, which is a number"),
+        (
+            "dataset_path: /srv/a\ngeneration_kwargs: {do_sample: true, temperature: true}\n",
+            "task 'a' has a boolean as generation_kwargs.temperature in its file",
+        ),
         ("class: t.Task\nmetric_list: [{metric: f1, hf_evaluate: true}]\n", "task 'a' has a metric with hf_evaluate"),
         (
             "dataset_path: /srv/rows\nprocess_results: !function f.f\nmetric_list: [{metric: f, hf_evaluate: true}]\n",
@@ -186,6 +194,15 @@ def test_a_task_that_cannot_be_measured_here_is_refused_by_its_name(tmp_path: Pa
         return
     with pytest.raises(Unusable, match=f"^{re.escape(sentence)}"):
         check_tasks(spec, index)
+
+
+def test_a_task_is_refused_for_a_key_that_a_file_which_it_includes_has_twice(tmp_path: Path) -> None:
+    included = "dataset_path: /srv/a\nrepeats: 1\nrepeats: 2\n"
+    index = read_task_files([written(tmp_path / "tasks", base=included, one="task: a\ninclude: base.yaml\n")])
+    with pytest.raises(
+        Unusable, match=r"^task 'a' has the key 'repeats' twice in the mapping of line 1 of .*base\.yaml"
+    ):
+        check_tasks(HarnessSpec(tasks=("a",)), index)
 
 
 def test_groups_and_tags_are_their_tasks_with_the_settings_of_the_group(tmp_path: Path) -> None:
