@@ -25,7 +25,7 @@ from ..system.data_dir import DataDir
 from ..system.files import private_directory
 from ..system.process import FileLock
 
-SCHEMA_VERSION = 14
+SCHEMA_VERSION = 1
 _BUSY_SECONDS = 5.0
 """Seconds that a writer waits for another. Transactions take about a millisecond."""
 _LOCKED_SECONDS, _BRIEF_MS = 1.0, 100

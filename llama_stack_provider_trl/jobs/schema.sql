@@ -280,9 +280,6 @@ CREATE TABLE IF NOT EXISTS stored_bytes (
     bytes INTEGER NOT NULL
 ) STRICT, WITHOUT ROWID;
 
-INSERT OR IGNORE INTO stored_bytes
-SELECT owner, sum(bytes) FROM (SELECT DISTINCT owner, sha256, bytes FROM stored_rows) GROUP BY owner;
-
 CREATE TRIGGER IF NOT EXISTS rows_stored AFTER INSERT ON stored_rows
 WHEN NOT EXISTS (SELECT 1 FROM stored_rows
                  WHERE sha256 = NEW.sha256 AND owner = NEW.owner AND dataset_id <> NEW.dataset_id)
@@ -303,5 +300,5 @@ SELECT jobs.*, run_dir, prepared, prepared_at, total_steps, start_step, step, st
                                                ORDER BY number)) AS warnings
 FROM jobs LEFT JOIN attempts ON attempts.job_uuid = jobs.job_uuid AND attempts.attempt = jobs.attempt;
 
-PRAGMA user_version = 14;
+PRAGMA user_version = 1;
 COMMIT;

@@ -1,9 +1,8 @@
 """The files that a checkpoint may hold when it is sent to another machine: data only, nothing that runs on load.
 
-A pickle executes its writer's code while it is read, and `optimizer/.metadata` of earlier releases is one: a node could
-run code on the service's machine, and the service on a node's. So checkpoints hold safetensors, JSON and text, and a
-transfer refuses every other name before it requests a byte. The format of earlier releases is refused from nodes, which
-write the present format, and accepted from the service: `recipes.checkpoint.legacy` reads it and runs nothing.
+A pickle executes its writer's code while it is read: a node could run code on the service's machine, and the service
+on a node's. So checkpoints hold safetensors, JSON and text, and a transfer refuses every other name before it requests
+a byte.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ _DATA = re.compile(
     r"|LICENSE|NOTICE"
 )
 _CODE = re.compile(r"[^/]+\.py")
-_LEGACY = re.compile(r"optimizer/(\.metadata|__\d+_\d+\.distcp)|scheduler\.pt|scaler\.pt|rng_state(_\d+)?\.pth")
 
 _DIRECTORIES = {
     "step": re.compile(r"checkpoint-\d{1,12}"),
@@ -69,20 +67,19 @@ def is_data_name(name: str) -> bool:
     return bool(_DATA.fullmatch(name)) and not name.startswith(".")
 
 
-def check_names(names: Iterable[str], field: str, *, code: bool = False, legacy: bool = False) -> None:
+def check_names(names: Iterable[str], field: str, *, code: bool = False) -> None:
     """Return if a checkpoint may hold files of these names.
 
     Args:
         names: paths in the checkpoint.
         field: where the names stand, for the error.
         code: accept Python files at the top, which models with code of their own have. Nothing here runs them.
-        legacy: accept what earlier releases wrote.
 
     Raises:
         InvalidRequest: names the first file that is refused.
     """
     for name in names:
-        if not (is_data_name(name) or (code and _CODE.fullmatch(name)) or (legacy and _LEGACY.fullmatch(name))):
+        if not (is_data_name(name) or (code and _CODE.fullmatch(name))):
             raise InvalidRequest(field, name, _hint(name))
 
 
@@ -91,11 +88,6 @@ def _hint(name: str) -> str:
         return (
             "it is code, and a checkpoint holds code only where the job's model is named in trust_remote_code of the "
             "service's configuration."
-        )
-    if _LEGACY.fullmatch(name):
-        return (
-            "this format of earlier releases can run code when it is read: update the node to the release of the "
-            "service, which writes safetensors and JSON."
         )
     return (
         "a checkpoint holds safetensors, JSON, text, tokenizer models and chat templates; other formats can run code "

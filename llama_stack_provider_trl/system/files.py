@@ -253,9 +253,8 @@ def damage(directory: Path, of: Collection[str] | None = None) -> str | None:
     """The first fault of a directory that has a manifest, as a sentence; None: it has none.
 
     Args:
-        of: read these files, and compare their digests; None: all. A manifest without digests, of an earlier release,
-        is
-            compared by its sizes.
+        of: read these files, and compare their digests; None: all. A manifest without digests is compared by
+            its sizes.
 
     Raises:
         OSError: this process has no descriptor or no memory left for the check.

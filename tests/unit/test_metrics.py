@@ -1,13 +1,11 @@
-"""`GET /metrics`: what is counted, over restarts, deletions and upgrades, and what the Grafana dashboard asks for."""
+"""`GET /metrics`: what is counted, over restarts and deletions, and what the Grafana dashboard asks for."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
-import sqlite3
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -277,39 +275,6 @@ def test_latencies_have_few_labels_whatever_is_called(
     asyncio.run(Latency(app, histogram)(scope, receive, send))
     names = ("route", "method", "status")
     assert registry.get_sample_value("h_count", dict(zip(names, labels, strict=True))) == 1
-
-
-def test_an_upgrade_begins_with_what_the_jobs_of_the_database_have_done(world: World) -> None:
-    busy(world)
-    counters = ("trl_jobs_finished_total", "trl_attempts_total", "trl_tokens_total")
-    before = {key: value for key, value in world.samples().items() if key[0] in counters}
-    assert len(before) == 8
-    world.store.close()
-    with closing(sqlite3.connect(world.root / "jobs.sqlite3")) as old, old:
-        for statement in (
-            *(
-                "DROP VIEW job_records",
-                "DROP TRIGGER job_ended",
-                "DROP TRIGGER attempt_ended",
-                "DROP TABLE totals",
-                "DROP TABLE loads",
-                "DROP TABLE predecessors",
-                "DROP INDEX jobs_blocked",
-            ),
-            *(
-                "ALTER TABLE warnings DROP COLUMN step",
-                "ALTER TABLE jobs DROP COLUMN tokens",
-                "ALTER TABLE jobs DROP COLUMN blocked",
-                "PRAGMA user_version = 6",
-            ),
-        ):
-            old.execute(statement)
-    world.restart()
-    assert {key: value for key, value in world.samples().items() if key[0] in counters} == before
-    world.report("runs", step(4, 300), end=30)
-    world.finish("runs")
-    assert world.of("trl_tokens_total", "algorithm") == {"sft": 400, "dpo": 7}
-    assert world.value("trl_jobs_finished_total", algorithm="sft", outcome="completed", reason="") == 2
 
 
 # What the docs and the Grafana dashboard name

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, MissingExtra, StoreError
+from llama_stack_provider_trl.jobs import database
 from llama_stack_provider_trl.jobs.database import Database
 from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl_remote.plots.curves import PlotCurve, curves_of, smooth, thin
@@ -119,7 +120,10 @@ def test_a_directory_without_jobs_is_refused_and_left_alone(tmp_path: Path) -> N
         stored_points(tmp_path, [])
 
 
-def test_the_database_of_an_earlier_release_is_refused_and_not_upgraded(tmp_path: Path) -> None:
+def test_the_database_of_an_earlier_release_is_refused_and_not_upgraded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "SCHEMA_VERSION", 4)
     connection = sqlite3.connect(tmp_path / DATABASE)
     connection.execute("PRAGMA user_version = 3")
     connection.close()

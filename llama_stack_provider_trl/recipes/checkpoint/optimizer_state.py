@@ -43,7 +43,7 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class StoredOptimizer:
-    """An optimizer's state on disk, in the present format or that of earlier releases."""
+    """An optimizer's state on disk."""
 
     tensors: Mapping[str, shards.Outline]
     """By `<weight>/<key>`."""

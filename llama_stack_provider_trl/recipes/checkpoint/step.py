@@ -16,8 +16,7 @@
 Training continues while the files are written, from a copy in CPU memory.
 
 Checkpoints are on rank 0's disk. Ranks of machines that do not see it send their rows and their random numbers from
-memory, and write nothing (`recipes.checkpoint.transfer`). `recipes.checkpoint.legacy` reads the format of earlier
-releases.
+memory, and write nothing (`recipes.checkpoint.transfer`).
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ from ..distributed import ranks
 from ..distributed.heartbeat import heartbeat
 from ..distributed.workers import Workers
 from ..model.fsdp import reshard
-from . import legacy, optimizer_state, shards, transfer
+from . import optimizer_state, shards, transfer
 from .fencing import FencingToken
 from .host_copy import HostCopy
 from .optimizer_state import reading
@@ -320,8 +319,7 @@ def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, che
     Raises:
         JobFailure: invalid_request, where the checkpoint is of another optimizer or of other weights, or malformed.
     """
-    is_legacy = legacy.is_legacy(checkpoint)
-    saved = legacy.read_optimizer(checkpoint) if is_legacy else optimizer_state.read_optimizer(checkpoint, worker)
+    saved = optimizer_state.read_optimizer(checkpoint, worker)
     optimizer_state.restore(model, optimizer, saved, checkpoint)
 
 
@@ -331,21 +329,17 @@ def load_state(checkpoint: Path, name: str) -> dict[str, Any] | None:
     Raises:
         JobFailure: invalid_request, where it is malformed.
     """
-    if legacy.is_legacy(checkpoint):
-        return legacy.state(checkpoint, name)
     path = checkpoint / name
     with reading(path):
         return dict(json.loads(path.read_text())) if path.exists() else None
 
 
-def load_random(checkpoint: Path, device: torch.device) -> dict[str, Any] | None:
+def load_random(checkpoint: Path) -> dict[str, Any] | None:
     """This rank's random numbers, as `recipes.checkpoint.random_state` restores them; None: the checkpoint has none.
 
     Raises:
         JobFailure: invalid_request, where they are malformed.
     """
-    if legacy.is_legacy(checkpoint):
-        return legacy.random_state(checkpoint, device)
     return load_state(checkpoint, _RANDOM.format(ranks.rank()))
 
 

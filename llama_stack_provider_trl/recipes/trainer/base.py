@@ -469,7 +469,7 @@ class RecipeTrainer(Trainer):
         if self._restored.get("world_size", ranks.world_size()) != ranks.world_size():
             seed = (self.spec.seed * 1_000_003 + self.state.global_step) * 1009 + ranks.rank()
             return set_seed(seed % 2**32)
-        state = load_random(Path(checkpoint), self.args.device)
+        state = load_random(Path(checkpoint))
         if state is not None:
             with reading(Path(checkpoint)):
                 random_state.restore(state, self.args.device)
