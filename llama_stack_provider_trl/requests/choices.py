@@ -25,8 +25,8 @@ def nearest(value: Any, choices: Sequence[str]) -> str:
 def no_such_field(name: str, known: Sequence[str]) -> str:
     """What to do about an unknown field."""
     close = _nearest(name[:COMPARED], known)
-    hint = f"did you mean `{close}`?" if close else "leave it out."
-    return f"there is no such field: {hint} docs/reference/api.md lists every field"
+    hint = f"there is no such field: did you mean `{close}`?" if close else "there is no such field: leave it out."
+    return f"{hint} docs/reference/api.md lists every field"
 
 
 def problem_of(error: Mapping[str, Any]) -> str:
