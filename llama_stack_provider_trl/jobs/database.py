@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 from ..errors import LOCKED, InvalidRequest, StoreError, shortage_of
 from ..system.data_dir import DataDir
-from ..system.files import private_directory
+from ..system.files import is_read_only, private_directory
 from ..system.process import FileLock
 
 SCHEMA_VERSION = 1
@@ -51,8 +51,10 @@ class _ThreadConnection:
     https://www.sqlite.org/howtocorrupt.html (2.6).
     """
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, is_read_only: bool = False) -> None:
         self.connection = connection
+        self.is_read_only = is_read_only
+        """It was opened while nothing could be written to the disk, and never writes."""
         self._process = os.getpid()
 
     def __del__(self) -> None:
@@ -152,13 +154,18 @@ class Database:
     def _connection(self) -> sqlite3.Connection:
         """The connection of this thread."""
         own: _ThreadConnection | None = getattr(self._local, "own", None)
-        if own is None or (getattr(self._local, "stale", False) and not own.connection.in_transaction):
+        if own is None or (self._is_stale(own) and not own.connection.in_transaction):
             own = self._local.own = self._connect()
             self._local.stale = False
             self._connections.add(own)
         return own.connection
 
+    def _is_stale(self, own: _ThreadConnection) -> bool:
+        is_writable_by_now = own.is_read_only and not is_read_only(self.path)
+        return is_writable_by_now or getattr(self._local, "stale", False)
+
     def _connect(self) -> _ThreadConnection:
+        cannot_write = is_read_only(self.path)
         connection = sqlite3.connect(
             self.path,
             timeout=_BUSY_SECONDS,
@@ -173,7 +180,7 @@ class Database:
         except sqlite3.Error:
             connection.close()
             raise
-        return _ThreadConnection(connection)
+        return _ThreadConnection(connection, cannot_write)
 
     def _create(self) -> None:
         """Create the tables, or upgrade those of an older release."""

@@ -388,6 +388,13 @@ def disk_of(path: Path) -> int:
     return path.stat().st_dev
 
 
+def is_read_only(path: Path) -> bool:
+    """Whether the disk of `path`, which need not exist, is mounted without the right to write."""
+    while not path.exists():
+        path = path.parent
+    return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+
+
 def can_write(directory: Path) -> bool:
     """Whether a small file can be written to a directory now."""
     try:

@@ -29,7 +29,7 @@ from llama_stack_provider_trl.system.compiler import ADVICE as ADVICE_COMPILER
 from llama_stack_provider_trl.system.compiler import missing_compiler
 from llama_stack_provider_trl.system.console import show_json, show_lines
 from llama_stack_provider_trl.system.data_dir import DataDir
-from llama_stack_provider_trl.system.files import free_bytes
+from llama_stack_provider_trl.system.files import free_bytes, is_read_only
 
 from ..nodes.identity import NodeError, versions
 from ..service.loading import load_settings
@@ -131,6 +131,9 @@ def _data_dir(settings: ServiceSettings) -> Iterator[Finding]:
         yield Finding(
             "fail", "data_dir", f"{path} belongs to user {found.st_uid}", "choose another, or change its owner"
         )
+    elif is_read_only(path):
+        advice = "make it writable again: the kernel's log has the reason, and mount -o remount,rw may be enough"
+        yield Finding("fail", "data_dir", f"{path} is on a disk that is read-only: the service accepts no jobs", advice)
     elif not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         yield Finding("fail", "data_dir", f"{path} cannot be written", f"chmod 0700 {path}")
     elif mode & 0o077:
@@ -162,6 +165,8 @@ def _lost_jobs(place: DataDir) -> str | None:
                 if database.execute("SELECT 1 FROM jobs LIMIT 1").fetchone():
                     return None
         except sqlite3.Error as error:
+            if is_read_only(place.root):
+                return None  # a database of ours is not opened there, whole or not; `_data_dir` reports it
             if place.database.stat().st_size:
                 return f"{place.database} cannot be read ({error}): put a backup of it in its place"
     return lost_jobs(place.root)

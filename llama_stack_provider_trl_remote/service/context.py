@@ -356,6 +356,7 @@ class Service(StoredJobs):
         self, dataset_id: str, use: RowUse, data_format: DataFormat | None
     ) -> tuple[DatasetRef, list[str]]:
         """The rows of a job that reads none."""
+        await in_work_thread(self.space.require, Use.ordered, self.blobs.directory)
         return await in_work_thread(no_rows, self.blobs.directory), []
 
     def _options(self, given: object, caller: Caller) -> ProviderOptions:

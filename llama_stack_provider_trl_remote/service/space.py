@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from llama_stack_provider_trl.errors import StoreError
 from llama_stack_provider_trl.jobs.unfinished import Unfinished
-from llama_stack_provider_trl.system.files import disk_of, free_bytes
+from llama_stack_provider_trl.system.files import disk_of, free_bytes, is_read_only
 from llama_stack_provider_trl.system.model_directory import find_model
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ _WHOLE = 64 << 20
 """Bytes up to which an announced size is reserved as a whole, where that is requested."""
 _REFRESH = 5.0
 """Seconds after which the jobs are read again, at the earliest."""
+_EXAMINED = 1.0
+"""Seconds for which the state of the disk counts."""
 _SHARE = 20
 """Reading them, with the specification of each, takes at most one of so many seconds."""
 _MOST_CONFIG = 1 << 20
@@ -87,6 +89,8 @@ class Space:
         """Of jobs that were submitted since the jobs were read, or while they are."""
         self._noting, self._refreshing = threading.Lock(), threading.Lock()
         self._read_at, self._every = -float("inf"), _REFRESH
+        self._problem: str | None = None
+        self._examined_at = -float("inf")
         self._models: dict[tuple[str, str | None], tuple[float, int]] = {}
 
     def require(self, use: Use, directory: Path, coming: int = 0, least: int | None = None) -> None:
@@ -97,7 +101,7 @@ class Space:
             least: `min_free_bytes` of the job that it belongs to.
 
         Raises:
-            OSError: ENOSPC.
+            OSError: ENOSPC; EROFS.
         """
         with self._lock:
             self._require(use, directory, coming, self._min_free if least is None else least)
@@ -113,7 +117,7 @@ class Space:
             whole: reserve more than that from the beginning: for few bodies at a time, whose writes are not counted.
 
         Raises:
-            OSError: ENOSPC, also from that function.
+            OSError: ENOSPC or EROFS, also from that function.
         """
         least = self._min_free if least is None else least
         device, unchecked = disk_of(directory), 0
@@ -136,6 +140,27 @@ class Space:
         finally:
             with self._lock:
                 self._arriving[device] -= reserved
+
+    def problem(self, directory: Path) -> str | None:
+        """Why nothing that clients order can be stored, and what to do; None: it can. Any program may ask, so the disk
+        is examined once a second."""
+        if self._clock() - self._examined_at >= _EXAMINED:
+            self._problem, self._examined_at = self._examined(directory), self._clock()
+        return self._problem
+
+    def _examined(self, directory: Path) -> str | None:
+        try:
+            self.require(Use.ordered, directory)
+        except OSError as error:
+            match error.errno:
+                case errno.EROFS:
+                    state = "is read-only: make it writable again (the kernel's log has the reason)"
+                case errno.ENOSPC:
+                    state = "is full: free some space"
+                case _:
+                    state = f"cannot be examined ({error.strerror}): check it"
+            return f"the disk of the data directory {state}; until then nothing new is accepted"
+        return None
 
     def note_job(self, job: Unfinished) -> None:
         """Count a job that was submitted."""
@@ -187,6 +212,8 @@ class Space:
         return next(((need.size, need.job_uuid) for need in found), (0, ""))
 
     def _require(self, use: Use, directory: Path, coming: int, least: int) -> None:
+        if is_read_only(directory):
+            raise OSError(errno.EROFS, f"nothing can be written to {directory}")
         reserve, job_uuid = self.reserve(directory) if use is Use.ordered else (0, "")
         line = (least // 2 if use is Use.report else least) + reserve
         held = self._arriving.get(disk_of(directory), 0) if use is Use.ordered else 0

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.system.data_dir import DATABASE
+from llama_stack_provider_trl_remote.cli import doctor
+from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, refusal, running
 from tests.contract.stack import SFT, poll
@@ -143,6 +145,27 @@ def test_every_route_answers_soon_and_without_a_500(guarded: Guarded, trouble: s
     assert statuses & {503, 507}, "nothing needed what was taken away"
     assert "Traceback" not in guarded.log.read_text(), guarded.log_tail()
     assert guarded.runs()
+
+
+@pytest.mark.timeout(240)
+def test_a_read_only_disk_is_reported_in_a_sentence_and_left_behind_without_a_restart(guarded: Guarded) -> None:
+    body = sft("later", "questions")
+    poll(lambda: guarded.get("/health").json()["storage_problem"] is None, "health is well", timeout=20)
+    with read_only(guarded.data_dir):
+        poll(lambda: guarded.get("/health").json()["storage_problem"], "health reports it", timeout=20)
+        problem = guarded.get("/health").json()["storage_problem"]
+        assert problem.startswith("the disk of the data directory is read-only: make it writable again (the kernel's")
+        assert str(guarded.data_dir) not in problem  # it needs no token
+        for _ in range(2):
+            text = refusal(guarded.post("/post-training/supervised-fine-tune", body), 507)
+            assert text.startswith("the disk is read-only: ")
+            assert text.endswith("; make it writable again (the kernel's log has the reason), then send it again")
+        settings = ServiceSettings(data_dir=guarded.data_dir)
+        [finding] = [*doctor._data_dir(settings), *doctor._own_files(settings)]
+        assert (finding.level, "is on a disk that is read-only" in finding.found) == ("fail", True)
+    poll(lambda: guarded.get("/health").json()["storage_problem"] is None, "health is well again", timeout=20)
+    assert guarded.submit(SFT, body) == "later"
+    assert "Traceback" not in guarded.log.read_text(), guarded.log_tail()
 
 
 # --- A training meanwhile ---------------------------------------------------------------------------------------------

@@ -86,6 +86,19 @@ def test_a_data_directory_that_others_can_read_is_a_warning(machine: Path) -> No
     assert findings()["data_dir"].level == "ok"
 
 
+def test_a_read_only_disk_is_a_failure_and_its_database_is_not_to_be_replaced(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.mkdir(mode=0o700)
+    (machine / "jobs.sqlite3").write_bytes(b"cannot be opened" * 100)
+    assert "put a backup of it in its place" in findings()["own files"].found
+    monkeypatch.setattr(doctor, "is_read_only", lambda path: True)
+    found = findings()
+    assert (found["data_dir"].level, "own files" in found) == ("fail", False)
+    assert "is read-only: the service accepts no jobs" in found["data_dir"].found
+    assert "make it writable again" in found["data_dir"].advice
+
+
 def test_a_full_disk_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "free_bytes", lambda path: 1 << 20)
     assert findings()["disk"].level == "fail"

@@ -6,11 +6,17 @@ import asyncio
 import errno
 import json
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.requests import Request
 
 from llama_stack_provider_trl.errors import InvalidRequest, StoreError
+from llama_stack_provider_trl.jobs import database
+from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl_remote.service.http.errors import NotFound, answered
 
 
@@ -82,3 +88,26 @@ def test_other_errors_keep_their_answers() -> None:
     assert answer_to(missing)[0] == 404
     assert answer_to(StoreError("the file is damaged"))[0] == 500
     assert answer_to(of_sqlite(sqlite3.SQLITE_CORRUPT))[0] == 500
+
+
+def test_a_connection_that_was_opened_on_a_read_only_disk_writes_when_the_disk_is_writable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = sqlite3.connect
+
+    def opened(path: Path, **options: Any) -> sqlite3.Connection:
+        """As SQLite opens a file there."""
+        return connect(f"file:{path}?mode=ro", uri=True, **options)
+
+    with closing(Store(tmp_path / "jobs.sqlite3")) as store:
+        store.rows.note("0" * 64, "a", 7)
+        with monkeypatch.context() as disk, ThreadPoolExecutor(1) as thread:
+            disk.setattr(database, "is_read_only", lambda path: True)
+            disk.setattr(database.sqlite3, "connect", opened)
+            assert thread.submit(store.rows.used, "a").result() == 7
+            with pytest.raises(StoreError, match="readonly"):
+                thread.submit(store.rows.note, "1" * 64, "a", 7).result()
+            assert thread.submit(store.rows.used, "a").result() == 7  # over another one, which is read-only too
+            disk.undo()
+            thread.submit(store.rows.note, "1" * 64, "a", 7).result()
+        assert store.rows.used("a") == 14

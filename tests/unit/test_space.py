@@ -208,6 +208,26 @@ def test_a_process_that_does_not_supervise_reads_the_jobs_in_another_thread_and_
     assert (readers[0], len(readers)) == (threading.current_thread(), 2)
 
 
+def test_a_disk_that_nothing_can_be_stored_on_is_a_sentence_and_examined_once_a_second(
+    tmp_path: Path, free: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, examined = FakeClock(), []
+    monkeypatch.setattr(module, "is_read_only", lambda path: bool(examined.append(path)) or len(examined) > 1)
+    space = Space(MIN_FREE, clock=clock)
+    for _ in range(3):
+        assert space.problem(tmp_path) is None
+    assert len(examined) == 1
+    clock.advance(1)
+    assert "is read-only: make it writable again" in (space.problem(tmp_path) or "")
+    monkeypatch.setattr(module, "is_read_only", lambda path: False)
+    free[0] = MIN_FREE - 1
+    clock.advance(1)
+    assert "is full: free some space" in (space.problem(tmp_path) or "")
+    free[0] = MIN_FREE
+    clock.advance(1)
+    assert space.problem(tmp_path) is None
+
+
 # --- Every function of the service and of jobs that writes ------------------------------------------------------------
 
 SERVICE = REPOSITORY / "llama_stack_provider_trl_remote" / "service"

@@ -477,3 +477,6 @@ class Health(BaseModel):
     version: str
     supervising: bool
     """false: another process supervises this data directory, and this one only accepts requests."""
+    storage_problem: str | None = None
+    """Why nothing new can be stored, and what to do: the disk is read-only or full. null: it can. Reads are answered,
+    and trainings continue."""

@@ -22,8 +22,10 @@ pages = APIRouter(route_class=GuardedRoute)
 
 @router.get("/health", dependencies=[ANYONE], response_model=Health, responses=declared())
 async def health(service: Context) -> Response:
-    """Whether the service answers. Needs no token."""
-    return as_json(Health(status="OK", version=__version__, supervising=service.supervisor.supervising))
+    """Whether the service answers, and can store what it gets. Needs no token."""
+    problem = service.space.problem(service.settings.data_dir)
+    supervising = service.supervisor.supervising
+    return as_json(Health(status="OK", version=__version__, supervising=supervising, storage_problem=problem))
 
 
 @pages.get("/metrics", dependencies=[READERS], include_in_schema=False)
