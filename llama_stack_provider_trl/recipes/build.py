@@ -22,6 +22,7 @@ from .data.prepare import DataReport, with_filler
 from .data.prepared import Preparation
 from .data.prompts import encode_prompts
 from .data.sampling import BatchPlan
+from .distributed import ranks
 from .fast.model import use_rows
 from .fast.parts import in_parts
 from .fast.support import with_batches
@@ -43,6 +44,7 @@ from .model.loading import (
 )
 from .model.packing_check import check_isolation
 from .preflight import before_training, choose_gradient_sync
+from .reward_templates import lost_by_reward_models
 from .trainer.base import RecipeTrainer
 from .trainer.custom import check_rows_of_jobs, other_version, used_method
 from .trainer.methods import trainer_of
@@ -181,14 +183,17 @@ def build_trainer(
     check_models(spec)
     check_vocabulary(spec, tokenizer)
     # Data before weights: a bad row is found in a second, a large model takes minutes to load.
-    prompts = encode_prompts(spec.samples, tokenizer, positions_of(spec.source)) if spec.samples else []
+    prompts = encode_prompts(spec.samples, tokenizer, positions_of(spec.source), spec.dropped_turns)
     data = load_data(spec, tokenizer, writer)
+    lost = lost_by_reward_models(spec, writer.heartbeat) if ranks.rank() == 0 else []
     spec, padding_free = with_batches(spec)
     requested = spec
     spec, batch_plan = in_parts(spec, batch_plan, data.train, device.type)
     head_kernels, no_triton = choose_head_kernels(device.type)
     others = other_packages(spec.method) if isinstance(spec.method, GrpoSpec) else [other_version(spec)]
-    for message in filter(None, [*data.warnings, *_slow_dtype(spec.dtype, device), no_triton, *others]):
+    for message in filter(
+        None, [*prompts.lost_turns, *data.warnings, *lost, *_slow_dtype(spec.dtype, device), no_triton, *others]
+    ):
         writer.write(Warned(message=message))
     memory = before_training(spec, batch_plan, data.train, device, writer, requested)
     chooses_gradient_sync, spec = spec.gradient_sync == "auto", choose_gradient_sync(spec, memory)
@@ -210,7 +215,7 @@ def build_trainer(
         processing_class=tokenizer,
         peft_config=None if policy.continued else policy.adapters,
     )
-    return BuiltTrainer(trainer, data, policy, memory, head_kernels, padding_free, prompts)
+    return BuiltTrainer(trainer, data, policy, memory, head_kernels, padding_free, prompts.ids)
 
 
 def load_data(spec: JobSpec, tokenizer: PreTrainedTokenizerBase, writer: EventWriter) -> TrainingData:

@@ -25,7 +25,7 @@ from .data.lengths import histogram, lengths_before_packing, row_lengths
 from .data.prepare import DataReport
 from .data.prepared import Preparation
 from .data.prompts import encode_prompts
-from .data.sampling import BatchPlan, EpochSampler
+from .data.sampling import BatchPlan, epoch_of_job
 from .distributed import ranks
 from .fast.batches import largest_groups
 from .fast.parts import in_parts
@@ -39,6 +39,7 @@ from .model.checked import check_models
 from .model.fsdp import accumulates_shards, keeps_whole_gradients, ranks_per_machine
 from .model.loading import load_teacher_tokenizer, load_tokenizer, positions_of, within_positions
 from .preview import preview
+from .reward_templates import lost_by_reward_models
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,7 @@ def plan_steps(spec: JobSpec, lengths: torch.Tensor | Sequence[int], batch_plan:
         batch_plan: the batches of each optimizer step; None: those that the job's own fields give.
     """
     batch_plan = batch_plan or BatchPlan.of_job(spec)
-    cap = None if spec.max_steps_per_epoch is None else spec.max_steps_per_epoch * batch_plan.rows_per_step
-    epoch = EpochSampler(len(lengths), cap, shuffle=False, seed=spec.seed, batch_plan=batch_plan)
+    epoch = epoch_of_job(spec, len(lengths), batch_plan)
     steps = epoch.steps_per_epoch
     return StepPlan(
         spec.n_epochs,
@@ -227,10 +227,10 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     spec, _ = with_batches(spec)
     tokenizer = load_tokenizer(spec.source)
     check_models(spec)
-    if spec.samples:
-        encode_prompts(spec.samples, tokenizer, positions_of(spec.source))
+    prompts = encode_prompts(spec.samples, tokenizer, positions_of(spec.source), spec.dropped_turns)
     teacher = load_teacher_tokenizer(spec)
     prepared = Preparation(spec, tokenizer, writer, spec.dataset, teacher=teacher).rows(spec.dataset)
+    lost = lost_by_reward_models(spec, writer.heartbeat)
     requested = spec
     spec, batch_plan = in_parts(spec, BatchPlan.of_job(spec), prepared.dataset, request.device)
     planned = plan_steps(spec, row_lengths(prepared.dataset), batch_plan)
@@ -257,7 +257,7 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
             },
             memory=memory,
             disk=disk,
-            warnings=[*notes, *prepared.report.warnings, *filter(None, [warmup])],
+            warnings=[*notes, *prompts.lost_turns, *prepared.report.warnings, *lost, *filter(None, [warmup])],
         ),
         durable=True,
     )

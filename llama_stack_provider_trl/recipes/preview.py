@@ -6,7 +6,9 @@ The tokens, masks and cuts are those of `recipes.data`, which trainings use.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import batched, islice
 from typing import TYPE_CHECKING
 
@@ -15,12 +17,17 @@ from ..specs.events import EventWriter, Finished, Previewed, PreviewedRow, Reaso
 from ..specs.job import JobSpec
 from ..specs.methods import METHODS
 from ..specs.preflight import PreviewSpec
+from ..specs.schedules import problem_of_warmup
 from .data.chat import Chat
 from .data.lengths import histogram
-from .data.packing import IGNORED
+from .data.packing import IGNORED, best_fit
+from .data.pieces import Pieces, pieces_of
 from .data.prepare import TruncationCounter, read_examples
+from .data.prompts import encode_prompts
+from .data.sampling import BatchPlan, epoch_of_job
 from .data.tokenize import SftEncoder, encode_chats, encode_labelled, encode_pairs
-from .model.loading import load_tokenizer, within_positions
+from .model.loading import load_teacher_tokenizer, load_tokenizer, positions_of, within_positions
+from .reward_templates import lost_by_reward_models
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,11 +85,28 @@ class _Texts:
                 continue
             for count in range(2, min(_MOST_PARTS, len(ids) - at) + 1):
                 if "\ufffd" not in (text := self._decoded(ids[at : at + count])):
-                    texts += [_shortened(text), *[""] * (count - 1)]
                     break
-            else:  # no character, as in a row that was cut within one
-                texts.append(_shortened(str(self.tokenizer.convert_ids_to_tokens(ids[at]))))
+            else:
+                text, count = self._of_bytes(ids[at : at + _MOST_PARTS])
+            texts += [_shortened(text), *[""] * (count - 1)]
         return texts
+
+    def _of_bytes(self, ids: Sequence[int]) -> tuple[str, int]:
+        """The text of the first tokens that end with a character, which may be U+FFFD itself, and their number. Where
+        none do, as in a row that was cut within a character, the first token as the vocabulary has it."""
+        written = b""
+        for count, token in enumerate(ids, 1):
+            if self._pieces is None or token >= len(self._pieces.written) or self._pieces.written[token] is None:
+                break
+            written += self._pieces.written[token] or b""
+            with suppress(UnicodeDecodeError):
+                return written.decode(), count
+        return str(self.tokenizer.convert_ids_to_tokens(ids[0])), 1
+
+    @cached_property
+    def _pieces(self) -> Pieces | None:
+        """Read where it is needed: that takes a second with a large vocabulary."""
+        return pieces_of(self.tokenizer)
 
     def _whole(self, token: int) -> str | None:
         """The text of a token; None: it is a part of a character."""
@@ -109,36 +133,71 @@ def preview(spec: JobSpec, request: PreviewSpec, writer: EventWriter) -> None:
     """
     spec, notes = within_positions(spec)
     tokenizer = load_tokenizer(spec.source)
-    chat = Chat(tokenizer)
+    prompts = encode_prompts(spec.samples, tokenizer, positions_of(spec.source))
+    chat, teacher = Chat(tokenizer), load_teacher_tokenizer(spec)
+    taught = None if teacher is None else Chat(teacher)
     counter = TruncationCounter(
         tokenizer.eos_token_id, tokenizer.bos_token_id, spec.max_seq_length, spec.truncation_side
     )
     shown: list[PreviewedRow] = []
     lengths: list[int] = []
+    kept: list[int] = []
     texts = _Texts(tokenizer)
     left = _SHOWN_TOKENS
-    for row in _rows(spec, request.first_row, chat, counter):
+    for row in _rows(spec, request.first_row, chat, counter, taught):
         if len(shown) < request.rows:
             shown.append(_shown(row, request.first_row + len(shown), counter, texts, left))
             left -= len(shown[-1].ids)
         lengths.append(row.length)
+        if not row.dropped:
+            kept.append(min(row.length, spec.max_seq_length))
     if not lengths:
         found = f"the dataset has {spec.dataset.num_rows} rows and none at {request.first_row}"
         raise JobFailure(Reason.invalid_request, f"{found}: rows are counted from 0, send a smaller first_row")
     unit = METHODS[spec.algorithm].unit
+    lost = _lost_by_reward_models(spec, request.first_row, counter.rows, writer)
+    if spec.dropped_turns == "refuse" and [*prompts.lost_turns, *counter.lost_turns(unit, chat, taught), *lost]:
+        lost.append("with dropped_turns 'refuse' the job fails for the turns that a chat template leaves out")
     writer.write(
         Previewed(
             max_seq_length=spec.max_seq_length,
             data=_data(spec, counter, lengths),
             rows=shown,
-            warnings=[*notes, *counter.warnings(unit, chat)],
+            warnings=[
+                *notes,
+                *prompts.lost_turns,
+                *counter.warnings(unit, chat, taught),
+                *lost,
+                *_warmup(spec, counter, kept),
+            ],
         ),
         durable=True,
     )
     writer.write(Finished(step=0), durable=True)
 
 
-def _rows(spec: JobSpec, first: int, chat: Chat, counter: TruncationCounter) -> Iterator[_MaskedRow]:
+def _lost_by_reward_models(spec: JobSpec, first: int, count: int, writer: EventWriter) -> list[str]:
+    """A sentence for each reward model whose chat template leaves out turns of the rows that were read."""
+    read = islice(enumerate(read_examples(spec.dataset.path, "prompts")), first, first + count)
+    return lost_by_reward_models(spec.model_copy(update={"dropped_turns": "warn"}), writer.heartbeat, read)
+
+
+def _warmup(spec: JobSpec, counter: TruncationCounter, kept: Sequence[int]) -> list[str]:
+    """The warning of a warmup that is not shorter than the job. Its steps are known where all rows were read.
+
+    Args:
+        kept: tokens of each row that is trained on.
+    """
+    if counter.rows < spec.dataset.num_rows or not kept:
+        return []
+    rows = len(best_fit(kept, spec.max_seq_length)) if spec.packed else len(kept)
+    steps = epoch_of_job(spec, rows, BatchPlan.of_job(spec)).steps_per_epoch * spec.n_epochs
+    return [*filter(None, [problem_of_warmup(spec.optimizer, steps)])]
+
+
+def _rows(
+    spec: JobSpec, first: int, chat: Chat, counter: TruncationCounter, taught: Chat | None
+) -> Iterator[_MaskedRow]:
     """The rows from `first` on, until there are enough for the counts."""
     read = enumerate(read_examples(spec.dataset.path, spec.algorithm, spec.data_format))
     tokens = 0
@@ -146,7 +205,9 @@ def _rows(spec: JobSpec, first: int, chat: Chat, counter: TruncationCounter) -> 
         if METHODS[spec.algorithm].rows == "kto":
             rows = [_answer(prompt, ids, counter) for prompt, ids, _ in encode_labelled(chat, chunk)]  # type: ignore[arg-type]
         elif spec.answer_tokens is not None:
-            rows = [_prompt(ids, spec.answer_tokens, counter) for _, ids in encode_chats(chat, chunk)]  # type: ignore[arg-type]
+            own = [ids for _, ids in encode_chats(chat, chunk)]  # type: ignore[arg-type]
+            theirs = [ids for _, ids in encode_chats(taught, chunk)] if taught else own  # type: ignore[arg-type]
+            rows = [_prompt(*ids, spec.answer_tokens, counter) for ids in zip(own, theirs, strict=True)]
         elif not spec.has_pairs:
             encoded = SftEncoder(chat, spec.train_on_input).encode(chunk)  # type: ignore[arg-type]
             rows = [_sft_row(ids, labels, counter) for ids, labels in encoded]
@@ -170,11 +231,13 @@ def _sft_row(ids: list[int], labels: list[int], counter: TruncationCounter) -> _
     return _MaskedRow([_MaskedPart("sequence", ids, {*kept}, trained)], len(ids))
 
 
-def _prompt(ids: list[int], answer: int, counter: TruncationCounter) -> _MaskedRow:
-    if counter.keeps(ids, answer):
-        return _MaskedRow([_MaskedPart("prompt", ids, {*range(len(ids))}, set())], len(ids))
+def _prompt(ids: list[int], theirs: list[int], answer: int, counter: TruncationCounter) -> _MaskedRow:
+    """A prompt, also as a teacher reads it: the longer one decides whether it is dropped."""
+    longest = max(ids, theirs, key=len)
+    if counter.keeps(longest if ids and theirs else [], answer):
+        return _MaskedRow([_MaskedPart("prompt", ids, {*range(len(ids))}, set())], len(longest))
     why = f"within max_seq_length={counter.limit} tokens it leaves fewer than the {answer} of an answer"
-    return _MaskedRow([_MaskedPart("prompt", ids, set(), set())], len(ids), why)
+    return _MaskedRow([_MaskedPart("prompt", ids, set(), set())], len(longest), why)
 
 
 def _pair(prompt: list[int], chosen: list[int], rejected: list[int], counter: TruncationCounter) -> _MaskedRow:
@@ -228,7 +291,8 @@ def _shown(row: _MaskedRow, number: int, counter: TruncationCounter, texts: _Tex
         reason=reason,
         parts={part.name: len(part.ids) for part in row.parts},
         ids=ids,
-        texts=texts.of(ids),
+        # Each part on its own: what follows a chosen answer is the rejected one.
+        texts=[text for part in row.parts for text in texts.of(part.ids[:most])][:most],
         trained="".join(_marks(len(part.ids), part.trained) for part in row.parts)[:most],
         kept=kept[:most],
         special="".join("1" if token in texts.special else "0" for token in ids),

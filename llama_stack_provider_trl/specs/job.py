@@ -35,6 +35,7 @@ OptimizerName = Literal["adam", "adamw", "adamw_8bit", "sgd"]
 SchedulerName = Literal["linear", "cosine", "constant", "warmup_stable_decay"]
 DataFormat = Literal["instruct", "dialog"]
 TruncationSide = Literal["right", "left"]
+DroppedTurns = Literal["warn", "refuse"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 PreflightMode = Literal["refuse", "warn", "off"]
 AttnImplementation = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
@@ -199,15 +200,15 @@ class JobSpec(Frozen):
     """SFT: several rows in a sequence of `max_seq_length` tokens, none of which sees another; `batch_size` counts
     sequences. The rows of an evaluation are packed too, which does not change its numbers."""
     token_cache: Path | None = None
-    """Directory in which tokenized rows, and traces of its memory check, are kept for its ranks and attempts, and for
-    other jobs; None: each process has them in its memory, as in jobs of earlier releases."""
+    """Directory of tokenized rows, and of traces of its memory check, for other jobs, too; None: in memory only."""
     max_seq_length: int = Field(1024, gt=1)
     """Tokens; longer sequences are cut, and counted."""
     max_seq_length_is_default: bool = False
     """The request did not set it: a model with fewer positions lowers it, with a warning."""
     truncation_side: TruncationSide = "right"
-    """What is cut. right: the end. left: the beginning, but for the token that begins every text; of a preference pair
-    the beginning of the prompt."""
+    """What is cut. right: the end. left: the beginning, but for a token that begins texts; of a pair, the prompt's."""
+    dropped_turns: DroppedTurns = "warn"
+    """Where a chat template leaves out turns: warn, a warning; refuse, the job fails before its model is loaded."""
     dtype: Dtype = "bf16"
     """bf16: bf16 autocast over fp32 trainable weights, a frozen base under LoRA held in bf16. fp32: fp32 throughout.
     fp16: as bf16, with loss scaling (arXiv:1710.03740); cuda only."""
@@ -289,8 +290,7 @@ class JobSpec(Frozen):
     min_free_bytes: int = Field(0, ge=0)
     """Disk space that a checkpoint must leave free."""
     preflight: PreflightMode = "refuse"
-    """What follows where the estimated memory, with its margin, does not fit: refuse, the job fails before its model
-    is loaded; warn, it continues with a warning; off, nothing is estimated."""
+    """Where the estimated memory does not fit: refuse, before its model is loaded; warn; off: nothing is estimated."""
     num_threads: int | None = Field(None, gt=0)
     """CPU threads for torch; None: torch's own choice."""
     resume_from: ResumeFrom | None = None

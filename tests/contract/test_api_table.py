@@ -433,6 +433,7 @@ OPTION_ASKS: dict[str, Try] = {
     "precompute_reference": Try(True, "dpo"),
     "max_seq_length": Try(77),
     "truncation_side": Try("left"),
+    "dropped_turns": Try("refuse"),
     "lr_scheduler": Try("cosine"),
     "lr_decay_steps": Try(3, options={"lr_scheduler": "warmup_stable_decay"}),
     "num_cycles": Try(1.5, options={"lr_scheduler": "cosine"}),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.data.prepare import (
     DataReport,
     tokenize_dpo,
@@ -14,10 +17,22 @@ from llama_stack_provider_trl.recipes.data.prepare import (
     tokenize_sft,
     tokenize_taught_prompts,
 )
+from llama_stack_provider_trl.recipes.data.prepared import Preparation
+from llama_stack_provider_trl.recipes.data.prompts import encode_prompts
+from llama_stack_provider_trl.recipes.model.loading import load_tokenizer
+from llama_stack_provider_trl.recipes.preview import preview
+from llama_stack_provider_trl.recipes.reward_templates import lost_by_reward_models
+from llama_stack_provider_trl.specs.events import EventWriter, Failed, Prepared, Previewed, iter_events
+from llama_stack_provider_trl.specs.job import JobSpec, SampleMessage, SamplesSpec
+from llama_stack_provider_trl.specs.methods import GrpoSpec
+from llama_stack_provider_trl.specs.preflight import PreviewSpec
+from llama_stack_provider_trl.specs.rewards import RewardModel, RewardSource
 from llama_stack_provider_trl.specs.rows import LabelledExample, PreferenceExample, PromptExample, SftExample
 from tests.process.test_data_masks import _WITHOUT, SYSTEM, TALK
-from tests.tiny import CHATML, tiny_tokenizer
+from tests.tiny import CHATML, tiny_model, tiny_tokenizer
+from tests.training import job_spec, of_kind, run
 
+pytestmark = pytest.mark.process
 TOOL = {"role": "tool", "content": '{"degrees": 31}'}
 _DROPS_NOTES = CHATML.replace(
     "{{ '<|im_start|>'", "{% if not message['content'].startswith('[note]') %}{{ '<|im_start|>'", 1
@@ -93,3 +108,92 @@ def test_turns_that_the_teachers_template_leaves_out_are_counted(chatml: Any) ->
     prompts = [PromptExample([SYSTEM, TALK[0]]), PromptExample(TALK[:1])]
     (warning,) = lost(tokenize_taught_prompts(prompts, chatml, teacher, 1024, 8).collect()[1])
     assert warning.startswith("the teacher's chat template leaves out turns of 1 of 2 prompts (1 system)")
+
+
+def model_with(root: Path, template: str) -> Path:
+    """The tiny model with another chat template."""
+    shutil.copytree(tiny_model(), root / "model")
+    (root / "model" / "chat_template.jinja").write_text(template)
+    return root / "model"
+
+
+ROWS = [{"messages": [*TALK[:2]]}, {"messages": [SYSTEM, *TALK[:2]]}]
+WITHOUT_SYSTEM = _WITHOUT.replace("ROLES", "['system']")
+
+
+def refused(root: Path, spec: JobSpec) -> str:
+    """The message of the preparation of a job's rows, which fails."""
+    tokenizer = load_tokenizer(spec.source)
+    with pytest.raises(JobFailure) as caught:
+        Preparation(spec, tokenizer, EventWriter(root / "events.jsonl"), spec.dataset).rows(spec.dataset)
+    assert caught.value.reason == "invalid_dataset"
+    return caught.value.message
+
+
+def test_a_job_that_is_not_to_lose_turns_fails_and_names_row_role_and_counts(tmp_path: Path) -> None:
+    spec = job_spec(tmp_path, model_with(tmp_path, WITHOUT_SYSTEM), rows=ROWS, dropped_turns="refuse")
+    expected = "dataset 'rows': the chat template leaves out turns of 1 of 2 rows (1 system), first in row 1: "
+    for _ in range(2):  # tokenized, and from the cache
+        assert refused(tmp_path, spec).startswith(expected)
+    assert refused(tmp_path, spec.model_copy(update={"token_cache": None})).startswith(expected)
+    warned = spec.model_copy(update={"dropped_turns": "warn"})
+    prepared = Preparation(warned, load_tokenizer(spec.source), EventWriter(tmp_path / "events.jsonl"), spec.dataset)
+    assert lost(prepared.rows(spec.dataset).report)
+    kept = spec.model_copy(update={"model": str(tiny_model())})
+    whole = Preparation(kept, load_tokenizer(kept.source), EventWriter(tmp_path / "events.jsonl"), kept.dataset)
+    assert not whole.rows(kept.dataset).report.lost_turns
+
+
+def test_such_a_job_fails_before_its_model_is_loaded(tmp_path: Path) -> None:
+    spec = job_spec(tmp_path, model_with(tmp_path, WITHOUT_SYSTEM), rows=ROWS, dropped_turns="refuse")
+    status, events = run(tmp_path / "run", spec)
+    (failed,) = of_kind(events, Failed)
+    assert status != 0
+    assert not of_kind(events, Prepared)
+    assert failed.reason == "invalid_dataset"
+    assert "1 of 2 rows (1 system), first in row 1" in failed.message
+
+
+def test_the_prompts_of_samples_are_counted_and_refused(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(job_spec(tmp_path, model_with(tmp_path, WITHOUT_SYSTEM)).source)
+    turns = tuple(SampleMessage(**message) for message in (SYSTEM, TALK[0]))
+    samples = SamplesSpec(prompts=(turns[1:], turns), max_new_tokens=4)
+    (message,) = encode_prompts(samples, tokenizer, None).lost_turns
+    assert "leaves out turns of 1 of 2 sample prompts (1 system), first in prompt 1" in message
+    with pytest.raises(JobFailure, match=r"provider_options\.samples: the chat template leaves out turns") as caught:
+        encode_prompts(samples, tokenizer, None, "refuse")
+    assert caught.value.reason == "invalid_request"
+    assert not encode_prompts(samples, tiny_tokenizer(), None, "refuse").lost_turns
+
+
+def test_the_preview_shows_what_would_fail_the_job(tmp_path: Path) -> None:
+    turns = tuple(SampleMessage(**message) for message in (SYSTEM, TALK[0]))
+    spec = job_spec(
+        tmp_path,
+        model_with(tmp_path, WITHOUT_SYSTEM),
+        rows=ROWS,
+        dropped_turns="refuse",
+        samples=SamplesSpec(prompts=(turns,), max_new_tokens=4),
+    )
+    preview(spec, PreviewSpec(), EventWriter(tmp_path / "events.jsonl"))
+    (found,) = [event for event in iter_events(tmp_path / "events.jsonl") if isinstance(event, Previewed)]
+    assert [warning for warning in found.warnings if "1 of 1 sample prompts (1 system)" in warning]
+    assert [warning for warning in found.warnings if "1 of 2 rows (1 system), first in row 1" in warning]
+    assert found.warnings[-1].startswith("with dropped_turns 'refuse' the job fails")
+
+
+def test_turns_that_a_reward_models_template_leaves_out_are_counted_before_it_scores(tmp_path: Path) -> None:
+    path = model_with(tmp_path, WITHOUT_SYSTEM)
+    judges = [RewardModel(job_uuid="judge", path=path), RewardModel(job_uuid="later", path=tmp_path / "none")]
+    rewards = tuple(RewardSource(name=judge.job_uuid, model=judge) for judge in judges)
+    rows = [{"prompt": [TALK[0]]}, {"prompt": [SYSTEM, TALK[0]]}]
+    spec = job_spec(tmp_path, tiny_model(), "grpo", rows=rows, method=GrpoSpec(rewards=rewards))
+    (message,) = lost_by_reward_models(spec, lambda: None)
+    assert message.startswith(
+        "the reward model's (job 'judge') chat template leaves out turns of 1 of 2 prompts (1 system), first in row 1"
+    )
+    with pytest.raises(JobFailure, match="the reward model's"):
+        lost_by_reward_models(spec.model_copy(update={"dropped_turns": "refuse"}), lambda: None)
+    preview(spec, PreviewSpec(), EventWriter(tmp_path / "events.jsonl"))
+    (found,) = [event for event in iter_events(tmp_path / "events.jsonl") if isinstance(event, Previewed)]
+    assert message in found.warnings

@@ -10,11 +10,11 @@ import pytest
 
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.data.packing import IGNORED
-from llama_stack_provider_trl.recipes.data.prepare import tokenize
+from llama_stack_provider_trl.recipes.data.prepare import TruncationCounter, tokenize
 from llama_stack_provider_trl.recipes.model.loading import load_tokenizer
-from llama_stack_provider_trl.recipes.preview import _Texts, preview
+from llama_stack_provider_trl.recipes.preview import _MaskedPart, _MaskedRow, _shown, _Texts, preview
 from llama_stack_provider_trl.specs.events import EventWriter, Previewed, iter_events
-from llama_stack_provider_trl.specs.job import JobSpec
+from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
 from tests.tiny import tiny_model
 from tests.training import job_spec
@@ -124,6 +124,42 @@ def test_a_row_that_is_cut_within_a_character_shows_its_bytes_as_tokens(tmp_path
         for end in range(begin, len(ids) + 1):
             assert len(texts.of(ids[begin:end])) == end - begin
             assert "\ufffd" not in "".join(texts.of(ids[begin:end]))
+
+
+def test_a_character_of_the_text_that_decoders_write_for_broken_ones_is_shown_as_it_is(tmp_path: Path) -> None:
+    for text in ("A \ufffd B", "日\ufffd日 \ufffd\ufffd", "\ufffd" * 9):
+        found = shown(tmp_path, of_rows(tmp_path, "sft", [{"prompt": "Name it?", "completion": text}]))
+        (row,) = found.rows
+        trained = "".join(one for one, mark in zip(row.texts, row.trained, strict=True) if mark == "1")
+        assert trained.startswith(text)
+        assert len(row.texts) == len(row.ids)
+        (tmp_path / "events.jsonl").unlink()
+
+
+def test_the_parts_of_a_pair_are_read_apart(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(of_rows(tmp_path, "dpo", DPO_ROWS).source)
+    begun, rest = tokenizer("日")["input_ids"][:1], tokenizer("日")["input_ids"][1:]
+    parts = [_MaskedPart("chosen", begun, {0}, {0}), _MaskedPart("rejected", rest, {0}, {0})]
+    counter = TruncationCounter(None, None, 100)
+    row = _shown(_MaskedRow(parts, 3), 0, counter, _Texts(tokenizer), 100)
+    assert "日" not in row.texts
+    assert len(row.texts) == len(row.ids) == len(begun + rest)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_warmup_that_is_not_shorter_than_the_job_is_shown_where_all_rows_are_read(
+    tmp_path: Path, packed: bool
+) -> None:
+    rows, few = [SFT_ROWS[1]] * 8, OptimizerSpec(learning_rate=1e-3, warmup_steps=2)
+    changes = {"rows": rows, "packed": packed, "n_epochs": 1, "optimizer": few, "max_seq_length": 128}
+    spec = job_spec(tmp_path, tiny_model(), batch_size=4, **changes)
+    (warmup,) = [warning for warning in shown(tmp_path, spec).warnings if warning.startswith("the warmup of 2 steps")]
+    assert f"the job of {1 if packed else 2} optimizer steps" in warmup
+    (tmp_path / "events.jsonl").unlink()
+    long = spec.model_copy(update={"n_epochs": 3})
+    assert not [warning for warning in shown(tmp_path, long).warnings if "warmup" in warning]
+    (tmp_path / "events.jsonl").unlink()
+    assert not [warning for warning in shown(tmp_path, spec, first_row=1).warnings if "warmup" in warning]
 
 
 def test_few_rows_are_shown_from_the_first_one_on_and_the_counts_are_of_those_behind_it(tmp_path: Path) -> None:

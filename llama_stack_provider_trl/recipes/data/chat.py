@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 
 from ...errors import JobFailure
 from ...specs.events import Reason
+from ...specs.job import DroppedTurns
 from ...specs.rows import Message
 from .marks import CLOSE, OPEN, common_prefix, markings, unmarked, visible
 from .templates import rendered
@@ -83,6 +84,22 @@ class LostTurns:
             f"{owner} chat template leaves out turns of {self.rows} of {total} {unit}s ({roles}), first in {row} "
             f"{self.first_row}: the model does not see them. Put their text into user turns, or correct the template"
         )
+
+
+def refuse_lost_turns(
+    dropped_turns: DroppedTurns, lost: Iterable[str], where: str = "", reason: Reason = Reason.invalid_dataset
+) -> None:
+    """Fail a job that is not to lose turns.
+
+    Args:
+        lost: what `LostTurns.message` has.
+        where: the beginning of the message.
+
+    Raises:
+        JobFailure: there are such turns, and the job's `dropped_turns` is refuse.
+    """
+    for message in lost if dropped_turns == "refuse" else ():
+        raise JobFailure(reason, f"{where}{message}; with dropped_turns 'warn' the job trains without them")
 
 
 def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -158,12 +175,12 @@ class Chat:
                 f"row {row}: the model's chat template refuses the turns {roles}: {error}. "
                 "Change the row, or the template in the model's tokenizer files",
             ) from error
-        unwritten = self._unwritten_turns(messages, text, add_generation_prompt)
+        unwritten = self.unwritten_turns(messages, text, add_generation_prompt)
         if not add_generation_prompt and _last_answer(messages) in unwritten:
             raise _left_out(row)
         return Rendered(text, unwritten)
 
-    def _unwritten_turns(self, messages: Sequence[Message], text: str, add_generation_prompt: bool) -> list[int]:
+    def unwritten_turns(self, messages: Sequence[Message], text: str, add_generation_prompt: bool) -> list[int]:
         """Turns whose content the template does not write (what an answer thought before may rightly be missing).
 
         Whether a turn is written mostly depends on the roles alone: where its content is in the text, too, the template

@@ -14,7 +14,7 @@ from ...specs.events import EventWriter, Tokenizing, Warned
 from ...specs.job import DatasetRef, JobSpec
 from ...specs.methods import METHODS
 from .cache import Add, CachedRows, NotCached, TokenCache
-from .chat import DEFAULT_TEMPLATE_WARNING, ensure_chat_template
+from .chat import DEFAULT_TEMPLATE_WARNING, ensure_chat_template, refuse_lost_turns
 from .keys import RowKeys
 from .packing import pack, packed_tables
 from .prepare import DataReport, Tokenization, tokenize
@@ -76,9 +76,12 @@ class Preparation:
             first: rows that are used; the report is about all.
 
         Raises:
-            JobFailure: as `tokenize_sft` and `tokenize_dpo` do.
+            JobFailure: as `tokenize_sft` and `tokenize_dpo` do; invalid_dataset, a chat template leaves out turns, and
+                the job's `dropped_turns` is refuse.
         """
         prepared = self._cached(dataset, first) or self._in_memory(dataset, first)
+        where = f"dataset {dataset.dataset_id!r}: "
+        refuse_lost_turns(self._spec.dropped_turns, prepared.report.lost_turns, where)
         self._progress.end(dataset.num_rows)
         return prepared
 

@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import TemplateError
 
 from ...errors import JobFailure
 from ...specs.events import Reason
-from ...specs.job import SamplesSpec
-from .chat import call_tokenizer, default_chat_template
+from ...specs.job import DroppedTurns, SamplesSpec
+from .chat import Chat, call_tokenizer, default_chat_template, refuse_lost_turns
 from .templates import rendered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def encode_prompts(samples: SamplesSpec, tokenizer: PreTrainedTokenizerBase, positions: int | None) -> list[list[int]]:
+class SamplePrompts(NamedTuple):
+    """The prompts of a job's `samples`."""
+
+    ids: list[list[int]]
+    lost_turns: list[str]
+    """A sentence where the chat template leaves out turns of them."""
+
+
+def encode_prompts(
+    samples: SamplesSpec | None,
+    tokenizer: PreTrainedTokenizerBase,
+    positions: int | None,
+    dropped_turns: DroppedTurns = "warn",
+) -> SamplePrompts:
     """Token ids of each prompt with the header of its answer, as the chat template writes them.
 
     Args:
         positions: tokens that the model has positions for; None: any number.
 
     Raises:
-        JobFailure: invalid_request, naming the prompt: the chat template refuses it, or it leaves no positions for
-            `max_new_tokens`.
+        JobFailure: invalid_request, naming the prompt: the chat template refuses it, or leaves out turns where the job
+            is not to lose any, or it leaves no positions for `max_new_tokens`.
     """
+    if samples is None:
+        return SamplePrompts([], [])
     # Not `ensure_chat_template`: rows of plain text leave a tokenizer without a template as it is.
     template = None if tokenizer.chat_template else default_chat_template(tokenizer)
-    encoded = []
+    chat, encoded = Chat(tokenizer), []
     for number, prompt in enumerate(samples.prompts):
         name = f"provider_options.samples.prompts[{number}]"
         turns = [message.model_dump() for message in prompt]
@@ -40,6 +55,9 @@ def encode_prompts(samples: SamplesSpec, tokenizer: PreTrainedTokenizerBase, pos
                 Reason.invalid_request,
                 f"{name}: the model's chat template refuses the turns {roles}: {error}. Send other turns",
             ) from error
+        if template is None:  # the default one writes every turn
+            unwritten = chat.unwritten_turns(turns, text, True)
+            chat.lost.add([turns[turn]["role"] for turn in unwritten], number)
         ids = call_tokenizer(tokenizer, [text], add_special_tokens=False)["input_ids"][0]
         if positions is not None and len(ids) + samples.max_new_tokens > positions:
             raise JobFailure(
@@ -48,4 +66,7 @@ def encode_prompts(samples: SamplesSpec, tokenizer: PreTrainedTokenizerBase, pos
                 f"{positions} positions of the model. Shorten the prompt, or send fewer max_new_tokens",
             )
         encoded.append(ids or [tokenizer.eos_token_id])
-    return encoded
+    lost = chat.lost.message("sample prompt", len(samples.prompts), row="prompt")
+    found = SamplePrompts(encoded, [lost] if lost else [])
+    refuse_lost_turns(dropped_turns, found.lost_turns, "provider_options.samples: ", Reason.invalid_request)
+    return found

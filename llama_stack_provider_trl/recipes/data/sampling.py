@@ -187,3 +187,13 @@ def pair_of_number(number: int, num_rows: int) -> tuple[int, int]:
     """The two rows of `number_of_pair`."""
     other, row = divmod(number, num_rows + 1)
     return row, other
+
+
+def epoch_of_job(spec: JobSpec, rows: int, batch_plan: BatchPlan) -> EpochSampler:
+    """An epoch of a job in the given order, by which its steps are planned.
+
+    Args:
+        rows: that are trained on; of a packed job, sequences.
+    """
+    cap = None if spec.max_steps_per_epoch is None else spec.max_steps_per_epoch * batch_plan.rows_per_step
+    return EpochSampler(rows, cap, shuffle=False, seed=spec.seed, batch_plan=batch_plan)

@@ -1,0 +1,52 @@
+"""Counts the turns that the chat templates of reward models leave out, before these score an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ..specs.job import JobSpec
+from ..specs.methods import reward_models
+from ..specs.model_source import ModelSource
+from ..specs.rows import Message, PromptExample
+from .data.chat import Chat, refuse_lost_turns
+from .data.prepare import read_examples
+from .model.loading import load_tokenizer
+
+_ANSWER: Message = {"role": "assistant", "content": "Yes, that is right."}
+"""Stands for the answers to come: templates may write a prompt differently before one."""
+_ROWS = 1000
+"""Rows between two calls of `alive`."""
+
+
+def lost_by_reward_models(
+    spec: JobSpec, alive: Callable[[], object], rows: Iterable[tuple[int, PromptExample]] | None = None
+) -> list[str]:
+    """A sentence for each reward model whose chat template leaves out turns of the prompts. One that its job has not
+    written yet is not read.
+
+    Args:
+        rows: numbered prompts; None: all of the job's dataset.
+
+    Raises:
+        JobFailure: invalid_dataset, there are such turns, and the job's `dropped_turns` is refuse.
+    """
+    found: list[str] = []
+    models = [model for model in reward_models(spec.method) if model.path is not None and model.path.is_dir()]
+    prompts = list(rows) if models and rows is not None else None
+    for model in models:
+        trusted = model.base is not None and model.base.trust_remote_code
+        chat = Chat(load_tokenizer(ModelSource(model=str(model.path), trust_remote_code=trusted)))
+        count = 0
+        for number, prompt in enumerate(read_examples(spec.dataset.path, "prompts")) if prompts is None else prompts:
+            count += 1
+            turns = [*prompt.messages, _ANSWER]
+            # A refusal fails the job when it scores: it may depend on the answer.
+            if (text := chat.render_part(turns)) is not None:
+                lost = [turn for turn in chat.unwritten_turns(turns, text, False) if turn < len(prompt.messages)]
+                chat.lost.add([turns[turn]["role"] for turn in lost], number)
+            if count % _ROWS == 0:
+                alive()
+        if message := chat.lost.message("prompt", count, f"the reward model's (job {model.job_uuid!r})"):
+            found.append(message)
+    refuse_lost_turns(spec.dropped_turns, found)
+    return found
