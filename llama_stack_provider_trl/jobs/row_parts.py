@@ -68,9 +68,11 @@ class NewRows:
         """Remove the rows, but those that something else uses by now."""
         while self._stamps:
             rows, stamp = self._stamps.popitem()
-            # Renamed first, checked afterwards: a request may find and touch the file in between.
             aside = rows.with_name(f".removed-{rows.stem}")
             with suppress(FileNotFoundError):
+                if rows.stat().st_mtime_ns != stamp:  # else a request that uses them would miss them for a moment
+                    continue
+                # Renamed first, checked again: a request may find and touch the file in between.
                 os.replace(rows, aside)
                 if aside.stat().st_mtime_ns == stamp:
                     aside.unlink()

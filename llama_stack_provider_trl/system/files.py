@@ -32,6 +32,8 @@ _STAGED = re.compile(r"\.saving|.+\.tmp|.+\.old")
 _SMALL = 16 << 20
 """Bytes of a small file that a training may have written; the largest manifests have 1 MiB."""
 _PIECE_BYTES = 1 << 16
+Check = Callable[[Path], object]
+Storing = Callable[[str], object]
 
 
 class RunDir:
@@ -148,28 +150,33 @@ def private_directory(directory: Path) -> None:
         )
 
 
-def put_rows(directory: Path, rows: Iterable[dict[str, Any]], check: Callable[[Path], object] | None = None) -> Blob:
+def put_rows(
+    directory: Path, rows: Iterable[dict[str, Any]], check: Check | None = None, storing: Storing = lambda digest: None
+) -> Blob:
     """Store rows as `<directory>/<sha256>.jsonl`, one JSON object per line; the same rows are stored once.
 
     A column whose value is NaN is left out of its row: a data frame marks rows without such a column that way.
 
     Args:
-        check: as in `put_lines`.
+        check, storing: as in `put_lines`.
 
     Raises:
         InvalidRows: a row is not an object, contains itself, or is nested too deeply; names the row, and nothing is
             stored. Values that JSON lacks are written as objects (`json_rows`).
         OSError: the directory cannot be written.
     """
-    return put_lines(directory, _pieces(encoded(row, number) for number, row in enumerate(rows)), check)
+    return put_lines(directory, _pieces(encoded(row, number) for number, row in enumerate(rows)), check, storing)
 
 
-def put_lines(directory: Path, lines: Iterable[bytes], check: Callable[[Path], object] | None = None) -> Blob:
+def put_lines(
+    directory: Path, lines: Iterable[bytes], check: Check | None = None, storing: Storing = lambda digest: None
+) -> Blob:
     """Store rows that are lines of JSON already, like `put_rows`.
 
     Args:
         lines: whole ones, or any pieces of them: a file that a node has sent may have a line without an end.
         check: is called with the file before it is stored, and raises if it is not to be.
+        storing: is called with their digest before they are stored, or found stored.
 
     Raises:
         OSError: the directory cannot be written.
@@ -185,6 +192,7 @@ def put_lines(directory: Path, lines: Iterable[bytes], check: Callable[[Path], o
         if check is not None:
             check(temporary)
         path = directory / f"{digest}.jsonl"
+        storing(digest)
         if not touched(path):
             os.replace(temporary, path)
             _fsync_path(directory)

@@ -7,10 +7,12 @@ import hashlib
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from random import Random
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 
@@ -25,6 +27,8 @@ from llama_stack_provider_trl_remote.service.datasets.quotas import UPLOADS, Cou
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
 from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
 from llama_stack_provider_trl_remote.service.http.errors import Conflict, NotFound
+from llama_stack_provider_trl_remote.service.routes.datasets import put_blob
+from llama_stack_provider_trl_remote.service.security.access import Caller
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.fakes import job_spec
 
@@ -303,3 +307,85 @@ def test_a_delete_that_the_database_refused_is_finished_by_the_next_one(
     with pytest.raises(NotFound):
         registry.delete("one")
     assert (store.rows.used("a"), path.exists()) == (0, False)
+
+
+@pytest.mark.parametrize("refusal", [QuotaReached, Conflict, None], ids=["quota", "conflict", "deleted"])
+@pytest.mark.parametrize("later", ["registered", "uploaded"])
+def test_a_refusal_leaves_the_rows_that_another_request_has_stored_and_not_recorded_yet(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: type[Exception] | None, later: str
+) -> None:
+    """The other request, of b, is stopped when its rows are stored, and before anything mentions them."""
+    registry, ended = registry_of(store, tmp_path), []
+    if refusal is QuotaReached:
+        store.rows.note("f" * 64, "a", MIB)
+    elif refusal is Conflict:
+        register(registry, "taken", "b", text="another")
+    else:
+        register(registry, "deleted")
+
+    def meanwhile() -> None:
+        if ended:
+            return
+        ended.append(True)
+        if refusal is None:
+            registry.delete("deleted")
+        else:
+            with pytest.raises(refusal):
+                register(registry, "taken")
+
+    claim, keep, blobs = registry._claim, registry._blobs.keep, registry._blobs
+    if later == "registered":
+
+        def stopped(entry: Any) -> Any:
+            if entry.created_by == "b":
+                with ThreadPoolExecutor(1) as thread:
+                    thread.submit(meanwhile).result(20)
+            return claim(entry)
+
+        monkeypatch.setattr(registry, "_claim", stopped)
+        path = register(registry, "ours", "b")
+    else:
+        body = put_rows(tmp_path / "sent", [{"prompt": "a", "completion": "b"}]).path.read_bytes()
+
+        def stopped_upload(file: Path, sha256: str) -> None:
+            keep(file, sha256)
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(meanwhile).result(20)
+
+        monkeypatch.setattr(blobs, "keep", stopped_upload)
+        if refusal is None:
+            registry._blobs.path(hashlib.sha256(body).hexdigest()).unlink()  # so that it is sent again
+        service: Any = SimpleNamespace(blobs=blobs, counted=registry._counted, quotas=registry._counted._quotas)
+
+        async def stream() -> AsyncIterator[bytes]:
+            yield body
+
+        request: Any = SimpleNamespace(headers={"content-length": str(len(body))}, stream=stream)
+        path = blobs.path(hashlib.sha256(body).hexdigest())
+        assert asyncio.run(put_blob(service, path.stem, request, Caller("submit", "b"))).status_code == 201
+    assert ended
+    assert path.exists()
+    assert store.rows.owns(path.stem, "b")
+    assert not registry._counted._held
+
+
+def test_of_two_refusals_of_the_same_rows_the_last_one_removes_them(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry, ended = registry_of(store, tmp_path), []
+    for name in ("one", "two"):
+        register(registry, name, "c", text="another")
+    claim = registry._claim
+
+    def stopped(entry: Any) -> Any:
+        if not ended:
+            ended.append(True)
+            with ThreadPoolExecutor(1) as thread, pytest.raises(Conflict):
+                thread.submit(register, registry, "two", "a").result(20)
+            assert len([*registry._blobs.directory.glob("*.jsonl")]) == 2
+        return claim(entry)
+
+    monkeypatch.setattr(registry, "_claim", stopped)
+    with pytest.raises(Conflict):
+        register(registry, "one", "b")
+    assert len([*registry._blobs.directory.glob("*.jsonl")]) == 1

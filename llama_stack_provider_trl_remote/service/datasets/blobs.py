@@ -93,11 +93,13 @@ class Blobs:
         pieces: AsyncIterator[bytes],
         announced: int,
         arrived: Callable[[int], object] = lambda count: None,
+        storing: Callable[[str], object] = lambda digest: None,
     ) -> None:
         """Store a body whose digest this must be. Nothing of a body that ends early or differs is kept.
 
         Args:
             arrived: is called by a thread with the number of bytes of each part.
+            storing: see `put_lines`.
 
         Raises:
             InvalidRequest: it has another digest.
@@ -112,17 +114,21 @@ class Blobs:
                 raise InvalidRequest(
                     "sha256", sha256, f"the digest of the body is {found}: nothing was kept, send it again"
                 )
+            await in_work_thread(storing, sha256)
             await in_work_thread(self.keep, file, sha256)
 
     async def count(self, sha256: str) -> int:
         """Number of rows that are stored under a digest."""
         return await in_work_thread(_count_lines, self.path(sha256))
 
-    async def convert(self, uri: str, file: int | None = None) -> tuple[str, int]:
+    async def convert(
+        self, uri: str, file: int | None = None, storing: Callable[[str], object] = lambda digest: None
+    ) -> tuple[str, int]:
         """Store the rows of a file or a hub dataset; returns their digest and number.
 
         Args:
             file: descriptor of the file; it stays open. None: the uri is one of the hub.
+            storing: see `put_lines`.
 
         Raises:
             InvalidRows: it cannot be read, or not in time, or not within `reader_memory_mb`.
@@ -146,6 +152,7 @@ class Blobs:
             if "error" in answer:
                 raise InvalidRows(answer["error"])
             rows = staging / f"{answer['sha256']}.jsonl"
+            await in_work_thread(storing, answer["sha256"])
             await in_work_thread(self.keep, rows, answer["sha256"])
             return answer["sha256"], answer["num_rows"]
 

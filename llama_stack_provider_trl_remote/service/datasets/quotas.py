@@ -150,8 +150,29 @@ class JobAllowance(Allowance):
             self.rows[rows.sha256] = rows
 
 
+class HeldRows:
+    """Rows that a request stores or has found, until they are recorded or refused.
+
+    Args:
+        hold: is called with the digest of each.
+    """
+
+    def __init__(self, hold: Callable[[str], None]) -> None:
+        self._hold = hold
+        self.digests: set[str] = set()
+
+    def add(self, sha256: str) -> None:
+        """Hold rows, before it is known whether they are stored. It may wait for a transaction of another request."""
+        if sha256 not in self.digests:
+            self._hold(sha256)
+            self.digests.add(sha256)
+
+
 class CountedRows:
     """The stored rows of a service, each with the tokens for which it counts.
+
+    Rows that are refused, or whose last dataset is deleted, are removed, but not those that another request holds: it
+    has stored or found them, and will record them.
 
     Args:
         owners, quotas: None: no token has a limit.
@@ -164,8 +185,24 @@ class CountedRows:
 
     def __init__(self, blobs: Blobs, owners: RowOwners | None = None, quotas: Quotas | None = None) -> None:
         self._blobs, self._owners, self._quotas = blobs, owners, quotas
+        self._held: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        """Held while rows are removed: a request that holds them afterwards finds them gone, and stores them again."""
 
-    def check(self, sha256: str | None, owner: str) -> None:
+    @contextmanager
+    def holding(self) -> Iterator[HeldRows]:
+        """What a request holds is removed by no other one."""
+        held = HeldRows(self._hold)
+        try:
+            yield held
+        finally:
+            self._end(held)
+
+    def _hold(self, sha256: str) -> None:
+        with self._lock:
+            self._held[sha256] += 1
+
+    def check(self, sha256: str | None, owner: str, held: HeldRows) -> None:
         """Require room for stored rows that do not count for a token yet.
 
         Raises:
@@ -176,18 +213,25 @@ class CountedRows:
         try:
             self._quotas.require(owner, self._blobs.path(sha256).stat().st_size)
         except QuotaReached:
-            self._owners.discard(self._blobs.path(sha256), self.is_registered)
+            self._discard(sha256, held)
             raise
 
+    def count(self, sha256: str, owner: str | None, held: HeldRows) -> None:
+        """Count uploaded rows for a token; None: they count for the request that waits for them. Raises QuotaReached:
+        see `check`."""
+        if owner is not None:
+            self.check(sha256, owner, held)
+            self.note(sha256, owner)
+
     @asynccontextmanager
-    async def kept_with_its_dataset(self, sha256: str | None, owner: str) -> AsyncIterator[None]:
+    async def kept_with_its_dataset(self, sha256: str | None, owner: str, held: HeldRows) -> AsyncIterator[None]:
         """As `check`; stored rows whose registration the block refuses are removed, too."""
-        await in_work_thread(self.check, sha256, owner)
+        await in_work_thread(self.check, sha256, owner, held)
         try:
             yield
         except TrlError:
-            if self._owners is not None and sha256 is not None:
-                await in_work_thread(self._owners.discard, self._blobs.path(sha256), self.is_registered)
+            if sha256 is not None:
+                await in_work_thread(self._discard, sha256, held)
             raise
 
     def note(self, sha256: str | None, owner: str, dataset_id: str = "") -> None:
@@ -200,5 +244,29 @@ class CountedRows:
         """Forget a dataset that was deleted, and remove its rows unless something else has them."""
         if self._owners is not None:
             for sha256 in self._owners.of_dataset(dataset_id):
-                if self._owners.release(dataset_id, self._blobs.path(sha256), self.is_registered):
+                with self._lock:
+                    removed = self._owners.release(dataset_id, self._blobs.path(sha256), self._is_in_use)
+                if removed:
                     self._blobs.forget(sha256)
+
+    def _discard(self, sha256: str, held: HeldRows) -> None:
+        """Remove rows that were refused, unless something else has them."""
+        if self._owners is not None:
+            with self._lock:
+                self._drop(held)
+                self._owners.discard(self._blobs.path(sha256), self._is_in_use)
+
+    def _end(self, held: HeldRows) -> None:
+        if held.digests:
+            with self._lock:
+                self._drop(held)
+
+    def _drop(self, held: HeldRows) -> None:
+        while held.digests:
+            sha256 = held.digests.pop()
+            self._held[sha256] -= 1
+            if not self._held[sha256]:
+                del self._held[sha256]
+
+    def _is_in_use(self, sha256: str) -> bool:
+        return sha256 in self._held or self.is_registered(sha256)

@@ -37,7 +37,7 @@ from ..settings import ServiceSettings
 from ..space import Use
 from .blobs import Blobs
 from .index import DatasetIndex
-from .quotas import CountedRows
+from .quotas import CountedRows, HeldRows
 from .reader import HUB, ROW_READERS
 from .registration import StoredRows
 from .uris import Readable, hub_name, split_uri
@@ -123,15 +123,20 @@ class DatasetRegistry:
         if body.dataset_id.startswith(OF_JOB):
             hint = f"{OF_JOB}NAME means the rows that the job NAME makes: choose another name"
             raise InvalidRequest("dataset_id", body.dataset_id, hint)
-        entry = (await self._entry(body, stored)).model_copy(update={"created_by": created_by})
-        async with self._counted.kept_with_its_dataset(entry.sha256, created_by):
+        with self._counted.holding() as held:
+            entry = (await self._entry(body, stored, held)).model_copy(update={"created_by": created_by})
+            return await self._registered(entry, held)
+
+    async def _registered(self, entry: Entry, held: HeldRows) -> Dataset:
+        dataset_id = entry.dataset.identifier
+        async with self._counted.kept_with_its_dataset(entry.sha256, entry.created_by, held):
             known = await in_work_thread(self._claim, entry)
             if known is None:
                 return shown(entry)
             if _content(known) != _content(entry):
                 raise Conflict(
-                    f"dataset {body.dataset_id!r} exists already with another content: choose another dataset_id, or "
-                    f"DELETE /v1/datasets/{body.dataset_id} first (jobs that use it keep their rows)"
+                    f"dataset {dataset_id!r} exists already with another content: choose another dataset_id, or "
+                    f"DELETE /v1/datasets/{dataset_id} first (jobs that use it keep their rows)"
                 )
             return shown(known)
 
@@ -155,37 +160,40 @@ class DatasetRegistry:
         except TooLarge as error:
             hint = f"{error}; the rows of this job are in {rows}: register parts of them"
             raise InvalidRequest("output.dataset_id", dataset_id, hint) from error
-        try:
-            with open_regular(rows) as file:
-                size = os.fstat(file.fileno()).st_size
-                self._blobs.space.require(Use.checkpoint, self._blobs.directory, size)  # a job's result
-                blob = put_lines(self._blobs.directory, iter(partial(file.read, _PIECE), b""))
-        except FileNotFoundError as error:
-            raise InvalidRequest("output.dataset_id", dataset_id, f"{rows}, the job's rows, is gone") from error
-        except OSError as error:
-            raise StoreError(f"dataset {dataset_id!r} cannot be stored: {error}") from error
-        if made != {"sha256": blob.sha256, "num_rows": blob.num_rows}:
-            raise InvalidRequest("output.dataset_id", dataset_id, f"{rows} was changed after the job had written it")
-        dataset = Dataset(
-            identifier=dataset_id,
-            provider_resource_id=dataset_id,
-            purpose="post-training/messages",
-            source=RowsSource(type="rows", rows=[]),
-            metadata={"job_uuid": job_uuid},
-        )
-        entry = Entry(
-            dataset=dataset,
-            registered_at=time.time(),
-            sha256=blob.sha256,
-            num_rows=blob.num_rows,
-            created_by=created_by,
-        )
-        known = self._claim(entry, is_made=True)
-        if known is not None and _content(known) != _content(entry):
-            raise JobConflict(
-                f"dataset {dataset_id!r} was registered with another content meanwhile; the rows of this job are in "
-                f"{rows}: register them under another name"
+        with self._counted.holding() as held:
+            try:
+                with open_regular(rows) as file:
+                    size = os.fstat(file.fileno()).st_size
+                    self._blobs.space.require(Use.checkpoint, self._blobs.directory, size)  # a job's result
+                    blob = put_lines(self._blobs.directory, iter(partial(file.read, _PIECE), b""), storing=held.add)
+            except FileNotFoundError as error:
+                raise InvalidRequest("output.dataset_id", dataset_id, f"{rows}, the job's rows, is gone") from error
+            except OSError as error:
+                raise StoreError(f"dataset {dataset_id!r} cannot be stored: {error}") from error
+            if made != {"sha256": blob.sha256, "num_rows": blob.num_rows}:
+                raise InvalidRequest(
+                    "output.dataset_id", dataset_id, f"{rows} was changed after the job had written it"
+                )
+            dataset = Dataset(
+                identifier=dataset_id,
+                provider_resource_id=dataset_id,
+                purpose="post-training/messages",
+                source=RowsSource(type="rows", rows=[]),
+                metadata={"job_uuid": job_uuid},
             )
+            entry = Entry(
+                dataset=dataset,
+                registered_at=time.time(),
+                sha256=blob.sha256,
+                num_rows=blob.num_rows,
+                created_by=created_by,
+            )
+            known = self._claim(entry, is_made=True)
+            if known is not None and _content(known) != _content(entry):
+                raise JobConflict(
+                    f"dataset {dataset_id!r} was registered with another content meanwhile; the rows of this job are "
+                    f"in {rows}: register them under another name"
+                )
 
     def _claim(self, entry: Entry, *, is_made: bool = False) -> Entry | None:
         """Register a dataset whose name is free; returns the one that has it, if it is not.
@@ -300,7 +308,7 @@ class DatasetRegistry:
             raise InvalidRequest(FIELD, dataset_id, hint)
         return await self._blobs.checked(dataset_id, sha256, use, data_format)
 
-    async def _entry(self, body: RegisterDataset, stored: StoredRows | None) -> Entry:
+    async def _entry(self, body: RegisterDataset, stored: StoredRows | None, held: HeldRows) -> Entry:
         assert body.dataset_id is not None
         metadata = {**(body.metadata or {}), **({"dataset_type": body.dataset_type} if body.dataset_type else {})}
         sha256 = num_rows = None
@@ -308,13 +316,14 @@ class DatasetRegistry:
         match body.source:
             case RowsSource() if stored is not None:
                 sha256, num_rows = stored.sha256, stored.num_rows
-                await in_work_thread(self._keep, body.dataset_id, stored)
+                await in_work_thread(self._keep, body.dataset_id, stored, held)
                 source = RowsSource(type="rows", rows=[])
             case RowsSource(rows=rows):
                 self._blobs.check_count(len(rows))
-                sha256, num_rows = await in_work_thread(self._put, body.dataset_id, rows)
+                sha256, num_rows = await in_work_thread(self._put, body.dataset_id, rows, held)
                 source = RowsSource(type="rows", rows=[])
             case BlobSource(sha256=digest):
+                await in_work_thread(held.add, digest)
                 if not self._blobs.holds(digest):
                     raise InvalidRequest("source.sha256", digest, "PUT the rows to /v1/blobs/{sha256} first")
                 sha256 = digest
@@ -330,48 +339,50 @@ class DatasetRegistry:
         )
         return Entry(dataset=dataset, registered_at=time.time(), sha256=sha256, num_rows=num_rows)
 
-    def _keep(self, dataset_id: str, stored: StoredRows) -> None:
+    def _keep(self, dataset_id: str, stored: StoredRows, held: HeldRows) -> None:
+        held.add(stored.sha256)
         try:
             self._blobs.check_space(0)
             self._blobs.keep(stored.path, stored.sha256)
         except OSError as error:
             raise StoreError(f"dataset {dataset_id!r} cannot be stored: {error}") from error
 
-    def _put(self, dataset_id: str, rows: list[dict[str, Any]]) -> tuple[str, int]:
+    def _put(self, dataset_id: str, rows: list[dict[str, Any]], held: HeldRows) -> tuple[str, int]:
         try:
             self._blobs.check_space(0)
-            blob = put_rows(self._blobs.directory, rows)
+            blob = put_rows(self._blobs.directory, rows, storing=held.add)
         except OSError as error:
             raise StoreError(f"dataset {dataset_id!r} cannot be stored: {error}") from error
         return blob.sha256, blob.num_rows
 
     async def _current(self, entry: Entry, uri: str) -> Entry:
         """The entry with the current rows of its uri."""
-        with await in_work_thread(self._readable, uri) as found:
+        with await in_work_thread(self._readable, uri) as found, self._counted.holding() as held:
             known = await in_work_thread(self._read, entry.dataset.identifier) or entry
             if known.sha256 and known.stamp == found.stamp and self._blobs.holds(known.sha256):
                 return known
             try:
-                sha256, num_rows = await self._converted(found)
+                sha256, num_rows = await self._converted(found, held)
             except InvalidRows as error:
                 raise InvalidRows(f"dataset {entry.dataset.identifier!r} ({uri}), {error}") from error
-        current = known.model_copy(update={"sha256": sha256, "num_rows": num_rows, "stamp": found.stamp})
-        await in_work_thread(self._replace, known, current)
-        return current
+            current = known.model_copy(update={"sha256": sha256, "num_rows": num_rows, "stamp": found.stamp})
+            await in_work_thread(self._replace, known, current, held)
+            return current
 
-    def _replace(self, known: Entry, current: Entry) -> None:
+    def _replace(self, known: Entry, current: Entry, held: HeldRows) -> None:
         """Store a dataset's current rows, unless it was deleted while they were read, or its name has another one."""
         with self._registering:
             if self._read(known.dataset.identifier) == known:
-                self._counted.check(current.sha256, current.created_by)
+                self._counted.check(current.sha256, current.created_by, held)
                 self._write(current)
                 self._counted.note(current.sha256, current.created_by, current.dataset.identifier)
 
-    async def _converted(self, found: Readable) -> tuple[str, int]:
+    async def _converted(self, found: Readable, held: HeldRows) -> tuple[str, int]:
         """Digest and number of the rows, which are stored."""
         if found.stamp != _RAY or self._cluster is None:
-            return await self._blobs.convert(found.name, found.file)
+            return await self._blobs.convert(found.name, found.file, held.add)
         sha256 = await self._cluster.read(found.name)
+        await in_work_thread(held.add, sha256)
         return sha256, await self._blobs.count(sha256)
 
     def _readable(self, uri: str) -> Readable:

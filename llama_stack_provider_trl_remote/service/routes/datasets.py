@@ -133,24 +133,21 @@ async def _stored(service: Service, sha256: str, request: Request, owner: str | 
     """
     announced = request.headers.get("content-length", "")
     size = int(announced) if announced.isdigit() else 0
-    if service.blobs.holds(sha256):
-        await asyncio.to_thread(_count, service, sha256, owner)
+    with service.counted.holding() as held:
+        await asyncio.to_thread(held.add, sha256)
+        if is_known := service.blobs.holds(sha256):
+            await asyncio.to_thread(service.counted.count, sha256, owner, held)
+    if is_known:
         await _discard(request)
         return Response(status_code=200)
-    if owner is None:
-        await service.blobs.receive(sha256, request.stream(), size)
-        return Response(status_code=201)
-    async with service.quotas.arriving(owner, size) as arrived:
-        await service.blobs.receive(sha256, request.stream(), size, arrived)
-    await asyncio.to_thread(_count, service, sha256, owner)
+    with service.counted.holding() as held:  # when they are here, and not while a slow client sends them
+        if owner is None:
+            await service.blobs.receive(sha256, request.stream(), size, storing=held.add)
+            return Response(status_code=201)
+        async with service.quotas.arriving(owner, size) as arrived:
+            await service.blobs.receive(sha256, request.stream(), size, arrived, held.add)
+        await asyncio.to_thread(service.counted.count, sha256, owner, held)
     return Response(status_code=201)
-
-
-def _count(service: Service, sha256: str, owner: str | None) -> None:
-    """Count stored rows for a token. Raises QuotaReached: see `CountedRows.check`."""
-    if owner is not None:
-        service.counted.check(sha256, owner)
-        service.counted.note(sha256, owner)
 
 
 async def _discard(request: Request) -> None:
