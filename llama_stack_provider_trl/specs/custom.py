@@ -7,7 +7,6 @@ docs/how-to/custom-trainers.md is for the authors of such packages.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import threading
@@ -24,6 +23,7 @@ from .job import DataFormat, DatasetRef, RowUse
 from .methods import METHODS, Algorithm, CustomSpec, MethodSpec
 from .names import problem_of_name
 from .plugins import damaged_packages, package_of, points_of
+from .row_files import parse_line
 from .rows import Example, parse_row
 
 log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ def check_custom_rows(
     parameters = found.parameters(method.parameters)
     with open(dataset.path, encoding="utf-8") as file, without_training_libraries():
         for index, line in enumerate(file):
-            example = parse_row(json.loads(line), index, use, data_format)
+            example = parse_row(parse_line(line), index, use, data_format)
             if (problem := _problem_of(found, check, example, parameters, index)) is not None:
                 raise InvalidRows(f"dataset {dataset.dataset_id!r}, row {index}: {problem}")
 

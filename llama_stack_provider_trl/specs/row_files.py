@@ -44,6 +44,16 @@ def refuse_other_kind(start: bytes) -> None:
         raise InvalidRows("the file is a web page, such as the error page of a download: download it again")
 
 
+def parse_line(line: str) -> Any:
+    """A line of rows that are stored, and were checked. One may have the byte order mark of its file: a part of the
+    rows has them in another order.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    return parse_json(line.removeprefix("\ufeff"), any_digits=True)
+
+
 def read_ndjson(file: BinaryIO, *, blank_lines: bool = False) -> Iterator[Row]:
     """The rows of a file with one JSON object per line.
 
@@ -65,7 +75,7 @@ def read_ndjson(file: BinaryIO, *, blank_lines: bool = False) -> Iterator[Row]:
             reason = error.reason if isinstance(error, UnicodeDecodeError) else error
             raise InvalidRows(f"is not UTF-8 text in line {number} ({reason})", row=row) from error
         try:
-            parsed = parse_json(text)
+            parsed = parse_json(text, any_digits=True)
         except DuplicateKey as error:
             raise InvalidRows(f"in line {number} {error}", row=row) from error
         except RecursionError as error:
@@ -123,7 +133,7 @@ def read_json(file: BinaryIO) -> Iterator[Row]:
         yield from read_ndjson(file, blank_lines=True)
         return
     try:
-        yield from parse_json(file.read())
+        yield from parse_json(file.read(), any_digits=True)
     except DuplicateKey as error:
         raise InvalidRows(f"in the file {error}") from error
     except RecursionError as error:

@@ -6,6 +6,7 @@ Python's own parser keeps the last of two equal keys. The check takes a tenth to
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 _BOM = b"\xef\xbb\xbf"
@@ -40,8 +41,12 @@ def decoded(data: bytes) -> str:
         raise ValueError(f"it is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, *, any_digits: bool = False) -> Any:
     """JSON as objects.
+
+    Args:
+        any_digits: an integer of more digits than Python reads is an object, such as `{"number": "5000 digits"}`, in
+            place of a ValueError: a column of a row that is not read may have any value.
 
     Raises:
         ValueError: it is not JSON, or not UTF-8.
@@ -50,7 +55,14 @@ def parse_json(text: str | bytes) -> Any:
     """
     if isinstance(text, bytes | bytearray):
         text = decoded(bytes(text))
-    return _DECODER.decode(text)
+    try:
+        return _DECODER.decode(text)
+    except (json.JSONDecodeError, DuplicateKey):
+        raise
+    except ValueError:
+        if not any_digits:
+            raise
+        return _ANY_DIGITS.decode(text)  # not at first: a call for each integer takes longer than to parse it
 
 
 def first_duplicate(keys: list[Any]) -> Any:
@@ -74,4 +86,10 @@ def _shown(key: str) -> str:
     return repr(key if len(key) <= 100 else f"{key[:99]}…")
 
 
+def _whole_number(text: str) -> int | dict[str, str]:
+    digits = len(text.removeprefix("-"))
+    return int(text) if digits <= sys.get_int_max_str_digits() else {"number": f"{digits} digits"}
+
+
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
+_ANY_DIGITS = json.JSONDecoder(object_pairs_hook=_object, parse_int=_whole_number)

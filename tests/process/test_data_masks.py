@@ -494,6 +494,12 @@ def test_the_real_instructions_lose_nothing(qwen: Any) -> None:
         assert trained(qwen, row) == [f"{example.messages[-1]['content']}<|im_end|>\n"]
 
 
+def test_a_line_is_read_as_it_was_checked(tmp_path: Any) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('\ufeff{"text": "a"}\n{"text": "b", "unread": %s}\n' % ("7" * 5000))
+    assert [example.text for example in read_examples(path, "sft")] == ["a", "b"]
+
+
 def test_a_line_that_is_not_json_is_refused_by_number(tmp_path: Any) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "fine"}\n{"text": \n')

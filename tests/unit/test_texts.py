@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
-from llama_stack_provider_trl.specs.row_files import ROW_READERS, read_ndjson, refuse_fields_twice
+from llama_stack_provider_trl.specs.row_files import ROW_READERS, parse_line, read_ndjson, refuse_fields_twice
 from llama_stack_provider_trl.specs.row_verdicts import check_file
 from llama_stack_provider_trl.specs.rows import check_rows
 from llama_stack_provider_trl.system.files import put_rows
@@ -200,6 +200,31 @@ def test_numbers_that_are_none_and_names_that_are_no_text_pass_in_columns_that_n
     assert check_file(stored, "sft", None) == verdict
     json.dumps(verdict).encode()
     assert "Infinity" not in stored.read_text()
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_an_integer_of_any_number_of_digits_passes_in_a_column_that_no_shape_reads(tmp_path: Path, suffix: str) -> None:
+    digits = "-" + "7" * 5000
+    row = f'{{"text": "a", "big": [{digits}], "n": 12}}'
+    path = tmp_path / f"rows{suffix}"
+    path.write_text(f"[{row}]" if suffix == ".json" else f"{row}\n")
+    with open(path, "rb") as file:
+        stored = put_rows(tmp_path, ROW_READERS[suffix](file)).path
+    assert json.loads(stored.read_text()) == {"text": "a", "big": [{"number": "5000 digits"}], "n": 12}
+    raw = tmp_path / "blob"
+    raw.write_text(f"{row}\n")
+    assert parse_line(raw.read_text()) == json.loads(stored.read_text()), "as the training reads it"
+    for one in (raw, stored):
+        verdict = check_file(one, "sft", None)
+        assert (verdict["error"], verdict["warnings"]) == (None, ["columns never read: big, n"])
+    raw.write_text(f'{{"prompt": {digits}, "completion": "b"}}\n')
+    assert "found an object {'number': '5000 digits'}" in (check_file(raw, "sft", None)["error"] or "")
+    with pytest.raises(ValueError, match="4300 digits"):
+        parse_json(f'{{"seed": {digits}}}')
+
+
+def test_a_line_may_have_the_byte_order_mark_of_its_file() -> None:
+    assert parse_line('\ufeff{"text": "a"}\n') == {"text": "a"}
 
 
 def test_scalars_of_data_frames_are_what_they_hold(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from ...errors import InvalidRows, JobFailure
 from ...specs.events import Reason
 from ...specs.job import DataFormat, DatasetRef, JobSpec, RowUse, TruncationSide
 from ...specs.methods import METHODS
+from ...specs.row_files import parse_line
 from ...specs.rows import Example, LabelledExample, PreferenceExample, PromptExample, SftExample, parse_row
 from .packing import IGNORED, pack
 
@@ -96,7 +97,7 @@ def read_examples(path: Path, use: RowUse, data_format: DataFormat | None = None
     with open(path, encoding="utf-8") as file:
         for index, line in enumerate(file):
             try:
-                row = json.loads(line)
+                row = parse_line(line)
             except json.JSONDecodeError as error:
                 raise InvalidRows(f"not JSON ({error.msg} at character {error.pos})", row=index) from error
             yield parse_row(row, index, use, data_format)
