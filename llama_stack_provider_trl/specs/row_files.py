@@ -105,7 +105,7 @@ def read_csv(file: BinaryIO) -> Iterator[Row]:
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     reader = csv.DictReader(_lines(text), strict=True)
     try:
-        _refuse_twice([name for name in reader.fieldnames or () if name])
+        refuse_twice([name for name in reader.fieldnames or () if name])
         for row, cells in enumerate(reader):
             if None in cells:
                 where, named = f"in line {reader.line_num}", len(reader.fieldnames or [])
@@ -162,7 +162,7 @@ def refuse_fields_twice(fields: Iterable[Any], where: str = "") -> None:
         InvalidRows: names the field that is there twice.
     """
     listed = list(fields)
-    _refuse_twice([field.name for field in listed], where)
+    refuse_twice([field.name for field in listed], where)
     for field in listed:
         kind = field.type
         while hasattr(kind, "value_field"):  # lists of any kind
@@ -171,7 +171,8 @@ def refuse_fields_twice(fields: Iterable[Any], where: str = "") -> None:
             refuse_fields_twice(kind.fields, f"{where}{field.name}.")
 
 
-def _refuse_twice(columns: list[str], where: str = "") -> None:
+def refuse_twice(columns: list[str], where: str = "") -> None:
+    """Return if all names differ. Raises InvalidRows: names the first one that is there twice."""
     if (name := first_duplicate(columns)) is not None:
         raise InvalidRows(f"the column {where}{name} is there twice, expected each name once: rename one of them")
 

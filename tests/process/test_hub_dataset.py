@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from llama_stack_provider_trl.errors import InvalidRows
 from llama_stack_provider_trl_remote.service.datasets.blobs import READING
+from llama_stack_provider_trl_remote.service.datasets.reader import read_hub
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -115,3 +117,25 @@ def test_a_dataset_is_read_from_the_hub_and_offline_from_the_cache(tmp_path: Pat
         assert "validation" in answer["error"]
     _, rows = read(tmp_path, f"{URI}?split=train", HF_HUB_OFFLINE="1")
     assert rows == ROWS[:3]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_a_column_that_a_file_of_the_hub_has_twice_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    import datasets
+    import pyarrow as pa
+    from pyarrow.parquet import write_table
+
+    file = tmp_path / "acme" / "pairs" / f"train.{kind}"  # read as a repository of the hub is
+    file.parent.mkdir(parents=True)
+    if kind == "parquet":
+        columns = [pa.array(["a"]), pa.array(["b"]), pa.array(["c"])]
+        write_table(pa.Table.from_arrays(columns, names=["prompt", "completion", "prompt"]), file)
+    else:
+        text = {"csv": "prompt,completion,prompt\na,b,c\n", "jsonl": '{"prompt":"a","completion":"b","prompt":"c"}\n'}
+        file.write_text(text[kind])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    with pytest.raises(InvalidRows, match="the column prompt is there twice, expected each name once"):
+        list(read_hub(URI))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -33,6 +34,9 @@ from llama_stack_provider_trl.system.files import free_bytes, put_rows
 from llama_stack_provider_trl.system.process import die_with_parent, limit_memory
 
 HUB = "huggingface"
+_TWICE = re.compile(r"Multiple matches for FieldRef\.Name\((.*?)\) in|Column\(/(.*?)\) was specified twice")
+"""What Arrow reports of a Parquet and of a JSON file."""
+_SECOND = re.compile(r"\.1$")
 _BATCH_BYTES = 4 << 20
 _BATCH_ROWS = 256
 _ROWS_PER_CHECK = 16
@@ -66,12 +70,25 @@ def read_parquet(file: BinaryIO) -> Iterator[Row]:
 
 def read_hub(uri: str) -> Iterable[Row]:
     """Read `huggingface://datasets/ORG/NAME?split=train&name=CONFIG&revision=SHA`, from the local cache when
-    offline."""
+    offline.
+
+    Raises:
+        InvalidRows: a column is there twice.
+    """
     from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
 
     parts = urlsplit(uri)
     options = dict(parse_qsl(parts.query))
-    return load_dataset(parts.path.strip("/"), **{"split": "train", **options})
+    try:
+        found = load_dataset(parts.path.strip("/"), **{"split": "train", **options})
+    except DatasetGenerationError as error:
+        if name := _TWICE.search(str(error.__cause__)):
+            row_files.refuse_twice([name[1] or name[2]] * 2)
+        raise
+    if found.builder_name == "csv":  # pandas calls the second column `prompt.1`
+        row_files.refuse_twice([_SECOND.sub("", name) for name in found.column_names])
+    return found
 
 
 ROW_READERS = {**row_files.ROW_READERS, ".parquet": read_parquet}
