@@ -24,6 +24,7 @@ ROWS = {
     "specs.answer_rows._first_problem": LIMITED,
     "specs.answer_rows._prompt": ON_THE_WAY,
     "specs.answer_rows._question": ON_THE_WAY,
+    "specs.custom.check_custom_rows": ON_THE_WAY,
     "specs.custom_limits._problem": LIMITED,
     "specs.row_files": "the readers themselves",
     "specs.row_files.read_json": ON_THE_WAY,
