@@ -165,9 +165,9 @@ def test_names_that_no_checkpoint_has_are_refused(service: Service, name: str, k
 @pytest.mark.parametrize(
     ("path", "reported_text"),
     [
-        ("optimizer/.metadata", "can run code when it is read: update the node"),
-        ("optimizer/__0_0.distcp", "can run code when it is read: update the node"),
-        ("rng_state.pth", "can run code when it is read: update the node"),
+        ("optimizer/.metadata", "can run code when they are read"),
+        ("optimizer/__0_0.distcp", "can run code when they are read"),
+        ("rng_state.pth", "can run code when they are read"),
         ("training_args.bin", "a checkpoint holds safetensors, JSON"),
         ("pytorch_model.bin", "a checkpoint holds safetensors, JSON"),
         ("modeling_own.py", "a checkpoint holds code only where the job's model is named in trust_remote_code"),
