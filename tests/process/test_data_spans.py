@@ -167,3 +167,34 @@ def test_an_answer_whose_place_is_not_found_fails_the_job_and_names_what_was_fou
         tokenize_sft([SftExample([USER, *answer("yes")], 1)], chatml, 1024).collect()
     assert caught.value.reason == "invalid_dataset"
     assert "leaves out" not in caught.value.message
+
+
+# As templates of models that think: generation opens a thought, and an answer without one has it closed.
+_CLOSES_THOUGHTS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and '<think>' not in m['content'] %}{{ '<think></think>' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+
+
+def test_the_end_of_a_thought_that_generation_opens_is_trained(chatml: Any) -> None:
+    chatml.chat_template = _CLOSES_THOUGHTS
+    for turns in (1, None):
+        dataset, _ = prepare(chatml, SftExample([USER, *answer("Apple.")], turns))
+        assert trained(chatml, dataset[0]) == ["</think>Apple.<|im_end|>\n"]
+    texts, report = pair_of(chatml, [USER], "<think>Red?</think>Apple.", "No.")
+    assert texts[0].endswith("<|im_start|>assistant\n<think>")
+    assert texts[1:] == ["Red?</think>Apple.<|im_end|>\n", "</think>No.<|im_end|>\n"]
+    assert not any("differently for each answer" in warning for warning in report.warnings)
+
+
+def test_no_part_of_a_header_is_taken_for_the_beginning_of_the_answer(chatml: Any) -> None:
+    chatml.chat_template = (
+        CHATML.replace("+ message['content'] +", "+ message['content'].split('</think>')[-1] +")
+        .replace("assistant\n' }}{% endif %}", "assistant><think>\n' }}{% endif %}")
+        .replace("+ message['role'] + '\n'", "+ message['role'] + '>'")
+    )
+    for turns in (1, None):
+        dataset, _ = prepare(chatml, SftExample([USER, *answer("<think>Red?</think>Apple.")], turns))
+        assert trained(chatml, dataset[0]) == ["Apple.<|im_end|>\n"]

@@ -32,8 +32,9 @@ class Marking:
         """Whether the template has written a part of this turn."""
         return OPEN in marked or CLOSE in marked
 
-    def bounds(self, marked: str, text: str | None = None, *, exact: bool = True) -> tuple[int, int] | None:
-        """Start and end of the turn's content in what the template has written with the marks, these taken away.
+    def bounds(self, marked: str, text: str | None = None, *, exact: bool = True) -> tuple[int, int, int] | None:
+        """Start and end of the turn's content, and where the first mark was, in what the template has written with the
+        marks, these taken away.
 
         Args:
             text: what the template writes without marks; None: that is not known.
@@ -56,11 +57,12 @@ class Marking:
         elif not text.startswith(head + between):
             return None
         end = start + len(between)
-        # What of the content is outside of the marks is part of it where it is written as it is. White space is not:
-        # it may be the template's own.
+        # What is before the marks is part of the content where all of it is written as it is: of a part, such as ">",
+        # the template may have written the same. So may it white space.
         before, _, after = self.parts
-        shared = common_prefix(before[::-1], text[start - len(before) : start][::-1] if start >= len(before) else "")
-        return start - len(before[len(before) - shared :].lstrip()), end + common_prefix(after, text[end:])
+        before = before.lstrip()
+        written = len(before) * text[:start].endswith(before)
+        return start - written, end + common_prefix(after, text[end:]), start
 
 
 def markings(message: Message) -> list[Marking]:

@@ -15,6 +15,10 @@ Span = tuple[int, int, bool]
 """First and last character, and whether the end is exact; if not, the token around the end is outside the span."""
 
 
+_THINK = "<think>"
+"""Opens a thought: templates write it for answers without one, and in generation, by rules of their own."""
+
+
 class SplitRow(NamedTuple):
     """The tokens of a row."""
 
@@ -28,6 +32,8 @@ class _Place(NamedTuple):
 
     start: int
     end: int
+    mark: int
+    """Where the first mark was: after a thought's beginning, which the template may have read."""
     marking: Marking
     """By which it was found."""
 
@@ -134,7 +140,29 @@ def _answer_start(chat: Chat, row: _RenderedRow, answer: Sequence[Message], text
             "where the answer begins cannot be found: the template writes something else for the same answer with a "
             "mark in it. Change the row, or the template in the model's tokenizer files",
         )
-    return place.start
+    return _header_end(chat, row.prompt, row.before, text, place)
+
+
+def _header_end(chat: Chat, prompt: Sequence[Message], before: str | None, text: str, place: _Place) -> int:
+    """Where the header of an answer ends that generation has, too, and what follows is trained.
+
+    Templates that open a thought in generation close it before an answer without one. A note between the prompt and the
+    header is no part of the answer, and where the prompt itself is written differently the answer begins with its
+    content.
+    """
+    if before and text.startswith(before):
+        return len(before)
+    plain = chat.render_part(prompt)
+    if not before or plain is None or not text.startswith(plain) or not before.startswith(plain):
+        return place.start
+    header = before[len(plain) :]
+    found = [at for at in range(len(plain), place.mark) if text[at] == header[:1]]
+    shared = [(common_prefix(header, text[at:]), at) for at in found]
+    length, at = max(shared, default=(0, 0))
+    if not header or length < len(header.partition(_THINK)[0]):
+        return place.start
+    opened = len(_THINK) * text.startswith(_THINK, place.mark)  # by generation, and in the row
+    return min(at + length, place.mark + opened)
 
 
 def answer_spans(chat: Chat, messages: Sequence[Message], text: str) -> Iterator[Span]:
@@ -162,9 +190,7 @@ def _span_at(chat: Chat, messages: Sequence[Message], turn: int, text: str, befo
     bounds = None if marked is None else place.marking.bounds(marked)
     ending = unmarked(marked)[bounds[1] :] if marked and bounds else ""
     shared = common_prefix(ending, text[place.end :])
-    # Where the template writes earlier turns differently, too, the header's end is not known.
-    start = len(before) if before and text.startswith(before) else place.start
-    return start, place.end + shared, shared == len(ending)
+    return _header_end(chat, messages[:turn], before, text, place), place.end + shared, shared == len(ending)
 
 
 def _find(
