@@ -389,3 +389,16 @@ def test_of_two_refusals_of_the_same_rows_the_last_one_removes_them(
     with pytest.raises(Conflict):
         register(registry, "one", "b")
     assert len([*registry._blobs.directory.glob("*.jsonl")]) == 1
+
+
+def test_a_request_that_ends_waits_for_no_transaction_and_holds_nothing_afterwards(
+    store: Store, tmp_path: Path
+) -> None:
+    """It ends on the event loop."""
+    counted = registry_of(store, tmp_path)._counted
+    with counted.holding() as held:
+        held.add("1" * 64)
+        counted._removing.acquire()  # as another request, which waits for the database
+    counted._removing.release()
+    held.add("2" * 64)  # by a thread that it has left behind
+    assert not counted._held

@@ -154,18 +154,18 @@ class HeldRows:
     """Rows that a request stores or has found, until they are recorded or refused.
 
     Args:
-        hold: is called with the digest of each.
+        hold: is called with this and the digest of each.
     """
 
-    def __init__(self, hold: Callable[[str], None]) -> None:
+    def __init__(self, hold: Callable[[HeldRows, str], None]) -> None:
         self._hold = hold
         self.digests: set[str] = set()
+        self.has_ended = False
 
     def add(self, sha256: str) -> None:
-        """Hold rows, before it is known whether they are stored. It may wait for a transaction of another request."""
-        if sha256 not in self.digests:
-            self._hold(sha256)
-            self.digests.add(sha256)
+        """Hold rows, before it is known whether they are stored. Called by threads: it may wait for a transaction of
+        another request."""
+        self._hold(self, sha256)
 
 
 class CountedRows:
@@ -186,8 +186,9 @@ class CountedRows:
     def __init__(self, blobs: Blobs, owners: RowOwners | None = None, quotas: Quotas | None = None) -> None:
         self._blobs, self._owners, self._quotas = blobs, owners, quotas
         self._held: Counter[str] = Counter()
-        self._lock = threading.Lock()
-        """Held while rows are removed: a request that holds them afterwards finds them gone, and stores them again."""
+        self._lock, self._removing = threading.Lock(), threading.Lock()
+        """The second while rows are removed, in threads only: a request that holds them afterwards finds them gone, and
+        stores them again. The event loop takes the first."""
 
     @contextmanager
     def holding(self) -> Iterator[HeldRows]:
@@ -196,11 +197,13 @@ class CountedRows:
         try:
             yield held
         finally:
-            self._end(held)
+            self._drop(held, has_ended=True)
 
-    def _hold(self, sha256: str) -> None:
-        with self._lock:
-            self._held[sha256] += 1
+    def _hold(self, held: HeldRows, sha256: str) -> None:
+        with self._removing, self._lock:
+            if sha256 not in held.digests and not held.has_ended:  # else a thread of a request that was cancelled
+                held.digests.add(sha256)
+                self._held[sha256] += 1
 
     def check(self, sha256: str | None, owner: str, held: HeldRows) -> None:
         """Require room for stored rows that do not count for a token yet.
@@ -244,7 +247,7 @@ class CountedRows:
         """Forget a dataset that was deleted, and remove its rows unless something else has them."""
         if self._owners is not None:
             for sha256 in self._owners.of_dataset(dataset_id):
-                with self._lock:
+                with self._removing:
                     removed = self._owners.release(dataset_id, self._blobs.path(sha256), self._is_in_use)
                 if removed:
                     self._blobs.forget(sha256)
@@ -252,21 +255,18 @@ class CountedRows:
     def _discard(self, sha256: str, held: HeldRows) -> None:
         """Remove rows that were refused, unless something else has them."""
         if self._owners is not None:
-            with self._lock:
+            with self._removing:
                 self._drop(held)
                 self._owners.discard(self._blobs.path(sha256), self._is_in_use)
 
-    def _end(self, held: HeldRows) -> None:
-        if held.digests:
-            with self._lock:
-                self._drop(held)
-
-    def _drop(self, held: HeldRows) -> None:
-        while held.digests:
-            sha256 = held.digests.pop()
-            self._held[sha256] -= 1
-            if not self._held[sha256]:
-                del self._held[sha256]
+    def _drop(self, held: HeldRows, has_ended: bool = False) -> None:
+        with self._lock:
+            held.has_ended |= has_ended
+            while held.digests:
+                sha256 = held.digests.pop()
+                self._held[sha256] -= 1
+                if not self._held[sha256]:
+                    del self._held[sha256]
 
     def _is_in_use(self, sha256: str) -> bool:
         return sha256 in self._held or self.is_registered(sha256)
