@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.launch.runner import PAUSE
@@ -21,7 +21,7 @@ from llama_stack_provider_trl.recipes.trainer.arguments import sft_arguments
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Evaluated, Failed, Paused, Prepared, Progress, Reason
 from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, OptimizerSpec, ShardingSpec
 from tests.ranks import Ranks, forked_ranks
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, tiny_tokenizer
 from tests.training import DPO_ROWS, LORA, SAMPLES, SFT_ROWS, job_spec, of_kind, sampled
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
@@ -321,3 +321,25 @@ def test_a_model_that_is_whole_on_every_rank_is_no_sharded_one() -> None:
 def weight_digests(spec: JobSpec) -> dict[str, str]:
     files = (spec.checkpoint_dir / "final").glob("*.safetensors")
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes"),
+    [
+        ("mamba", {"state_size": 4, "tie_word_embeddings": True}),
+        ("qwen3_5_text", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64}),
+    ],
+)
+def test_architectures_with_blocks_of_another_kind_are_sharded(
+    ranks: Ranks, tmp_path: Path, architecture: str, sizes: dict[str, Any]
+) -> None:
+    """Mamba reads weights of a block without calling their modules; Qwen3.5 lists a block that it does not have."""
+    config = AutoConfig.for_model(architecture, vocab_size=1024, hidden_size=32, num_hidden_layers=2, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    spec = spec_of(tmp_path, "sft", 2, model=tmp_path / "model", n_epochs=1, max_steps_per_epoch=1)
+    (prepared,) = of_kind(trained(ranks, tmp_path, spec), Prepared)
+    assert prepared.effective["sharding"]["units"] >= 3  # two blocks at least, and the rest
+    before = model.state_dict()
+    assert all(not torch.equal(weight, before[name]) for name, weight in final_weights(spec).items() if "norm" in name)

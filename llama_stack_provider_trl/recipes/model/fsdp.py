@@ -138,6 +138,17 @@ def sharding_on_any_device() -> Iterator[None]:
         AcceleratorState.__init__ = original
 
 
+def name_blocks(model: torch.nn.Module, accelerator: Accelerator) -> None:
+    """Have accelerate make a unit of every block that the model has.
+
+    It takes the names that the architecture lists in `_no_split_modules`, and refuses a model without one of them: the
+    text model of Qwen3.5 lists the block of the vision model that it belongs to.
+    """
+    plugin = accelerator.state.fsdp_plugin
+    there = {type(module).__name__ for module in model.modules()}
+    plugin.transformer_cls_names_to_wrap = sorted(there & set(getattr(model, "_no_split_modules", None) or ()))
+
+
 def mixed_precision(dtype: torch.dtype | None) -> MixedPrecisionPolicy:
     """The policy of every unit: it computes in `dtype`, gradients are summed in fp32, and outputs stay as they are.
 

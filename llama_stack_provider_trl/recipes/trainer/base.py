@@ -28,7 +28,7 @@ from ..data.sampling import BatchPlan, EpochSampler
 from ..distributed import ranks
 from ..model.adapters import continues, read_weights
 from ..model.deferred import DeferredWeights
-from ..model.fsdp import accumulates_shards, is_sharded, sharding_on_any_device
+from ..model.fsdp import accumulates_shards, is_sharded, name_blocks, sharding_on_any_device
 from ..model.quantization import keep_adapters_in_fp32, move_constants
 from .arguments import optimizer_class, scheduler_arguments
 from .averaging import OuterOptimizer, without_ddp, workers_of
@@ -118,6 +118,8 @@ class RecipeTrainer(Trainer):
         """Trainer's, which shards the model and loads its checkpoint; deferred weights are read then."""
         deferred, self._deferred = self._deferred, None
         averaging, sharded = self.spec.averaging, is_sharded(self.spec)
+        if sharded:
+            name_blocks(self.model, self.accelerator)
         apart = without_ddp(self.accelerator) if averaging and not sharded else nullcontext()
         with deferred.returned_to_accelerate() if deferred else nullcontext(), apart:
             prepared = super()._prepare_for_training(*args, **kwargs)
