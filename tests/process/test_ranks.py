@@ -324,21 +324,25 @@ def weight_digests(spec: JobSpec) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "sizes"),
+    ("algorithm", "architecture", "sizes"),
     [
-        ("mamba", {"state_size": 4, "tie_word_embeddings": True}),
-        ("qwen3_5_text", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64}),
+        ("dpo", "mamba", {"state_size": 4, "tie_word_embeddings": True}),
+        (
+            "sft",
+            "qwen3_5_text",
+            {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64},
+        ),
     ],
 )
 def test_architectures_with_blocks_of_another_kind_are_sharded(
-    ranks: Ranks, tmp_path: Path, architecture: str, sizes: dict[str, Any]
+    ranks: Ranks, tmp_path: Path, algorithm: str, architecture: str, sizes: dict[str, Any]
 ) -> None:
-    """Mamba reads weights of a block without calling their modules; Qwen3.5 lists a block that it does not have."""
+    """Mamba has blocks inside of blocks, in the reference of DPO, too; Qwen3.5 lists a block that it does not have."""
     config = AutoConfig.for_model(architecture, vocab_size=1024, hidden_size=32, num_hidden_layers=2, **sizes)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
-    spec = spec_of(tmp_path, "sft", 2, model=tmp_path / "model", n_epochs=1, max_steps_per_epoch=1)
+    spec = spec_of(tmp_path, algorithm, 2, model=tmp_path / "model", n_epochs=1, max_steps_per_epoch=1)
     (prepared,) = of_kind(trained(ranks, tmp_path, spec), Prepared)
     assert prepared.effective["sharding"]["units"] >= 3  # two blocks at least, and the rest
     before = model.state_dict()

@@ -210,7 +210,8 @@ def shard_frozen(
         "mesh": None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],
     }
     blocks = set(model._no_split_modules or ())
-    for block in [module for module in model.modules() if type(module).__name__ in blocks]:
+    # The inner ones first: Mamba lists its mixers beside the blocks that have them, and what is sharded stays so.
+    for block in reversed([module for module in model.modules() if type(module).__name__ in blocks]):
         fully_shard(block, **options)
     embeddings = model.get_input_embeddings()
     if embeddings.weight is not getattr(model.get_output_embeddings(), "weight", None):
