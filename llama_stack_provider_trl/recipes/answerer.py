@@ -17,7 +17,9 @@ from ..specs.job import JobSpec
 from ..specs.kinds import Answering
 from ..specs.rows import Message
 from .data.chat import Chat
-from .model.loading import load_tokenizer, positions_of
+from .data.embedded import check_embedded
+from .model.loading import load_tokenizer, vocabulary_size
+from .model.positions import positions_of
 
 
 class Answered(NamedTuple):
@@ -43,7 +45,7 @@ class Answerer(ABC):
         self.spec, self.work = spec, work
         self.tokenizer = load_tokenizer(spec.source)
         self.chat = Chat(self.tokenizer)
-        self._positions = positions_of(spec.source)
+        self._positions, self._embeddings = positions_of(spec.source), vocabulary_size(spec.source)
 
     def __enter__(self) -> Self:
         return self
@@ -73,9 +75,11 @@ class Answerer(ABC):
         return ids
 
     def tokens_of(self, prompt: list[Message], row: int) -> list[int]:
-        """As `encode`, of any length."""
+        """As `encode`, of any length. Raises JobFailure: the model has no embedding for a token."""
         (ids,) = self.chat.tokenize([self.chat.render(prompt, row, add_generation_prompt=True)])
-        return ids or [self.tokenizer.eos_token_id]
+        ids = ids or [self.tokenizer.eos_token_id]
+        check_embedded(ids, self._embeddings, self.tokenizer, f"row {row}")
+        return ids
 
     def has_room(self, ids: list[int]) -> bool:
         """Whether the model has positions for a prompt and its answer."""

@@ -34,15 +34,16 @@ from .model.loading import (
     DTYPES,
     WeightStorage,
     adapter_config,
-    check_length,
     load_model,
     load_teacher_tokenizer,
     load_tokenizer,
-    positions_of,
     quantize,
     shallow_model,
+    vocabulary_size,
 )
 from .model.packing_check import check_isolation
+from .model.positions import check_length, positions_of
+from .model.saving import try_exports
 from .preflight import before_training, choose_gradient_sync
 from .reward_templates import lost_by_reward_models
 from .trainer.base import RecipeTrainer
@@ -51,6 +52,9 @@ from .trainer.methods import trainer_of
 from .trainer.reference import check_vocabulary
 from .trainer.rewards import other_packages, used_packages
 from .trainer.trl_patches import choose_head_kernels
+
+_NOT_COUNTS = ("warnings", "lost_turns", "largest_id", "largest_id_row")
+"""Of a report on rows: what the job's record lacks."""
 
 
 @dataclass(frozen=True)
@@ -179,12 +183,17 @@ def build_trainer(
     """
     writer, batch_plan = writer or NullEventWriter(), batch_plan or BatchPlan.of_job(spec)
     recipe, arguments = trainer_of(spec)  # first: what is not installed cannot train
-    tokenizer = load_tokenizer(spec.source)
+    warn = partial(_warn, writer)
+    tokenizer = load_tokenizer(spec.source, warn=warn)
     check_models(spec)
     check_vocabulary(spec, tokenizer)
     # Data before weights: a bad row is found in a second, a large model takes minutes to load.
-    prompts = encode_prompts(spec.samples, tokenizer, positions_of(spec.source), spec.dropped_turns)
+    prompts = encode_prompts(
+        spec.samples, tokenizer, positions_of(spec.source), spec.dropped_turns, vocabulary_size(spec.source)
+    )
     data = load_data(spec, tokenizer, writer)
+    if ranks.rank() == 0:  # which exports
+        try_exports(spec, tokenizer, warn)
     lost = lost_by_reward_models(spec, writer.heartbeat) if ranks.rank() == 0 else []
     spec, padding_free = with_batches(spec)
     requested = spec
@@ -222,7 +231,15 @@ def load_data(spec: JobSpec, tokenizer: PreTrainedTokenizerBase, writer: EventWr
     """Tokenize the job's datasets, and pack them where the job does."""
     check_rows_of_jobs(spec)
     teacher = load_teacher_tokenizer(spec)
-    preparation = Preparation(spec, tokenizer, writer, spec.dataset, spec.validation, teacher=teacher)
+    preparation = Preparation(
+        spec,
+        tokenizer,
+        writer,
+        spec.dataset,
+        spec.validation,
+        teacher=teacher,
+        embeddings=vocabulary_size(spec.source),
+    )
     train, validation = preparation.rows(spec.dataset), None
     sources = {"train_dataset": train.source}
     if spec.validation is not None:
@@ -273,4 +290,8 @@ def _slow_dtype(dtype: Dtype, device: torch.device) -> list[str]:
 
 
 def _counts(report: DataReport) -> dict[str, Any]:
-    return {name: value for name, value in asdict(report).items() if name not in ("warnings", "lost_turns")}
+    return {name: value for name, value in asdict(report).items() if name not in _NOT_COUNTS}
+
+
+def _warn(writer: EventWriter, message: str) -> None:
+    writer.write(Warned(message=message))

@@ -94,7 +94,8 @@ def _built(spec: JobSpec, writer: EventWriter) -> BuiltTrainer:
         from transformers import PrinterCallback
 
         from .build import build_trainer, load_policy
-        from .model.loading import choose_device, within_positions
+        from .model.loading import choose_device
+        from .model.positions import within_positions
         from .trainer.ensemble import EnsembleRecipe, check_members
         from .trainer.trl_patches import require_releases
 

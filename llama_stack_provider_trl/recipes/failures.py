@@ -97,6 +97,12 @@ def _reason_and_message(error: BaseException, disk: str) -> tuple[Reason, str]:
             f"NCCL cannot run on this machine: {_summary(error)}. Each rank needs a GPU of its own that nvidia-smi "
             "lists, and NCCL_SOCKET_IFNAME an interface of this machine; NCCL_DEBUG=INFO logs more."
         )
+    if _is_index(error):
+        return Reason.invalid_model, (
+            f"an index was outside of its tensor: {_summary(error)}. Most often a token has an id for which the model "
+            "has no embedding, or a row has more tokens than the model has positions: compare its tokenizer with its "
+            "config.json (vocab_size, max_position_embeddings)."
+        )
     return Reason.rank_failed, f"the training process ended with {type(error).__name__}: {_summary(error)}"
 
 
@@ -139,6 +145,12 @@ def _shared_memory_found() -> str:
 
 def _is_nccl_setup(error: BaseException) -> bool:
     return type(error).__name__ == "DistBackendError" and bool(_NCCL_SETUP.search(str(error)))
+
+
+def _is_index(error: BaseException) -> bool:
+    """Whether an embedding was read where it has nothing: the same rows do it again in every attempt."""
+    on_cpu = isinstance(error, IndexError) and "index out of range in self" in str(error)
+    return on_cpu or (isinstance(error, RuntimeError) and "device-side assert triggered" in str(error))
 
 
 def _is_disk_full(error: BaseException) -> bool:

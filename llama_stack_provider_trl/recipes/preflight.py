@@ -37,7 +37,9 @@ from .memory.trace import Batch
 from .memory.trace_cache import trace
 from .model.checked import check_models
 from .model.fsdp import accumulates_shards, keeps_whole_gradients, ranks_per_machine
-from .model.loading import load_teacher_tokenizer, load_tokenizer, positions_of, within_positions
+from .model.loading import load_teacher_tokenizer, load_tokenizer, vocabulary_size
+from .model.positions import positions_of, within_positions
+from .model.saving import try_exports
 from .preview import preview
 from .reward_templates import lost_by_reward_models
 
@@ -225,11 +227,14 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
         return preview(spec, request.preview, writer)
     spec, notes = within_positions(spec)
     spec, _ = with_batches(spec)
-    tokenizer = load_tokenizer(spec.source)
+    tokenizer = load_tokenizer(spec.source, warn=notes.append)
     check_models(spec)
-    prompts = encode_prompts(spec.samples, tokenizer, positions_of(spec.source), spec.dropped_turns)
+    embeddings = vocabulary_size(spec.source)
+    prompts = encode_prompts(spec.samples, tokenizer, positions_of(spec.source), spec.dropped_turns, embeddings)
     teacher = load_teacher_tokenizer(spec)
-    prepared = Preparation(spec, tokenizer, writer, spec.dataset, teacher=teacher).rows(spec.dataset)
+    preparation = Preparation(spec, tokenizer, writer, spec.dataset, teacher=teacher, embeddings=embeddings)
+    prepared = preparation.rows(spec.dataset)
+    try_exports(spec, tokenizer, notes.append)
     lost = lost_by_reward_models(spec, writer.heartbeat)
     requested = spec
     spec, batch_plan = in_parts(spec, BatchPlan.of_job(spec), prepared.dataset, request.device)

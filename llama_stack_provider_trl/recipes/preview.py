@@ -26,7 +26,8 @@ from .data.prepare import TruncationCounter, read_examples
 from .data.prompts import encode_prompts
 from .data.sampling import BatchPlan, epoch_of_job
 from .data.tokenize import SftEncoder, encode_chats, encode_labelled, encode_pairs
-from .model.loading import load_teacher_tokenizer, load_tokenizer, positions_of, within_positions
+from .model.loading import load_teacher_tokenizer, load_tokenizer
+from .model.positions import positions_of, within_positions
 from .reward_templates import lost_by_reward_models
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from ..specs.events import CheckpointSaved, EventWriter, Finished, Paused, Reaso
 from ..specs.job import AttemptSpec, JobSpec
 from ..system.files import RunDir
 from .build import BuiltTrainer, build_trainer
-from .checkpoint.export import bytes_needed, check_tokenizer, export, exports, take_sample
+from .checkpoint.export import bytes_needed, export, take_sample
 from .checkpoint.fencing import FencingToken
 from .checkpoint.merged_base import with_merged_base
 from .checkpoint.step import first_undamaged, need_space
@@ -34,7 +34,9 @@ from .distributed import ranks
 from .distributed.heartbeat import heartbeat
 from .distributed.peers import connected_peers
 from .distributed.replicas import Heartbeats
-from .model.loading import choose_device, load_adapter, within_positions
+from .model.loading import choose_device, load_adapter
+from .model.positions import within_positions
+from .model.saving import exports
 from .trainer.base import RecipeTrainer
 from .trainer.callbacks import Decision, JobCallback
 from .trainer.reference import Precomputation, precomputes
@@ -72,7 +74,7 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     _report_start(spec, device, warnings, writer)
     with connected_peers(device, attempt.run_dir, writer) as mbit_per_s:
         run = _prepare(attempt, spec, batch_plan, device, writer, mbit_per_s)
-        _check_export(run)
+        _check_room(run)
         if not _score_reference(run):
             return writer.write(Paused(step=run.callback.start_step), durable=True)
         _train(run)
@@ -159,11 +161,9 @@ def _checkpoint_to_resume(attempt: AttemptSpec, writer: EventWriter, disks: Disk
     return found
 
 
-def _check_export(run: Run) -> None:
-    """Check before hours of training, not after, that the tokenizer can be saved and the exports fit on the disk."""
+def _check_room(run: Run) -> None:
+    """Check before hours of training, not after, that the exports fit on the disk."""
     spec, trainer = run.spec, run.trainer
-    if ranks.rank() == 0:
-        check_tokenizer(trainer.model, trainer.processing_class, spec)
     needed = trainer.step_bytes
     # At the end of a job a step checkpoint and the exports are on the disk together.
     if trainer.disks.sees_first:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..specs.events import EventWriter
 from ..specs.job import JobSpec
 from ..specs.kinds import Answering
 from .answerer import Answerer
+from .model.agreement import read_generation_config
 from .model.generation import answer_ends
-from .model.loading import DTYPES, check_weights, load_config, outline, source_arguments
+from .model.loading import DTYPES, check_weights, load_config, outline
 from .model.vllm_process import MOST_AT_ONCE, VllmProcess
 
 
@@ -43,8 +43,7 @@ class VllmAnswerer(Answerer):
             less="Use fewer prompts per batch_size, fewer max_new_tokens, or a device with more memory",
         )
         self._outline: PreTrainedModel = outline(spec.source, load_config(spec.source), torch.float32)
-        # Without a file of its own, a model's generation configuration follows from its config.json.
-        generation = _generation_config(spec) or self._outline.generation_config
+        generation = read_generation_config(spec.source).config
         self.ends = answer_ends(SimpleNamespace(generation_config=generation), self.tokenizer)
 
     @property
@@ -81,12 +80,3 @@ class VllmAnswerer(Answerer):
         }
         answers: list[list[int]] = self._vllm.answer(batch, on_token)["answers"]
         return answers
-
-
-def _generation_config(spec: JobSpec) -> GenerationConfig | None:
-    """The model's own; None: it has none."""
-    source = spec.source
-    with contextlib.suppress(OSError):
-        found: GenerationConfig = GenerationConfig.from_pretrained(source.location, **source_arguments(source))
-        return found
-    return None

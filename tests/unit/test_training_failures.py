@@ -20,6 +20,7 @@ from llama_stack_provider_trl.errors import (
     StoreError,
     TrlError,
 )
+from llama_stack_provider_trl.jobs.states import REASONS
 from llama_stack_provider_trl.recipes.failures import classify, follows_from_another_rank
 from llama_stack_provider_trl.specs.events import Reason
 
@@ -176,3 +177,18 @@ def test_an_error_that_merely_mentions_nccl_is_reported() -> None:
 def test_an_error_survives_pickling(error: TrlError) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        IndexError("index out of range in self"),
+        RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later"),
+    ],
+)
+def test_a_token_without_an_embedding_is_the_fault_of_the_model_and_not_tried_again(error: BaseException) -> None:
+    failed = classify(error)
+    assert failed.reason is Reason.invalid_model
+    assert REASONS[failed.reason].backoff is None
+    assert "a token has an id for which the model has no embedding" in failed.message
+    assert classify(IndexError("list index out of range")).reason is Reason.rank_failed

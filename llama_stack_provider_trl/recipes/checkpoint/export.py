@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ... import faults
@@ -34,11 +33,10 @@ from ...system.process import available_memory
 from ..distributed import ranks
 from ..model.fsdp import gather, reshard
 from ..model.loading import DTYPES, auto_class, load_adapter, quantize
+from ..model.saving import SAMPLE, UNLOADABLE, Kind, describe, tokenizer_fault, write_configuration
 from .fencing import FencingToken
 from .step import need_space
 from .weights import Weight, adapter_tensors, differences, digest, export_bytes, write_weights
-
-Kind = Literal["final", "merged"]
 
 ROUNDING = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.1}
 """Up to which fraction of their own scale logits may differ, by the job's dtype. Measured on tiny models of a dozen
@@ -49,9 +47,7 @@ _WHERE_QUANTIZED = 3
 values changes by a fifteenth of their range. Weights are compared bit for bit before. Measured: 0.11 in bf16 (H200)."""
 
 _ADAPTER = "adapter_model.safetensors"
-_SAMPLE = "The quick brown fox jumps over the lazy dog, and on the 3rd of May it asked: is 17 + 25 = 42?\n" * 2
 _SAMPLE_TOKENS = 32
-_UNLOADABLE = (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError, SafetensorError)
 
 
 class Exported(NamedTuple):
@@ -73,36 +69,11 @@ class Sample(NamedTuple):
     """[tokens, vocabulary], fp32 in CPU memory; of a reward model [1, tokens], the rewards of its beginnings."""
 
 
-def exports(spec: JobSpec) -> tuple[Kind, ...]:
-    """The kinds of export that the job writes at its end."""
-    return ("final", "merged") if spec.lora and spec.merge_adapter else ("final",)
-
-
 def bytes_needed(model: PreTrainedModel | PeftModel, spec: JobSpec, kind: Kind) -> int:
     """The approximate size of an export on disk."""
     if kind == "final" and isinstance(model, PeftModel):
         return sum(weight.numel() * weight.element_size() for weight in adapter_tensors(model).values())
     return export_bytes(model, _dtype(spec))
-
-
-def check_tokenizer(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, spec: JobSpec) -> None:
-    """Save the tokenizer and load it again, as `export` does later: a failure must be known before training.
-
-    transformers chooses a tokenizer's class by the model's type too, and may so change what is loaded.
-
-    Raises:
-        JobFailure: invalid_model.
-    """
-    with TemporaryDirectory() as name:
-        tokenizer.save_pretrained(name)
-        if not isinstance(model, PeftModel):
-            model.config.save_pretrained(name)
-        if fault := _tokenizer_fault(Path(name), tokenizer, spec):
-            raise JobFailure(
-                Reason.invalid_model,
-                f"the tokenizer of model {spec.model!r} was saved and loaded again, as at the end of a job, and {fault}"
-                ". Name a model whose tokenizer_config.json names the right tokenizer_class.",
-            )
 
 
 def take_sample(
@@ -113,8 +84,9 @@ def take_sample(
     Raises:
         JobFailure: diverged, where they are not finite: the last step ruined the model.
     """
-    ids = tokenizer(_SAMPLE)["input_ids"][: min(_SAMPLE_TOKENS, spec.max_seq_length)] or [tokenizer.eos_token_id] * 2
-    sample = torch.tensor(ids)[None]
+    embeddings = model.get_input_embeddings().weight.shape[0]
+    ids = [token for token in tokenizer(SAMPLE)["input_ids"] if token < embeddings]
+    sample = torch.tensor(ids[: min(_SAMPLE_TOKENS, spec.max_seq_length)] or [0, 0])[None]
     was_training = model.training
     model.eval()
     logits = _logits(model, sample.to(device), is_reward=spec.trains_reward)
@@ -179,7 +151,7 @@ def export(
             raise _failed(
                 kind, f"{len(wrong)} of {len(expected)} weights are not what was trained: {'; '.join(wrong[:3])}"
             )
-        if fault := _tokenizer_fault(staging, tokenizer, spec):
+        if fault := tokenizer_fault(staging, tokenizer, spec):
             raise _failed(kind, fault)
         difference, unchecked_reason = None, _insufficient_memory(model, spec, kind)
         if unchecked_reason is None:
@@ -212,31 +184,15 @@ def _write_model(
     model: PreTrainedModel | PeftModel, spec: JobSpec, directory: Path, heartbeat: Callable[[], None]
 ) -> dict[str, Weight]:
     if ranks.rank() == 0:
-        # All files but the weights. First, because save_pretrained removes files of weights.
         plain = model.get_base_model() if isinstance(model, PeftModel) else model
         # Training switched the cache off, without which the exported model would generate slowly.
         plain.config.use_cache = True
-        plain.save_pretrained(directory, state_dict={})
-        plain.config.dtype = _dtype(spec)
-        plain.config.save_pretrained(directory)
+        write_configuration(plain, directory, _dtype(spec))
     return write_weights(model, directory, _dtype(spec), heartbeat)
 
 
 def _dtype(spec: JobSpec) -> torch.dtype:
     return DTYPES[spec.dtype]
-
-
-def _tokenizer_fault(directory: Path, tokenizer: PreTrainedTokenizerBase, spec: JobSpec) -> str | None:
-    """How the tokenizer of a directory differs from the one that trained; None where it does not."""
-    try:
-        found = AutoTokenizer.from_pretrained(directory, trust_remote_code=spec.trust_remote_code)
-    except _UNLOADABLE as error:
-        return f"its tokenizer cannot be loaded: {_describe(error)}"
-    if found.chat_template != tokenizer.chat_template:
-        return "its chat template is not the one that was trained with"
-    if found(_SAMPLE)["input_ids"] != tokenizer(_SAMPLE)["input_ids"]:
-        return f"its tokenizer gives other tokens than the one that was trained with, for {_SAMPLE[:40]!r}"
-    return None
 
 
 def _insufficient_memory(model: PreTrainedModel | PeftModel, spec: JobSpec, kind: Kind) -> str | None:
@@ -279,10 +235,13 @@ def _check_logits(
             if spec.qat:
                 quantize(spec, loaded)
             found = _logits(loaded.eval(), sample.ids, is_reward=spec.trains_reward)
-    except _UNLOADABLE as error:
-        if isinstance(error, torch.OutOfMemoryError):
+    except UNLOADABLE as error:
+        if isinstance(error, torch.OutOfMemoryError | JobFailure):
             raise
-        raise _failed(kind, f"it cannot be loaded: {_describe(error)}") from error
+        problem = f"it cannot be loaded: {describe(error)}"
+        if isinstance(error, OSError | ValueError | RuntimeError | SafetensorError):  # perhaps of the disk
+            raise _failed(kind, problem) from error
+        raise JobFailure(Reason.invalid_model, _thrown_away(kind, problem)) from error
     difference = logits_difference(sample.logits, found, is_reward=spec.trains_reward)
     explained = explained_by_rounding(spec)
     if not difference <= explained:  # nor a NaN
@@ -335,10 +294,11 @@ def _heartbeat_per_module(heartbeat: Callable[[], None]) -> Iterator[None]:
 def _failed(kind: Kind, found: str) -> JobFailure:
     return JobFailure(
         Reason.export_failed,
-        f"the export {kind} was written, checked and thrown away: {found}. Checkpoints that were listed before are "
-        "kept, and a retry resumes from the newest one.",
+        f"{_thrown_away(kind, found)}, and a retry resumes from the newest one.",
     )
 
 
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+def _thrown_away(kind: Kind, found: str) -> str:
+    return (
+        f"the export {kind} was written, checked and thrown away: {found}. Checkpoints that were listed before are kept"
+    )

@@ -19,6 +19,7 @@ from ...system.files import is_whole, put_in_place, write_manifest
 from ..distributed import ranks
 from ..model.adapters import unusable
 from ..model.loading import DTYPES, load_adapter, load_tokenizer
+from ..model.saving import write_configuration
 from .weights import export_bytes, write_weights
 
 
@@ -61,9 +62,7 @@ def _merge(spec: JobSpec, target: Path, require_space: Callable[[int], None], he
     try:
         staging.mkdir(parents=True)
         plain = model.get_base_model()
-        plain.save_pretrained(staging, state_dict={})
-        plain.config.dtype = dtype
-        plain.config.save_pretrained(staging)
+        write_configuration(plain, staging, dtype)
         write_weights(model, staging, dtype, heartbeat)
         load_tokenizer(spec.source).save_pretrained(staging)
         write_manifest(staging)

@@ -58,6 +58,7 @@ from ..distributed import ranks
 from ..distributed.heartbeat import heartbeat
 from ..distributed.workers import Workers
 from ..model.fsdp import reshard
+from ..model.saving import write_configuration
 from . import optimizer_state, shards, transfer
 from .fencing import FencingToken
 from .host_copy import HostCopy
@@ -232,7 +233,7 @@ class Saver:
                         save_embedding_layers=False,
                     )
                 else:
-                    model.save_pretrained(staging, state_dict={})
+                    write_configuration(model, staging)
                     if snapshot.generation is not None:
                         snapshot.generation.save_pretrained(staging)
                 tokenizer.save_pretrained(staging)

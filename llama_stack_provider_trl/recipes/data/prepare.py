@@ -57,6 +57,10 @@ class DataReport:
     """Tokens that the loss covers."""
     max_tokens: int
     """The longest sequence before the cut: the `max_seq_length` at which nothing is cut."""
+    largest_id: int
+    """Of the kept tokens: the model must have an embedding for it."""
+    largest_id_row: int
+    """The first row that has it."""
     warnings: list[str]
     lost_turns: list[str]
     """Those of the warnings that are about turns that a chat template does not write."""
@@ -323,6 +327,8 @@ class TruncationCounter:
     total_tokens: int = 0
     trained_tokens: int = 0
     longest: int = 0
+    largest_id: int = -1
+    largest_id_row: int = 0
     eos_trained: bool = False
     example_end: list[int] = field(default_factory=list)
     """The last ids of the first sequence that was not cut."""
@@ -334,7 +340,7 @@ class TruncationCounter:
         trained = len(kept_labels) - 1 - kept_labels[1:].count(IGNORED)
         if trained <= 0:
             return None
-        self._keep(len(kept_ids), trained, len(ids) > self.limit, labels)
+        self._keep(len(kept_ids), trained, len(ids) > self.limit, labels, kept_ids)
         return kept_ids, kept_labels
 
     def cut_pair(
@@ -352,7 +358,7 @@ class TruncationCounter:
             return None
         self.identical += one == other and chosen != rejected
         trained = len(one) + len(other)
-        self._keep(2 * len(prompt) + trained, trained, length > self.limit, chosen)
+        self._keep(2 * len(prompt) + trained, trained, length > self.limit, chosen, prompt, one, other)
         return prompt, one, other
 
     def cut_answer(self, prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]] | None:
@@ -364,7 +370,7 @@ class TruncationCounter:
         kept = answer[: max(self.limit - len(prompt), 0)]
         if not kept:
             return None
-        self._keep(len(prompt) + len(kept), len(kept), length > self.limit, answer)
+        self._keep(len(prompt) + len(kept), len(kept), length > self.limit, answer, prompt, kept)
         return prompt, kept
 
     def keeps(self, prompt: list[int], answer: int) -> bool:
@@ -372,7 +378,7 @@ class TruncationCounter:
         self._count(len(prompt) + answer)
         if not prompt or len(prompt) + answer > self.limit:
             return False
-        self._keep(len(prompt), answer, False, [])
+        self._keep(len(prompt), answer, False, [], prompt)
         return True
 
     def cut(self, values: list[int], ids: list[int], limit: int) -> list[int]:
@@ -389,7 +395,10 @@ class TruncationCounter:
         self.rows += 1
         self.longest = max(self.longest, length)
 
-    def _keep(self, tokens: int, trained: int, cut: bool, answer: list[int]) -> None:
+    def _keep(self, tokens: int, trained: int, cut: bool, answer: list[int], *ids: list[int]) -> None:
+        largest = max(max(part, default=-1) for part in ids)
+        if largest > self.largest_id:
+            self.largest_id, self.largest_id_row = largest, self.rows - 1
         self.kept += 1
         self.truncated += cut
         self.total_tokens += tokens
@@ -414,6 +423,8 @@ class TruncationCounter:
             total_tokens=self.total_tokens,
             trained_tokens=self.trained_tokens,
             max_tokens=self.longest,
+            largest_id=self.largest_id,
+            largest_id_row=self.largest_id_row,
             warnings=self.warnings(unit, chat, teacher),
             lost_turns=self.lost_turns(unit, chat, teacher),
         )

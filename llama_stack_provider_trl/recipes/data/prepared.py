@@ -15,6 +15,7 @@ from ...specs.job import DatasetRef, JobSpec
 from ...specs.methods import METHODS
 from .cache import Add, CachedRows, NotCached, TokenCache
 from .chat import DEFAULT_TEMPLATE_WARNING, ensure_chat_template, refuse_lost_turns
+from .embedded import check_embedded
 from .keys import RowKeys
 from .packing import pack, packed_tables
 from .prepare import DataReport, Tokenization, tokenize
@@ -48,6 +49,7 @@ class Preparation:
         writer: gets the progress, warnings, and heartbeats while another process tokenizes the same rows.
         datasets: all that will be prepared, for the progress.
         teacher: the tokenizer of a teacher with another vocabulary.
+        embeddings: of the model that reads the rows; None: any number.
     """
 
     def __init__(
@@ -58,9 +60,10 @@ class Preparation:
         *datasets: DatasetRef | None,
         clock: Callable[[], float] = time.monotonic,
         teacher: PreTrainedTokenizerBase | None = None,
+        embeddings: int | None = None,
     ) -> None:
         self._spec, self._tokenizer, self._writer = spec, tokenizer, writer
-        self._teacher = teacher
+        self._teacher, self._embeddings = teacher, embeddings
         self._lacked_template = not tokenizer.chat_template
         self._progress = _Progress(writer, sum(rows.num_rows for rows in datasets if rows), clock)
         self._cache: TokenCache | None = None
@@ -77,12 +80,15 @@ class Preparation:
 
         Raises:
             JobFailure: as `tokenize_sft` and `tokenize_dpo` do; invalid_dataset, a chat template leaves out turns, and
-                the job's `dropped_turns` is refuse.
+                the job's `dropped_turns` is refuse; invalid_model, the model has no embedding for a token.
         """
         prepared = self._cached(dataset, first) or self._in_memory(dataset, first)
         where = f"dataset {dataset.dataset_id!r}: "
         refuse_lost_turns(self._spec.dropped_turns, prepared.report.lost_turns, where)
         self._progress.end(dataset.num_rows)
+        if self._embeddings is not None:
+            name = f"row {prepared.report.largest_id_row} of the dataset {dataset.dataset_id!r}"
+            check_embedded([prepared.report.largest_id], self._embeddings, self._tokenizer, name)
         return prepared
 
     def _cached(self, dataset: DatasetRef, first: int | None) -> PreparedRows | None:

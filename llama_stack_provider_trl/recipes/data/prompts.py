@@ -10,6 +10,7 @@ from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import DroppedTurns, SamplesSpec
 from .chat import Chat, call_tokenizer, default_chat_template, refuse_lost_turns
+from .embedded import check_embedded
 from .templates import rendered
 
 if TYPE_CHECKING:
@@ -29,15 +30,18 @@ def encode_prompts(
     tokenizer: PreTrainedTokenizerBase,
     positions: int | None,
     dropped_turns: DroppedTurns = "warn",
+    embeddings: int | None = None,
 ) -> SamplePrompts:
     """Token ids of each prompt with the header of its answer, as the chat template writes them.
 
     Args:
         positions: tokens that the model has positions for; None: any number.
+        embeddings: tokens that it has embeddings for; None: any number.
 
     Raises:
         JobFailure: invalid_request, naming the prompt: the chat template refuses it, or leaves out turns where the job
-            is not to lose any, or it leaves no positions for `max_new_tokens`.
+            is not to lose any, or it leaves no positions for `max_new_tokens`, or the model has no embedding for one of
+            its tokens.
     """
     if samples is None:
         return SamplePrompts([], [])
@@ -65,7 +69,10 @@ def encode_prompts(
                 f"{name} has {len(ids)} tokens, which with max_new_tokens {samples.max_new_tokens} are more than the "
                 f"{positions} positions of the model. Shorten the prompt, or send fewer max_new_tokens",
             )
-        encoded.append(ids or [tokenizer.eos_token_id])
+        ids = ids or [tokenizer.eos_token_id]
+        if embeddings is not None:
+            check_embedded(ids, embeddings, tokenizer, name, Reason.invalid_request)
+        encoded.append(ids)
     lost = chat.lost.message("sample prompt", len(samples.prompts), row="prompt")
     found = SamplePrompts(encoded, [lost] if lost else [])
     refuse_lost_turns(dropped_turns, found.lost_turns, "provider_options.samples: ", Reason.invalid_request)

@@ -17,7 +17,7 @@ from ...specs.model_source import ModelSource
 from ...system.model_damage import CONFIG_FILES
 from .files import check_files
 
-DAMAGE = (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError, ArithmeticError)
+DAMAGE = (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError, ArithmeticError, AssertionError)
 """What transformers raises for files of a model that are damaged, or describe none."""
 _MOST_BYTES = 8 << 20
 """Of the file. The largest of known models have 100 KB."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,11 @@ from transformers.pytorch_utils import Conv1D
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import Dtype, JobSpec, LoraSpec
-from ...specs.kinds import members_of
 from ...specs.methods import uld_of
 from ...specs.model_source import ModelSource
 from ..distributed import ranks
 from . import quantization
+from .agreement import pad_within_embeddings, read_generation_config
 from .attention import without_cudnn
 from .configs import DAMAGE, invalid_model, read_config
 from .files import check_adapter_files, check_tokenizer_files, check_weights_index, stored_dtype, whole_weights
@@ -112,8 +112,14 @@ class WeightStorage:
         )
 
 
-def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer, with a padding token.
+def load_tokenizer(
+    source: ModelSource, *, model: ModelSource | None = None, warn: Callable[[str], None] = lambda _: None
+) -> PreTrainedTokenizerBase:
+    """The model's own tokenizer, with a padding token that the model has an embedding for.
+
+    Args:
+        model: that it is used with; None: the one that it lies beside.
+        warn: called with what was replaced.
 
     Raises:
         JobFailure: invalid_model, when there is none that transformers can load.
@@ -139,6 +145,9 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    model = model or source
+    with suppress(JobFailure):  # loading the model reports it
+        pad_within_embeddings(tokenizer, load_config(model), vocabulary_size(model), model.model, warn)
     return tokenizer
 
 
@@ -157,8 +166,25 @@ def load_config(source: ModelSource) -> Any:
 
 
 def vocabulary_size(source: ModelSource) -> int:
-    """Number of tokens that the model has embeddings for. Raises as `load_config`."""
-    return int(load_config(source).get_text_config().vocab_size)
+    """Number of tokens that the model has embeddings for, which some architectures have more of than `vocab_size`.
+
+    Raises:
+        JobFailure: invalid_model, as `load_config`; or the model pads with a token that it has no embedding for.
+    """
+    config = load_config(source)
+    text = config.get_text_config()
+    for blocks in (1, None):  # one is enough, but where a configuration lists its blocks
+        with suppress(Exception):  # an architecture that cannot be built without weights may still be trained
+            built = outline(source, config if blocks is None else with_depth(config, blocks), torch.float32)
+            return int(built.get_input_embeddings().weight.shape[0])
+    pad, size = getattr(text, "pad_token_id", None), int(text.vocab_size)
+    if pad is not None and not -size <= pad < size:
+        raise JobFailure(
+            Reason.invalid_model,
+            f"model {source.model!r}: config.json has pad_token_id {pad}, and the model has {size} embeddings. Set it "
+            "to the id of a token that the model has, such as eos_token_id.",
+        )
+    return size
 
 
 def commit_of(source: ModelSource) -> str | None:
@@ -209,7 +235,13 @@ def load_model(source: ModelSource, storage: WeightStorage, device: torch.device
         ):
             auto, head = auto_class(is_reward=storage.is_reward)
             model, loaded = auto.from_pretrained(
-                source.location, dtype=dtype, output_loading_info=True, **placing, **head, **source_arguments(source)
+                source.location,
+                dtype=dtype,
+                output_loading_info=True,
+                **placing,
+                **head,
+                **_generation(source),
+                **source_arguments(source),
             )
     except (*DAMAGE, RuntimeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -227,6 +259,12 @@ def load_model(source: ModelSource, storage: WeightStorage, device: torch.device
             "name a complete one.",
         )
     return model if storage.is_sharded or storage.in_4_bits else model.to(device)
+
+
+def _generation(source: ModelSource) -> dict[str, Any]:
+    """The argument of `from_pretrained` for a generation configuration that could not be written as it is read."""
+    config, warning = read_generation_config(source)
+    return {"generation_config": config} if warning else {}
 
 
 def _refuse_classifier(config: Any, source: ModelSource) -> None:
@@ -265,14 +303,14 @@ def loading_dtype(source: ModelSource, storage: WeightStorage, config: Any, stor
 
 
 def outline(source: ModelSource, config: Any, dtype: torch.dtype, *, is_reward: bool = False) -> PreTrainedModel:
-    """The model without weights."""
+    """The model without weights; uses up no random numbers of the job."""
     auto, head = auto_class(is_reward=is_reward)
     config = copy.deepcopy(config)
     for name, value in head.items():
         setattr(config, name, value)
-    with torch.device("meta"):
-        bare: PreTrainedModel = auto.from_config(config, dtype=dtype, trust_remote_code=source.trust_remote_code)
-    return bare
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model: PreTrainedModel = auto.from_config(config, dtype=dtype, trust_remote_code=source.trust_remote_code)
+        return model
 
 
 def with_depth(config: Any, layers: int) -> Any:
@@ -314,7 +352,11 @@ def load_adapter(spec: JobSpec, adapter: Path, *, as_trained: bool = False) -> P
         check_weights_index(source.location, source.revision)
         auto, head = auto_class(is_reward=spec.trains_reward)
         base = auto.from_pretrained(
-            source.location, dtype=DTYPES[spec.frozen_dtype], **head, **source_arguments(source)
+            source.location,
+            dtype=DTYPES[spec.frozen_dtype],
+            **head,
+            **_generation(source),
+            **source_arguments(source),
         )
         _name(base, source)
     return PeftModel.from_pretrained(base, adapter)
@@ -396,54 +438,6 @@ def _ia3_config(wanted: list[str], feedforward: list[str], is_exact: bool) -> IA
     if is_exact and not any(name.endswith(tuple(short)) for name in others):
         wanted, feedforward = _suffixes(wanted), short
     return IA3Config(task_type="CAUSAL_LM", target_modules=wanted, feedforward_modules=feedforward)
-
-
-def within_positions(spec: JobSpec) -> tuple[JobSpec, list[str]]:
-    """The job with a default `max_seq_length` lowered to the positions of its models and its reference, and a warning.
-
-    A length that the request set stays as it is: `check_length` refuses one that is too large. Reads config.json alone.
-    """
-    if not spec.max_seq_length_is_default:
-        return spec, []
-    members = [member.source for member in members_of(spec.work)]
-    sources = [spec.source, spec.reference_source, *members]
-    found = [positions for source in sources if (positions := positions_of(source)) is not None]
-    if not found or min(found) >= spec.max_seq_length:
-        return spec, []
-    warning = (
-        f"max_seq_length is {min(found)}, the positions of the model, instead of the default {spec.max_seq_length}: "
-        "set the provider option max_seq_length to choose it"
-    )
-    return spec.model_copy(update={"max_seq_length": min(found)}), [warning]
-
-
-def positions_of(source: ModelSource) -> int | None:
-    """Tokens that a model has positions for; None: it states no limit, or cannot be read, which loading it reports."""
-    try:
-        config = load_config(source)
-    except JobFailure:
-        return None
-    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return positions
-
-
-def check_length(model: PreTrainedModel, max_seq_length: int, role: str = "") -> None:
-    """Refuse sequences longer than the model has positions for. Training would fail, on CUDA without a message.
-
-    Args:
-        role: what the model is in the job, and its name, where it is not the one that is trained.
-
-    Raises:
-        JobFailure: invalid_request, naming both lengths.
-    """
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and max_seq_length > positions:
-        role = role or f"this {type(model).__name__}"
-        raise JobFailure(
-            Reason.invalid_request,
-            f"max_seq_length is {max_seq_length}, but {role} has {positions} positions. "
-            f"Set the provider option max_seq_length to {positions} or less.",
-        )
 
 
 def linear_modules(model: PreTrainedModel) -> tuple[list[str], list[str]]:

@@ -29,7 +29,8 @@ from ..model.adapters import frozen, has_reference_adapter
 from ..model.attention import set_attention
 from ..model.deferred import DeferredWeights
 from ..model.fsdp import describe, is_sharded, shard_frozen
-from ..model.loading import WeightStorage, check_length, commit_of, load_model, load_tokenizer, vocabulary_size
+from ..model.loading import WeightStorage, commit_of, load_model, load_tokenizer, vocabulary_size
+from ..model.positions import check_length
 from ..model.quantization import move_constants
 from .reference_cache import LogProbCache, pair_lengths, row_bytes
 from .trl_patches import fuse_head

@@ -19,6 +19,7 @@ from ...specs.model_source import ModelSource
 from ...specs.rewards import RewardModel
 from ...specs.rows import Message
 from ..data.chat import Chat
+from ..data.embedded import check_embedded
 from ..data.prepare import TruncationCounter
 from ..data.spans import split_rows
 from ..model.files import check_adapter_files
@@ -56,7 +57,7 @@ class RewardScorer:
         self._spec, self._device = spec, device
         check_adapter_files(spec.path)
         own = ModelSource(model=str(spec.path), trust_remote_code=spec.base.trust_remote_code)
-        self._tokenizer = load_tokenizer(own)
+        self._tokenizer = load_tokenizer(own, model=spec.base if spec.is_adapter else own)
         self._chat = Chat(self._tokenizer)
         with torch.random.fork_rng():  # a head that is read from an adapter begins at random
             model = load_model(
@@ -64,6 +65,7 @@ class RewardScorer:
             )
             scorer: Any = _with_adapter(model, spec, spec.path) if spec.is_adapter else model
         model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
+        self._embeddings = int(model.get_input_embeddings().weight.shape[0])
         self._model = scorer.to(device).requires_grad_(False).eval()
 
     def score(
@@ -83,6 +85,9 @@ class RewardScorer:
         rows = [*zip(prompts, answers, numbers, strict=True)]
         texts = [self._chat.render([*prompt, *answer], number) for prompt, answer, number in rows]
         read = self._chat.tokenize(texts)
+        for ids, number in zip(read, numbers, strict=True):
+            name = f"the reward model of job {self._spec.job_uuid!r}, row {number} with its answer"
+            check_embedded(ids, self._embeddings, self._tokenizer, name)
         cut = [self._cut(ids, *row) for ids, row in zip(read, rows, strict=True)]
         sequences = [torch.tensor(ids) for ids, _ in cut]
         pad = self._tokenizer.pad_token_id

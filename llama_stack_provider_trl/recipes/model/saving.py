@@ -1,0 +1,175 @@
+"""The files of an export beside its weights: written, and tried before training on a model without weights.
+
+A configuration that cannot be written, or not read back, fails every attempt at its last step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal
+
+import torch
+from peft import PeftConfig
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.trainer_utils import align_special_tokens
+
+from ...errors import JobFailure
+from ...specs.events import Reason
+from ...specs.job import JobSpec
+from .agreement import read_generation_config
+from .loading import DTYPES, adapter_config, load_config, outline
+
+Kind = Literal["final", "merged"]
+
+UNLOADABLE = (
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    RuntimeError,
+    ImportError,
+    AssertionError,
+    AttributeError,
+    SafetensorError,
+)
+"""What libraries raise for files that they cannot load."""
+SAMPLE = "The quick brown fox jumps over the lazy dog. On the 3rd of May 2017, is 17 + 25 = 42?\n" * 2
+
+
+def exports(spec: JobSpec) -> tuple[Kind, ...]:
+    """The kinds of export that the job writes at its end."""
+    if spec.work is not None:
+        return ()
+    return ("final", "merged") if spec.lora and spec.merge_adapter else ("final",)
+
+
+def write_configuration(model: PreTrainedModel, directory: Path, dtype: torch.dtype | None = None) -> None:
+    """Write all files of a whole model but its weights, before those: save_pretrained removes files of weights.
+
+    Args:
+        dtype: that the configuration names; None: the model's own.
+
+    Raises:
+        JobFailure: invalid_model, where its configuration cannot be written.
+        OSError: the disk is full.
+    """
+    try:
+        model.save_pretrained(directory, state_dict={})
+        if dtype is not None:
+            model.config.dtype = dtype
+            model.config.save_pretrained(directory)
+    except (OSError, MemoryError, RuntimeError):
+        raise
+    except Exception as error:  # of transformers, and of each configuration's own checks
+        raise JobFailure(
+            Reason.invalid_model,
+            f"model {model.name_or_path!r}: its config.json and generation_config.json cannot be written again: "
+            f"{describe(error)}. Correct the values that this names in the files of the model.",
+        ) from error
+
+
+def try_exports(spec: JobSpec, tokenizer: PreTrainedTokenizerBase, warn: Callable[[str], None]) -> None:
+    """Write and read back the exports of a job, without weights: a failure must be known before training.
+
+    Args:
+        tokenizer: with the chat template that the job trains with.
+        warn: called with what the exports will lack.
+
+    Raises:
+        JobFailure: invalid_model, with the file and the problem; invalid_request, as `adapter_config`.
+    """
+    kinds, fault = exports(spec), None
+    if not kinds:
+        return
+    with TemporaryDirectory() as name:
+        directory = Path(name)
+        if spec.lora:
+            fault = _try_adapter(spec, directory)
+        if not fault and (spec.lora is None or "merged" in kinds):
+            directory = directory / "model"
+            fault = _try_model(spec, tokenizer, directory, warn)
+        if not fault:
+            tokenizer.save_pretrained(directory)
+            # transformers chooses a tokenizer's class by the model's type, too.
+            fault = tokenizer_fault(directory, tokenizer, spec)
+    if fault:
+        raise JobFailure(
+            Reason.invalid_model,
+            f"model {spec.model!r} was saved without its weights and loaded again, as at the end of a job, and {fault}"
+            ". Correct its config.json, or name a model whose tokenizer_config.json names the right tokenizer_class.",
+        )
+
+
+def _try_adapter(spec: JobSpec, directory: Path) -> str | None:
+    assert spec.lora is not None
+    model = _built(spec, load_config(spec.source))
+    if isinstance(model, str):
+        return None
+    adapter_config(model, spec.lora, is_reward=spec.trains_reward).save_pretrained(str(directory))
+    try:
+        PeftConfig.from_pretrained(str(directory))
+    except UNLOADABLE as error:
+        return f"its adapter_config.json cannot be loaded: {describe(error)}"
+    return None
+
+
+def _try_model(
+    spec: JobSpec, tokenizer: PreTrainedTokenizerBase, directory: Path, warn: Callable[[str], None]
+) -> str | None:
+    config = load_config(spec.source)
+    model = _built(spec, config)
+    if isinstance(model, str):  # loading reports it, or it can be built with weights only
+        config.save_pretrained(directory)
+        return None
+    if model.can_generate():
+        model.generation_config, warning = read_generation_config(spec.source)
+        if warning:
+            warn(warning)
+    model.name_or_path = spec.model
+    align_special_tokens(model, tokenizer)  # as Trainer does
+    write_configuration(model, directory, DTYPES[spec.dtype])
+    try:
+        written = AutoConfig.from_pretrained(directory, trust_remote_code=spec.trust_remote_code)
+        if model.can_generate():
+            GenerationConfig.from_pretrained(directory)
+    except UNLOADABLE as error:
+        return f"its configuration cannot be loaded: {describe(error)}"
+    found = _built(spec, written, directory)
+    return f"it cannot be built: {found}" if isinstance(found, str) else None
+
+
+def _built(spec: JobSpec, config: PreTrainedConfig, directory: Path | None = None) -> PreTrainedModel | str:
+    """The model of a configuration without weights, or why it cannot be built."""
+    source = spec.source if directory is None else spec.source.model_copy(update={"path": directory})
+    try:
+        return outline(source, config, DTYPES[spec.dtype], is_reward=spec.trains_reward)
+    except Exception as error:  # of any architecture
+        return describe(error)
+
+
+def tokenizer_fault(directory: Path, tokenizer: PreTrainedTokenizerBase, spec: JobSpec) -> str | None:
+    """How the tokenizer of a directory differs from the one that trained; None where it does not."""
+    try:
+        found = AutoTokenizer.from_pretrained(directory, trust_remote_code=spec.trust_remote_code)
+    except UNLOADABLE as error:
+        return f"its tokenizer cannot be loaded: {describe(error)}"
+    if found.chat_template != tokenizer.chat_template:
+        return "its chat template is not the one that was trained with"
+    if found(SAMPLE)["input_ids"] != tokenizer(SAMPLE)["input_ids"]:
+        return f"its tokenizer gives other tokens than the one that was trained with, for {SAMPLE[:40]!r}"
+    return None
+
+
+def describe(error: BaseException) -> str:
+    """An error of a library in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}"
