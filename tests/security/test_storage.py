@@ -149,7 +149,7 @@ def test_every_route_answers_soon_and_without_a_500(guarded: Guarded, trouble: s
 
 @pytest.mark.timeout(240)
 def test_a_read_only_disk_is_reported_in_a_sentence_and_left_behind_without_a_restart(guarded: Guarded) -> None:
-    body = sft("later", "questions")
+    body = sft("later", guarded.register("questions for later", QUESTIONS))  # the calls above delete the other one
     poll(lambda: guarded.get("/health").json()["storage_problem"] is None, "health is well", timeout=20)
     with read_only(guarded.data_dir):
         poll(lambda: guarded.get("/health").json()["storage_problem"], "health reports it", timeout=20)
