@@ -193,7 +193,7 @@ class Database:
             if version > SCHEMA_VERSION:
                 raise StoreError(
                     f"job database {self.path} has schema version {version}, this program knows {SCHEMA_VERSION}:"
-                    " it was written by a newer release; upgrade, or use another data directory"
+                    " another build wrote it, most likely a newer one: use that one, or another data directory"
                 )
             if version < SCHEMA_VERSION:
                 _use_wal(connection)

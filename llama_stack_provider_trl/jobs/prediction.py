@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .cores import Held
 from .demands import CRITICAL, Queued
 from .placement import Node, Obtainable, place, places_for
-from .preemption import Preemptible, preempt
+from .preemption import LEAST_RUN, Preemptible, preempt
 from .states import JobState
 
 
@@ -81,13 +81,12 @@ def predict(
     Returns:
         job_uuid -> start, of all waiting jobs.
     """
-    ahead = _Ahead(waiting, nodes, holders, running, now, obtainable)
+    ahead = _Ahead(waiting, nodes, holders, running, now, obtainable, preempts=preempts)
     while ahead.left:
         ready = [
             one.job for one in ahead.left.values() if one.not_before <= ahead.time and one.after <= ahead.completed
         ]
-        if preempts:
-            ready = ahead.make_way(ready)
+        ready = ahead.make_way(ready)
         for job_uuid, places in place(ready, nodes, ahead.held, ahead.time, obtainable).items():
             ahead.start(job_uuid, places)
         if not ahead.advance():
@@ -106,7 +105,10 @@ class _Ahead:
         running: Iterable[RunningJob],
         now: float,
         obtainable: Sequence[Obtainable],
+        *,
+        preempts: bool,
     ) -> None:
+        self._preempts = preempts
         self._nodes, self._obtainable, self.time = nodes, obtainable, now
         self.left = {one.job.job_uuid: one for one in waiting}
         self.held = dict(holders)
@@ -132,7 +134,7 @@ class _Ahead:
 
     def make_way(self, ready: Sequence[Queued]) -> list[Queued]:
         """Start the critical jobs for which others save and wait. Returns the jobs that get free devices only."""
-        if not any(job.priority >= CRITICAL for job in ready):
+        if not self._preempts or not any(job.priority >= CRITICAL for job in ready):
             return [*ready]
         candidates = [
             Preemptible(
@@ -170,6 +172,7 @@ class _Ahead:
         coming = [
             *self._ends.values(),
             *(one.not_before for one in self.left.values() if one.not_before > self.time),
+            *self._pausable_from(),
         ]
         if not coming:
             return False
@@ -179,6 +182,17 @@ class _Ahead:
         self._ends = {job_uuid: end for job_uuid, end in self._ends.items() if job_uuid not in over}
         self.held = {place_: job_uuid for place_, job_uuid in self.held.items() if job_uuid not in over}
         return True
+
+    def _pausable_from(self) -> list[float]:
+        """Later times at which running jobs may be paused for critical ones."""
+        if not self._preempts or not any(one.job.priority >= CRITICAL for one in self.left.values()):
+            return []
+        times = [
+            one.launched_at + LEAST_RUN
+            for one in self._running.values()
+            if one.job is not None and one.attempt > 1 and one.job.priority < CRITICAL and one.job_uuid in self._ends
+        ]
+        return [time for time in times if time > self.time]
 
     def start_of(self, job_uuid: str) -> PredictedStart:
         """The start of a waiting job, once there is nothing more to predict."""

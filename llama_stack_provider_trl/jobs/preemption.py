@@ -64,6 +64,8 @@ def preempt(
         key=lambda one: (not one.is_ending, one.priority, -one.launched_at),
     )
     for job in sorted((job for job in queued if job.priority >= CRITICAL), key=lambda job: job.claim(now)):
+        if not candidates:
+            break
         chosen, places = _fewest(job, candidates, nodes, held, now, obtainable)
         if chosen:
             names = {one.job_uuid for one in chosen}

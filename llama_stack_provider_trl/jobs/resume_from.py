@@ -6,7 +6,6 @@ import os
 import shutil
 import stat
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -14,7 +13,7 @@ from ..errors import InvalidRequest, JobNotFound, StoreError
 from ..specs.job import JobSpec
 from ..specs.methods import VllmSpec, vllm_of
 from ..system.data_dir import DataDir
-from ..system.files import fsync_tree, is_whole, open_regular, resolve_under
+from ..system.files import file_names, fsync_tree, is_whole, open_regular, resolve_under
 from .row_parts import UNLIMITED, Allowance
 from .store import Store
 
@@ -84,7 +83,9 @@ def copy_checkpoint(spec: JobSpec, store: Store, data_dir: Path, allowance: Allo
         path.parent.mkdir(parents=True)
         _refuse_links(requested, fitting[-1])
         with allowance.writing(path.parent) as written:
-            shutil.copytree(fitting[-1], path, symlinks=True, copy_function=partial(_link, written))
+            for name in file_names(fitting[-1]):  # copytree would copy on after a failure, and hide its errno
+                (path / name).parent.mkdir(parents=True, exist_ok=True)
+                _link(written, fitting[-1] / name, path / name)
         _refuse_links(requested, path)  # a file may have been replaced in the meantime
         if not is_whole(path):
             raise FileNotFoundError("it was removed meanwhile: send the request again")
@@ -92,7 +93,7 @@ def copy_checkpoint(spec: JobSpec, store: Store, data_dir: Path, allowance: Allo
     except InvalidRequest:
         shutil.rmtree(path.parent, ignore_errors=True)
         raise
-    except OSError as error:  # includes shutil.Error
+    except OSError as error:
         shutil.rmtree(path.parent, ignore_errors=True)
         raise StoreError(f"checkpoint {fitting[-1]} cannot be kept for job {spec.job_uuid!r}: {error}") from error
     return spec.model_copy(update={"resume_from": wanted.model_copy(update={"checkpoint": path.name, "path": path})})
@@ -148,12 +149,11 @@ def _text(value: object) -> str:
     return value.model_dump_json() if hasattr(value, "model_dump_json") else repr(value)
 
 
-def _link(written: Callable[[int], None], source: str, target: str) -> str:
+def _link(written: Callable[[int], None], source: Path, target: Path) -> None:
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:  # another file system, or one without links
-        with open_regular(Path(source)) as file, open(target, "xb") as copy:
+        with open_regular(source) as file, open(target, "xb") as copy:
             while piece := file.read(_PIECE):
                 written(len(piece))
                 copy.write(piece)
-    return target

@@ -47,6 +47,8 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that some chat templates render beside `content`."""
 _TOOLS = ("tools", "functions")
 """Columns with the tools that a conversation may call, which some chat templates render."""
+_NO_TOOLS = ("[]", "{}", "null")
+"""No tools, as the text that tables have."""
 _LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from)['"]\s*:""")
 _LIKELY_PROMPTS = ("question", "instruction", "input", "query", "context", "user", "prompts", "problem", "post")
 """Columns in which other datasets of pairs have the prompt."""
@@ -569,7 +571,7 @@ def _parse(
         raise InvalidRows(f"found {_kind(row)}, expected an object with named columns", row=index)
     values = {column: value for column, value in row.items() if not _absent(value)}
     for column in _TOOLS:
-        if values.get(column):
+        if values.get(column) and values[column] not in _NO_TOOLS:
             found = f"column {column}: found {_kind(values[column])}, which no recipe renders"
             raise InvalidRows(f"{found}: write the tools out as text in a system message", row=index)
     columns = frozenset(values)

@@ -148,7 +148,10 @@ def request_user() -> str:
     """The user whom Llama Stack has authenticated for the current request; empty: none. Where it authenticates none,
     a client could put one into its header: as JSON, which has no such attribute."""
     find = getattr(_headers, "get_authenticated_user", lambda: None)
-    principal = getattr(find(), "principal", "")
+    try:
+        principal = getattr(find(), "principal", "")
+    except Exception:  # of Llama Stack, where the header is JSON and no object
+        return ""
     return principal if isinstance(principal, str) else ""
 
 

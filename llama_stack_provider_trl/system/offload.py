@@ -201,6 +201,8 @@ class CpuBudget:
         self._clock = clock
         self._taken: dict[str, float] = {}
         """User -> CPU seconds that are not refilled yet."""
+        self._wanted: dict[str, float] = {}
+        """User -> time of the last request: one that is refused keeps its part for a minute."""
         self._filled_at = clock()
         self._lock = threading.Lock()
 
@@ -211,8 +213,9 @@ class CpuBudget:
         with self._lock:
             self._refill(self.per_minute)
             user = self._distinguished(user)
+            self._wanted[user] = self._filled_at
             beyond = sum(self._taken.values()) - self.per_minute
-            users = len(self._taken.keys() | {user})
+            users = len(self._users())
             beyond_part = self._taken.get(user, 0.0) * users - self.per_minute
         if max(beyond, beyond_part) < 0:
             return
@@ -233,7 +236,11 @@ class CpuBudget:
                 self._taken[user] = self._taken.get(user, 0.0) + seconds
 
     def _distinguished(self, user: str) -> str:
-        return user if user in self._taken or len(self._taken) < _USERS else ""
+        users = self._users()
+        return user if user in users or len(users) < _USERS else ""
+
+    def _users(self) -> set[str]:
+        return self._taken.keys() | self._wanted.keys()
 
     def _refill(self, per_minute: float) -> None:
         """Give each user its part of what the time has brought; what one does not need is for the others."""
@@ -244,6 +251,7 @@ class CpuBudget:
             each = min(seconds / len(self._taken), *self._taken.values())
             seconds -= each * len(self._taken)
             self._taken = {user: taken - each for user, taken in self._taken.items() if taken - each > _EPSILON}
+        self._wanted = {user: at for user, at in self._wanted.items() if now - at < MINUTE}
 
 
 class Account(NamedTuple):

@@ -535,6 +535,30 @@ def test_a_closed_acceptor_keeps_no_connection_open(at: str) -> None:
     with_peer(test, waits, deadlines=never, keep_alive=60)
 
 
+def test_a_connection_that_is_broken_and_not_closed_yet_keeps_no_acceptor_from_closing() -> None:
+    """Its answer is whole and not read, and what came after that is not HTTP: h11 cannot close such a connection."""
+
+    async def answers_at_once(scope: Any, receive: Any, send: Any) -> None:
+        body = b"x" * (64 << 20)
+        head = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        await send({"type": "http.response.body", "body": body})
+
+    async def test(peer: Peer) -> None:
+        _, writer = await peer.connect(POST.replace(b"Content-Length: 1000", b"Transfer-Encoding: chunked"))
+        while not (peer.acceptor._open and (one := next(iter(peer.acceptor._open))).cycle and one.is_idle):
+            await asyncio.sleep(0.01)
+        writer.write(b"ZZZ bad\r\n")
+        while not one.transport.is_closing():
+            await asyncio.sleep(0.01)
+        for connection in (one, *peer.acceptor._open):
+            connection.shutdown()
+        peer.acceptor.close()
+        writer.transport.abort()
+
+    with_peer(test, answers_at_once, deadlines=Deadlines(head=60, body=60, unknown_body=60, reader=60, close=60))
+
+
 def test_a_missing_tls_handshake_is_not_awaited() -> None:
     async def test(peer: Peer) -> None:
         reader, writer = await peer.connect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import hashlib
+import random
 import threading
 import time
 from collections import Counter
@@ -197,7 +198,7 @@ def test_users_behind_one_token_divide_its_cpu_time_and_none_gains_by_inventing_
     now[0] += 6.0
     budget.require("other")  # 2 s were refilled
     budget.charge(1.0, "other")
-    with pytest.raises(LimitReached, match="need for one of its 2 users have taken that user's part of the") as refusal:
+    with pytest.raises(LimitReached, match="need for one of its 3 users have taken that user's part of the") as refusal:
         budget.require("greedy")
     budget.require("other")
     now[0] += 12.0 + refusal.value.retry_after
@@ -216,6 +217,26 @@ def test_users_behind_one_token_divide_its_cpu_time_and_none_gains_by_inventing_
     for number in range(1000):
         budget.charge(0.001, f"invented-{number}")
     assert len(budget._taken) <= 65
+
+
+def test_a_user_that_takes_all_it_can_leaves_others_their_part() -> None:
+    now = [0.0]
+    budget = CpuBudget("stack", 60.0, clock=lambda: now[0])
+    taken, next_at = {"greedy": 0.0, "patient": 0.0}, {"greedy": 0.0, "patient": 70.0}
+    cost, jitter = {"greedy": 3.0, "patient": 0.5}, random.Random(0)
+    while now[0] < 600:
+        user = min(next_at, key=next_at.__getitem__)
+        now[0] = next_at[user]
+        try:
+            budget.require(user)
+        except LimitReached as refusal:
+            next_at[user] += jitter.uniform(0.02, 0.2) if user == "greedy" else refusal.retry_after
+        else:
+            budget.charge(cost[user], user)
+            taken[user] += cost[user]
+            next_at[user] += jitter.uniform(0.02, 0.2)
+    assert taken["patient"] > 200
+    assert sum(taken.values()) < 600 + 60 + 3
 
 
 def test_users_behind_one_token_take_turns_and_none_fills_its_queue() -> None:

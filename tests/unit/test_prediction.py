@@ -136,6 +136,8 @@ def test_a_critical_job_waits_for_a_job_that_is_not_paused_again_and_for_one_tha
     critical, held = [waiting("critical", 2, priority=2)], {"cpu": "runs"}
     pace = StepPace(30, 2.0, NOW)
     assert preempted(critical, held, [at_work("runs", pace, attempt=2)]) == {"critical": 60.0}
+    # A job that was paused before trains for an hour: it began 60 s ago.
+    assert preempted(critical, held, [at_work("runs", StepPace(50_000, 2.0, NOW), attempt=2)]) == {"critical": 3540.0}
     assert preempted(critical, held, [at_work("runs", UNKNOWN)]) == {"critical": 0.0}
     pausing = at_work("runs", pace, state=JobState.pausing)
     assert preempted(critical, held, [pausing]) == {"critical": "job runs is pausing"}

@@ -6,15 +6,17 @@ import asyncio
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.errors import InvalidRequest, JobConflict, StoreError
+from llama_stack_provider_trl.errors import FULL, InvalidRequest, JobConflict, StoreError, shortage_of
 from llama_stack_provider_trl.jobs import submission
 from llama_stack_provider_trl.jobs.resume_from import copy_checkpoint
+from llama_stack_provider_trl.jobs.row_parts import Allowance
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.submission import ResolvedJob
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest, TrainingConfig
@@ -150,6 +152,31 @@ def test_without_links_the_checkpoint_is_copied(store: Store, tmp_path: Path, mo
 
     monkeypatch.setattr(os, "link", refuse)
     assert is_whole(copy_of(copy_checkpoint(asking(ResumeFrom(job_uuid="first")), store, tmp_path)))
+
+
+def test_a_full_disk_ends_the_copy_and_is_answered_as_one(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(Allowance):
+        called = 0
+
+        @contextmanager
+        def writing(self, directory: Path) -> Iterator[Callable[[int], None]]:
+            def written(count: int) -> None:
+                self.called += 1
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            yield written
+
+    def refuse(source: str, target: str, **options: bool) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    full = Full()
+    with pytest.raises(StoreError, match="cannot be kept for job 'second'") as refused:
+        copy_checkpoint(asking(ResumeFrom(job_uuid="first")), store, tmp_path, full)
+    assert shortage_of(refused.value) is FULL
+    assert full.called == 1
 
 
 def test_a_checkpoint_that_goes_while_it_is_copied_is_not_taken(

@@ -204,6 +204,51 @@ def test_a_token_stores_no_more_than_it_may_and_others_are_not_concerned(store: 
         pass
 
 
+def test_what_is_refused_takes_nothing_from_other_requests_of_its_token(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quotas, refused = Quotas(store.rows, 10 * MIB), []
+    read = store.rows.used
+
+    def used(owner: str) -> int:
+        """While the large one reads the database, a small one comes."""
+        if not refused:
+            refused.append("begun")
+            with quotas.taking("a") as small:
+                small(2 * MIB)
+        return read(owner)
+
+    monkeypatch.setattr(store.rows, "used", used)
+    with quotas.taking("a") as large, pytest.raises(QuotaReached):
+        large(1000 * MIB)
+    with quotas.taking("a") as one, quotas.taking("a") as other:
+        one(6 * MIB)
+        with pytest.raises(QuotaReached, match="has stored 6 MiB of rows, these take 6 MiB more"):
+            other(6 * MIB)
+        other(4 * MIB)
+    assert not quotas._arriving
+
+
+def test_rows_that_are_stored_while_the_sum_is_read_are_in_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    quotas, read, calls = Quotas(store.rows, 10 * MIB), store.rows.used, []
+
+    def used(owner: str) -> int:
+        """An upload ends after the database was read, and before its answer is used."""
+        found = read(owner)
+        calls.append(found)
+        if len(calls) == 2:
+            store.rows.note("1" * 64, "a", 8 * MIB, "one")
+            first.close()
+        return found
+
+    monkeypatch.setattr(store.rows, "used", used)
+    first = ExitStack()
+    first.enter_context(quotas.taking("a"))(8 * MIB)
+    with quotas.taking("a") as take, pytest.raises(QuotaReached, match="has stored 8 MiB"):
+        take(3 * MIB)
+    assert calls == [0, 0, 8 * MIB]
+
+
 def test_a_token_has_no_more_uploads_under_way_than_it_may_and_others_are_not_concerned(store: Store) -> None:
     quotas = Quotas(store.rows, 10 * MIB)
     with ExitStack() as stack:

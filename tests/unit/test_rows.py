@@ -35,6 +35,12 @@ ONE_TURN = SftExample([QUESTION, ANSWER], 1)
 DIALOG = [system("Be brief."), QUESTION, ANSWER, user("Really?"), assistant("Yes.")]
 
 
+def test_an_empty_list_of_tools_as_text_is_none() -> None:
+    for value in ("[]", "{}", "null", [], None):
+        report = check_rows([{"prompt": "Why?", "completion": "So.", "tools": value}], "sft")
+        assert report.num_rows == 1
+
+
 @pytest.mark.parametrize(
     "row",
     [

@@ -489,11 +489,11 @@ def test_checkpoints_are_listed_with_what_was_measured(store: Store) -> None:
 # The file
 
 
-def test_a_database_of_a_newer_release_is_refused(tmp_path: Path) -> None:
+def test_a_database_of_another_build_is_refused(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / "jobs.db")
     connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(StoreError, match=r"schema version 99.*newer release"):
+    with pytest.raises(StoreError, match=r"schema version 99.*another build wrote it"):
         Store(tmp_path / "jobs.db")
 
 
@@ -569,7 +569,7 @@ def test_a_database_of_an_earlier_schema_is_upgraded(tmp_path: Path, monkeypatch
         assert new.execute("PRAGMA user_version").fetchall() == [(2,)]
     upgraded.close()
     monkeypatch.undo()
-    with pytest.raises(StoreError, match="schema version 2, this program knows 1: it was written by a newer release"):
+    with pytest.raises(StoreError, match="schema version 2, this program knows 1: another build wrote it, most likely"):
         Store(path)
 
 

@@ -281,7 +281,7 @@ def tokenize_taught_prompts(
 
     def rows(chunk: Sequence[tuple[int, PromptExample]]) -> Iterator[tuple[list[int], list[int], list[int]]]:
         for (row, ids), (_, theirs) in zip(encode_chats(chat, chunk), encode_chats(other, chunk), strict=True):
-            if counter.keeps(max(ids, theirs, key=len) if ids and theirs else [], answer):
+            if counter.keeps(ids if theirs else [], answer, len(theirs)):
                 yield ids, [row], theirs
 
     tables = (table(list(rows(chunk)), TAUGHT_COLUMNS) for chunk in batched(enumerate(prompts), _CHUNK))
@@ -373,12 +373,17 @@ class TruncationCounter:
         self._keep(len(prompt) + len(kept), len(kept), length > self.limit, answer, prompt, kept)
         return prompt, kept
 
-    def keeps(self, prompt: list[int], answer: int) -> bool:
-        """Whether the prompt leaves `answer` tokens for its answer: it is never cut."""
-        self._count(len(prompt) + answer)
-        if not prompt or len(prompt) + answer > self.limit:
+    def keeps(self, prompt: list[int], answer: int, theirs: int = 0) -> bool:
+        """Whether the prompt leaves `answer` tokens for its answer: it is never cut.
+
+        Args:
+            theirs: tokens of the prompt as a teacher reads it.
+        """
+        length = max(len(prompt), theirs) if prompt else 0
+        self._count(length + answer)
+        if not prompt or length + answer > self.limit:
             return False
-        self._keep(len(prompt), answer, False, [], prompt)
+        self._keep(length, answer, False, [], prompt)
         return True
 
     def cut(self, values: list[int], ids: list[int], limit: int) -> list[int]:

@@ -177,7 +177,13 @@ def vocabulary_size(source: ModelSource) -> int:
         with suppress(Exception):  # an architecture that cannot be built without weights may still be trained
             built = outline(source, config if blocks is None else with_depth(config, blocks), torch.float32)
             return int(built.get_input_embeddings().weight.shape[0])
-    pad, size = getattr(text, "pad_token_id", None), int(text.vocab_size)
+    pad, size = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
+    if not isinstance(size, int):
+        raise JobFailure(
+            Reason.invalid_model,
+            f"model {source.model!r}: its config.json has no vocab_size, as the one of a language model has. Name a "
+            "causal language model.",
+        )
     if pad is not None and not -size <= pad < size:
         raise JobFailure(
             Reason.invalid_model,

@@ -36,6 +36,8 @@ class Quotas:
         self._owners, self._most = owners, most
         self._lock = threading.Lock()
         self._arriving: Counter[str] = Counter()
+        self._ended = 0
+        """Contexts of `taking` that have ended."""
         self._uploads: Counter[str] = Counter()
 
     def are_counted(self, sha256: str) -> bool:
@@ -44,7 +46,10 @@ class Quotas:
 
     def require(self, owner: str, coming: int) -> None:
         """Require room for rows. Raises QuotaReached."""
-        self._require(owner, coming, coming)
+        # The database is read last: an upload that ends in between counts twice for a moment.
+        with self._lock:
+            arriving = self._arriving[owner]
+        self._refuse(owner, self._owners.used(owner) + arriving, coming)
 
     @contextmanager
     def taking(self, owner: str) -> Iterator[Callable[[int], None]]:
@@ -54,18 +59,26 @@ class Quotas:
 
         def take(count: int) -> None:
             nonlocal counted
-            with self._lock:
-                if has_ended:  # a thread of a request that was cancelled
+            while True:
+                # The database is read without the lock, for which the event loop would wait.
+                ended, used = self._ended, self._owners.used(owner)
+                with self._lock:
+                    if has_ended:  # a thread of a request that was cancelled
+                        return
+                    if self._ended != ended:  # what has ended meanwhile may be stored now, and is not in the sum
+                        continue
+                    # What is refused counts for no other request.
+                    self._refuse(owner, used + self._arriving[owner], count)
+                    self._arriving[owner] += count
+                    counted += count
                     return
-                self._arriving[owner] += count
-                counted += count
-            self._require(owner, 0, count)
 
         try:
             yield take
         finally:
             with self._lock:
                 has_ended = True
+                self._ended += 1
                 self._arriving[owner] -= counted
                 if not self._arriving[owner]:
                     del self._arriving[owner]
@@ -105,20 +118,10 @@ class Quotas:
                 if not self._uploads[owner]:
                     del self._uploads[owner]
 
-    def _require(self, owner: str, missing: int, coming: int) -> None:
-        """Require room for rows.
-
-        Args:
-            missing: bytes of them that do not count as arriving.
-        """
-        # The database is read without the lock, for which the event loop would wait, and last: an upload that ends in
-        # between counts twice for a moment.
-        with self._lock:
-            arriving = self._arriving[owner]
-        used = self._owners.used(owner) + arriving + missing
-        if used > self._most:
+    def _refuse(self, owner: str, used: int, coming: int) -> None:
+        if used + coming > self._most:
             raise QuotaReached(
-                f"{owner!r} has stored {used - coming >> 20} MiB of rows, these take {-(-coming >> 20)} MiB more, and "
+                f"{owner!r} has stored {used >> 20} MiB of rows, these take {-(-coming >> 20)} MiB more, and "
                 f"max_stored_mb allows {self._most >> 20}: delete datasets that are no longer needed "
                 "(DELETE /v1/datasets/NAME), and jobs that have ended with them"
             )

@@ -265,6 +265,15 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
         self.on_close(self)
 
+    def shutdown(self) -> None:
+        """End the connection with the answer to its request; without a request at once."""
+        if self.transport.is_closing():
+            return
+        try:
+            super().shutdown()
+        except h11.LocalProtocolError:  # of a peer that sent what is not HTTP: no answer can be added
+            self.transport.abort()
+
     def end(self) -> None:
         """Close the connection at once."""
         if self.transport is not None:
