@@ -76,7 +76,7 @@ class Answerer(ABC):
 
     def tokens_of(self, prompt: list[Message], row: int) -> list[int]:
         """As `encode`, of any length. Raises JobFailure: the model has no embedding for a token."""
-        (ids,) = self.chat.tokenize([self.chat.render(prompt, row, add_generation_prompt=True)])
+        (ids,) = self.chat.tokenize([self.chat.render_counted(prompt, row, add_generation_prompt=True)])
         ids = ids or [self.tokenizer.eos_token_id]
         check_embedded(ids, self._embeddings, self.tokenizer, f"row {row}")
         return ids

@@ -203,8 +203,9 @@ def answer_all(
             answerer = stack.enter_context(_open_answerer(spec, work, device, writer, team))
             encoded = [answerer.encode(prompt, row) for row, prompt in enumerate(questions.prompts)]
         answerer.prepare(encoded)
-        if answerer.chat.template_warning:
-            writer.write(Warned(message=answerer.chat.template_warning))
+        lost_turns = answerer.chat.lost.message("prompt", len(encoded))
+        for warning in filter(None, [answerer.chat.template_warning, lost_turns]):
+            writer.write(Warned(message=warning))
         _report_prepared(spec, answerer.model, rows, steps, done, writer)
         faults.reach("prepared")
         while answers.count < total:

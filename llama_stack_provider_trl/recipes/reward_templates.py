@@ -1,4 +1,5 @@
-"""Counts the turns that the chat templates of reward models leave out, before these score an answer."""
+"""Reads prompts as reward models do, before these score an answer: their templates may leave out turns, and their
+tokenizers may have tokens that they have no embeddings for."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from ..specs.methods import reward_models
 from ..specs.model_source import ModelSource
 from ..specs.rows import Message, PromptExample
 from .data.chat import Chat, refuse_lost_turns
+from .data.embedded import check_embedded
 from .data.prepare import read_examples
-from .model.loading import load_tokenizer
+from .model.loading import load_tokenizer, vocabulary_size
 
 _ANSWER: Message = {"role": "assistant", "content": "Yes, that is right."}
 """Stands for the answers to come: templates may write a prompt differently before one."""
@@ -28,15 +30,19 @@ def lost_by_reward_models(
         rows: numbered prompts; None: all of the job's dataset.
 
     Raises:
-        JobFailure: invalid_dataset, there are such turns, and the job's `dropped_turns` is refuse.
+        JobFailure: invalid_dataset, there are such turns, and the job's `dropped_turns` is refuse; invalid_model, a
+            prompt has a token that a reward model has no embedding for.
     """
     found: list[str] = []
     models = [model for model in reward_models(spec.method) if model.path is not None and model.path.is_dir()]
     prompts = list(rows) if models and rows is not None else None
     for model in models:
         trusted = model.base is not None and model.base.trust_remote_code
-        chat = Chat(load_tokenizer(ModelSource(model=str(model.path), trust_remote_code=trusted)))
-        count = 0
+        own = ModelSource(model=str(model.path), trust_remote_code=trusted)
+        source = model.base if model.is_adapter and model.base is not None else own
+        tokenizer = load_tokenizer(own, model=source)
+        chat, embeddings, count = Chat(tokenizer), vocabulary_size(source), 0
+        has_more_tokens = len(tokenizer) > embeddings
         for number, prompt in enumerate(read_examples(spec.dataset.path, "prompts")) if prompts is None else prompts:
             count += 1
             turns = [*prompt.messages, _ANSWER]
@@ -44,6 +50,9 @@ def lost_by_reward_models(
             if (text := chat.render_part(turns)) is not None:
                 lost = [turn for turn in chat.unwritten_turns(turns, text, False) if turn < len(prompt.messages)]
                 chat.lost.add([turns[turn]["role"] for turn in lost], number)
+                if has_more_tokens:
+                    name = f"the reward model of job {model.job_uuid!r}, row {number}"
+                    check_embedded(chat.tokenize([text])[0], embeddings, tokenizer, name)
             if count % _ROWS == 0:
                 alive()
         if message := chat.lost.message("prompt", count, f"the reward model's (job {model.job_uuid!r})"):

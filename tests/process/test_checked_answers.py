@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -117,3 +118,17 @@ def test_the_rows_own_answers_are_expected_and_a_check_without_end_counts_as_fai
     assert "3 checks took more than" in of_kind(events, Warned)[-1].message
     lines = [json.loads(line) for line in (spec.checkpoint_dir / "answers.jsonl").read_text().splitlines()]
     assert [line["timed_out"] for line in lines] == [["only_json"]] * 3 + [[]]
+
+
+def test_turns_that_the_template_leaves_out_of_prompts_are_a_warning(tmp_path: Path) -> None:
+    shutil.copytree(tiny_model(), model := tmp_path / "model")
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m['role'] != 'system' %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    system = {"role": "system", "content": "Be brief."}
+    rows = [{**ROWS[0], "prompt": [system, *ROWS[0]["prompt"]]}, ROWS[1]]
+    status, events = run(tmp_path / "run", job_spec(tmp_path, model, rows=rows, work=work(RIGHT, max_new_tokens=2)))
+    assert status == 0, of_kind(events, Failed)
+    (warning,) = [event.message for event in of_kind(events, Warned) if "leaves out turns" in event.message]
+    assert "the chat template leaves out turns of 1 of 2 prompts (1 system), first in row 0" in warning

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.data.prepare import (
@@ -197,3 +198,20 @@ def test_turns_that_a_reward_models_template_leaves_out_are_counted_before_it_sc
     preview(spec, PreviewSpec(), EventWriter(tmp_path / "events.jsonl"))
     (found,) = [event for event in iter_events(tmp_path / "events.jsonl") if isinstance(event, Previewed)]
     assert message in found.warnings
+
+
+def test_a_prompt_with_a_token_that_a_reward_model_has_no_embedding_for_is_refused_before_it_scores(
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(tiny_model(), path := tmp_path / "judge")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    # More than the embeddings that the model has beyond its tokenizer.
+    tokenizer.add_tokens([*(f"<unused {number}>" for number in range(2000)), "<extra>"])
+    tokenizer.save_pretrained(path)
+    rewards = (RewardSource(name="judge", model=RewardModel(job_uuid="judge", path=path)),)
+    rows = [{"prompt": [TALK[0]]}, {"prompt": [{"role": "user", "content": "What is <extra>?"}]}]
+    spec = job_spec(tmp_path, tiny_model(), "grpo", rows=rows, method=GrpoSpec(rewards=rewards))
+    with pytest.raises(JobFailure, match=r"the reward model of job 'judge', row 1: .* token '<extra>'") as refused:
+        lost_by_reward_models(spec, lambda: None)
+    assert refused.value.reason == "invalid_model"
+    assert not lost_by_reward_models(spec, lambda: None, [(0, PromptExample([TALK[0]]))])
