@@ -289,8 +289,7 @@ def _waiting(status: Json) -> Json | None:
 
 def _broken_copy(path: Path) -> Path:
     shutil.copytree(tiny_model(), path)
-    weights = path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
+    (path / "model.safetensors").unlink()  # what a file shows by itself is refused when the job is submitted
     return path
 
 
