@@ -300,6 +300,9 @@ def test_a_reference_with_other_tokens_is_refused_before_training(another: Path,
     (tmp_path / "renumbered" / "tokenizer.json").write_text(json.dumps(tokenizer))
     config = json.loads((another / "config.json").read_text())
     (tmp_path / "short" / "config.json").write_text(json.dumps({**config, "vocab_size": 20}))
+    weights = load_file(another / "model.safetensors")
+    cut = {name: value[:20].clone() if len(value) == config["vocab_size"] else value for name, value in weights.items()}
+    save_file(cut, tmp_path / "short" / "model.safetensors", {"format": "pt"})
     for name, problem in (("renumbered", "2 tokens have another number"), ("short", "embeddings for 20 tokens")):
         dpo = DpoSpec(reference=ReferenceSpec(model=str(tmp_path / name)))
         _, events = run(tmp_path / "run" / name, job_spec(tmp_path / "job" / name, tiny_model(), "dpo", dpo=dpo))
