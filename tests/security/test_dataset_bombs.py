@@ -85,12 +85,12 @@ def test_an_archive_is_not_unpacked_whatever_its_ending(service: Service, kind: 
     for ending in ("jsonl", "csv", "json", "parquet"):
         path = service.files / f"rows.{ending}"
         path.write_bytes(data)
-        with pytest.raises(InvalidRows, match=r"is not UTF-8 text|not a parquet file|smaller than the size") as caught:
+        with pytest.raises(InvalidRows, match="the file is (compressed by|a zip archive)") as caught:
             service.rows(path)
         assert "Traceback" not in str(caught.value)
     assert nothing_is_kept(service)
     sha256 = put(service, data)
-    with pytest.raises(InvalidRows, match="row 0: is not UTF-8 text in line 1"):
+    with pytest.raises(InvalidRows, match="the file is (compressed by|a zip archive)"):
         asyncio.run(service.blobs.checked("d", sha256, "sft", None))
 
 
@@ -161,7 +161,9 @@ def test_a_damaged_parquet_file_is_a_sentence(service: Service, damage: str) -> 
             for at in range(4, len(data) // 2, 3):
                 data[at] ^= 0xFF
     path.write_bytes(bytes(data))
-    with pytest.raises(TrlError, match=r"it cannot be read: |takes more than|its reader ended with") as caught:
+    with pytest.raises(
+        TrlError, match="it cannot be read: |takes more than|its reader ended with|is an Arrow file"
+    ) as caught:
         service.rows(path)
     assert len(str(caught.value)) < 2000
     assert nothing_is_kept(service)
@@ -170,9 +172,9 @@ def test_a_damaged_parquet_file_is_a_sentence(service: Service, damage: str) -> 
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("deep.jsonl", '{"prompt": ' + "[" * 200_000 + "]" * 200_000 + "}", "is not JSON in line 1"),
-        ("deep.json", "[" * 200_000, "the file is not JSON"),
-        ("digits.jsonl", '{"prompt": ' + "9" * 5000 + "}", "is not JSON in line 1"),
+        ("deep.jsonl", '{"prompt": ' + "[" * 200_000 + "]" * 200_000 + "}", "is nested too deeply in line 1"),
+        ("deep.json", "[" * 200_000, "the file is nested too deeply"),
+        ("digits.jsonl", '{"prompt": ' + "9" * 5000 + ', "completion": "4"}', "'5000 digits'"),
         ("digits.json", '[{"messages": "[' + "9" * 5000 + ']"}]', "column messages: found text that is not JSON"),
         ("zeros.jsonl", "\0" * 1000, "is not JSON in line 1"),
         ("keys.csv", ",".join(["a"] * 100_000) + "\n1\n", "the column a is there twice"),
