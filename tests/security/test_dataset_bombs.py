@@ -85,12 +85,12 @@ def test_an_archive_is_not_unpacked_whatever_its_ending(service: Service, kind: 
     for ending in ("jsonl", "csv", "json", "parquet"):
         path = service.files / f"rows.{ending}"
         path.write_bytes(data)
-        with pytest.raises(InvalidRows, match="the file is (compressed by|a zip archive)") as caught:
+        with pytest.raises(InvalidRows, match=r"the file is (compressed by|a zip archive)") as caught:
             service.rows(path)
         assert "Traceback" not in str(caught.value)
     assert nothing_is_kept(service)
     sha256 = put(service, data)
-    with pytest.raises(InvalidRows, match="the file is (compressed by|a zip archive)"):
+    with pytest.raises(InvalidRows, match=r"the file is (compressed by|a zip archive)"):
         asyncio.run(service.blobs.checked("d", sha256, "sft", None))
 
 
@@ -162,7 +162,7 @@ def test_a_damaged_parquet_file_is_a_sentence(service: Service, damage: str) -> 
                 data[at] ^= 0xFF
     path.write_bytes(bytes(data))
     with pytest.raises(
-        TrlError, match="it cannot be read: |takes more than|its reader ended with|is an Arrow file"
+        TrlError, match=r"it cannot be read: |takes more than|its reader ended with|is an Arrow file"
     ) as caught:
         service.rows(path)
     assert len(str(caught.value)) < 2000
