@@ -8,6 +8,10 @@ from typing import NoReturn
 
 import pytest
 
+FULL = os.environ.get("TRL_TESTS") == "full"
+"""Whether every variant of a behaviour is tried, and what takes minutes: `TRL_TESTS=full ./scripts/test.sh FILE`."""
+IN_FULL = pytest.mark.skipif(not FULL, reason="TRL_TESTS=full runs it")
+
 
 def lacking(reason: str) -> NoReturn:
     """Skip the test; fail it where CI runs as root on Linux, which installs and may do whatever tests need."""

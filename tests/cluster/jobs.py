@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
-
-import pytest
 
 from tests.cluster.bed import Bed, Machine
 from tests.contract.payloads import PAIRS
 from tests.contract.stack import DPO, Json
 from tests.tiny import tiny_model
-
-IN_FULL = pytest.mark.skipif(os.environ.get("TRL_CLUSTER") != "full", reason="TRL_CLUSTER=full runs it")
-"""Of tests that take minutes and guard what rarely changes."""
 
 
 def dpo(job_uuid: str, steps: int, **options: Any) -> Json:

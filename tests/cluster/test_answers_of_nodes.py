@@ -10,9 +10,10 @@ import pytest
 
 from llama_stack_provider_trl.system.files import sha256_of
 from tests.cluster.bed import Bed, Machine
-from tests.cluster.jobs import IN_FULL, machines_of, prepared, ready, resources_of
+from tests.cluster.jobs import machines_of, prepared, ready, resources_of
 from tests.contract.payloads import QUESTIONS
 from tests.contract.stack import Json
+from tests.required import IN_FULL
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]

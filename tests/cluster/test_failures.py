@@ -1,6 +1,6 @@
 """What goes wrong among several machines and is no machine's death: full disks, slow links, a service that is away.
 
-They take minutes: `TRL_CLUSTER=full ./scripts/test.sh tests/cluster` runs them.
+They take minutes: `TRL_TESTS=full ./scripts/test.sh tests/cluster` runs them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import time
 import pytest
 
 from tests.cluster.bed import Bed
-from tests.cluster.jobs import IN_FULL, dpo, machines_of, prepared, ready, resources_of, submit, trains
+from tests.cluster.jobs import dpo, machines_of, prepared, ready, resources_of, submit, trains
+from tests.required import IN_FULL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200), IN_FULL]
 

@@ -12,8 +12,9 @@ import pytest
 
 from llama_stack_provider_trl.system.files import RunDir
 from tests.cluster.bed import NODE_TOKEN, Bed
-from tests.cluster.jobs import IN_FULL, dpo, ready, resources_of, submit
+from tests.cluster.jobs import dpo, ready, resources_of, submit
 from tests.cluster.kubelet import Kubelet
+from tests.required import IN_FULL
 from tests.tiny import tiny_model
 
 pytestmark = [

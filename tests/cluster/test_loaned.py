@@ -14,8 +14,9 @@ from contextlib import contextmanager
 import pytest
 
 from tests.cluster.bed import Bed, Machine, command_of
-from tests.cluster.jobs import IN_FULL, dpo, has_saved, ready, resources_of, submit, trains
+from tests.cluster.jobs import dpo, has_saved, ready, resources_of, submit, trains
 from tests.contract.stack import Json
+from tests.required import IN_FULL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(540)]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.cluster.bed import Bed
-from tests.cluster.jobs import IN_FULL, dpo, has_saved, machines_of, ready, submit, trains
+from tests.cluster.jobs import dpo, has_saved, machines_of, ready, submit, trains
 from tests.contract.stack import Json
+from tests.required import IN_FULL
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200), IN_FULL]

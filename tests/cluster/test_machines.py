@@ -14,8 +14,9 @@ import pytest
 
 from llama_stack_provider_trl_remote.cli.main import main
 from tests.cluster.bed import NODE_TOKEN, TOKEN, Bed
-from tests.cluster.jobs import IN_FULL, dpo, has_saved, machines_of, prepared, resources_of, submit, trains
+from tests.cluster.jobs import dpo, has_saved, machines_of, prepared, resources_of, submit, trains
 from tests.contract.stack import Json
+from tests.required import IN_FULL
 from tests.tiny import REPOSITORY, tiny_model
 from tests.tutorials import TWO_MACHINES, commands, job
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -12,12 +11,13 @@ import pytest
 
 from tests.cluster import ray_cluster as clusters
 from tests.cluster.bed import Bed, Machine
-from tests.cluster.jobs import IN_FULL, dpo, has_saved, ready, resources_of, submit
+from tests.cluster.jobs import dpo, has_saved, ready, resources_of, submit
 from tests.cluster.ray_cluster import RayCluster
+from tests.required import FULL, IN_FULL
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900), IN_FULL]
-if os.environ.get("TRL_CLUSTER") == "full":
+if FULL:
     pytestmark.append(pytest.mark.skipif(bool(clusters.why_not()), reason=clusters.why_not()))
 TWO = {"nodes": 2, "labels": {"rack": "7"}}
 

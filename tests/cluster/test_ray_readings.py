@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import tempfile
 import threading
@@ -18,13 +17,14 @@ from pyarrow import parquet
 
 from tests.cluster import ray_cluster as clusters
 from tests.cluster.bed import NODE_TOKEN, Bed
-from tests.cluster.jobs import IN_FULL, dpo, ready, submit
+from tests.cluster.jobs import dpo, ready, submit
 from tests.cluster.ray_cluster import RayCluster
 from tests.contract.payloads import PAIRS
+from tests.required import FULL, IN_FULL
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900), IN_FULL]
-if os.environ.get("TRL_CLUSTER") == "full":
+if FULL:
     pytestmark.append(pytest.mark.skipif(bool(clusters.why_not()), reason=clusters.why_not()))
 FILES = 3
 

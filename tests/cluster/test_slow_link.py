@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.cluster.bed import Bed
-from tests.cluster.jobs import IN_FULL, dpo, prepared, resources_of, submit
+from tests.cluster.jobs import dpo, prepared, resources_of, submit
+from tests.required import IN_FULL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

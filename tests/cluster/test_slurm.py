@@ -14,9 +14,10 @@ import pytest
 
 from tests.cluster import slurm as clusters
 from tests.cluster.bed import Bed
-from tests.cluster.jobs import IN_FULL, dpo, has_saved, ready, resources_of, submit
+from tests.cluster.jobs import dpo, has_saved, ready, resources_of, submit
 from tests.cluster.slurm import SlurmCluster
 from tests.contract.payloads import PAIRS
+from tests.required import IN_FULL
 from tests.tiny import tiny_model
 
 pytestmark = [

@@ -19,9 +19,9 @@ import yaml
 
 from llama_stack_provider_trl_remote.cli.main import main
 from tests.cluster.bed import NODE_TOKEN, TOKEN, Bed, Machine
-from tests.cluster.jobs import IN_FULL, dpo, ready, submit, trains
+from tests.cluster.jobs import dpo, ready, submit, trains
 from tests.contract.stack import Json
-from tests.required import lacking
+from tests.required import IN_FULL, lacking
 from tests.tiny import REPOSITORY, tiny_model
 
 pytest.importorskip("asyncssh")

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from llama_stack_provider_trl.specs.events import Finished, iter_events
 from llama_stack_provider_trl_remote.cli.main import main
 from tests.cluster.bed import Bed
-from tests.cluster.jobs import IN_FULL
+from tests.required import IN_FULL
 from tests.tiny import REPOSITORY, tiny_model
 from tests.training import SFT_ROWS
 

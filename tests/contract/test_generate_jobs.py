@@ -15,11 +15,11 @@ from llama_stack_provider_trl.system.files import sha256_of
 from llama_stack_provider_trl_remote.cli.main import main
 from llama_stack_provider_trl_remote.trl_client import TrlClient
 from tests.census import census
-from tests.cluster.jobs import IN_FULL
 from tests.contract.crashing import CrashingService
 from tests.contract.payloads import LORA, PAIRS, QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService, running, running_service
 from tests.contract.stack import DPO, SFT, Json, poll
+from tests.required import IN_FULL
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]

@@ -1,6 +1,6 @@
 """Jobs that merge, on a service whose trainers are killed in between.
 
-They take a minute: `TRL_CLUSTER=full ./scripts/test.sh tests/contract/test_merge_jobs.py` runs them.
+They take a minute: `TRL_TESTS=full ./scripts/test.sh tests/contract/test_merge_jobs.py` runs them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import pytest
 from llama_stack_provider_trl.system.files import is_whole, sha256_of
 from llama_stack_provider_trl_remote.cli.main import main
 from llama_stack_provider_trl_remote.trl_client import TrlClient
-from tests.cluster.jobs import IN_FULL
 from tests.contract.crashing import CrashingService
 from tests.contract.payloads import LORA, QUESTIONS, sft
 from tests.contract.service import JOBS, running
 from tests.contract.stack import SFT, Json
+from tests.required import IN_FULL
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(400), IN_FULL]

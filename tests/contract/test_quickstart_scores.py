@@ -1,13 +1,12 @@
 """Evaluate jobs give the scores of the quickstart: of its base model, after SFT, and after DPO.
 
-`TRL_SCORES=full ./scripts/test.sh tests/contract/test_quickstart_scores.py -rP` runs it on SmolLM2-135M, which it makes
+`TRL_TESTS=full ./scripts/test.sh tests/contract/test_quickstart_scores.py -rP` runs it on SmolLM2-135M, which it makes
 from a package of PyPI once.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from types import ModuleType
 
@@ -17,12 +16,13 @@ from llama_stack_provider_trl_remote.trl_client import TrlClient
 from tests.contract.service import TrainingService, running_service
 from tests.contract.stack import DPO, SFT, Json
 from tests.programs import module_of, smollm2
+from tests.required import IN_FULL
 from tests.tiny import REPOSITORY
 
 pytestmark = [
     pytest.mark.contract,
     pytest.mark.timeout(3600),
-    pytest.mark.skipif(os.environ.get("TRL_SCORES") != "full", reason="it takes 15 minutes: TRL_SCORES=full runs it"),
+    IN_FULL,
 ]
 EXAMPLES = REPOSITORY / "examples"
 CHECKS: list[Json] = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -34,6 +33,7 @@ from tests.contract.payloads import sft
 from tests.contract.service import JOBS, TrainingService, refusal, running, running_service
 from tests.contract.stack import SFT, Json, poll
 from tests.fakes import job_spec
+from tests.required import IN_FULL
 
 pytestmark = pytest.mark.contract
 STEPS, TRIALS, ETA, FIRST = 18, 12, 3, 2
@@ -185,7 +185,7 @@ def test_both_providers_add_later_trials(
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.skipif(os.environ.get("TRL_SEARCH") != "full", reason="it takes minutes: TRL_SEARCH=full runs it")
+@IN_FULL
 def test_halving_finds_the_best_of_a_full_grid_over_kills(tmp_path: Path) -> None:
     service = CrashingService(tmp_path)
     with closing(service.store), running(service):

@@ -1,13 +1,12 @@
 """Every way to train keeps its word: the numbers of one process, exact checkpoints, an export that loads.
 
-Here the cells run in which every pair of values occurs; `TRL_MATRIX=full ./scripts/test.sh tests/matrix` runs them all,
+Here the cells run in which every pair of values occurs; `TRL_TESTS=full ./scripts/test.sh tests/matrix` runs them all,
 for three times the steps.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -22,12 +21,12 @@ from llama_stack_provider_trl.specs.events import Evaluated, Failed, Prepared, P
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
 from tests.matrix.cells import Cell, all_cells, covering
 from tests.ranks import Ranks, forked_ranks
+from tests.required import FULL
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
-FULL = os.environ.get("TRL_MATRIX") == "full"
 CELLS = all_cells() if FULL else covering(all_cells())
 EPOCHS, PER_EPOCH = (4, 5) if FULL else (2, 3)
 STEPS, SAVED = EPOCHS * PER_EPOCH, EPOCHS * PER_EPOCH // 2

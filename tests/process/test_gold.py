@@ -1,12 +1,11 @@
 """Distillation from a teacher with another vocabulary: losses are those of TRL's GOLDTrainer on given answers; it
 learns, resumes and fails as it should.
 
-CI compares one loss for 20 steps and the others in few; `TRL_METHODS=full` compares every one for 20 steps.
+CI compares one loss for 20 steps and the others in few; `TRL_TESTS=full` compares every one for 20 steps.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -35,11 +34,11 @@ from tests.process import test_on_policy_distillation as same
 from tests.process.test_grpo import PLAIN_TRL, metric
 from tests.process.test_memory import most
 from tests.process.test_on_policy_distillation import MORE, ended, loaded, rows_of, spec_of
+from tests.required import FULL
 from tests.tiny import EOS, VOCABULARY, tiny_model, tiny_tokenizer
 from tests.training import LORA, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
-FULL = os.environ.get("TRL_METHODS") == "full"
 LINES = (
     "Paris is France's capital, and the flour is not the salt's; first the capital, then the mixture.",
     "Rather not: would the others mix salted flour? Zwölf would, rather. The Frenchman is in Paris, he is.",

@@ -1,11 +1,10 @@
 """GRPO: its losses are those of TRL's own trainer on given answers, and it learns, resumes and fails as it should.
 
-CI compares two losses in few steps; `TRL_METHODS=full` compares every one for 20 steps.
+CI compares two losses in few steps; `TRL_TESTS=full` compares every one for 20 steps.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Prepa
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.methods import GrpoSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
+from tests.required import FULL
 from tests.tiny import tiny_model
 from tests.training import LORA, job_spec, of_kind, run
 
@@ -40,7 +40,6 @@ PLAIN_TRL: dict[str, Any] = {
     "shuffle_dataset": False,
 }
 """Arguments of TRL's trainers that answer prompts, so that they do what our job does."""
-FULL = os.environ.get("TRL_METHODS") == "full"
 STEPS = 20 if FULL else 4
 ROWS = [{"prompt": f"What is {n} plus {n}?" + " Please." * (n % 3), "answer": str(2 * n)} for n in range(2 * STEPS)]
 DIGITS = RewardSource(name="regex", check=AnswerCheck(type="regex", pattern="[0-9]"))

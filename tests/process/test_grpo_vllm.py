@@ -1,6 +1,6 @@
 """GRPO whose answers vLLM computes: the correction is TRL's, every step's weights are sent, and it fails as it should.
 
-CI compares two modes of the correction; `TRL_METHODS=full` compares all for 20 steps. Something plays vLLM
+CI compares two modes of the correction; `TRL_TESTS=full` compares all for 20 steps. Something plays vLLM
 (tests/played_vllm); tests/contract/test_vllm_jobs.py has the real one.
 """
 
@@ -37,8 +37,9 @@ from llama_stack_provider_trl.specs.methods import GrpoSpec, VllmSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl.system.process import alive, identify
 from tests.played_vllm import played_vllm
-from tests.process.test_grpo import DIGITS, FULL, LETTER, MORE, ROWS, STEPS, given_answers, metric, spec_of, trl_history
+from tests.process.test_grpo import DIGITS, LETTER, MORE, ROWS, STEPS, given_answers, metric, spec_of, trl_history
 from tests.process.waiting import until
+from tests.required import FULL
 from tests.tiny import tiny_model
 from tests.training import LORA, of_kind, run
 

@@ -1,11 +1,10 @@
 """Preference methods beside DPO: their losses are those of TRL's own trainers, on the engine that every job has.
 
-CI runs one case of each in few steps; `TRL_METHODS=full` runs every variant for 20 steps, and each on several ranks.
+CI runs one case of each in few steps; `TRL_TESTS=full` runs every variant for 20 steps, and each on several ranks.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +16,11 @@ from llama_stack_provider_trl.specs.events import CheckpointSaved, Evaluated, Fa
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
 from llama_stack_provider_trl.specs.methods import CpoSpec, KtoSpec, OrpoSpec, RewardSpec
 from tests.ranks import Ranks, forked_ranks
+from tests.required import FULL
 from tests.tiny import CHATML, tiny_model
 from tests.training import LORA, job_spec, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
-FULL = os.environ.get("TRL_METHODS") == "full"
 STEPS = 20 if FULL else 5
 
 ROWS = [

@@ -5,7 +5,6 @@ before its first step. `TRL_TESTS=full` tries every kind of each damage on every
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -46,12 +45,12 @@ from llama_stack_provider_trl.specs.preflight import PreflightSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from tests.process.test_export import ARCHITECTURES as EXPORTED
 from tests.process.test_export import SIZES
+from tests.required import FULL
 from tests.tiny import tiny_tokenizer
 from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
-FULL = os.environ.get("TRL_TESTS") == "full"
 VOCABULARY = len(tiny_tokenizer())
 OTHERS = {**SIZES, "num_hidden_layers": 1}
 ARCHITECTURES: dict[str, dict[str, Any]] = {

@@ -1,12 +1,11 @@
 """Distillation: its losses are those of TRL's own trainer on given answers; it learns, resumes and fails as it should.
 
-CI compares one divergence for 20 steps and the others in few; `TRL_METHODS=full` compares every one for 20 steps.
+CI compares one divergence for 20 steps and the others in few; `TRL_TESTS=full` compares every one for 20 steps.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,11 +31,11 @@ from llama_stack_provider_trl.specs.methods import DistillationSpec
 from llama_stack_provider_trl.specs.model_source import ReferenceSpec
 from tests.process.test_grpo import PLAIN_TRL, given_answers, metric
 from tests.process.test_memory import most
+from tests.required import FULL
 from tests.tiny import tiny_model
 from tests.training import LORA, job_spec, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
-FULL = os.environ.get("TRL_METHODS") == "full"
 CASES: dict[str, dict[str, Any]] = {
     "reverse": {},
     "forward": {"beta": 0.0, "temperature": 0.7},
