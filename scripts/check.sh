@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks that do not run the code: lint, format, types, words, shell syntax, and the docs as a site.
+# Checks that do not run the code: lint, format, types, spelling, shell syntax, and the docs as a site.
 #
 #   ./scripts/check.sh
 set -euo pipefail
@@ -17,7 +17,7 @@ for package in llama_stack_provider_trl llama_stack_provider_trl_remote; do
     [ ! -f "$package/__init__.py" ] || packages+=("$package")
 done
 .venv/bin/python -m mypy "${packages[@]}"
-.venv/bin/python scripts/check-words.py
+git ls-files -z | xargs -0 .venv/bin/codespell
 
 for script in scripts/*.sh .ci/run; do
     bash -n "$script"
