@@ -139,7 +139,7 @@ class Agent:
         self._reported: tuple[float, NodeReport | None] = (-math.inf, None)
         self._joined_at = -math.inf
         self._credential: str | None = None
-        """The last report of this machine; None: it has not joined this service under this name yet."""
+        """That the service has issued to this node; None: it has not joined this service under this name yet."""
         self._trouble = ""
         self._leaving = self._reported_leaving = False
         """Whether this machine is about to be taken away, and whether the service knows."""

@@ -1,4 +1,4 @@
-"""The part of our SFT and DPO trainers that TRL does not have: data order, optimizer, metrics and checkpoints."""
+"""The base of all our trainers, with what TRL's do not have: data order, optimizer, metrics and checkpoints."""
 
 from __future__ import annotations
 

@@ -61,12 +61,12 @@ class PreferenceOptimizeBody(PreferenceOptimizeRequest):
 
 class GenerateBody(GenerateRequest):
     provider_options: Annotated[ProviderOptions | None, SkipValidation, CheckedElsewhere()] = None
-    """after, cancel_with, device, max_duration, priority, retries."""
+    """after, cancel_with, device, max_duration, nproc_per_node, priority, resources, retries."""
 
 
 class EvaluateBody(EvaluateRequest):
     provider_options: Annotated[ProviderOptions | None, SkipValidation, CheckedElsewhere()] = None
-    """after, cancel_with, device, max_duration, priority, retries."""
+    """after, cancel_with, device, max_duration, nproc_per_node, priority, resources, retries."""
 
 
 class MergeBody(MergeRequest):

@@ -64,7 +64,7 @@ async def supervised_fine_tune(
     "/preference-optimize", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507)
 )
 async def preference_optimize(service: Context, body: PreferenceOptimizeBody, caller: CurrentCaller) -> PostTrainingJob:
-    """Queue a DPO job. The same body again is the same job."""
+    """Queue a job of DPO, or of the method that `algorithm_config.type` names. The same body again is the same job."""
     await service.submit(body, caller)
     return PostTrainingJob(job_uuid=body.job_uuid)
 
