@@ -22,7 +22,7 @@ from ..system.data_dir import DataDir
 from ..system.process import FileLock, hide_from_other_processes
 from .follower import Follower
 from .process import ExporterConfig
-from .tracker import make_tracker
+from .trackers import make_tracker
 
 log = logging.getLogger("exporter")
 

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from llama_stack_provider_trl.errors import InvalidRequest
 
+from .agent_lines import agent_line, is_this_machine_only
 from .node_commands import DEFAULT_SECONDS
-from .node_lines import agent_line, is_this_machine_only
 from .terminal import emit, table
 
 if TYPE_CHECKING:

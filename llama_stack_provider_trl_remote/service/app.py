@@ -18,7 +18,6 @@ from .context import Service
 from .http.errors import describe, handle_errors
 from .metrics.registry import Latency
 from .pages import (
-    assets,
     call_pages,
     compare_pages,
     data_pages,
@@ -27,6 +26,7 @@ from .pages import (
     login,
     new_job_pages,
     node_pages,
+    static_files,
 )
 from .routes import agents, datasets, job_files, jobs, live, nodes, pools, tokens
 from .routes.service import pages
@@ -77,7 +77,6 @@ def make_app(service: Service) -> FastAPI:
         *(
             each.router
             for each in (
-                assets,
                 login,
                 list_pages,
                 job_pages,
@@ -106,7 +105,7 @@ def make_dashboard(jobs_of: StoredJobs) -> FastAPI:
     app = _application(jobs_of)
     for router in (live.router, job_files.router):
         _include(app, router, "/v1")
-    for router in (assets.router, login.router, list_pages.router, job_pages.router, compare_pages.router):
+    for router in (static_files.router, login.router, list_pages.router, job_pages.router, compare_pages.router):
         _include(app, router, "")
     configured = ConfiguredTokens(jobs_of.settings)
     return _guarded(app, configured or None, (configured,), None)

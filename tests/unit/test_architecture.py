@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,6 @@ PACKAGE = "llama_stack_provider_trl"
 PACKAGES = {"": PACKAGE, "remote.": "llama_stack_provider_trl_remote"}
 """What the names of a package's modules begin with in the table -> the package."""
 STDLIB = set(sys.stdlib_module_names)
-MOST_LINES, MOST_METHODS = 500, 30
-"""Of a module, and of a class, without a reason in docs/explanation/architecture.md."""
 HEAVY = ("torch", "trl", "transformers", "peft", "datasets", "accelerate")
 
 
@@ -149,21 +148,15 @@ def test_few_imports_run_between_the_packages_of(inside: str, most: int) -> None
     assert len(between) <= most, sorted(between)
 
 
-def test_large_modules_and_classes_have_their_reason_in_the_docs() -> None:
-    text = (REPOSITORY / "docs" / "explanation" / "architecture.md").read_text()
-    reasons = set(
-        re.findall(r"^\| `([^`]+)` \|", text.split("<!-- large -->")[1].split("<!-- /large -->")[0], re.MULTILINE)
-    )
-    large = set()
-    for name, path in modules().items():
-        source = path.read_text()
-        if source.count("\n") > MOST_LINES:
-            large.add(name)
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.ClassDef):
-                methods = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
-                large |= {f"{name}.{node.name}"} if len(methods) > MOST_METHODS else set()
-    assert reasons == large
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    graph = {
+        name: {found.removeprefix("our:") for found in imports(path) if found.startswith("our:")} - {name, "__init__"}
+        for name, path in modules().items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
 
 
 def classes() -> Iterator[tuple[str, str]]:

@@ -10,18 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from fastapi import APIRouter, Request, Response
-
-from ..http.errors import NotFound
-from ..security.access import ANYONE
-from ..security.streams import CountedFile
-from .route import PageRoute
-
-router = APIRouter(route_class=PageRoute, include_in_schema=False)
-
 PLOTLY = "plotly.min.js"
 _DIRECTORY = Path(__file__).parent / "static"
-_TYPES = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml"}
+TYPES = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml"}
 
 
 _STYLE_IDS = re.compile(rb'getElementById\("(\w{20,})"\)\)\{var (\w+)=document\.createElement\("style"\)')
@@ -40,7 +31,7 @@ def assets() -> dict[str, Asset]:
     found = {
         path.name: Asset(path, hashlib.sha256(path.read_bytes()).hexdigest()[:16])
         for path in _DIRECTORY.iterdir()
-        if path.suffix in _TYPES
+        if path.suffix in TYPES
     }
     spec = importlib.util.find_spec("plotly")  # does not import it: that takes 30 MiB
     shipped = Path(spec.origin).parent / "package_data" / PLOTLY if spec is not None and spec.origin else None
@@ -60,19 +51,3 @@ def style_ids() -> tuple[str, ...]:
 def asset_url(name: str) -> str:
     """The address of a file, which changes with its content."""
     return f"/static/{name}?v={assets()[name].version}"
-
-
-@router.get("/static/{name}", dependencies=[ANYONE])
-async def static_file(request: Request, name: str) -> Response:
-    """A file that pages load. It holds nothing of any job."""
-    asset = assets().get(name)
-    if asset is None:
-        raise NotFound(f"there is no file {name[:100]!r} among those of the dashboard")
-    etag = f'"{asset.version}"'
-    # Modules import each other without a version, so a browser asks for them again: 304 where nothing has changed.
-    headers = {"ETag": etag, "Cache-Control": "no-cache", "Cross-Origin-Resource-Policy": "same-origin"}
-    if request.query_params.get("v") == asset.version:
-        headers["Cache-Control"] = "max-age=31536000, immutable"
-    if request.headers.get("if-none-match") == etag:
-        return Response(status_code=304, headers=headers)
-    return CountedFile(asset.path, headers=headers, media_type=_TYPES[asset.path.suffix])

@@ -15,6 +15,7 @@ from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError
 
 from ..security.access import CALLER, Caller
+from .assets import PLOTLY, asset_url, assets, style_ids
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -57,8 +58,6 @@ def page(request: Request, template: str, code: int = 200, **values: Any) -> Res
     Raises:
         NoDashboard.
     """
-    from .assets import PLOTLY, asset_url, assets, style_ids  # it makes routes, whose errors are rendered here
-
     caller: Caller = request.scope[CALLER]
     text = (
         _environment()
