@@ -274,7 +274,6 @@ OF_JOBS = {
     "ownership.py claim": SMALL,
     "proposer_process.py __init__": SMALL,
     "resume_from.py _link": ASKS,
-    "resume_from.py copy_checkpoint": ASKS,
     "row_parts.py _into": "`Preflights` asks for both parts at once",
     "row_parts.py put": ASKS,
     "submission.py keep_rows": "of Llama Stack's own datasets, and on the command line: no client's token has a quota",
