@@ -74,6 +74,8 @@ class _Measured(NamedTuple):
     step_seconds: float | None = None
     """Of a step on one node."""
     mbit_per_s: float | None = None
+    machines: tuple[str, ...] = ()
+    """The machine of each agent of the service that the job may use."""
 
 
 async def print_advice(client: ServiceClient, options: Namespace) -> int:
@@ -83,6 +85,11 @@ async def print_advice(client: ServiceClient, options: Namespace) -> int:
     if options.gpus is not None and options.job is None:
         given["fp32"] = not options.gpus
     rules = replace(of_job.rules, **{name: value for name, value in given.items() if value is not None})
+    if of_job.machines and rules.machines is None and not rules.gpus:
+        from llama_stack_provider_trl.jobs.placement import usable_nodes
+
+        usable = usable_nodes(rules.nodes, of_job.machines)
+        rules = replace(rules, machines=usable if usable < rules.nodes else None)
     mbit_per_s = options.mbit_per_s or of_job.mbit_per_s
     step_seconds = options.step_seconds or of_job.step_seconds
     total = of_job.total if options.model is None else parameters_of(options.model)
@@ -140,13 +147,21 @@ async def _measured(client: ServiceClient, job_uuid: str) -> _Measured:
         fp32=config.get("dtype") == "fp32",
         trainable=None if trainable == total else trainable,
     )
+    machines = await _machines(client, (config.get("resources") or {}).get("labels") or {})
     link = progress.get("link_mbit_per_s")
     step_seconds = _median_step([point for point in await fetch_points(client, job_uuid) if point.kind == "train"])
     if nodes > 1 and step_seconds is not None:
         exchange = own.exchange(total)
         alone = step_seconds if exchange.interval > 1 else exchange.alone(step_seconds, link) if link else None
-        return _Measured(own, total, alone, link)
-    return _Measured(replace(own, nodes=_Rules.nodes), total, step_seconds, link)
+        return _Measured(own, total, alone, link, machines)
+    return _Measured(replace(own, nodes=_Rules.nodes), total, step_seconds, link, machines)
+
+
+async def _machines(client: ServiceClient, labels: dict[str, str]) -> tuple[str, ...]:
+    """The machine of each agent with these labels, as the placement counts them."""
+    rows = (await client.get_all("/v1/nodes"))["data"]
+    suited = [row for row in rows if row["agent"] and labels.items() <= row["labels"].items()]
+    return tuple(row["machine"] for row in suited if row["machine"])
 
 
 def _median_step(points: Sequence[PlotPoint]) -> float | None:

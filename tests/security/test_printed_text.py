@@ -82,6 +82,8 @@ NODE = {
     "cpus": 2,
     "ollama_models": [HOSTILE],
     "labels": {HOSTILE: HOSTILE},
+    "agent": True,
+    "machine": HOSTILE,
 }
 POOL = {
     "pool": HOSTILE,

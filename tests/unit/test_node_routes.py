@@ -266,6 +266,18 @@ def test_a_node_whose_stored_report_cannot_be_read_is_listed_with_what_to_do_and
     assert "start its agent again" in a.state
 
 
+def test_nodes_of_one_machine_are_listed_with_one_hash_that_is_not_its_id(world: World) -> None:
+    world.join("a", machine="shared")
+    world.join("b", machine="shared")
+    world.join("c", machine="machine of head")
+    world.service.cluster = Cluster(world.store, world.presence, "head", "machine of head", ["cpu"], 1)
+    world.service.devices = ("cpu",)
+    world.service.settings.data_dir = world.root
+    head, a, b, c = (row.machine for row in routes_nodes.node_rows(world.service))
+    assert a == b != head == c
+    assert "shared" not in str(a)
+
+
 def test_a_node_is_shown_as_the_list_has_it_and_an_unknown_one_is_refused_by_name(world: World) -> None:
     world.join("a")
     world.service.cluster = Cluster(world.store, world.presence, "head", "machine of head", ["cpu"], 1)

@@ -185,8 +185,14 @@ def test_what_no_advice_can_be_given_for_is_one_sentence(
     assert message in printed
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, device: str, link: float | None, **config: Any) -> dict[str, Any]:
-    """A job of the service with a step of 10 seconds. Returns the record of its recipe."""
+def trained(
+    monkeypatch: pytest.MonkeyPatch, device: str, link: float | None, machines: str = "", **config: Any
+) -> dict[str, Any]:
+    """A job of the service with a step of 10 seconds. Returns the record of its recipe.
+
+    Args:
+        machines: the machine of each agent, one letter each; those with a capital one have the label rack=7.
+    """
     effective: dict[str, Any] = {"gradient_sync": None, "sharding": None}
     recipe = {"total_parameters": HUNDRED_M, "trainable_parameters": HUNDRED_M, "effective": effective}
     own = {"gradient_accumulation_steps": 1, "ranks": 1, "dtype": "fp32", "recipe": recipe, **config}
@@ -199,7 +205,14 @@ def trained(monkeypatch: pytest.MonkeyPatch, device: str, link: float | None, **
         times = {1: 0.0, 2: 10.0, 4: 30.0, 5: 400.0}  # the last one after a pause
         return [PlotPoint("train", step, 1.0, at, {}) for step, at in times.items()]
 
+    async def nodes(client: ServiceClient, path: str) -> dict[str, Any]:
+        assert path == "/v1/nodes"
+        labels = [{"rack": "7"} if machine.isupper() else {} for machine in machines]
+        rows = [{"agent": True, "machine": machine, "labels": labels[n]} for n, machine in enumerate(machines)]
+        return {"data": [{"agent": False, "machine": "head", "labels": {}}, *rows]}
+
     monkeypatch.setattr(ServiceClient, "status", status)
+    monkeypatch.setattr(ServiceClient, "get_all", nodes)
     monkeypatch.setattr("llama_stack_provider_trl_remote.cli.advise.fetch_points", points)
     return recipe
 
@@ -252,6 +265,34 @@ def test_the_link_and_the_steps_of_a_job_over_several_nodes_are_used(
     recipe.clear()
     code, printed = advice(capsys, "--job", "j", "--mbit-per-s", "10")
     assert (code, "it has not trained" in printed) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("machines", "words", "expected"),
+    [
+        ("mm", [], 1),
+        ("mmo", [], None),
+        ("m", [], None),  # jobs wait for a second machine
+        ("mmoo", ["--nodes", "4"], 2),
+        ("mm", ["--machines", "2"], 2),
+        ("mm", ["--gpus"], None),  # which agents of one machine do not share
+        ("MMo", [], 1),
+    ],
+)
+def test_agents_that_share_a_machine_are_counted_as_the_placement_counts_them(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    machines: str,
+    words: list[str],
+    expected: int | None,
+) -> None:
+    labels = {"rack": "7"} if machines[0].isupper() else {}
+    trained(monkeypatch, "cpu", None, machines, sharding={"strategy": "NO_SHARD"}, resources={"labels": labels})
+    found = of_job(capsys, "--mbit-per-s", "10000", *words)
+    counted = exchange(nodes=4 if "4" in words else 2, machines=expected, on_cpu="--gpus" not in words)
+    assert found["step_seconds"] == round(counted.step_seconds(10.0, 10_000), 3)
+    if expected == 1:
+        assert found["reason"].endswith("they are on one machine, and share the same cores")
 
 
 def test_the_documented_advice_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from llama_stack_provider_trl.jobs.records import NodeRecord
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.specs.schema import schema_digest
 
+from ...nodes.discovery.sightings import machine_hash
 from ...wire import SPECS, NodeReport, OwnerUse, Poll
 from .presence import Presence, silent_since
 
@@ -102,6 +103,10 @@ class Cluster:
                 is_new = 0 <= self._clock() - record.joined_at.timestamp() < FORMING
                 others.append(replace(node, draining=node.draining or in_use, evicted=evicted, is_new=is_new))
         return [head, *others]
+
+    def machines(self) -> dict[str, str]:
+        """Node -> hash of its machine's id: nodes with the same one are one machine to the placement."""
+        return {node.name: machine_hash(node.where) for node in self.nodes()}
 
     def report(self, record: NodeRecord) -> NodeReport | None:
         """A node's last report. None: another release stored it and this one cannot read it. The node gets no jobs

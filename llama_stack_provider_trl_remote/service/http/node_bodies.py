@@ -26,6 +26,8 @@ class NodeRow(BaseModel):
     """The service's own machine."""
     agent: bool
     """It can be one of several nodes of a job."""
+    machine: str | None = None
+    """Hash of the machine's id: nodes with the same one are one machine. null: not known."""
     state: str
     """open, or the reason for taking no jobs: cordoned, draining, silent since 12:00:03 UTC, in use by its owner."""
     loaned: bool = False

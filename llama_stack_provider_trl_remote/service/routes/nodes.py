@@ -145,6 +145,7 @@ def _unreadable(name: str) -> NodeRow:
 def node_rows(service: Service) -> list[NodeRow]:
     """The machines that jobs may run on; the service's own machine first."""
     holders = service.store.holders()
+    machines = service.cluster.machines()
     memory = psutil.virtual_memory()
     found = [
         NodeRow(
@@ -157,6 +158,7 @@ def node_rows(service: Service) -> list[NodeRow]:
             disk_free_bytes=free_bytes(service.settings.data_dir),
             head=True,
             agent=False,
+            machine=machines[service.node_name],
             state="open",
             load=_last_load(service, service.node_name),
         )
@@ -168,6 +170,7 @@ def node_rows(service: Service) -> list[NodeRow]:
             continue
         shown: dict[str, Any] = {
             "agent": True,
+            "machine": machines.get(record.name),
             "load": _last_load(service, record.name),
             "state": service.cluster.why_closed(record, report) or "open",
             "address": report.address,
