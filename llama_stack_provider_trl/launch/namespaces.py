@@ -14,7 +14,6 @@ import errno
 import fnmatch
 import json
 import os
-import re
 import resource
 import select
 import signal
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..system import fork
+from ..system.mounts import MountTable
 from ..system.process import children_of, die_with_parent, innermost_pid
 from .seccomp import filter_calls
 
@@ -405,18 +405,9 @@ def _protect(writable: Mapping[str, bool]) -> None:
                 raise
 
 
-def _mounts() -> dict[str, set[str]]:
+def _mounts() -> dict[str, frozenset[str]]:
     """Mount points of this namespace, and the options of the uppermost mount on each."""
-    found = {}
-    with open("/proc/self/mountinfo", "rb") as file:
-        for line in file:
-            fields = line.split(b" ")
-            found[os.fsdecode(_unescaped(fields[4]))] = set(fields[5].decode().split(","))
-    return found
-
-
-def _unescaped(path: bytes) -> bytes:
-    return re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), path)
+    return {str(mount.point): mount.options for mount in MountTable.read().mounts}
 
 
 class _Header(ctypes.Structure):

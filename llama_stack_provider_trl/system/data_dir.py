@@ -12,12 +12,12 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ..errors import StoreError
 from .files import set_aside
+from .mounts import Location, MountTable
 
 log = logging.getLogger(__name__)
 
@@ -144,45 +144,26 @@ class DataDir:
         """Whether this path, which has no symbolic links, is out of reach of requests: it lies in the data directory,
         and is neither `checkpoints` nor anything below it.
 
-        A directory of ours that an operator has moved to another disk, behind a symbolic link, is ours there too. So is
-        one that a bind mount shows elsewhere.
+        A directory of ours that an operator has moved to another disk, behind a symbolic link or by a mount, is ours
+        there too. So is what a bind mount shows elsewhere, at whatever depth.
         """
-        places, checkpoints = self.places(), self.checkpoints.resolve()
-        return any(self._is_ours(name, places, checkpoints) for name in (path, self._unmounted(path)))
+        table = MountTable.read()
+        return _is_ours(table.locate(path), *self._locations(table))
 
     def is_free(self, path: Path) -> bool:
-        """Whether this path, which has no symbolic links, is not ours and contains nothing of ours: a job may have
-        it."""
+        """Whether this path, which has no symbolic links, is not ours and contains nothing of ours, in a mount below it
+        either: a job may have it."""
+        table = MountTable.read()
+        places, checkpoints = self._locations(table)
+        shown = [table.locate(name) for name in (path, *table.below(path))]
+        contains = any(place.is_within(name) for place in (*places, checkpoints) for name in shown)
+        return not contains and not any(_is_ours(name, places, checkpoints) for name in shown)
+
+    def _locations(self, table: MountTable) -> tuple[list[Location], Location]:
+        """Those of the directory, of its parts on other disks, and of `checkpoints`."""
         places, checkpoints = self.places(), self.checkpoints.resolve()
-        names = (path, self._unmounted(path))
-        contains = any(place.is_relative_to(name) for place in (*places, checkpoints) for name in names)
-        return not contains and not any(self._is_ours(name, places, checkpoints) for name in names)
-
-    def _unmounted(self, path: Path) -> Path:
-        """The name that a path has below the data directory or a directory above it, where bind mounts show one of them
-        elsewhere, too.
-
-        Both are read now, and directories that exist at the same time differ in device or inode. So one that was
-        removed, and whose inode another one has got, is not mistaken for it.
-        """
-        real = self.root.resolve()
-        known: dict[tuple[int, int], Path] = {}
-        for directory in (*real.parents, *_listed(real), real):
-            with suppress(OSError):  # nothing is there, or a link leads nowhere
-                found = directory.stat()
-                if stat.S_ISDIR(found.st_mode):
-                    known[found.st_dev, found.st_ino] = directory.resolve()
-        for above in (path, *path.parents):
-            with suppress(OSError):
-                found = above.stat()
-                if (place := known.get((found.st_dev, found.st_ino))) is not None:
-                    return place / path.relative_to(above)
-        return path
-
-    @staticmethod
-    def _is_ours(path: Path, places: list[Path], checkpoints: Path) -> bool:
-        around = [place for place in (*places, checkpoints) if path.is_relative_to(place)]
-        return bool(around) and max(around, key=lambda place: len(place.parts)) != checkpoints
+        mounted = [point for place in places for point in table.below(place) if not point.is_relative_to(checkpoints)]
+        return [table.locate(place) for place in (*places, *mounted)], table.locate(checkpoints)
 
     def job_names(self) -> list[str]:
         """Names of the jobs that have run directories."""
@@ -238,6 +219,11 @@ class DataDir:
         """What was set aside, and is still there."""
         places = {self.root / entry.directory for entry in OWN}
         return sorted(path for place in places for path in _listed(place) if _ASIDE.fullmatch(path.name))
+
+
+def _is_ours(name: Location, places: list[Location], checkpoints: Location) -> bool:
+    around = [place for place in (*places, checkpoints) if name.is_within(place)]
+    return bool(around) and max(around, key=lambda place: len(place.path.parts)) != checkpoints
 
 
 def settle(path: Path, kind: Literal["file", "directory"]) -> Path | None:

@@ -14,10 +14,8 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from tests.census import assert_clean
 from tests.contract.payloads import PAIRS, QUESTIONS, promised, refusal, sft
 from tests.contract.service import TrainingService, running_service
 from tests.contract.stack import DPO, ENDED, SFT, Json, LlamaStack, Server, poll
+from tests.security.mounts import tmpfs
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
@@ -434,31 +433,16 @@ def test_a_checkpoint_dir_that_is_a_file_is_refused(server: Server, pairs: str, 
 # Disks
 
 
-@contextmanager
-def mounted(path: Path, options: str) -> Iterator[Path]:
-    """A tmpfs of its own at `path`; skips the test where none can be mounted."""
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("needs root and mount(8), to mount a tmpfs")
-    path.mkdir(exist_ok=True)
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, text=True)
-    if mount.returncode != 0:
-        pytest.skip(f"a tmpfs cannot be mounted here: {mount.stderr.strip()}")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
 @pytest.fixture(scope="module")
 def disk(kind: type[Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """One for each server: a checkpoint directory belongs to the data directory of the job that made it."""
-    with mounted(tmp_path_factory.mktemp("disk"), "size=6m") as path:
+    with tmpfs(tmp_path_factory.mktemp("disk"), "size=6m") as path:
         yield path
 
 
 @pytest.fixture(scope="module")
 def read_only_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with mounted(tmp_path_factory.mktemp("read-only-disk"), "size=1m,ro") as path:
+    with tmpfs(tmp_path_factory.mktemp("read-only-disk"), "size=1m,ro") as path:
         yield path
 
 
@@ -584,7 +568,7 @@ def test_a_checkpoint_dir_on_a_read_only_disk_fails_its_job_with_the_systems_own
 
 def test_rows_that_cannot_be_stored_are_refused_in_our_own_words_until_they_can(other_server: Server) -> None:
     rows = [*QUESTIONS, {"prompt": "one row more", "completion": "than before"}]
-    with mounted(other_server.data_dir / "datasets", "size=1m,ro"):
+    with tmpfs(other_server.data_dir / "datasets", "size=1m,ro"):
         answer = register_or_train(other_server, "unstored", {"type": "rows", "rows": rows}, SFT)
         message = refusal(answer, 507)
         assert "dataset 'unstored' cannot be stored" in message

@@ -6,10 +6,15 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from tests import required
+
+
+def tmpfs(path: Path, options: str) -> AbstractContextManager[Path]:
+    """An empty file system in memory at `path`, with options such as `size=6m,ro`."""
+    return mounted(path, "-t", "tmpfs", "-o", options, "tmpfs")
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import ast
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from tests.contract.service import running
 from tests.contract.stack import SFT
 from tests.fake_trainer import fake_trainer
 from tests.security.guarded import TOKENS, Guarded
-from tests.security.mounts import mounted
+from tests.security.mounts import mounted, tmpfs
 from tests.tiny import REPOSITORY
 
 SHA = "0" * 64
@@ -219,6 +220,28 @@ def test_a_directory_of_ours_is_ours_where_a_bind_mount_shows_it_too(tmp_path: P
             results = shown / "checkpoints" / "sft-1"
             assert place.is_free(results)  # there it may write under its usual name, too
             assert not place.is_ours(results)
+
+
+def test_what_mounts_show_deeper_than_one_level_is_ours_too(tmp_path: Path) -> None:
+    data_dir, roots = tmp_path / "disk" / "data", tmp_path / "roots"
+    attempts = data_dir / "jobs" / "a job" / "attempts"
+    for directory in (attempts, data_dir / "checkpoints", data_dir / "datasets", roots / "asked"):
+        directory.mkdir(parents=True)
+    place = DataDir(data_dir)
+    with ExitStack() as mounts:
+        shown = mounts.enter_context(mounted(roots / "with a space", "-o", "bind,ro", str(attempts)))
+        assert place.is_ours(shown)
+        assert place.is_ours(shown / "1")
+        mounts.enter_context(mounted(roots / "asked" / "a" / "b", "--bind", str(data_dir)))
+        assert not place.is_ours(roots / "asked")
+        assert not place.is_free(roots / "asked")
+        assert place.is_ours(roots / "asked" / "a" / "b" / "datasets")
+        elsewhere = mounts.enter_context(tmpfs(tmp_path / "other disk", "size=1m"))
+        (elsewhere / "rows").mkdir()
+        mounts.enter_context(mounted(data_dir / "datasets", "--bind", str(elsewhere / "rows")))
+        assert place.is_ours(elsewhere / "rows" / "a")
+        assert not place.is_free(elsewhere)
+        assert place.is_free(elsewhere / "beside")
 
 
 def test_what_has_the_inode_of_a_directory_that_was_ours_is_not_ours(tmp_path: Path) -> None:

@@ -23,16 +23,12 @@ from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, refusal, running
 from tests.contract.stack import SFT, poll
 from tests.security.guarded import BODIES, KNOWN, NODE, TOKENS, Guarded, guarded_service, without_version
-from tests.security.mounts import mounted
+from tests.security.mounts import mounted, tmpfs
 from tests.security.test_attack_table import HIDDEN, HTTP_METHODS, QUERIES
 
 pytestmark = pytest.mark.contract
 FEW_SECONDS = 9.0
 """A writer waits 5 s for a lock, and a poll 5 s for orders; the machine may be busy."""
-
-
-def small_disk(path: Path, size: str = "20m") -> AbstractContextManager[Path]:
-    return mounted(path, "-t", "tmpfs", "-o", f"size={size}", "tmpfs")
 
 
 @contextmanager
@@ -78,7 +74,7 @@ TROUBLES: dict[str, Callable[[Path], AbstractContextManager[None]]] = {
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     root = tmp_path_factory.mktemp("storage")
-    with small_disk(root / "data"), guarded_service(root, min_free_disk_mb=0) as service:
+    with tmpfs(root / "data", "size=20m"), guarded_service(root, min_free_disk_mb=0) as service:
         yield service
 
 
@@ -188,7 +184,7 @@ class Small(TrainingService):
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Small]:
     root = tmp_path_factory.mktemp("small")
-    with small_disk(root / "data", "60m"), running(Small(root, min_free_disk_mb=0)) as service:
+    with tmpfs(root / "data", "size=60m"), running(Small(root, min_free_disk_mb=0)) as service:
         yield service
 
 
