@@ -7,7 +7,7 @@
     |-- JobConflict (RuntimeError)         the job_uuid is taken, or the state forbids it     -> 409
     |-- LimitReached (RuntimeError)        a limit is reached, for now                        -> 429
     |-- QuotaReached (RuntimeError)        a token has stored as many bytes as it may         -> 507
-    |-- StoreError (RuntimeError)          the job database cannot be used                    -> 507, 503 or 500
+    |-- StoreError (RuntimeError)          the job database cannot be used                    -> 507 or 503
     |-- ServiceUnreachable (ConnectionError)  the training service does not answer            -> 502
     |-- ServiceRefusal (RuntimeError)      the training service answered with an error        -> its status, or 502
     |-- MethodUnavailable (ImportError)     a package's training method cannot be used here      -> never sent
@@ -47,6 +47,10 @@ _READ_ONLY = Shortage(
 )
 _FAILING = Shortage(503, "the disk cannot be read or written", "check it (the kernel's log has the reason)", 30)
 LOCKED = Shortage(503, "another process holds the lock of the database", "send it again in a few seconds", 5)
+_REMOVED = Shortage(503, "rows were removed meanwhile", "send it again", 1)
+_UNUSABLE = Shortage(
+    503, "storage cannot be used", "`trl-remote doctor` on that machine, and the log, show what is wrong with it", 30
+)
 _OF_SYSTEM = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EROFS: _READ_ONLY, errno.EIO: _FAILING}
 _OF_SQLITE = {
     sqlite3.SQLITE_FULL: FULL,
@@ -132,8 +136,11 @@ class StoreError(TrlError, RuntimeError):
     @property
     def status_code(self) -> int:
         """Its own status: Llama Stack shows the text of an error that carries one, and "unexpected" for others."""
-        shortage = shortage_of(self)
-        return 500 if shortage is None else shortage.status
+        return shortage_behind(self).status
+
+
+class RowsRemoved(StoreError):
+    """Raised when rows were removed while a job that needs them was stored; the same request succeeds."""
 
 
 class DamagedRecord(StoreError):
@@ -248,6 +255,12 @@ def shortage_of(error: BaseException | None) -> Shortage | None:
                 return _OF_SQLITE[code & 0xFF]
         error, seen = error.__cause__ or error.__context__, seen + 1
     return None
+
+
+def shortage_behind(error: BaseException) -> Shortage:
+    """How an error of storage is answered, a StoreError or OSError, whatever is behind it: the request is not at fault,
+    and the service has no bug."""
+    return _REMOVED if isinstance(error, RowsRemoved) else shortage_of(error) or _UNUSABLE
 
 
 def _shown(value: Any, limit: int = 250) -> str:  # a path of usual length stays whole

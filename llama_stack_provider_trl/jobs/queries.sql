@@ -741,5 +741,8 @@ SELECT 1 FROM stored_rows WHERE sha256 = :sha256 LIMIT 1;
 -- name: forget_stored_rows
 DELETE FROM stored_rows WHERE sha256 = :sha256;
 
+-- name: select_rows_of_datasets
+SELECT sha256, dataset_id FROM stored_rows WHERE dataset_id <> '';
+
 -- name: select_rows_of_dataset
 SELECT DISTINCT sha256 FROM stored_rows WHERE dataset_id = :dataset_id;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from .database import Database, Execute
@@ -46,6 +46,10 @@ class RowOwners:
         """Whether rows count for any token."""
         return bool(self._database.select("select_owner_of_rows", {"sha256": sha256}))
 
+    def registered(self) -> set[tuple[str, str]]:
+        """Digest of the rows and name of each dataset whose rows count."""
+        return {(row["sha256"], row["dataset_id"]) for row in self._database.select("select_rows_of_datasets", {})}
+
     def of_dataset(self, dataset_id: str) -> list[str]:
         """Digests of the rows of a dataset."""
         rows = self._database.select("select_rows_of_dataset", {"dataset_id": dataset_id})
@@ -53,12 +57,8 @@ class RowOwners:
 
     def count_for(self, owner: str, sha256: str, num_bytes: int) -> None:
         """Record rows that a job of a token has made of others, unless they count for a token already."""
-        row = {"sha256": sha256, "owner": owner, "bytes": num_bytes, "dataset_id": ""}
-        if self._database.select("select_owner_of_rows", row):  # most jobs: no transaction, which waits for others
-            return
         with self._database.transaction() as execute:
-            if execute("select_owner_of_rows", row).fetchone() is None:
-                execute("insert_stored_rows", row)
+            count_rows(execute, owner, {sha256: num_bytes})
 
     def release(self, dataset_id: str, path: Path, is_registered: IsRegistered) -> bool:
         """Forget a dataset, and remove its rows unless something else has them. Rows of jobs stay, and count until they
@@ -91,6 +91,19 @@ class RowOwners:
         with self._database.transaction() as execute:
             for sha256 in digests:
                 execute("forget_stored_rows", {"sha256": sha256})
+
+
+def count_rows(execute: Execute, owner: str, sizes: Mapping[str, int]) -> None:
+    """Record rows that jobs of a token have, in the transaction that stores these jobs. Those that count for any token
+    count already.
+
+    Args:
+        sizes: digest -> bytes.
+    """
+    for sha256, num_bytes in sizes.items():
+        row = {"sha256": sha256, "owner": owner, "bytes": num_bytes, "dataset_id": ""}
+        if execute("select_owner_of_rows", row).fetchone() is None:
+            execute("insert_stored_rows", row)
 
 
 def _remove_unused(execute: Execute, path: Path, is_registered: IsRegistered) -> bool:

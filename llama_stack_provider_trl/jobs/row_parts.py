@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ..errors import InvalidRequest, StoreError
+from ..errors import InvalidRequest, RowsRemoved
 from ..specs.job import DatasetRef, JobSpec, ShardSpec
 from ..system.files import Blob, put_lines, touched
 from .row_shards import refuse_more_shards, stored_shard
@@ -37,6 +37,10 @@ class Allowance:
 
     def add(self, rows: Blob) -> None:
         """Count rows that were stored. Raises QuotaReached."""
+
+    def counted(self, specs: Iterable[JobSpec]) -> dict[str, int]:
+        """Digest -> bytes of the rows that count for the token once these jobs are stored."""
+        return {}
 
 
 UNLIMITED = Allowance()
@@ -130,12 +134,12 @@ def use_rows(jobs: Iterable[NeedsFiles]) -> None:
     """Mark what jobs need as used: the last step of storing them, since the rows of a refused request are discarded.
 
     Raises:
-        StoreError: some of it is gone.
+        RowsRemoved: some of it is gone.
     """
     for job in jobs:
         for path in job.needed:
             if not touched(path):
-                raise StoreError(f"{path} was removed while job {job.spec.job_uuid!r} was stored: send it again")
+                raise RowsRemoved(f"{path} was removed while job {job.spec.job_uuid!r} was stored")
 
 
 def held_out_rows(dataset: DatasetRef, share: float) -> int:

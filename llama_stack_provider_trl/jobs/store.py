@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ..errors import JobConflict, LimitReached
@@ -33,7 +34,7 @@ from .placement import kind_of
 from .reader import JobReader, digest_conflict, mentioned_digests
 from .records import CheckpointRecord, JobRecord
 from .row_mapping import statements
-from .row_owners import RowOwners
+from .row_owners import RowOwners, count_rows
 from .row_parts import use_rows
 from .searches import NewTrial, Searches, insert_trial, refuse_names_to_come
 from .states import ACTIVE, TERMINAL, TRANSITIONS, JobState
@@ -112,6 +113,7 @@ class Store(JobReader):
         trackers: Iterable[TrackerChoice] = (),
         then: NewJob | None = None,
         admit: Callable[[], object] = lambda: None,
+        counted: Mapping[str, int] = MappingProxyType({}),
     ) -> bool:
         """Queue a job. A repeated POST with the same digest changes nothing.
 
@@ -123,6 +125,7 @@ class Store(JobReader):
             trackers: get its points.
             then: a job that comes after it, queued with it or not at all.
             admit: called in the transaction if the job is new. What it raises refuses the job. It must be quick.
+            counted: digest -> bytes of the rows that count for `created_by` with it.
 
         Returns:
             Whether the job is new.
@@ -145,6 +148,7 @@ class Store(JobReader):
                 raise digest_conflict(then.spec.job_uuid)
             if created:
                 use_rows([new, *([] if then is None else [then])])
+                count_rows(execute, created_by, counted)
             return created
 
     def add_search(
@@ -153,6 +157,7 @@ class Store(JobReader):
         trials: Sequence[tuple[NewTrial, NewJob]],
         created_by: str = "",
         max_waiting: int | None = None,
+        counted: Mapping[str, int] = MappingProxyType({}),
     ) -> bool:
         """Store a search and queue its trials, all or none of them. As `add_job`."""
         with self.database.transaction() as execute:
@@ -165,6 +170,7 @@ class Store(JobReader):
                     raise digest_conflict(job.spec.job_uuid)
                 insert_trial(execute, search.spec, job.spec, new)
             use_rows([search, *(job for _, job in trials)])
+            count_rows(execute, created_by, counted)
         return True
 
     def add_trials(self, search: JobRecord, trials: Sequence[tuple[NewTrial, NewJob]]) -> bool:

@@ -212,7 +212,9 @@ async def submit_search(
     own = search.own_spec(job_uuid, first, probed)
     warnings = list(dict.fromkeys(message for _, job in trials for message in job.warnings))
     by = owner or Submitter()
-    return await in_work_thread(store.add_search, NewJob(own, digest, warnings), trials, by.name, by.max_waiting)
+    counted = await in_work_thread(by.allowance.counted, [job.spec for _, job in trials])
+    new = NewJob(own, digest, warnings)
+    return await in_work_thread(store.add_search, new, trials, by.name, by.max_waiting, counted)
 
 
 def _new(job: ResolvedJob, digest: str) -> NewJob:
@@ -235,10 +237,11 @@ def _stored(
     spec = copy_checkpoint(job.spec, store, data_dir, by.allowance)
     new = _new(job._replace(spec=spec), digest)
     then = evaluation and _new(evaluation, f"{digest}:evaluation")
+    counted = by.allowance.counted([job.spec for job in (new, then) if job is not None])
     created = False
     try:
         created = store.add_job(
-            spec, digest, new.warnings, new.needed, by.name, by.max_waiting, new.trackers, then, admit
+            spec, digest, new.warnings, new.needed, by.name, by.max_waiting, new.trackers, then, admit, counted
         )
     finally:
         if not created:

@@ -8,11 +8,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from llama_stack_provider_trl.errors import QuotaReached, StoreError
+from llama_stack_provider_trl.jobs import store as store_module
 from llama_stack_provider_trl.jobs.resume_from import _link
 from llama_stack_provider_trl.jobs.row_parts import NewRows
 from llama_stack_provider_trl.jobs.row_shards import stored_shard
@@ -150,6 +151,27 @@ def test_the_parts_of_all_trials_count_for_the_token_of_a_search(
         [left] = stored(small)  # the dataset itself
         assert left not in parts
         assert submitted(other, small, allowance(other, size), **search)
+
+
+@pytest.mark.parametrize("search", [{}, {INDEX: [0, 1, 2, 3]}], ids=["job", "search"])
+def test_rows_count_from_the_moment_their_jobs_are_stored_and_never_without_them(
+    tmp_path: Path, store: Store, search: dict[str, list[Any]], allowance: Allowances, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is counted in a second step, before which the service may end."""
+    with monkeypatch.context() as broken:
+        broken.setattr(store_module, "count_rows", cut_off)
+        with pytest.raises(StoreError):
+            submitted(store, tmp_path, allowance(store), **search)
+    assert (store.names(), store.rows.used("a")) == ([], 0)
+    assert submitted(store, tmp_path, allowance(store), **search)
+    specs = [store.get(name).spec for name in store.names()]
+    rows = {ref.path for spec in specs for ref in (spec.dataset, spec.validation) if ref is not None}
+    assert len(rows) == (5 if search else 2)  # shards, and the whole dataset for validation
+    assert store.rows.used("a") == sum(path.stat().st_size for path in rows)
+
+
+def cut_off(*_: object) -> NoReturn:
+    raise StoreError("the disk is full")
 
 
 def test_parts_that_are_stored_already_take_nothing_of_the_quota(

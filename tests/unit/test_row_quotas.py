@@ -312,6 +312,25 @@ def fails(*_: object) -> NoReturn:
     raise StoreError("database is locked")
 
 
+def test_rows_that_were_not_counted_when_the_service_ended_count_after_its_next_start(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = register(registry_of(store, tmp_path), "counted", text="c").stat().st_size
+    registry = registry_of(store, tmp_path)
+    with monkeypatch.context() as killed:
+        killed.setattr(store.rows, "note", fails)  # between the dataset's document and the database
+        with pytest.raises(StoreError):
+            register(registry, "one")
+    assert store.rows.used("a") == counted
+    for _ in range(2):
+        registry = registry_of(store, tmp_path)
+        assert store.rows.used("a") == counted + registry._blobs.path(sha256_of(registry, "one")).stat().st_size
+
+
+def sha256_of(registry: DatasetRegistry, name: str) -> str:
+    return str(registry.get(name).metadata["sha256"])
+
+
 def test_rows_of_a_dataset_are_kept_where_the_database_could_not_record_them(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 from llama_stack_provider_trl.errors import LimitReached, QuotaReached, TrlError
 from llama_stack_provider_trl.jobs.row_owners import IsRegistered, RowOwners
 from llama_stack_provider_trl.jobs.row_parts import Allowance
+from llama_stack_provider_trl.specs.job import JobSpec
 from llama_stack_provider_trl.system.files import Blob
 from llama_stack_provider_trl.system.offload import in_work_thread
 
@@ -152,6 +153,14 @@ class JobAllowance(Allowance):
             self._take(rows.num_bytes)
             self.rows[rows.sha256] = rows
 
+    def counted(self, specs: Iterable[JobSpec]) -> dict[str, int]:
+        sizes = {sha256: rows.num_bytes for sha256, rows in self.rows.items()}
+        for ref in (ref for spec in specs for ref in (spec.dataset, spec.validation)):
+            if ref is not None and ref.of_job is None and ref.sha256 not in sizes:
+                with suppress(FileNotFoundError):  # the job is refused when it is stored
+                    sizes[ref.sha256] = ref.path.stat().st_size
+        return sizes
+
 
 class HeldRows:
     """Rows that a request stores or has found, until they are recorded or refused.
@@ -245,6 +254,15 @@ class CountedRows:
         if self._owners is not None and sha256 is not None:
             with suppress(FileNotFoundError):
                 self._owners.note(sha256, owner, self._blobs.path(sha256).stat().st_size, dataset_id)
+
+    def recount(self, datasets: Iterable[tuple[str, str, str | None]]) -> None:
+        """Count the rows of registered datasets (name, token, digest) that do not count yet: the service ended, or the
+        database could not be written, between the two."""
+        if self._owners is not None:
+            known = self._owners.registered()
+            for name, owner, sha256 in datasets:
+                if (sha256, name) not in known:
+                    self.note(sha256, owner, name)
 
     def release(self, dataset_id: str) -> None:
         """Forget a dataset that was deleted, and remove its rows unless something else has them."""

@@ -103,9 +103,11 @@ class DatasetRegistry:
         """Of the callers and datasets that are read at the moment: as `Blobs` has them for checks."""
 
     def prepare(self) -> None:
-        """Create the directory, and read it: the only time."""
+        """Create the directory, and read it: the only time. Raises OSError, StoreError."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._known = self._read_all()
+        found = self._read_all()
+        self._known = DatasetIndex(found)
+        self._counted.recount((place.name, created_by, sha256) for place, created_by, sha256 in found)
 
     async def register(self, body: RegisterDataset, stored: StoredRows | None = None, created_by: str = "") -> Dataset:
         """Register a dataset; repeating the same registration changes nothing.
@@ -460,10 +462,10 @@ class DatasetRegistry:
     @property
     def _index(self) -> DatasetIndex:
         if self._known is None:
-            self._known = self._read_all()
+            self._known = DatasetIndex(self._read_all())
         return self._known
 
-    def _read_all(self) -> DatasetIndex:
+    def _read_all(self) -> list[tuple[ListPlace, str, str | None]]:
         found = []
         for path in self._directory.glob("*.json"):
             try:
@@ -473,7 +475,7 @@ class DatasetRegistry:
                 continue
             if read is not None:
                 found.append((ListPlace(read.registered_at, read.dataset.identifier), read.created_by, read.sha256))
-        return DatasetIndex(found)
+        return found
 
 
 def shown(entry: Entry) -> Dataset:
