@@ -5,6 +5,7 @@ strings would turn every POST into a 500.
 """
 
 import functools
+import logging
 import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
@@ -12,11 +13,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..errors import InvalidRequest, StoreError, TrlError, shortage_of
+from ..errors import InvalidRequest, StoreError, TrlError, shortage_behind, shortage_of
 from ..requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest, TrainingConfig
 from ..requests.choices import problem_of
 from .compat import NeedsRequestProviderData, answers_requests, to_http
 from .responses import PostTrainingJob
+
+log = logging.getLogger(__name__)
 
 
 def answers_clearly[Answer](
@@ -29,6 +32,8 @@ def answers_clearly[Answer](
     async def call(*args: Any, **kwargs: Any) -> Answer:
         try:
             return await method(*args, **kwargs)
+        except StoreError as error:
+            raise to_http(StoreError(shortage_behind(error).described(error))) from error
         except TrlError as error:
             shown = to_http(error)
             if shown is error:
@@ -36,8 +41,8 @@ def answers_clearly[Answer](
             raise shown from error
         except (OSError, sqlite3.Error) as error:
             if shortage_of(error) is None:
-                raise
-            raise to_http(StoreError(str(error))) from error
+                log.exception("storage cannot be used")
+            raise to_http(StoreError(shortage_behind(error).described(error))) from error
         except ValidationError as error:
             # Where Llama Stack checks a body against its own models only, our own models check it here.
             first = error.errors()[0]

@@ -513,9 +513,9 @@ def test_a_database_that_cannot_be_read_is_no_wrong_credential(world: World, mon
         raise StoreError("disk I/O error")
 
     monkeypatch.setattr(world.store.nodes, "credential", broken)
-    with pytest.raises(Refused, match="the job database cannot be read") as caught:
+    with pytest.raises(Refused, match="storage cannot be used: a credential cannot be checked") as caught:
         world.authenticated("any")
-    assert caught.value.status_code == 500
+    assert caught.value.status_code == 503
 
 
 def test_the_first_use_of_a_credential_may_be_recorded_later(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from llama_stack_provider_trl.errors import InvalidRequest, StoreError
+from llama_stack_provider_trl.errors import InvalidRequest, RowsRemoved, StoreError
 from llama_stack_provider_trl.jobs import database
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl_remote.service.http.errors import NotFound, answered
@@ -86,8 +86,33 @@ def test_other_errors_keep_their_answers() -> None:
     missing = NotFound("there is none")
     missing.__cause__ = FileNotFoundError(errno.ENOENT, "No such file")
     assert answer_to(missing)[0] == 404
-    assert answer_to(StoreError("the file is damaged"))[0] == 500
-    assert answer_to(of_sqlite(sqlite3.SQLITE_CORRUPT))[0] == 500
+    assert answer_to(TimeoutError("no answer"))[0] == 500
+    assert answer_to(sqlite3.IntegrityError("UNIQUE constraint failed"))[0] == 500
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        StoreError("the file is damaged"),
+        of_sqlite(sqlite3.SQLITE_CORRUPT),
+        sqlite3.DatabaseError("file is not a database"),
+        PermissionError(errno.EACCES, "Permission denied"),
+        FileNotFoundError(errno.ENOENT, "No such file or directory"),
+        OSError(errno.ESTALE, "Stale file handle"),
+    ],
+    ids=str,
+)
+def test_storage_that_fails_for_another_reason_is_no_bug_of_the_service(error: Exception) -> None:
+    status, detail, after = answer_to(error)
+    assert (status, after) == (503, "30")
+    assert detail == (
+        f"storage cannot be used: {error}; `trl-remote doctor` on that machine, and the log, show what is wrong with it"
+    )
+
+
+def test_rows_that_were_removed_while_a_job_was_stored_are_sent_again() -> None:
+    error = RowsRemoved("datasets/1.jsonl was removed while job 'a' was stored")
+    assert answer_to(error) == (503, f"rows were removed meanwhile: {error}; send it again", "1")
 
 
 def test_a_connection_that_was_opened_on_a_read_only_disk_writes_when_the_disk_is_writable(

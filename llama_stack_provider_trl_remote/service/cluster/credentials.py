@@ -7,7 +7,7 @@ import hashlib
 import logging
 import secrets
 
-from llama_stack_provider_trl.errors import StoreError, shortage_of
+from llama_stack_provider_trl.errors import StoreError, shortage_behind
 from llama_stack_provider_trl.jobs.store import Store
 
 from ..security.access import Caller, Refused, Removed
@@ -20,7 +20,7 @@ class NodeCredentials:
 
     Raises:
         Removed: the node was removed.
-        Refused: 500, 503 or 507, the store cannot be read.
+        Refused: 503 or 507, the store cannot be read.
     """
 
     def __init__(self, store: Store) -> None:
@@ -32,10 +32,9 @@ class NodeCredentials:
             found = self._store.nodes.credential(sha256)
         except StoreError as error:
             log.error("a credential cannot be checked: %s", error)
-            if (shortage := shortage_of(error)) is not None:
-                after = {} if shortage.retry_after is None else {"Retry-After": str(shortage.retry_after)}
-                raise Refused(shortage.status, shortage.described("a credential cannot be checked"), after) from error
-            raise Refused(500, "the job database cannot be read: see the service's log for the reason") from error
+            shortage = shortage_behind(error)
+            after = {} if shortage.retry_after is None else {"Retry-After": str(shortage.retry_after)}
+            raise Refused(shortage.status, shortage.described("a credential cannot be checked"), after) from error
         if found is None:
             return None
         if found.revoked:

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 from fastapi import HTTPException
 from pydantic import ValidationError
 
-from llama_stack_provider_trl.errors import FULL, InvalidRows, shortage_of
+from llama_stack_provider_trl.errors import InvalidRows, shortage_behind
 from llama_stack_provider_trl.system.files import put_rows
 from llama_stack_provider_trl.system.offload import FairSlots
 from llama_stack_provider_trl.system.process import child_environment, die_with_parent
@@ -31,7 +31,7 @@ from llama_stack_provider_trl.system.texts import DuplicateKey, parse_json
 
 from ..http.bodies import RegisterDataset, RowsSource
 from ..http.errors import sentence
-from ..http.received import BodyMemory, disk_full
+from ..http.received import BodyMemory, unstored
 from ..space import Space, Use
 from .children import run
 
@@ -110,7 +110,7 @@ class Registration:
         if "not_json" in found:
             raise json.JSONDecodeError(found["not_json"], "", found["position"])
         if "detail" in found:
-            raise HTTPException(found["status"], found["detail"])
+            raise HTTPException(found["status"], found["detail"], found.get("headers"))
         stored = StoredRows(file.parent / f"{found['sha256']}.jsonl", found["sha256"], found["num_rows"])
         return found["body"], stored
 
@@ -121,7 +121,7 @@ class Registration:
             try:
                 stack.enter_context(self._space.arriving(Use.ordered, self._directory, size, whole=True))
             except OSError as error:
-                raise disk_full(error) from error
+                raise unstored(error) from error
             yield
 
     async def _child(self, file: Path) -> dict[str, Any]:
@@ -194,8 +194,9 @@ def main(arguments: list[str]) -> None:
     except InvalidRows as error:
         answer = _problem(400, str(error))
     except OSError as error:
-        shortage = shortage_of(error) or FULL
-        answer = _problem(shortage.status, shortage.described(error))
+        shortage = shortage_behind(error)
+        after = {} if shortage.retry_after is None else {"Retry-After": str(shortage.retry_after)}
+        answer = {**_problem(shortage.status, shortage.described(error)), "headers": after}
     print(json.dumps(answer))
 
 

@@ -27,6 +27,7 @@ from llama_stack_provider_trl.errors import (
     StoreError,
     TrlError,
     is_exhausted,
+    shortage_behind,
     shortage_of,
 )
 from llama_stack_provider_trl.requests.choices import problem_of
@@ -103,8 +104,8 @@ _MEANING = {
     413: "Over a limit of size",
     416: "The range begins beyond the end of the file",
     429: "A limit is reached: requests, wrong tokens, waiting jobs, CPU time of checks; wait for Retry-After seconds",
-    500: "A bug, or a damaged database",
-    503: "Busy, out of file descriptors, or the database is locked: send it again after Retry-After seconds",
+    500: "A bug",
+    503: "Busy, out of file descriptors, or the database is locked or damaged: send it again after Retry-After seconds",
     507: "The disk is full or read-only, or the token has stored as many bytes as it may: the sentence has what to do",
 }
 
@@ -169,8 +170,9 @@ def _handlers() -> tuple[tuple[type[Exception], Callable[[Request, Exception], A
 
 async def _ours(request: Request, error: Exception) -> Response:
     # Of other errors the direct cause only: what is further away may be another's failure, which was dealt with.
-    cause = error if isinstance(error, StoreError) else error.__cause__
-    if isinstance(cause, StoreError | OSError) and (shortage := shortage_of(cause)) is not None:
+    if isinstance(error, StoreError):
+        return _short(request, error, shortage_behind(error))
+    if isinstance(error.__cause__, StoreError | OSError) and (shortage := shortage_of(error.__cause__)) is not None:
         return _short(request, error, shortage)
     if isinstance(error, JobFailure) and error.reason in _REQUEST_AT_FAULT:
         return answer(400, error.message)
@@ -188,17 +190,18 @@ async def _ours(request: Request, error: Exception) -> Response:
 
 async def _system(request: Request, error: Exception) -> Response:
     """The answer to an error of the system or of SQLite."""
-    if (shortage := shortage_of(error)) is not None:
-        return _short(request, error, shortage)
-    if is_exhausted(error):
+    if shortage_of(error) is None and is_exhausted(error):
         log.error("%s %s: %s", request.method, request.url.path, error)
         return answer(503, f"the service is out of file descriptors or memory ({error})", {"Retry-After": "5"})
-    return await _bug(request, error)
+    if isinstance(error, sqlite3.IntegrityError | sqlite3.ProgrammingError | TimeoutError | ConnectionError):
+        return await _bug(request, error)  # a wrong value or statement; something else than storage
+    return _short(request, error, shortage_behind(error))
 
 
 def _short(request: Request, error: Exception, shortage: Shortage) -> Response:
     """The answer where storage cannot be used. Every route gives it: each reads or writes something."""
-    log.warning("%s %s: %s", request.method, request.url.path, error)
+    known = isinstance(error, TrlError) or shortage_of(error) is not None
+    log.warning("%s %s: %s", request.method, request.url.path, error, exc_info=None if known else error)
     after = shortage.retry_after
     return answer(shortage.status, shortage.described(error), None if after is None else {"Retry-After": str(after)})
 

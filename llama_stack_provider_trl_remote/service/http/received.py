@@ -18,7 +18,7 @@ from fastapi import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llama_stack_provider_trl.errors import FULL, shortage_of
+from llama_stack_provider_trl.errors import shortage_behind
 from llama_stack_provider_trl.system.offload import CallThreads
 from llama_stack_provider_trl.system.texts import DuplicateKey, parse_json
 
@@ -293,10 +293,11 @@ def busy() -> HTTPException:
     return HTTPException(503, _BUSY, {"Retry-After": "5", "Connection": "close"})
 
 
-def disk_full(error: OSError) -> HTTPException:
-    """The answer to a body for which the disk has no space."""
-    shortage = shortage_of(error) or FULL
-    return HTTPException(shortage.status, shortage.described(error), {"Connection": "close"})
+def unstored(error: OSError) -> HTTPException:
+    """The answer to a body that the disk does not take."""
+    shortage = shortage_behind(error)
+    after = {} if shortage.retry_after is None else {"Retry-After": str(shortage.retry_after)}
+    return HTTPException(shortage.status, shortage.described(error), {**after, "Connection": "close"})
 
 
 def _items(value: Any) -> Any:
