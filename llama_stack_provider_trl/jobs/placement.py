@@ -70,13 +70,41 @@ class Obtainable(NamedTuple):
     nodes: int
 
 
+class _Offer(NamedTuple):
+    """Devices of a node for jobs of a kind, if all of them were free."""
+
+    node: Node
+    devices: Sequence[str]
+    needed: int
+    """Number of its devices that a job takes."""
+    cores: bool = False
+    """Whether these are cores of its CPU."""
+
+
 Placed = dict[str, tuple[str, ...]]
 _Kind = tuple[str, int, str, bool, frozenset[str]]
+Offers = dict[_Kind, tuple[list[_Offer], int]]
+"""Of each kind of demand: the devices that could serve it, and the number of machines that it needs to start."""
 PATIENCE = 600.0
 """Seconds for which younger jobs may take devices that an older one could use once there are enough of them."""
 _KINDS = ("cuda", "mps", "cpu")
 """Kinds of devices, the best first."""
 _GIB = 1 << 30
+
+
+def refusing(nodes: Iterable[Node]) -> list[Node]:
+    """The nodes that cannot start some jobs."""
+    return [node for node in nodes if node.refused]
+
+
+def wish_of(job: Queued, refuse: Iterable[Node]) -> _Kind:
+    """All of a job that decides whether given devices are enough for it.
+
+    Args:
+        refuse: see `refusing`.
+    """
+    refused = frozenset(node.name for node in refuse if node.refused and job.job_uuid in node.refused)
+    return job.device, job.ranks, job.demand, job.tried, refused
 
 
 def choose(queued: Iterable[Queued], running: Iterable[str], devices: Sequence[str], now: float = 0.0) -> Placed:
@@ -92,6 +120,7 @@ def place(
     obtainable: Sequence[Obtainable] = (),
     *,
     planning: bool = False,
+    known: Offers | None = None,
 ) -> Placed:
     """Give free devices to jobs, all that a job needs or none: on GPUs one per rank, while a CPU (or mps) is one device
     for as many ranks as the node has cores. Jobs that reserve cores share a CPU. MIG slices train jobs of one process
@@ -118,18 +147,18 @@ def place(
         now: seconds since the epoch.
         obtainable: what pools may give: jobs wait for it rather than take fewer machines, or a worse kind of device.
         planning: treat expected machines as if they had joined.
+        known: what earlier calls with the same nodes, and what pools may give, have found; is added to.
 
     Returns:
         job_uuid -> places, rank 0's node first, in the order in which the jobs should start.
     """
-    free = _Free(nodes, running)
+    free, refuse = _Free(nodes, running), refusing(nodes)
     chosen: Placed = {}
-    known: dict[_Kind, tuple[list[_Offer], int]] = {}
+    known = {} if known is None else known
     unserved: set[_Kind] = set()
     served: set[_Kind] = set()
     for job in sorted(queued, key=lambda job: job.claim(now)):
-        refused = frozenset(node.name for node in nodes if node.refused and job.job_uuid in node.refused)
-        kind = (job.device, job.ranks, job.demand, job.tried, refused)
+        kind = wish_of(job, refuse)
         patient = now - job.scheduled_at <= PATIENCE
         if kind in unserved and (patient or kind in served):
             continue  # nothing has become free since a job with the same demand found too little
@@ -287,17 +316,6 @@ def unusable_slices(job: Queued, node: Node, auto: str | None) -> str:
 def _suitable(wanted: str, devices: tuple[str, ...], auto: str | None) -> tuple[str, ...]:
     kind = auto or _kind(devices[0]) if wanted == "auto" else wanted
     return tuple(device for device in devices if device == kind or _kind(device) == kind)
-
-
-class _Offer(NamedTuple):
-    """Devices of a node for jobs of a kind, if all of them were free."""
-
-    node: Node
-    devices: Sequence[str]
-    needed: int
-    """Number of its devices that a job takes."""
-    cores: bool = False
-    """Whether these are cores of its CPU."""
 
 
 class _Free:

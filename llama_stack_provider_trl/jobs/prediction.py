@@ -7,9 +7,12 @@ from typing import NamedTuple
 
 from .cores import Held
 from .demands import CRITICAL, Queued
-from .placement import Node, Obtainable, place, places_for
+from .placement import Node, Obtainable, Offers, place, places_for, refusing, wish_of
 from .preemption import LEAST_RUN, Preemptible, preempt
 from .states import JobState
+
+_MOST_COMPARED = 400_000
+"""Kinds of demand times nodes, over all times that are examined: 1 s on one core. Later starts are not predicted."""
 
 
 class StepPace(NamedTuple):
@@ -82,12 +85,17 @@ def predict(
         job_uuid -> start, of all waiting jobs.
     """
     ahead = _Ahead(waiting, nodes, holders, running, now, obtainable, preempts=preempts)
+    refuse, compared = refusing(nodes), 0
     while ahead.left:
+        if compared > _MOST_COMPARED:
+            ahead.has_given_up = True
+            break
         ready = [
             one.job for one in ahead.left.values() if one.not_before <= ahead.time and one.after <= ahead.completed
         ]
+        compared += len({wish_of(job, refuse) for job in ready}) * len(nodes)
         ready = ahead.make_way(ready)
-        for job_uuid, places in place(ready, nodes, ahead.held, ahead.time, obtainable).items():
+        for job_uuid, places in place(ready, nodes, ahead.held, ahead.time, obtainable, known=ahead.known).items():
             ahead.start(job_uuid, places)
         if not ahead.advance():
             break
@@ -113,6 +121,8 @@ class _Ahead:
         self.left = {one.job.job_uuid: one for one in waiting}
         self.held = dict(holders)
         self.completed: set[str] = set()
+        self.known: Offers = {}
+        self.has_given_up = False
         self._found: dict[str, PredictedStart] = {}
         self._running = {job.job_uuid: job for job in running}
         self._ends, self._unknown = _ends(self._running.values(), now)
@@ -136,19 +146,22 @@ class _Ahead:
         """Start the critical jobs for which others save and wait. Returns the jobs that get free devices only."""
         if not self._preempts or not any(job.priority >= CRITICAL for job in ready):
             return [*ready]
+        places_of: dict[str, list[str]] = {}
+        for place_, holder in self.held.items():
+            places_of.setdefault(holder, []).append(place_)
         candidates = [
             Preemptible(
                 one.job_uuid,
                 one.job.priority,
-                tuple(place_ for place_, holder in self.held.items() if holder == one.job_uuid),
+                tuple(places_of[one.job_uuid]),
                 one.attempt,
                 one.launched_at,
                 one.state in (JobState.pausing, JobState.cancelling),
             )
             for one in self._running.values()
-            if one.job is not None and one.job_uuid in self.held.values()
+            if one.job is not None and one.job_uuid in places_of
         ]
-        victims, reserved = preempt(ready, candidates, self._nodes, self.held, self.time, self._obtainable)
+        victims, reserved = preempt(ready, candidates, self._nodes, self.held, self.time, self._obtainable, self.known)
         ending = {place_ for one in candidates if one.is_ending for place_ in one.places}
         for critical in dict.fromkeys(reserved.values()):
             places = [place_ for place_, job_uuid in reserved.items() if job_uuid == critical]
@@ -198,6 +211,8 @@ class _Ahead:
         """The start of a waiting job, once there is nothing more to predict."""
         if job_uuid in self._found:
             return self._found[job_uuid]
+        if self.has_given_up:
+            return PredictedStart(None, "too many jobs and machines are before it")
         one = self.left[job_uuid]
         why = _why_blocked(one.after - self.completed, self._unknown)
         return PredictedStart(None, why or _why(one.job, self._nodes, self.held, self._unknown, self._obtainable))

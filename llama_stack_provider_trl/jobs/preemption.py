@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from .demands import CRITICAL, Queued
-from .placement import Node, Obtainable, place
+from .placement import Node, Obtainable, Offers, place, refusing, wish_of
 
 LEAST_RUN = 3600.0
 """Seconds that every attempt but a job's first one trains before it is paused: a job that is paused again and again
@@ -42,6 +42,7 @@ def preempt(
     holders: Mapping[str, str],
     now: float,
     obtainable: Sequence[Obtainable] = (),
+    known: Offers | None = None,
 ) -> Preemption:
     """Choose the running jobs whose devices critical jobs get that find too few free ones.
 
@@ -55,10 +56,13 @@ def preempt(
         holders: place -> job that has it.
         now: seconds since the epoch.
         obtainable: what pools may give.
+        known: see `place`.
     """
     victims: dict[str, str] = {}
     reserved: dict[str, str] = {}
     held = dict(holders)
+    known = {} if known is None else known
+    unserved, refuse = set(), refusing(nodes)
     candidates = sorted(
         (one for one in running if one.is_ending or _may_pause(one, now)),
         key=lambda one: (not one.is_ending, one.priority, -one.launched_at),
@@ -66,13 +70,17 @@ def preempt(
     for job in sorted((job for job in queued if job.priority >= CRITICAL), key=lambda job: job.claim(now)):
         if not candidates:
             break
-        chosen, places = _fewest(job, candidates, nodes, held, now, obtainable)
+        if (wish := wish_of(job, refuse)) in unserved:
+            continue  # all candidates together were too little for another such job, and there are no more now
+        chosen, places = _fewest(job, candidates, nodes, held, now, obtainable, known)
         if chosen:
             names = {one.job_uuid for one in chosen}
             victims |= {one.job_uuid: job.job_uuid for one in chosen if one.priority < CRITICAL}
             reserved |= dict.fromkeys(places, job.job_uuid)
             held = {place_: holder for place_, holder in held.items() if holder not in names}
             candidates = [one for one in candidates if one.job_uuid not in names]
+        if not places:
+            unserved.add(wish)
         held |= dict.fromkeys(places, job.job_uuid)
     return Preemption(victims, reserved)
 
@@ -88,13 +96,14 @@ def _fewest(
     holders: Mapping[str, str],
     now: float,
     obtainable: Sequence[Obtainable],
+    known: Offers,
 ) -> tuple[list[Preemptible], tuple[str, ...]]:
     """The jobs to pause, with the places that the job gets then; no place: it could not start."""
 
     def places_without(ended: Sequence[Preemptible]) -> tuple[str, ...]:
         names = {one.job_uuid for one in ended}
         left = [place_ for place_, holder in holders.items() if holder not in names]
-        return place([job], nodes, left, now, obtainable).get(job.job_uuid, ())
+        return place([job], nodes, left, now, obtainable, known=known).get(job.job_uuid, ())
 
     chosen: list[Preemptible] = []
     rest = list(candidates)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from llama_stack_provider_trl.jobs import prediction
 from llama_stack_provider_trl.jobs.demands import Queued
 from llama_stack_provider_trl.jobs.placement import Node
 from llama_stack_provider_trl.jobs.prediction import PredictedStart, RunningJob, StepPace, WaitingJob, predict
@@ -147,3 +148,12 @@ def test_a_critical_job_that_comes_later_pauses_one_that_is_predicted_to_have_st
     long = waiting("long", 1, StepPace(100, 1.0))
     late = waiting("critical", 2, StepPace(10, 1.0), not_before=NOW + 50, priority=2)
     assert preempted([long, late, waiting("last", 3)], {}, []) == {"long": 0.0, "critical": 50.0, "last": 110.0}
+
+
+def test_more_jobs_and_machines_than_can_be_compared_soon_are_not_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [waiting(f"job-{number}", number, StepPace(10, 1.0)) for number in range(5)]
+    monkeypatch.setattr(prediction, "_MOST_COMPARED", 2)
+    assert starts(jobs, {}, []) == {
+        **{"job-0": 0.0, "job-1": 10.0, "job-2": 20.0},
+        **dict.fromkeys(["job-3", "job-4"], "too many jobs and machines are before it"),
+    }
