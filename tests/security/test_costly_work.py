@@ -56,24 +56,40 @@ def _echo(value: int) -> Iterator[int]:
     yield value
 
 
-def test_a_caller_waits_for_one_call_of_another_and_not_for_all() -> None:
-    work, order, may_end = CostlyWork(threads=1, per_caller=1), list[str](), threading.Event()
+def turns(work: CostlyWork, *orders: tuple[str, str]) -> tuple[list[str], list[str]]:
+    """Five calls of the first caller (with its user), and then two of the second, are ordered while one thread is held.
 
-    async def ordered(caller: str, number: int) -> None:
-        with serving(work, caller):
-            await in_work_thread(lambda: (may_end.wait(30), order.append(f"{caller}-{number}")))
+    Returns:
+        The calls that were made, in their order; and why others were refused.
+    """
+    made, may_end = list[str](), threading.Event()
 
-    async def run() -> None:
-        many = [asyncio.ensure_future(ordered("many", number)) for number in range(5)]
-        await asyncio.sleep(0)
-        few = [asyncio.ensure_future(ordered("few", number)) for number in range(2)]
-        await asyncio.sleep(0)
+    async def ordered(caller: str, user: str, number: int) -> str:
+        with serving(work, caller, user=user):
+            try:
+                await in_work_thread(lambda: (may_end.wait(30), made.append(f"{user or caller}-{number}")))
+            except LimitReached as error:
+                return str(error)
+        return ""
+
+    async def run() -> list[str]:
+        calls = []
+        for (caller, user), count in zip(orders, (5, 2), strict=True):
+            calls += [asyncio.ensure_future(ordered(caller, user, number)) for number in range(count)]
+            await asyncio.sleep(0)
         may_end.set()
-        await asyncio.gather(*many, *few)
+        return [refusal for refusal in await asyncio.gather(*calls) if refusal]
 
-    asyncio.run(run())
-    assert order == ["many-0", "many-1", "few-0", "many-2", "few-1", "many-3", "many-4"]
+    refused = asyncio.run(run())
+    assert not work._admitted
     work.close()
+    return made, refused
+
+
+def test_a_caller_waits_for_one_call_of_another_and_not_for_all() -> None:
+    made, refused = turns(CostlyWork(threads=1, per_caller=1), ("many", ""), ("few", ""))
+    assert made == ["many-0", "many-1", "few-0", "many-2", "few-1", "many-3", "many-4"]
+    assert not refused
 
 
 def test_one_caller_never_holds_all_threads_that_read_and_nodes_have_their_own() -> None:
@@ -240,29 +256,10 @@ def test_a_user_that_takes_all_it_can_leaves_others_their_part() -> None:
 
 
 def test_users_behind_one_token_take_turns_and_none_fills_its_queue() -> None:
-    work, order, may_end = CostlyWork(threads=1, per_caller=1, queue=8), list[str](), threading.Event()
-
-    async def ordered(user: str, number: int) -> str:
-        with serving(work, "stack", user=user):
-            try:
-                await in_work_thread(lambda: (may_end.wait(30), order.append(f"{user}-{number}")))
-            except LimitReached as error:
-                return str(error)
-        return ""
-
-    async def run() -> None:
-        many = [asyncio.ensure_future(ordered("many", number)) for number in range(5)]
-        await asyncio.sleep(0)
-        few = [asyncio.ensure_future(ordered("few", number)) for number in range(2)]
-        await asyncio.sleep(0)
-        may_end.set()
-        refused = (await asyncio.gather(*many, *few))[4]
-        assert refused.startswith("4 requests of a user of 'stack' are being checked or wait for it")
-
-    asyncio.run(run())
-    assert order == ["many-0", "many-1", "few-0", "many-2", "few-1", "many-3"]
-    assert not work._admitted
-    work.close()
+    made, refused = turns(CostlyWork(threads=1, per_caller=1, queue=8), ("stack", "many"), ("stack", "few"))
+    assert made == ["many-0", "many-1", "few-0", "many-2", "few-1", "many-3"]
+    [reason] = refused
+    assert reason.startswith("4 requests of a user of 'stack' are being checked or wait for it")
 
 
 def test_a_limited_call_is_charged_with_the_cpu_time_of_its_process() -> None:
