@@ -70,6 +70,7 @@ from .datasets.blobs import Blobs
 from .datasets.quotas import CountedRows, JobAllowance, Quotas
 from .datasets.registration import Registration
 from .datasets.registry import DatasetRegistry
+from .disks import DiskWatch
 from .http.bodies import (
     EvaluateBody,
     GenerateBody,
@@ -114,6 +115,7 @@ class Service(StoredJobs):
             settings.isolation, [settings.data_dir, *account_directories()], [config, settings.tls_key]
         )
         self.space = Space(settings.min_free_disk_mb << 20, lambda: unfinished(self.store.database))
+        self.disks = DiskWatch(self.space, settings.data_dir, settings.checkpoint_roots)
         self.blobs = Blobs(settings, self.isolation, self.space)
         registration = Registration(
             self.blobs.directory,
@@ -200,6 +202,7 @@ class Service(StoredJobs):
         self.datasets.prepare()
         self.preflights.prepare()
         self.space.refresh()
+        self.disks.start()
         self.pools.start()
         log_unusable_methods()
         self.supervisor.start()
@@ -209,6 +212,7 @@ class Service(StoredJobs):
     def stop(self) -> None:
         """Stop supervising; trainings continue."""
         self.supervisor.stop()
+        self.disks.stop()
         self.pools.stop()
         self.exporter.stop()
         self.local.close()
@@ -332,19 +336,13 @@ class Service(StoredJobs):
             owner = Submitter(caller.name, caller.limits.max_queued_jobs, allowance)
             is_new = await submit(request, options, digest, self.for_jobs, self.store, rows, owner, *work)
             if is_new:
-                await in_work_thread(self._note_job, request.job_uuid, caller.name, allowance)
+                await in_work_thread(self._note_job, request.job_uuid)
             return is_new
 
-    def _note_job(self, job_uuid: str, owner: str, allowance: JobAllowance) -> None:
-        """Count the parts of rows that a job, or the trials of a search, have stored, and the space of checkpoints."""
+    def _note_job(self, job_uuid: str) -> None:
+        """Count the space of a job's checkpoints, before the jobs are read again."""
         with suppress(TrlError, OSError):  # the job is stored: nothing may turn that into a failure
-            for blob in allowance.rows.values():
-                self.store.rows.count_for(owner, blob.sha256, blob.num_bytes)
-            spec = self.store.get(job_uuid).spec
-            self.space.note_job(unfinished_job(spec))
-            for rows in (spec.dataset, spec.validation):
-                if rows is not None and rows.of_job is None:
-                    self.store.rows.count_for(owner, rows.sha256, rows.path.stat().st_size)
+            self.space.note_job(unfinished_job(self.store.get(job_uuid).spec))
 
     def _check_output(self, work: Work) -> None:
         """Refuse to make a dataset of a name that is registered. Raises InvalidRequest."""

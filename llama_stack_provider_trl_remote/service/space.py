@@ -32,8 +32,6 @@ _WHOLE = 64 << 20
 """Bytes up to which an announced size is reserved as a whole, where that is requested."""
 _REFRESH = 5.0
 """Seconds after which the jobs are read again, at the earliest."""
-_EXAMINED = 1.0
-"""Seconds for which the state of the disk counts."""
 _SHARE = 20
 """Reading them, with the specification of each, takes at most one of so many seconds."""
 _MOST_CONFIG = 1 << 20
@@ -89,8 +87,6 @@ class Space:
         """Of jobs that were submitted since the jobs were read, or while they are."""
         self._noting, self._refreshing = threading.Lock(), threading.Lock()
         self._read_at, self._every = -float("inf"), _REFRESH
-        self._problem: str | None = None
-        self._examined_at = -float("inf")
         self._models: dict[tuple[str, str | None], tuple[float, int]] = {}
 
     def require(self, use: Use, directory: Path, coming: int = 0, least: int | None = None) -> None:
@@ -103,8 +99,7 @@ class Space:
         Raises:
             OSError: ENOSPC; EROFS.
         """
-        with self._lock:
-            self._require(use, directory, coming, self._min_free if least is None else least)
+        self._require(use, directory, coming, self._min_free if least is None else least)
 
     @contextmanager
     def arriving(
@@ -120,19 +115,17 @@ class Space:
             OSError: ENOSPC or EROFS, also from that function.
         """
         least = self._min_free if least is None else least
-        device, unchecked = disk_of(directory), 0
+        unchecked = 0
         is_whole = 0 < announced <= (_WHOLE if whole else PIECE)
         reserved = announced if is_whole else PIECE
-        with self._lock:
-            self._require(use, directory, max(announced, reserved) if use is Use.ordered else announced, least)
-            self._arriving[device] = self._arriving.get(device, 0) + reserved
+        coming = max(announced, reserved) if use is Use.ordered else announced
+        device = self._require(use, directory, coming, least, reserved)
 
         def written(count: int) -> None:
             nonlocal unchecked
             unchecked += count
             if unchecked >= PIECE // 2 and not is_whole:
-                with self._lock:  # what it may write next is among the bytes that are reserved
-                    self._require(use, directory, 0, least)
+                self._require(use, directory, 0, least)  # what it may write next is among the bytes that are reserved
                 unchecked = 0
 
         try:
@@ -140,27 +133,6 @@ class Space:
         finally:
             with self._lock:
                 self._arriving[device] -= reserved
-
-    def problem(self, directory: Path) -> str | None:
-        """Why nothing that clients order can be stored, and what to do; None: it can. Any program may ask, so the disk
-        is examined once a second."""
-        if self._clock() - self._examined_at >= _EXAMINED:
-            self._problem, self._examined_at = self._examined(directory), self._clock()
-        return self._problem
-
-    def _examined(self, directory: Path) -> str | None:
-        try:
-            self.require(Use.ordered, directory)
-        except OSError as error:
-            match error.errno:
-                case errno.EROFS:
-                    state = "is read-only: make it writable again (the kernel's log has the reason)"
-                case errno.ENOSPC:
-                    state = "is full: free some space"
-                case _:
-                    state = f"cannot be examined ({error.strerror}): check it"
-            return f"the disk of the data directory {state}; until then nothing new is accepted"
-        return None
 
     def note_job(self, job: Unfinished) -> None:
         """Count a job that was submitted."""
@@ -181,6 +153,7 @@ class Space:
             found = self._unfinished()
         except StoreError as error:
             log.warning("the space that jobs need is not read: %s", error)
+            self._read_at = self._clock()  # what asks next does not wait for the database again
             return
         needs = {self._need(job) for job in found}
         with self._noting:
@@ -211,18 +184,29 @@ class Space:
         found = (need for need in self._needs if need.device == device and need.size <= total)
         return next(((need.size, need.job_uuid) for need in found), (0, ""))
 
-    def _require(self, use: Use, directory: Path, coming: int, least: int) -> None:
+    def _require(self, use: Use, directory: Path, coming: int, least: int, reserved: int = 0) -> int:
+        """Require space, and reserve some; returns the file system.
+
+        The disk is asked without the lock: one that hangs holds up those who write to it, and no others.
+        """
         if is_read_only(directory):
             raise OSError(errno.EROFS, f"nothing can be written to {directory}")
         reserve, job_uuid = self.reserve(directory) if use is Use.ordered else (0, "")
         line = (least // 2 if use is Use.report else least) + reserve
-        held = self._arriving.get(disk_of(directory), 0) if use is Use.ordered else 0
-        free, needed = free_bytes(directory), coming + held + line
-        if free < needed:
-            text = f"{free >> 20} MiB are free on the disk of {directory}, {needed >> 20} are needed"
-            if reserve:
-                text += f" ({reserve >> 20} of them stay free for the next checkpoint of job {job_uuid!r})"
-            raise OSError(errno.ENOSPC, text)
+        device = disk_of(directory)
+        before = self._arriving.get(device, 0)
+        free = free_bytes(directory)
+        with self._lock:
+            # An upload that has ended meanwhile may have written after the free bytes were counted.
+            held = max(before, self._arriving.get(device, 0)) if use is Use.ordered else 0
+            needed = coming + held + line
+            if free >= needed:
+                self._arriving[device] = self._arriving.get(device, 0) + reserved
+                return device
+        text = f"{free >> 20} MiB are free on the disk of {directory}, {needed >> 20} are needed"
+        if reserve:
+            text += f" ({reserve >> 20} of them stay free for the next checkpoint of job {job_uuid!r})"
+        raise OSError(errno.ENOSPC, text)
 
     def _need(self, job: Unfinished) -> _Need:
         return _Need(self._size_of(job), job.job_uuid, disk_of(Path(job.directory)))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from llama_stack_provider_trl.errors import StoreError
 from llama_stack_provider_trl.jobs.states import JobState
 from llama_stack_provider_trl.jobs.store import Store
 from llama_stack_provider_trl.jobs.unfinished import Unfinished, unfinished, unfinished_job
@@ -208,24 +209,47 @@ def test_a_process_that_does_not_supervise_reads_the_jobs_in_another_thread_and_
     assert (readers[0], len(readers)) == (threading.current_thread(), 2)
 
 
-def test_a_disk_that_nothing_can_be_stored_on_is_a_sentence_and_examined_once_a_second(
-    tmp_path: Path, free: list[int], monkeypatch: pytest.MonkeyPatch
+def test_a_disk_that_hangs_holds_up_no_writes_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hung, other = tmp_path / "hung", tmp_path / "other"
+    hung.mkdir(), other.mkdir()
+    waits, answers = threading.Event(), threading.Event()
+
+    def free_bytes(path: Path) -> int:
+        if path == hung:
+            waits.set()
+            assert answers.wait(20)
+        return 1 << 40
+
+    monkeypatch.setattr(module, "free_bytes", free_bytes)
+    space = Space(MIN_FREE)
+    writer = threading.Thread(target=space.require, args=(Use.report, hung))
+    writer.start()
+    try:
+        assert waits.wait(20)
+        space.require(Use.ordered, other)
+        with space.arriving(Use.ordered, other) as written:
+            written(PIECE)
+    finally:
+        answers.set()
+        writer.join(20)
+
+
+def test_jobs_that_cannot_be_read_are_tried_again_later_and_not_by_each_writer(
+    tmp_path: Path, free: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock, examined = FakeClock(), []
-    monkeypatch.setattr(module, "is_read_only", lambda path: bool(examined.append(path)) or len(examined) > 1)
-    space = Space(MIN_FREE, clock=clock)
+    clock, tries = FakeClock(), []
+
+    def unfinished() -> list[Unfinished]:
+        tries.append(1)
+        raise StoreError("the database is locked")
+
+    space = Space(MIN_FREE, unfinished, clock)
     for _ in range(3):
-        assert space.problem(tmp_path) is None
-    assert len(examined) == 1
-    clock.advance(1)
-    assert "is read-only: make it writable again" in (space.problem(tmp_path) or "")
-    monkeypatch.setattr(module, "is_read_only", lambda path: False)
-    free[0] = MIN_FREE - 1
-    clock.advance(1)
-    assert "is full: free some space" in (space.problem(tmp_path) or "")
-    free[0] = MIN_FREE
-    clock.advance(1)
-    assert space.problem(tmp_path) is None
+        space.require(Use.ordered, tmp_path)
+    assert (len(tries), len(caplog.records)) == (1, 1)
+    clock.advance(60)
+    space.refresh()
+    assert len(tries) == 2
 
 
 # --- Every function of the service and of jobs that writes ------------------------------------------------------------

@@ -478,5 +478,5 @@ class Health(BaseModel):
     supervising: bool
     """false: another process supervises this data directory, and this one only accepts requests."""
     storage_problem: str | None = None
-    """Why nothing new can be stored, and what to do: the disk is read-only or full. null: it can. Reads are answered,
-    and trainings continue."""
+    """Why something cannot be stored, and what to do: a disk is read-only or full, or does not answer. null: all can.
+    Reads are answered, and trainings continue."""

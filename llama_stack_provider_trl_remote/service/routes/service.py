@@ -23,7 +23,7 @@ pages = APIRouter(route_class=GuardedRoute)
 @router.get("/health", dependencies=[ANYONE], response_model=Health, responses=declared())
 async def health(service: Context) -> Response:
     """Whether the service answers, and can store what it gets. Needs no token."""
-    problem = service.space.problem(service.settings.data_dir)
+    problem = service.disks.problem()
     supervising = service.supervisor.supervising
     return as_json(Health(status="OK", version=__version__, supervising=supervising, storage_problem=problem))
 

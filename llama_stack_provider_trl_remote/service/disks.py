@@ -1,0 +1,124 @@
+"""The state of the disks that the service writes to, for callers that may not wait for a disk.
+
+A disk of another machine (NFS) that hangs holds every call to it for as long as it hangs. So a thread of its own
+examines the disks, and whoever asks gets what it has found, or for how long it has waited.
+"""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from llama_stack_provider_trl.system.data_dir import DataDir
+
+from .space import Space, Use
+
+_EVERY = 1.0
+"""Seconds between two examinations; one takes 0.1 ms."""
+_HANGS = 5.0
+"""Seconds without an answer after which a disk is reported: a busy one may take some."""
+_TEMPORARY = 1 << 20
+"""Bytes that must be free for temporary files."""
+
+
+class _Examined(NamedTuple):
+    what: str
+    directory: Callable[[], Path]
+    use: Use | None
+    """None: temporary files, which need a little space."""
+    consequence: str
+
+
+class DiskWatch:
+    """Examines the disks of the data directory, of its parts that lie on others, of other directories for checkpoints,
+    and of temporary files.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        data_dir: Path,
+        checkpoint_roots: Iterable[Path] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._space, self._clock = space, clock
+        own = DataDir(data_dir)
+        self._disks = (
+            _Examined("the data directory", lambda: own.root, Use.ordered, "nothing new is accepted"),
+            _Examined("uploaded rows", lambda: own.datasets, Use.ordered, "no rows are accepted"),
+            _Examined("checkpoints", lambda: own.checkpoints, Use.checkpoint, "jobs cannot save"),
+            _Examined("run directories", lambda: own.jobs, Use.report, "jobs cannot start"),
+            _Examined("the token cache", lambda: own.tokens, Use.checkpoint, "jobs may fail"),
+            _Examined("the reference cache", lambda: own.reference, Use.checkpoint, "jobs may fail"),
+            *(
+                _Examined("a directory of checkpoint_roots", partial(Path, root), Use.checkpoint, "no job saves there")
+                for root in checkpoint_roots
+            ),
+            # The first call of `gettempdir` writes to the directory.
+            _Examined("temporary files", lambda: Path(tempfile.gettempdir()), None, "jobs may fail"),
+        )
+        self._stopping = threading.Event()
+        self._problem: str | None = None
+        self._waiting: tuple[_Examined, float] | None = None
+        """The disk that is being examined, and since when."""
+
+    def start(self) -> None:
+        """Examine the disks until `stop`, in a thread that ends with the process."""
+        threading.Thread(target=self._watch, name="trl-disks", daemon=True).start()
+
+    def stop(self) -> None:
+        """Examine nothing more; waits for no disk."""
+        self._stopping.set()
+
+    def problem(self) -> str | None:
+        """Why something cannot be stored, and what to do, as of a second ago; None: all can. Never waits.
+
+        Names no path: any program may ask.
+        """
+        if (waiting := self._waiting) is not None and (seconds := self._clock() - waiting[1]) >= _HANGS:
+            check = "check it, or the machine and the network that it is mounted from"
+            return _sentence(waiting[0], f"has not answered for {seconds:.0f} s: {check}")
+        return self._problem
+
+    def examine(self) -> None:
+        """Examine each disk; takes as long as they do."""
+        problem = None
+        for disk in self._disks:
+            self._waiting = disk, self._clock()
+            problem = problem or self._examined(disk)
+        self._waiting, self._problem = None, problem
+
+    def _watch(self) -> None:
+        while not self._stopping.is_set():
+            self.examine()
+            self._stopping.wait(_EVERY)
+
+    def _examined(self, disk: _Examined) -> str | None:
+        try:
+            if disk.use is None:
+                self._space.require(Use.report, disk.directory(), _TEMPORARY, 0)
+            else:
+                self._space.require(disk.use, disk.directory())
+        except OSError as error:
+            match error.errno:
+                case errno.EROFS:
+                    state = "is read-only: make it writable again (the kernel's log has the reason)"
+                case errno.ENOSPC:
+                    state = "is full: free some space"
+                case _:
+                    state = f"cannot be examined ({error.strerror}): check it"
+            return _sentence(disk, state)
+        return None
+
+
+def _sentence(disk: _Examined, state: str) -> str:
+    return f"the disk of {disk.what} {state}; until then {disk.consequence}"
