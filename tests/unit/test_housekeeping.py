@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.errors import StoreError
+from llama_stack_provider_trl.errors import RowsRemoved, StoreError
 from llama_stack_provider_trl.jobs import housekeeping
 from llama_stack_provider_trl.jobs.housekeeping import remove_unused_rows
 from llama_stack_provider_trl.jobs.states import JobState
@@ -116,7 +116,7 @@ def test_rows_that_are_touched_while_they_are_taken_are_put_back(
 def test_a_job_whose_rows_are_gone_is_not_stored(datasets: Path, store: Store) -> None:
     blob = old_rows(datasets, "a")
     assert remove_unused_rows(datasets, store, WEEK) == [blob.sha256]
-    with pytest.raises(StoreError, match="send it again"):
+    with pytest.raises(RowsRemoved, match="was removed while job"):
         store.add_job(job_spec("a", dataset=ref(blob)), "digest", (), [blob.path])
     assert store.names() == []
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.errors import FULL, InvalidRequest, JobConflict, StoreError, shortage_of
+from llama_stack_provider_trl.errors import FULL, InvalidRequest, JobConflict, RowsRemoved, StoreError, shortage_of
 from llama_stack_provider_trl.jobs import submission
 from llama_stack_provider_trl.jobs.resume_from import copy_checkpoint
 from llama_stack_provider_trl.jobs.row_parts import Allowance
@@ -141,7 +141,7 @@ def test_a_job_whose_copy_was_taken_away_before_it_was_stored_is_not(
 
     monkeypatch.setattr(submission, "copy_checkpoint", late)
     spec = with_rows(asking(ResumeFrom(job_uuid="first")), tmp_path)
-    with pytest.raises(StoreError, match="send it again"):
+    with pytest.raises(RowsRemoved, match="was removed while job"):
         submission._stored(ResolvedJob(spec, [], ()), "digest", store, tmp_path)
     assert store.names() == ["first"]
 
