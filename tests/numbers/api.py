@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -22,8 +23,23 @@ def document() -> dict[str, Any]:
     found = app.openapi()
     del found["info"]["version"]
     found["paths"] = {path: calls for path, calls in found["paths"].items() if not path.startswith(_TWINS)}
+    _share_errors(found)
     routes = [route for route in app.routes if hasattr(route, "methods")]
     return {"openapi": found, "routes": sorted(f"{route.path} {','.join(sorted(route.methods))}" for route in routes)}
+
+
+def _share_errors(found: dict[str, Any]) -> None:
+    """Write each error that several calls answer once, so that a change of it is one difference."""
+    calls = [call for path in found["paths"].values() for call in path.values()]
+    given = Counter(json.dumps(answer, sort_keys=True) for call in calls for answer in call["responses"].values())
+    shared: dict[str, str] = {}
+    for call in calls:
+        for status, answer in call["responses"].items():
+            written = json.dumps(answer, sort_keys=True)
+            if status >= "400" and given[written] > 1:
+                name = shared.setdefault(written, f"{status}-{sum(one.startswith(status) for one in shared.values())}")
+                call["responses"][status] = {"$ref": f"#/components/responses/{name}"}
+    found["components"]["responses"] = {name: json.loads(written) for written, name in shared.items()}
 
 
 def text() -> str:

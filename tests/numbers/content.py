@@ -19,6 +19,8 @@ _VARYING = re.compile(
     r"|token_cache"  # whether an earlier job has made the same tokens
 )
 """Keys of values that differ from run to run, or from release to release of a library."""
+_SETS = ("target_modules", "modules_to_save", "exclude_modules")
+"""Keys of lists that PEFT writes from sets, in an order that each process has for itself."""
 _MOST_TEXT = 1 << 16
 """Characters of a JSON file up to which a record has its content, too, so that differences are shown by field."""
 
@@ -59,7 +61,8 @@ class Reader:
         """A JSON value without what differs from run to run."""
         if isinstance(value, dict):
             kept = {key: one for key, one in value.items() if not _VARYING.fullmatch(key)}
-            return {self.cleaned(key): self.cleaned(one) for key, one in kept.items()}
+            ordered = {key: sorted(one) if key in _SETS and isinstance(one, list) else one for key, one in kept.items()}
+            return {self.cleaned(key): self.cleaned(one) for key, one in ordered.items()}
         if isinstance(value, list):
             return [self.cleaned(one) for one in value]
         if isinstance(value, str):

@@ -44,6 +44,8 @@ def test_paths_times_and_versions_do_not_count_and_everything_else_does(tmp_path
     assert digest("/other", layers=[{"time": 9, "size": 2}], rate=0.1, created_at="night") == first
     assert digest("/other", layers=[{"time": 9, "size": 2}], rate=0.1 + 2**-54) != first
     assert digest("/other", layers=[{"time": 9, "size": 3}], rate=0.1) != first
+    assert digest("/one", target_modules=["q", "v"]) == digest("/one", target_modules=["v", "q"])
+    assert digest("/one", layers=["q", "v"]) != digest("/one", layers=["v", "q"])
 
 
 def test_every_difference_is_shown_with_both_values_and_those_of_json_by_field() -> None:
