@@ -60,6 +60,8 @@ NICE = 10
 LOCKS = Path("/tmp")
 """Directory of device locks, with a directory below it for each user."""
 RUNTIME = Path("/run/user")
+_CLAIM_RETRY = 0.01
+"""Seconds after which a second runner of a task looks again whether the first one has reported."""
 _DEVICE_RETRY = 0.2
 """Seconds between two attempts to take a lock that another process holds."""
 _FINAL_EVENTS = ("finished", "failed", "paused")
@@ -180,7 +182,11 @@ def main(arguments: list[str]) -> None:
     umask = os.umask(0o077)
     paths = RunDir(task.run_dir)
     claim = FileLock(paths.runner_lock)
-    if not claim.acquire(f"runner, pid {os.getpid()}") or paths.runner_status.exists():
+    while not claim.acquire(f"runner, pid {os.getpid()}"):
+        if paths.runner_status.exists():
+            return
+        time.sleep(_CLAIM_RETRY)  # started before: the launcher takes a task without that file for gone, and ends it
+    if paths.runner_status.exists():
         return  # started before; the lock and the file outlive the process that requested it
     ready = _detach()
     runner = Runner(task, umask)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,8 @@ from llama_stack_provider_trl.launch.torchrun import (
     training_argv,
     training_environment,
 )
-from llama_stack_provider_trl.system.process import myself
+from llama_stack_provider_trl.system.files import RunDir
+from llama_stack_provider_trl.system.process import FileLock, myself
 from tests import nvml
 
 TASK = TaskSpec("job-1-2", Path("/data/jobs/job-1/attempts/2"), ("cpu",))
@@ -246,3 +248,48 @@ def test_what_the_runner_writes_the_launcher_reads(tmp_path: Path) -> None:
     ):
         status.write(path)
         assert RunnerStatus.read(path) == status
+
+
+@pytest.fixture
+def order(tmp_path: Path) -> Iterator[RunDir]:
+    """A task that a runner is starting, under another lock than the one of this process."""
+    paths, umask = RunDir(tmp_path), os.umask(0o022)
+    RunnerTask("job-1-1", tmp_path, (), ("true",), 1.0).write(paths.task)
+    yield paths
+    os.umask(umask)
+
+
+def test_a_second_runner_of_a_task_ends_when_the_first_one_has_reported(
+    order: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher kills the first one of a task without that file: on a busy machine a warm process answers late."""
+    first, waited = FileLock(order.runner_lock), []
+    assert first.acquire("the first runner")
+
+    def report_later(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            RunnerStatus("job-1-1", runner=myself(), state=TaskState.waiting).write(order.runner_status)
+
+    monkeypatch.setattr(runner.time, "sleep", report_later)
+    monkeypatch.setattr(runner, "_detach", lambda: pytest.fail("the task is started twice"))
+    runner.main([str(order.task)])
+    assert len(waited) == 3
+    first.release()
+
+
+def test_a_second_runner_starts_the_task_where_the_first_one_was_killed(
+    order: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Started(Exception):
+        pass
+
+    def start() -> int:
+        raise Started
+
+    first = FileLock(order.runner_lock)
+    assert first.acquire("the first runner")
+    monkeypatch.setattr(runner.time, "sleep", lambda seconds: first.release())
+    monkeypatch.setattr(runner, "_detach", start)
+    with pytest.raises(Started):
+        runner.main([str(order.task)])
