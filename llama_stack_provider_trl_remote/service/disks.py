@@ -20,7 +20,7 @@ from llama_stack_provider_trl.system.data_dir import DataDir
 from .space import Space, Use
 
 _EVERY = 1.0
-"""Seconds between two examinations; one takes 0.1 ms."""
+"""Seconds between two examinations; one takes 0.3 ms."""
 _HANGS = 5.0
 """Seconds without an answer after which a disk is reported: a busy one may take some."""
 _TEMPORARY = 1 << 20
