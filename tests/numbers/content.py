@@ -19,8 +19,10 @@ _VARYING = re.compile(
     r"|token_cache"  # whether an earlier job has made the same tokens
 )
 """Keys of values that differ from run to run, or from release to release of a library."""
-_SETS = ("target_modules", "modules_to_save", "exclude_modules")
+_SETS = ("target_modules", "feedforward_modules", "modules_to_save", "exclude_modules")
 """Keys of lists that PEFT writes from sets, in an order that each process has for itself."""
+_RANDOM = re.compile(r"(?<=/resume/)[0-9a-f]{32}")
+"""Parts of paths that are random."""
 _MOST_TEXT = 1 << 16
 """Characters of a JSON file up to which a record has its content, too, so that differences are shown by field."""
 
@@ -68,6 +70,7 @@ class Reader:
         if isinstance(value, str):
             for path, name in self._places.items():
                 value = value.replace(path, name)
+            value = _RANDOM.sub("RANDOM", value)
         return value
 
 

@@ -45,6 +45,8 @@ def test_paths_times_and_versions_do_not_count_and_everything_else_does(tmp_path
     assert digest("/other", layers=[{"time": 9, "size": 2}], rate=0.1 + 2**-54) != first
     assert digest("/other", layers=[{"time": 9, "size": 3}], rate=0.1) != first
     assert digest("/one", target_modules=["q", "v"]) == digest("/one", target_modules=["v", "q"])
+    kept = [digest("/one", at=f"/one/resume/{digit * 32}/checkpoint-3") for digit in "ab"]
+    assert kept[0] == kept[1]
     assert digest("/one", layers=["q", "v"]) != digest("/one", layers=["v", "q"])
 
 
