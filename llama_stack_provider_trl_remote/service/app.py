@@ -77,6 +77,7 @@ def make_app(service: Service) -> FastAPI:
         *(
             each.router
             for each in (
+                static_files,
                 login,
                 list_pages,
                 job_pages,
