@@ -193,6 +193,8 @@ def test_a_checkpoint_that_is_written_while_prompts_are_answered_generates_as_th
         save(self, *arguments, **named)
 
     def write_late(self: Any, *arguments: Any, **named: Any) -> None:
+        if not is_due.is_set():  # the check before the training, of a model without weights
+            return write(self, *arguments, **named)
         assert is_answering.wait(60)
         write(self, *arguments, **named)
         is_written.set()
