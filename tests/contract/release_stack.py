@@ -33,7 +33,7 @@ class Surface:
     taken_job: int = 409
     unreachable: int = 502
     """The service does not answer."""
-    broken: int = 500
+    broken: int = 503
     """The data directory cannot be written."""
     client: str = "alpha"
     """What of the SDK has `post_training`; the same for `datasets`."""

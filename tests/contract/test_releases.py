@@ -169,6 +169,7 @@ def test_rows_that_cannot_be_stored_are_an_error_with_its_text(stack: ReleaseSta
         pytest.skip("the service's own tests break its disk")
     stack.register("unstored", [*QUESTIONS, {"prompt": "Anything else?", "completion": "No."}])
     datasets = stack.data_dir / "datasets"
+    datasets.mkdir(exist_ok=True)
     aside = datasets.rename(stack.root / "aside")
     datasets.touch()
     try:
