@@ -28,6 +28,7 @@ from ..specs.job import AttemptSpec, JobSpec
 from ..specs.judging import VERDICT_TOKENS, default_template, filled, read_verdict
 from ..specs.kinds import ANSWERS, VERDICTS, Answering, CheckedAnswering, FurtherModel
 from .answerer import Answered, Answerer
+from .data.chat import Chat, LostTurns
 from .distributed.heartbeat import heartbeat
 from .distributed.replicas import ALONE, Replicas
 from .generate import AnswerFile, pauses, report_progress
@@ -129,6 +130,8 @@ class Judges:
                 release(device)
                 with heartbeat(writer):
                     loaded = key, judge.loads(self._spec, device)
+            with heartbeat(writer):
+                self._warn_of_template(judge, loaded[1].chat, rows, answers, writer)
             unjudged = islice(answers.lines(), judge.verdicts.count, None)
             while judge.verdicts.count < self._total:
                 if pauses(attempt, writer, self._total + self.done, self._team):
@@ -138,6 +141,21 @@ class Judges:
                 faults.reach(f"step-{self._total + self.done}")
         return True
 
+    def _warn_of_template(
+        self, judge: Judge, chat: Chat, rows: Sequence[CheckedRow], answers: AnswerFile, writer: EventWriter
+    ) -> None:
+        """Report what the judge's chat template leaves out of the prompts that are left. A rank without the file of
+        answers has none."""
+        warned, chat.lost, count = chat.template_warning, LostTurns(), 0
+        for answer in islice(answers.lines(), judge.verdicts.count, None):
+            turns = [{"role": "user", "content": judge.reads(answer, rows[answer["row"]])}]
+            chat.render_counted(turns, answer["row"], add_generation_prompt=True)
+            count += 1
+        if chat.template_warning and not warned:
+            writer.write(Warned(message=f"the judge {judge.check.model}: {chat.template_warning}"))
+        if lost_turns := chat.lost.message("prompt", count, f"the judge {judge.check.model}'s"):
+            writer.write(Warned(message=lost_turns))
+
     def _judge_batch(
         self,
         judge: Judge,
@@ -146,12 +164,10 @@ class Judges:
         batch: list[dict[str, Any]],
         writer: EventWriter,
     ) -> None:
-        warned, began = answerer.chat.template_warning, time.monotonic()
+        began = time.monotonic()
         texts = [judge.reads(answer, rows[answer["row"]]) for answer in batch]
         turns = [[{"role": "user", "content": text}] for text in texts]
         encoded = [answerer.tokens_of(one, answer["row"]) for one, answer in zip(turns, batch, strict=True)]
-        if answerer.chat.template_warning and not warned:
-            writer.write(Warned(message=f"the judge {judge.check.model}: {answerer.chat.template_warning}"))
         fitting = [ids for ids in encoded if answerer.has_room(ids)]
         sources = [random.Random(0) for _ in fitting]  # a greedy choice reads none
         found = answerer.answer(fitting, sources, writer.heartbeat)

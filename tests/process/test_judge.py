@@ -354,3 +354,23 @@ def test_a_verdict_that_is_damaged_or_on_another_answer_fails_the_job_in_a_sente
     assert (
         f"line {number} in {spec.checkpoint_dir / 'verdicts-1.jsonl'} cannot be read as a verdict (" in failed.message
     )
+
+
+def test_what_the_template_of_a_judge_leaves_out_is_a_warning_before_its_first_verdict(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_model(), tmp_path / "mute")
+    (tmp_path / "mute" / "chat_template.jinja").write_text("<|im_start|>assistant\n")
+    spec = spec_of(tmp_path, (tiny_model(), tiny_model()), PLAIN)
+    assert isinstance(spec.work, EvaluateSpec)
+    assert spec.work.answers is not None
+    judges = (FurtherModel(model=str(tmp_path / "mute")),)
+    work = EvaluateSpec(answers=spec.work.answers.model_copy(update={"judges": judges}))
+    codes, events = ranks.run(tmp_path / "run", spec.model_copy(update={"work": work}))
+    assert codes == [0], of_kind(events, Failed)
+    (warning,) = [event for event in of_kind(events, Warned) if "leaves out turns" in event.message]
+    assert warning.message.startswith(
+        "the judge the-judge's chat template leaves out turns of 4 of 4 prompts (4 user), first in row 0"
+    )
+    verdicts = [event for event in of_kind(events, Progress) if event.step > len(ROWS)]
+    assert events.index(warning) < events.index(verdicts[0])
