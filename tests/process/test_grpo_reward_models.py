@@ -175,6 +175,16 @@ def test_a_row_that_the_template_refuses_is_named_by_its_number(reward_model: Tr
         scorer.score([[{"role": "user", "content": "a"}]] * 2, ["b", "c"], [41, 42], lambda: None)
 
 
+def test_an_answer_is_scored_at_its_end_whatever_the_template_writes_after_it(reward_model: Trained) -> None:
+    scorer = scorer_of(reward_model("whole"))
+    given = [[{"role": "user", "content": "What is 1 plus 1?"}]] * 2, ["It is 2.", "No."], [0, 1], lambda: None
+    expected = scorer.score(*given).rewards
+    for after in ("<|im_start|>assistant\n", "The end."):
+        other = scorer_of(reward_model("whole"))
+        other._chat.tokenizer.chat_template += f"{{{{ {after!r} }}}}"
+        assert other.score(*given).rewards == expected
+
+
 def test_a_reward_model_whose_files_lack_its_head_is_refused(tmp_path: Path, reward_model: Trained) -> None:
     whole = reward_model("whole")
     shutil.copytree(whole.path or Path(), tmp_path / "headless")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -14,6 +15,7 @@ from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import DroppedTurns
 from ...specs.rows import Message
+from .endings import Endings, Examples
 from .marks import CLOSE, OPEN, common_prefix, markings, unmarked, visible
 from .templates import rendered
 
@@ -144,9 +146,20 @@ class Chat:
         self.unplaced_turns = 0
         """Assistant turns whose place in the text is not found, though the template writes them."""
         self.lost = LostTurns()
+        self.endings = Endings(tokenizer, self.render_part)
+        """Where the answers end."""
+        self.trained_headers = Examples()
+        """Headers of answers that the template does not write in generation, so that the model has to."""
         self._unwritten: dict[tuple[bool, tuple[str, ...]], list[int] | None] = {}
         """By what the last turn is for, and the roles of the turns: the turns that the template does not write; None:
         that depends on the contents, too."""
+
+    @cached_property
+    def has_generation_header(self) -> bool:
+        """Whether the template writes something for `add_generation_prompt`."""
+        prompt: list[Message] = [{"role": "user", "content": OPEN + CLOSE}]
+        plain = self.render_part(prompt)
+        return plain is None or plain != self.render_part(prompt, add_generation_prompt=True)
 
     def render(self, messages: Sequence[Message], row: int, *, add_generation_prompt: bool = False) -> str:
         """The conversation as text; `add_generation_prompt` adds the header of the next answer."""
@@ -234,6 +247,38 @@ class Chat:
             return self._render(messages, add_generation_prompt)
         except (TemplateError, TypeError, ValueError):
             return None
+
+    def warnings(self, unit: str, total: int) -> Iterator[str]:
+        """What a user should know of the template, beside the turns that it leaves out and the ends of answers.
+
+        Args:
+            unit: what a row is called.
+            total: rows that were read.
+        """
+        if self.template_warning:
+            yield self.template_warning
+        if self.diverged:
+            yield (
+                f"{self.diverged} of {total} {unit}s: the chat template writes the prompt differently when the "
+                "answer follows; the loss starts where they diverge, or, where that is within the prompt's last turn, "
+                "at the answer's own text"
+            )
+        if self.two_prompts:
+            yield (
+                f"{self.two_prompts} of {total} {unit}s: the chat template writes the prompt differently for each "
+                "answer; both are trained after the prompt that generation has"
+            )
+        if self.trained_headers.count:
+            yield (
+                f"{self.trained_headers.count} answers are trained with their header, such as "
+                f"{self.trained_headers.first!r}: the chat template does not write it in generation, so the model has "
+                "to. Have the template write it for add_generation_prompt"
+            )
+        if self.unplaced_turns:
+            yield (
+                f"{self.unplaced_turns} assistant turns are not trained: the chat template writes something else for "
+                "the same turn with a mark in it"
+            )
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         return rendered(self.tokenizer, messages, add_generation_prompt=add_generation_prompt)

@@ -331,7 +331,7 @@ class TruncationCounter:
     largest_id_row: int = 0
     eos_trained: bool = False
     example_end: list[int] = field(default_factory=list)
-    """The last ids of the first sequence that was not cut."""
+    """The last trained ids of the first sequence that was not cut."""
 
     def cut_row(self, ids: list[int], labels: list[int]) -> tuple[list[int], list[int]] | None:
         """The row, cut; None if it is dropped. The first label never counts: nothing predicts the first token."""
@@ -410,7 +410,7 @@ class TruncationCounter:
         self.trained_tokens += trained
         if not cut:
             self.eos_trained = self.eos_trained or self.eos in answer
-            self.example_end = self.example_end or answer[-3:]
+            self.example_end = self.example_end or [token for token in answer if token != IGNORED][-3:]
 
     def report(self, unit: str, chat: Chat, teacher: Chat | None = None) -> DataReport:
         """The counts, with warnings.
@@ -437,7 +437,7 @@ class TruncationCounter:
     def warnings(self, unit: str, chat: Chat, teacher: Chat | None = None) -> list[str]:
         """What a user should know of the rows so far."""
         lost = self.lost_turns(unit, chat, teacher)
-        return [*self._template_warnings(unit, chat), *lost, *self._end_warnings(chat), *self._cut_warnings(unit)]
+        return [*chat.warnings(unit, self.rows), *lost, *self._end_warnings(chat), *self._cut_warnings(unit)]
 
     def lost_turns(self, unit: str, chat: Chat, teacher: Chat | None = None) -> list[str]:
         """A sentence for each chat template that does not write all turns."""
@@ -454,27 +454,8 @@ class TruncationCounter:
             f"raise max_seq_length (the longest {unit} has {self.longest} tokens) or shorten the prompts"
         )
 
-    def _template_warnings(self, unit: str, chat: Chat) -> Iterator[str]:
-        if chat.template_warning:
-            yield chat.template_warning
-        if chat.diverged:
-            yield (
-                f"{chat.diverged} of {self.rows} {unit}s: the chat template writes the prompt differently when the "
-                "answer follows; the loss starts where they diverge, or, where that is within the prompt's last turn, "
-                "at the answer's own text"
-            )
-        if chat.two_prompts:
-            yield (
-                f"{chat.two_prompts} of {self.rows} {unit}s: the chat template writes the prompt differently for each "
-                "answer; both are trained after the prompt that generation has"
-            )
-        if chat.unplaced_turns:
-            yield (
-                f"{chat.unplaced_turns} assistant turns are not trained: the chat template writes something else for "
-                "the same turn with a mark in it"
-            )
-
     def _end_warnings(self, chat: Chat) -> Iterator[str]:
+        yield from chat.endings.warnings()
         if self.example_end and self.eos is not None and not self.eos_trained:
             yield (
                 f"answers end in {chat.tokenizer.decode(self.example_end)!r}, not in the tokenizer's eos_token "

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.rows import Message
 from .chat import Chat, TokenIndex
-from .marks import Marking, common_prefix, markings, unmarked, visible
+from .marks import common_prefix, unmarked, visible
+from .places import ContentPlace, find_content
 
 Span = tuple[int, int, bool]
 """First and last character, and whether the end is exact; if not, the token around the end is outside the span."""
 
 
+_ANY_THINK = re.compile("</?think>")
 _THINK = "<think>"
 """Opens a thought: templates write it for answers without one, and in generation, by rules of their own."""
 
@@ -27,17 +31,6 @@ class SplitRow(NamedTuple):
     """Each begins where the template writes it, and ends with what the template writes to end the turn."""
 
 
-class _Place(NamedTuple):
-    """Where the content of a turn is in a text."""
-
-    start: int
-    end: int
-    mark: int
-    """Where the first mark was: after a thought's beginning, which the template may have read."""
-    marking: Marking
-    """By which it was found."""
-
-
 class _RenderedRow(NamedTuple):
     """A rendered row."""
 
@@ -47,7 +40,9 @@ class _RenderedRow(NamedTuple):
     before: str
     """The prompt with the header of an answer, as in generation."""
     texts: list[str]
-    """The prompt with each answer."""
+    """The prompt with each answer, and what the template writes after it."""
+    ended: list[str]
+    """The texts, each as far as its answer ends."""
 
     @property
     def diverges(self) -> bool:
@@ -71,8 +66,8 @@ def split_rows(
     rows = [_rendered(chat, *row) for row in zip(numbers, prompts, answers, strict=True)]
     plain = [row for row in rows if not row.diverges]
     headers = iter(chat.tokenize([row.before for row in plain]))
-    sequences = iter(chat.tokenize([text for row in plain for text in row.texts]))
-    indexed = iter(chat.tokenize_with_index([text for row in rows if row.diverges for text in row.texts]))
+    sequences = iter(chat.tokenize([text for row in plain for text in row.ended]))
+    indexed = iter(chat.tokenize_with_index([text for row in rows if row.diverges for text in row.ended]))
     for row in rows:
         if row.diverges:
             yield _split_diverging(chat, row, [next(indexed) for _ in row.texts])
@@ -81,9 +76,15 @@ def split_rows(
 
 
 def _rendered(chat: Chat, number: int, prompt: Sequence[Message], answers: Sequence[Sequence[Message]]) -> _RenderedRow:
-    found = [chat.render_whole([*prompt, *answer], number) for answer in answers]
+    talks = [[*prompt, *answer] for answer in answers]
+    found = [chat.render_whole(talk, number) for talk in talks]
     before = chat.render(prompt, number, add_generation_prompt=True)
-    row = _RenderedRow(number, prompt, answers, before, [one.text for one in found])
+    texts = [one.text for one in found]
+    ended = [text[: chat.endings.of(talk, text)] for talk, text in zip(talks, texts, strict=True)]
+    row = _RenderedRow(number, prompt, answers, before, texts, ended)
+    if not row.diverges:
+        for answer, text in zip(answers, texts, strict=True):
+            _count_header(chat, answer[0], text, len(before))
     lost = {turn for one in found for turn in one.unwritten if turn < len(prompt)}
     roles = [prompt[turn]["role"] for turn in sorted(lost)]
     for answer, one in zip(answers, found, strict=True):
@@ -127,12 +128,13 @@ def _shares_prompt(chat: Chat, row: _RenderedRow, text: str, start: int, first: 
         return True
     if not text.startswith(row.before):
         return False
-    place = _find(chat, row.prompt, len(row.prompt) - 1, row.before, add_generation_prompt=True)
+    render = partial(chat.render_part, add_generation_prompt=True)
+    place = find_content(render, row.prompt, len(row.prompt) - 1, row.before)
     return place is not None and place.end <= first
 
 
 def _answer_start(chat: Chat, row: _RenderedRow, answer: Sequence[Message], text: str) -> int:
-    place = _find(chat, [*row.prompt, *answer], len(row.prompt), text)
+    place = find_content(chat.render_part, [*row.prompt, *answer], len(row.prompt), text)
     if place is None:
         raise JobFailure(
             Reason.invalid_dataset,
@@ -143,7 +145,7 @@ def _answer_start(chat: Chat, row: _RenderedRow, answer: Sequence[Message], text
     return _header_end(chat, row.prompt, row.before, text, place)
 
 
-def _header_end(chat: Chat, prompt: Sequence[Message], before: str | None, text: str, place: _Place) -> int:
+def _header_end(chat: Chat, prompt: Sequence[Message], before: str | None, text: str, place: ContentPlace) -> int:
     """Where the header of an answer ends that generation has, too, and what follows is trained.
 
     Templates that open a thought in generation close it before an answer without one. A note between the prompt and the
@@ -165,48 +167,45 @@ def _header_end(chat: Chat, prompt: Sequence[Message], before: str | None, text:
     return min(at + length, place.mark + opened)
 
 
+def _count_header(chat: Chat, answer: Message, text: str, start: int) -> None:
+    """Count what is trained before an answer's thought and content where the template ignores `add_generation_prompt`:
+    what generation lacks the model has to write."""
+    if not chat.has_generation_header:
+        header = text[start : max(text.find(answer["content"].strip(), start), start)]
+        chat.trained_headers.add(_ANY_THINK.split(header)[0])
+
+
 def answer_spans(chat: Chat, messages: Sequence[Message], text: str) -> Iterator[Span]:
     """The spans of the answers in `text`, the rendered conversation: after each answer's header, up to and including
-    what the template writes to end the turn."""
+    what ends the turn."""
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         before = chat.render_part(messages[:turn], add_generation_prompt=True)
         after = text if turn == len(messages) - 1 else chat.render_part(messages[: turn + 1])
         if before and after and text.startswith(after) and after.startswith(before):
-            yield len(before), len(after), True
-        elif place := _find(chat, messages, turn, text):
+            end = chat.endings.of(messages[: turn + 1], after)
+            _count_header(chat, message, after, len(before))
+            yield len(before), end, end == len(after)
+        elif place := find_content(chat.render_part, messages, turn, text):
             yield _span_at(chat, messages, turn, text, before, place)
         elif visible(message):
             chat.unplaced_turns += 1
 
 
-def _span_at(chat: Chat, messages: Sequence[Message], turn: int, text: str, before: str | None, place: _Place) -> Span:
+def _span_at(
+    chat: Chat, messages: Sequence[Message], turn: int, text: str, before: str | None, place: ContentPlace
+) -> Span:
     """The span of a turn that the template writes differently when other turns follow.
 
     Qwen3 drops the thinking of earlier turns, Phi-3 ends the last turn with a further token.
     """
+    start = _header_end(chat, messages[:turn], before, text, place)
     marked = chat.render_part(place.marking.put_into(messages, turn)[: turn + 1])
     bounds = None if marked is None else place.marking.bounds(marked)
-    ending = unmarked(marked)[bounds[1] :] if marked and bounds else ""
-    shared = common_prefix(ending, text[place.end :])
-    return _header_end(chat, messages[:turn], before, text, place), place.end + shared, shared == len(ending)
-
-
-def _find(
-    chat: Chat, messages: Sequence[Message], turn: int, text: str, *, add_generation_prompt: bool = False
-) -> _Place | None:
-    """The place of a turn's content in `text`, the rendered conversation. None: the template does not write it, or
-    writes something else for every marking of the turn."""
-    tried: list[tuple[Marking, str]] = []
-    for marking in markings(messages[turn]):
-        marked = chat.render_part(marking.put_into(messages, turn), add_generation_prompt=add_generation_prompt)
-        if marked is None:
-            continue
-        if bounds := marking.bounds(marked, text):
-            return _Place(*bounds, marking)
-        tried.append((marking, marked))
-    for marking, marked in tried:
-        if bounds := marking.bounds(marked, text, exact=False):
-            return _Place(*bounds, marking)
-    return None
+    if marked is None or bounds is None:
+        return start, place.end, True
+    whole = unmarked(marked)
+    length = chat.endings.length(messages[: turn + 1], place.marking, whole, bounds[1])
+    shared = chat.endings.shared(whole[bounds[1] :][:length], text[place.end :])
+    return start, place.end + shared, shared == len(whole) - bounds[1]

@@ -83,8 +83,7 @@ class RewardScorer:
         """
         answers: list[list[Message]] = [[{"role": "assistant", "content": text}] for text in completions]
         rows = [*zip(prompts, answers, numbers, strict=True)]
-        texts = [self._chat.render([*prompt, *answer], number) for prompt, answer, number in rows]
-        read = self._chat.tokenize(texts)
+        read = self._chat.tokenize([self._text([*prompt, *answer], number) for prompt, answer, number in rows])
         for ids, number in zip(read, numbers, strict=True):
             name = f"the reward model of job {self._spec.job_uuid!r}, row {number} with its answer"
             check_embedded(ids, self._embeddings, self._tokenizer, name)
@@ -107,6 +106,11 @@ class RewardScorer:
                 "numbers: train it again, with a lower learning rate",
             )
         return Scored(rewards, [not has_room for _, has_room in cut])
+
+    def _text(self, messages: list[Message], number: int) -> str:
+        """A conversation as far as its answer ends, as in pairs."""
+        text = self._chat.render(messages, number)
+        return text[: self._chat.endings.of(messages, text)]
 
     def _cut(self, ids: list[int], prompt: list[Message], answer: list[Message], number: int) -> tuple[list[int], bool]:
         """A conversation, cut as its job has cut pairs, and whether a token of the answer is left."""
