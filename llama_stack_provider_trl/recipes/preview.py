@@ -19,6 +19,7 @@ from ..specs.methods import METHODS
 from ..specs.preflight import PreviewSpec
 from ..specs.schedules import problem_of_warmup
 from .data.chat import Chat
+from .data.embedded import check_embedded
 from .data.lengths import histogram
 from .data.packing import IGNORED, best_fit
 from .data.pieces import Pieces, pieces_of
@@ -26,8 +27,9 @@ from .data.prepare import TruncationCounter, read_examples
 from .data.prompts import encode_prompts
 from .data.sampling import BatchPlan, epoch_of_job
 from .data.tokenize import SftEncoder, encode_chats, encode_labelled, encode_pairs
-from .model.loading import load_teacher_tokenizer, load_tokenizer
+from .model.loading import load_teacher_tokenizer, load_tokenizer, vocabulary_size
 from .model.positions import positions_of, within_positions
+from .model.saving import lacking_in_exports
 from .reward_templates import lost_by_reward_models
 
 if TYPE_CHECKING:
@@ -133,7 +135,8 @@ def preview(spec: JobSpec, request: PreviewSpec, writer: EventWriter) -> None:
         JobFailure: what would fail the job on these rows; invalid_request, there are none.
     """
     spec, notes = within_positions(spec)
-    tokenizer = load_tokenizer(spec.source)
+    tokenizer = load_tokenizer(spec.source, warn=notes.append)
+    notes += lacking_in_exports(spec)
     prompts = encode_prompts(spec.samples, tokenizer, positions_of(spec.source))
     chat, teacher = Chat(tokenizer), load_teacher_tokenizer(spec)
     taught = None if teacher is None else Chat(teacher)
@@ -157,6 +160,11 @@ def preview(spec: JobSpec, request: PreviewSpec, writer: EventWriter) -> None:
         raise JobFailure(Reason.invalid_request, f"{found}: rows are counted from 0, send a smaller first_row")
     unit = METHODS[spec.algorithm].unit
     lost = _lost_by_reward_models(spec, request.first_row, counter.rows, writer)
+    largest = f"row {request.first_row + counter.largest_id_row} of the dataset {spec.dataset.dataset_id!r}"
+    try:
+        check_embedded([counter.largest_id], vocabulary_size(spec.source), tokenizer, largest)
+    except JobFailure as error:
+        lost.append(f"the job fails: {error.message}")
     if spec.dropped_turns == "refuse" and [*prompts.lost_turns, *counter.lost_turns(unit, chat, taught), *lost]:
         lost.append("with dropped_turns 'refuse' the job fails for the turns that a chat template leaves out")
     writer.write(
@@ -184,14 +192,16 @@ def _lost_by_reward_models(spec: JobSpec, first: int, count: int, writer: EventW
 
 
 def _warmup(spec: JobSpec, counter: TruncationCounter, kept: Sequence[int]) -> list[str]:
-    """The warning of a warmup that is not shorter than the job. Its steps are known where all rows were read.
+    """The warning of a warmup that is not shorter than the job, where rows that were not read are kept, too. Of packed
+    ones the steps are known where all were read.
 
     Args:
         kept: tokens of each row that is trained on.
     """
-    if counter.rows < spec.dataset.num_rows or not kept:
+    unread = spec.dataset.num_rows - counter.rows
+    if not kept or (spec.packed and unread):
         return []
-    rows = len(best_fit(kept, spec.max_seq_length)) if spec.packed else len(kept)
+    rows = len(best_fit(kept, spec.max_seq_length)) if spec.packed else len(kept) + unread
     steps = epoch_of_job(spec, rows, BatchPlan.of_job(spec)).steps_per_epoch * spec.n_epochs
     return [*filter(None, [problem_of_warmup(spec.optimizer, steps)])]
 

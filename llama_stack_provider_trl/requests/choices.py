@@ -32,9 +32,14 @@ def no_such_field(name: str, known: Sequence[str]) -> str:
 def problem_of(error: Mapping[str, Any]) -> str:
     """The problem of a field that a model does not accept, with the nearest choice."""
     message = str(error["msg"]).removeprefix("Value error, ")
-    if error["type"] != "literal_error":
-        return message
-    return message + nearest(error["input"], re.findall(r"'([^']*)'", message))  # errors of forms have no `ctx`
+    quoted = re.findall(r"'([^']*)'", message)  # errors of forms have no `ctx`
+    if error["type"] == "literal_error":
+        return message + nearest(error["input"], quoted)
+    if error["type"] == "union_tag_invalid":  # the tag, the name of its field, and what it may be
+        return message + nearest("".join(quoted[:1]), quoted[2:])
+    if error.get("input", "") is None and isinstance(error["loc"][-1], str):
+        return f"{message}; null counts as left out, and it is required"
+    return message
 
 
 def _nearest(value: str, choices: Sequence[str]) -> str | None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO, Any, BinaryIO
+from itertools import chain
+from typing import Any, BinaryIO
 
 from ..errors import InvalidRows
-from ..system.texts import DuplicateKey, decoded, first_duplicate, parse_json
+from ..system.texts import DuplicateKey, decoded, first_duplicate, parse_json, refuse_encoding
 
 LINE_BYTES = 16 << 20
 """The longest row. As Python objects JSON takes up to 30 times its size (measured, `[[],[],...]`)."""
 _TOO_LONG = f"has more than {LINE_BYTES >> 20} MiB; a row may have at most that: split it"
+_A_LIST = "the file is a JSON list, expected one object per line: give it a name that ends in .json"
 _BOM = b"\xef\xbb\xbf"
+_HALF = re.compile("[\udc80-\udcff]")
+"""What stands for a byte that is no UTF-8 (`surrogateescape`)."""
 _PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype html|html|\?xml)[\s>]", re.IGNORECASE)
 _OTHER_KINDS = (
     (b"version https://git-lfs.github.com/spec/", "a Git LFS pointer and not the file itself: run `git lfs pull`"),
@@ -28,6 +33,9 @@ _OTHER_KINDS = (
     (b"SQLite format 3", "a SQLite database: export its table as .csv"),
 )
 """First bytes of files that are no rows, and what to do."""
+_SEPARATOR_LINE = re.compile(r'"?sep=([^"\r\n])"?\s*', re.IGNORECASE)
+"""The first line by which spreadsheets name the separator of a CSV file's cells."""
+_OTHER_SEPARATORS = (";", "\t", "|")
 Row = dict[str, Any]
 
 
@@ -64,16 +72,19 @@ def read_ndjson(file: BinaryIO, *, blank_lines: bool = False) -> Iterator[Row]:
         InvalidRows: a line is not JSON, too long, or has a key twice; names it.
     """
     row = 0
-    for number, line in enumerate(_lines(file), start=1):
-        if blank_lines and line.isspace():
+    for number, marked in enumerate(_lines(file), start=1):
+        line = marked.removeprefix(_BOM)  # of the file, or of one that was appended to it
+        if blank_lines and not line.strip():
             continue
         if row == 0:
             refuse_other_kind(line)
+            _refuse_encoding(marked)
         try:
-            text = decoded(line) if number == 1 else line.decode()
-        except ValueError as error:  # the first line names another encoding by its byte order mark
-            reason = error.reason if isinstance(error, UnicodeDecodeError) else error
-            raise InvalidRows(f"is not UTF-8 text in line {number} ({reason})", row=row) from error
+            text = line.rstrip().decode()
+        except UnicodeDecodeError as error:
+            raise InvalidRows(
+                f"is not UTF-8 text in line {number} ({error.reason}): save it as UTF-8", row=row
+            ) from error
         try:
             parsed = parse_json(text, any_digits=True)
         except DuplicateKey as error:
@@ -81,65 +92,148 @@ def read_ndjson(file: BinaryIO, *, blank_lines: bool = False) -> Iterator[Row]:
         except RecursionError as error:
             raise InvalidRows(f"is nested too deeply in line {number}: flatten it", row=row) from error
         except ValueError as error:
+            if row == 0 and text.lstrip().startswith("["):
+                raise InvalidRows(_A_LIST) from error
+            found = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else error
             raise InvalidRows(
-                f"is not JSON in line {number} ({error}); expected one object per line", row=row
+                f"is not JSON in line {number} ({found}); expected one object per line", row=row
             ) from error
         if row == 0 and isinstance(parsed, list):
-            raise InvalidRows(
-                "the file is a JSON list, expected one object per line: give it a name that ends in .json"
-            )
+            raise InvalidRows(_A_LIST)
         yield parsed
         row += 1
 
 
 def read_csv(file: BinaryIO) -> Iterator[Row]:
     """The rows of a CSV file with a header. All values are text, and an empty cell is an absent value, as in Llama
-    Stack's own reader.
+    Stack's own reader. Lines without a value are skipped; a first line such as `sep=;` names the separator.
 
     Raises:
         InvalidRows: the file is not CSV, its header has a name twice, or a row has more cells than the header; names
             the line.
     """
     csv.field_size_limit(LINE_BYTES)
-    _check_encoding(file)
-    text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-    reader = csv.DictReader(_lines(text), strict=True)
+    _check_kind(file)
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    lines = _TextLines(text)
+    row: int | None = None
+    begin = 1
     try:
-        refuse_twice([name for name in reader.fieldnames or () if name])
-        for row, cells in enumerate(reader):
-            if None in cells:
-                where, named = f"in line {reader.line_num}", len(reader.fieldnames or [])
-                raise InvalidRows(f"has more cells {where} than the header's {named} columns", row=row)
-            yield {name: cell for name, cell in cells.items() if cell}
-    except UnicodeDecodeError as error:
-        raise InvalidRows(f"the file is not UTF-8 text ({error.reason} at byte {error.start})") from error
+        first = next((line for line in lines if line.strip()), "")
+        separator = _SEPARATOR_LINE.fullmatch(first)
+        begin = lines.number
+        reader = csv.reader(
+            lines if separator else chain([first], lines), delimiter=separator[1] if separator else ",", strict=True
+        )
+        names = next((cells for cells in reader if _has_value(cells)), [])
+        refuse_twice([name for name in names if name])
+        row, begin = 0, lines.number + 1
+        for cells in reader:
+            if _has_value(cells):
+                if any(cells[len(names) :]):
+                    raise InvalidRows(_too_many_cells(names, begin), row=row)
+                yield {name: cell for name, cell in zip(names, cells, strict=False) if cell}
+                row += 1
+            begin = lines.number + 1
     except csv.Error as error:
-        raise InvalidRows(f"the file is not CSV after line {reader.line_num} ({error})") from error
+        found = f"is not CSV in the line {begin} where it begins ({error})"
+        whole = "" if row is not None else "the header "
+        raise InvalidRows(f"{whole}{found}: close each quote, and write one within a cell twice", row=row) from error
     finally:
         text.detach()  # the caller closes the file
 
 
+def _has_value(cells: list[str]) -> bool:
+    """Whether a line has more than white space and separators: spreadsheets write their empty rows, too."""
+    return any(cell.strip() for cell in cells)
+
+
+def _too_many_cells(names: list[str], line: int) -> str:
+    found = f"has more cells in line {line} than the header's {len(names)} columns"
+    other = next((one for one in _OTHER_SEPARATORS if len(names) == 1 and one in names[0]), None)
+    if other is None:
+        return f"{found}: put a cell that contains the separator in double quotes"
+    return f"{found}, whose cells are separated by {other!r}: separate all by ',', or begin the file with sep={other}"
+
+
 def read_json(file: BinaryIO) -> Iterator[Row]:
-    """The rows of a .json file: a list of objects, or one object per line.
+    """The rows of a .json file: a list of objects, also under the only key of an object, or one object per line.
 
     Raises:
-        InvalidRows: it is neither, or has a key twice.
+        InvalidRows: it is none of these, or has a key twice.
     """
-    start = file.read(4096)
-    refuse_other_kind(start)
-    start = start.removeprefix(_BOM).lstrip()
-    file.seek(0)
-    if not start.startswith(b"["):
+    start = _check_kind(file).removeprefix(_BOM).lstrip()
+    if start.startswith(b"["):
+        yield from _parsed(file)
+    elif start.startswith(b"{") and _is_one_object(file):
+        yield from _rows_within(_parsed(file))
+    else:
         yield from read_ndjson(file, blank_lines=True)
-        return
+
+
+def _parsed(file: BinaryIO) -> Any:
     try:
-        yield from parse_json(file.read(), any_digits=True)
+        return parse_json(file.read(), any_digits=True)
     except DuplicateKey as error:
         raise InvalidRows(f"in the file {error}") from error
     except RecursionError as error:
         raise InvalidRows("the file is nested too deeply: flatten it") from error
     except ValueError as error:
         raise InvalidRows(f"the file is not JSON ({error}); expected a list of objects") from error
+
+
+def _is_one_object(file: BinaryIO) -> bool:
+    """Whether a file that begins with an object has no other one in lines of their own."""
+    try:
+        first = b""
+        while not first.strip(_BOM + b" \t\r\n"):
+            first = file.readline(LINE_BYTES + 1)
+        if len(first) > LINE_BYTES:
+            return True
+        text = decoded(first)
+        try:
+            parse_json(text, any_digits=True)
+        except json.JSONDecodeError as error:
+            return error.pos >= len(text.rstrip())  # it continues in the next line
+        return not any(line.strip() for line in iter(lambda: file.readline(LINE_BYTES), b""))
+    except (ValueError, RecursionError):
+        return False  # reading its lines reports it
+    finally:
+        file.seek(0)
+
+
+def _rows_within(document: Row) -> Iterator[Row]:
+    """The rows of a file that is one object: those of its only list, or the object itself.
+
+    Raises:
+        InvalidRows: it has several lists of rows, or a table by its columns.
+    """
+    from .rows import COLUMNS  # imports what processes that only convert do not need
+
+    lists = {key: value for key, value in document.items() if key not in COLUMNS and _is_list_of_objects(value)}
+    if lists and len(lists) == len(document):
+        if len(lists) == 1:
+            yield from next(iter(lists.values()))
+            return
+        names = ", ".join(map(repr, lists))
+        raise InvalidRows(f"the file has lists of rows under {names}: write one of them as a file of its own")
+    if document.keys() & COLUMNS and all(_is_column(value) for value in document.values()):
+        raise InvalidRows(
+            "the file is a table by its columns, expected a list of rows: write it with "
+            "to_json(orient='records', lines=True)"
+        )
+    yield document
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+
+
+def _is_column(value: Any) -> bool:
+    """Whether a value is a column as data frames write it: `{"0": ..., "1": ...}`, or a list of texts and numbers."""
+    if isinstance(value, dict):
+        return bool(value) and all(key.isdecimal() for key in value)
+    return isinstance(value, list) and bool(value) and not any(isinstance(one, dict) for one in value)
 
 
 ROW_READERS: dict[str, Callable[[BinaryIO], Iterator[Row]]] = {
@@ -149,6 +243,24 @@ ROW_READERS: dict[str, Callable[[BinaryIO], Iterator[Row]]] = {
     ".ndjson": lambda file: read_ndjson(file, blank_lines=True),
 }
 """By the ending of a file's name."""
+
+
+def rows_of_batch(batch: Any) -> list[Row]:
+    """The rows of a batch of Arrow. A value that Python lacks, such as a date in the year 20000, becomes an object."""
+    try:
+        rows: list[Row] = batch.to_pylist()
+        return rows
+    except (ValueError, OverflowError):
+        columns = {name: [_python_value(one) for one in batch.column(name)] for name in batch.schema.names}
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _python_value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except (ValueError, OverflowError) as error:
+        kind = re.split(r"[\W\d]", str(scalar.type))[0]
+        return {"binary" if "string" in kind else kind: f"{type(error).__name__}: {error}"[:200]}
 
 
 def refuse_fields_twice(fields: Iterable[Any], where: str = "") -> None:
@@ -164,11 +276,15 @@ def refuse_fields_twice(fields: Iterable[Any], where: str = "") -> None:
     listed = list(fields)
     refuse_twice([field.name for field in listed], where)
     for field in listed:
-        kind = field.type
-        while hasattr(kind, "value_field"):  # lists of any kind
-            kind = kind.value_field.type
-        if str(kind).startswith("struct"):
-            refuse_fields_twice(kind.fields, f"{where}{field.name}.")
+        _refuse_fields_twice_in(field.type, f"{where}{field.name}.")
+
+
+def _refuse_fields_twice_in(kind: Any, where: str) -> None:
+    if str(kind).startswith("struct"):
+        refuse_fields_twice(kind.fields, where)
+    for name in ("value_field", "key_field", "item_field"):  # of lists of any kind, and of maps
+        if hasattr(kind, name):
+            _refuse_fields_twice_in(getattr(kind, name).type, where)
 
 
 def refuse_twice(columns: list[str], where: str = "") -> None:
@@ -177,20 +293,42 @@ def refuse_twice(columns: list[str], where: str = "") -> None:
         raise InvalidRows(f"the column {where}{name} is there twice, expected each name once: rename one of them")
 
 
-def _check_encoding(file: BinaryIO) -> None:
-    """Return if a file is of no other kind, and has no byte order mark of another encoding than UTF-8."""
-    start = file.read(512)
+def _check_kind(file: BinaryIO) -> bytes:
+    """The first bytes of a file that is of no other kind, nor UTF-16 or UTF-32."""
+    start = file.read(4096)
     file.seek(0)
     refuse_other_kind(start)
-    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        try:
-            decoded(start[:4])
-        except ValueError as error:
-            raise InvalidRows(f"the file cannot be read: {error}") from error
+    _refuse_encoding(start)
+    return start
 
 
-def _lines[Line: (bytes, str)](file: IO[Line]) -> Iterator[Line]:
-    """The lines of a file, each held in memory only up to `LINE_BYTES`: characters, where the file is text."""
+def _refuse_encoding(start: bytes) -> None:
+    try:
+        refuse_encoding(start)
+    except ValueError as error:
+        raise InvalidRows(f"the file cannot be read: {error}") from error
+
+
+class _TextLines:
+    """The lines of a text file, each held in memory only up to `LINE_BYTES` characters."""
+
+    def __init__(self, file: io.TextIOWrapper) -> None:
+        self._file = file
+        self.number = 0
+        """Of the last line, from 1."""
+
+    def __iter__(self) -> Iterator[str]:
+        while line := self._file.readline(LINE_BYTES + 1):
+            if len(line) > LINE_BYTES:
+                raise InvalidRows(f"line {self.number + 1} {_TOO_LONG}")
+            self.number += 1
+            if not line.isascii() and _HALF.search(line):
+                raise InvalidRows(f"the file is not UTF-8 text in line {self.number}: save it as UTF-8")
+            yield line
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file, each held in memory only up to `LINE_BYTES`."""
     number = 0
     while line := file.readline(LINE_BYTES + 1):
         if len(line) > LINE_BYTES:

@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..errors import InvalidRows
+from ..system.json_rows import STAND_INS
 from ..system.texts import DuplicateKey, parse_json
 from .job import DataFormat, RowUse
 from .methods import METHODS
@@ -157,7 +158,8 @@ class _Row:
         """`value` as text: text as it stands, a number or a boolean as JSON writes it."""
         if not isinstance(value, str):
             if not isinstance(value, (int, float)) or value in (math.inf, -math.inf) or value != value:
-                raise self.refuse(where, _kind(value), "text")
+                expected = "text" if _stand_in(value) is None else "text: write the value as text"
+                raise self.refuse(where, _kind(value), expected)
             self.notes.scalars[column] += 1
             # pandas makes floats of a column of integers with gaps: 42 arrives as 42.0.
             whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
@@ -254,11 +256,19 @@ def _read_prompt_completion(row: _Row) -> SftExample:
 
 
 def _read_labelled(row: _Row) -> LabelledExample:
-    label = row.values["label"]
-    if not isinstance(label, bool):
-        raise row.refuse("label", _kind(label), "true (desirable) or false")
     prompt = _prompt(row, "prompt")
-    return LabelledExample(prompt, _completion(row, prompt), label)
+    return LabelledExample(prompt, _completion(row, prompt), _label(row))
+
+
+def _label(row: _Row) -> bool:
+    label = row.values["label"]
+    if isinstance(label, bool):
+        return label
+    text = label.strip().lower() if isinstance(label, str) else label
+    if text in ("true", "false"):  # cells of CSV files are text
+        return bool(text == "true")
+    hint = ": a number is no boolean, write 1 as true and 0 as false" if text in (0, 1, "0", "1", "0.0", "1.0") else ""
+    raise row.refuse("label", _kind(label), f"true (desirable) or false{hint}")
 
 
 def _completion(row: _Row, prompt: list[Message]) -> list[Message]:
@@ -531,6 +541,8 @@ ROW_SHAPES: tuple[RowShape, ...] = (
     ),
 )
 """Every accepted shape. A row that fits several is read by the first of the requested `data_format`, else the first."""
+COLUMNS = frozenset(column for shape in ROW_SHAPES for column in (*shape.columns, *shape.optional))
+"""All columns that are read."""
 
 
 def parse_row(row: Mapping[str, Any], index: int, use: RowUse, data_format: DataFormat | None = None) -> Example:
@@ -597,16 +609,34 @@ def _choose(columns: frozenset[str], use: RowUse, data_format: DataFormat | None
 def _no_shape(row: Mapping[str, Any], columns: frozenset[str], use: RowUse) -> str:
     found = ", ".join(f"{column} (null)" if column not in columns else column for column in row)
     expected = "; ".join(shape.name for shape in ROW_SHAPES if shape.use == _rows_of(use))
-    if use == "prompts":
-        hint = _misspelt(columns, use)
-        return f"found the columns {found or 'of an empty object'}, expected for prompts one of: {expected}{hint}"
-    title = METHODS[use].title
-    hint = _hint(columns, use)
+    title = "prompts" if use == "prompts" else METHODS[use].title
+    hint = _list_within(row, use) or ("" if use == "prompts" else _other_use(columns, use))
+    hint = hint or _misspelt(columns, use) or _lacking(columns, use)
     return f"found the columns {found or 'of an empty object'}, expected for {title} one of: {expected}{hint}"
 
 
-def _hint(columns: frozenset[str], use: RowUse) -> str:
-    """What to do with rows of other methods, or with misspelt columns; empty: nothing is known."""
+def _list_within(row: Mapping[str, Any], use: RowUse) -> str:
+    """What to do with an object that has the rows under one of its keys; empty: it has none."""
+    for column, value in row.items():
+        first = value[0] if isinstance(value, list) and value else None
+        if column not in COLUMNS and isinstance(first, Mapping) and _choose(frozenset(first), use, None):
+            return f". The list in {column!r} has such rows: write them alone, one per line or as a list"
+    return ""
+
+
+def _lacking(columns: frozenset[str], use: RowUse) -> str:
+    """Which column a row lacks where it has all others of a shape; empty: it lacks more."""
+    rest = [
+        set(shape.columns) - columns
+        for shape in ROW_SHAPES
+        if shape.use == _rows_of(use) and not columns.isdisjoint(shape.columns)
+    ]
+    lacking = dict.fromkeys(column for missing in rest if len(missing) == 1 for column in missing)
+    return f". Missing or empty in this row: {' or '.join(lacking)}" if lacking else ""
+
+
+def _other_use(columns: frozenset[str], use: RowUse) -> str:
+    """What to do with rows of another method; empty: they are of none."""
     of = {name: _choose(columns, name, None) is not None for name in ("sft", "dpo", "kto")}
     rows = _rows_of(use)
     if rows == "kto" and of["dpo"]:
@@ -622,7 +652,7 @@ def _hint(columns: frozenset[str], use: RowUse) -> str:
     call = "preference-optimize" if other == "dpo" else "supervised-fine-tune"
     if of[other]:
         return f". These columns are {other.upper()}'s: was POST /v1/post-training/{call} meant?"
-    return _misspelt(columns, use)
+    return ""
 
 
 def _misspelt(columns: frozenset[str], use: RowUse) -> str:
@@ -696,7 +726,17 @@ def _kind(value: Any) -> str:
     """The JSON type of a value, with its beginning."""
     names = {str: "text", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
     name = "null" if value is None else names.get(type(value), f"a value of type {type(value).__name__}")
+    if (text := _stand_in(value)) is not None:
+        return f"a {next(iter(value))} ({text[:60]})"
     return name if value is None or value == [] else f"{name} {_shown(value)}"
+
+
+def _stand_in(value: Any) -> str | None:
+    """The text of an object that stands for a value that JSON lacks (`system.json_rows`); None: it is another value."""
+    if not isinstance(value, dict) or len(value) != 1:
+        return None
+    ((kind, text),) = value.items()
+    return text if kind in STAND_INS and isinstance(text, str) else None
 
 
 def _shown(value: Any, limit: int = 60) -> str:
@@ -710,6 +750,6 @@ def _article(noun: str) -> str:
 
 def _listed(items: Iterable[str]) -> str:
     # JSON can carry half of a surrogate pair, which can be neither stored nor sent as UTF-8.
-    names = sorted(item.encode("utf-8", "backslashreplace").decode() for item in items)
+    names = sorted(item.encode("utf-8", "backslashreplace").decode() or "''" for item in items)
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more

@@ -24,6 +24,8 @@ _ENCODE_ASCII = json.JSONEncoder(**_OPTIONS).encode
 _MOST_BITS = 10_000
 """Of an integer: Python reads and writes 4300 digits."""
 _SHOWN = 200
+STAND_INS = frozenset({"binary", "date", "decimal", "duration", "number", "time", "timestamp"})
+"""Kinds of values that JSON lacks: the only key of the objects that stand for them."""
 
 
 def encoded(row: dict[str, Any], number: int) -> bytes:

@@ -11,6 +11,8 @@ import os
 import re
 from io import BufferedReader
 
+from .texts import decoded, refuse_encoding
+
 CONFIG_FILES = ("config.json", "generation_config.json", "adapter_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "merges.txt")
@@ -22,6 +24,7 @@ MOST_HEADER = 100_000_000
 SMALL = 1 << 20
 """Bytes of JSON that are parsed; of a longer file the first and the last byte are checked."""
 _AGAIN = "download it again"
+_MARK = b"\xef\xbb\xbf"
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype html|html|\?xml)[\s>]", re.IGNORECASE)
 
@@ -42,7 +45,28 @@ def damage_of(name: str, file: BufferedReader, most_header: int = MOST_HEADER) -
         return f"is a web page, such as the error page of a download: {_AGAIN}"
     if name.endswith(".safetensors"):
         return _damage_of_weights(file, size, start, most_header)
-    return _damage_of_json(file, size) if name.endswith(".json") else None
+    if name.endswith(".json"):
+        return _encoding_of_json(start) or _damage_of_json(file, size)
+    return _damage_of_template(file) if name.endswith(".jinja") else None
+
+
+def _encoding_of_json(start: bytes) -> str | None:
+    if start.startswith(_MARK):
+        return "begins with a byte order mark, which transformers does not read: save it as UTF-8 without one"
+    try:
+        refuse_encoding(start)
+    except ValueError as error:
+        return f"cannot be read, {error}"
+    return None
+
+
+def _damage_of_template(file: BufferedReader) -> str | None:
+    file.seek(0)
+    try:
+        decoded(file.read(SMALL) if os.fstat(file.fileno()).st_size <= SMALL else b"")
+    except ValueError as error:
+        return f"cannot be read, {error}"
+    return None
 
 
 def _damage_of_weights(file: BufferedReader, size: int, start: bytes, most_header: int) -> str | None:

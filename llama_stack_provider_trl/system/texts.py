@@ -6,6 +6,7 @@ Python's own parser keeps the last of two equal keys. The check takes a tenth to
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any
 
@@ -16,6 +17,10 @@ _OTHER_MARKS = (
     (b"\xff\xfe", "UTF-16"),
     (b"\xfe\xff", "UTF-16"),
 )
+_BEGINNING = 128
+"""Bytes of a text that show an encoding without a mark."""
+_NO_JSON = re.compile(r"(True|False|None|NULL|TRUE|FALSE|nan|inf|undefined)\b")
+"""Names of other languages for values of JSON."""
 
 
 class DuplicateKey(ValueError):
@@ -30,15 +35,33 @@ def decoded(data: bytes) -> str:
     """UTF-8 as text, without its byte order mark.
 
     Raises:
-        ValueError: it is another encoding, which is named where its byte order mark names it.
+        ValueError: it is another encoding, which is named where its beginning shows it.
     """
-    for mark, name in _OTHER_MARKS:
-        if data.startswith(mark):
-            raise ValueError(f"it is {name} text, expected UTF-8: save it as UTF-8")
+    refuse_encoding(data)
     try:
         return data.removeprefix(_BOM).decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"it is not UTF-8 text ({error.reason} at byte {error.start})") from error
+        raise ValueError(f"it is not UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8") from error
+
+
+def refuse_encoding(data: bytes) -> None:
+    """Return if a text, or its first bytes, do not begin as UTF-16 or UTF-32. Raises ValueError: names the encoding."""
+    for mark, name in _OTHER_MARKS:
+        if data.startswith(mark):
+            raise ValueError(f"it is {name} text, expected UTF-8: save it as UTF-8")
+    if name := _unmarked(data[:_BEGINNING]):
+        raise ValueError(f"it is {name} text without a byte order mark, expected UTF-8: save it as UTF-8")
+
+
+def _unmarked(start: bytes) -> str:
+    """The encoding of a text without a mark, by which of its bytes are zero; empty: UTF-8, or none."""
+    count = start.count(0)
+    if count < 2 or count * 16 < len(start):
+        return ""
+    zeros = {place for place in range(4) if 0 in start[place::4]}
+    if zeros <= {0, 2} or zeros <= {1, 3}:
+        return "UTF-16"
+    return "UTF-32" if zeros in ({0, 1, 2}, {1, 2, 3}) else ""
 
 
 def parse_json(text: str | bytes, *, any_digits: bool = False) -> Any:
@@ -49,7 +72,7 @@ def parse_json(text: str | bytes, *, any_digits: bool = False) -> Any:
             place of a ValueError: a column of a row that is not read may have any value.
 
     Raises:
-        ValueError: it is not JSON, or not UTF-8.
+        ValueError: it is not JSON, or not UTF-8; names the likely cause.
         DuplicateKey: an object has a key twice.
         RecursionError: it is nested too deeply.
     """
@@ -57,12 +80,38 @@ def parse_json(text: str | bytes, *, any_digits: bool = False) -> Any:
         text = decoded(bytes(text))
     try:
         return _DECODER.decode(text)
-    except (json.JSONDecodeError, DuplicateKey):
+    except DuplicateKey:
+        raise
+    except json.JSONDecodeError as error:
+        if cause := _cause(text, error):
+            raise json.JSONDecodeError(f"{error.msg} ({cause})", text, error.pos) from error
         raise
     except ValueError:
         if not any_digits:
             raise
         return _ANY_DIGITS.decode(text)  # not at first: a call for each integer takes longer than to parse it
+
+
+def _cause(text: str, error: json.JSONDecodeError) -> str:
+    """What a person or a program most likely did to make a text no JSON; empty: its place does not show it."""
+    rest = text[error.pos :].strip()
+    if error.msg.startswith("Invalid control character"):
+        return "a line end or tab within text: write it as \\n or \\t"
+    if error.msg.startswith("Invalid \\"):
+        return "write a backslash within text twice"
+    if not rest or error.msg.startswith("Unterminated string"):
+        return "it is cut off, or continues in another line" if text.strip() else "it is empty"
+    if rest.startswith(("//", "/*", "#")):
+        return "JSON has no comments"
+    is_last = rest[0] in "]}" and text[: error.pos].rstrip().endswith(",")
+    if is_last or rest == "," or error.msg.startswith("Illegal trailing comma"):
+        return "a comma follows the last value: leave it out"
+    if error.msg == "Extra data":
+        return "further values follow: write one per line, or a list of them" if rest[0] in "{[," else ""
+    if rest[0] in "'\u2018\u2019\u201c\u201d":
+        return 'other quotes than ": write it with json.dumps'
+    name = _NO_JSON.match(rest)
+    return f"{name[1]} is not JSON: write true, false or null, or text in quotes" if name else ""
 
 
 def first_duplicate(keys: list[Any]) -> Any:

@@ -389,7 +389,9 @@ class Service(StoredJobs):
         checked = await self._resolved(body)
         preview = PreviewSpec(first_row=body.first_row, rows=body.rows)
         found = await self.preflights.preview(checked.spec, preview, checked.parts)
-        return PreviewResponse.model_validate(found.model_dump(mode="json"))
+        answer = PreviewResponse.model_validate(found.model_dump(mode="json"))
+        answer.warnings = [*checked.warnings, *answer.warnings]
+        return answer
 
     async def _resolved(self, body: PreflightBody) -> ResolvedJob:
         """The job of a body that does not queue it, with its warnings."""

@@ -139,3 +139,34 @@ def test_a_column_that_a_file_of_the_hub_has_twice_is_named(
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     with pytest.raises(InvalidRows, match="the column prompt is there twice, expected each name once"):
         list(read_hub(URI))
+
+
+@pytest.mark.parametrize(
+    ("text", "twice"),
+    [
+        ("prompt,completion,x,x.1\na,b,1,2\n", None),
+        ("x;x.1;prompt;completion\n1;2;a;b\n", None),
+        ("x,x.1,prompt,x\n1,2,a,3\n", "x"),
+        ("\ufeffprompt,completion,completion,completion\na,b,c,d\n", "completion"),
+    ],
+)
+def test_a_column_whose_name_ends_in_a_number_is_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, twice: str | None
+) -> None:
+    import datasets
+
+    home = tmp_path / "acme" / "pairs"
+    home.mkdir(parents=True)
+    (home / "train.csv").write_text(text)
+    if ";" in text:
+        (home / "README.md").write_text(
+            "---\nconfigs:\n- config_name: default\n  data_files: train.csv\n  sep: ;\n---\n"
+        )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    if twice:
+        with pytest.raises(InvalidRows, match=f"the column {twice} is there twice"):
+            read_hub(URI)
+    else:
+        (row,) = read_hub(URI)
+        assert row == {"prompt": "a", "completion": "b", "x": 1, "x.1": 2}

@@ -167,6 +167,13 @@ def test_the_prompts_of_samples_are_counted_and_refused(tmp_path: Path) -> None:
     assert not encode_prompts(samples, tiny_tokenizer(), None, "refuse").lost_turns
 
 
+def test_a_template_with_a_byte_order_mark_is_used_without_it(tmp_path: Path) -> None:
+    spec = job_spec(tmp_path, model_with(tmp_path, f"\ufeff{CHATML}"), rows=ROWS)
+    tokenizer = load_tokenizer(spec.source)
+    assert tokenizer.chat_template == tiny_tokenizer().chat_template
+    assert "\ufeff" not in tokenizer.apply_chat_template(TALK[:2], tokenize=False)
+
+
 def test_the_preview_shows_what_would_fail_the_job(tmp_path: Path) -> None:
     turns = tuple(SampleMessage(**message) for message in (SYSTEM, TALK[0]))
     spec = job_spec(

@@ -33,15 +33,16 @@ from llama_stack_provider_trl.specs.events import (
     EventWriter,
     Failed,
     Preflighted,
+    Previewed,
     Reason,
     Warned,
     iter_events,
 )
-from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec, SampleMessage, SamplesSpec
+from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec, OptimizerSpec, SampleMessage, SamplesSpec
 from llama_stack_provider_trl.specs.kinds import GenerateSpec
 from llama_stack_provider_trl.specs.methods import DistillationSpec, GrpoSpec, KtoSpec, RewardSpec
 from llama_stack_provider_trl.specs.model_source import ReferenceSpec
-from llama_stack_provider_trl.specs.preflight import PreflightSpec
+from llama_stack_provider_trl.specs.preflight import PreflightSpec, PreviewSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from tests.process.test_export import ARCHITECTURES as EXPORTED
 from tests.process.test_export import SIZES
@@ -347,16 +348,25 @@ def test_a_prompt_to_answer_with_such_a_token_is_refused_by_its_row(
 def test_a_preflight_finds_what_the_job_would(
     tmp_path: Path, llama: Callable[[str, str], Path], damage: str, variant: str
 ) -> None:
-    spec = job_spec(tmp_path, llama(damage, variant), rows=[{"prompt": "Write", "completion": NEW}], max_seq_length=64)
+    rows = [{"prompt": "Write", "completion": f"{NEW} {'word ' * 80}"}]
+    warmup = OptimizerSpec(learning_rate=1e-3, warmup_steps=9)
+    spec = job_spec(tmp_path, llama(damage, variant), rows=rows, max_seq_length=64, optimizer=warmup)
     events = tmp_path / "events.jsonl"
     attempt = AttemptSpec(job=spec, attempt=1, run_dir=tmp_path, preflight=PreflightSpec(device="cpu"))
+    shown = attempt.model_copy(update={"preflight": PreflightSpec(device="cpu", preview=PreviewSpec())})
+    preflight_attempt(shown, EventWriter(events))
+    (preview,) = of_kind(iter_events(events), Previewed)
     if damage == "row":
-        with pytest.raises(JobFailure, match="row 0 of the dataset 'rows': the tokenizer gives id"):
+        with pytest.raises(JobFailure, match="row 0 of the dataset 'rows': the tokenizer gives id") as caught:
             preflight_attempt(attempt, EventWriter(events))
+        assert f"the job fails: {caught.value.message}" in preview.warnings
         return
     preflight_attempt(attempt, EventWriter(events))
     (found,) = of_kind(iter_events(events), Preflighted)
     assert any(spec.model in warning for warning in found.warnings)
+    assert any("the warmup of 9 steps" in warning for warning in found.warnings)
+    assert any("were cut to max_seq_length=64" in warning for warning in found.warnings)
+    assert preview.warnings == found.warnings
 
 
 def test_the_files_of_a_model_that_agree_are_left_as_they_are(tmp_path: Path, models: Path) -> None:

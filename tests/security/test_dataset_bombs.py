@@ -174,11 +174,15 @@ def test_a_damaged_parquet_file_is_a_sentence(service: Service, damage: str) -> 
     [
         ("deep.jsonl", '{"prompt": ' + "[" * 200_000 + "]" * 200_000 + "}", "is nested too deeply in line 1"),
         ("deep.json", "[" * 200_000, "the file is nested too deeply"),
-        ("digits.jsonl", '{"prompt": ' + "9" * 5000 + ', "completion": "4"}', "'5000 digits'"),
+        (
+            "digits.jsonl",
+            '{"prompt": ' + "9" * 5000 + ', "completion": "4"}',
+            r"found a number \(5000 digits\), expected text",
+        ),
         ("digits.json", '[{"messages": "[' + "9" * 5000 + ']"}]', "column messages: found text that is not JSON"),
         ("zeros.jsonl", "\0" * 1000, "is not JSON in line 1"),
         ("keys.csv", ",".join(["a"] * 100_000) + "\n1\n", "the column a is there twice"),
-        ("quote.csv", 'prompt,completion\n"' + "x" * 1000, "the file is not CSV"),
+        ("quote.csv", 'prompt,completion\n"' + "x" * 1000, "row 0: is not CSV in the line 2 where it begins"),
     ],
 )
 def test_text_that_is_deep_or_long_is_a_sentence(service: Service, name: str, text: str, sentence: str) -> None:

@@ -82,13 +82,28 @@ def test_a_safetensors_file_that_is_cut_off_or_another_one(tmp_path: Path, conte
     [
         (b'{"a": 1', "cannot be read, it is no JSON (JSONDecodeError"),
         (b"[]", "cannot be read, it is no JSON object"),
-        (b"\xff\xfe{}", "cannot be read, it is no JSON"),
+        (b"\xff\xfe{}", "cannot be read, it is UTF-16 text, expected UTF-8: save it as UTF-8"),
+        ('{"model_type": "llama"}'.encode("utf-16-le"), "cannot be read, it is UTF-16 text without a byte order mark"),
+        (b"\xef\xbb\xbf{}", "begins with a byte order mark, which transformers does not read: save it as UTF-8 with"),
         (b"[" * 100_000, "cannot be read, it is no JSON (RecursionError"),
         (b'"text"', "cannot be read, it is no JSON object"),
     ],
 )
 def test_json_that_is_none_or_no_object(tmp_path: Path, content: bytes, sentence: str) -> None:
     assert sentence in str(found(tmp_path, "generation_config.json", content))
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{{ messages }}".encode("utf-16"), "cannot be read, it is UTF-16 text"),
+        ("{{ 'é' }}".encode("latin-1"), "cannot be read, it is not UTF-8 text (invalid continuation byte at byte 4)"),
+        ("\ufeff{{ 'é' }}".encode(), None),
+    ],
+)
+def test_a_template_that_is_no_utf_8(tmp_path: Path, content: bytes, sentence: str | None) -> None:
+    damage = found(tmp_path, "chat_template.jinja", content)
+    assert damage is None if sentence is None else sentence in str(damage)
 
 
 def test_of_a_large_file_both_ends_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

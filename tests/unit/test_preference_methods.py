@@ -23,7 +23,7 @@ from llama_stack_provider_trl.specs.custom import ALGORITHMS
 from llama_stack_provider_trl.specs.job import Algorithm, DatasetRef, JobSpec
 from llama_stack_provider_trl.specs.methods import METHODS, CpoSpec, KtoSpec, OrpoSpec, RewardSpec
 from llama_stack_provider_trl.specs.model_source import reference_of
-from llama_stack_provider_trl.specs.rows import check_rows
+from llama_stack_provider_trl.specs.rows import LabelledExample, check_rows, parse_row
 from llama_stack_provider_trl_remote.service.http.bodies import PreflightBody
 from tests.tiny import REPOSITORY
 
@@ -96,11 +96,19 @@ def test_kto_reads_labelled_answers_and_names_what_other_rows_lack() -> None:
     chat = {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]}
     rows = [{"prompt": "a", "completion": "b", "label": False}, {**chat, "label": True}]
     assert check_rows(rows, "kto").shapes == {"prompt + completion + label": 2}
+    for text, label in (("true", True), ("TRUE", True), (" False ", False), ("false", False)):  # cells of CSV files
+        found = parse_row({**chat, "label": text}, 0, "kto")
+        assert found == LabelledExample(chat["prompt"], chat["completion"], label)
     for row, use, words in (
         (PAIR, "kto", "write each as two rows"),
         ({"prompt": "a", "completion": "b"}, "kto", "These rows lack a label"),
         ({"prompt": "a", "completion": "b", "label": 1}, "kto", "column label: found a number 1, expected true"),
-        ({"prompt": "a", "completion": "b", "label": "true"}, "kto", "found text 'true', expected true"),
+        (
+            {"prompt": "a", "completion": "b", "label": "0"},
+            "kto",
+            "found text '0', expected true (desirable) or false: a",
+        ),
+        ({"prompt": "a", "completion": "b", "label": "yes"}, "kto", "found text 'yes', expected true (desirable) or f"),
         ({"prompt": "a", "completion": "", "label": True}, "kto", "column completion: found blank text"),
         ({"prompt": "a", "completion": "b", "label": True}, "dpo", "was the type kto meant"),
     ):

@@ -523,7 +523,7 @@ def test_datasets_add_uploads_rows_once_and_registers_them(
         ("rows.jsonl", '{"a": 1}\n\n{"a"\n', "row 1: is not JSON in line 3"),
         ("rows.json", '[{"a": 1}', "the file is not JSON"),
         ("rows.csv", "a,b\n1,2,3\n", "row 0: has more cells in line 2 than the header's 2 columns"),
-        ("rows.csv", 'a,b\n1,"2\n', "the file is not CSV after line"),
+        ("rows.csv", 'a,b\n1,"2\n', "row 0: is not CSV in the line 2 where it begins"),
         ("rows.parquet", "", "expected .jsonl, .json or .csv"),
     ],
 )
@@ -537,7 +537,7 @@ def test_datasets_add_reports_where_a_file_is_wrong(
     assert message in errors
     assert not service.posted
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe")
-    assert "not UTF-8" in run("datasets", "add", tmp_path / "bytes.jsonl", "--id", "mine")[2]
+    assert "expected UTF-8" in run("datasets", "add", tmp_path / "bytes.jsonl", "--id", "mine")[2]
 
 
 def test_datasets_and_nodes_are_tables(run: Run, service: FakeService) -> None:

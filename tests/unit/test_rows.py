@@ -201,6 +201,13 @@ SFT_ERRORS: list[tuple[Any, str]] = [
         "found the columns prompt, expected for SFT one of: chat_completion_input + expected_answer; ",
     ),
     ({"prompt": "Why?", "completion": NAN}, "found the columns prompt, completion (null), expected for SFT one of"),
+    ({"prompt": "Why?", "completion": NAN}, ". Missing or empty in this row: completion"),
+    ({"output": "So."}, ". Missing or empty in this row: instruction or input"),
+    ({"v": 1, "data": [{"prompt": "a", "completion": "b"}]}, ". The list in 'data' has such rows: write them alone, "),
+    (
+        {"prompt": "Why?", "completion": {"number": "5000 digits"}},
+        "completion: found a number (5000 digits), expected t",
+    ),
     ({}, "found the columns of an empty object, expected for SFT one of"),
     ({"Question": "Why?", " answer": "So."}, ". Rename ' answer' to answer, 'Question' to question"),
     ({"Chat-Completion-Input": [], "expected answer": ""}, "'Chat-Completion-Input' to chat_completion_input, 'exp"),
@@ -266,6 +273,7 @@ DPO_ERRORS: list[tuple[Any, str]] = [
         "found the columns prompt, chosen, expected for DPO one of: prompt + cho",
     ),
     ({"prompt": "Why?", "chosen": "Because.", "rejected": ""}, "column rejected: found blank text, expected text"),
+    ({"prompt": "Why?", "chosen": "Because.", "rejected": None}, ". Missing or empty in this row: rejected"),
     ({"chosen": "Because.", "rejected": "No."}, "column chosen: found text 'Because.', expected a conversation"),
     (
         {"chosen": [QUESTION, ANSWER], "rejected": [user("What?"), WORSE]},

@@ -137,6 +137,8 @@ def load_tokenizer(
         raise invalid_model(source.model, "its tokenizer cannot be loaded", error) from error
     if source.path is not None:
         tokenizer.name_or_path = source.model
+    if isinstance(tokenizer.chat_template, str):  # transformers keeps the mark, which would begin every prompt
+        tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
     if tokenizer.eos_token is None:
         raise JobFailure(
             Reason.invalid_model,

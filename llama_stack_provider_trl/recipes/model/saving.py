@@ -95,9 +95,9 @@ def try_exports(spec: JobSpec, tokenizer: PreTrainedTokenizerBase, warn: Callabl
         directory = Path(name)
         if spec.lora:
             fault = _try_adapter(spec, directory)
-        if not fault and (spec.lora is None or "merged" in kinds):
+        if not fault and _is_whole(spec):
             directory = directory / "model"
-            fault = _try_model(spec, tokenizer, directory, warn)
+            fault = _try_model(spec, tokenizer, directory)
         if not fault:
             tokenizer.save_pretrained(directory)
             # transformers chooses a tokenizer's class by the model's type, too.
@@ -108,6 +108,21 @@ def try_exports(spec: JobSpec, tokenizer: PreTrainedTokenizerBase, warn: Callabl
             f"model {spec.model!r} was saved without its weights and loaded again, as at the end of a job, and {fault}"
             ". Correct its config.json, or name a model whose tokenizer_config.json names the right tokenizer_class.",
         )
+    for message in lacking_in_exports(spec):
+        warn(message)
+
+
+def lacking_in_exports(spec: JobSpec) -> list[str]:
+    """A sentence for each file of the model of which the exports will lack a part."""
+    if not _is_whole(spec) or spec.trains_reward:  # which generates nothing
+        return []
+    return [*filter(None, [read_generation_config(spec.source).warning])]
+
+
+def _is_whole(spec: JobSpec) -> bool:
+    """Whether one of the job's exports is a whole model."""
+    kinds = exports(spec)
+    return bool(kinds) and (spec.lora is None or "merged" in kinds)
 
 
 def _try_adapter(spec: JobSpec, directory: Path) -> str | None:
@@ -123,18 +138,14 @@ def _try_adapter(spec: JobSpec, directory: Path) -> str | None:
     return None
 
 
-def _try_model(
-    spec: JobSpec, tokenizer: PreTrainedTokenizerBase, directory: Path, warn: Callable[[str], None]
-) -> str | None:
+def _try_model(spec: JobSpec, tokenizer: PreTrainedTokenizerBase, directory: Path) -> str | None:
     config = load_config(spec.source)
     model = _built(spec, config)
     if isinstance(model, str):  # loading reports it, or it can be built with weights only
         config.save_pretrained(directory)
         return None
     if model.can_generate():
-        model.generation_config, warning = read_generation_config(spec.source)
-        if warning:
-            warn(warning)
+        model.generation_config = read_generation_config(spec.source).config
     model.name_or_path = spec.model
     align_special_tokens(model, tokenizer)  # as Trainer does
     write_configuration(model, directory, DTYPES[spec.dtype])

@@ -130,7 +130,7 @@ def read_with_ray(files: Sequence[str]) -> Iterator[dict[str, Any]]:
     if Path(files[0]).suffix.lower() in PARQUET:
         for batch in ray.data.read_parquet(list(files)).iter_batches(batch_size=_BATCH_ROWS, batch_format="pyarrow"):
             row_files.refuse_fields_twice(batch.schema)
-            yield from batch.to_pylist()
+            yield from row_files.rows_of_batch(batch)
         return
     # Ray's own reader of JSON gives every row the columns of all, and decodes a file at once; ours does neither.
     named = ray.data.from_items([{"file": file} for file in files], override_num_blocks=len(files))

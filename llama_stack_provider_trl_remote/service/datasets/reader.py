@@ -36,7 +36,7 @@ from llama_stack_provider_trl.system.process import die_with_parent, limit_memor
 HUB = "huggingface"
 _TWICE = re.compile(r"Multiple matches for FieldRef\.Name\((.*?)\) in|Column\(/(.*?)\) was specified twice")
 """What Arrow reports of a Parquet and of a JSON file."""
-_SECOND = re.compile(r"\.1$")
+_NUMBERED = re.compile(r"\.\d+$")
 _BATCH_BYTES = 4 << 20
 _BATCH_ROWS = 256
 _ROWS_PER_CHECK = 16
@@ -65,7 +65,7 @@ def read_parquet(file: BinaryIO) -> Iterator[Row]:
             rows = max(1, group.num_rows)
             batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, group.total_byte_size)))
             for rows_read in table.iter_batches(batch_size=batch, row_groups=[number], use_threads=False):
-                yield from rows_read.to_pylist()
+                yield from row_files.rows_of_batch(rows_read)
 
 
 def read_hub(uri: str) -> Iterable[Row]:
@@ -86,9 +86,29 @@ def read_hub(uri: str) -> Iterable[Row]:
         if name := _TWICE.search(str(error.__cause__)):
             row_files.refuse_twice([name[1] or name[2]] * 2)
         raise
-    if found.builder_name == "csv":  # pandas calls the second column `prompt.1`
-        row_files.refuse_twice([_SECOND.sub("", name) for name in found.column_names])
+    numbered = (name for name in found.column_names if _NUMBERED.search(name))
+    if found.builder_name == "csv" and any(_NUMBERED.sub("", name) in found.column_names for name in numbered):
+        _refuse_header_twice(parts.path.strip("/"), options, len(found.column_names))
     return found
+
+
+def _refuse_header_twice(name: str, options: dict[str, str], columns: int) -> None:
+    """Return if the CSV files of a dataset have no name twice, of which pandas calls the second one `prompt.1`: their
+    headers are read as rows.
+
+    Raises:
+        InvalidRows: a column is there twice.
+    """
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    only_first = {"names": [str(number) for number in range(columns)], "nrows": 1, "keep_default_na": False}
+    try:
+        headers = load_dataset(name, **{"split": "train", **options, **only_first})
+    except (DatasetGenerationError, ValueError, TypeError, OSError):
+        return  # only its rows are here: the files were checked when they were read
+    for header in headers:
+        row_files.refuse_twice([str(column) for column in header.values() if column not in (None, "")])
 
 
 ROW_READERS = {**row_files.ROW_READERS, ".parquet": read_parquet}
@@ -161,7 +181,10 @@ def main(arguments: list[str]) -> None:
         elif isinstance(error, OSError) and error.errno == errno.EFBIG:
             answer = {"too_large": True}
         else:
-            answer = {"error": f"it cannot be read: {type(error).__name__}: {str(error)[:1000]}"}
+            cause: BaseException = error
+            while cause.__cause__ is not None:  # datasets reports "an error occurred" first
+                cause = cause.__cause__
+            answer = {"error": f"it cannot be read: {type(cause).__name__}: {str(cause)[:1000]}"}
     print(json.dumps(answer))
 
 
