@@ -146,6 +146,16 @@ def test_a_preview_shows_rows_as_they_are_trained_and_queues_nothing(service: Tr
     assert "no-such" in refusal(service.post(PREVIEW, sft("any", "no-such")))
 
 
+def test_a_preview_has_the_warnings_of_the_preflight_about_the_request_and_its_rows(service: TrainingService) -> None:
+    service.register("wide", [{**row, "source": "web"} for row in QUESTIONS])
+    body = sft("any", "wide")
+    body["training_config"]["max_validation_steps"] = 3
+    warnings = service.post(PREVIEW, body).json()["warnings"]
+    assert "columns never read: source" in warnings
+    assert [warning for warning in warnings if "max_validation_steps has no effect" in warning]
+    assert warnings == requested(service, body)["warnings"]
+
+
 def test_trl_remote_previews_a_dataset(service: TrainingService) -> None:
     words = ["datasets", "preview", "questions", "--model", str(tiny_model()), "--rows", "1", "--max-seq-length", "24"]
     command = [sys.executable, "-m", "llama_stack_provider_trl_remote", *words, "--url", service.url]

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from llama_stack_provider_trl.config import TrlConfig
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
-from llama_stack_provider_trl.requests.choices import nearest_choice
+from llama_stack_provider_trl.requests.choices import nearest_choice, problem_of
 from llama_stack_provider_trl.requests.kinds import EvaluateRequest, GenerateRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.search import SearchConfig
@@ -21,6 +21,7 @@ from llama_stack_provider_trl.specs.job import AttentionMask, OptimizerName, Opt
 from llama_stack_provider_trl.specs.schedules import problem_of_warmup
 from llama_stack_provider_trl_remote.nodes.pools.inventory import InventoryHost
 from llama_stack_provider_trl_remote.service.config_file import fill_in
+from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 
 TRAINING = {"n_epochs": 1, "data_config": {"dataset_id": "d", "batch_size": 1}}
@@ -110,8 +111,15 @@ def _at(body: Any, parents: list[str]) -> dict[str, Any]:
 
 
 def test_null_is_no_value_of_a_field_that_is_required() -> None:
-    with pytest.raises(ValidationError):
+    with pytest.raises(ValidationError) as caught:
         SupervisedFineTuneRequest.model_validate(with_value(BODY, "training_config.n_epochs", None))
+    assert problem_of(caught.value.errors()[0]).endswith("; null counts as left out, and it is required")
+
+
+def test_a_kind_in_another_spelling_is_named() -> None:
+    with pytest.raises(ValidationError) as caught:
+        RegisterDataset.model_validate({"source": {"type": "Rows", "rows": []}})
+    assert problem_of(caught.value.errors()[0]).endswith("; the nearest is 'rows'")
 
 
 OPTIMIZERS, SCHEDULES = get_args(OptimizerName), get_args(SchedulerName)
