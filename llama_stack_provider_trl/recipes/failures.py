@@ -6,8 +6,10 @@ Types decide, and the texts of libraries only where a library raises no type of 
 from __future__ import annotations
 
 import errno
+import os
 import re
 import shutil
+import stat
 import sys
 import traceback
 from contextlib import suppress
@@ -36,6 +38,13 @@ _NCCL_SETUP = re.compile(
     r"|no CUDA-capable device|invalid device ordinal|system not yet initialized|no kernel image"
 )
 """NCCL's errors about this machine. Its others may be the consequence of another rank's end."""
+_ASSERTION = re.compile(r"^.*\.cuh?:\d+: .*Assertion .* failed\.?$", re.MULTILINE)
+"""A line that a kernel writes to the process's error output before its call fails."""
+_INDEX_ASSERTION = re.compile(r"index out of bounds|srcSelectDimSize|ind_dim_size|n_classes")
+"""In that line: torch's kernels that read an embedding, gather a token's logit or compute a token's loss."""
+_NUMBERS_ASSERTION = "probability tensor contains either"
+_LOG_BYTES = 1 << 18
+"""At the end of the error output that are searched: each thread of a kernel writes a line."""
 _COMMUNICATION_ERRORS = ("DistNetworkError", "DistBackendError", "DistStoreError", "RankLost")
 """Names of types of torch and `recipes.distributed.ranks`."""
 _GLOO_ERRORS = ("Connection closed by peer", "Connection reset by peer", "gloo/transport")
@@ -97,11 +106,23 @@ def _reason_and_message(error: BaseException, disk: str) -> tuple[Reason, str]:
             f"NCCL cannot run on this machine: {_summary(error)}. Each rank needs a GPU of its own that nvidia-smi "
             "lists, and NCCL_SOCKET_IFNAME an interface of this machine; NCCL_DEBUG=INFO logs more."
         )
-    if _is_index(error):
+    assertion = _device_assertion(error)
+    if _is_index(error, assertion):
         return Reason.invalid_model, (
-            f"an index was outside of its tensor: {_summary(error)}. Most often a token has an id for which the model "
-            "has no embedding, or a row has more tokens than the model has positions: compare its tokenizer with its "
-            "config.json (vocab_size, max_position_embeddings)."
+            f"an index was outside of its tensor: {assertion or _summary(error)}. Most often a token has an id for "
+            "which the model has no embedding, or a row has more tokens than the model has positions: compare its "
+            "tokenizer with its config.json (vocab_size, max_position_embeddings)."
+        )
+    if assertion is not None and _NUMBERS_ASSERTION in assertion:
+        return Reason.diverged, (
+            f"the model's numbers are not finite, so that no token can be chosen: {assertion}. Lower the learning "
+            "rate, or use dtype bf16 or fp32 in place of fp16."
+        )
+    if assertion is not None:
+        return Reason.rank_failed, (
+            f"a kernel on the GPU stopped at a failed assertion: {assertion or 'the log does not have its line'}. "
+            "If the next attempt, for which the GPU can be used again, ends like this, set CUDA_LAUNCH_BLOCKING=1 in "
+            "the environment that trains, so that the traceback names the operation, and report it."
         )
     return Reason.rank_failed, f"the training process ended with {type(error).__name__}: {_summary(error)}"
 
@@ -147,10 +168,28 @@ def _is_nccl_setup(error: BaseException) -> bool:
     return type(error).__name__ == "DistBackendError" and bool(_NCCL_SETUP.search(str(error)))
 
 
-def _is_index(error: BaseException) -> bool:
-    """Whether an embedding was read where it has nothing: the same rows do it again in every attempt."""
+def _device_assertion(error: BaseException) -> str | None:
+    """The assertion in a kernel by which a call on a GPU failed; empty: its line is not found; None: another error."""
+    if not (isinstance(error, RuntimeError) and "device-side assert triggered" in str(error)):
+        return None
+    found = _ASSERTION.findall(_error_output())
+    return found[-1].strip()[:400] if found else ""
+
+
+def _error_output() -> str:
+    """The end of what this process has written to its error output; empty: that is no file."""
+    with suppress(OSError):
+        if stat.S_ISREG(os.fstat(2).st_mode):
+            with open("/proc/self/fd/2", "rb") as file:
+                file.seek(max(0, os.fstat(2).st_size - _LOG_BYTES))
+                return file.read().decode(errors="replace")
+    return ""
+
+
+def _is_index(error: BaseException, assertion: str | None) -> bool:
+    """Whether something was read where its tensor has nothing: the same rows do it again in every attempt."""
     on_cpu = isinstance(error, IndexError) and "index out of range in self" in str(error)
-    return on_cpu or (isinstance(error, RuntimeError) and "device-side assert triggered" in str(error))
+    return on_cpu or (assertion is not None and bool(_INDEX_ASSERTION.search(assertion)))
 
 
 def _is_disk_full(error: BaseException) -> bool:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -179,16 +183,67 @@ def test_an_error_survives_pickling(error: TrlError) -> None:
     assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        IndexError("index out of range in self"),
-        RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later"),
-    ],
-)
-def test_a_token_without_an_embedding_is_the_fault_of_the_model_and_not_tried_again(error: BaseException) -> None:
-    failed = classify(error)
+def test_a_token_without_an_embedding_is_the_fault_of_the_model_and_not_tried_again() -> None:
+    failed = classify(IndexError("index out of range in self"))
     assert failed.reason is Reason.invalid_model
     assert REASONS[failed.reason].backoff is None
     assert "a token has an id for which the model has no embedding" in failed.message
     assert classify(IndexError("list index out of range")).reason is Reason.rank_failed
+
+
+@contextmanager
+def error_output(path: Path, text: str) -> Iterator[None]:
+    """This process's error output, as a kernel's assertion leaves it."""
+    before = os.dup(2)
+    try:
+        with path.open("w") as file:
+            os.dup2(file.fileno(), 2)
+        os.write(2, text.encode())
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
+LINE = "/pytorch/aten/src/ATen/native/cuda/{}: block: [5,0,0], thread: [64,0,0] Assertion `{}` failed.\n"
+INDEX = LINE.format("IndexKernelUtils.cu:16: vectorized_gather_kernel", "{}")
+
+
+@pytest.mark.parametrize(
+    ("assertion", "reason", "sentence"),
+    [
+        (
+            INDEX.format('ind >=0 && ind < ind_dim_size && "vectorized gather kernel index out of bounds"'),
+            Reason.invalid_model,
+            "a token has an id for which the model has no embedding",
+        ),
+        (INDEX.format("srcIndex < srcSelectDimSize"), Reason.invalid_model, "srcSelectDimSize` failed"),
+        (
+            LINE.format("Loss.cu:242: nll_loss_forward_reduce_cuda_kernel_2d", "t >= 0 && t < n_classes"),
+            Reason.invalid_model,
+            "t < n_classes` failed",
+        ),
+        (
+            LINE.format(
+                "TensorCompare.cu:112: _assert_async_cuda_kernel",
+                "probability tensor contains either `inf`, `nan` or element < 0",
+            ),
+            Reason.diverged,
+            "the model's numbers are not finite, so that no token can be chosen",
+        ),
+        (
+            LINE.format("Distributions.cu:1: kernel", "cumdist[size - 1] > 0"),
+            Reason.rank_failed,
+            "a kernel on the GPU stopped at a failed assertion: /pytorch/aten/src/ATen/native/cuda/Distributions.cu:1",
+        ),
+        ("", Reason.rank_failed, "failed assertion: the log does not have its line. If the next attempt"),
+    ],
+)
+def test_a_failed_assertion_in_a_kernel_is_what_its_line_in_the_error_output_shows(
+    tmp_path: Path, assertion: str, reason: Reason, sentence: str
+) -> None:
+    error = RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later")
+    with error_output(tmp_path / "rank-0.log", f"step 1\n{assertion * 2}Traceback\n"):
+        failed = classify(error)
+    assert failed.reason is reason
+    assert sentence in failed.message
