@@ -185,7 +185,7 @@ def build_trainer(
     recipe, arguments = trainer_of(spec)  # first: what is not installed cannot train
     warn = partial(_warn, writer)
     tokenizer = load_tokenizer(spec.source, warn=warn)
-    check_models(spec)
+    check_models(spec, warn)
     check_vocabulary(spec, tokenizer)
     # Data before weights: a bad row is found in a second, a large model takes minutes to load.
     prompts = encode_prompts(

@@ -228,7 +228,7 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     spec, notes = within_positions(spec)
     spec, _ = with_batches(spec)
     tokenizer = load_tokenizer(spec.source, warn=notes.append)
-    check_models(spec)
+    check_models(spec, notes.append)
     embeddings = vocabulary_size(spec.source)
     prompts = encode_prompts(spec.samples, tokenizer, positions_of(spec.source), spec.dropped_turns, embeddings)
     teacher = load_teacher_tokenizer(spec)

@@ -11,6 +11,7 @@ from ..specs.job import (
     ResumeFrom,
 )
 from ..system.data_dir import CHECKPOINTS, DataDir
+from ..system.model_damage import ADAPTER_PICKLE, ADAPTER_WEIGHTS
 from .bodies import (
     SupervisedFineTuneRequest,
 )
@@ -86,6 +87,9 @@ def resolve_base_model(name: str, model: str | None, settings: Settings) -> str:
                 "this directory holds an adapter, not a model; name its base model, or the `merged` checkpoint that "
                 "the provider option merge_adapter writes",
             )
+        if any((path / weights).is_file() for weights in (ADAPTER_WEIGHTS, ADAPTER_PICKLE)):
+            hint = "this directory holds an adapter without its adapter_config.json: name one that PEFT has saved"
+            raise InvalidRequest(name, model, hint)
         raise InvalidRequest(name, model, "the directory has no config.json; expected what save_pretrained writes")
     return str(path)
 

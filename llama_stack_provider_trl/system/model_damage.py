@@ -1,7 +1,7 @@
 """Damage of a model's file that its first bytes, its size or its header show: what is wrong, and what to do.
 
 Downloads leave such files: `git clone` without Git LFS, an error page saved under a file's name, a transfer that broke
-off. Libraries report them as a failed parse, or not at all.
+off. Libraries report them as a failed parse, or not at all. Also which files a model's weights are read from.
 """
 
 from __future__ import annotations
@@ -9,16 +9,41 @@ from __future__ import annotations
 import json
 import os
 import re
+import zipfile
 from io import BufferedReader
 
 from .texts import decoded, refuse_encoding
 
 CONFIG_FILES = ("config.json", "generation_config.json", "adapter_config.json")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "merges.txt")
 """Those that are read where there is no tokenizer.json."""
-WEIGHTS = "model.safetensors"
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+DISPENSABLE_FILES = ("generation_config.json", "chat_template.jinja")
+"""Those that are ignored with a warning where they hold nothing: `config.json` and `tokenizer_config.json` have what is
+used then."""
+INDEX_ENDING = ".index.json"
+WEIGHTS = (
+    "model.safetensors",
+    f"model.safetensors{INDEX_ENDING}",
+    "pytorch_model.bin",
+    f"pytorch_model.bin{INDEX_ENDING}",
+)
+"""In the order in which transformers looks for them: it loads the first one that is there."""
+NO_WEIGHTS = f"it has no file of weights, expected one of {', '.join(WEIGHTS)}: download them, or name a complete model"
+EMBEDDED_ADAPTER = (
+    "adapter_config.json lies beside its config.json, so that transformers would load the adapter into the model: move "
+    "it to a directory of its own"
+)
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_PICKLE = "adapter_model.bin"
+"""PEFT reads it where there are no safetensors, and so do merges; an adapter is continued from safetensors only."""
+ADAPTER_FILES = ("adapter_config.json", ADAPTER_WEIGHTS)
 MOST_HEADER = 100_000_000
 """Bytes. The library safetensors reads no longer header."""
 SMALL = 1 << 20
@@ -37,6 +62,8 @@ def damage_of(name: str, file: BufferedReader, most_header: int = MOST_HEADER) -
             size only.
     """
     size, start = os.fstat(file.fileno()).st_size, file.read(512)
+    if is_blank(start) and size <= len(start) and name in DISPENSABLE_FILES:
+        return None
     if not size:
         return f"is empty: {_AGAIN}"
     if start.startswith(_POINTER):
@@ -45,8 +72,10 @@ def damage_of(name: str, file: BufferedReader, most_header: int = MOST_HEADER) -
         return f"is a web page, such as the error page of a download: {_AGAIN}"
     if name.endswith(".safetensors"):
         return _damage_of_weights(file, size, start, most_header)
+    if name.endswith(".bin"):
+        return _damage_of_pickle(file, size, start)
     if name.endswith(".json"):
-        return _encoding_of_json(start) or _damage_of_json(file, size)
+        return _encoding_of_json(start) or _damage_of_json(name, file, size)
     return _damage_of_template(file) if name.endswith(".jinja") else None
 
 
@@ -67,6 +96,40 @@ def _damage_of_template(file: BufferedReader) -> str | None:
     except ValueError as error:
         return f"cannot be read, {error}"
     return None
+
+
+def is_blank(content: bytes) -> bool:
+    """Whether a text file with this content holds nothing."""
+    return not content.strip(b"\xef\xbb\xbf \t\r\n")
+
+
+def files_in_index(content: bytes) -> list[str]:
+    """The files that an index of weights names, sorted.
+
+    Raises:
+        ValueError: it is no index.
+    """
+    try:
+        return sorted({str(name) for name in json.loads(content)["weight_map"].values()})
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(_shown(error)) from error
+
+
+def missing_from_index(index: str, names: list[str]) -> str:
+    """What is wrong with a file that is not there, as `damage_of` has it."""
+    return (
+        f"is missing, which {index} names as one of {len(names)} files of weights: download it, or name a complete "
+        "model"
+    )
+
+
+def _damage_of_pickle(file: BufferedReader, size: int, start: bytes) -> str | None:
+    """Of a file that torch.save wrote: a zip archive, whose directory is at its end, or (before torch 1.6) a pickle."""
+    if start.startswith(b"PK"):
+        if zipfile.is_zipfile(file):
+            return None
+        return f"is cut off, it has {size} bytes and no directory of its parts at its end: {_AGAIN}"
+    return None if start.startswith(b"\x80") else f"is no file of weights, it begins with {start[:16]!r}: {_AGAIN}"
 
 
 def _damage_of_weights(file: BufferedReader, size: int, start: bytes, most_header: int) -> str | None:
@@ -90,7 +153,7 @@ def _damage_of_weights(file: BufferedReader, size: int, start: bytes, most_heade
     return None
 
 
-def _damage_of_json(file: BufferedReader, size: int) -> str | None:
+def _damage_of_json(name: str, file: BufferedReader, size: int) -> str | None:
     file.seek(0)
     whole = f"{_AGAIN}, or write it with save_pretrained"
     if size <= SMALL:
@@ -98,7 +161,9 @@ def _damage_of_json(file: BufferedReader, size: int) -> str | None:
             found = json.loads(file.read())
         except (ValueError, RecursionError) as error:
             return f"cannot be read, it is no JSON ({_shown(error)}): {whole}"
-        return None if isinstance(found, dict) else f"cannot be read, it is no JSON object: {whole}"
+        if isinstance(found, dict) or (name in DISPENSABLE_FILES and not found):
+            return None
+        return f"cannot be read, it is no JSON object: {whole}"
     first = file.read(512)
     file.seek(-512, os.SEEK_END)
     if not first.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):

@@ -597,6 +597,7 @@ def test_a_server_reports_why_it_cannot_start_on_a_read_only_data_directory(
 REFUSED = {
     "half-weights": "model.safetensors in that directory is cut off, it has",
     "random-weights": "model.safetensors in that directory is no safetensors file, it begins with",
+    "no-weights": "it has no file of weights, expected one of model.safetensors, ",
     "no-json": "config.json in that directory cannot be read, it is no JSON",
 }
 """What the files' first bytes show is refused when the job is submitted."""

@@ -227,8 +227,8 @@ def test_a_reward_model_that_cannot_be_loaded_fails_the_job_with_one_sentence(
     status, events = run(tmp_path, spec_of(tmp_path, method_of(good.model_copy(update={"path": bad}))))
     (failed,) = of_kind(events, Failed)
     assert (status, failed.reason) == (1, "invalid_model")
-    assert failed.message.startswith(f"the adapter of the reward model {bad} cannot be loaded (")
-    assert "train job 'judge' again" in failed.message
+    assert failed.message.startswith(f"adapter {str(bad)!r}: ")
+    assert "and [2, 64] in this model. Name an adapter that was trained on this base model" in failed.message
 
 
 def test_a_reward_models_adapter_without_its_head_is_refused_by_name(tmp_path: Path, reward_model: Trained) -> None:

@@ -24,6 +24,7 @@ from transformers.trainer_utils import align_special_tokens
 
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.build import build_trainer
+from llama_stack_provider_trl.recipes.model.agreement import read_generation_config
 from llama_stack_provider_trl.recipes.model.saving import write_configuration
 from llama_stack_provider_trl.recipes.preflight import preflight_attempt
 from llama_stack_provider_trl.recipes.transformers_answerer import TransformersAnswerer
@@ -41,7 +42,7 @@ from llama_stack_provider_trl.specs.events import (
 from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec, OptimizerSpec, SampleMessage, SamplesSpec
 from llama_stack_provider_trl.specs.kinds import GenerateSpec
 from llama_stack_provider_trl.specs.methods import DistillationSpec, GrpoSpec, KtoSpec, RewardSpec
-from llama_stack_provider_trl.specs.model_source import ReferenceSpec
+from llama_stack_provider_trl.specs.model_source import ModelSource, ReferenceSpec
 from llama_stack_provider_trl.specs.preflight import PreflightSpec, PreviewSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from tests.process.test_export import ARCHITECTURES as EXPORTED
@@ -281,6 +282,64 @@ def test_a_job_on_files_that_were_repaired_completes_and_its_checkpoints_load(
         loaded = auto.from_pretrained(saved.path)
         if not fields.get("method"):
             assert (loaded.generation_config.temperature, loaded.generation_config.early_stopping) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("values", "written", "change"),
+    [
+        (
+            {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 5]},
+            {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 5]},
+            "what is exported has do_sample true for temperature 0.6, top_p 0.9",
+        ),
+        (
+            {"do_sample": False, "temperature": 0.6, "max_new_tokens": 9, "eos_token_id": [2, 5]},
+            {"do_sample": False, "max_new_tokens": 9, "eos_token_id": [2, 5]},
+            "what is exported lacks temperature 0.6",
+        ),
+        (
+            {"do_sample": True, "temperature": 0.6, "eos_token_id": [2, "</s>", 5, -1]},
+            {"do_sample": True, "temperature": 0.6, "eos_token_id": [2, 5]},
+            "what is exported has eos_token_id [2, 5] for [2, '</s>', 5, -1]",
+        ),
+        (
+            {"suppress_tokens": [1, 2, 3], "forced_eos_token_id": 2},
+            {"suppress_tokens": [1, 3], "forced_eos_token_id": 2},
+            "what is exported has suppress_tokens [1, 3] for [1, 2, 3]",
+        ),
+        (
+            {"top_k": 5, "cache_implementation": "none", "max_new_tokens": -1},
+            {"do_sample": True, "top_k": 5},
+            "what is exported has do_sample true for top_k 5; lacks cache_implementation 'none', max_new_tokens -1",
+        ),
+    ],
+)
+def test_of_a_generation_configuration_only_what_cannot_be_written_is_changed(
+    models: Path, tmp_path: Path, values: dict[str, Any], written: dict[str, Any], change: str
+) -> None:
+    model = damaged(whole(models, "llama"), tmp_path / "model", lambda _: None)
+    (model / "generation_config.json").write_text(json.dumps(values))
+    config, warning = read_generation_config(ModelSource(model=str(model)))
+    assert warning.endswith(change)
+    config.pad_token_id = 0  # as a trainer sets it
+    config.save_pretrained(tmp_path)
+    found = json.loads((tmp_path / "generation_config.json").read_text())
+    assert {
+        name: value for name, value in found.items() if name not in ("pad_token_id", "transformers_version")
+    } == written
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null"])
+def test_an_empty_generation_configuration_is_what_the_configuration_has(
+    models: Path, tmp_path: Path, content: str
+) -> None:
+    model = damaged(whole(models, "llama"), tmp_path / "model", lambda _: None)
+    (model / "generation_config.json").write_text(content)
+    changed(model / "config.json", eos_token_id=[2, 5])
+    spec = job_spec(tmp_path, model, preflight="off", max_seq_length=64)
+    warnings, export = outcome(tmp_path, spec)
+    assert any("generation_config.json of" in one and "holds no values" in one for one in warnings)
+    assert json.loads((export / "generation_config.json").read_text())["eos_token_id"] == [2, 5]
 
 
 ROWS: dict[str, dict[str, Any]] = {

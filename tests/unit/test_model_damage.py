@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import struct
+import zipfile
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def test_a_pointer_a_page_and_an_empty_file_are_named_as_such(tmp_path: Path, na
     assert "is a Git LFS pointer and not the file itself: run `git lfs pull`" in str(found(tmp_path, name, POINTER))
     for page in PAGES:
         assert "is a web page, such as the error page of a download: download it" in str(found(tmp_path, name, page))
-    assert found(tmp_path, name, b"") == "is empty: download it again"
+    is_ignored = name in model_damage.DISPENSABLE_FILES
+    assert found(tmp_path, name, b"") == (None if is_ignored else "is empty: download it again")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,35 @@ def test_a_safetensors_file_that_is_cut_off_or_another_one(tmp_path: Path, conte
     ],
 )
 def test_json_that_is_none_or_no_object(tmp_path: Path, content: bytes, sentence: str) -> None:
-    assert sentence in str(found(tmp_path, "generation_config.json", content))
+    assert sentence in str(found(tmp_path, "config.json", content))
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", b"\xef\xbb\xbf", b"[]", b"null", b'""'])
+def test_a_generation_configuration_that_holds_nothing_is_ignored_and_one_that_is_cut_off_is_not(
+    tmp_path: Path, content: bytes
+) -> None:
+    assert found(tmp_path, "generation_config.json", content) is None
+    assert found(tmp_path, "config.json", content) is not None
+    for damaged in (b'{"eos_token_id": [2', b"[1]"):
+        assert "cannot be read, it is no JSON" in str(found(tmp_path, "generation_config.json", damaged))
+
+
+def pickled(size: int = 64) -> bytes:
+    """An archive such as torch.save writes."""
+    with BytesIO() as content:
+        with zipfile.ZipFile(content, "w") as archive:
+            archive.writestr("archive/data.pkl", b"\x80\x02}.")
+            archive.writestr("archive/data/0", bytes(size))
+        return content.getvalue()
+
+
+@pytest.mark.parametrize("content", [pickled()[:-1], pickled()[:60], b"PK\x03\x04"])
+def test_pickled_weights_that_are_cut_off(tmp_path: Path, content: bytes) -> None:
+    sentence = f"is cut off, it has {len(content)} bytes and no directory of its parts at its end: download it"
+    assert sentence in str(found(tmp_path, "pytorch_model.bin", content))
+    assert "is no file of weights, it begins with b'Not Found'" in str(
+        found(tmp_path, "pytorch_model.bin", b"Not Found")
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,8 +149,36 @@ def test_whole_files_have_no_damage(tmp_path: Path) -> None:
     assert found(tmp_path, "model.safetensors", tensors(8, 40)) is None
     assert found(tmp_path, "model.safetensors", tensors()) is None
     assert found(tmp_path, "chat_template.jinja", b"<html_block>{{ messages }}") is None
-    assert found(tmp_path, "pytorch_model.bin", b"PK\x03\x04") is None
+    assert found(tmp_path, "pytorch_model.bin", pickled()) is None
+    assert found(tmp_path, "pytorch_model.bin", b"\x80\x02\x8a\nl\xfc\x9cF") is None  # of torch before 1.6
     assert found(tmp_path, "model.safetensors", tensors(100, data=0), most_header=10) is None  # not parsed
+
+
+async def rows(*_: Any) -> tuple[DatasetRef, list[str]]:
+    return DatasetRef(dataset_id="rows", path=Path("/rows"), sha256="0" * 64, num_rows=8), []
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(tensors(8, 40))
+    return path
+
+
+def refusal(model: Path, adapter: str | None = None) -> str:
+    """The hint of the refusal of a request for a model; empty: it is accepted."""
+    settings = Settings(data_dir=model.parent / "data", devices=("cpu",))
+    data = {"dataset_id": "rows", "batch_size": 2}
+    body = {"job_uuid": "job", "model": str(model), "training_config": {"n_epochs": 1, "data_config": data}}
+    request = SupervisedFineTuneRequest.model_validate(body)
+    options = ProviderOptions.model_validate({"adapter": adapter} if adapter else {})
+    try:
+        asyncio.run(resolved(request, options, settings, rows, None))
+    except InvalidRequest as error:
+        return error.hint if error.field == "model" else str(error)
+    return ""
 
 
 @pytest.mark.parametrize(
@@ -129,26 +187,96 @@ def test_whole_files_have_no_damage(tmp_path: Path) -> None:
         ("model.safetensors", POINTER, "model.safetensors in that directory is a Git LFS pointer"),
         ("chat_template.jinja", PAGES[0], "chat_template.jinja in that directory is a web page"),
         ("tokenizer_config.json", b"", "tokenizer_config.json in that directory is empty"),
+        ("tokenizer.json", POINTER, "tokenizer.json in that directory is a Git LFS pointer"),
         ("config.json", b"{", "config.json in that directory cannot be read, it is no JSON"),
+        ("config.json", POINTER, "config.json in that directory is a Git LFS pointer"),
+        ("generation_config.json", b"{", "generation_config.json in that directory cannot be read, it is no JSON"),
+        ("generation_config.json", b"[]", ""),
+        ("chat_template.jinja", b"", ""),
+        ("model.safetensors.index.json", b"{", ""),  # is not read beside the only file of weights
+        ("pytorch_model.bin", POINTER, ""),
     ],
 )
 def test_a_request_for_a_directory_with_such_a_file_is_refused_by_name(
-    tmp_path: Path, name: str, content: bytes, sentence: str
+    model: Path, name: str, content: bytes, sentence: str
 ) -> None:
-    async def rows(*_: Any) -> tuple[DatasetRef, list[str]]:
-        return DatasetRef(dataset_id="rows", path=tmp_path, sha256="0" * 64, num_rows=8), []
-
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    os.mkfifo(model / "tokenizer.json")  # is not waited for
-    settings = Settings(data_dir=tmp_path / "data", devices=("cpu",))
-    data = {"dataset_id": "rows", "batch_size": 2}
-    body = {"job_uuid": "job", "model": str(model), "training_config": {"n_epochs": 1, "data_config": data}}
-    request = SupervisedFineTuneRequest.model_validate(body)
-    accepted = asyncio.run(resolved(request, ProviderOptions(), settings, rows, None))
-    assert accepted.spec.model == str(model)
+    os.mkfifo(model / "vocab.json")  # is not waited for
+    assert refusal(model) == ""
     (model / name).write_bytes(content)
-    with pytest.raises(InvalidRequest, match=re.escape(sentence)) as caught:
-        asyncio.run(resolved(request, ProviderOptions(), settings, rows, None))
-    assert caught.value.field == "model"
+    hint = refusal(model)
+    assert hint.startswith(sentence)
+    assert bool(hint) == bool(sentence)
+
+
+INDEX = b'{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}'
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        (
+            {},
+            "it has no file of weights, expected one of model.safetensors, model.safetensors.index.json, pytorch_model",
+        ),
+        ({"pytorch_model.bin": pickled()}, ""),
+        ({"pytorch_model.bin": pickled()[:-9]}, "pytorch_model.bin in that directory is cut off, it has"),
+        ({"model.safetensors.index.json": b"{"}, "model.safetensors.index.json in that directory cannot be read"),
+        ({"model.safetensors.index.json": b"{}"}, "model.safetensors.index.json in that directory is no index of"),
+        (
+            {"model.safetensors.index.json": INDEX, "one.safetensors": tensors(8)},
+            "two.safetensors in that directory is missing, which model.safetensors.index.json names as one of 2 files",
+        ),
+        (
+            {"model.safetensors.index.json": INDEX, "one.safetensors": tensors(8), "two.safetensors": tensors(8)[:-1]},
+            "two.safetensors in that directory is cut off",
+        ),
+        ({"model.safetensors.index.json": INDEX, "one.safetensors": tensors(), "two.safetensors": tensors()}, ""),
+        (
+            {"pytorch_model.bin.index.json": INDEX, "one.safetensors": tensors()},
+            "two.safetensors in that directory is missing, which pytorch_model.bin.index.json names",
+        ),
+    ],
+)
+def test_a_request_for_a_directory_without_all_its_weights_is_refused_by_name(
+    model: Path, files: dict[str, bytes], sentence: str
+) -> None:
+    (model / "model.safetensors").unlink()
+    for name, content in files.items():
+        (model / name).write_bytes(content)
+    hint = refusal(model)
+    assert hint.startswith(sentence)
+    assert bool(hint) == bool(sentence)
+    (model / "config.json").write_text('{"transformers_weights": "other.safetensors"}')
+    assert refusal(model) == "" or "no file of weights" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("use", "files", "sentence"),
+    [
+        ("continue", {}, "the adapter's directory has no adapter_model.safetensors: name one that PEFT has saved"),
+        ("continue", {"adapter_model.bin": pickled()}, "the adapter's directory has no adapter_model.safetensors:"),
+        ("merge", {"adapter_model.bin": pickled()}, ""),
+        ("merge", {}, "the adapter's directory has no adapter_model.safetensors or adapter_model.bin"),
+        ("merge", {"adapter_model.safetensors": POINTER}, "adapter_model.safetensors in that directory is a Git LFS"),
+        ("continue", {"adapter_model.safetensors": tensors(8)}, ""),
+    ],
+)
+def test_a_request_for_an_adapter_without_its_weights_is_refused_by_name(
+    tmp_path: Path, model: Path, use: str, files: dict[str, bytes], sentence: str
+) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    sizes = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["q_proj"]}
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(model), **sizes}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    for name, content in files.items():
+        (adapter / name).write_bytes(content)
+    hint = refusal(adapter, use)
+    assert hint.startswith(sentence)
+    assert bool(hint) == bool(sentence)
+
+
+def test_an_adapter_without_its_configuration_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(tensors(8))
+    assert "holds an adapter without its adapter_config.json" in refusal(tmp_path / "adapter", "continue")

@@ -17,7 +17,7 @@ from ...specs.beginnings import MERGED_BASE
 from ...specs.job import JobSpec
 from ...system.files import is_whole, put_in_place, write_manifest
 from ..distributed import ranks
-from ..model.adapters import unusable
+from ..model.adapters import check_adapter, unusable
 from ..model.loading import DTYPES, load_adapter, load_tokenizer
 from ..model.saving import write_configuration
 from .weights import export_bytes, write_weights
@@ -49,6 +49,7 @@ def _merge(spec: JobSpec, target: Path, require_space: Callable[[int], None], he
     assert spec.adapter is not None
     if is_whole(target):
         return
+    check_adapter(spec.adapter.path, spec.source)
     try:
         model = load_adapter(spec, spec.adapter.path)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:

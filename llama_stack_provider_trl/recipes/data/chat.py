@@ -310,8 +310,19 @@ class Chat:
 
 
 def call_tokenizer(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: Any) -> Any:
-    # verbose=False: a sequence longer than the model takes is cut and counted here; a further warning is redundant.
-    return tokenizer(texts, return_attention_mask=False, truncation=False, verbose=False, **options)
+    """Tokenize texts as they are. Raises JobFailure: invalid_model, where the tokenizer cannot, such as a word."""
+    try:
+        # verbose=False: a sequence longer than the model takes is cut and counted here; a further warning is redundant.
+        return tokenizer(texts, return_attention_mask=False, truncation=False, verbose=False, **options)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        # Of the library tokenizers, which has no class of its own.
+        raise JobFailure(
+            Reason.invalid_model,
+            f"the tokenizer of {tokenizer.name_or_path!r} cannot tokenize a text: {error}. Name a model whose "
+            "tokenizer.json and tokenizer_class (in tokenizer_config.json) belong together.",
+        ) from error
 
 
 def _index_from_offsets(offsets: list[tuple[int, int]], searched: TokenIndex) -> TokenIndex:

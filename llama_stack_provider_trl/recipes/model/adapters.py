@@ -7,7 +7,7 @@ the beginning, a frozen copy is there too, as `reference`: switched off, the ada
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,14 @@ from transformers import PreTrainedModel
 
 from ...errors import JobFailure
 from ...specs.events import Reason
-from ...specs.job import JobSpec
+from ...specs.job import JobSpec, LoraSpec
+from ...specs.model_source import ModelSource
+from ...system.model_damage import ADAPTER_PICKLE, ADAPTER_WEIGHTS
 from .files import check_adapter_files
 from .loading import DTYPES, WeightStorage, adapter_config, load_config, load_model, outline, quantize
+from .shapes import shapes_in
 
 DEFAULT, REFERENCE = "default", "reference"
-_FILE = "adapter_model.safetensors"
 
 
 def continues(spec: JobSpec) -> bool:
@@ -75,7 +77,7 @@ def load_to_infer(spec: JobSpec, device: torch.device, *, in_4_bits: bool = Fals
         is_sharded=False,
     )
     if spec.adapter is not None:
-        check_adapter_files(spec.adapter.path)
+        check_adapter(spec.adapter.path, spec.source)
     model: Any = load_model(spec.source, storage, device)
     if in_4_bits:
         quantize(spec, model)
@@ -107,19 +109,71 @@ def read_weights(spec: JobSpec, model: PeftModel, names: Sequence[str] = ()) -> 
     names = names or tuple(model.peft_config)
     check_adapter_files(spec.adapter.path)
     try:
-        found = load_file(spec.adapter.path / _FILE)
+        found = load_file(spec.adapter.path / ADAPTER_WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise unusable(spec.adapter.path, f"its weights cannot be read: {error}") from error
     expected = get_peft_model_state_dict(model, adapter_name=names[0], save_embedding_layers=False)
-    if strange := sorted(found.keys() ^ expected.keys()):
-        raise unusable(
-            spec.adapter.path, f"{len(strange)} weights are in only one of it and this model, such as {strange[0]}"
-        )
-    if wrong := [name for name in sorted(found) if found[name].shape != expected[name].shape]:
-        shapes = f"{[*found[wrong[0]].shape]}, and {[*expected[wrong[0]].shape]} in this model"
-        raise unusable(spec.adapter.path, f"{wrong[0]} is {shapes}")
+    _compare(spec.adapter.path, _shapes(found), _shapes(expected))
     for adapter in names:
         set_peft_model_state_dict(model, found, adapter_name=adapter)
+
+
+def check_adapter(
+    directory: Path, source: ModelSource, *, is_reward: bool = False, lora: LoraSpec | None = None
+) -> None:
+    """Return if the files of an adapter are whole, and its weights are those of its configuration on this base model.
+
+    Reads headers only. Of a model with code of its own, or that cannot be built without weights, they are not compared.
+
+    Args:
+        lora: settings that the adapter is continued with; None: those in its own files.
+
+    Raises:
+        JobFailure: invalid_model.
+    """
+    check_adapter_files(directory)
+    try:
+        config = PeftConfig.from_pretrained(str(directory))
+    except Exception as error:  # of peft, for values of any type
+        raise unusable(directory, f"its adapter_config.json cannot be read: {str(error)[:300]}") from error
+    file = next((path for name in (ADAPTER_WEIGHTS, ADAPTER_PICKLE) if (path := directory / name).is_file()), None)
+    if file is None:
+        raise unusable(directory, f"it has no {ADAPTER_WEIGHTS}")
+    try:
+        found = shapes_in(file)
+    except MemoryError:
+        raise
+    except Exception as error:  # of torch.load, for content of any kind
+        raise unusable(directory, f"its weights in {file.name} cannot be read: {str(error)[:300]}") from error
+    if source.trust_remote_code:
+        return
+    bare = outline(source, load_config(source), torch.float32, is_reward=is_reward)
+    if lora is not None:
+        config = adapter_config(bare, lora, is_reward=is_reward)
+    config.base_model_name_or_path = None  # PEFT warns where the model has another name
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            adapted = get_peft_model(bare, config)
+    except ValueError as error:  # of a module that is not there
+        raise unusable(directory, f"it does not fit {source.model!r}: {str(error)[:300]}") from error
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError, KeyError):
+        return  # loading reports it
+    expected = _shapes(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    if lora is None:  # PEFT loads further weights of the base, such as embeddings
+        prefix = getattr(adapted.base_model, "prefix", "")
+        found = {name: shape for name, shape in found.items() if name in expected or prefix in name}
+    _compare(directory, found, expected)
+
+
+def _shapes(weights: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(weight.shape) for name, weight in weights.items()}
+
+
+def _compare(directory: Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    if strange := sorted(found.keys() ^ expected.keys()):
+        raise unusable(directory, f"{len(strange)} weights are in only one of it and this model, such as {strange[0]}")
+    if wrong := [name for name in sorted(found) if found[name] != expected[name]]:
+        raise unusable(directory, f"{wrong[0]} is {[*found[wrong[0]]]}, and {[*expected[wrong[0]]]} in this model")
 
 
 def frozen(spec: JobSpec, model: PreTrainedModel) -> PeftModel:

@@ -14,10 +14,17 @@ from typing import Any, NamedTuple
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file
 
+from ...errors import JobFailure
+from ...specs.events import Reason
 from ...specs.model_source import ModelSource
 
 _FIRST = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")
 """Values that decide whether others may be there."""
+_LONGEST = 1000
+"""Members of a list that are tried one by one."""
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_ABSENT = object()
+"""A file that is not there."""
 
 
 class GenerationValues(NamedTuple):
@@ -25,7 +32,44 @@ class GenerationValues(NamedTuple):
 
     config: GenerationConfig
     warning: str
-    """What the model's file has beyond that; empty: nothing."""
+    """What of the model's file was changed for that; empty: nothing."""
+
+
+def complete(tokenizer: PreTrainedTokenizerBase, source: ModelSource, warn: Callable[[str], None]) -> None:
+    """Give a tokenizer a padding token where it has none, and take a chat template from it that is blank.
+
+    Raises:
+        JobFailure: invalid_model, where it has no token that ends texts.
+    """
+    if tokenizer.eos_token is None:
+        raise JobFailure(
+            Reason.invalid_model,
+            f"the tokenizer of {source.model!r} has no eos_token, so a model could never learn to stop. "
+            "Set `eos_token` in its tokenizer_config.json.",
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if isinstance(tokenizer.chat_template, str) and not tokenizer.chat_template.strip():
+        configured = (_read(source, _TOKENIZER_CONFIG) or {}).get("chat_template")
+        is_other = isinstance(configured, str) and bool(configured.strip())
+        tokenizer.chat_template = configured if is_other else None
+        instead = f"the one in {_TOKENIZER_CONFIG} is used" if is_other else "it is trained as one without a template"
+        warn(f"the chat template of {source.model!r} is empty: {instead}")
+
+
+def refuse_padding(text: Any, size: Any, model: str) -> None:
+    """Raise JobFailure, invalid_model, if a model cannot be built, since it has no embedding for its padding token.
+
+    Args:
+        text: configuration of its decoder.
+    """
+    pad = getattr(text, "pad_token_id", None)
+    if isinstance(pad, int) and isinstance(size, int) and size > 0 and not -size <= pad < size:
+        raise JobFailure(
+            Reason.invalid_model,
+            f"model {model!r}: config.json has pad_token_id {pad}, and the model has {size} embeddings. Set it "
+            "to the id of a token that the model has, such as eos_token_id.",
+        )
 
 
 def pad_within_embeddings(
@@ -51,69 +95,106 @@ def pad_within_embeddings(
 
 
 def read_generation_config(source: ModelSource) -> GenerationValues:
-    """The generation configuration of a model as transformers loads it, without the values that it could not write.
+    """The generation configuration of a model as transformers loads it, but for the values that it could not write.
 
     transformers reads values that contradict each other, such as a temperature without do_sample, and refuses to write
     them when anything has changed, such as a token id that a trainer copies. A few others it refuses to read.
     """
-    name, values = _document(source)
+    name, warning = GENERATION_CONFIG_NAME, ""
+    values = _read(source, name)
     if not isinstance(values, dict):
-        problem = f"{name} of {source.model!r} is no JSON object: what is exported has transformers' defaults"
-        return GenerationValues(GenerationConfig(), problem)
+        if values is not _ABSENT:
+            warning = f"{name} of {source.model!r} holds no values: what is exported has those of {CONFIG_NAME}"
+        name, values = CONFIG_NAME, _read(source, CONFIG_NAME)
+    values = values if isinstance(values, dict) else {}
     try:
         loaded = GenerationConfig.from_model_config(dict(values)) if name == CONFIG_NAME else GenerationConfig(**values)
         loaded.validate(strict=True)
         _check_ids(loaded.to_dict())
     except Exception:  # of transformers, for values of any type
-        config, left_out = _writable(values, only_known=name == CONFIG_NAME)
-        which = ", ".join(f"{key} {_shown(value)}" for key, value in sorted(left_out.items()))
-        return GenerationValues(
-            config,
-            f"{name} of {source.model!r} has values that transformers cannot write beside the others: {which}. They "
-            "are left out of what is exported",
+        config, changes = _repaired(values, only_known=name == CONFIG_NAME)
+        problem = (
+            f"{name} of {source.model!r} has values that transformers cannot write beside the others: what is exported "
+            f"{'; '.join(changes)}"
         )
-    return GenerationValues(loaded, "")
+        return GenerationValues(config, f"{warning}; {problem}" if warning else problem)
+    return GenerationValues(loaded, warning)
 
 
-def _document(source: ModelSource) -> tuple[str, Any]:
-    """The file that transformers reads, and what is in it."""
-    for name in (GENERATION_CONFIG_NAME, CONFIG_NAME):
-        try:
-            found = cached_file(source.location, name, revision=source.revision)
-            values = json.loads(Path(str(found)).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            continue
-        return name, values
-    return GENERATION_CONFIG_NAME, {}
+def _read(source: ModelSource, name: str) -> Any:
+    """What is in a JSON file of a model; None: it cannot be read; _ABSENT: there is none."""
+    try:
+        found = cached_file(source.location, name, revision=source.revision)
+        content = Path(str(found)).read_text(encoding="utf-8")
+    except OSError:
+        return _ABSENT
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
 
 
-def _writable(values: dict[str, Any], *, only_known: bool) -> tuple[GenerationConfig, dict[str, Any]]:
-    """As many of the values as can be written together, and the others.
+def _repaired(values: dict[str, Any], *, only_known: bool) -> tuple[GenerationConfig, list[str]]:
+    """As much of the values as can be written, and what was changed.
+
+    A file without do_sample whose other values are those of sampling gets it: its author meant them.
 
     Args:
         only_known: pass over values that no generation configuration has.
     """
+    if only_known:
+        known = GenerationConfig().to_dict()
+        values = {name: value for name, value in values.items() if name in known}
+    values = {name: value for name, value in values.items() if value is not None}
+    changes, kept = [], _writable(values)
+    if "do_sample" not in values:
+        sampling = _writable({**values, "do_sample": True})
+        if needing := [name for name in values if sampling.get(name) == values[name] != kept.get(name)]:
+            kept = sampling
+            changes.append(f"has do_sample true for {_listed(needing, values)}")
+    lacking = [name for name in values if name not in kept]
+    shortened = [name for name in values if name in kept and kept[name] != values[name]]
+    changes += [f"has {name} {_shown(kept[name])} for {_shown(values[name])}" for name in shortened]
+    if lacking:
+        changes.append(f"lacks {_listed(lacking, values)}")
+    return GenerationConfig(**kept), changes
+
+
+def _writable(values: dict[str, Any]) -> dict[str, Any]:
+    """As many of the values as can be written together; of a list those members that can."""
     kept: dict[str, Any] = {}
-    left_out: dict[str, Any] = {}
-    known = GenerationConfig().to_dict()
     for name in sorted(values, key=lambda name: (name not in _FIRST, name)):
-        if values[name] is None or (only_known and name not in known):
-            continue
-        together = {**kept, name: values[name]}
-        try:
-            _check_ids(together)
-            GenerationConfig(**together).validate(strict=True)
-        except Exception:  # as above
-            left_out[name] = values[name]
-        else:
-            kept = together
-    return GenerationConfig(**kept), left_out
+        value = values[name]
+        if isinstance(value, list) and len(value) <= _LONGEST and not _can_write({**kept, name: value}):
+            value = [one for one in value if _can_write({**kept, name: [one]})]
+            if not value:
+                continue
+        if _can_write({**kept, name: value}):
+            kept[name] = value
+    return kept
+
+
+def _can_write(values: dict[str, Any]) -> bool:
+    try:
+        _check_ids(values)
+        GenerationConfig(**values).validate(strict=True)
+    except Exception:  # of transformers, for values of any type
+        return False
+    return True
 
 
 def _check_ids(values: dict[str, Any]) -> None:
     for name, value in values.items():
-        if name.endswith("_token_id") and not all(isinstance(one, int | None) for one in _several(value)):
+        if name.endswith("_token_id") and not all(_is_id(one) for one in _several(value)):
             raise ValueError(f"{name} is no token id")
+
+
+def _is_id(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
+
+
+def _listed(names: list[str], values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {_shown(values[name])}" for name in sorted(names))
 
 
 def _several(value: Any) -> list[Any]:

@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ...specs.job import JobSpec
 from ...specs.kinds import CheckedAnswering, EvaluateSpec, members_of
 from ...specs.methods import reward_models
 from ...specs.model_source import ModelSource
-from .files import check_adapter_files
-from .loading import check_weights
+from .adapters import check_adapter, continues
+from .loading import WeightStorage, check_weights, load_config
+from .quantization import check_stored
 
 
-def check_models(spec: JobSpec) -> None:
+def check_models(spec: JobSpec, warn: Callable[[str], None] = lambda _: None) -> None:
     """Return if the models and adapters of a job that are on this machine are whole, as far as their headers show.
 
+    Args:
+        warn: called with what is not loaded of their files.
+
     Raises:
-        JobFailure: invalid_model, as `check_weights` and `check_adapter_files`.
+        JobFailure: invalid_model, as `check_weights`, `check_adapter` and `check_stored`.
     """
-    check_weights(spec.source, is_reward=spec.trains_reward)
+    check_weights(spec.source, is_reward=spec.trains_reward, warn=warn)
+    check_stored(load_config(spec.source), spec.model, is_quantized=WeightStorage.of(spec).is_quantized)
     if spec.reference_source != spec.source:
-        check_weights(spec.reference_source)
+        check_stored(load_config(spec.reference_source), spec.reference_source.model, is_quantized=False)
+        check_weights(spec.reference_source, warn=warn)
     for reward in reward_models(spec.method):
         if reward.path is None or reward.base is None or not reward.path.is_dir():
             continue  # another job makes it
         if reward.is_adapter:
-            check_weights(reward.base, is_reward=True)
-            check_adapter_files(reward.path)
+            check_weights(reward.base, is_reward=True, warn=warn)
+            check_adapter(reward.path, reward.base, is_reward=True)
         else:
             own = ModelSource(model=str(reward.path), trust_remote_code=reward.base.trust_remote_code)
-            check_weights(own, is_reward=True)
+            check_weights(own, is_reward=True, has_head=True, warn=warn)
     answers = spec.work.answers if isinstance(spec.work, EvaluateSpec) else None
     judges = answers.judges if isinstance(answers, CheckedAnswering) else ()
+    if spec.adapter is not None:
+        check_adapter(spec.adapter.path, spec.source, lora=spec.lora if continues(spec) else None)
     for further in (*members_of(spec.work), *judges):
-        check_weights(further.source)
-    for adapter in (spec.adapter, *(further.adapter for further in (*members_of(spec.work), *judges))):
-        if adapter is not None:
-            check_adapter_files(adapter.path)
+        check_weights(further.source, warn=warn)
+        if further.adapter is not None:
+            check_adapter(further.adapter.path, further.source)

@@ -17,7 +17,7 @@ from ...specs.model_source import ModelSource
 from ...system.model_damage import CONFIG_FILES
 from .files import check_files
 
-DAMAGE = (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError, ArithmeticError, AssertionError)
+DAMAGE = (OSError, ValueError, LookupError, TypeError, ImportError, AttributeError, ArithmeticError, AssertionError)
 """What transformers raises for files of a model that are damaged, or describe none."""
 _MOST_BYTES = 8 << 20
 """Of the file. The largest of known models have 100 KB."""
@@ -94,7 +94,9 @@ def _values(document: Any) -> Iterator[tuple[str, Any]]:
 
 def invalid_model(model: str, problem: str, error: BaseException) -> JobFailure:
     """The error of a library that reads the files of a model, with the model and what is expected."""
-    detail = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    detail = " ".join(str(error).split()).rstrip(".")
+    if isinstance(error, KeyError) or not detail:  # whose text is the key alone
+        detail = f"{type(error).__name__} {detail}".rstrip()
     if "trust_remote_code" in detail:
         return JobFailure(
             Reason.invalid_model,

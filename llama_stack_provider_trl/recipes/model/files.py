@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable
 from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,13 +26,32 @@ from transformers.utils import (
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.model_source import ModelSource
-from ...system.model_damage import ADAPTER_FILES, SLOW_TOKENIZER_FILES, TOKENIZER_FILES, damage_of
+from ...system.model_damage import (
+    ADAPTER_FILES,
+    EMBEDDED_ADAPTER,
+    INDEX_ENDING,
+    NO_WEIGHTS,
+    SLOW_TOKENIZER_FILES,
+    TOKENIZER_FILES,
+    WEIGHTS,
+    damage_of,
+    files_in_index,
+    missing_from_index,
+)
 
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _INTEGERS = {"I64", "I32", "I16", "I8", "BOOL"}
 """Of buffers, such as position ids. U8 is not among them: packed weights have it."""
-_WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-"""In the order in which transformers looks for them: it loads the first one that is there."""
+
+
+class WeightFiles(NamedTuple):
+    """The files on this machine that a model's weights are loaded from."""
+
+    paths: list[Path]
+    is_complete: bool
+    """None has to be downloaded."""
+    unused_index: str = ""
+    """Name of an index that lies beside the only file of weights, which is loaded without it."""
 
 
 def stored_dtype(
@@ -52,13 +71,13 @@ def stored_dtype(
         return None
     found = partial(_found, model, revision=revision, local_only=not fetch)
     if found(SAFE_WEIGHTS_NAME):
-        names = {SAFE_WEIGHTS_NAME}
+        names = [SAFE_WEIGHTS_NAME]
     elif index := found(SAFE_WEIGHTS_INDEX_NAME):
         names = _names(model, index)
     else:
         others = (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
         return None if any(_found(model, name, revision, local_only=True) for name in others) else expected
-    return _common_dtype([found(str(name)) for name in sorted(names)], expected)
+    return _common_dtype([found(name) for name in names], expected)
 
 
 def _common_dtype(files: list[Path | None], expected: torch.dtype | None) -> torch.dtype | None:
@@ -100,37 +119,47 @@ def check_adapter_files(directory: Path) -> None:
             _refuse_damage(f"adapter {str(directory)!r}", name, directory / name)
 
 
-def whole_weights(source: ModelSource) -> list[Path]:
-    """The safetensors files on this machine that a model's weights are loaded from, which look whole.
+def whole_weights(source: ModelSource) -> WeightFiles:
+    """The files on this machine that a model's weights are loaded from, which look whole.
 
     Raises:
-        JobFailure: invalid_model, as `check_files` and `check_weights_index`; a directory lacks a file that its index
-            names.
+        JobFailure: invalid_model, as `check_files` and `check_weights_index`; a directory has no weights, lacks a file
+            that its index or configuration names, or has an adapter, too.
     """
     model, revision = source.location, source.revision
     found = partial(_found, model, revision=revision, local_only=True)
-    if _named_in_config(model, revision, local_only=True):
-        return []
-    used = next((name for name in _WEIGHTS if found(name)), None)
+    used = next((name for name in WEIGHTS if found(name)), None)
+    if (named := _named_in_config(model, revision, local_only=True)) is not None:
+        if not str(named).endswith((".safetensors", f".safetensors{INDEX_ENDING}")):
+            problem = (
+                f"config.json has transformers_weights {str(named)[:200]!r}, expected a safetensors file or its index"
+            )
+            raise JobFailure(Reason.invalid_model, f"model {source.model!r}: {problem}: remove it, or name that.")
+        used = named if found(named) else None
+    if Path(model).is_dir():
+        if found(ADAPTER_FILES[0]):
+            raise JobFailure(Reason.invalid_model, f"model {source.model!r}: {EMBEDDED_ADAPTER}.")
+        if used is None:
+            problem = NO_WEIGHTS if named is None else f"{named[:200]} is missing, which config.json names: download it"
+            raise JobFailure(Reason.invalid_model, f"model {source.model!r}: {problem}.")
     if used is None:
-        return []
+        return WeightFiles([], False)
     check_files(source, [used])
-    if used in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
-        return [path for path in [found(SAFE_WEIGHTS_NAME)] if path is not None]
+    if not used.endswith(INDEX_ENDING):
+        index = f"{used}{INDEX_ENDING}"
+        return WeightFiles(list(filter(None, [found(used)])), True, index if found(index) else "")
     check_weights_index(model, revision, local_only=True)
-    index = found(used)
-    assert index is not None
-    names = sorted(str(name) for name in _names(model, index))
+    path = found(used)
+    assert path is not None
+    names = _names(model, path)
     paths = [path for name in names if (path := found(name)) is not None]
     if len(paths) < len(names) and Path(model).is_dir():
         missing = next(name for name in names if found(name) is None)
         raise JobFailure(
-            Reason.invalid_model,
-            f"model {source.model!r}: {missing[:200]} is missing, which {used} names as one of {len(names)} files of "
-            "weights: download it, or name a complete model.",
+            Reason.invalid_model, f"model {source.model!r}: {missing[:200]} {missing_from_index(used, names)}."
         )
     check_files(source, names)
-    return paths if used == SAFE_WEIGHTS_INDEX_NAME else []
+    return WeightFiles(paths, len(paths) == len(names))
 
 
 def _refuse_damage(what: str, name: str, path: Path) -> None:
@@ -163,20 +192,22 @@ def check_weights_index(model: str, revision: str | None = None, *, local_only: 
     found = partial(_found, model, revision=revision, local_only=local_only)
     for index in filter(None, map(found, sorted(_index_names(model, revision, local_only)))):
         for name in _names(model, index):
-            path = PurePosixPath(str(name).replace("\\", "/"))
+            path = PurePosixPath(name.replace("\\", "/"))
             if path.is_absolute() or ".." in path.parts:
                 raise JobFailure(
                     Reason.invalid_model,
-                    f"model {model!r}: {index.name} names {str(name)[:200]!r} as a file of weights, which is outside "
+                    f"model {model!r}: {index.name} names {name[:200]!r} as a file of weights, which is outside "
                     "the model's directory. Expected a file beside the index: write it again with save_pretrained.",
                 )
 
 
 def _index_names(model: str, revision: str | None, local_only: bool) -> set[str]:
-    """The default names, and the one in the configuration."""
-    usual = {SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME}
+    """The one in the configuration; else the default names, where no single file is loaded without them."""
     named = _named_in_config(model, revision, local_only=local_only)
-    return {*usual, named} if isinstance(named, str) and named.endswith(".index.json") else usual
+    if named is not None:
+        return {named} if isinstance(named, str) and named.endswith(INDEX_ENDING) else set()
+    used = next((name for name in WEIGHTS if _found(model, name, revision, local_only=True)), INDEX_ENDING)
+    return {name for name in WEIGHTS if name.endswith(INDEX_ENDING)} if used.endswith(INDEX_ENDING) else set()
 
 
 def _named_in_config(model: str, revision: str | None, *, local_only: bool = False) -> Any:
@@ -198,9 +229,9 @@ def _found(model: str, name: str, revision: str | None, *, local_only: bool = Fa
     return None if found is None else Path(found)
 
 
-def _names(model: str, index: Path) -> set[Any]:
+def _names(model: str, index: Path) -> list[str]:
     try:
-        return set(json.loads(index.read_text())["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        problem = f"{index.name} is no index of weights ({type(error).__name__}: {error})"
+        return files_in_index(index.read_bytes())
+    except (OSError, ValueError) as error:
+        problem = f"{index.name} is no index of weights ({error})"
         raise JobFailure(Reason.invalid_model, f"model {model!r}: {problem}. Write it with save_pretrained.") from error

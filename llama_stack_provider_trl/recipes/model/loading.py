@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,13 @@ from ...specs.methods import uld_of
 from ...specs.model_source import ModelSource
 from ..distributed import ranks
 from . import quantization
-from .agreement import pad_within_embeddings, read_generation_config
+from .agreement import complete, pad_within_embeddings, read_generation_config, refuse_padding
 from .attention import without_cudnn
 from .configs import DAMAGE, invalid_model, read_config
 from .files import check_adapter_files, check_tokenizer_files, check_weights_index, stored_dtype, whole_weights
 from .fsdp import is_sharded
 from .merging import merged_later
-from .shapes import refuse_other_shapes
+from .shapes import missing_weights, not_loadable, refuse_unfitting
 
 DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -130,6 +131,7 @@ def load_tokenizer(
     except MemoryError:
         raise
     except Exception as error:  # the library tokenizers raises no class of its own
+        load_config(model or source)  # which transformers reads, too
         raise invalid_model(source.model, "its tokenizer cannot be loaded", error) from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # of a library in Rust
@@ -139,14 +141,7 @@ def load_tokenizer(
         tokenizer.name_or_path = source.model
     if isinstance(tokenizer.chat_template, str):  # transformers keeps the mark, which would begin every prompt
         tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
-    if tokenizer.eos_token is None:
-        raise JobFailure(
-            Reason.invalid_model,
-            f"the tokenizer of {source.model!r} has no eos_token, so a model could never learn to stop. "
-            "Set `eos_token` in its tokenizer_config.json.",
-        )
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    complete(tokenizer, source, warn)
     model = model or source
     with suppress(JobFailure):  # loading the model reports it
         pad_within_embeddings(tokenizer, load_config(model), vocabulary_size(model), model.model, warn)
@@ -179,19 +174,14 @@ def vocabulary_size(source: ModelSource) -> int:
         with suppress(Exception):  # an architecture that cannot be built without weights may still be trained
             built = outline(source, config if blocks is None else with_depth(config, blocks), torch.float32)
             return int(built.get_input_embeddings().weight.shape[0])
-    pad, size = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
+    size = getattr(text, "vocab_size", None)
     if not isinstance(size, int):
         raise JobFailure(
             Reason.invalid_model,
             f"model {source.model!r}: its config.json has no vocab_size, as the one of a language model has. Name a "
             "causal language model.",
         )
-    if pad is not None and not -size <= pad < size:
-        raise JobFailure(
-            Reason.invalid_model,
-            f"model {source.model!r}: config.json has pad_token_id {pad}, and the model has {size} embeddings. Set it "
-            "to the id of a token that the model has, such as eos_token_id.",
-        )
+    refuse_padding(text, size, source.model)
     return size
 
 
@@ -201,17 +191,34 @@ def commit_of(source: ModelSource) -> str | None:
     return commit
 
 
-def check_weights(source: ModelSource, *, is_reward: bool = False) -> None:
-    """Return if a model's files of weights that are on this machine are whole, and of the shapes of its configuration.
+def check_weights(
+    source: ModelSource,
+    *,
+    is_reward: bool = False,
+    has_head: bool = False,
+    warn: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Return if a model's files of weights that are on this machine are whole, and what its configuration describes.
 
-    Reads their headers. Of a model with code of its own, or with quantized weights, shapes are not compared.
+    Reads their headers. Of a model with code of its own, or with quantized weights, weights are not compared.
+
+    Args:
+        has_head: as in `WeightStorage`.
+        warn: called with what is not loaded.
 
     Raises:
-        JobFailure: invalid_model, with the file, and the weight with both shapes.
+        JobFailure: invalid_model, with the file, and the weight with both shapes, or those that are missing.
     """
     config, files = load_config(source), whole_weights(source)
+    if not is_reward:
+        _refuse_classifier(config, source)
+    if files.unused_index:
+        warn(f"{files.unused_index} of {source.model!r} is not read: {files.paths[0].name} has the weights")
     if not source.trust_remote_code and not getattr(config, "quantization_config", None):
-        refuse_other_shapes(source, files, lambda: outline(source, config, torch.float32, is_reward=is_reward))
+        may_lack = {SCORE} if is_reward and not has_head else set()
+        bare = partial(outline, source, config, torch.float32, is_reward=is_reward)
+        if unused := refuse_unfitting(source, files, config, bare, may_lack):
+            warn(unused)
 
 
 def load_model(source: ModelSource, storage: WeightStorage, device: torch.device) -> PreTrainedModel:
@@ -222,7 +229,7 @@ def load_model(source: ModelSource, storage: WeightStorage, device: torch.device
         JobFailure: invalid_model, when it is missing, is no causal LM, its weights are damaged or of other shapes, or
             its index names files outside its directory.
     """
-    check_weights(source, is_reward=storage.is_reward)
+    check_weights(source, is_reward=storage.is_reward, has_head=storage.has_head)
     check_weights_index(source.location, source.revision)
     # The whole model might not fit on the device of a rank that trains a part of it.
     placed_on = "cpu" if storage.is_sharded else device
@@ -230,8 +237,6 @@ def load_model(source: ModelSource, storage: WeightStorage, device: torch.device
     config = load_config(source)
     try:
         quantization.refuse_quantized(config, source.model, is_quantized=storage.is_quantized)
-        if not storage.is_reward:
-            _refuse_classifier(config, source)
         # The files decide, not the configuration: weights in fp32 would be rounded where it names bf16.
         stored = stored_dtype(source.location, source.revision, fetch=True) if storage.is_deferred else None
         dtype = loading_dtype(source, storage, config, stored)
@@ -254,18 +259,13 @@ def load_model(source: ModelSource, storage: WeightStorage, device: torch.device
     except (*DAMAGE, RuntimeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        check_weights(source, is_reward=storage.is_reward)  # of files that were downloaded meanwhile
-        raise invalid_model(source.model, "it cannot be loaded as a causal language model", error) from error
+        # Of files that were downloaded meanwhile.
+        check_weights(source, is_reward=storage.is_reward, has_head=storage.has_head)
+        raise not_loadable(source, error) from error
     _name(model, source)
     may_lack = {SCORE} if storage.is_reward and not storage.has_head else set()
-    kind = "reward model" if storage.has_head else "causal language model"
     if missing := sorted(set(loaded["missing_keys"]) - may_lack):
-        raise JobFailure(
-            Reason.invalid_model,
-            f"model {source.model!r} has no weights for {len(missing)} parameters of {type(model).__name__}, such as "
-            f"{', '.join(missing[:3])}: they would start at random. It is no {kind}, or a file is missing; "
-            "name a complete one.",
-        )
+        raise missing_weights(source, model, missing)
     return model if storage.is_sharded or storage.in_4_bits else model.to(device)
 
 
@@ -277,7 +277,7 @@ def _generation(source: ModelSource) -> dict[str, Any]:
 
 def _refuse_classifier(config: Any, source: ModelSource) -> None:
     """Refuse a reward model: with tied weights nothing would be missing, and its head would be dropped."""
-    named = [name for name in config.architectures or () if name.endswith("ForSequenceClassification")]
+    named = [name for name in config.architectures or () if str(name).endswith("ForSequenceClassification")]
     if named:
         raise JobFailure(
             Reason.invalid_model,
@@ -318,7 +318,7 @@ def outline(source: ModelSource, config: Any, dtype: torch.dtype, *, is_reward: 
         setattr(config, name, value)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model: PreTrainedModel = auto.from_config(config, dtype=dtype, trust_remote_code=source.trust_remote_code)
-        return model
+    return model
 
 
 def with_depth(config: Any, layers: int) -> Any:

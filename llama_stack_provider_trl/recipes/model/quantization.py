@@ -6,12 +6,13 @@ bitsandbytes and torchao are imported here only, and only for a job that uses th
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,7 @@ from unittest.mock import patch
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import AutoHfQuantizer
 
 from ...errors import JobFailure
 from ...specs.events import Reason
@@ -118,6 +120,32 @@ def refuse_quantized(config: PreTrainedConfig, model: str, *, is_quantized: bool
             f"the weights of model {model!r} are quantized already ({method}). Name the model that they were made "
             "from; quantize_base in the LoRA settings loads it in 4 bits.",
         )
+
+
+def check_stored(config: PreTrainedConfig, model: str, *, is_quantized: bool) -> None:
+    """Return if a model's weights are not quantized, or by a method that the job can train and whose library is here.
+
+    Raises:
+        JobFailure: invalid_model, with the method and what transformers requires; as `refuse_quantized`.
+    """
+    refuse_quantized(config, model, is_quantized=is_quantized)
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        return
+    try:
+        if not AutoHfQuantizer.supports_quant_method(stored):
+            return  # transformers loads such weights as they are
+        quantizer = AutoHfQuantizer.from_config(copy.deepcopy(stored), pre_quantized=True)
+        with suppress(RuntimeError, ValueError):  # such as of a GPU, which a preflight does not have
+            quantizer.validate_environment(device_map=None, dtype=None)
+    except (ImportError, ValueError, TypeError, KeyError, AttributeError) as error:
+        what = " ".join(str(error).split())[:300].rstrip(".")
+        raise JobFailure(
+            Reason.invalid_model,
+            f"model {model!r} is quantized, by quantization_config ({stored.get('quant_method')}) in its config.json, "
+            f"which cannot be loaded where it trains: {what}. Install what that requires, or name the model that its "
+            "weights were made from.",
+        ) from error
 
 
 def prepare_4bit_base(model: PreTrainedModel) -> dict[str, Any]:

@@ -1,15 +1,18 @@
-"""Compares the shapes of the weights in a model's files with those that its configuration describes.
+"""Compares the weights in a model's files with those that its configuration describes: shapes, and which there are.
 
-Only headers are read. The names are those that transformers gives the weights while it loads them; weights that it
-merges, splits or transposes then are not compared.
+Only headers are read. transformers loads weights of these shapes without values into the model, and so decides itself
+what it renames, merges, splits, ties or leaves out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import pickle
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -18,74 +21,214 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.model_source import ModelSource
-from .configs import DAMAGE
+from .agreement import refuse_padding
+from .configs import DAMAGE, invalid_model
+from .files import WeightFiles
+
+_NUMBER = re.compile(r"\.(\d+)\.")
+"""In the name of a weight the number of its layer."""
+_WHOLE = {"F64", "F32", "BF16", "F16"}
+"""Names of dtypes of weights that are not quantized."""
+
+
+class _StoredWeight(NamedTuple):
+    """A weight as its file describes it."""
+
+    file: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As its file has it; empty: one of whole floating-point numbers."""
 
 
 class _OtherShape(NamedTuple):
     """A weight whose shape in its file is not what the model has."""
 
-    name: str
-    """In its file."""
+    header: _StoredWeight
     target: str
-    """In the model."""
-    file: str
-    found: tuple[int, ...]
+    """Its name in the model."""
     expected: tuple[int, ...]
 
 
-def refuse_other_shapes(source: ModelSource, files: Sequence[Path], outline: Callable[[], PreTrainedModel]) -> None:
-    """Return if the weights in a model's safetensors files have the shapes that its configuration describes.
+def refuse_unfitting(
+    source: ModelSource,
+    files: WeightFiles,
+    config: Any,
+    outline: Callable[[], PreTrainedModel],
+    may_lack: Collection[str] = (),
+) -> str:
+    """Compare the weights in a model's files with those that its configuration describes.
 
     Args:
-        outline: makes the model without weights.
+        config: of the model.
+        outline: makes it without weights.
+        may_lack: weights that may be new.
+
+    Returns:
+        What the files have beyond that, as a warning; empty: nothing, or it could not be found out.
 
     Raises:
-        JobFailure: invalid_model, with the first weight that does not, and both shapes.
+        JobFailure: invalid_model, with the first weight of another shape, and both shapes, or those that are missing; a
+            file cannot be read, or no model be built.
     """
-    if not files:
-        return
+    if not files.paths:
+        return ""
+    headers = _headers(source, files.paths)
     try:
         bare = outline()
-        others = _other_shapes(bare, files)
+    except (*DAMAGE, RuntimeError) as error:  # as loading, which builds it without weights first
+        text = config.get_text_config()
+        refuse_padding(text, getattr(text, "vocab_size", None), source.model)
+        raise not_loadable(source, error) from error
+    try:
+        loaded = _load_shapes(bare, headers)
+        others = _other_shapes(bare, headers) if loaded["mismatched_keys"] else []
     except (*DAMAGE, RuntimeError, SafetensorError):
-        return  # loading reports it
+        return ""  # loading reports it
     if others:
         raise JobFailure(Reason.invalid_model, f"model {source.model!r}: {_described(others, bare)}")
+    if packed := _packed(bare, headers):
+        raise JobFailure(
+            Reason.invalid_model,
+            f"model {source.model!r}: {packed.name} is in {packed.dtype} in {packed.file}, as quantized weights are, "
+            "and config.json has no quantization_config: use the config.json that was saved with these weights.",
+        )
+    for name, found, expected in sorted(loaded["mismatched_keys"]):
+        raise JobFailure(
+            Reason.invalid_model,
+            f"model {source.model!r}: what its files have for {name} is {[*found]}, and {[*expected]} by config.json. "
+            "config.json describes another model: use the one that was saved with these weights.",
+        )
+    if files.is_complete and (missing := sorted(set(loaded["missing_keys"]) - set(may_lack))):
+        raise missing_weights(source, bare, missing, [header.name for header in headers])
+    return _unused_layers(source, bare, loaded["unexpected_keys"])
 
 
-def _other_shapes(bare: PreTrainedModel, files: Sequence[Path]) -> list[_OtherShape]:
-    expected: dict[str, Any] = bare.state_dict()
+def not_loadable(source: ModelSource, error: BaseException) -> JobFailure:
+    """The failure of a job whose model transformers does not load."""
+    return invalid_model(source.model, "it cannot be loaded as a causal language model", error)
+
+
+def missing_weights(
+    source: ModelSource, model: PreTrainedModel, missing: Sequence[str], found: Iterable[str] = ()
+) -> JobFailure:
+    """The failure of a job whose model has no weights for some of its parameters.
+
+    Args:
+        missing: their names.
+        found: names in the files.
+    """
+    kind = "reward model" if type(model).__name__.endswith("ForSequenceClassification") else "causal language model"
+    advice = f"It is no {kind}, or a file is missing; name a complete one."
+    there = _layers(found)
+    if there and min(map(_layer, missing)) >= there:
+        advice = (
+            f"config.json describes {_layers(missing)} layers, and its files have {there}: use the config.json that "
+            "was saved with these weights, or name a complete model."
+        )
+    return JobFailure(
+        Reason.invalid_model,
+        f"model {source.model!r} has no weights for {len(missing)} parameters of {type(model).__name__}, such as "
+        f"{', '.join(missing[:3])}: they would start at random. {advice}",
+    )
+
+
+def _unused_layers(source: ModelSource, bare: PreTrainedModel, unexpected: Iterable[str]) -> str:
+    described = _layers(name for name, _ in bare.named_parameters())
+    unused = [name for name in unexpected if _layer(name) >= described]
+    if not unused:
+        return ""
+    return (
+        f"the files of {source.model!r} have weights of {_layers(unused)} layers, and its config.json describes "
+        f"{described}: the others are neither trained nor exported"
+    )
+
+
+def _layer(name: str) -> int:
+    found = _NUMBER.search(name)
+    return int(found[1]) if found else -1
+
+
+def _layers(names: Iterable[str]) -> int:
+    return max(map(_layer, names), default=-1) + 1
+
+
+def _load_shapes(bare: PreTrainedModel, headers: Sequence[_StoredWeight]) -> dict[str, Any]:
+    """What transformers reports of loading weights of these shapes, without values."""
+    weights = {header.name: torch.empty(header.shape, device="meta") for header in headers}
+    with torch.random.fork_rng(devices=[]):
+        _, loaded = type(bare).from_pretrained(
+            None,
+            config=bare.config,
+            state_dict=weights,
+            device_map={"": "meta"},
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    return dict(loaded)
+
+
+def _other_shapes(bare: PreTrainedModel, headers: Sequence[_StoredWeight]) -> list[_OtherShape]:
+    """The weights of other shapes among those that transformers loads as they are."""
+    return [
+        _OtherShape(header, target, tuple(weight.shape))
+        for header, target, weight in _loaded_as_they_are(bare, headers)
+        if tuple(weight.shape) != header.shape
+    ]
+
+
+def _packed(bare: PreTrainedModel, headers: Sequence[_StoredWeight]) -> _StoredWeight | None:
+    """The first weight whose numbers are of another kind than the model's: transformers converts them one by one."""
+    packed = [header for header in headers if header.dtype]
+    used = (header for header, _, weight in _loaded_as_they_are(bare, packed) if weight.is_floating_point())
+    return next(used, None) if packed else None
+
+
+def _loaded_as_they_are(
+    bare: PreTrainedModel, headers: Sequence[_StoredWeight]
+) -> Iterator[tuple[_StoredWeight, str, torch.Tensor]]:
+    """The weights that transformers neither merges nor splits, with their name in the model and what is there."""
+    expected: dict[str, torch.Tensor] = bare.state_dict()
     transforms = get_model_conversion_mapping(bare)
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    prefix, found = bare.base_model_prefix, []
-    for file, name, shape in _headers(files):
-        target, converted = rename_source_key(name, renamings, converters, prefix, expected)
-        if target not in expected and name in expected:
-            target, converted = rename_source_key(name, [], [], prefix, expected)
-        wanted = getattr(expected.get(target), "shape", None)
-        if converted is None and wanted is not None and tuple(wanted) != shape:
-            found.append(_OtherShape(name, target, file, shape, tuple(wanted)))
-    return found
+    prefix = bare.base_model_prefix
+    for header in headers:
+        target, converted = rename_source_key(header.name, renamings, converters, prefix, expected)
+        if target not in expected and header.name in expected:
+            target, converted = rename_source_key(header.name, [], [], prefix, expected)
+        if converted is None and target in expected:
+            yield header, target, expected[target]
 
 
 def _described(others: Sequence[_OtherShape], bare: PreTrainedModel) -> str:
-    first = others[0]
-    more = f" ({len(others) - 1} more differ)" if len(others) > 1 else ""
-    found = f"{first.name} is {[*first.found]} in {first.file}, and {[*first.expected]} by config.json{more}."
-    return f"{found} {_advice(first, bare)}"
-
-
-def _advice(other: _OtherShape, bare: PreTrainedModel) -> str:
-    """Names what is wrong in the configuration where the embeddings show it: other sizes are products of several."""
-    size = bare.config.get_text_config().vocab_size
-    theirs, *width = other.found
-    if _is_embedding(other, bare) and other.expected == (size, *width):
+    """Names what is wrong where the head or the embeddings show it: other sizes are products of several."""
+    first = next((other for other in others if not _is_head(other, bare)), others[0])
+    header, wanted = first.header, [*first.expected]
+    found = f"{header.name} is {[*header.shape]} in {header.file}"
+    if _is_head(first, bare):
         return (
+            f"{found}, and {wanted} in a reward model: it gives {header.shape[0]} values for a text, and a reward is "
+            "one. Name a causal language model, or a reward model with one label (num_labels 1)."
+        )
+    more = f" ({len(others) - 1} more differ)" if len(others) > 1 else ""
+    size = bare.config.get_text_config().vocab_size
+    theirs, *width = header.shape
+    if _is_embedding(first, bare) and first.expected == (size, *width):
+        advice = (
             f"config.json has vocab_size {size}, the file has {theirs} embeddings: write vocab_size {theirs} into "
             "config.json."
         )
-    return "config.json describes another model: use the one that was saved with these weights."
+    else:
+        advice = "config.json describes another model: use the one that was saved with these weights."
+    return f"{found}, and {wanted} by config.json{more}. {advice}"
+
+
+def _is_head(other: _OtherShape, bare: PreTrainedModel) -> bool:
+    """Whether it is what a reward model has beyond a language model."""
+    has_head = type(bare).__name__.endswith("ForSequenceClassification")
+    return has_head and not other.target.startswith(f"{bare.base_model_prefix}.")
 
 
 def _is_embedding(other: _OtherShape, bare: PreTrainedModel) -> bool:
@@ -94,8 +237,44 @@ def _is_embedding(other: _OtherShape, bare: PreTrainedModel) -> bool:
     return id(dict(bare.named_parameters(remove_duplicate=False)).get(other.target)) in own
 
 
-def _headers(files: Sequence[Path]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - no iterator
-                yield path.name, name, tuple(file.get_slice(name).get_shape())
+def _headers(source: ModelSource, paths: Sequence[Path]) -> list[_StoredWeight]:
+    found: list[_StoredWeight] = []
+    for path in paths:
+        try:
+            found += _headers_in(path)
+        except MemoryError:
+            raise
+        except Exception as error:  # of torch.load, for content of any kind
+            raise invalid_model(source.model, f"its weights in {path.name} cannot be read", error) from error
+    return found
+
+
+def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the weights in a file. Raises what safetensors and torch.load do for damaged ones."""
+    return {header.name: header.shape for header in _headers_in(path)}
+
+
+def _headers_in(path: Path) -> Iterator[_StoredWeight]:
+    if path.suffix != ".safetensors":
+        yield from _pickled(path)
+        return
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - no iterator
+            weight = file.get_slice(name)
+            dtype = weight.get_dtype()
+            yield _StoredWeight(path.name, name, tuple(weight.get_shape()), "" if dtype in _WHOLE else dtype)
+
+
+def _pickled(path: Path) -> Iterator[_StoredWeight]:
+    """Of a file that torch.save wrote. Its values are not read."""
+    weights = torch.load(path, map_location="meta", weights_only=True)
+    if not isinstance(weights, dict):
+        raise pickle.UnpicklingError(f"it holds a {type(weights).__name__}, expected names and weights")
+    tensors = {name: weight for name, weight in weights.items() if isinstance(weight, torch.Tensor)}
+    storages = {id(weight.untyped_storage()): weight.untyped_storage().nbytes() for weight in tensors.values()}
+    size, needed = path.stat().st_size, sum(storages.values())
+    if size < needed:
+        raise pickle.UnpicklingError(f"it is cut off, it has {size} bytes, expected at least {needed}")
+    for name, weight in tensors.items():
+        is_whole = weight.is_floating_point() and weight.element_size() > 1
+        yield _StoredWeight(path.name, name, tuple(weight.shape), "" if is_whole else str(weight.dtype))
