@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 import shutil
 import time
@@ -289,7 +290,9 @@ def _waiting(status: Json) -> Json | None:
 
 def _broken_copy(path: Path) -> Path:
     shutil.copytree(tiny_model(), path)
-    (path / "model.safetensors").unlink()  # what a file shows by itself is refused when the job is submitted
+    config = json.loads((path / "config.json").read_text())
+    # What a file shows by itself is refused when the job is submitted.
+    (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": config["num_hidden_layers"] + 1}))
     return path
 
 
