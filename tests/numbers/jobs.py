@@ -97,6 +97,7 @@ def _sft() -> Iterator[Job]:
     yield job("sft-ddp", DDP)
     yield job("sft-fsdp", FSDP)
     yield job("sft-fsdp-lora", {**FSDP, "merge_adapter": True}, LORA)
+    yield job("sft-fsdp-qlora", FSDP, {**LORA, "quantize_base": True})
     yield job("sft-fsdp-packed", {**FSDP, "max_seq_length": 96}, data=packed)
     yield job("sft-fsdp-killed", {**FSDP, "retries": 1}, killed_at=KILLED)
     yield job("sft-averaged", {**DDP, "averaging": {"interval": 2}, "save_steps": 2})
@@ -116,8 +117,10 @@ def _preferences() -> Iterator[Job]:
     for loss in ("hinge", "ipo", "kto_pair"):
         yield job(f"dpo-{loss}", {**dpo, "loss_type": loss})
     yield job("dpo-lora", dpo, {"lora": LORA})
+    yield job("dpo-qlora", dpo, {"lora": {**LORA, "quantize_base": True}})
     yield job("dpo-ddp-lora", dpo, {**DDP, "lora": LORA})
     yield job("dpo-fsdp", dpo, FSDP)
+    yield job("dpo-fsdp-lora", dpo, {**FSDP, "lora": LORA})
     yield job("dpo-fsdp-killed", dpo, {**FSDP, "retries": 1}, killed_at=KILLED)
     yield job("orpo", {"type": "orpo", "beta": 0.3})
     yield job("cpo", {"type": "cpo", "beta": 0.2, "alpha": 0.5})
