@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import save
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs import vocabularies
@@ -57,11 +58,12 @@ def add(store: Store, name: str, root: Path, **changes: object) -> JobSpec:
 
 
 def model(root: Path, name: str, vocabulary: Any, **more: Any) -> str:
-    """The directory of a model with the vocabulary of a tokenizer, and no weights."""
+    """The directory of a model with the vocabulary of a tokenizer, and a file of no weights."""
     directory = root / name
     directory.mkdir()
     (directory / "config.json").write_text("{}")
     (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, **more}))
+    (directory / "model.safetensors").write_bytes(save({}))
     return str(directory)
 
 
