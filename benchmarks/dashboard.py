@@ -27,7 +27,7 @@ import psutil
 import requests
 
 from benchmarks.machine import command, machine, print_header
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.events import EventWriter, Prepared, Progress, Started, read_events
 from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.files import RunDir

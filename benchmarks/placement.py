@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from llama_stack_provider_trl.jobs.demands import Demand, Queued
-from llama_stack_provider_trl.jobs.placement import PATIENCE, Node, place
-from llama_stack_provider_trl.jobs.waits import why_waits
+from llama_stack_provider_trl.jobs.decisions.demands import Demand, Queued
+from llama_stack_provider_trl.jobs.decisions.placement import PATIENCE, Node, place
+from llama_stack_provider_trl.jobs.decisions.waits import why_waits
 from llama_stack_provider_trl.specs.job import ResourcesSpec
 
 NODES, GPUS, JOBS = 50, 8, 2000

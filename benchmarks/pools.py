@@ -21,9 +21,9 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import NamedTuple
 
-from llama_stack_provider_trl.jobs.demands import Demand, Queued
-from llama_stack_provider_trl.jobs.placement import Node, place
-from llama_stack_provider_trl.jobs.pooling import Allocation, AllocationState, PoolState, decide, node_names
+from llama_stack_provider_trl.jobs.decisions.demands import Demand, Queued
+from llama_stack_provider_trl.jobs.decisions.placement import Node, place
+from llama_stack_provider_trl.jobs.decisions.pools import Allocation, AllocationState, PoolState, decide, node_names
 from llama_stack_provider_trl.specs.job import ResourcesSpec
 
 JOBS, SEED, GPUS = 5000, 1, 8

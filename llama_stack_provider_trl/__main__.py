@@ -12,8 +12,8 @@ from pathlib import Path
 
 from .config import DEFAULT_DATA_DIR
 from .errors import TrlError
-from .jobs.records import JobRecord
-from .jobs.store import Store
+from .jobs.store.records import JobRecord
+from .jobs.store.store import Store
 from .stack.responses import status_response
 from .system.console import complain, show_json, show_lines
 from .system.data_dir import DataDir

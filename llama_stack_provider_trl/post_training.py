@@ -9,11 +9,11 @@ from typing import Any
 
 from .config import TrlConfig
 from .export.process import ExporterProcess
-from .jobs.lost_jobs import refuse_lost_jobs
-from .jobs.proposals import Proposals
-from .jobs.store import Store
+from .jobs.store.store import Store
 from .jobs.submission import keep_rows, submit
-from .jobs.supervisor import Supervisor
+from .jobs.supervision.bayesian_trials import Proposals
+from .jobs.supervision.lost_jobs import refuse_lost_jobs
+from .jobs.supervision.supervisor import Supervisor
 from .launch.devices import usable_devices
 from .launch.interpreter import check_interpreter
 from .launch.isolation import isolate

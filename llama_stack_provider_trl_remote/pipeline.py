@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 from llama_stack_provider_trl.errors import InvalidRequest, ServiceRefusal
-from llama_stack_provider_trl.jobs.graph import cycle
+from llama_stack_provider_trl.jobs.decisions.graph import cycle
 from llama_stack_provider_trl.requests.lifecycle import evaluation_name
 
 from .client import ServiceClient

@@ -15,8 +15,8 @@ from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.requests.bodies import algorithm_of
-from llama_stack_provider_trl.requests.kinds import MOST_WEIGHT, EvaluateRequest, GenerateRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.requests.work import MOST_WEIGHT, EvaluateRequest, GenerateRequest
 
 Json = dict[str, Any]
 SECTION = "teacher_student"

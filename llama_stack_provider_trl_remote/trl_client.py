@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .address import DEFAULT_URL, checked_token, checked_url
-from .answers import answer_lines
+from .answer_lines import answer_lines
 from .client import JOBS, PREFLIGHT, PREVIEW, ServiceClient, Timeouts, job_path
 from .follow import JobEvent, Note, events, statuses
 from .plots.curves import LOSS, SMOOTHING, Axis, curves_of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.process import ProcessId, tasks_below
 

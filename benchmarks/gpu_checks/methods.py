@@ -153,7 +153,7 @@ def answers(setting: Setting) -> Finding:
 
 
 def _generate(setting: Setting, path: Path) -> JobSpec:
-    from llama_stack_provider_trl.specs.kinds import GenerateSpec
+    from llama_stack_provider_trl.specs.work import GenerateSpec
 
     work = GenerateSpec(
         max_new_tokens=48, temperature=1.0, top_p=0.9, seed=1, samples_per_prompt=1, output_dataset_id="answers"
@@ -164,7 +164,7 @@ def _generate(setting: Setting, path: Path) -> JobSpec:
 
 def _texts(folder: Path) -> list[Any]:
     """The answers in the order of their rows; none where the job has written none."""
-    from llama_stack_provider_trl.specs.kinds import ANSWERS
+    from llama_stack_provider_trl.specs.work import ANSWERS
 
     path = folder / ANSWERS
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

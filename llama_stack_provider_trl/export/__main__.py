@@ -17,7 +17,7 @@ from functools import partial
 from typing import NoReturn
 
 from ..errors import StoreError
-from ..jobs.store import Store
+from ..jobs.store.store import Store
 from ..system.data_dir import DataDir
 from ..system.process import FileLock, hide_from_other_processes
 from .follower import Follower

@@ -17,9 +17,9 @@ from typing import Any
 
 from .. import faults
 from ..errors import JobNotFound
-from ..jobs.records import ExportRecord
-from ..jobs.states import TERMINAL
-from ..jobs.store import Store
+from ..jobs.decisions.states import TERMINAL
+from ..jobs.store.records import ExportRecord
+from ..jobs.store.store import Store
 from ..specs.job import JobSpec
 from .points import Step, steps_of
 from .tracker import CopyLost, Target, Tracker

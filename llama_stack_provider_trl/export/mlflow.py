@@ -17,7 +17,7 @@ from itertools import batched, chain
 from pathlib import Path
 from typing import Any
 
-from ..jobs.states import JobState
+from ..jobs.decisions.states import JobState
 from .points import Step
 from .tracker import Target
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ..jobs.exports import Exports
+from ..jobs.store.monitoring.exports import Exports
 from ..requests.trackers import TrackerSettings
 from ..system.data_dir import DataDir
 from ..system.files import private_directory

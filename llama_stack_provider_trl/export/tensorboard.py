@@ -18,7 +18,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from ..jobs.states import JobState
+from ..jobs.decisions.states import JobState
 from ..system.files import atomic_write_json
 from .points import Step
 from .tracker import CopyLost, Target

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from ..errors import TrlError
-from ..jobs.states import JobState
+from ..jobs.decisions.states import JobState
 from .points import Step
 
 

@@ -13,7 +13,7 @@ from itertools import batched
 from pathlib import Path
 from typing import Any
 
-from ..jobs.states import JobState
+from ..jobs.decisions.states import JobState
 from .points import Step
 from .tracker import Target
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TrlError
-from ..jobs.states import JobState
+from ..jobs.decisions.states import JobState
 from ..system.files import fsync_tree
 from .points import Step
 from .tracker import Target

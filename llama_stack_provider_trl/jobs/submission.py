@@ -25,28 +25,28 @@ from ..specs.answer_files import answering_of
 from ..specs.answer_rows import refuse_unchecked_rows
 from ..specs.custom_limits import refuse_custom_rows
 from ..specs.job import DataFormat, DatasetRef, JobSpec, RowUse
-from ..specs.kinds import CheckedAnswering, Work
 from ..specs.methods import CustomSpec, GrpoSpec, MethodSpec
 from ..specs.rewards import checks_of
 from ..specs.row_verdicts import check_within
 from ..specs.rows import UNREAD
+from ..specs.work import CheckedAnswering, Work
 from ..system.data_dir import DataDir
 from ..system.files import put_lines, put_rows
 from ..system.limited import Limited
 from ..system.offload import caller_name, in_work_thread
-from .bases import find_base
-from .damaged_models import refuse_damaged
-from .harness import with_task_files
-from .merges import after_all, bases_of, beside_judges, jobs_of, no_rows
-from .ownership import refuse_foreign
-from .promised import refuse_split, refuse_unknown_rows, shard_of
-from .reader import digest_conflict
-from .resume_from import copy_checkpoint, discard_checkpoint
-from .reward_models import with_reward_models
-from .row_parts import UNLIMITED, Allowance, NewRows, PlannedParts, Put, split_parts
-from .searches import NewTrial
-from .store import NewJob, Store
-from .teachers import with_teacher
+from ..system.ownership import refuse_foreign
+from .inputs.bases import find_base
+from .inputs.damaged_models import refuse_damaged
+from .inputs.harness import with_task_files
+from .inputs.made_rows import refuse_split, refuse_unknown_rows, shard_of
+from .inputs.merges import after_all, bases_of, beside_judges, jobs_of, no_rows
+from .inputs.resume_from import copy_checkpoint, discard_checkpoint
+from .inputs.reward_models import with_reward_models
+from .inputs.row_parts import UNLIMITED, Allowance, NewRows, PlannedParts, Put, split_parts
+from .inputs.teachers import with_teacher
+from .store.reader import digest_conflict
+from .store.searches import NewTrial
+from .store.store import NewJob, Store
 
 _ROW_CHECKS = Limited(seconds=120, memory=1 << 30)
 """For the rows of a dataset of Llama Stack."""

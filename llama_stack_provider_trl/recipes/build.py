@@ -24,7 +24,7 @@ from .data.prompts import encode_prompts
 from .data.sampling import BatchPlan
 from .distributed import ranks
 from .fast.model import use_rows
-from .fast.parts import in_parts
+from .fast.smaller_batches import in_parts
 from .fast.support import with_batches
 from .model.adapters import DEFAULT, continued, continues, has_reference_adapter
 from .model.attention import passes_padding_mask, set_attention

@@ -14,8 +14,8 @@ from typing import Any
 from .. import faults
 from ..specs.events import CheckpointSaved, EventWriter, Finished, Prepared, Started
 from ..specs.job import AttemptSpec
-from ..specs.kinds import MERGING, MergeWork
 from ..specs.merge import MergeSpec
+from ..specs.work import MERGING, MergeWork
 from ..system.files import fsync_tree, put_in_place, write_manifest
 from .imports import quick_imports
 from .results import write_result

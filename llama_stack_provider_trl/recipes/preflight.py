@@ -28,11 +28,11 @@ from .data.prompts import encode_prompts
 from .data.sampling import BatchPlan, epoch_of_job
 from .distributed import ranks
 from .fast.batches import largest_groups
-from .fast.parts import in_parts
+from .fast.smaller_batches import in_parts
 from .fast.support import with_batches
 from .memory.estimate import disk_bytes, estimate
 from .memory.messages import gib, misfit
-from .memory.proposals import Capacity, batch_fields, nearest
+from .memory.nearest import Capacity, batch_fields, nearest
 from .memory.trace import Batch
 from .memory.trace_cache import trace
 from .model.checked import check_models

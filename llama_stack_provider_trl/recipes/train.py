@@ -20,7 +20,7 @@ from typing import Any
 from ..specs.events import EventWriter, NullEventWriter
 from ..specs.harness import HarnessSpec
 from ..specs.job import AttemptSpec, JobSpec
-from ..specs.kinds import CheckedAnswering, EvaluateSpec, GenerateSpec, MergeWork, members_of
+from ..specs.work import CheckedAnswering, EvaluateSpec, GenerateSpec, MergeWork, members_of
 from ..system import fork
 from ..system.files import RunDir
 from ..system.process import die_with_parent
@@ -79,19 +79,19 @@ def _import_task(attempt: AttemptSpec) -> Callable[[AttemptSpec, EventWriter], N
         return preflight_attempt
     match attempt.job.work:
         case GenerateSpec():
-            from .generate import generate_attempt
+            from .answers.generate import generate_attempt
 
             return generate_attempt
         case EvaluateSpec(answers=CheckedAnswering()):
-            from .checked_answers import check_attempt
+            from .answers.checked import check_attempt
 
             return check_attempt
         case EvaluateSpec(harness=HarnessSpec()):
-            from .harness import measure_attempt
+            from .evaluation.harness import measure_attempt
 
             return measure_attempt
         case EvaluateSpec():
-            from .evaluate import evaluate_attempt
+            from .evaluation.evaluate import evaluate_attempt
 
             return evaluate_attempt
         case MergeWork():

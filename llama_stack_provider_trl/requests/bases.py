@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidRequest
-from ..specs.beginnings import MERGED_BASE, AdapterSpec, BaseJob
+from ..specs.bases import MERGED_BASE, AdapterSpec, BaseJob
 from ..specs.job import JobSpec, LoraSpec
-from ..specs.kinds import MergeWork
+from ..specs.work import MergeWork
 from .bodies import SupervisedFineTuneRequest
 from .names import JOB_UUID_PATTERN
 from .options import ProviderOptions

@@ -89,7 +89,7 @@ def _values(config: DistillationConfig) -> dict[str, Any]:
 
 
 def with_model(method: DistillationSpec, settings: Settings) -> DistillationSpec:
-    """The parameters with the model that the teacher is; `jobs.teachers` looks up one that is a job's.
+    """The parameters with the model that the teacher is; `jobs.inputs.teachers` looks up one that is a job's.
 
     Raises:
         InvalidRequest: it cannot be used.

@@ -9,8 +9,8 @@ from typing import Any, cast, get_args
 
 from ..errors import InvalidRequest
 from ..specs.answer_files import answering_of
-from ..specs.kinds import EvaluateSpec, GenerateSpec, Work
 from ..specs.methods import GrpoSpec, VllmCorrection, VllmSpec, vllm_of
+from ..specs.work import EvaluateSpec, GenerateSpec, Work
 from .bodies import GRPOConfig
 from .choices import nearest_choice
 from .options import ProviderOptions

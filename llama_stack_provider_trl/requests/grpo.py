@@ -75,7 +75,7 @@ def _source(given: GRPOReward, where: str) -> RewardSource:
 
 
 def _model(value: str, where: str) -> RewardModel:
-    """The job that a reward names; `jobs.reward_models` looks it up. Raises InvalidRequest."""
+    """The job that a reward names; `jobs.inputs.reward_models` looks it up. Raises InvalidRequest."""
     job_uuid, slash, checkpoint = value.removeprefix(PREFIX).partition("/")
     is_name = value.startswith(PREFIX) and re.fullmatch(JOB_UUID_PATTERN, job_uuid)
     if not is_name or (slash and not checkpoint) or len(checkpoint) > _LONGEST_CHECKPOINT:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from ..documented import Documented
 from ..errors import InvalidRequest
-from ..specs.beginnings import AdapterUse
+from ..specs.bases import AdapterUse
 from ..specs.job import (
     AttentionMask,
     AttnImplementation,

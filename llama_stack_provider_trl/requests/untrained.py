@@ -10,14 +10,14 @@ from ..errors import InvalidRequest, InvalidRows
 from ..specs.answer_files import answering_of
 from ..specs.harness import HarnessSpec
 from ..specs.job import JobSpec, ShardingSpec
-from ..specs.kinds import MERGING, OF_JOB, EvaluateSpec, MergeWork, Work
+from ..specs.work import MERGING, OF_JOB, EvaluateSpec, MergeWork, Work
 from .bases import NamedJob, is_adapter
 from .choices import no_such_field, problem_of
 from .engines import is_answered_by_vllm
-from .kinds import EvaluateRequest, GenerateRequest, MergeRequest
 from .lifecycle import evaluation_name
 from .options import ProviderOptions
 from .settings import Request, Settings
+from .work import EvaluateRequest, GenerateRequest, MergeRequest
 
 OPTIONS = ("after", "cancel_with", "device", "max_duration", "priority", "retries")
 """Provider options of all jobs that do not train."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from .beginnings import Frozen
+from .bases import Frozen
 
 Quantizer = Literal["Int8DynActInt4WeightQATQuantizer", "Int4WeightOnlyQATQuantizer"]
 PeftMethod = Literal["lora", "ia3", "vera"]

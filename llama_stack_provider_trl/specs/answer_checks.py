@@ -2,7 +2,7 @@
 
 A check compares an answer with a *reference*: text, a compiled pattern, a JSON value or a schema's validator. The check
 names one for all rows, or a column with that of each row. `reference` reads it, `passes` compares. A judge is a model:
-`judging` has what it reads, and `recipes.judge` runs it.
+`judging` has what it reads, and `recipes.evaluation.judge` runs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import Field
 
 from ..errors import InvalidRequest, JobFailure
 from ..system.limited import Limited, LimitExceeded
-from .beginnings import Frozen
+from .bases import Frozen
 from .compiled_checks import (
     MAX_PATTERN,
     SIMPLER,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import BinaryIO, NamedTuple
 
-from .kinds import ANSWERS, ROWS, Answering, EvaluateSpec, GenerateSpec, Work
+from .work import ANSWERS, ROWS, Answering, EvaluateSpec, GenerateSpec, Work
 
 _PIECE = 1 << 20
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from .beginnings import Frozen
+from .bases import Frozen
 
 
 class AveragingSpec(Frozen):

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, model_validator
 
 from ..system.files import open_regular
-from .bounded import (
+from .event_fields import (
     MAX_ANSWER,
     MAX_ANSWERS,
     MAX_KEY,
@@ -46,7 +46,7 @@ _CHECKPOINT: dict[str, JsonValue] = {"checkpoint": True}
 
 
 class Reason(StrEnum):
-    """Why a job failed. The total mapping to status, retryability and advice is `jobs.states.REASONS`."""
+    """Why a job failed. The total mapping to status, retryability and advice is `jobs.decisions.states.REASONS`."""
 
     invalid_dataset = "invalid_dataset"
     invalid_model = "invalid_model"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from .beginnings import Frozen
+from .bases import Frozen
 from .events import Finished, parse_event
 
 LINES = "harness.jsonl"

@@ -17,9 +17,8 @@ from .adapters import PeftMethod as PeftMethod
 from .adapters import QatSpec as QatSpec
 from .adapters import Quantizer as Quantizer
 from .averaging import AveragingSpec
-from .beginnings import AdapterSpec, BaseJob, Frozen
-from .beginnings import ResumeFrom as ResumeFrom
-from .kinds import Work
+from .bases import AdapterSpec, BaseJob, Frozen
+from .bases import ResumeFrom as ResumeFrom
 from .methods import METHODS, GrpoSpec, MethodSpec, answer_tokens, reference_in, without_interpreter
 from .methods import Algorithm as Algorithm  # parts of JobSpec
 from .methods import DpoLoss as DpoLoss
@@ -29,6 +28,7 @@ from .model_source import ModelSource
 from .model_source import ReferenceSpec as ReferenceSpec  # a part of JobSpec
 from .preflight import PreflightSpec
 from .search import PruningSpec, SearchSpec
+from .work import Work
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 OptimizerName = Literal["adam", "adamw", "adamw_8bit", "sgd"]
@@ -68,7 +68,7 @@ class DatasetRef(Frozen):
     num_rows: int
     of_job: str | None = None
     """The job that makes these rows, where they are not known before it has completed: `path`, `sha256` and `num_rows`
-    are then decided when an attempt starts (`jobs.promised`)."""
+    are then decided when an attempt starts (`jobs.inputs.made_rows`)."""
     shard: ShardSpec | None = None
     """The part of the rows of `of_job` that is meant; None: all."""
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from .beginnings import BaseJob, Frozen
+from .bases import BaseJob, Frozen
 from .model_source import ReferenceSpec
 from .rewards import RewardModel, RewardSource, reward_models_of
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .beginnings import Frozen
+from .bases import Frozen
 
 
 class ModelSource(Frozen):

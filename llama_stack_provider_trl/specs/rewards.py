@@ -12,7 +12,7 @@ from typing import Literal
 
 from ..errors import MethodUnavailable
 from .answer_checks import AnswerCheck
-from .beginnings import BaseJob, Frozen
+from .bases import BaseJob, Frozen
 from .model_source import ModelSource
 from .names import problem_of_name
 from .plugins import package_of, points_of

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from .beginnings import Frozen
+from .bases import Frozen
 
 SearchMethod = Literal["grid", "random", "bayesian"]
 Direction = Literal["minimize", "maximize"]

@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ..jobs.records import NO_CHAIN, AttemptRecord, Chain, ChainedJob, CheckpointRecord, ExportRecord, JobRecord
-from ..jobs.searching import NOT_SEARCHED, Searched, Trial, best_trial
-from ..jobs.verdict import has_shrunk, shrunk_settings
+from ..jobs.decisions.search import NOT_SEARCHED, Searched, Trial, best_trial
+from ..jobs.store.records import NO_CHAIN, AttemptRecord, Chain, ChainedJob, CheckpointRecord, ExportRecord, JobRecord
+from ..jobs.supervision.verdict import has_shrunk, shrunk_settings
 from ..system.files import RunDir
 
 _NOT_SHOWN: Any = {"search": {"submitted"}}

@@ -86,7 +86,7 @@ async def print_advice(client: ServiceClient, options: Namespace) -> int:
         given["fp32"] = not options.gpus
     rules = replace(of_job.rules, **{name: value for name, value in given.items() if value is not None})
     if of_job.machines and rules.machines is None and not rules.gpus:
-        from llama_stack_provider_trl.jobs.placement import usable_nodes
+        from llama_stack_provider_trl.jobs.decisions.placement import usable_nodes
 
         usable = usable_nodes(rules.nodes, of_job.machines)
         rules = replace(rules, machines=usable if usable < rules.nodes else None)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llama_stack_provider_trl.system.console import show_lines
 
-from ..answers import answer_lines
+from ..answer_lines import answer_lines
 from ..client import ServiceClient
 from .terminal import emit
 

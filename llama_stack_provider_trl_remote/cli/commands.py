@@ -22,7 +22,7 @@ from ..request_files import read_request
 from ..row_files import register_rows, register_uri, stored_rows
 from ..submitting import submit_request
 from ..trl_client import list_jobs, preflight_request
-from . import advise, found_machines, node_lines, nodes_ssh, one_line
+from . import advise, found_machines, machine_commands, nodes_ssh, whole_jobs
 from .answers import answers
 from .preview import preview
 from .samples import samples
@@ -303,7 +303,7 @@ COMMANDS: dict[tuple[str, str], Command] = {
     ("datasets", "list"): list_datasets,
     ("datasets", "preview"): preview,
     ("nodes", "list"): list_nodes,
-    ("nodes", "commands"): node_lines.print_commands,
+    ("nodes", "commands"): machine_commands.print_commands,
     ("nodes", "advise"): advise.print_advice,
     ("nodes", "discover"): found_machines.discover,
     ("nodes", "show"): show_node,
@@ -320,10 +320,10 @@ COMMANDS: dict[tuple[str, str], Command] = {
     ("tokens", "revoke"): revoke_token,
     ("audit", "show"): show_audit,
     ("logs", "show"): show_service_logs,
-    ("train", ""): one_line.train,
-    ("generate", ""): one_line.generate,
-    ("run", ""): one_line.run,
-    ("resume", ""): one_line.resume,
+    ("train", ""): whole_jobs.train,
+    ("generate", ""): whole_jobs.generate,
+    ("run", ""): whole_jobs.run,
+    ("resume", ""): whole_jobs.resume,
     ("plot", ""): plot,
 }
 

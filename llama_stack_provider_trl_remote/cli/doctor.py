@@ -21,7 +21,7 @@ from typing import Literal
 from urllib.parse import quote
 
 from llama_stack_provider_trl.errors import TrlError
-from llama_stack_provider_trl.jobs.lost_jobs import lost_jobs
+from llama_stack_provider_trl.jobs.supervision.lost_jobs import lost_jobs
 from llama_stack_provider_trl.launch.interpreter import check_interpreter, check_vllm
 from llama_stack_provider_trl.launch.isolation import ADVICE, probe
 from llama_stack_provider_trl.specs.custom import custom_names

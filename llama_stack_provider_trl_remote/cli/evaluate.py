@@ -21,7 +21,7 @@ from ..row_files import has_preferences, stored_rows
 from .recipe_process import run_recipe
 from .terminal import emit, evaluation_lines
 
-_MODULE = "llama_stack_provider_trl.recipes.evaluate"
+_MODULE = "llama_stack_provider_trl.recipes.evaluation.evaluate"
 
 
 def evaluate(options: Namespace) -> int:

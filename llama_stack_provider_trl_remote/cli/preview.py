@@ -9,8 +9,8 @@ from typing import Any
 
 from ..client import ServiceClient
 from ..trl_client import preview_request
-from .one_line import model_at
 from .terminal import emit
+from .whole_jobs import model_at
 
 _MARKS = {("1", "1"): "+", ("1", "0"): " ", ("0", "0"): "x"}
 """Whether a token is kept, and whether the loss covers it -> the mark of its line."""

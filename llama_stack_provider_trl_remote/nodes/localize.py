@@ -17,10 +17,10 @@ from llama_stack_provider_trl.requests.names import JOB_UUID_PATTERN
 from llama_stack_provider_trl.specs.answer_files import Whole, whole_batches
 from llama_stack_provider_trl.specs.events import CHECKPOINT_PATHS
 from llama_stack_provider_trl.specs.job import ROWS
-from llama_stack_provider_trl.specs.kinds import ANSWERS
-from llama_stack_provider_trl.specs.kinds import ROWS as ROWS_MADE
 from llama_stack_provider_trl.specs.model_files import MOST_FILES, check_model_names, files_digest
 from llama_stack_provider_trl.specs.model_source import reference_of
+from llama_stack_provider_trl.specs.work import ANSWERS
+from llama_stack_provider_trl.specs.work import ROWS as ROWS_MADE
 from llama_stack_provider_trl.system.data_dir import NodeDir
 from llama_stack_provider_trl.system.files import RunDir, resolve_under
 

@@ -31,7 +31,7 @@ from llama_stack_provider_trl.system.files import (
 )
 
 from ..wire import CheckpointAnswer, CheckpointFileReport, CheckpointReport
-from .answers import AnswerCalls, AnswerUpload, Unreadable
+from .answer_uploads import AnswerCalls, AnswerUpload, Unreadable
 from .calls import is_gone
 from .localize import PathMap
 from .outbox import Outbox, PendingEvent

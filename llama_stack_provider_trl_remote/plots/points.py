@@ -55,8 +55,8 @@ def stored_points(data_dir: Path, job_uuids: Sequence[str]) -> dict[str, list[Pl
         JobNotFound.
         StoreError: its database cannot be read, or is of another release.
     """
-    from llama_stack_provider_trl.jobs.database import Database, require_database
-    from llama_stack_provider_trl.jobs.reader import JobReader
+    from llama_stack_provider_trl.jobs.store.database import Database, require_database
+    from llama_stack_provider_trl.jobs.store.reader import JobReader
 
     database = require_database(data_dir)
     with closing(Database(database)) as opened:

@@ -17,19 +17,19 @@ from fastapi import Depends, Request
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest, TrlError
 from llama_stack_provider_trl.export.process import ExporterProcess
-from llama_stack_provider_trl.jobs.lost_jobs import refuse_lost_jobs
-from llama_stack_provider_trl.jobs.makers import FIELD, no_new_maker
-from llama_stack_provider_trl.jobs.merges import bases_of, no_rows
-from llama_stack_provider_trl.jobs.placement import Node, Obtainable, kind_of
-from llama_stack_provider_trl.jobs.promised import promised_rows, refuse_promised
-from llama_stack_provider_trl.jobs.proposals import Proposals
-from llama_stack_provider_trl.jobs.records import JobRecord, NodeRecord
-from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
+from llama_stack_provider_trl.jobs.decisions.placement import Node, Obtainable, kind_of
+from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState
+from llama_stack_provider_trl.jobs.inputs.made_rows import promised_rows, refuse_promised
+from llama_stack_provider_trl.jobs.inputs.merges import bases_of, no_rows
+from llama_stack_provider_trl.jobs.store.datasets import FIELD, no_new_maker
+from llama_stack_provider_trl.jobs.store.reader import unfinished, unfinished_job
+from llama_stack_provider_trl.jobs.store.records import JobRecord, NodeRecord
+from llama_stack_provider_trl.jobs.store.tokens import Tokens
 from llama_stack_provider_trl.jobs.submission import Datasets as RowsOf
 from llama_stack_provider_trl.jobs.submission import ResolvedJob, Submitter, resolved, submit
-from llama_stack_provider_trl.jobs.supervisor import Supervisor
-from llama_stack_provider_trl.jobs.tokens import Tokens
-from llama_stack_provider_trl.jobs.unfinished import unfinished, unfinished_job
+from llama_stack_provider_trl.jobs.supervision.bayesian_trials import Proposals
+from llama_stack_provider_trl.jobs.supervision.lost_jobs import refuse_lost_jobs
+from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.launch.gpus import slices_of
 from llama_stack_provider_trl.launch.interpreter import check_interpreter, check_vllm
 from llama_stack_provider_trl.launch.isolation import isolate
@@ -49,8 +49,8 @@ from llama_stack_provider_trl.requests.settings import Request as Requested
 from llama_stack_provider_trl.requests.untrained import check_options, in_its_terms
 from llama_stack_provider_trl.specs.custom import log_unusable_methods
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
-from llama_stack_provider_trl.specs.kinds import ROWS, GenerateSpec, Work
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
+from llama_stack_provider_trl.specs.work import ROWS, GenerateSpec, Work
 from llama_stack_provider_trl.system.data_dir import DataDir
 from llama_stack_provider_trl.system.offload import in_work_thread
 from llama_stack_provider_trl.system.process import usable_cpus

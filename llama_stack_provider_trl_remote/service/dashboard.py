@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.database import require_database
+from llama_stack_provider_trl.jobs.store.database import require_database
 from llama_stack_provider_trl.system.console import show_lines
 from llama_stack_provider_trl.system.data_dir import DataDir
 from llama_stack_provider_trl.system.process import FileLock

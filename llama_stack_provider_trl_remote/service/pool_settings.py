@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from llama_stack_provider_trl.documented import Documented
-from llama_stack_provider_trl.jobs.placement import Node
+from llama_stack_provider_trl.jobs.decisions.placement import Node
 from llama_stack_provider_trl.specs.exact import ExactValues, numbers_as_text
 
 _GIB = 1 << 30

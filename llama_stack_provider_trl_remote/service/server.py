@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError
-from llama_stack_provider_trl.jobs.database import private_data_dir
+from llama_stack_provider_trl.jobs.store.database import private_data_dir
 from llama_stack_provider_trl.system.console import complain, show_lines
 from llama_stack_provider_trl.system.data_dir import DataDir
 from llama_stack_provider_trl.system.logs import start_logging

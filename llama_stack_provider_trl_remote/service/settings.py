@@ -15,7 +15,7 @@ from pydantic import AliasChoices, ConfigDict, Field, SecretStr, field_validator
 from llama_stack_provider_trl.config import EngineSettings
 from llama_stack_provider_trl.documented import Documented
 from llama_stack_provider_trl.errors import InvalidRequest, TrlError
-from llama_stack_provider_trl.jobs.tokens import UNLIMITED, Role, TokenLimits
+from llama_stack_provider_trl.jobs.store.tokens import UNLIMITED, Role, TokenLimits
 from llama_stack_provider_trl.launch.devices import usable_devices
 from llama_stack_provider_trl.launch.gpus import NO_GANG, slices_of
 from llama_stack_provider_trl.requests.options import Priority

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llama_stack_provider_trl.errors import StoreError
-from llama_stack_provider_trl.jobs.unfinished import Unfinished
+from llama_stack_provider_trl.jobs.store.reader import Unfinished
 from llama_stack_provider_trl.system.files import disk_of, free_bytes, is_read_only
 from llama_stack_provider_trl.system.model_directory import find_model
 

@@ -8,15 +8,15 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from llama_stack_provider_trl.jobs.ownership import Ownership
-from llama_stack_provider_trl.jobs.placement import Node, Obtainable
-from llama_stack_provider_trl.jobs.records import JobRecord
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.placement import Node, Obtainable
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.records import JobRecord
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse, status_response
 from llama_stack_provider_trl.system.data_dir import DataDir
 from llama_stack_provider_trl.system.files import resolve_under, set_aside
 from llama_stack_provider_trl.system.offload import CostlyWork
+from llama_stack_provider_trl.system.ownership import Ownership
 
 from .http.bodies import QueueResponse
 from .http.received import Bodies

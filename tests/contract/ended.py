@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.events import (
     CheckpointSaved,
     Event,

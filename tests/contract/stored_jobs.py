@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.events import Answer, Event, Prepared, Progress, Reason, Sampled, Started, Warned
 from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.files import RunDir

@@ -14,10 +14,10 @@ import pytest
 import requests
 
 from llama_stack_provider_trl.errors import ServiceRefusal
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
-from llama_stack_provider_trl.specs.kinds import CheckedAnswering, EvaluateSpec, GenerateSpec, Work
+from llama_stack_provider_trl.specs.work import CheckedAnswering, EvaluateSpec, GenerateSpec, Work
 from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl_remote.cli.main import main
 from llama_stack_provider_trl_remote.client import ServiceClient

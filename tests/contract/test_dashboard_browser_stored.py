@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.process import FileLock
 from tests.contract import browser

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.system.data_dir import DATABASE, DataDir
 from llama_stack_provider_trl.system.process import FileLock
 from tests.contract.payloads import QUESTIONS, sft

@@ -23,7 +23,7 @@ import psutil
 import pytest
 import requests
 
-from llama_stack_provider_trl.jobs.states import REASONS
+from llama_stack_provider_trl.jobs.decisions.states import REASONS
 from llama_stack_provider_trl.specs.events import Reason
 from llama_stack_provider_trl.system.files import is_whole
 from tests.census import assert_clean

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.jobs.decisions.states import JobState
 from tests.census import census
 from tests.contract.crashing import (
     CONCLUDING,

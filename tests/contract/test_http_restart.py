@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.system.files import RunDir
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.stack import SFT, Json, LlamaStack, poll, serving

@@ -64,7 +64,7 @@ def test_a_command_imports_no_models_of_requests_and_of_the_job_store() -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     found = done.stdout.split()
     assert f"{OURS[1]}.client" in found, done.stderr
-    unused = {f"{OURS[0]}.{name}" for name in ("requests.bodies", "jobs.reader", "specs.job")}
+    unused = {f"{OURS[0]}.{name}" for name in ("requests.bodies", "jobs.store.reader", "specs.job")}
     assert {"pydantic", *unused, f"{OURS[1]}.pipeline"} & set(found) == set()
 
 

@@ -14,17 +14,17 @@ import pytest
 
 from llama_stack_provider_trl.config import TrlConfig
 from llama_stack_provider_trl.jobs import submission
-from llama_stack_provider_trl.jobs.proposals import proposal_question
-from llama_stack_provider_trl.jobs.searching import Generation
-from llama_stack_provider_trl.jobs.states import TERMINAL
-from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.supervisor import Supervisor
+from llama_stack_provider_trl.jobs.decisions.search import Generation
+from llama_stack_provider_trl.jobs.decisions.states import TERMINAL
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.jobs.supervision.bayesian_trials import proposal_question
+from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.post_training import TrlPostTraining
 from llama_stack_provider_trl.proposer import propose
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
-from llama_stack_provider_trl.requests.proposals import answered_values, drawn_values
 from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.requests.trial_values import answered_values, drawn_values
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
 from llama_stack_provider_trl_remote.service.context import Service
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from llama_stack_client import BadRequestError, LlamaStackClient, NotFoundError
 
-from llama_stack_provider_trl.jobs.ownership import Ownership, record
+from llama_stack_provider_trl.system.ownership import Ownership, record
 from llama_stack_provider_trl.system.process import FileLock
 from llama_stack_provider_trl_remote.cli.main import main
 from tests.contract.payloads import (

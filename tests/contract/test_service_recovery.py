@@ -20,7 +20,7 @@ import psutil
 import pytest
 import requests
 
-from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.launch.ports import PORTS
 from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.launch.torchrun import LOOPBACK

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.config import TrlConfig
-from llama_stack_provider_trl.jobs.records import JobRecord
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.store.records import JobRecord
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.post_training import TrlPostTraining
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Started
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.requests.trackers import PACKAGES
 from llama_stack_provider_trl.system.data_dir import DATABASE, DataDir
 from tests.contract.payloads import QUESTIONS, sft

@@ -23,7 +23,7 @@ from llama_stack_provider_trl.recipes.train import _unused_libraries, unused_lib
 from llama_stack_provider_trl.recipes.trainer.adamw_8bit import AdamW8Bit
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerName, OptimizerSpec, ShardingSpec
-from llama_stack_provider_trl.specs.moments import has_8_bit_moments
+from llama_stack_provider_trl.specs.optimizer_state import has_8_bit_moments
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import save_llama, tiny_tokenizer
 from tests.training import LORA, job_spec, of_kind

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.trainer_utils import set_seed
 
-from llama_stack_provider_trl.specs.beginnings import AdapterSpec
+from llama_stack_provider_trl.specs.bases import AdapterSpec
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress, Reason
 from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, LoraSpec, OptimizerSpec, ReferenceSpec, ShardingSpec
 from tests.process.test_recipes import as_chat, load, plain_arguments

@@ -17,7 +17,7 @@ import pytest
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.events import Evaluated, Failed, Finished, Progress, Warned
 from llama_stack_provider_trl.specs.job import OptimizerSpec
-from llama_stack_provider_trl.specs.kinds import CheckedAnswering, EvaluateSpec
+from llama_stack_provider_trl.specs.work import CheckedAnswering, EvaluateSpec
 from tests.tiny import REPOSITORY, tiny_model
 from tests.training import job_spec, of_kind, run
 

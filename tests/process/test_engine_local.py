@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.supervisor import Supervisor
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.launch import local
 from llama_stack_provider_trl.launch.base import Ended, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
@@ -420,8 +420,8 @@ def test_a_training_outlives_kill_9_of_its_supervisor_and_is_adopted_again(stage
     store.add_job(job_spec("a", checkpoint_dir=stage.root / "checkpoints" / "out" / "a"), "digest")
     program = f"""
 import pathlib, time
-from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.supervisor import Supervisor
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
 from llama_stack_provider_trl.launch.local import LocalLauncher
 root = pathlib.Path({str(stage.root)!r})

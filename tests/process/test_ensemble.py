@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from llama_stack_provider_trl.errors import JobFailure
-from llama_stack_provider_trl.recipes.evaluate import evaluate
+from llama_stack_provider_trl.recipes.evaluation.evaluate import evaluate
 from llama_stack_provider_trl.recipes.fast import head
 from llama_stack_provider_trl.specs.events import Evaluated, Finished, Prepared
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec
-from llama_stack_provider_trl.specs.kinds import EvaluateSpec
+from llama_stack_provider_trl.specs.work import EvaluateSpec
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.training import SFT_ROWS, job_spec, of_kind, run
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llama_stack_provider_trl.recipes.evaluate import evaluate
+from llama_stack_provider_trl.recipes.evaluation.evaluate import evaluate
 from llama_stack_provider_trl.specs.job import DpoSpec, OptimizerSpec, ReferenceSpec
 from llama_stack_provider_trl_remote.cli.main import main
 from llama_stack_provider_trl_remote.cli.terminal import evaluation_lines

@@ -18,7 +18,7 @@ import pytest
 from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.row_shards import stored_shard
+from llama_stack_provider_trl.jobs.inputs.row_parts import stored_shard
 from llama_stack_provider_trl.jobs.submission import split_rows
 from llama_stack_provider_trl.requests import bodies as requests
 from llama_stack_provider_trl.requests.options import FsdpOptions, ProviderOptions

@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from llama_stack_provider_trl.errors import JobFailure
-from llama_stack_provider_trl.recipes import transformers_answerer
-from llama_stack_provider_trl.recipes.generate import AnswerFile, Questions, _check_recorded
+from llama_stack_provider_trl.recipes.answers import by_transformers as transformers_answerer
+from llama_stack_provider_trl.recipes.answers.by_transformers import TransformersAnswerer
+from llama_stack_provider_trl.recipes.answers.generate import AnswerFile, Questions, _check_recorded
 from llama_stack_provider_trl.recipes.model.generation import Sampler
-from llama_stack_provider_trl.recipes.transformers_answerer import TransformersAnswerer
-from llama_stack_provider_trl.specs.beginnings import AdapterSpec
+from llama_stack_provider_trl.specs.bases import AdapterSpec
 from llama_stack_provider_trl.specs.events import Reason
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, OptimizerSpec
-from llama_stack_provider_trl.specs.kinds import GenerateSpec
+from llama_stack_provider_trl.specs.work import GenerateSpec
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.process

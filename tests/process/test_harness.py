@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl import faults
-from llama_stack_provider_trl.jobs.task_files import read_task_files
-from llama_stack_provider_trl.recipes import harness
+from llama_stack_provider_trl.jobs.inputs.task_files import read_task_files
+from llama_stack_provider_trl.recipes.evaluation import harness
 from llama_stack_provider_trl.requests.harness import Harness
-from llama_stack_provider_trl.specs.beginnings import AdapterSpec
+from llama_stack_provider_trl.specs.bases import AdapterSpec
 from llama_stack_provider_trl.specs.events import Evaluated, Event, Failed, Finished, Paused, Prepared, Progress, Warned
 from llama_stack_provider_trl.specs.harness import HarnessSpec
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
-from llama_stack_provider_trl.specs.kinds import EvaluateSpec
+from llama_stack_provider_trl.specs.work import EvaluateSpec
 from llama_stack_provider_trl.system.files import RunDir
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import REPOSITORY, tiny_model

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl import faults
-from llama_stack_provider_trl.recipes import judge, transformers_answerer
-from llama_stack_provider_trl.recipes.answerer import Answered
+from llama_stack_provider_trl.recipes.answers import by_transformers as transformers_answerer
+from llama_stack_provider_trl.recipes.answers.answerer import Answered
+from llama_stack_provider_trl.recipes.evaluation import judge
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
-from llama_stack_provider_trl.specs.beginnings import AdapterSpec
+from llama_stack_provider_trl.specs.bases import AdapterSpec
 from llama_stack_provider_trl.specs.events import (
     Evaluated,
     Event,
@@ -29,7 +30,7 @@ from llama_stack_provider_trl.specs.events import (
     Warned,
 )
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
-from llama_stack_provider_trl.specs.kinds import CheckedAnswering, EvaluateSpec, FurtherModel
+from llama_stack_provider_trl.specs.work import CheckedAnswering, EvaluateSpec, FurtherModel
 from llama_stack_provider_trl.system.files import RunDir
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import tiny_model

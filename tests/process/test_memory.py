@@ -20,7 +20,7 @@ from llama_stack_provider_trl.recipes.memory import estimate as estimates
 from llama_stack_provider_trl.recipes.memory import proposals
 from llama_stack_provider_trl.recipes.memory import trace as memory
 from llama_stack_provider_trl.recipes.memory.estimate import MemoryEstimate, _Placed, estimate
-from llama_stack_provider_trl.recipes.memory.proposals import Capacity, nearest
+from llama_stack_provider_trl.recipes.memory.nearest import Capacity, nearest
 from llama_stack_provider_trl.recipes.memory.trace import Batch, trace_model
 from llama_stack_provider_trl.recipes.memory.trace_cache import trace
 from llama_stack_provider_trl.recipes.model.loading import adapter_config, quantize

@@ -23,11 +23,11 @@ from transformers import (
 from transformers.trainer_utils import align_special_tokens
 
 from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.recipes.answers.by_transformers import TransformersAnswerer
 from llama_stack_provider_trl.recipes.build import build_trainer
 from llama_stack_provider_trl.recipes.model.agreement import read_generation_config
 from llama_stack_provider_trl.recipes.model.saving import write_configuration
 from llama_stack_provider_trl.recipes.preflight import preflight_attempt
-from llama_stack_provider_trl.recipes.transformers_answerer import TransformersAnswerer
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.events import (
     CheckpointSaved,
@@ -40,11 +40,11 @@ from llama_stack_provider_trl.specs.events import (
     iter_events,
 )
 from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec, OptimizerSpec, SampleMessage, SamplesSpec
-from llama_stack_provider_trl.specs.kinds import GenerateSpec
 from llama_stack_provider_trl.specs.methods import DistillationSpec, GrpoSpec, KtoSpec, RewardSpec
 from llama_stack_provider_trl.specs.model_source import ModelSource, ReferenceSpec
 from llama_stack_provider_trl.specs.preflight import PreflightSpec, PreviewSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
+from llama_stack_provider_trl.specs.work import GenerateSpec
 from tests.process.test_export import ARCHITECTURES as EXPORTED
 from tests.process.test_export import SIZES
 from tests.required import FULL

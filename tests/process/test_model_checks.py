@@ -21,7 +21,7 @@ from llama_stack_provider_trl.recipes.model.adapters import check_adapter
 from llama_stack_provider_trl.recipes.model.checked import check_models
 from llama_stack_provider_trl.recipes.model.loading import WeightStorage, check_weights, load_model, load_tokenizer
 from llama_stack_provider_trl.specs.adapters import LoraSpec
-from llama_stack_provider_trl.specs.beginnings import AdapterSpec
+from llama_stack_provider_trl.specs.bases import AdapterSpec
 from llama_stack_provider_trl.specs.events import Failed, Reason
 from llama_stack_provider_trl.specs.job import DpoSpec
 from llama_stack_provider_trl.specs.merge import MergeSpec

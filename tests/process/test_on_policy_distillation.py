@@ -24,7 +24,7 @@ from llama_stack_provider_trl.recipes.trainer.distillation import DistillationRe
 from llama_stack_provider_trl.recipes.trainer.divergence import Divergence, head_of
 from llama_stack_provider_trl.recipes.trainer.pairs import PaddedPairs
 from llama_stack_provider_trl.recipes.trainer.trl_patches import fuse_head
-from llama_stack_provider_trl.specs.beginnings import AdapterSpec
+from llama_stack_provider_trl.specs.bases import AdapterSpec
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.methods import DistillationSpec

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.jobs.proposer_process import ProposerProcess
+from llama_stack_provider_trl.jobs.supervision.proposer_process import ProposerProcess
 from llama_stack_provider_trl.proposer import propose
-from llama_stack_provider_trl.requests.proposals import ValuedTrial, answered_values, drawn_values, question
+from llama_stack_provider_trl.requests.trial_values import ValuedTrial, answered_values, drawn_values, question
 from llama_stack_provider_trl.specs.search import SearchSpec
 from tests.contract.stack import poll
 from tests.required import lacking

@@ -17,10 +17,10 @@ import pytest
 from safetensors.torch import load_file
 
 from llama_stack_provider_trl import faults
-from llama_stack_provider_trl.jobs.reports import read_samples
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.supervisor import Supervisor
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.reader import read_samples
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.launch.base import Launcher
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.ports import PortRange
@@ -28,7 +28,6 @@ from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.events import Reason
 from llama_stack_provider_trl.specs.job import JobSpec
-from llama_stack_provider_trl.specs.kinds import MERGING, EvaluateSpec, MergeWork
 from llama_stack_provider_trl.specs.merge import MergeInput, MergeSpec
 from llama_stack_provider_trl.specs.methods import (
     CpoSpec,
@@ -41,6 +40,7 @@ from llama_stack_provider_trl.specs.methods import (
 )
 from llama_stack_provider_trl.specs.model_source import ReferenceSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
+from llama_stack_provider_trl.specs.work import MERGING, EvaluateSpec, MergeWork
 from llama_stack_provider_trl.system import process
 from llama_stack_provider_trl.system.files import RunDir
 from tests.census import assert_clean

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl import faults
-from llama_stack_provider_trl.recipes import evaluate
 from llama_stack_provider_trl.recipes.distributed import replicas
+from llama_stack_provider_trl.recipes.evaluation import evaluate
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.events import (
     Event,
@@ -25,7 +25,7 @@ from llama_stack_provider_trl.specs.events import (
     Started,
 )
 from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, ReferenceSpec, ShardingSpec
-from llama_stack_provider_trl.specs.kinds import (
+from llama_stack_provider_trl.specs.work import (
     CheckedAnswering,
     EnsembleMember,
     EvaluateSpec,

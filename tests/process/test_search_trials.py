@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl import faults
-from llama_stack_provider_trl.jobs.states import TERMINAL
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.states import TERMINAL
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.submission import keep_rows, submit
-from llama_stack_provider_trl.jobs.supervisor import Supervisor
+from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.launch.ports import PortRange
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from llama_stack_provider_trl import faults
-from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.launch.torchrun import TORCHRUN

@@ -24,7 +24,7 @@ from llama_stack_provider_trl.recipes.memory.trace_cache import key_of, trace
 from llama_stack_provider_trl.recipes.model.fsdp import num_shards
 from llama_stack_provider_trl.recipes.trainer import trl_patches
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
-from llama_stack_provider_trl.specs.beginnings import AdapterSpec
+from llama_stack_provider_trl.specs.bases import AdapterSpec
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Prepared
 from llama_stack_provider_trl.specs.job import (
     DpoSpec,

@@ -15,12 +15,12 @@ import torch
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobFailure
 from llama_stack_provider_trl.launch.interpreter import check_vllm
+from llama_stack_provider_trl.recipes.answers.by_transformers import TransformersAnswerer
+from llama_stack_provider_trl.recipes.answers.by_vllm import VllmAnswerer
 from llama_stack_provider_trl.recipes.model import vllm_process
-from llama_stack_provider_trl.recipes.transformers_answerer import TransformersAnswerer
-from llama_stack_provider_trl.recipes.vllm_answerer import VllmAnswerer
 from llama_stack_provider_trl.specs.events import NullEventWriter, Reason
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, OptimizerSpec
-from llama_stack_provider_trl.specs.kinds import Answering
+from llama_stack_provider_trl.specs.work import Answering
 from tests.played_vllm import played_vllm
 from tests.tiny import tiny_model
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import requests
 
-from llama_stack_provider_trl.jobs.tokens import PREFIX
+from llama_stack_provider_trl.jobs.store.tokens import PREFIX
 from llama_stack_provider_trl.system.process import FileLock
 from llama_stack_provider_trl_remote.service.security.audit import AuditLog, Refusal, Refusals, shortened
 from llama_stack_provider_trl_remote.service.security.recording import Call, record, recorded

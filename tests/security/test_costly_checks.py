@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, JobFailure
-from llama_stack_provider_trl.jobs.retries import backoff
+from llama_stack_provider_trl.jobs.supervision.retries import backoff
 from llama_stack_provider_trl.recipes.failures import classify
 from llama_stack_provider_trl.specs import compiled_checks
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck, passes, reference, refuse_unusable

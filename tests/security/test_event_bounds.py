@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.records import NodeTaskRecord
-from llama_stack_provider_trl.jobs.reports import read_samples
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.supervisor import Supervisor
-from llama_stack_provider_trl.specs.bounded import LAST_TIME
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.reader import read_samples
+from llama_stack_provider_trl.jobs.store.records import NodeTaskRecord
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
+from llama_stack_provider_trl.specs.event_fields import LAST_TIME
 from llama_stack_provider_trl.specs.events import (
     LINE_BYTES,
     Answer,
@@ -170,7 +170,7 @@ def test_a_bad_line_is_a_warning_of_its_job_and_holds_up_nothing(world: World, e
 
 def test_a_line_without_an_end_is_passed_over_in_parts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llama_stack_provider_trl.specs.events.LINE_BYTES", 1000)
-    monkeypatch.setattr("llama_stack_provider_trl.jobs.supervisor._EVENT_BYTES", 300)
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.supervision.supervisor._EVENT_BYTES", 300)
     world.append("a", b"x" * 5000 + b"\n")
     world.finish("a")
     for _ in range(3):

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.errors import JobConflict
-from llama_stack_provider_trl.jobs.ownership import Ownership, record
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.supervisor import Supervisor
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.specs.events import Reason
+from llama_stack_provider_trl.system.ownership import Ownership, record
 from tests.fakes import FakeLauncher, job_spec
 
 

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
 from llama_stack_provider_trl_remote import answers, client, pull
-from llama_stack_provider_trl_remote.answers import answer_lines
+from llama_stack_provider_trl_remote.answer_lines import answer_lines
 from llama_stack_provider_trl_remote.client import MOST_EVENT, ServiceClient
 from llama_stack_provider_trl_remote.nodes.calls import NodeClient, Pace
 from llama_stack_provider_trl_remote.pull import OtherBytes, fetch

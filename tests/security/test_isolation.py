@@ -22,7 +22,7 @@ import pytest
 
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.launch import isolation as isolating
 from llama_stack_provider_trl.launch.base import Ended, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation, isolate

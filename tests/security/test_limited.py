@@ -27,9 +27,9 @@ import psutil
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, LimitReached, is_exhausted
-from llama_stack_provider_trl.jobs import vocabularies
-from llama_stack_provider_trl.jobs.database import Database, _inherited
-from llama_stack_provider_trl.jobs.vocabularies import refuse_other_vocabularies
+from llama_stack_provider_trl.jobs.inputs import vocabularies
+from llama_stack_provider_trl.jobs.inputs.vocabularies import refuse_other_vocabularies
+from llama_stack_provider_trl.jobs.store.database import Database, _inherited
 from llama_stack_provider_trl.requests.bases import Base
 from llama_stack_provider_trl.specs import answer_rows
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck, refuse_unusable

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.records import PointRecord
+from llama_stack_provider_trl.jobs.store.records import PointRecord
 from llama_stack_provider_trl_remote.client import ServiceClient, Timeouts
 from llama_stack_provider_trl_remote.service.app import make_app
 from llama_stack_provider_trl_remote.service.context import Service

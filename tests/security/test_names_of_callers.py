@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl_remote.service.cluster.credentials import NodeCredentials, new_credential
 from llama_stack_provider_trl_remote.service.http.bodies import CreateToken
 from llama_stack_provider_trl_remote.service.security.access import Caller

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llama_stack_provider_trl.jobs.records import NodeTaskRecord
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.store.records import NodeTaskRecord
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl_remote.service import space
 from llama_stack_provider_trl_remote.service.cluster.uploads import UploadReceiver
 from llama_stack_provider_trl_remote.service.http.errors import NotFound, WrongOffset

@@ -15,7 +15,6 @@ from pydantic import ValidationError
 
 from llama_stack_provider_trl.config import TrlConfig
 from llama_stack_provider_trl.errors import InvalidRequest, JobConflict, StoreError
-from llama_stack_provider_trl.jobs.ownership import Ownership
 from llama_stack_provider_trl.launch.isolation import spec_paths
 from llama_stack_provider_trl.post_training import TrlPostTraining
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
@@ -24,6 +23,7 @@ from llama_stack_provider_trl.requests.paths import resolve_base_model, resolve_
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.system.data_dir import DATABASE, OF_A_NODE, OWN, DataDir, DataEntry, NodeDir
+from llama_stack_provider_trl.system.ownership import Ownership
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings

@@ -20,7 +20,7 @@ from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.system.console import shown
 from llama_stack_provider_trl.system.logs import RedactingFormatter
 from llama_stack_provider_trl_remote.cli import main as cli
-from llama_stack_provider_trl_remote.cli import one_line, watch
+from llama_stack_provider_trl_remote.cli import watch, whole_jobs
 from llama_stack_provider_trl_remote.cli.commands import COMMANDS
 from llama_stack_provider_trl_remote.nodes.discovery.machines import FoundMachine
 from llama_stack_provider_trl_remote.nodes.discovery.search import Search
@@ -361,7 +361,7 @@ def test_nothing_from_elsewhere_acts_on_the_terminal(
 ) -> None:
     service.refuses = refuses
     service.jobs["paused"] = [status("paused", "paused"), {**hostile_status(), "job_uuid": "paused"}]
-    monkeypatch.setattr(one_line, "_new_name", lambda stem: JOB)
+    monkeypatch.setattr(whole_jobs, "_new_name", lambda stem: JOB)
     words = arguments(group, command, tmp_path)
     if as_json and group not in ("dashboard", "serve", "agent"):
         words.append("--json")

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.errors import StoreError
-from llama_stack_provider_trl.jobs.lost_jobs import refuse_lost_jobs
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.supervisor import Supervisor
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.jobs.supervision.lost_jobs import refuse_lost_jobs
+from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Finished, Started
 from llama_stack_provider_trl.system.data_dir import DataDir
 from llama_stack_provider_trl.system.files import is_whole, write_manifest

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_stack_provider_trl.jobs.row_parts import NewRows
+from llama_stack_provider_trl.jobs.inputs.row_parts import NewRows
 from llama_stack_provider_trl.system.files import put_lines, touched
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import running_service

@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from llama_stack_provider_trl.errors import RowsRemoved, StoreError
-from llama_stack_provider_trl.jobs.database import Database
+from llama_stack_provider_trl.jobs.store.database import Database
 from llama_stack_provider_trl_remote.service.app import make_app
 from llama_stack_provider_trl_remote.service.context import Service
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import StoreError
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.events import read_events
 from llama_stack_provider_trl_remote.service.views.events import Cursor, Feeds, read_page
 from tests.fakes import job_spec

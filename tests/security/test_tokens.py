@@ -15,9 +15,9 @@ import pytest
 import requests
 
 from llama_stack_provider_trl.errors import LimitReached
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.tokens import PREFIX, TokenLimits, TokenRecord, Tokens, digest
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.jobs.store.tokens import PREFIX, TokenLimits, TokenRecord, Tokens, digest
 from llama_stack_provider_trl.system.process import FileLock
 from llama_stack_provider_trl_remote.service.http.errors import Conflict, NotFound
 from llama_stack_provider_trl_remote.service.security.access import Caller, Refused

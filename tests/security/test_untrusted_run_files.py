@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, TrlError
-from llama_stack_provider_trl.jobs.records import EventFile
-from llama_stack_provider_trl.jobs.resume_from import copy_checkpoint
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.supervisor import PATIENCE, Supervisor
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.inputs.resume_from import copy_checkpoint
+from llama_stack_provider_trl.jobs.store.records import EventFile
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.jobs.supervision.supervisor import PATIENCE, Supervisor
 from llama_stack_provider_trl.launch.base import TaskState
 from llama_stack_provider_trl.launch.local import _lives, _seconds_since_first
 from llama_stack_provider_trl.launch.ports import given_port

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from llama_stack_provider_trl.jobs.records import CheckpointRecord, JobRecord
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.records import CheckpointRecord, JobRecord
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.system.files import is_whole
 from tests.contract.payloads import Json
 from tests.soak.jobs import RECIPES, History

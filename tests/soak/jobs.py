@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llama_stack_provider_trl.jobs.records import JobRecord
-from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.records import JobRecord
 from llama_stack_provider_trl.specs.events import Reason
 from tests.contract.payloads import LORA, Json, sft
 from tests.contract.stack import DPO, SFT

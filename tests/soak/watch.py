@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import requests
 
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.launch.torchrun import TRAINER
 from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.files import is_whole

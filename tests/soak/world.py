@@ -18,9 +18,9 @@ from pathlib import Path
 
 import requests
 
-from llama_stack_provider_trl.jobs.records import JobRecord
-from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState
+from llama_stack_provider_trl.jobs.store.records import JobRecord
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.files import RunDir

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.store.store import Store
 from tests.fakes import FakeClock
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.specs.events import Failed, Finished, Paused, Reason
-from llama_stack_provider_trl.specs.kinds import GenerateSpec
+from llama_stack_provider_trl.specs.work import GenerateSpec
 from llama_stack_provider_trl_remote.nodes import answers as module
 from llama_stack_provider_trl_remote.wire import StageProgress as Going
 from llama_stack_provider_trl_remote.wire import TaskOrder

@@ -11,10 +11,10 @@ import pytest
 from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.specs.bounded import UsablePath
+from llama_stack_provider_trl.specs.event_fields import UsablePath
 from llama_stack_provider_trl.specs.events import CHECKPOINT_PATHS, Event
 from llama_stack_provider_trl.specs.job import AttemptSpec
-from llama_stack_provider_trl.specs.kinds import EvaluateSpec
+from llama_stack_provider_trl.specs.work import EvaluateSpec
 from llama_stack_provider_trl_remote.nodes.localize import PathMap, check_order
 from tests.orders import AA, BB, order, spec
 

@@ -9,7 +9,7 @@ import pytest
 
 from llama_stack_provider_trl.specs import answer_files as module
 from llama_stack_provider_trl.specs.answer_files import NONE, Whole, answer_files, whole_batches
-from llama_stack_provider_trl.specs.kinds import CheckedAnswering, EvaluateSpec, GenerateSpec, Work
+from llama_stack_provider_trl.specs.work import CheckedAnswering, EvaluateSpec, GenerateSpec, Work
 from llama_stack_provider_trl_remote.nodes.localize import PathMap
 from tests.orders import order, spec
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobConflict
-from llama_stack_provider_trl.jobs.bases import check_base, find_base
-from llama_stack_provider_trl.jobs.records import CheckpointRecord
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.step_checkpoints import delete_superfluous
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.inputs.bases import check_base, find_base
+from llama_stack_provider_trl.jobs.store.records import CheckpointRecord
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.jobs.supervision.step_checkpoints import delete_superfluous
 from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
-from llama_stack_provider_trl.specs.beginnings import AdapterSpec, BaseJob
+from llama_stack_provider_trl.specs.bases import AdapterSpec, BaseJob
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Finished
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, LoraSpec, ShardingSpec
 from llama_stack_provider_trl.system.files import write_manifest

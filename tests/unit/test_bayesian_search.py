@@ -16,18 +16,18 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobConflict, LimitReached
-from llama_stack_provider_trl.jobs import proposals
-from llama_stack_provider_trl.jobs.database import Database
-from llama_stack_provider_trl.jobs.proposals import Proposals, ResolvedTrials
-from llama_stack_provider_trl.jobs.proposer_process import Proposer
-from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.database import Database
 from llama_stack_provider_trl.jobs.submission import Submitter
-from llama_stack_provider_trl.jobs.supervisor import Supervisor
+from llama_stack_provider_trl.jobs.supervision import proposals
+from llama_stack_provider_trl.jobs.supervision.bayesian_trials import Proposals, ResolvedTrials
+from llama_stack_provider_trl.jobs.supervision.proposer_process import Proposer
+from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.requests import search as requested
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.search import resolve_search
 from llama_stack_provider_trl.requests.settings import Settings
-from llama_stack_provider_trl.specs.beginnings import BaseJob
+from llama_stack_provider_trl.specs.bases import BaseJob
 from llama_stack_provider_trl.specs.events import Evaluated, Failed, Finished, Reason
 from tests.fakes import job_spec
 from tests.unit.test_search import HALVING, LR, RANK, World, prepared, sft, trials_of

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.errors import StoreError, shortage_of
-from llama_stack_provider_trl.jobs.cancel_orders import CancelOrder, CancelOrders
-from llama_stack_provider_trl.jobs.database import Database
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.cancels import CancelOrder, CancelOrders
+from llama_stack_provider_trl.jobs.store.database import Database
+from llama_stack_provider_trl.jobs.store.store import Store
 from tests.fakes import job_spec
 
 ORDER = CancelOrder("a", 1.5, "its search was cancelled")
@@ -143,10 +143,10 @@ def test_a_cancel_that_is_in_memory_only_is_not_claimed(tmp_path: Path, monkeypa
 def test_writers_wait_briefly_while_a_lock_was_just_waited_for_without_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llama_stack_provider_trl.jobs.database._LOCKED_SECONDS", 3600.0)
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.store.database._LOCKED_SECONDS", 3600.0)
     with closing(Store(tmp_path / "jobs.sqlite3")) as store, closing(sqlite3.connect(store.path)) as other:
         waits: list[str] = []
-        monkeypatch.setattr("llama_stack_provider_trl.jobs.database._BUSY_SECONDS", 0.2)
+        monkeypatch.setattr("llama_stack_provider_trl.jobs.store.database._BUSY_SECONDS", 0.2)
         store.close()
         connection = store.database._connection()
         connection.set_trace_callback(waits.append)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobConflict
-from llama_stack_provider_trl.jobs.placement import Node
-from llama_stack_provider_trl.jobs.prediction import predict
-from llama_stack_provider_trl.jobs.records import Chain, ChainedJob
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.supervisor import Supervisor
-from llama_stack_provider_trl.jobs.totals import WAIT
+from llama_stack_provider_trl.jobs.decisions.placement import Node
+from llama_stack_provider_trl.jobs.decisions.prediction import predict
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.monitoring.totals import WAIT
+from llama_stack_provider_trl.jobs.store.records import Chain, ChainedJob
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.specs.events import Failed, Finished, Progress, Reason, Started
 from llama_stack_provider_trl.stack.responses import status_response
 from tests.fakes import FakeClock, FakeLauncher, job_spec
@@ -240,7 +240,7 @@ def test_a_pass_over_a_thousand_waiting_jobs_is_one_query_and_writes_steps_seldo
 
 
 def _query(name: str) -> str:
-    from llama_stack_provider_trl.jobs.database import _queries
+    from llama_stack_provider_trl.jobs.store.database import _queries
 
     return _queries()[name]
 

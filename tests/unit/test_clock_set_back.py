@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from llama_stack_provider_trl.jobs.retries import LONGEST_BACKOFF
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.supervisor import Supervisor
-from llama_stack_provider_trl.jobs.wall_clock import WallClock
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.jobs.supervision.retries import LONGEST_BACKOFF
+from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.launch.base import Observation, TaskState
+from llama_stack_provider_trl.system.wall_clock import WallClock
 from llama_stack_provider_trl_remote.nodes.pools.base import PoolRefusal
 from llama_stack_provider_trl_remote.service.cluster.pools import LONGEST_WAIT
 from tests.fakes import FakeClock, FakeLauncher, job_spec

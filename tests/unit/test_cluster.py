@@ -15,11 +15,11 @@ import pytest
 from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import JobConflict, StoreError
-from llama_stack_provider_trl.jobs.records import JobRecord
-from llama_stack_provider_trl.jobs.retries import LOSSES_IN_A_ROW
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.supervisor import Supervisor
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.records import JobRecord
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.jobs.supervision.retries import LOSSES_IN_A_ROW
+from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.launch.base import Ended, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.ports import PortRange
 from llama_stack_provider_trl.specs.events import (
@@ -485,7 +485,7 @@ def test_a_job_is_over_when_all_nodes_are_and_rank_0_has_shipped_everything(pair
 
 
 def test_an_order_is_deleted_once_its_task_is_over(pair: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llama_stack_provider_trl.jobs.supervisor.INTERVAL", 0.0)
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.supervision.supervisor.INTERVAL", 0.0)
     pair.emit(Finished(step=4))
     pair.exit("b", 0)
     pair.exit("c", 0)
@@ -564,7 +564,7 @@ def test_cancelling_ends_every_node_and_waits_until_they_have(pair: World) -> No
 
 
 def test_nodes_get_the_order_to_end_where_it_cannot_be_recorded(pair: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llama_stack_provider_trl.jobs.database._BUSY_SECONDS", 0.0)
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.store.database._BUSY_SECONDS", 0.0)
     pair.store.cancels.prepare()
     pair.store.close()
     with closing(sqlite3.connect(pair.store.path, isolation_level=None)) as other:
@@ -585,7 +585,7 @@ def test_nodes_get_the_order_to_end_where_it_cannot_be_recorded(pair: World, mon
 def test_a_node_that_returns_before_its_loss_is_recorded_trains_on(
     pair: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llama_stack_provider_trl.jobs.database._BUSY_SECONDS", 0.0)
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.store.database._BUSY_SECONDS", 0.0)
     pair.store.close()
     pair.pass_time(SILENCE - 1, "b")
     with closing(sqlite3.connect(pair.store.path, isolation_level=None)) as other:

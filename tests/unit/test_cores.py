@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.cores import Held, slot_of
-from llama_stack_provider_trl.jobs.demands import Demand, Queued
-from llama_stack_provider_trl.jobs.placement import PATIENCE, Node, kind_of, place
-from llama_stack_provider_trl.jobs.prediction import PredictedStart, RunningJob, StepPace, WaitingJob, predict
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.waits import why_waits
+from llama_stack_provider_trl.jobs.decisions.cores import Held, slot_of
+from llama_stack_provider_trl.jobs.decisions.demands import Demand, Queued
+from llama_stack_provider_trl.jobs.decisions.placement import PATIENCE, Node, kind_of, place
+from llama_stack_provider_trl.jobs.decisions.prediction import PredictedStart, RunningJob, StepPace, WaitingJob, predict
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.decisions.waits import why_waits
 from llama_stack_provider_trl.launch.base import TaskSpec
 from llama_stack_provider_trl.launch.devices import core_numbers
 from llama_stack_provider_trl.launch.runner import Limits

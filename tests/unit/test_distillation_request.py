@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.demands import Demand
-from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.teachers import check_teacher, with_teacher
+from llama_stack_provider_trl.jobs.decisions.demands import Demand
+from llama_stack_provider_trl.jobs.inputs.teachers import check_teacher, with_teacher
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
-from llama_stack_provider_trl.specs.beginnings import BaseJob
+from llama_stack_provider_trl.specs.bases import BaseJob
 from llama_stack_provider_trl.specs.job import JobSpec, ShardingSpec
 from llama_stack_provider_trl.specs.methods import DistillationSpec, RewardSpec
 from llama_stack_provider_trl.specs.model_source import reference_of

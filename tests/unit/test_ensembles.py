@@ -12,21 +12,21 @@ import pytest
 from safetensors.numpy import save
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs import vocabularies
-from llama_stack_provider_trl.jobs.attempts import Attempts
-from llama_stack_provider_trl.jobs.merges import after_all, bases_of
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.inputs import vocabularies
+from llama_stack_provider_trl.jobs.inputs.merges import after_all, bases_of
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.submission import keep_rows, submit
-from llama_stack_provider_trl.jobs.supervisor import Supervisor
+from llama_stack_provider_trl.jobs.supervision.attempts import Attempts
+from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.launch.isolation import spec_paths
-from llama_stack_provider_trl.requests.kinds import EvaluateRequest, MergeRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.requests.untrained import evaluation_after, with_work
-from llama_stack_provider_trl.specs.beginnings import BaseJob
+from llama_stack_provider_trl.requests.work import EvaluateRequest, MergeRequest
+from llama_stack_provider_trl.specs.bases import BaseJob
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, LoraSpec
-from llama_stack_provider_trl.specs.kinds import EvaluateSpec
+from llama_stack_provider_trl.specs.work import EvaluateSpec
 from llama_stack_provider_trl_remote.pipeline import resolved, steps_of
 from tests.fakes import FakeLauncher, job_spec
 

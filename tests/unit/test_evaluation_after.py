@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, JobConflict, LimitReached
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.submission import Submitter, keep_rows, submit
-from llama_stack_provider_trl.jobs.supervisor import Supervisor
+from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
-from llama_stack_provider_trl.specs.kinds import EvaluateSpec
+from llama_stack_provider_trl.specs.work import EvaluateSpec
 from tests.fakes import FakeClock, FakeLauncher
 
 ROWS = [{"prompt": f"What is {n}?", "completion": f"It is {n}.", "expected": f"{n}"} for n in range(3)]
@@ -117,7 +117,7 @@ def test_its_judge_may_be_the_result_of_another_job_and_not_of_the_job_itself(jo
     assert (caught.value.field, [*jobs.store.names()]) == ("provider_options.evaluate.checks.0.model", [])
     jobs.post(None)
     jobs.post({**CHECKED, "checks": [judge]}, job_uuid="next")
-    first, second, found = (jobs.store.get(name).spec for name in ("tune", "next", "next-evaluation"))
+    first, second, found = (jobs.store.store.get(name).spec for name in ("tune", "next", "next-evaluation"))
     assert found.after == ("next", "tune")
     assert isinstance(found.work, EvaluateSpec)
     assert found.work.from_jobs == (second.checkpoint_dir / "final", first.checkpoint_dir / "final")

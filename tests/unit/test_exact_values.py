@@ -12,9 +12,9 @@ from llama_stack_provider_trl.config import TrlConfig
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.choices import nearest_choice, problem_of
-from llama_stack_provider_trl.requests.kinds import EvaluateRequest, GenerateRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.search import SearchConfig
+from llama_stack_provider_trl.requests.work import EvaluateRequest, GenerateRequest
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.exact import ExactValues
 from llama_stack_provider_trl.specs.job import AttentionMask, OptimizerName, OptimizerSpec, SchedulerName

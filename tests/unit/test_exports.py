@@ -18,9 +18,9 @@ from llama_stack_provider_trl.export.points import Step, name_of
 from llama_stack_provider_trl.export.process import ExporterProcess, exporter_environment
 from llama_stack_provider_trl.export.tracker import CopyLost, Target
 from llama_stack_provider_trl.export.wandb import UploadFailed, Uploads, errors_of
-from llama_stack_provider_trl.jobs.records import ExportRecord
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.records import ExportRecord
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.requests.trackers import TrackerChoice, TrackerSettings
 from llama_stack_provider_trl.specs.events import Evaluated, Event, Finished, Prepared, Progress, Started
 from llama_stack_provider_trl.system.process import child_environment

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from llama_stack_provider_trl.jobs.graph import Blocked, Decisions, Predecessor, cycle, decide
-from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.jobs.decisions.graph import Blocked, Decisions, Predecessor, cycle, decide
+from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.specs.events import Reason
 
 

@@ -16,21 +16,21 @@ import pytest
 from pydantic import ValidationError
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs import harness as submitted
-from llama_stack_provider_trl.jobs import task_files
-from llama_stack_provider_trl.jobs.harness import with_task_files
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.inputs import harness as submitted
+from llama_stack_provider_trl.jobs.inputs import task_files
+from llama_stack_provider_trl.jobs.inputs.harness import with_task_files
+from llama_stack_provider_trl.jobs.inputs.task_files import read_task_files
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.submission import keep_rows, submit
-from llama_stack_provider_trl.jobs.task_files import read_task_files
 from llama_stack_provider_trl.launch.isolation import spec_paths
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.harness import Harness
-from llama_stack_provider_trl.requests.kinds import EvaluateRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.requests.work import EvaluateRequest
 from llama_stack_provider_trl.specs.harness import HarnessSpec, Unusable, check_tasks, final_event, tasks_of
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, JobSpec, RowUse, ShardingSpec
-from llama_stack_provider_trl.specs.kinds import EvaluateSpec
+from llama_stack_provider_trl.specs.work import EvaluateSpec
 from llama_stack_provider_trl.system.installed import version_for
 from tests.tiny import REPOSITORY
 

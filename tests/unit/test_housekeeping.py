@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import RowsRemoved, StoreError
-from llama_stack_provider_trl.jobs import housekeeping
-from llama_stack_provider_trl.jobs.housekeeping import remove_unused_rows
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.supervisor import Supervisor
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.jobs.supervision import housekeeping
+from llama_stack_provider_trl.jobs.supervision.housekeeping import remove_unused_rows
+from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.specs.job import DatasetRef
 from llama_stack_provider_trl.system.files import Blob, put_rows, touched
 from tests.fakes import FakeLauncher, job_spec
@@ -122,7 +122,7 @@ def test_a_job_whose_rows_are_gone_is_not_stored(datasets: Path, store: Store) -
 
 
 def test_no_job_is_added_while_rows_are_taken(datasets: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llama_stack_provider_trl.jobs.database._BUSY_SECONDS", 0.0)
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.store.database._BUSY_SECONDS", 0.0)
     other = Store(store.path)
     blob = put_rows(datasets, [{"text": "a"}])
     with store.no_new_jobs() as referred, pytest.raises(StoreError, match="locked"):
@@ -169,6 +169,6 @@ def test_rows_that_cannot_be_removed_cost_no_pass(
     def refuse(*_: object) -> list[str]:
         raise PermissionError("Permission denied")
 
-    monkeypatch.setattr("llama_stack_provider_trl.jobs.supervisor.remove_unused_rows", refuse)
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.supervision.supervisor.remove_unused_rows", refuse)
     Supervisor(store, FakeLauncher(), ["cpu"], tmp_path).tick()
     assert "unused rows cannot be removed: Permission denied" in caplog.text

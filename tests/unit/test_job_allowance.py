@@ -13,11 +13,10 @@ from typing import Any, NoReturn
 import pytest
 
 from llama_stack_provider_trl.errors import QuotaReached, StoreError
-from llama_stack_provider_trl.jobs import store as store_module
-from llama_stack_provider_trl.jobs.resume_from import _link
-from llama_stack_provider_trl.jobs.row_parts import NewRows
-from llama_stack_provider_trl.jobs.row_shards import stored_shard
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.inputs.resume_from import _link
+from llama_stack_provider_trl.jobs.inputs.row_parts import NewRows, stored_shard
+from llama_stack_provider_trl.jobs.store import store as store_module
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.submission import Submitter, keep_rows, split_rows, submit
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions

@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, ServiceRefusal, ServiceUnreachable
-from llama_stack_provider_trl.jobs.attempts import Attempts
-from llama_stack_provider_trl.jobs.merges import after_all, bases_of, beside_judges
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.inputs.merges import after_all, bases_of, beside_judges
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.jobs.supervision.attempts import Attempts
 from llama_stack_provider_trl.launch.isolation import spec_paths
-from llama_stack_provider_trl.requests.kinds import EvaluateRequest
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.requests.untrained import with_work
+from llama_stack_provider_trl.requests.work import EvaluateRequest
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.answer_rows import read_checked_rows
-from llama_stack_provider_trl.specs.beginnings import AdapterSpec, BaseJob
+from llama_stack_provider_trl.specs.bases import AdapterSpec, BaseJob
 from llama_stack_provider_trl.specs.job import JobSpec
 from llama_stack_provider_trl.specs.judging import default_template, filled, read_verdict
-from llama_stack_provider_trl.specs.kinds import EvaluateSpec
+from llama_stack_provider_trl.specs.work import EvaluateSpec
 from llama_stack_provider_trl.system.files import put_rows
 from llama_stack_provider_trl_remote import answers
-from llama_stack_provider_trl_remote.answers import answer_lines
+from llama_stack_provider_trl_remote.answer_lines import answer_lines
 from llama_stack_provider_trl_remote.pipeline import digest_of, resolved, steps_of
 from tests.fakes import job_spec
 from tests.unit.test_ensembles import LORA, add, model

@@ -13,11 +13,11 @@ from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
 from llama_stack_provider_trl.requests.bases import Base
 from llama_stack_provider_trl.requests.data import rows_job_of
 from llama_stack_provider_trl.requests.engines import with_engine
-from llama_stack_provider_trl.requests.kinds import EvaluateRequest, GenerateRequest, MergeRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions, Resources
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.requests.untrained import check_options, for_work, in_its_terms, options_of, with_work
+from llama_stack_provider_trl.requests.work import EvaluateRequest, GenerateRequest, MergeRequest
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.answer_files import answering_of
 from llama_stack_provider_trl.specs.answer_rows import CheckedRow, RowsOnDemand, read_checked_rows

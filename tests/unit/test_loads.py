@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llama_stack_provider_trl.jobs.loads import KEPT_SECONDS
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.store.monitoring.loads import KEPT_SECONDS
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl_remote.nodes import load as nodes_load
 from llama_stack_provider_trl_remote.nodes.load import LoadMeter
 from llama_stack_provider_trl_remote.service.cluster.loads import Loads, MeanLoad

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobConflict
-from llama_stack_provider_trl.jobs.makers import no_new_maker
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.datasets import no_new_maker
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.job import JobSpec
-from llama_stack_provider_trl.specs.kinds import ROWS, GenerateSpec
+from llama_stack_provider_trl.specs.work import ROWS, GenerateSpec
 from llama_stack_provider_trl.system.files import sha256_of
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry

@@ -15,8 +15,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Event, Prepared, Progress, Reason, Started
 from llama_stack_provider_trl.specs.schema import schema_digest
 from llama_stack_provider_trl_remote.service.cluster.membership import Cluster

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import StoreError
-from llama_stack_provider_trl.jobs.placement import Node
-from llama_stack_provider_trl.jobs.records import NodeTaskRecord
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.placement import Node
+from llama_stack_provider_trl.jobs.store.records import NodeTaskRecord
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.schema import schema_digest
 from llama_stack_provider_trl_remote.service.cluster.credentials import NodeCredentials
 from llama_stack_provider_trl_remote.service.cluster.loads import Loads

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from llama_stack_provider_trl.jobs.records import NodeMode
+from llama_stack_provider_trl.jobs.store.records import NodeMode
 from llama_stack_provider_trl_remote.service.cluster import membership, presence
 from llama_stack_provider_trl_remote.service.http.pool_bodies import AllocationRow, PoolRow
 from llama_stack_provider_trl_remote.service.pages import rendering

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.jobs import placement
-from llama_stack_provider_trl.jobs.demands import Demand, Queued, demand
-from llama_stack_provider_trl.jobs.placement import PATIENCE, Node, choose, place, suitable
-from llama_stack_provider_trl.jobs.waits import why_waiting, why_waits
+from llama_stack_provider_trl.jobs.decisions import placement
+from llama_stack_provider_trl.jobs.decisions.demands import Demand, Queued, demand
+from llama_stack_provider_trl.jobs.decisions.placement import PATIENCE, Node, choose, place, suitable
+from llama_stack_provider_trl.jobs.decisions.waits import why_waiting, why_waits
 from llama_stack_provider_trl.specs.job import ResourcesSpec
 from tests.fakes import job_spec
 

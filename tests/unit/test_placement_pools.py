@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.jobs.placement import PATIENCE, Node, Obtainable, auto_kind, place
-from llama_stack_provider_trl.jobs.prediction import PredictedStart, StepPace, WaitingJob, predict
-from llama_stack_provider_trl.jobs.waits import why_waits
+from llama_stack_provider_trl.jobs.decisions.placement import PATIENCE, Node, Obtainable, auto_kind, place
+from llama_stack_provider_trl.jobs.decisions.prediction import PredictedStart, StepPace, WaitingJob, predict
+from llama_stack_provider_trl.jobs.decisions.waits import why_waits
 from tests.unit.test_placement import GIB, GPUS, HEAD, node, wants
 
 SHAPE = Node("", GPUS, cpus=16, memory_bytes=64 * GIB, memory=dict.fromkeys(GPUS, 80 * GIB), labels={"zone": "a"})

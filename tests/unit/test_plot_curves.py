@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, MissingExtra, StoreError
-from llama_stack_provider_trl.jobs import database
-from llama_stack_provider_trl.jobs.database import Database
+from llama_stack_provider_trl.jobs.store import database
+from llama_stack_provider_trl.jobs.store.database import Database
 from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl_remote.plots.curves import PlotCurve, curves_of, smooth, thin
 from llama_stack_provider_trl_remote.plots.files import check_output, write_plot

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from llama_stack_provider_trl.jobs.demands import Demand, Queued
-from llama_stack_provider_trl.jobs.placement import Node, Obtainable
-from llama_stack_provider_trl.jobs.pooling import (
+from llama_stack_provider_trl.jobs.decisions.demands import Demand, Queued
+from llama_stack_provider_trl.jobs.decisions.placement import Node, Obtainable
+from llama_stack_provider_trl.jobs.decisions.pools import (
     Allocation,
     AllocationState,
     Ask,

@@ -11,11 +11,11 @@ import pytest
 
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.errors import JobConflict
-from llama_stack_provider_trl.jobs.placement import Node
-from llama_stack_provider_trl.jobs.placing import Placing
-from llama_stack_provider_trl.jobs.pooling import AllocationState, node_names
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.placement import Node
+from llama_stack_provider_trl.jobs.decisions.pools import AllocationState, node_names
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.jobs.supervision.placing import Placing
 from llama_stack_provider_trl.specs.events import Reason
 from llama_stack_provider_trl.specs.job import ResourcesSpec
 from llama_stack_provider_trl_remote.nodes.pools.base import Given, PoolOrder, PoolRefusal, PoolUnavailable, Seen

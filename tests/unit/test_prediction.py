@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from llama_stack_provider_trl.jobs import prediction
-from llama_stack_provider_trl.jobs.demands import Queued
-from llama_stack_provider_trl.jobs.placement import Node
-from llama_stack_provider_trl.jobs.prediction import PredictedStart, RunningJob, StepPace, WaitingJob, predict
-from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.jobs.decisions import prediction
+from llama_stack_provider_trl.jobs.decisions.demands import Queued
+from llama_stack_provider_trl.jobs.decisions.placement import Node
+from llama_stack_provider_trl.jobs.decisions.prediction import PredictedStart, RunningJob, StepPace, WaitingJob, predict
+from llama_stack_provider_trl.jobs.decisions.states import JobState
 
 NOW = 1000.0
 ONE = [Node("head", ("cpu",), head=True)]

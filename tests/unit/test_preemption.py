@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.jobs import preemption
-from llama_stack_provider_trl.jobs.demands import AGING, Queued
-from llama_stack_provider_trl.jobs.placement import Node, Placed, place
-from llama_stack_provider_trl.jobs.preemption import LEAST_RUN, Preemptible, Preemption, preempt
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.supervisor import Supervisor
+from llama_stack_provider_trl.jobs.decisions import preemption
+from llama_stack_provider_trl.jobs.decisions.demands import AGING, Queued
+from llama_stack_provider_trl.jobs.decisions.placement import Node, Placed, place
+from llama_stack_provider_trl.jobs.decisions.preemption import LEAST_RUN, Preemptible, Preemption, preempt
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.launch.ports import PortRange
 from llama_stack_provider_trl.specs.events import Finished, Paused, Prepared, Started
 from tests.fakes import FakeClock, FakeLauncher, job_spec

@@ -4,8 +4,8 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
-from llama_stack_provider_trl.jobs.records import JobProgress, JobRecord
-from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.records import JobProgress, JobRecord
 from llama_stack_provider_trl.specs.events import Progress, ProgressValues
 from llama_stack_provider_trl.stack.responses import resources
 from tests.fakes import job_spec

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from llama_stack_provider_trl.jobs.placement import Node
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.placement import Node
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.events import Prepared, Progress, Reason, Started
 from llama_stack_provider_trl_remote.service.http.bodies import QueueRow
 from llama_stack_provider_trl_remote.service.pages.list_pages import start_text

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.demands import Demand
+from llama_stack_provider_trl.jobs.decisions.demands import Demand
 from llama_stack_provider_trl.jobs.submission import split_rows
 from llama_stack_provider_trl.requests.bodies import (
     PreferenceOptimizeRequest,

@@ -15,9 +15,9 @@ import pytest
 
 from llama_stack_provider_trl.errors import FULL, InvalidRequest, JobConflict, RowsRemoved, StoreError, shortage_of
 from llama_stack_provider_trl.jobs import submission
-from llama_stack_provider_trl.jobs.resume_from import copy_checkpoint
-from llama_stack_provider_trl.jobs.row_parts import Allowance
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.inputs.resume_from import copy_checkpoint
+from llama_stack_provider_trl.jobs.inputs.row_parts import Allowance
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.submission import ResolvedJob
 from llama_stack_provider_trl.requests.bodies import SupervisedFineTuneRequest, TrainingConfig
 from llama_stack_provider_trl.requests.options import ProviderOptions

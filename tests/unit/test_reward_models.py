@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobConflict
-from llama_stack_provider_trl.jobs.demands import Demand
-from llama_stack_provider_trl.jobs.reward_models import check_reward_models, with_reward_models
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.demands import Demand
+from llama_stack_provider_trl.jobs.inputs.reward_models import check_reward_models, with_reward_models
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.launch.isolation import spec_paths
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
-from llama_stack_provider_trl.specs.beginnings import BaseJob
+from llama_stack_provider_trl.specs.bases import BaseJob
 from llama_stack_provider_trl.specs.job import JobSpec, ShardingSpec
 from llama_stack_provider_trl.specs.methods import RewardSpec, reward_models
 from llama_stack_provider_trl.system.files import write_manifest

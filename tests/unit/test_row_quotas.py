@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 import pytest
 
 from llama_stack_provider_trl.errors import LimitReached, QuotaReached, StoreError
-from llama_stack_provider_trl.jobs.housekeeping import remove_unused_rows
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.jobs.supervision.housekeeping import remove_unused_rows
 from llama_stack_provider_trl.specs.events import Finished, Prepared
 from llama_stack_provider_trl.system.files import put_rows
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs

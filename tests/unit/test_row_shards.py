@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.row_shards import stored_shard
+from llama_stack_provider_trl.jobs.inputs.row_parts import stored_shard
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.specs.job import DatasetRef, ShardSpec
 from llama_stack_provider_trl.system.files import put_rows

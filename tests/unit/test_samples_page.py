@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.errors import JobNotFound
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.events import Answer, Sampled
 from llama_stack_provider_trl.specs.job import SampleMessage, SamplesSpec
 from llama_stack_provider_trl_remote.service.views.samples import COLUMNS, SideBySide, list_samples, side_by_side

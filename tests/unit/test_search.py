@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobConflict, LimitReached
-from llama_stack_provider_trl.jobs.bases import find_base
-from llama_stack_provider_trl.jobs.records import JobRecord
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.inputs.bases import find_base
+from llama_stack_provider_trl.jobs.store.records import JobRecord
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.submission import Submitter, keep_rows, submit
-from llama_stack_provider_trl.jobs.supervisor import Supervisor
+from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.search import MOST_TRIALS, resolve_search

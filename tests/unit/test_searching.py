@@ -1,4 +1,4 @@
-"""Which trials of a search continue, which are pruned, and how the search ends: `jobs.searching.decide`."""
+"""Which trials of a search continue, which are pruned, and how the search ends: `jobs.decisions.search.decide`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.jobs.searching import SearchDecisions, Trial, best_trial, decide
-from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.jobs.decisions.search import SearchDecisions, Trial, best_trial, decide
+from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.specs.events import Reason
 from llama_stack_provider_trl.specs.search import PruningSpec, SearchSpec, rung_steps
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.errors import JobNotFound
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.events import Evaluated, Event, Prepared, Progress, Started
 from llama_stack_provider_trl_remote.service.http.bodies import SeriesResponse
 from llama_stack_provider_trl_remote.service.views.series import read_series

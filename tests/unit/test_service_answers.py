@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.records import NodeTaskRecord
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.store.records import NodeTaskRecord
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.answer_files import Whole
 from llama_stack_provider_trl.specs.events import Finished
 from llama_stack_provider_trl.specs.job import JobSpec
-from llama_stack_provider_trl.specs.kinds import CheckedAnswering, EvaluateSpec, GenerateSpec
+from llama_stack_provider_trl.specs.work import CheckedAnswering, EvaluateSpec, GenerateSpec
 from llama_stack_provider_trl_remote.service import space
 from llama_stack_provider_trl_remote.service.cluster import answers as module
 from llama_stack_provider_trl_remote.service.cluster import uploads
-from llama_stack_provider_trl_remote.service.cluster.answers import remove_results
+from llama_stack_provider_trl_remote.service.cluster.node_answers import remove_results
 from llama_stack_provider_trl_remote.service.cluster.uploads import UploadReceiver
 from llama_stack_provider_trl_remote.service.http.errors import Gone, NotFound, WrongOffset
 from llama_stack_provider_trl_remote.service.views.checkpoints import Digests

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, LimitReached
-from llama_stack_provider_trl.jobs.records import NodeTaskRecord
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.records import NodeTaskRecord
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.events import Failed, Progress, Reason
 from llama_stack_provider_trl.system.files import MANIFEST, RunDir, file_names, write_manifest
 from llama_stack_provider_trl_remote.service import space

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from llama_stack_provider_trl.jobs.tokens import digest
+from llama_stack_provider_trl.jobs.store.tokens import digest
 from llama_stack_provider_trl_remote.service.security.access import Caller
 from llama_stack_provider_trl_remote.service.security.sessions import (
     LIFETIME,

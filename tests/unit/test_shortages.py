@@ -15,8 +15,8 @@ import pytest
 from starlette.requests import Request
 
 from llama_stack_provider_trl.errors import InvalidRequest, RowsRemoved, StoreError
-from llama_stack_provider_trl.jobs import database
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.store import database
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl_remote.service.http.errors import NotFound, answered
 
 

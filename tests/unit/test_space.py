@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from llama_stack_provider_trl.errors import StoreError
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.unfinished import Unfinished, unfinished, unfinished_job
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.reader import Unfinished, unfinished, unfinished_job
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.job import LoraSpec
 from llama_stack_provider_trl_remote.service import space as module
 from llama_stack_provider_trl_remote.service.space import PIECE, Space, Use
@@ -260,7 +260,7 @@ ASKS = "it asks"
 """The function itself asks for space."""
 SMALL = "a small file of the service's own, whose size no client chooses"
 WRITERS = {
-    "cluster/answers.py _opened": "`UploadReceiver.add_answers` asks",
+    "cluster/node_answers.py _opened": "`UploadReceiver.add_answers` asks",
     "cluster/launcher.py start": SMALL,
     "cluster/logs.py _opened": "`UploadReceiver.add_log` asks",
     "cluster/logs.py append_log": SMALL,
@@ -285,21 +285,17 @@ WRITERS = {
 }
 """Module and function of the service -> why it may write."""
 OF_JOBS = {
-    "attempts.py _put": ASKS,
-    "attempts.py _write_spec": SMALL,
-    "cancel_orders.py _slots": SMALL,
-    "cancel_orders.py _write": SMALL,
-    "cancel_orders.py prepare": SMALL,
-    "database.py _create": "the database: a row per job and event, whose numbers have limits",
-    "merges.py no_rows": "an empty file, once",
-    "ownership.py _create": SMALL,
-    "ownership.py _identity": SMALL,
-    "ownership.py _link": SMALL,
-    "ownership.py claim": SMALL,
-    "proposer_process.py __init__": SMALL,
-    "resume_from.py _link": ASKS,
-    "row_parts.py _into": "`Preflights` asks for both parts at once",
-    "row_parts.py put": ASKS,
+    "supervision/attempts.py _put": ASKS,
+    "supervision/attempts.py _write_spec": SMALL,
+    "store/cancels.py _slots": SMALL,
+    "store/cancels.py _write": SMALL,
+    "store/cancels.py prepare": SMALL,
+    "store/database.py _create": "the database: a row per job and event, whose numbers have limits",
+    "inputs/merges.py no_rows": "an empty file, once",
+    "supervision/proposer_process.py __init__": SMALL,
+    "inputs/resume_from.py _link": ASKS,
+    "inputs/row_parts.py _into": "`Preflights` asks for both parts at once",
+    "inputs/row_parts.py put": ASKS,
     "submission.py keep_rows": "of Llama Stack's own datasets, and on the command line: no client's token has a quota",
 }
 """The same for modules of `jobs`."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from llama_stack_provider_trl.jobs.states import ACTIVE, REASONS, TERMINAL, TRANSITIONS, JobState, shown
+from llama_stack_provider_trl.jobs.decisions.states import ACTIVE, REASONS, TERMINAL, TRANSITIONS, JobState, shown
 from llama_stack_provider_trl.specs.events import Reason
 
 LLAMA_STACK_WORDS = {"scheduled", "in_progress", "completed", "failed", "cancelled"}

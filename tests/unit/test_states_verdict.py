@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from llama_stack_provider_trl.jobs.records import Outcome
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.verdict import Verdict, verdict
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.records import Outcome
+from llama_stack_provider_trl.jobs.supervision.verdict import Verdict, verdict
 from llama_stack_provider_trl.launch.base import Observation, TaskState
 from llama_stack_provider_trl.specs.events import Failed, Reason
 

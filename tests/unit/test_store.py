@@ -12,12 +12,12 @@ from typing import Literal
 import pytest
 
 from llama_stack_provider_trl.errors import JobConflict, JobNotFound, StoreError
-from llama_stack_provider_trl.jobs import database
-from llama_stack_provider_trl.jobs.database import _queries
-from llama_stack_provider_trl.jobs.records import JobRecord
-from llama_stack_provider_trl.jobs.reports import read_samples, read_warnings
-from llama_stack_provider_trl.jobs.states import ACTIVE, JobState
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.states import ACTIVE, JobState
+from llama_stack_provider_trl.jobs.store import database
+from llama_stack_provider_trl.jobs.store.database import _queries
+from llama_stack_provider_trl.jobs.store.reader import read_samples, read_warnings
+from llama_stack_provider_trl.jobs.store.records import JobRecord
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.events import (
     Answer,
     CheckpointSaved,
@@ -504,7 +504,7 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
 
 
 def test_a_slow_reader_does_not_hold_up_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llama_stack_provider_trl.jobs.database._BUSY_SECONDS", 0.0)
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.store.database._BUSY_SECONDS", 0.0)
     store = Store(tmp_path / "jobs.db")
     reader = sqlite3.connect(tmp_path / "jobs.db", isolation_level=None)
     reader.execute("BEGIN")
@@ -655,7 +655,7 @@ def test_a_frequent_query_never_scans_every_job(store: Store, name: str) -> None
 def test_a_deleted_job_gives_its_name_free_only_when_its_files_are_out_of_the_way(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llama_stack_provider_trl.jobs.database._BUSY_SECONDS", 0.0)
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.store.database._BUSY_SECONDS", 0.0)
     other = Store(store.path)
     store.add_job(job_spec(), "digest")
     store.transition(job_spec().job_uuid, 0, JobState.scheduled, JobState.cancelled)

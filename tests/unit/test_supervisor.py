@@ -14,13 +14,13 @@ from unittest.mock import Mock
 import pytest
 
 from llama_stack_provider_trl.errors import JobConflict, StoreError
-from llama_stack_provider_trl.jobs.demands import Queued
-from llama_stack_provider_trl.jobs.placement import place
-from llama_stack_provider_trl.jobs.records import JobRecord
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.supervisor import PATIENCE, Supervisor
-from llama_stack_provider_trl.jobs.waits import why_waits
+from llama_stack_provider_trl.jobs.decisions.demands import Queued
+from llama_stack_provider_trl.jobs.decisions.placement import place
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.decisions.waits import why_waits
+from llama_stack_provider_trl.jobs.store.records import JobRecord
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.jobs.supervision.supervisor import PATIENCE, Supervisor
 from llama_stack_provider_trl.launch.base import Ended, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.ports import PortRange
 from llama_stack_provider_trl.specs.events import (
@@ -144,7 +144,7 @@ def test_a_waiting_job_that_is_deleted_while_it_is_placed_keeps_no_other_from_it
         world.store.delete("a")
         return placed
 
-    monkeypatch.setattr("llama_stack_provider_trl.jobs.placing.place", place_late)
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.supervision.placing.place", place_late)
     world.tick()
     assert world.launcher.started == ["b-1"]
 
@@ -203,7 +203,7 @@ def test_a_device_that_another_process_holds_is_named_in_the_status(world: World
 
 
 def test_many_events_are_read_in_one_pass(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llama_stack_provider_trl.jobs.supervisor._EVENT_BYTES", 300)
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.supervision.supervisor._EVENT_BYTES", 300)
     task = world.run()
     points = [Progress(step=n, epoch=0.1, metrics={"loss": 1.0}, peak_memory_bytes=1) for n in range(1, 51)]
     world.launcher.emit(task, *points)
@@ -1052,7 +1052,7 @@ def test_a_poll_at_which_nothing_has_changed_decides_nothing(world: World, monke
         requested.append(job.job_uuid)
         return why_waits(job, *rest)
 
-    monkeypatch.setattr("llama_stack_provider_trl.jobs.placing.why_waits", noted)
+    monkeypatch.setattr("llama_stack_provider_trl.jobs.supervision.placing.why_waits", noted)
     task = world.run()
     world.add("b")
     for _ in range(5):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.requests.kinds import EvaluateRequest, GenerateRequest, MergeRequest
+from llama_stack_provider_trl.requests.work import EvaluateRequest, GenerateRequest, MergeRequest
 from llama_stack_provider_trl_remote.pipeline import is_pipeline, place, steps_of
 from llama_stack_provider_trl_remote.teacher_student import OPTIONAL, REQUIRED, expanded
 from tests.tiny import REPOSITORY

@@ -66,7 +66,7 @@ def test_the_job_is_written_with_its_rows_and_each_machine_gets_a_line(call: Cal
 def test_all_ranks_have_as_many_threads_whatever_machine_they_are_on(
     call: Call, monkeypatch: pytest.MonkeyPatch, words: list[str], ranks: int, threads: int
 ) -> None:
-    monkeypatch.setattr("llama_stack_provider_trl_remote.cli.by_hand.usable_cpus", lambda: 6)
+    monkeypatch.setattr("llama_stack_provider_trl_remote.cli.torchrun_lines.usable_cpus", lambda: 6)
     given = request(provider_options={"device": "cpu", "nproc_per_node": ranks})
     code, printed, _ = call("--address", "10.0.0.1", "--address", "10.0.0.2", *words, given=given)
     assert code == 0

@@ -24,7 +24,7 @@ from llama_stack_provider_trl.errors import (
     StoreError,
     TrlError,
 )
-from llama_stack_provider_trl.jobs.states import REASONS
+from llama_stack_provider_trl.jobs.decisions.states import REASONS
 from llama_stack_provider_trl.recipes.failures import classify, follows_from_another_rank
 from llama_stack_provider_trl.specs.events import Reason
 

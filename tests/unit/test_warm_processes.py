@@ -20,7 +20,7 @@ from llama_stack_provider_trl.launch.torchrun import training_environment
 from llama_stack_provider_trl.launch.warm_processes import IDLE, RETRY, WarmProcesses
 from llama_stack_provider_trl.recipes import imports, train
 from llama_stack_provider_trl.specs.job import AttemptSpec, LoraSpec, QatSpec
-from llama_stack_provider_trl.specs.kinds import EnsembleMember, EvaluateSpec
+from llama_stack_provider_trl.specs.work import EnsembleMember, EvaluateSpec
 from llama_stack_provider_trl.system import fork
 from llama_stack_provider_trl_remote.nodes.identity import NodeError
 from llama_stack_provider_trl_remote.nodes.start import worker_settings

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from ...specs.beginnings import MERGED_BASE
+from ...specs.bases import MERGED_BASE
 from ...specs.job import JobSpec
 from ...system.files import is_whole, put_in_place, write_manifest
 from ..distributed import ranks

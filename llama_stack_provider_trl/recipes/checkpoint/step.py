@@ -42,7 +42,7 @@ from ... import faults
 from ...errors import JobFailure
 from ...specs.events import CheckpointDamaged, EventWriter, NullEventWriter, Reason, Warned
 from ...specs.job import JobSpec, OptimizerSpec
-from ...specs.moments import elements_in_8_bits, moment_bytes
+from ...specs.optimizer_state import elements_in_8_bits, moment_bytes
 from ...system.files import (
     MANIFEST,
     damage,

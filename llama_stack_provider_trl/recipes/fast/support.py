@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...errors import JobFailure
 from ...specs.job import JobSpec
-from ...specs.kinds import members_of
 from ...specs.methods import METHODS
 from ...specs.model_source import ModelSource
+from ...specs.work import members_of
 from ..model.attention import balances_experts, is_causal_throughout
 from ..model.loading import load_config, with_depth
 from .batches import FlatPairs

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ...specs.job import JobSpec
 from ...specs.memory import MemoryEstimate
 from ...specs.methods import vllm_of
-from ...specs.moments import moment_bytes
+from ...specs.optimizer_state import moment_bytes
 from ..model.fsdp import keeps_whole_gradients, num_shards, ranks_per_machine
 from ..model.loading import WeightStorage
 from ..model.vllm_process import CPU_CACHE_GIB

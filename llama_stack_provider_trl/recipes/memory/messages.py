@@ -8,7 +8,7 @@ from ...specs.job import JobSpec
 from ...specs.memory import MemoryEstimate
 from ..model.fsdp import is_sharded, ranks_per_machine
 from ..model.loading import WeightStorage
-from .proposals import MARGIN, Capacity, Proposal
+from .nearest import MARGIN, Capacity, Proposal
 from .trace import Traced, is_quantized
 
 

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from ...specs.job import JobSpec
 from ...specs.methods import DistillationSpec
 from ...specs.model_source import ModelSource
-from ...specs.moments import elements_in_8_bits
+from ...specs.optimizer_state import elements_in_8_bits
 from ..fast.layout import Group, Layout
 from ..fast.model import use_rows
 from ..model.adapters import REFERENCE, has_reference_adapter

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...specs.job import JobSpec
-from ...specs.kinds import CheckedAnswering, EvaluateSpec, members_of
 from ...specs.methods import reward_models
 from ...specs.model_source import ModelSource
+from ...specs.work import CheckedAnswering, EvaluateSpec, members_of
 from .adapters import check_adapter, continues
 from .loading import WeightStorage, check_weights, load_config
 from .quantization import check_stored

@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import JobSpec
-from ...specs.kinds import members_of
 from ...specs.model_source import ModelSource
+from ...specs.work import members_of
 from .loading import load_config
 
 

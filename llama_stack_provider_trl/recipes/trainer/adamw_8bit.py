@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ...specs.moments import BLOCK, has_8_bit_moments
+from ...specs.optimizer_state import BLOCK, has_8_bit_moments
 from ..model.quantization import library
 
 _CPU_CHUNK = 1 << 20

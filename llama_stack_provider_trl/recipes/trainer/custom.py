@@ -15,9 +15,9 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from ...errors import JobFailure, MethodUnavailable
-from ...specs.bounded import MAX_KEY
 from ...specs.custom import ALGORITHMS, InstalledMethod, Rows, check_custom_rows, find_method
 from ...specs.custom_imports import first_problem
+from ...specs.event_fields import MAX_KEY
 from ...specs.events import Reason
 from ...specs.job import JobSpec
 from ...specs.methods import CustomSpec

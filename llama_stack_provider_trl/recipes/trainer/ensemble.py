@@ -17,7 +17,7 @@ import torch
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import JobSpec
-from ...specs.kinds import EnsembleMember, members_of
+from ...specs.work import EnsembleMember, members_of
 from ..fast.head import Head, averaged
 from ..model.adapters import DEFAULT, added
 from ..model.loading import load_tokenizer

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ...specs.job import Algorithm, JobSpec
-from ...specs.kinds import members_of
 from ...specs.methods import METHODS, CustomSpec, uld_of
+from ...specs.work import members_of
 from .arguments import kto_arguments, pair_arguments, prompt_arguments, reward_arguments, sft_arguments
 from .base import RecipeTrainer
 from .custom import custom_trainer

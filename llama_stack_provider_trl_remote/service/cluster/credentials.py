@@ -8,7 +8,7 @@ import logging
 import secrets
 
 from llama_stack_provider_trl.errors import StoreError, shortage_behind
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.store.store import Store
 
 from ..security.access import Caller, Refused, Removed
 

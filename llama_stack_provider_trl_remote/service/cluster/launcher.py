@@ -13,10 +13,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from llama_stack_provider_trl.jobs.placement import is_remote
-from llama_stack_provider_trl.jobs.placement import place as placed
-from llama_stack_provider_trl.jobs.records import NodeTaskRecord
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.placement import is_remote
+from llama_stack_provider_trl.jobs.decisions.placement import place as placed
+from llama_stack_provider_trl.jobs.store.records import NodeTaskRecord
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.devices import CORE
 from llama_stack_provider_trl.launch.torchrun import common_threads
@@ -26,9 +26,9 @@ from llama_stack_provider_trl.system.files import RunDir, atomic_write
 
 from ...nodes.localize import MARK
 from ...wire import Peer, Stage, TaskOrder
-from .answers import remove_results
 from .membership import Cluster
 from .models import ServedModels
+from .node_answers import remove_results
 from .presence import silent_since
 from .reports import ReportedPart, combined, observation, progress_detail
 from .states import (

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llama_stack_provider_trl.errors import StoreError
-from llama_stack_provider_trl.jobs.loads import NodeLoads
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.store.monitoring.loads import NodeLoads
+from llama_stack_provider_trl.jobs.store.store import Store
 
 from ...wire import MOST_DEVICES, DeviceLoad, Load
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from llama_stack_provider_trl.jobs.placement import Node
-from llama_stack_provider_trl.jobs.records import NodeRecord
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.placement import Node
+from llama_stack_provider_trl.jobs.store.records import NodeRecord
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.schema import schema_digest
 
 from ...nodes.discovery.sightings import machine_hash

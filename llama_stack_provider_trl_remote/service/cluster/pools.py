@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.errors import StoreError, TrlError
-from llama_stack_provider_trl.jobs.placement import Node, Obtainable
-from llama_stack_provider_trl.jobs.pooling import (
+from llama_stack_provider_trl.jobs.decisions.placement import Node, Obtainable
+from llama_stack_provider_trl.jobs.decisions.pools import (
     OPEN,
     Allocation,
     AllocationState,
@@ -33,7 +33,7 @@ from llama_stack_provider_trl.jobs.pooling import (
     node_names,
     obtainable_nodes,
 )
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.store.store import Store
 
 from ...nodes.pools.base import Given, Pool, PoolOrder, PoolRefusal, PoolUnavailable, Seen
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from llama_stack_provider_trl.jobs.records import NodeTaskRecord
+from llama_stack_provider_trl.jobs.store.records import NodeTaskRecord
 from llama_stack_provider_trl.launch.base import Observation, TaskState
 from llama_stack_provider_trl.specs.events import Failed, Reason
 

@@ -22,9 +22,9 @@ from weakref import WeakValueDictionary
 from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import InvalidRequest, LimitReached
-from llama_stack_provider_trl.jobs.announced import named_path, refusal
-from llama_stack_provider_trl.jobs.records import JobRecord, NodeTaskRecord
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.store.records import JobRecord, NodeTaskRecord
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.jobs.supervision.step_checkpoints import named_path, refusal
 from llama_stack_provider_trl.specs.checkpoint_files import check_names, is_checkpoint_name
 from llama_stack_provider_trl.specs.events import CheckpointSaved, EventWriter, event_lines, parse_event
 from llama_stack_provider_trl.system.beneath import NotAFile, directory_beneath
@@ -43,8 +43,8 @@ from ...wire import AnswersBegin, CheckpointAnswer, CheckpointFileReport, Checkp
 from ..http.errors import Gone, NotFound, WrongOffset
 from ..space import Space, Use
 from ..views.checkpoints import Digests, Opener
-from .answers import Finishing, append_answers, begin_answers, find_file, refuse_unfinished
 from .logs import append_log, write_all
+from .node_answers import Finishing, append_answers, begin_answers, find_file, refuse_unfinished
 
 LOG = re.compile(r"rank-\d{1,4}\.log|torchrun\.log")
 _REPORT = "report.json"

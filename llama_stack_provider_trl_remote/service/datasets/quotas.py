@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 from llama_stack_provider_trl.errors import LimitReached, QuotaReached, TrlError
-from llama_stack_provider_trl.jobs.row_owners import IsRegistered, RowOwners
-from llama_stack_provider_trl.jobs.row_parts import Allowance
+from llama_stack_provider_trl.jobs.inputs.row_parts import Allowance
+from llama_stack_provider_trl.jobs.store.datasets import IsRegistered, RowOwners
 from llama_stack_provider_trl.specs.job import JobSpec
 from llama_stack_provider_trl.system.files import Blob
 from llama_stack_provider_trl.system.offload import in_work_thread

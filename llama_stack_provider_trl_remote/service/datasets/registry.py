@@ -23,8 +23,8 @@ from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, JobConflict, StoreError
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
-from llama_stack_provider_trl.specs.kinds import OF_JOB
 from llama_stack_provider_trl.specs.names import STORED
+from llama_stack_provider_trl.specs.work import OF_JOB
 from llama_stack_provider_trl.system.beneath import open_beneath, path_of
 from llama_stack_provider_trl.system.data_dir import DataDir, read_own
 from llama_stack_provider_trl.system.files import atomic_write_json, open_regular, put_lines, put_rows

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, SkipValidation, StringConstraints
 
 from llama_stack_provider_trl.documented import Documented
-from llama_stack_provider_trl.jobs.tokens import Role
+from llama_stack_provider_trl.jobs.store.tokens import Role
 from llama_stack_provider_trl.requests.bodies import (
     COUNT,
     DataConfig,
@@ -17,8 +17,8 @@ from llama_stack_provider_trl.requests.bodies import (
     SupervisedFineTuneRequest,
     TrainingConfig,
 )
-from llama_stack_provider_trl.requests.kinds import EvaluateRequest, GenerateRequest, MergeRequest
 from llama_stack_provider_trl.requests.options import Priority, ProviderOptions
+from llama_stack_provider_trl.requests.work import EvaluateRequest, GenerateRequest, MergeRequest
 from llama_stack_provider_trl.specs.methods import Call
 from llama_stack_provider_trl.specs.names import CheckedElsewhere, CheckedNames, FreeText, problem_of_name
 from llama_stack_provider_trl.stack.responses import Checkpoint

@@ -15,11 +15,20 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from llama_stack_provider_trl import __version__
-from llama_stack_provider_trl.jobs.cores import Held, slot_of
-from llama_stack_provider_trl.jobs.placement import Node
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.totals import ATTEMPTS, BOUNDS, CHECKPOINT, FINISHED, TOKENS, WAIT, Labels, Running
+from llama_stack_provider_trl.jobs.decisions.cores import Held, slot_of
+from llama_stack_provider_trl.jobs.decisions.placement import Node
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.monitoring.totals import (
+    ATTEMPTS,
+    BOUNDS,
+    CHECKPOINT,
+    FINISHED,
+    TOKENS,
+    WAIT,
+    Labels,
+    Running,
+)
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.launch.gpus import uuids_of
 
 from ..cluster.membership import Cluster, NodeCondition

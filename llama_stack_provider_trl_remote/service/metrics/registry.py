@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, di
 from prometheus_client.exposition import choose_encoder
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.store.store import Store
 
 from ..cluster.membership import Cluster
 from ..security.access import ROUTE

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
+from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse
 
 from ..context import Stored

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
-from llama_stack_provider_trl.jobs.reports import read_warnings
+from llama_stack_provider_trl.jobs.store.reader import read_warnings
 
 from ..context import Stored
 from ..http.errors import NotFound

@@ -8,8 +8,8 @@ from datetime import datetime
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from llama_stack_provider_trl.jobs.states import ACTIVE, TERMINAL, JobState
-from llama_stack_provider_trl.jobs.tokens import Role
+from llama_stack_provider_trl.jobs.decisions.states import ACTIVE, TERMINAL, JobState
+from llama_stack_provider_trl.jobs.store.tokens import Role
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse
 
 from ..views.logs import LAUNCHER

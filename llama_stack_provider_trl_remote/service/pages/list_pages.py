@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BeforeValidator
 
-from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
+from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState
 
 from ..context import Stored
 from ..http.bodies import QueueRow

@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl
 from fastapi import APIRouter, HTTPException, Request, Response
 from starlette.responses import RedirectResponse
 
-from llama_stack_provider_trl.jobs.tokens import digest
+from llama_stack_provider_trl.jobs.store.tokens import digest
 
 from ..context import Stored
 from ..security.access import ANYONE, LOGIN_FORM, USERS_FORM, Caller, CurrentCaller, Refused, sender

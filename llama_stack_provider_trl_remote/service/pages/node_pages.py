@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Request, Response
 
-from llama_stack_provider_trl.jobs.records import NodeMode
+from llama_stack_provider_trl.jobs.store.records import NodeMode
 
 from ...nodes.joining import how_to_add_a_node
 from ..context import Context, Service

@@ -19,8 +19,8 @@ from fastapi import APIRouter, Header, Path, Query, Request, Response
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, StoreError, shortage_of
-from llama_stack_provider_trl.jobs.records import NodeRecord
-from llama_stack_provider_trl.jobs.states import TERMINAL
+from llama_stack_provider_trl.jobs.decisions.states import TERMINAL
+from llama_stack_provider_trl.jobs.store.records import NodeRecord
 from llama_stack_provider_trl.specs.events import Failed
 
 from ...wire import (

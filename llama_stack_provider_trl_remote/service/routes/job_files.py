@@ -9,8 +9,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Response
 
-from llama_stack_provider_trl.jobs.ownership import Ownership
 from llama_stack_provider_trl.stack.responses import checkpoint_response
+from llama_stack_provider_trl.system.ownership import Ownership
 
 from ..context import Stored
 from ..http.bodies import CheckpointFiles, EventLine, EventsResponse, ListCheckpointsResponse, MetricsResponse, Point

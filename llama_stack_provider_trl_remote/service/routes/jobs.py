@@ -9,7 +9,7 @@ from fastapi import APIRouter, Body, Path, Query, Response
 from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.states import JobState
+from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.stack.responses import (
     PostTrainingJob,
     PostTrainingJobArtifactsResponse,

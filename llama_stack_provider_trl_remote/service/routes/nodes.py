@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import psutil
 from fastapi import APIRouter, Path, Query, Response
 
-from llama_stack_provider_trl.jobs.records import NodeMode
-from llama_stack_provider_trl.specs.bounded import LAST_TIME
+from llama_stack_provider_trl.jobs.store.records import NodeMode
+from llama_stack_provider_trl.specs.event_fields import LAST_TIME
 from llama_stack_provider_trl.system.files import free_bytes
 
 from ...wire import NAME

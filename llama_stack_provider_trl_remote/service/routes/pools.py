@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from fastapi import APIRouter, Response
 
-from llama_stack_provider_trl.jobs.pooling import Allocation, node_names
+from llama_stack_provider_trl.jobs.decisions.pools import Allocation, node_names
 
 from ..cluster.pools import PoolReport
 from ..context import Context, Service

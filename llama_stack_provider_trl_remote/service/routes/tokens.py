@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Response
 
-from llama_stack_provider_trl.jobs.tokens import TokenLimits, TokenRecord
+from llama_stack_provider_trl.jobs.store.tokens import TokenLimits, TokenRecord
 
 from ...wire import NAME
 from ..context import Context

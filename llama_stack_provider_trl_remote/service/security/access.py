@@ -18,8 +18,8 @@ from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.jobs.tokens import UNLIMITED, Role, TokenLimits
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.jobs.store.tokens import UNLIMITED, Role, TokenLimits
 from llama_stack_provider_trl.system.offload import USER_HEADER, serving
 
 from ..http.received import Bodies, Received, bounded

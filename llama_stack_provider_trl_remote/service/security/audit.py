@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from llama_stack_provider_trl.errors import StoreError
-from llama_stack_provider_trl.jobs.tokens import PREFIX
+from llama_stack_provider_trl.jobs.store.tokens import PREFIX
 from llama_stack_provider_trl.system.files import is_regular, set_aside
 
 from .limits import Bucket

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llama_stack_provider_trl.jobs.tokens import Role, digest
+from llama_stack_provider_trl.jobs.store.tokens import Role, digest
 from llama_stack_provider_trl.specs.names import problem_of_name
 from llama_stack_provider_trl.system.console import shown
 

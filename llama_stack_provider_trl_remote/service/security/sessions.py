@@ -32,7 +32,7 @@ _MOST = 1000
 
 
 class KnownTokens(Protocol):
-    """Tokens that the service knows, by their digests (`jobs.tokens.digest`)."""
+    """Tokens that the service knows, by their digests (`jobs.store.tokens.digest`)."""
 
     def digests(self) -> Iterable[str]: ...
 

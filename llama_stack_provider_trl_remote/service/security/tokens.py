@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from llama_stack_provider_trl.errors import StoreError
-from llama_stack_provider_trl.jobs.tokens import UNLIMITED, Role, TokenLimits, TokenRecord, Tokens, digest
+from llama_stack_provider_trl.jobs.store.tokens import UNLIMITED, Role, TokenLimits, TokenRecord, Tokens, digest
 
 from ..http.errors import Conflict, NotFound
 from ..settings import RESERVED, ServiceSettings

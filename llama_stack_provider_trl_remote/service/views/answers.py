@@ -6,12 +6,12 @@ import os
 from functools import partial
 from typing import BinaryIO
 
-from llama_stack_provider_trl.jobs.ownership import Ownership
-from llama_stack_provider_trl.jobs.records import JobRecord
-from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
-from llama_stack_provider_trl.jobs.store import Store
-from llama_stack_provider_trl.specs.kinds import ANSWERS, EvaluateSpec, GenerateSpec
+from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState
+from llama_stack_provider_trl.jobs.store.records import JobRecord
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.specs.work import ANSWERS, EvaluateSpec, GenerateSpec
 from llama_stack_provider_trl.system.files import open_in
+from llama_stack_provider_trl.system.ownership import Ownership
 
 from ..http.errors import Conflict, NotFound
 from .checkpoints import Digests, Opener

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.checkpoint_files import is_directory
 from llama_stack_provider_trl.stack.responses import checkpoint_response
 from llama_stack_provider_trl.system.files import file_names, open_in, open_regular, resolve_under

@@ -16,9 +16,9 @@ from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, StoreError, TrlError
-from llama_stack_provider_trl.jobs.records import EventFile
-from llama_stack_provider_trl.jobs.states import TERMINAL, JobState
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState
+from llama_stack_provider_trl.jobs.store.records import EventFile
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.events import LINE_BYTES, parse_event
 from llama_stack_provider_trl.system.beneath import NotAFile
 from llama_stack_provider_trl.system.files import RunDir, open_regular

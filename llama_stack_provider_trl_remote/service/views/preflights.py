@@ -10,7 +10,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from llama_stack_provider_trl.errors import JobFailure
-from llama_stack_provider_trl.jobs.row_parts import PlannedParts
+from llama_stack_provider_trl.jobs.inputs.row_parts import PlannedParts
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.gpus import gpu_of
 from llama_stack_provider_trl.specs.events import Failed, Preflighted, Previewed, Reason, iter_events

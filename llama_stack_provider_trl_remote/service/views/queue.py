@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.jobs.placement import Node, Obtainable
-from llama_stack_provider_trl.jobs.prediction import PredictedStart, predict
-from llama_stack_provider_trl.jobs.records import JobSummary
-from llama_stack_provider_trl.jobs.states import JobState, shown
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.placement import Node, Obtainable
+from llama_stack_provider_trl.jobs.decisions.prediction import PredictedStart, predict
+from llama_stack_provider_trl.jobs.decisions.states import JobState, shown
+from llama_stack_provider_trl.jobs.store.records import JobSummary
+from llama_stack_provider_trl.jobs.store.store import Store
 
 from ..http.bodies import JobRow, QueueResponse, QueueRow
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from llama_stack_provider_trl.jobs.records import SamplesRecord
-from llama_stack_provider_trl.jobs.reports import read_samples
-from llama_stack_provider_trl.jobs.states import JobState
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.reader import read_samples
+from llama_stack_provider_trl.jobs.store.records import SamplesRecord
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.job import JobSpec
 
 from ..http.samples import PromptMessage, SampleAnswer, SampleSet, SamplesResponse

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from llama_stack_provider_trl.jobs.store import Store
+from llama_stack_provider_trl.jobs.store.store import Store
 
 from ..http.bodies import Curve, SeriesResponse
 from .events import read_states

@@ -1,0 +1,1 @@
+"""Decisions about jobs. Pure functions: from records to what happens next."""

@@ -1,0 +1,1 @@
+"""What jobs read: found and refused at POST, checked again when an attempt starts."""

@@ -1,0 +1,119 @@
+"""Refuses, at POST, a model in a directory of this machine that lacks weights or has a damaged file: a pointer, a web
+page, empty or cut off.
+
+Only what the first bytes, the size or a small header show: the training checks all of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ...errors import InvalidRequest
+from ...system.files import open_in
+from ...system.model_damage import (
+    ADAPTER_FILES,
+    ADAPTER_PICKLE,
+    ADAPTER_WEIGHTS,
+    CONFIG_FILES,
+    EMBEDDED_ADAPTER,
+    INDEX_ENDING,
+    NO_WEIGHTS,
+    SLOW_TOKENIZER_FILES,
+    SMALL,
+    TOKENIZER_FILES,
+    WEIGHTS,
+    damage_of,
+    files_in_index,
+    missing_from_index,
+)
+
+
+def refuse_damaged(field: str, value: str | None, fields: Mapping[str, Any]) -> None:
+    """Return if the files of a job's model, and of the adapter that it begins with, look whole.
+
+    Args:
+        field: that names the model, and its value.
+        fields: of the job. One that begins with the checkpoint of another job checks that when it starts.
+
+    Raises:
+        InvalidRequest: names the field and the file.
+    """
+    model, adapter = Path(fields["model"]), fields.get("adapter")
+    if fields.get("bases") or not model.is_absolute():
+        return
+    slow = () if _is_there(model, TOKENIZER_FILES[0]) else SLOW_TOKENIZER_FILES
+    problems = [*_problems(model, (*CONFIG_FILES, *TOKENIZER_FILES, *slow)), *_problems_of_weights(model)]
+    if adapter is not None:
+        problems += _problems(adapter.path, ADAPTER_FILES)
+        read = (ADAPTER_WEIGHTS,) if adapter.use == "continue" else (ADAPTER_WEIGHTS, ADAPTER_PICKLE)
+        if not any(_is_there(adapter.path, name) for name in read):
+            problems.append(f"the adapter's directory has no {' or '.join(read)}: name one that PEFT has saved")
+    if problems:
+        raise InvalidRequest(field, value, problems[0])
+
+
+def _problems(directory: Path, names: tuple[str, ...]) -> Iterator[str]:
+    for name in names:
+        try:
+            with open_in(directory, name) as file:
+                damage = damage_of(name, file, SMALL)
+        except OSError:
+            continue  # the training reads it where it runs
+        if damage is not None:
+            yield f"{name} in that directory {damage}"
+
+
+def _problems_of_weights(model: Path) -> Iterator[str]:
+    """Of the files that transformers loads the weights from."""
+    if _is_there(model, ADAPTER_FILES[0]):
+        yield EMBEDDED_ADAPTER
+    try:
+        config = json.loads(_small(model, CONFIG_FILES[0]))
+    except (OSError, ValueError, RecursionError):
+        return
+    if not isinstance(config, dict) or config.get("transformers_weights"):
+        return
+    used = next((name for name in WEIGHTS if _is_there(model, name)), None)
+    if used is None:
+        yield NO_WEIGHTS
+        return
+    yield from _problems(model, (used,))
+    if not used.endswith(INDEX_ENDING):
+        return
+    try:
+        names = files_in_index(_small(model, used))
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError):
+            yield f"{used} in that directory is no index of weights ({error}): write it with save_pretrained"
+        return
+    inside = [name for name in names if _is_inside(name)]  # the training refuses others
+    for name in inside:
+        if not _is_there(model, name):
+            yield f"{name[:200]} in that directory {missing_from_index(used, names)}"
+    yield from _problems(model, tuple(inside))
+
+
+def _small(directory: Path, name: str) -> bytes:
+    """The content of a file, or of its beginning. Raises OSError, also where it is too large to be parsed here."""
+    with open_in(directory, name) as file:
+        content = file.read(SMALL + 1)
+    if len(content) > SMALL:
+        raise OSError(f"{name} has more than {SMALL} bytes")
+    return content
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name.replace("\\", "/"))
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _is_there(directory: Path, name: str) -> bool:
+    """Whether a directory has an entry of this name, which may be a link out of it."""
+    try:
+        (directory / name).lstat()
+    except (OSError, ValueError):
+        return False
+    return True

@@ -1,0 +1,86 @@
+"""What the models of a request for a merge, an ensemble or a judged evaluation are, and the jobs that make them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...errors import InvalidRequest, StoreError
+from ...requests.bases import Base, resolve_base
+from ...requests.options import ProviderOptions
+from ...requests.settings import Settings
+from ...requests.untrained import for_work
+from ...requests.work import NO_ROWS, EvaluateRequest, MergeRequest
+from ...specs.bases import BaseJob
+from ...specs.job import DatasetRef, JobSpec
+from ...specs.work import EvaluateSpec, MergeWork, Work
+from ...system.files import is_whole, put_lines
+from ..store.store import Store
+from .bases import find_base
+from .vocabularies import refuse_other_vocabularies
+
+
+def bases_of(request: MergeRequest | EvaluateRequest, settings: Settings, store: Store) -> list[Base]:
+    """What each model of a request is, beside the one that an evaluation measures; empty: there is no other.
+
+    Raises:
+        InvalidRequest: one of them cannot be used; names its field.
+    """
+    found: list[Base] = []
+    names = request.named()
+    for field, model in names:
+        one = request.as_training(model)
+        try:
+            named = find_base(one, store)
+            found.append(resolve_base(one, *for_work(one, ProviderOptions(), settings, named), named))
+        except InvalidRequest as error:
+            raise InvalidRequest(field, model, error.hint) from error
+    if isinstance(request, MergeRequest):
+        if not any(one.adapter for one in found):
+            refuse_other_vocabularies(names, found, hint="merge models with the same tokenizer")
+    elif request.models is not None:
+        refuse_other_vocabularies(names, found)
+    return found
+
+
+def after_all(spec: JobSpec, found: list[Base]) -> JobSpec:
+    """The job, which comes after all jobs that make one of its models, and needs their checkpoints."""
+    jobs = jobs_of(spec.work, found)
+    names = [job.job_uuid for job in jobs]
+    return spec.model_copy(
+        update={"bases": tuple(jobs), "after": tuple(dict.fromkeys([*names, *spec.after]))},
+    )
+
+
+def jobs_of(work: Work | None, found: list[Base]) -> list[BaseJob]:
+    """The jobs that make the models of a merge or an ensemble, each once per checkpoint."""
+    merges = isinstance(work, MergeWork)  # which reads an adapter without the model below it
+    return list(dict.fromkeys(job for base in found for job in base.jobs[: 1 if merges else None]))
+
+
+def no_rows(directory: Path) -> DatasetRef:
+    """The dataset of a job that reads no rows. Raises StoreError."""
+    try:
+        blob = put_lines(directory, ())
+    except OSError as error:
+        raise StoreError(f"{directory} cannot be written: {error}") from error
+    return DatasetRef(dataset_id=NO_ROWS, path=blob.path, sha256=blob.sha256, num_rows=0)
+
+
+def check_checkpoints(paths: Sequence[Path]) -> None:
+    """Return if the checkpoints that the models of a job are, are complete on disk. Raises InvalidRequest."""
+    for path in paths:
+        if not is_whole(path):
+            hint = "this checkpoint is damaged or gone: train its job again, or name another checkpoint"
+            raise InvalidRequest("models", str(path), hint)
+
+
+def beside_judges(spec: JobSpec, judges: list[Base]) -> tuple[JobSpec, list[Base]]:
+    """The job, which needs the checkpoints of its own model and of its judges, and all these models. Of a job without
+    judges, both as they are."""
+    work = spec.work
+    if not isinstance(work, EvaluateSpec) or work.answers is None:
+        return spec, judges
+    own = Base(spec.model, adapter=spec.adapter, jobs=spec.bases)
+    paths = dict.fromkeys([*own.checkpoints(), *work.from_jobs])
+    return spec.model_copy(update={"work": work.model_copy(update={"from_jobs": tuple(paths)})}), [own, *judges]

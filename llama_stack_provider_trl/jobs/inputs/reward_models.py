@@ -1,0 +1,102 @@
+"""Finds the jobs whose reward models reward a job's answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...errors import InvalidRequest, JobNotFound
+from ...requests.bases import PREFIX, NamedJob, checkpoint_of, refuse_other_machines
+from ...requests.options import ProviderOptions
+from ...requests.settings import Settings
+from ...specs.bases import BaseJob
+from ...specs.job import JobSpec
+from ...specs.methods import GrpoSpec, reward_models
+from ...specs.rewards import RewardModel, RewardSource, reward_models_of
+from ...system.files import is_whole
+from ..decisions.states import JobState
+from ..store.store import Store
+
+FIELD = "algorithm_config.rewards"
+
+
+def with_reward_models(
+    fields: dict[str, Any], options: ProviderOptions, settings: Settings, store: Store | None
+) -> dict[str, Any]:
+    """The fields of a job with what the reward models are that its rewards name, after whose jobs it comes.
+
+    Args:
+        store: the jobs that there are; None: there are none.
+
+    Raises:
+        InvalidRequest: one of them cannot be used.
+    """
+    method = fields.get("method")
+    if not isinstance(method, GrpoSpec) or not reward_models_of(method.rewards):
+        return fields
+    rewards = tuple(
+        source if source.model is None else _found(number, source, fields["job_uuid"], options, settings, store)
+        for number, source in enumerate(method.rewards)
+    )
+    names = [job.job_uuid for model in reward_models_of(rewards) for job in model.jobs]
+    return {
+        **fields,
+        "method": method.model_copy(update={"rewards": rewards}),
+        "after": tuple(dict.fromkeys([*names, *fields["after"]])),
+    }
+
+
+def check_reward_models(spec: JobSpec) -> None:
+    """Return if the reward models of a job are complete on disk. Raises InvalidRequest."""
+    for model in reward_models(spec.method):
+        # Below an adapter there may be a checkpoint of another job.
+        bases = [Path(model.base.model)] if model.is_adapter and model.base and len(model.jobs) > 1 else []
+        for directory in [*([model.path] if model.path else []), *bases]:
+            if not is_whole(directory):
+                hint = f"{directory} is damaged or gone: train job {model.job_uuid!r} again, or name another one"
+                raise InvalidRequest(FIELD, f"{PREFIX}{model.job_uuid}", hint)
+
+
+def _found(
+    number: int,
+    source: RewardSource,
+    job_uuid: str,
+    options: ProviderOptions,
+    settings: Settings,
+    store: Store | None,
+) -> RewardSource:
+    field, given = f"{FIELD}.{number}.model", source.model
+    assert given is not None
+    value = f"{PREFIX}{given.job_uuid}{f'/{given.checkpoint}' if given.checkpoint else ''}"
+    if given.job_uuid == job_uuid:
+        raise InvalidRequest(field, value, "a job cannot be rewarded by its own result: name a reward model's job")
+    named = None if store is None else _named(given.job_uuid, store)
+    if named is None:
+        raise InvalidRequest(field, value, "there is no such job here: submit it first, or correct its name")
+    job = named.spec
+    if job.work is not None or job.search is not None or not job.trains_reward:
+        hint = f"job {job.job_uuid!r} trains no reward model: name a job of the type 'reward'"
+        raise InvalidRequest(field, value, hint)
+    refuse_other_machines(field, value, options, settings)
+    checkpoint = checkpoint_of(field, value, named, wants_adapter=job.lora is not None)
+    own = BaseJob(job_uuid=job.job_uuid, checkpoint=checkpoint)
+    model = RewardModel(
+        job_uuid=job.job_uuid,
+        checkpoint=checkpoint,
+        path=job.checkpoint_dir / checkpoint,
+        is_adapter=job.lora is not None,
+        base=job.source,
+        max_seq_length=job.max_seq_length,
+        truncation_side=job.truncation_side,
+        jobs=(own, *(job.bases if job.lora is not None else ())),
+    )
+    return source.model_copy(update={"model": model})
+
+
+def _named(job_uuid: str, store: Store) -> NamedJob | None:
+    try:
+        job = store.get(job_uuid)
+    except JobNotFound:
+        return None
+    names = tuple(checkpoint.path.name for checkpoint in store.checkpoints(job_uuid))
+    return NamedJob(job.spec, job.state is JobState.completed, names)

@@ -1,0 +1,1 @@
+"""The durable record of every job, in one sqlite file."""

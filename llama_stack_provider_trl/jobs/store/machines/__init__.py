@@ -1,0 +1,1 @@
+"""The machines of a service in its job database."""

@@ -1,0 +1,1 @@
+"""What monitoring reads of the job database, and what trackers have of it."""

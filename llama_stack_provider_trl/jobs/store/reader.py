@@ -1,0 +1,331 @@
+"""Read access to the jobs of a database: their records, attempts, checkpoints, metric points and events."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import NamedTuple
+
+from ...errors import DamagedRecord, JobConflict, JobNotFound
+from ...specs.job import JobSpec
+from ..decisions.demands import AGING, CRITICAL, Queued
+from ..decisions.prediction import RunningJob, WaitingJob
+from ..decisions.states import JobState
+from .database import Database
+from .records import (
+    AttemptRecord,
+    CheckpointRecord,
+    EventFile,
+    JobRecord,
+    JobSummary,
+    Outcome,
+    PointRecord,
+    SamplesRecord,
+)
+from .row_mapping import (
+    attempt_record,
+    checkpoint_record,
+    failed_event,
+    job_record,
+    job_summary,
+    point_record,
+    running_job,
+    samples_record,
+    waiting_job,
+)
+
+log = logging.getLogger(__name__)
+_DAMAGED = (ValueError, TypeError, KeyError, ArithmeticError, RecursionError)
+"""Raised by the decoding of a record that another release wrote, or that was edited by hand."""
+
+
+class JobReader:
+    """Queries about jobs. Safe to share between threads.
+
+    Every method may raise StoreError: the file cannot be opened or read.
+
+    Args:
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self.database = database
+        self._clock = clock
+        self._damaged: set[str] = set()
+
+    @property
+    def path(self) -> Path:
+        """The database file."""
+        return self.database.path
+
+    def snapshot(self) -> AbstractContextManager[None]:
+        """All reads of this thread in the block see the same state of the database."""
+        return self.database.snapshot()
+
+    def state_of(self, job_uuid: str) -> JobState | None:
+        """The state of a job, without the rest of its record; None: there is no such job."""
+        rows = self.database.select("select_state", {"job_uuid": job_uuid})
+        return JobState(rows[0]["state"]) if rows else None
+
+    def digests(self) -> set[str]:
+        """Every sha256 in the record of a job, damaged records included, or in the result whose rows it reads."""
+        return mentioned_digests(row["text"] for row in self.database.select("select_mentions", {}))
+
+    def holds(self, job_uuid: str, request_digest: str) -> bool:
+        """Whether the same request was stored before.
+
+        Raises:
+            JobConflict: the job_uuid is taken by a job with another digest.
+        """
+        rows = self.database.select("request_digest", {"job_uuid": job_uuid})
+        if rows and rows[0]["request_digest"] != request_digest:
+            raise digest_conflict(job_uuid)
+        return bool(rows)
+
+    def get(self, job_uuid: str) -> JobRecord:
+        """One job. Raises JobNotFound; StoreError where its record cannot be read."""
+        rows = self.database.select("select_job", {"job_uuid": job_uuid})
+        if not rows:
+            raise JobNotFound(job_uuid)
+        try:
+            return job_record(rows[0])
+        except _DAMAGED as error:
+            self._exclude(job_uuid, error)
+            raise DamagedRecord(
+                f"job database {self.path}: the record of job {job_uuid!r} is damaged: {error}"
+            ) from error
+
+    def names(self) -> Sequence[str]:
+        """The job_uuid of every job, oldest first."""
+        return [row["job_uuid"] for row in self.database.select("select_names", {})]
+
+    def page_of_names(
+        self, after: str | None = None, states: Iterable[JobState] | None = None, limit: int | None = None
+    ) -> Sequence[str]:
+        """The job_uuid of jobs younger than job `after` and in one of `states`, oldest first.
+
+        Raises:
+            JobNotFound: there is no job `after`.
+        """
+        return [row["job_uuid"] for row in self._page("select_name_page", after, states, limit)]
+
+    def page(
+        self, after: str | None = None, states: Iterable[JobState] | None = None, limit: int | None = None
+    ) -> Sequence[JobSummary]:
+        """As `page_of_names`, with the columns of a list: a `JobRecord` takes five times as long to build."""
+        return [job_summary(row) for row in self._page("select_page", after, states, limit)]
+
+    def queue_page(
+        self, state: JobState | None = None, search: str | None = None, limit: int = -1, offset: int = 0
+    ) -> tuple[Sequence[JobSummary], int]:
+        """Jobs in the order in which they run, and their number without `limit` and `offset`.
+
+        Running jobs come first, then those that wait, then paused ones, then those that have ended, the last one first.
+
+        Args:
+            state: None: any.
+            search: part of their names, in any case (of ASCII letters).
+        """
+        values = {"state": state, "search": search or "", "now": self._clock(), "limit": limit, "offset": offset}
+        values |= {"aging": AGING, "highest": CRITICAL}
+        jobs = [job_summary(row) for row in self.database.select("select_queue_page", values)]
+        return jobs, self.database.select("count_queue", values)[0]["jobs"]
+
+    def count(self) -> Mapping[JobState, int]:
+        """The number of jobs in each state that has any."""
+        return {JobState(row["state"]): row["jobs"] for row in self.database.select("count_states", {})}
+
+    def list(self) -> Sequence[JobRecord]:
+        """All jobs whose records can be read, oldest first."""
+        return self._readable(self.database.select("select_jobs", {}))
+
+    def active(self) -> Sequence[JobRecord]:
+        """Jobs that may have processes (`states.ACTIVE`), oldest first."""
+        return self._readable(self.database.select("select_active", {}))
+
+    def active_run_dirs(self) -> frozenset[Path]:
+        """Run directories in which processes may run, those of damaged records included."""
+        return frozenset(Path(row["run_dir"]) for row in self.database.select("select_run_dirs", {}))
+
+    def queue(self) -> Sequence[Queued]:
+        """Jobs that wait for a device, oldest first, without those that wait for the time of their next attempt.
+
+        A record that cannot be read is detected later, by `get` when the job is to start.
+        """
+        waiting = map(Queued._make, self.database.select("select_queue", {"now": self._clock()}))
+        return [job for job in waiting if job.job_uuid not in self._damaged]
+
+    def kinds_waiting(self) -> Sequence[Queued]:
+        """The oldest job of each kind in the queue. Jobs of one kind have the same demand and the same `detail`.
+
+        Kinds are few, whatever the number of jobs.
+        """
+        return list(map(Queued._make, self.database.select("select_kinds_waiting", {"now": self._clock()})))
+
+    def attempts(self, job_uuid: str) -> Sequence[AttemptRecord]:
+        """Every attempt at a job, the first one first."""
+        return [attempt_record(row) for row in self.database.select("select_attempts", {"job_uuid": job_uuid})]
+
+    def seconds_trained(self, job_uuid: str) -> float:
+        """Seconds of training in all attempts that have ended."""
+        (row,) = self.database.select("select_seconds", {"job_uuid": job_uuid})
+        return float(row["seconds"])
+
+    def checkpoints(self, job_uuid: str) -> Sequence[CheckpointRecord]:
+        """The listed checkpoints of a job, oldest first. Raises JobNotFound."""
+        rows = self.database.select("select_checkpoints", {"job_uuid": job_uuid})
+        if not rows:
+            self.get(job_uuid)
+        return [checkpoint_record(row) for row in rows]
+
+    def points(self, job_uuid: str, after: int = -1, limit: int = -1) -> Sequence[PointRecord]:
+        """Metric points beyond step `after`, by step; at most `limit`, where that is not negative. Raises
+        JobNotFound."""
+        self.get(job_uuid)
+        values = {"job_uuid": job_uuid, "after": after, "limit": limit}
+        return [point_record(row) for row in self.database.select("select_points", values)]
+
+    def point_range(self, job_uuid: str, begin: int, end: int) -> tuple[int, int] | None:
+        """The first and the last step from `begin` to `end` that have points; None: none has."""
+        (row,) = self.database.select("select_point_range", {"job_uuid": job_uuid, "begin": begin, "end": end})
+        return None if row["first"] is None else (row["first"], row["last"])
+
+    def scan_points(self, job_uuid: str, begin: int, end: int) -> Iterator[sqlite3.Row]:
+        """Kind, step, epoch, time (seconds) and metrics (JSON) of the points from step `begin` to `end`, by step."""
+        return self.database.scan("scan_points", {"job_uuid": job_uuid, "begin": begin, "end": end})
+
+    def evaluations(self, job_uuid: str) -> Sequence[tuple[int, dict[str, float]]]:
+        """Step and metrics of every evaluation, by step."""
+        rows = self.database.select("select_evaluations", {"job_uuid": job_uuid})
+        return [(row["step"], json.loads(row["metrics"])) for row in rows]
+
+    def outcome(self, job_uuid: str, attempt: int) -> Outcome:
+        """What the events of an attempt report about its end, and the cursor."""
+        (row,) = self.database.select("select_outcome", {"job_uuid": job_uuid, "attempt": attempt})
+        failed = None if row["failed"] is None else failed_event(row["failed"])
+        return Outcome(row["event_offset"], bool(row["finished"]), failed, row["paused_at_step"])
+
+    def event_files(self, job_uuid: str, first: int = 0) -> tuple[JobState, Sequence[EventFile]]:
+        """The job's state, and where its events are from attempt `first` on, oldest first. Raises JobNotFound."""
+        rows = self.database.select("select_event_files", {"job_uuid": job_uuid, "first": first})
+        if not rows:
+            raise JobNotFound(job_uuid)
+        files = [EventFile(row["attempt"], Path(row["run_dir"]), row["event_offset"]) for row in rows if row["run_dir"]]
+        return JobState(rows[0]["state"]), files
+
+    def holders(self) -> Mapping[str, str]:
+        """Place -> the job that holds it, until the node reports that the task is gone. A job whose record cannot be
+        read holds none."""
+        active = [row for row in self.database.select("select_places", {}) if row["job_uuid"] not in self._damaged]
+        rows = [*self.database.select("select_taken", {}), *active]
+        return {place: row["job_uuid"] for row in rows for place in row["places"].split(",")}
+
+    def _page(
+        self, name: str, after: str | None, states: Iterable[JobState] | None, limit: int | None
+    ) -> Sequence[sqlite3.Row]:
+        if after is not None and not self.database.select("request_digest", {"job_uuid": after}):
+            raise JobNotFound(after)
+        wanted = None if states is None else json.dumps([state.value for state in states])
+        return self.database.select(name, {"after": after, "states": wanted, "limit": -1 if limit is None else limit})
+
+    def _readable(self, rows: Sequence[sqlite3.Row]) -> Sequence[JobRecord]:
+        """The jobs whose records can be decoded: a damaged one must not hide the others."""
+        jobs = []
+        for row in rows:
+            try:
+                jobs.append(job_record(row))
+            except _DAMAGED as error:
+                self._exclude(row["job_uuid"], error)
+        return jobs
+
+    def _exclude(self, job_uuid: str, error: Exception) -> None:
+        """Give no device to a job whose record cannot be read, and log that once."""
+        if job_uuid not in self._damaged:
+            self._damaged.add(job_uuid)
+            log.error(
+                "job database %s: job %r gets no device, its record cannot be read: %s", self.path, job_uuid, error
+            )
+
+
+def mentioned_digests(texts: Iterable[str]) -> set[str]:
+    """Every sha256 in some texts."""
+    return {digest for text in texts for digest in re.findall(r"[0-9a-f]{64}", text)}
+
+
+def digest_conflict(job_uuid: str) -> JobConflict:
+    """The error for a job_uuid that another request has used."""
+    return JobConflict(
+        f"job {job_uuid!r} exists already and was made from a different request:"
+        " choose another job_uuid, or send the same request to get the same job"
+    )
+
+
+def read_samples(
+    jobs: JobReader, job_uuid: str, limit: int = -1, offset: int = 0
+) -> tuple[Sequence[SamplesRecord], int]:
+    """Sets of answers in the order in which they were taken, and their number without `limit` and `offset`."""
+    rows = jobs.database.select("select_samples", {"job_uuid": job_uuid, "limit": limit, "offset": offset})
+    (count,) = jobs.database.select("count_samples", {"job_uuid": job_uuid})
+    return [samples_record(row) for row in rows], count["sets"]
+
+
+def read_warnings(jobs: JobReader, job_uuid: str) -> Sequence[tuple[int, str]]:
+    """Warnings that were reported while a job trained, in that order, each with the last step before it."""
+    rows = jobs.database.select("select_warnings", {"job_uuid": job_uuid})
+    return [(row["step"], row["message"]) for row in rows]
+
+
+class QueueAhead:
+    """The queue of a job database, and what runs before it. Every method may raise StoreError."""
+
+    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+        self._database, self._clock = database, clock
+
+    def waiting(self, limit: int) -> Sequence[WaitingJob]:
+        """The first waiting jobs in the order of the queue, with those that wait for their next attempt."""
+        values = {"limit": limit, "now": self._clock(), "aging": AGING, "highest": CRITICAL}
+        return [waiting_job(row) for row in self._database.select("select_first_waiting", values)]
+
+    def running(self) -> Sequence[RunningJob]:
+        """The jobs that may have processes (`states.ACTIVE`)."""
+        return [running_job(row) for row in self._database.select("select_paces", {})]
+
+
+class Unfinished(NamedTuple):
+    """Jobs that have not ended, and whose checkpoints are alike."""
+
+    job_uuid: str
+    """Of one of them."""
+    model: str
+    revision: str | None
+    dtype: str
+    is_adapter: bool
+    merges: bool
+    """Besides the adapter, the merged model is written."""
+    work: str | None
+    """What they do in place of training."""
+    directory: str
+    """In which the directories of their checkpoints lie."""
+
+
+def unfinished(database: Database) -> Sequence[Unfinished]:
+    """The kinds of jobs that have not ended. Raises StoreError."""
+    return [
+        Unfinished(*row)._replace(is_adapter=bool(row["is_adapter"]), merges=bool(row["merges"]))
+        for row in database.select("select_unfinished", {})
+    ]
+
+
+def unfinished_job(spec: JobSpec) -> Unfinished:
+    """The same of one job, which has not ended."""
+    return Unfinished(
+        *(spec.job_uuid, spec.model, spec.revision, spec.dtype, spec.lora is not None, spec.merge_adapter),
+        work=None if spec.work is None else spec.work.kind,
+        directory=f"{spec.checkpoint_dir.parent}/",
+    )

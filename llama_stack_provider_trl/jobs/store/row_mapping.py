@@ -1,0 +1,250 @@
+"""Maps rows of the database to records, and events to the statements that store them. Pure functions."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ...specs.event_fields import LAST_TIME
+from ...specs.events import (
+    Answer,
+    CheckpointDamaged,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Failed,
+    Finished,
+    Paused,
+    Prepared,
+    Progress,
+    Reason,
+    Sampled,
+    Started,
+    Tokenizing,
+    Warned,
+)
+from ...specs.job import JobSpec
+from ..decisions.demands import Queued
+from ..decisions.prediction import RunningJob, StepPace, WaitingJob
+from ..decisions.states import JobState
+from .monitoring.totals import CHECKPOINT, observed
+from .records import (
+    AttemptRecord,
+    CheckpointRecord,
+    ExportRecord,
+    JobProgress,
+    JobRecord,
+    JobSummary,
+    NodeRecord,
+    NodeTaskRecord,
+    PointRecord,
+    SamplesRecord,
+)
+
+
+def statements(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names of the statements that store an event, each with its values."""
+    row = {"time": event.time}
+    match event:
+        case Started():
+            yield "note_started", row
+            yield "note_attempt_started", row
+        case Prepared():
+            steps = {"total_steps": event.total_steps, "start_step": event.start_step}
+            resumed_from = None if event.resumed_from is None else str(event.resumed_from)
+            yield "note_prepared", {**row, **steps, "resumed_from": resumed_from, "event": event.model_dump_json()}
+            yield "supersede_points", steps
+            yield "supersede_samples", steps
+            if event.tokens_seen is not None:  # of the job whose checkpoint this one begins with: they count there
+                yield "note_tokens", {"tokens": event.tokens_seen}
+        case Tokenizing():
+            yield "note_tokenizing", {"progress": event.values().model_dump_json(exclude_none=True)}
+        case Warned():
+            yield "insert_warning", {"message": event.message}
+        case Progress():
+            values = event.values().model_dump_json(exclude_none=True)
+            yield "note_progress", {**row, "step": event.step, "progress": values}
+            if event.tokens_seen is not None:
+                yield "count_tokens", {"tokens": event.tokens_seen}
+                yield "note_tokens", {"tokens": event.tokens_seen}
+            yield "upsert_point", {**row, **_metrics(event, **dict(event.memory())), "kind": "train"}
+        case Evaluated():
+            yield "upsert_point", {**row, **_metrics(event), "kind": "validation"}
+        case Sampled():
+            answers = json.dumps([answer.model_dump() for answer in event.answers])
+            yield (
+                "upsert_samples",
+                {**row, "step": event.step, "kind": event.kind, "epoch": event.epoch, "answers": answers},
+            )
+        case CheckpointSaved():
+            yield "upsert_checkpoint", {**row, **event.model_dump(mode="json", exclude={"time", "type"})}
+            if event.write_seconds is not None:
+                for counted in observed(CHECKPOINT, event.write_seconds, event.kind):
+                    yield "count", counted
+        case CheckpointDamaged():
+            yield "delete_checkpoint", {"path": str(event.path)}
+            yield "insert_warning", {"message": event.message}
+        case Finished():
+            yield "note_finished", {"step": event.step}
+            if event.result is not None:
+                yield "note_result", {"result": json.dumps(event.result)}
+        case Paused():
+            yield "note_paused", {"step": event.step}
+        case Failed():
+            yield "note_failed", {"event": event.model_dump_json()}
+
+
+def failed_event(text: str) -> Failed:
+    """A stored `failed` event."""
+    try:
+        return Failed.model_validate_json(text)
+    except ValueError as error:  # stored by a release whose events had no bounds
+        return Failed(reason=Reason.internal, message=f"its `failed` event cannot be read: {error}")
+
+
+def _metrics(event: Progress | Evaluated, **more: float) -> dict[str, Any]:
+    return {"step": event.step, "epoch": event.epoch, "metrics": json.dumps({**event.metrics, **more})}
+
+
+def job_record(row: sqlite3.Row) -> JobRecord:
+    prepared = None if row["prepared"] is None else json.loads(row["prepared"])
+    return JobRecord(
+        spec=JobSpec.model_validate_json(row["spec"]),
+        state=JobState(row["state"]),
+        attempt=row["attempt"],
+        retries_used=row["retries_used"],
+        scheduled_at=_utc(row["scheduled_at"]),
+        started_at=_utc_or_none(row["started_at"]),
+        completed_at=_utc_or_none(row["completed_at"]),
+        device=row["device"],
+        run_dir=None if row["run_dir"] is None else Path(row["run_dir"]),
+        detail=row["detail"],
+        reason=None if row["reason"] is None else Reason(row["reason"]),
+        message=row["message"],
+        progress=_progress(row),
+        effective=prepared and {name: prepared[name] for name in prepared if name not in ("type", "time")},
+        warnings=tuple(json.loads(row["warnings"])),
+        created_by=row["created_by"],
+    )
+
+
+def job_summary(row: sqlite3.Row) -> JobSummary:
+    return JobSummary(
+        job_uuid=row["job_uuid"],
+        state=JobState(row["state"]),
+        algorithm=row["algorithm"],
+        model=row["model"],
+        priority=row["priority"],
+        progress=JobProgress(step=row["step"] or 0, total_steps=row["total_steps"]),
+        detail=row["detail"],
+        message=row["message"],
+        scheduled_at=_utc(row["scheduled_at"]),
+        started_at=_utc_or_none(row["started_at"]),
+        completed_at=_utc_or_none(row["completed_at"]),
+        created_by=row["created_by"],
+    )
+
+
+def _progress(row: sqlite3.Row) -> JobProgress:
+    if row["step"] is None:
+        return JobProgress()
+    values = json.loads(row["progress"])
+    return JobProgress(**{**values, "step": row["step"], "total_steps": row["total_steps"], "eta_seconds": _eta(row)})
+
+
+def _eta(row: sqlite3.Row) -> float | None:
+    """Seconds left at the mean pace of this attempt; None before its first step."""
+    left = pace(row).seconds_left
+    return None if left is None else max(0.0, left)
+
+
+def pace(row: sqlite3.Row) -> StepPace:
+    """The mean pace of an attempt; of its row, or of none."""
+    if row["prepared_at"] is None or row["stepped_at"] is None or row["step"] == row["start_step"]:
+        return StepPace()
+    step_seconds = (row["stepped_at"] - row["prepared_at"]) / (row["step"] - row["start_step"])
+    found = StepPace(row["total_steps"] - row["step"], step_seconds, row["stepped_at"])
+    return found if math.isfinite(found.seconds_left or 0.0) else StepPace()
+
+
+def waiting_job(row: sqlite3.Row) -> WaitingJob:
+    after = frozenset(row["after"].split(",")) if row["after"] else frozenset()
+    return WaitingJob(Queued(*row[: len(Queued._fields)]), row["not_before"], pace(row), after)
+
+
+def running_job(row: sqlite3.Row) -> RunningJob:
+    job = Queued(*row[: len(Queued._fields)])
+    return RunningJob(job.job_uuid, JobState(row["state"]), pace(row), job, row["attempt"], row["launched_at"])
+
+
+def checkpoint_record(row: sqlite3.Row) -> CheckpointRecord:
+    return CheckpointRecord(**{**dict(row), "path": Path(row["path"]), "created_at": _utc(row["created_at"])})
+
+
+def attempt_record(row: sqlite3.Row) -> AttemptRecord:
+    return AttemptRecord(
+        attempt=row["attempt"],
+        run_dir=Path(row["run_dir"]),
+        device=row["device"],
+        launched_at=_utc(row["launched_at"]),
+        started_at=_utc_or_none(row["started_at"]),
+        ended_at=_utc_or_none(row["ended_at"]),
+        resume_from=None if row["resume_from"] is None else Path(row["resume_from"]),
+        start_step=row["start_step"],
+        step=row["step"],
+        reason=None if row["reason"] is None else Reason(row["reason"]),
+        message=row["message"],
+    )
+
+
+def node_record(row: sqlite3.Row) -> NodeRecord:
+    return NodeRecord(**{**dict(row), "joined_at": _utc(row["joined_at"]), "seen_at": _utc(row["seen_at"])})
+
+
+def task_record(row: sqlite3.Row) -> NodeTaskRecord:
+    values = dict(row)
+    run_dir = values.get("run_dir")
+    return NodeTaskRecord(
+        task_id=values["task_id"],
+        node=values["node"],
+        job_uuid=values["job_uuid"],
+        attempt=values["attempt"],
+        node_rank=values["node_rank"],
+        places=tuple(values["places"].split(",")),
+        stage=values["stage"],
+        order=values["task_order"],
+        report=values["report"],
+        ending=values["ending"],
+        gone=bool(values["gone"]),
+        run_dir=None if run_dir is None else Path(run_dir),
+    )
+
+
+def export_record(row: sqlite3.Row) -> ExportRecord:
+    decoded = {"position": json.loads(row["position"]), "finished": bool(row["finished"])}
+    return ExportRecord(
+        **{**dict(row), **decoded, "state": JobState(row["state"]), "scheduled_at": _utc(row["scheduled_at"])}
+    )
+
+
+def point_record(row: sqlite3.Row) -> PointRecord:
+    return PointRecord(row["kind"], row["step"], row["epoch"], _utc(row["time"]), json.loads(row["metrics"]))
+
+
+def samples_record(row: sqlite3.Row) -> SamplesRecord:
+    answers = tuple(Answer.model_validate(answer) for answer in json.loads(row["answers"]))
+    return SamplesRecord(row["kind"], row["step"], row["epoch"], _utc(row["time"]), answers)
+
+
+def _utc(seconds: float) -> datetime:
+    """A stored time. Databases of earlier releases may hold any number: one beyond the calendar is shown as its end."""
+    return datetime.fromtimestamp(min(max(seconds, 0.0), LAST_TIME), UTC)
+
+
+def _utc_or_none(seconds: float | None) -> datetime | None:
+    return None if seconds is None else _utc(seconds)

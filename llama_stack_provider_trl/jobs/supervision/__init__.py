@@ -1,0 +1,1 @@
+"""Advances jobs: attempts, their ends, retries, searches."""

@@ -1,0 +1,1 @@
+"""Answers to prompts, by transformers or vLLM: jobs that generate, and answers that are checked."""

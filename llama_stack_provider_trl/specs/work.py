@@ -1,0 +1,126 @@
+"""What a job does in place of training: a kind is a spec here, a check at POST (`requests.work`) and a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from .adapters import LoraSpec
+from .answer_checks import AnswerCheck
+from .bases import AdapterSpec, Frozen
+from .harness import HarnessSpec
+from .merge import MergeSpec
+from .model_source import ModelSource
+
+ANSWERS, ROWS = "answers.jsonl", "rows.jsonl"
+"""Files in the checkpoint directory of a `generate` job: every answer with its row, and the dataset made of them. An
+`evaluate` job with checks has the first, with what each answer passes."""
+VERDICTS = "verdicts-{}.jsonl"
+"""File beside the answers of an `evaluate` job: the verdicts of the check with this number, whose type is judge."""
+OF_JOB = "job:"
+"""Before the name of a job, in place of a dataset id: the rows that this job makes."""
+MERGING = "merging"
+"""Directory in the checkpoint directory of a `merge` job: the result while it is not whole."""
+
+
+Engine = Literal["transformers", "vllm"]
+
+
+class Answering(Frozen):
+    """How a model answers prompts."""
+
+    max_new_tokens: int = Field(gt=0)
+    temperature: float = Field(ge=0)
+    """0: the most likely token each time."""
+    top_p: float = Field(gt=0, le=1)
+    """Each token is chosen among the most likely ones whose probabilities together reach this."""
+    seed: int
+    samples_per_prompt: int = Field(gt=0)
+    engine: Engine = "transformers"
+    """What computes the answers."""
+    vllm_python: Path | None = None
+    """Engine vllm: the interpreter that has it."""
+
+
+class GenerateSpec(Answering):
+    """Answers the prompts of the job's dataset."""
+
+    kind: Literal["generate"] = "generate"
+    output_dataset_id: str
+    """The dataset that the answers become."""
+
+
+class FurtherModel(Frozen):
+    """A model that a job reads beside its own."""
+
+    model: str
+    """As in JobSpec, and so are the next two."""
+    revision: str | None = None
+    trust_remote_code: bool = False
+    adapter: AdapterSpec | None = None
+    """The adapter of `model` that it has; None: none."""
+    lora: LoraSpec | None = None
+    """Settings of the adapter."""
+
+    @property
+    def source(self) -> ModelSource:
+        """Where the model, without an adapter, is read from."""
+        return ModelSource(model=self.model, revision=self.revision, trust_remote_code=self.trust_remote_code)
+
+    def as_own(self) -> dict[str, Any]:
+        """The fields of a JobSpec whose own model it is."""
+        names = ("model", "revision", "trust_remote_code", "adapter", "lora")
+        return {**{name: getattr(self, name) for name in names}, "model_path": None}
+
+
+class CheckedAnswering(Answering):
+    """Answers that are checked."""
+
+    checks: tuple[AnswerCheck, ...]
+    judges: tuple[FurtherModel, ...] = ()
+    """The models of the checks whose type is judge, in their order."""
+
+
+class EnsembleMember(FurtherModel):
+    """One of the models of an ensemble."""
+
+    weight: float = Field(ge=0)
+    """Of its probabilities in the mean. Those of all members have the sum 1."""
+
+
+class EvaluateSpec(Frozen):
+    """Evaluates the job's model on its dataset: SFT's measures, or DPO's against the reference, or its answers. Or on
+    tasks that have rows of their own: then the job's dataset has none."""
+
+    kind: Literal["evaluate"] = "evaluate"
+    answers: CheckedAnswering | None = None
+    """Not None: the measures are those of answers to the dataset's prompts."""
+    harness: HarnessSpec | None = None
+    """Not None: the measures are those of tasks of lm-evaluation-harness."""
+    members: tuple[EnsembleMember, ...] = ()
+    """Not empty: SFT's measures are those of an ensemble, whose probability of each token is the weighted mean of its
+    members'. The job's own model is the first of them."""
+    from_jobs: tuple[Path, ...] = ()
+    """Checkpoints of jobs that the members are; with judges, those that the job's own model and the judges are."""
+
+
+class MergeWork(Frozen):
+    """Merges models, or adapters, into the job's checkpoint `final`. The job's dataset has no rows."""
+
+    kind: Literal["merge"] = "merge"
+    merge: MergeSpec
+    """Its output is below the job's checkpoint directory."""
+    from_jobs: tuple[Path, ...] = ()
+    """Those of its inputs that are checkpoints of jobs."""
+    of_adapters: bool
+    """Whether the inputs are adapters, and so is the result."""
+
+
+Work = GenerateSpec | EvaluateSpec | MergeWork
+
+
+def members_of(work: Work | None) -> tuple[EnsembleMember, ...]:
+    """The models of the ensemble that a job evaluates; empty: it evaluates none."""
+    return work.members if isinstance(work, EvaluateSpec) else ()
