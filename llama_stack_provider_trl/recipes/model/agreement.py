@@ -82,7 +82,7 @@ def pad_within_embeddings(
         model: its name, for the warning.
     """
     pad, token = tokenizer.pad_token_id, tokenizer.pad_token
-    if pad is None or pad < embeddings:
+    if pad is None or pad < embeddings or embeddings == 0:  # a model without any is refused when it is loaded
         return
     text = config.get_text_config()
     candidates = (getattr(text, "pad_token_id", None), tokenizer.eos_token_id, getattr(text, "eos_token_id", None), 0)
