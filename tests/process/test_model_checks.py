@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -268,6 +268,29 @@ def test_pickled_weights_are_compared_with_the_configuration_without_their_value
     message = refusal(check, model)
     assert "pytorch_model.bin" in message
     assert "download it again" in message or "its weights in pytorch_model.bin cannot be read" in message
+
+
+@pytest.mark.parametrize("is_archive", [True, False], ids=["archive", "of torch before 1.6"])
+def test_pickled_weights_that_are_tied_or_views_of_one_another_are_whole(tmp_path: Path, is_archive: bool) -> None:
+    model, adapter = Path(shutil.copytree(tiny_model(tied=True), tmp_path / "model")), tmp_path / "adapter"
+    base = AutoModelForCausalLM.from_pretrained(model)
+    weights, layer = base.state_dict(), "model.layers.0.self_attn"
+    assert weights["lm_head.weight"].data_ptr() == weights["model.embed_tokens.weight"].data_ptr()
+    joined = torch.cat([weights[f"{layer}.{name}_proj.weight"] for name in "kv"])
+    weights[f"{layer}.k_proj.weight"], weights[f"{layer}.v_proj.weight"] = joined.chunk(2)
+    (model / "model.safetensors").unlink()
+    torch.save(weights, model / "pytorch_model.bin", _use_new_zipfile_serialization=is_archive)
+    check_weights(source_of(model))
+    load(model)
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    config.ensure_weight_tying = True
+    adapted = get_peft_model(base, config)
+    adapted.save_pretrained(adapter)
+    saved = get_peft_model_state_dict(adapted)
+    assert len({weight.data_ptr() for weight in saved.values()}) < len(saved)
+    (adapter / "adapter_model.safetensors").unlink()
+    torch.save(saved, adapter / "adapter_model.bin", _use_new_zipfile_serialization=is_archive)
+    check_adapter(adapter, source_of(model))
 
 
 def test_an_index_beside_the_only_file_of_weights_is_not_read(model: Path) -> None:
