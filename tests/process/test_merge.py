@@ -410,7 +410,9 @@ def test_models_that_do_not_fit_together_are_refused_by_name(models: list[Path],
     (narrow / "model.safetensors").write_bytes(b"no weights")
     assert "model.safetensors is no safetensors file" in refusal(spec([models[0], narrow], [1, 1], output))
     (narrow / "model.safetensors").unlink()
-    assert "it has no file of weights, expected one of model.safetensors" in refusal(spec([models[0], narrow], [1, 1], output))
+    assert "it has no file of weights, expected one of model.safetensors" in refusal(
+        spec([models[0], narrow], [1, 1], output)
+    )
     (narrow / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../secret.safetensors"}}')
     assert "'../secret.safetensors' as a file of weights" in refusal(spec([models[0], narrow], [1, 1], output))
 
