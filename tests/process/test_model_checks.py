@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -360,6 +361,34 @@ def test_weights_that_no_installed_library_reads_are_refused_with_the_method(
 ) -> None:
     configured(model, quantization_config=stored)
     assert sentence in refusal(lambda: check_models(job_spec(tmp_path, model)), model)
+
+
+def test_a_quantization_that_the_configuration_of_the_text_part_has_is_seen(tmp_path: Path) -> None:
+    text = {**ARCHITECTURES["gemma3_text"], "hidden_size": 128, "head_dim": 32}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"text_config": text, "vision_config": {**vision, "image_size": 28, "patch_size": 14}}
+    model = tmp_path / "model"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3", **sizes)).save_pretrained(model)
+    weights = load_file(model / "model.safetensors")
+    name = next(name for name in weights if name.endswith("layers.0.self_attn.q_proj.weight"))
+    scale = torch.ones(*(math.ceil(size / 128) for size in weights[name].shape))
+    quantized = {**weights, name: weights[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+    save_file(quantized, model / "model.safetensors", {"format": "pt"})
+    saved = json.loads((model / "config.json").read_text())["text_config"]
+    assert "no quantization_config" in refusal(lambda: check_weights(source_of(model)), model)
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+    configured(model, text_config={**saved, "quantization_config": stored})
+    check_weights(source_of(model))
+    configured(model, text_config={**saved, "quantization_config": {"quant_method": "gptq", "bits": 4}})
+    assert "is quantized, by quantization_config (gptq)" in refusal(
+        lambda: check_models(job_spec(tmp_path, model)), model
+    )
+    configured(model, text_config={**saved, "quantization_config": {"quant_method": "bitsandbytes"}})
+    assert "are quantized already (bitsandbytes)" in refusal(lambda: load(model), model)
+    spec = MergeSpec.model_validate(
+        {"method": "linear", "inputs": [{"model": str(model), "weight": 0.5}] * 2, "output": tmp_path / "merged"}
+    )
+    assert "it is quantized; merge models in fp32" in refusal(lambda: merge(spec), model)
 
 
 @pytest.mark.parametrize("pickled", [False, True])

@@ -145,7 +145,8 @@ def _planned_model(spec: MergeSpec, inputs: list[_Weights], base: _Weights | Non
         _check_alike(first, other)
     _check_vocabularies([*inputs, *([base] if base else [])])
     config = first.read_json(CONFIG_NAME)
-    if config.get("quantization_config"):
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    if any(part.get("quantization_config") for part in parts):
         raise _invalid(first.given, "it is quantized", "merge models in fp32, bf16 or fp16")
     if spec.dtype:
         config["dtype"] = str(_DTYPES[spec.dtype]).removeprefix("torch.")

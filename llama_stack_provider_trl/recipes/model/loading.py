@@ -214,7 +214,7 @@ def check_weights(
         _refuse_classifier(config, source)
     if files.unused_index:
         warn(f"{files.unused_index} of {source.model!r} is not read: {files.paths[0].name} has the weights")
-    if not source.trust_remote_code and not getattr(config, "quantization_config", None):
+    if not source.trust_remote_code and not quantization.stored_quantization(config):
         may_lack = {SCORE} if is_reward and not has_head else set()
         bare = partial(outline, source, config, torch.float32, is_reward=is_reward)
         if unused := refuse_unfitting(source, files, config, bare, may_lack):

@@ -101,6 +101,12 @@ def is_packed(weight: torch.Tensor) -> bool:
     return type(weight).__name__ == "Params4bit"
 
 
+def stored_quantization(config: PreTrainedConfig) -> Any:
+    """How the weights in a model's files are quantized, where transformers reads it; None or empty: they are not."""
+    text = config.get_text_config(decoder=True)
+    return getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
+
+
 def refuse_quantized(config: PreTrainedConfig, model: str, *, is_quantized: bool) -> None:
     """Refuse weights that were stored by bitsandbytes or torchao: the recipe quantizes while loading.
 
@@ -110,7 +116,7 @@ def refuse_quantized(config: PreTrainedConfig, model: str, *, is_quantized: bool
     Raises:
         JobFailure: invalid_model.
     """
-    stored = getattr(config, "quantization_config", None)
+    stored = stored_quantization(config)
     if not stored:
         return
     method = stored.get("quant_method", "bitsandbytes")
@@ -129,7 +135,7 @@ def check_stored(config: PreTrainedConfig, model: str, *, is_quantized: bool) ->
         JobFailure: invalid_model, with the method and what transformers requires; as `refuse_quantized`.
     """
     refuse_quantized(config, model, is_quantized=is_quantized)
-    stored = getattr(config, "quantization_config", None)
+    stored = stored_quantization(config)
     if stored is None:
         return
     try:
