@@ -391,20 +391,60 @@ def test_a_quantization_that_the_configuration_of_the_text_part_has_is_seen(tmp_
     assert "it is quantized; merge models in fp32" in refusal(lambda: merge(spec), model)
 
 
-@pytest.mark.parametrize("pickled", [False, True])
-def test_quantized_weights_without_their_configuration_are_refused(model: Path, pickled: bool) -> None:
-    weights = load_file(model / "model.safetensors")
-    name = "model.layers.0.mlp.down_proj.weight"
-    weights[name] = weights[name].to(torch.float8_e4m3fn)
+def replaced(model: Path, weights: dict[str, torch.Tensor], *, pickled: bool = False) -> None:
     if pickled:
         (model / "model.safetensors").unlink()
         torch.save(weights, model / "pytorch_model.bin")
     else:
         save_file(weights, model / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "scale", "found"),
+    [
+        (torch.float8_e4m3fn, "_scale_inv", {False: "F8_E4M3", True: "torch.float8_e4m3fn"}),
+        (torch.float8_e5m2, "_scale", {False: "F8_E5M2", True: "torch.float8_e5m2"}),
+        (torch.int8, "", {False: "I8", True: "torch.int8"}),
+    ],
+)
+def test_quantized_weights_without_their_configuration_are_refused(
+    model: Path, dtype: torch.dtype, scale: str, found: dict[bool, str], pickled: bool
+) -> None:
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    weights[name] = weights[name].to(dtype)
+    if scale:
+        weights[f"{name}{scale}"] = torch.ones(1)
+    replaced(model, weights, pickled=pickled)
     message = refusal(lambda: check_weights(source_of(model)), model)
-    where = "torch.float8_e4m3fn in pytorch_model.bin" if pickled else "F8_E4M3 in model.safetensors"
-    assert f"{name} is in {where}" in message
+    assert f"{name} is in {found[pickled]} in {'pytorch_model.bin' if pickled else 'model.safetensors'}" in message
     assert "config.json has no quantization_config" in message
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_weights_that_were_merely_cast_to_8_bits_are_loaded(model: Path, dtype: torch.dtype, pickled: bool) -> None:
+    weights = load_file(model / "model.safetensors")
+    weights = {name: weight.to(dtype) if weight.dim() == 2 else weight for name, weight in weights.items()}
+    kv_scale = {"model.layers.0.self_attn.k_proj.k_scale": torch.ones(1)}
+    replaced(model, {**weights, **kv_scale}, pickled=pickled)
+    check_weights(source_of(model))
+    loaded: Any = load(model)
+    assert all(torch.equal(loaded.state_dict()[name], weight.float()) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float8_e4m3fn, "_scale_inv"), (torch.int8, "")])
+def test_quantized_weights_of_experts_without_their_configuration_are_refused(
+    tmp_path: Path, dtype: torch.dtype, scale: str
+) -> None:
+    config = AutoConfig.for_model("qwen3_moe", **ARCHITECTURES["qwen3_moe"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    experts = {name: weight.to(dtype) for name, weight in weights.items() if ".experts." in name}
+    scales = {f"{name}{scale}": torch.ones(1) for name in experts} if scale else {}
+    replaced(tmp_path, {**weights, **experts, **scales})
+    assert ".experts.0.down_proj.weight is in" in refusal(lambda: check_weights(source_of(tmp_path)), tmp_path)
 
 
 @pytest.mark.parametrize("configured_too", [True, False])

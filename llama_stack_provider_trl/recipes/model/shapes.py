@@ -29,6 +29,8 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 """In the name of a weight the number of its layer."""
 _WHOLE = {"F64", "F32", "BF16", "F16"}
 """Names of dtypes of weights that are not quantized."""
+_SCALES = ("_scale", "_scale_inv")
+"""Endings of the names of what a quantized weight is multiplied with, which lies beside it."""
 
 
 class _StoredWeight(NamedTuple):
@@ -173,22 +175,39 @@ def _other_shapes(bare: PreTrainedModel, headers: Sequence[_StoredWeight]) -> li
     """The weights of other shapes among those that transformers loads as they are."""
     return [
         _OtherShape(header, target, tuple(weight.shape))
-        for header, target, weight in _loaded_as_they_are(bare, headers)
-        if tuple(weight.shape) != header.shape
+        for header, target, weight, is_alone in _used(bare, headers)
+        if is_alone and tuple(weight.shape) != header.shape
     ]
 
 
 def _packed(bare: PreTrainedModel, headers: Sequence[_StoredWeight]) -> _StoredWeight | None:
-    """The first weight whose numbers are of another kind than the model's: transformers converts them one by one."""
-    packed = [header for header in headers if header.dtype]
-    used = (header for header, _, weight in _loaded_as_they_are(bare, packed) if weight.is_floating_point())
-    return next(used, None) if packed else None
+    """The first weight that transformers would load as other numbers than it stands for: an integer, or a scaled one.
+
+    It converts them one by one, which is right for weights that were merely cast to 8 bits.
+    """
+    names = {header.name for header in headers}
+    packed = [header for header in headers if header.dtype and (not _is_float(header) or _is_scaled(header, names))]
+    return next((header for header, _, weight, _ in _used(bare, packed) if weight.is_floating_point()), None)
 
 
-def _loaded_as_they_are(
+def _is_float(header: _StoredWeight) -> bool:
+    """Whether torch converts numbers of its dtype to others of the same value."""
+    return header.dtype.lower().removeprefix("torch.").startswith(("f8_e4m3", "f8_e5m2", "float8_e4m3", "float8_e5m2"))
+
+
+def _is_scaled(header: _StoredWeight, names: Collection[str]) -> bool:
+    return any(f"{header.name}{ending}" in names for ending in _SCALES)
+
+
+def _used(
     bare: PreTrainedModel, headers: Sequence[_StoredWeight]
-) -> Iterator[tuple[_StoredWeight, str, torch.Tensor]]:
-    """The weights that transformers neither merges nor splits, with their name in the model and what is there."""
+) -> Iterator[tuple[_StoredWeight, str, torch.Tensor, bool]]:
+    """The weights that transformers loads: their name in the model, what is there, and whether it is that one alone.
+
+    Of those that it merges or splits it is the first name.
+    """
+    if not headers:
+        return
     expected: dict[str, torch.Tensor] = bare.state_dict()
     transforms = get_model_conversion_mapping(bare)
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
@@ -198,8 +217,8 @@ def _loaded_as_they_are(
         target, converted = rename_source_key(header.name, renamings, converters, prefix, expected)
         if target not in expected and header.name in expected:
             target, converted = rename_source_key(header.name, [], [], prefix, expected)
-        if converted is None and target in expected:
-            yield header, target, expected[target]
+        if target in expected:
+            yield header, target, expected[target], converted is None
 
 
 def _described(others: Sequence[_OtherShape], bare: PreTrainedModel) -> str:
