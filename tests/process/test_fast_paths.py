@@ -21,7 +21,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from llama_stack_provider_trl.recipes.data.packing import IGNORED, pack
 from llama_stack_provider_trl.recipes.data.sampling import BatchPlan
-from llama_stack_provider_trl.recipes.fast import attention, cpu_attention, elementwise, head, parts, support
+from llama_stack_provider_trl.recipes.fast import attention, cpu_attention, elementwise, head, smaller_batches, support
 from llama_stack_provider_trl.recipes.fast.batches import FlatPairs, collate_rows, forward_arguments, largest_groups
 from llama_stack_provider_trl.recipes.fast.layout import Layout
 from llama_stack_provider_trl.recipes.fast.model import use_rows
@@ -537,7 +537,7 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_the_loss_curve_is_that_of_padded_batches(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm, changes = JOBS[job]
     if job == "dpo":
-        monkeypatch.setattr(parts, "TOKENS", 1)
+        monkeypatch.setattr(smaller_batches, "TOKENS", 1)
     rows = 17 * {"sft": SFT_ROWS, "dpo": DPO_ROWS}[algorithm]  # of one epoch, since each ends in a checkpoint
     curves, records, batches = [], [], []
     for padding_free in (False, True):
@@ -610,12 +610,12 @@ KTO_PAIR = DpoSpec(loss_type="kto_pair", reference=ReferenceSpec())
 def test_batches_on_a_cpu_are_divided_by_their_tokens(
     device: str, changes: dict[str, Any], expected: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "TOKENS", 80)
+    monkeypatch.setattr(smaller_batches, "TOKENS", 80)
     rows = Dataset.from_list([pair(20, 12, 7), pair(10, 5, 6)])  # 30 tokens on average
     values = {"batch_size": 4, "gradient_accumulation_steps": 3, "max_validation_steps": 3, **changes}
     spec = job_spec(tmp_path, tiny_model(), "dpo", **values)
     plan = BatchPlan.of_job(spec)
-    divided, found = parts.in_parts(spec, plan, rows, device)
+    divided, found = smaller_batches.in_parts(spec, plan, rows, device)
     assert (divided.batch_size, divided.gradient_accumulation_steps, divided.max_validation_steps) == expected
     assert divided.rows_per_step == found.rows_per_step == spec.rows_per_step
     assert BatchPlan.of_job(divided) == found

@@ -17,7 +17,7 @@ from trl.trainer.utils import add_fused_lm_head
 from llama_stack_provider_trl.recipes import preflight
 from llama_stack_provider_trl.recipes.fast.model import use_rows
 from llama_stack_provider_trl.recipes.memory import estimate as estimates
-from llama_stack_provider_trl.recipes.memory import proposals
+from llama_stack_provider_trl.recipes.memory import nearest as nearest_jobs
 from llama_stack_provider_trl.recipes.memory import trace as memory
 from llama_stack_provider_trl.recipes.memory.estimate import MemoryEstimate, _Placed, estimate
 from llama_stack_provider_trl.recipes.memory.nearest import Capacity, nearest
@@ -349,7 +349,7 @@ def test_a_proposal_for_a_job_whose_batches_were_divided_sets_their_size(tmp_pat
     requested = job_spec(tmp_path, tiny_model(), batch_size=4, gradient_accumulation_steps=2)
     divided, batch = requested.with_batches_of(1), Batch(1, 2000)
     recomputed = divided.model_copy(update={"gradient_checkpointing": True})
-    limit = int(estimate(recomputed, batch, "cpu").total * proposals.MARGIN) + 1
+    limit = int(estimate(recomputed, batch, "cpu").total * nearest_jobs.MARGIN) + 1
     sizes = {"training_config.data_config.batch_size": 1, "training_config.gradient_accumulation_steps": 8}
     for given, expected in ((requested, sizes), (divided, {}), (None, {})):
         found = check(divided, batch, "cpu", Capacity(limit), given)
@@ -390,7 +390,7 @@ def test_a_recipe_is_refused_with_the_cause_of_what_exceeds_the_cpu_memory_of_a_
         """The message on the largest machines that are too small."""
         # With gradients reduced at every micro step, which is not compared with the other way: half the traces.
         changed = spec.model_copy(update={"gradient_sync": "micro_step", **changes})
-        needed = estimate(changed, batch, "cuda").machine * proposals.MARGIN
+        needed = estimate(changed, batch, "cuda").machine * nearest_jobs.MARGIN
         assert check(changed, batch, "cuda", Capacity(1 << 60, machine=int(needed) + 1))["fits"]
         found = check(changed, batch, "cuda", Capacity(1 << 60, machine=int(needed) - 1))
         assert not found["fits"]
@@ -415,7 +415,7 @@ def test_a_recipe_is_refused_with_the_cause_of_what_exceeds_the_cpu_memory_of_a_
 
 def test_what_checkpoints_are_written_from_is_the_cause_where_every_weight_is_trained(tmp_path: Path) -> None:
     spec = job_spec(tmp_path, shaped(8, hidden_size=1024, intermediate_size=4096), batch_size=1)
-    limit = int(estimate(spec, Batch(1, 16), "cuda").machine * proposals.MARGIN) - 1
+    limit = int(estimate(spec, Batch(1, 16), "cuda").machine * nearest_jobs.MARGIN) - 1
     message = check(spec, Batch(1, 16), "cuda", Capacity(1 << 60, machine=limit))["message"]
     assert "Checkpoints are written from a copy of the trained weights and their optimizer state" in message
     assert "of CPU memory on each machine: algorithm_config={'type': 'LoRA'" in message
@@ -593,7 +593,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[JobSpec]:
         found.append(spec)
         return MemoryEstimate(GIB, 0, 0, 0, 0, 0, 0)
 
-    monkeypatch.setattr(proposals, "estimate", too_large)
+    monkeypatch.setattr(nearest_jobs, "estimate", too_large)
     return found
 
 

@@ -14,7 +14,8 @@ import pytest
 from aiohttp import web
 
 from llama_stack_provider_trl.errors import ServiceRefusal, ServiceUnreachable
-from llama_stack_provider_trl_remote import answers, client, pull
+from llama_stack_provider_trl_remote import answer_lines as lines_module
+from llama_stack_provider_trl_remote import client, pull
 from llama_stack_provider_trl_remote.answer_lines import answer_lines
 from llama_stack_provider_trl_remote.client import MOST_EVENT, ServiceClient
 from llama_stack_provider_trl_remote.nodes.calls import NodeClient, Pace
@@ -163,8 +164,8 @@ def test_a_file_of_the_listed_size_arrives(tmp_path: Path) -> None:
 
 
 def test_an_answer_to_a_prompt_without_an_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "_MOST_LINE", MIB)
-    monkeypatch.setattr(answers, "_PAUSES", ())
+    monkeypatch.setattr(lines_module, "_MOST_LINE", MIB)
+    monkeypatch.setattr(lines_module, "_PAUSES", ())
 
     async def play(url: str) -> None:
         with pytest.raises(ServiceUnreachable, match="an answer to a prompt of more than 1 MiB"):

@@ -19,7 +19,7 @@ from llama_stack_provider_trl.errors import InvalidRequest, JobConflict, LimitRe
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.database import Database
 from llama_stack_provider_trl.jobs.submission import Submitter
-from llama_stack_provider_trl.jobs.supervision import proposals
+from llama_stack_provider_trl.jobs.supervision import bayesian_trials
 from llama_stack_provider_trl.jobs.supervision.bayesian_trials import Proposals, ResolvedTrials
 from llama_stack_provider_trl.jobs.supervision.proposer_process import Proposer
 from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
@@ -70,7 +70,7 @@ class Answering:
 def at_once(function: Callable[[], ResolvedTrials]) -> Future[ResolvedTrials]:
     """In place of a thread: the trials are known in the same pass."""
     future: Future[ResolvedTrials] = Future()
-    proposals._call(function, future)
+    bayesian_trials._call(function, future)
     return future
 
 
@@ -238,7 +238,7 @@ def test_a_kill_at_each_step_of_a_proposal_repeats_no_more_than_the_question(
         except Killed:
             world.restart()
 
-    monkeypatch.setattr(proposals.faults, "reach", reach)
+    monkeypatch.setattr(bayesian_trials.faults, "reach", reach)
     monkeypatch.setattr(world, "tick", tick)
     world.begin()
     world.finish(loss_of)
@@ -330,8 +330,8 @@ class Slow:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.gate, self.calls = threading.Event(), threading.Event(), 0
-        self._resolve = proposals.resolve
-        monkeypatch.setattr(proposals, "resolve", self)
+        self._resolve = bayesian_trials.resolve
+        monkeypatch.setattr(bayesian_trials, "resolve", self)
 
     def __call__(self, *arguments: Any) -> Any:
         self.calls += 1
@@ -342,7 +342,7 @@ class Slow:
     def finish(self) -> None:
         self.gate.set()
         for thread in threading.enumerate():
-            if thread.name == proposals.THREAD:
+            if thread.name == bayesian_trials.THREAD:
                 thread.join(60)
                 assert not thread.is_alive()
 
@@ -350,7 +350,7 @@ class Slow:
 @pytest.fixture
 def slow(world: Searching, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     """A search whose third and fourth trial are being resolved by a thread."""
-    world.begin_to = proposals.in_thread
+    world.begin_to = bayesian_trials.in_thread
     world.restart()
     world.begin(trials=4)
     made = Slow(monkeypatch)
@@ -389,13 +389,13 @@ def test_a_store_that_is_closed_while_trials_are_resolved_is_not_used_by_their_t
     world.supervisor.stop()
     world.store.close()
     slow.finish()
-    assert proposals.THREAD not in used
+    assert bayesian_trials.THREAD not in used
     world.restart()
     for _ in range(4):
         world.tick()
         slow.finish()
     assert len(world.table()) == 4
-    assert (len(world.posed), proposals.THREAD in used) == (2, False)
+    assert (len(world.posed), bayesian_trials.THREAD in used) == (2, False)
 
 
 def test_trials_that_are_resolved_after_a_cancel_are_not_queued(world: Searching, slow: Slow) -> None:
@@ -430,7 +430,7 @@ class Hanging:
             self._world.tick()
 
     def end(self, number: int) -> None:
-        proposals._call(*self.begun[number])
+        bayesian_trials._call(*self.begun[number])
         self._world.tick()
 
     def detail(self, name: str) -> str:
@@ -446,7 +446,7 @@ def test_few_threads_resolve_trials_at_once(world: Searching) -> None:
 def test_a_thread_that_does_not_end_delays_its_own_search_only(
     world: Searching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proposals, "RESOLVING_S", 1000.0)
+    monkeypatch.setattr(bayesian_trials, "RESOLVING_S", 1000.0)
     threads = Hanging(world)
     threads.submit(*"abc")
     world.tick()
@@ -470,7 +470,7 @@ def test_a_thread_that_does_not_end_delays_its_own_search_only(
 def test_a_search_whose_trials_are_not_resolved_for_an_hour_fails(world: Searching) -> None:
     threads = Hanging(world)
     threads.submit("a")
-    world.clock.advance(proposals.GIVE_UP_S - 600)
+    world.clock.advance(bayesian_trials.GIVE_UP_S - 600)
     world.tick()
     assert world.store.get("a").state is JobState.in_progress
     world.clock.advance(600)
@@ -484,10 +484,10 @@ def test_a_search_whose_trials_are_not_resolved_for_an_hour_fails(world: Searchi
 
 
 def test_threads_that_do_not_end_are_few(world: Searching, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proposals, "MOST_LATE", 2)
+    monkeypatch.setattr(bayesian_trials, "MOST_LATE", 2)
     threads = Hanging(world)
     threads.submit(*"abc")
-    world.clock.advance(proposals.RESOLVING_S)
+    world.clock.advance(bayesian_trials.RESOLVING_S)
     for _ in range(3):
         world.tick()
     assert len(threads.begun) == 2
@@ -521,7 +521,7 @@ def test_a_proposer_that_fails_is_tried_again_and_then_the_search_names_what_is_
     for _ in range(20):
         world.tick()
     job = world.store.get("s")
-    assert (job.state, job.reason, len(tries)) == (JobState.failed, Reason.no_proposal, len(proposals.WAITS) + 1)
+    assert (job.state, job.reason, len(tries)) == (JobState.failed, Reason.no_proposal, len(bayesian_trials.WAITS) + 1)
     assert "failed 3 times: it ended with 1: ModuleNotFoundError: No module named 'optuna'" in job.message
     assert f"the best of the 2 trials before is {best[:-1]}" in job.message
     assert "extra `search`" in job.advice
@@ -580,7 +580,7 @@ def test_a_combination_that_is_refused_ends_the_search_and_names_the_trial(world
 def test_a_short_lack_of_descriptors_delays_trials_and_ends_nothing(
     world: Searching, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    check, lacks = proposals.refuse_foreign, 5
+    check, lacks = bayesian_trials.refuse_foreign, 5
 
     def lacking(data_dir: Path, checkpoint_dir: Path) -> None:
         nonlocal lacks
@@ -591,14 +591,14 @@ def test_a_short_lack_of_descriptors_delays_trials_and_ends_nothing(
         check(data_dir, checkpoint_dir)
 
     world.begin()
-    monkeypatch.setattr(proposals, "refuse_foreign", lacking)
+    monkeypatch.setattr(bayesian_trials, "refuse_foreign", lacking)
     world.finish(loss_of)
     assert (world.state(), len(world.table())) == (JobState.completed, 9)
     assert caplog.text.count("its next trials are made as soon as this has ended") == 1
 
 
 def test_trials_that_cannot_be_checked_now_are_made_later(world: Searching, monkeypatch: pytest.MonkeyPatch) -> None:
-    resolve, calls = proposals.resolve, []
+    resolve, calls = bayesian_trials.resolve, []
 
     def busy(*arguments: Any) -> Any:
         calls.append(arguments)
@@ -607,7 +607,7 @@ def test_trials_that_cannot_be_checked_now_are_made_later(world: Searching, monk
         return resolve(*arguments)
 
     world.begin(trials=4)
-    monkeypatch.setattr(proposals, "resolve", busy)
+    monkeypatch.setattr(bayesian_trials, "resolve", busy)
     world.finish(loss_of)
     assert (world.state(), len(world.table())) == (JobState.completed, 4)
 

@@ -117,7 +117,7 @@ def test_its_judge_may_be_the_result_of_another_job_and_not_of_the_job_itself(jo
     assert (caught.value.field, [*jobs.store.names()]) == ("provider_options.evaluate.checks.0.model", [])
     jobs.post(None)
     jobs.post({**CHECKED, "checks": [judge]}, job_uuid="next")
-    first, second, found = (jobs.store.store.get(name).spec for name in ("tune", "next", "next-evaluation"))
+    first, second, found = (jobs.store.get(name).spec for name in ("tune", "next", "next-evaluation"))
     assert found.after == ("next", "tune")
     assert isinstance(found.work, EvaluateSpec)
     assert found.work.from_jobs == (second.checkpoint_dir / "final", first.checkpoint_dir / "final")

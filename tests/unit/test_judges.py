@@ -25,7 +25,7 @@ from llama_stack_provider_trl.specs.job import JobSpec
 from llama_stack_provider_trl.specs.judging import default_template, filled, read_verdict
 from llama_stack_provider_trl.specs.work import EvaluateSpec
 from llama_stack_provider_trl.system.files import put_rows
-from llama_stack_provider_trl_remote import answers
+from llama_stack_provider_trl_remote import answer_lines as lines_module
 from llama_stack_provider_trl_remote.answer_lines import answer_lines
 from llama_stack_provider_trl_remote.pipeline import digest_of, resolved, steps_of
 from tests.fakes import job_spec
@@ -365,7 +365,7 @@ def read(service: Download) -> list[bytes]:
 
 
 def test_answers_are_read_on_over_connections_that_break(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(lines_module, "_PAUSES", (0.0, 0.0))
     content = b"first line\n\nthird\nlast line\n"
     service = Download(content, 7, 12, 0, None)
     assert read(service) == [b"first line", b"", b"third", b"last line"]
@@ -376,7 +376,7 @@ def test_answers_are_read_on_over_connections_that_break(monkeypatch: pytest.Mon
 
 
 def test_lines_of_two_files_of_answers_are_never_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "_PAUSES", (0.0,))
+    monkeypatch.setattr(lines_module, "_PAUSES", (0.0,))
     service = Download(b"first line\nlast line\n", 12, None, etags=['"a"', '"b"'])
     with pytest.raises(ServiceRefusal, match="have changed while they were read"):
         read(service)

@@ -83,7 +83,7 @@ def test_the_same_rows_are_read_from_every_kind_of_file(ending: str, content: st
         (
             ".jsonl",
             b'{"a": 1,}\n',
-            "(a comma follows the last value: leave it out) at character 8); expected one object",
+            "(a comma follows the last value: leave it out) at character …); expected one object",
         ),
         (".jsonl", b'{"a": 1}{"a": 2}\n', "(further values follow: write one per line, or a list of them)"),
         (".jsonl", b"{'a': 1}\n", '(other quotes than ": write it with json.dumps)'),
@@ -110,17 +110,17 @@ def test_the_same_rows_are_read_from_every_kind_of_file(ending: str, content: st
         (
             ".json",
             b'[{"a": 1}, {"a": 2},]',
-            "the file is not JSON (Expecting value (a comma follows the last value: leave it",
+            "the file is not JSON (…(a comma follows the last value: leave it",
         ),
         (
             ".json",
             b'{"data": [{"a": 1},]}',
-            "row 0: is not JSON in line 1 (Expecting value (a comma follows the last value",
+            "row 0: is not JSON in line 1 (…(a comma follows the last value",
         ),
         (
             ".json",
             b'{\n"data": [\n{"a": 1},\n]}',
-            "the file is not JSON (Expecting value (a comma follows the last value",
+            "the file is not JSON (…(a comma follows the last value",
         ),
         (".json", b'{"data": [{"a": 1}], "data": []}', "row 0: in line 1 the key 'data' is there twice"),
         (".json", b'{\n"data": [], "data": []}', "in the file the key 'data' is there twice"),
@@ -140,7 +140,8 @@ def test_the_same_rows_are_read_from_every_kind_of_file(ending: str, content: st
 def test_a_wrong_file_is_refused_by_its_line(ending: str, content: bytes, message: str) -> None:
     with pytest.raises(InvalidRows) as caught:
         rows(ending, content)
-    assert message in str(caught.value)
+    for part in message.split("…"):  # Python 3.13 has other words and another place for a comma behind the last value
+        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize(

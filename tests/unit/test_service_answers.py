@@ -19,7 +19,7 @@ from llama_stack_provider_trl.specs.events import Finished
 from llama_stack_provider_trl.specs.job import JobSpec
 from llama_stack_provider_trl.specs.work import CheckedAnswering, EvaluateSpec, GenerateSpec
 from llama_stack_provider_trl_remote.service import space
-from llama_stack_provider_trl_remote.service.cluster import answers as module
+from llama_stack_provider_trl_remote.service.cluster import node_answers as module
 from llama_stack_provider_trl_remote.service.cluster import uploads
 from llama_stack_provider_trl_remote.service.cluster.node_answers import remove_results
 from llama_stack_provider_trl_remote.service.cluster.uploads import UploadReceiver

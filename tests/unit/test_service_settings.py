@@ -328,7 +328,7 @@ def test_several_machines_need_an_address_that_they_can_reach(tmp_path: Path) ->
     settings = load(tmp_path, torch_run_config={"nnodes": 2}, **open_one)
     settings.check_exposure()
     jobs = settings.for_jobs(("cpu",))
-    assert (jobs.store.machines.nodes, jobs.max_nodes > 2) == (2, True)
+    assert (jobs.nodes, jobs.max_nodes > 2) == (2, True)
     assert load(tmp_path).for_jobs(("cpu",)).max_nodes == 1
 
 
