@@ -166,7 +166,7 @@ def preview(spec: JobSpec, request: PreviewSpec, writer: EventWriter) -> None:
     except JobFailure as error:
         lost.append(f"the job fails: {error.message}")
     if spec.dropped_turns == "refuse" and [*prompts.lost_turns, *counter.lost_turns(unit, chat, taught), *lost]:
-        lost.append("with dropped_turns 'refuse' the job fails for the turns that a chat template leaves out")
+        lost.append("with dropped_turns 'refuse' the job fails for what a chat template leaves out")
     writer.write(
         Previewed(
             max_seq_length=spec.max_seq_length,

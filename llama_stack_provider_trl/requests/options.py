@@ -232,7 +232,8 @@ class ProviderOptions(Documented, CheckedNames):
     truncation_side: Literal["right", "left"] = "right"
     """What of a longer sequence is cut: its end, or its beginning (DPO: that of the prompt)."""
     dropped_turns: DroppedTurns = "warn"
-    """Where the chat template leaves out turns of rows: `warn`, or `refuse`, which fails the job."""
+    """Where the chat template leaves out turns of rows, or text of trained answers: `warn`, or `refuse`, which fails
+    the job."""
     group_by_length: bool = True
     """The rows of an optimizer step are put into micro batches and ranks by length, which saves padding."""
     padding_free: bool = True

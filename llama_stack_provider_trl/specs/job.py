@@ -208,7 +208,8 @@ class JobSpec(Frozen):
     truncation_side: TruncationSide = "right"
     """What is cut. right: the end. left: the beginning, but for a token that begins texts; of a pair, the prompt's."""
     dropped_turns: DroppedTurns = "warn"
-    """Where a chat template leaves out turns: warn, a warning; refuse, the job fails before its model is loaded."""
+    """Where a chat template leaves out turns, or text of trained answers: warn, a warning; refuse, the job fails before
+    its model is loaded."""
     dtype: Dtype = "bf16"
     """bf16: bf16 autocast over fp32 trainable weights, a frozen base under LoRA held in bf16. fp32: fp32 throughout.
     fp16: as bf16, with loss scaling (arXiv:1710.03740); cuda only."""

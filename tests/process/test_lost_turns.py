@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trl
 from transformers import AutoTokenizer
 
 from llama_stack_provider_trl.errors import JobFailure
@@ -103,6 +104,86 @@ def test_what_an_answer_thought_before_is_no_lost_turn(chatml: Any) -> None:
     assert not lost(report)
 
 
+THOUGHT = {"role": "assistant", "content": "<think>\nOne and one.\n</think>\n\nTwo."}
+_TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+
+
+def unwritten(report: DataReport) -> list[str]:
+    return [warning for warning in report.warnings if "are not written by the chat template" in warning]
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "is_whole"),
+    [
+        ("deepseek_r1_distill", THOUGHT["content"], False),
+        ("deepseekv3", THOUGHT["content"], False),
+        ("deepseek_r1_distill", "use the tag </think> in HTML", False),
+        ("deepseek_r1_distill", "<think></think>Two.", True),
+        ("deepseek_r1_distill", "<think>Two.", True),
+        ("deepseek_r1_distill", "<think>Two</think>Two.", False),  # the thought is in the answer's text, too
+        ("qwen3", "  <think>One and one.</think>Two.\n", True),  # written with other white space
+        ("qwen3", "Hm. <think>One</think> Two <think>three</think> four", False),
+        ("glm4moe", "Hm. <think>One</think> Two <think>three</think> four", False),
+        ("glm4moe", THOUGHT["content"], True),
+        ("gemma4", "<|channel>thought\nOne and one.<channel|>Two.", False),
+        ("llama3", THOUGHT["content"], True),
+    ],
+)
+def test_text_of_a_trained_answer_that_is_not_written_is_counted(
+    chatml: Any, template: str, content: str, is_whole: bool
+) -> None:
+    chatml.chat_template = (_TEMPLATES / f"{template}.jinja").read_text()
+    chatml.bos_token, talk = "<|im_start|>", [TALK[0], {"role": "assistant", "content": content}]
+    plain = SftExample(TALK[:2], 1)
+    for _, report in (
+        tokenize_sft([plain, SftExample(talk, 1)], chatml, 1024).collect(),
+        tokenize_sft([plain, SftExample(talk, None)], chatml, 1024).collect(),
+        tokenize_sft([plain, SftExample(talk, None)], chatml, 1024, train_on_input=True).collect(),
+        tokenize_kto([LabelledExample(TALK[:1], [turn], True) for turn in (TALK[1], talk[1])], chatml, 1024).collect(),
+        tokenize_dpo(
+            [PreferenceExample(TALK[:1], [turn], TALK[5:]) for turn in (TALK[1], talk[1])], chatml, 1024
+        ).collect(),
+    ):
+        found = unwritten(report)
+        assert len(found) == (not is_whole)
+        assert found == report.lost_turns
+        for warning in found:
+            assert warning.startswith("thoughts, or other text, of 1 answers are not written by the chat template")
+            assert "(1 of 2 " in warning
+            assert "first in row 1)" in warning
+
+
+def test_thoughts_of_earlier_answers_are_counted_where_they_are_trained(chatml: Any) -> None:
+    chatml.chat_template = (_TEMPLATES / "qwen3.jinja").read_text()
+    talk = [TALK[0], THOUGHT, TALK[2], THOUGHT]
+    (warning,) = unwritten(tokenize_sft([SftExample(talk, None)], chatml, 1024).collect()[1])
+    assert "of 1 answers" in warning
+    assert not unwritten(tokenize_sft([SftExample(talk, 3)], chatml, 1024).collect()[1])
+    assert not unwritten(tokenize_prompts([PromptExample(talk[:3])], chatml, 1024, 8).collect()[1])
+
+
+def test_thoughts_are_not_counted_where_the_template_refuses_or_changes_marks(chatml: Any) -> None:
+    for change in (
+        "{% if messages[-1]['content'] | length > 36 %}{{ raise_exception('too long') }}{% endif %}",
+        "{{ messages[-1]['content'] | length }}",
+    ):
+        chatml.chat_template = change + CHATML.replace(
+            "message['content'] +", "(message['content'] | replace('\n', ' ')) +"
+        )
+        assert not unwritten(tokenize_sft([SftExample([TALK[0], THOUGHT], None)], chatml, 1024).collect()[1])
+
+
+def test_pairs_that_the_template_makes_equal_are_counted(chatml: Any) -> None:
+    chatml.chat_template = (_TEMPLATES / "deepseekv3.jinja").read_text()
+    other = {**THOUGHT, "content": THOUGHT["content"].replace("One", "1")}
+    pairs = [([THOUGHT], [other]), ([THOUGHT], [THOUGHT]), ([THOUGHT], TALK[5:])]
+    examples = [PreferenceExample(TALK[:1], *answers) for answers in pairs]
+    expected = "1 of 3 pairs have different answers that the chat template writes as the same tokens: no signal"
+    assert expected in tokenize_dpo(examples, chatml, 1024).collect()[1].warnings
+    chatml.chat_template = CHATML
+    assert not [one for one in tokenize_dpo(examples, chatml, 1024).collect()[1].warnings if "same tokens" in one]
+
+
 def test_turns_that_the_teachers_template_leaves_out_are_counted(chatml: Any) -> None:
     teacher = tiny_tokenizer()
     teacher.chat_template = _WITHOUT.replace("ROLES", "['system']")
@@ -143,6 +224,20 @@ def test_a_job_that_is_not_to_lose_turns_fails_and_names_row_role_and_counts(tmp
     kept = spec.model_copy(update={"model": str(tiny_model())})
     whole = Preparation(kept, load_tokenizer(kept.source), EventWriter(tmp_path / "events.jsonl"), kept.dataset)
     assert not whole.rows(kept.dataset).report.lost_turns
+
+
+def test_thoughts_that_are_not_written_are_in_job_and_preview_and_refused(tmp_path: Path) -> None:
+    model = model_with(tmp_path, (_TEMPLATES / "deepseekv3.jinja").read_text())
+    rows = [{"messages": [TALK[0], THOUGHT]}]
+    spec = job_spec(tmp_path, model, rows=rows, dropped_turns="refuse")
+    for _ in range(2):  # tokenized, and from the cache
+        message = refused(tmp_path, spec)
+        assert message.startswith("dataset 'rows': thoughts, or other text, of 1 answers are not written")
+        assert message.endswith("with dropped_turns 'warn' the job trains without them")
+    preview(spec, PreviewSpec(), EventWriter(tmp_path / "preview.jsonl"))
+    (found,) = [event for event in iter_events(tmp_path / "preview.jsonl") if isinstance(event, Previewed)]
+    assert [warning for warning in found.warnings if warning.startswith("thoughts, or other text, of 1 answers")]
+    assert found.warnings[-1] == "with dropped_turns 'refuse' the job fails for what a chat template leaves out"
 
 
 def test_such_a_job_fails_before_its_model_is_loaded(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ...specs.events import Reason
 from ...specs.job import DroppedTurns
 from ...specs.rows import Message
 from .endings import Endings, Examples
-from .marks import CLOSE, OPEN, common_prefix, markings, unmarked, visible
+from .marks import CLOSE, OPEN, common_prefix, marked_texts, markings, unmarked, visible
 from .templates import rendered
 
 if TYPE_CHECKING:
@@ -53,23 +53,33 @@ class Rendered(NamedTuple):
     text: str
     unwritten: list[int]
     """The turns that it does not write."""
+    partly: list[int]
+    """The trained answers that it writes without a part of their text."""
 
 
 @dataclass
-class LostTurns:
+class _LostRows:
+    """The rows of which a chat template does not write all."""
+
+    rows: int = 0
+    first_row: int = 0
+
+    def _add(self, row: int) -> None:
+        self.first_row = row if not self.rows else min(row, self.first_row)
+        self.rows += 1
+
+
+@dataclass
+class LostTurns(_LostRows):
     """The turns that a chat template does not write, over all rows."""
 
     roles: Counter[str] = field(default_factory=Counter)
-    rows: int = 0
-    """Rows with such turns."""
-    first_row: int = 0
 
     def add(self, roles: Sequence[str], row: int) -> None:
         """Count those of one row."""
         if roles:
-            self.first_row = row if not self.rows else min(row, self.first_row)
             self.roles.update(roles)
-            self.rows += 1
+            self._add(row)
 
     def message(self, unit: str, total: int, owner: str = "the", row: str = "row") -> str | None:
         """What a user should know of them; None: there are none.
@@ -88,13 +98,37 @@ class LostTurns:
         )
 
 
+@dataclass
+class LostTexts(_LostRows):
+    """The trained answers that a chat template writes without a part of their text, over all rows."""
+
+    answers: int = 0
+
+    def add(self, answers: int, row: int) -> None:
+        """Count those of one row."""
+        if answers:
+            self.answers += answers
+            self._add(row)
+
+    def message(self, unit: str, total: int) -> str | None:
+        """What a user should know of them; None: there are none."""
+        if not self.rows:
+            return None
+        return (
+            f"thoughts, or other text, of {self.answers} answers are not written by the chat template, so they are not "
+            f"trained ({self.rows} of {total} {unit}s, first in row {self.first_row}): correct the template, or, where "
+            "it leaves out only thoughts of earlier answers, send a row for each answer, with the turns before it as "
+            "its prompt"
+        )
+
+
 def refuse_lost_turns(
     dropped_turns: DroppedTurns, lost: Iterable[str], where: str = "", reason: Reason = Reason.invalid_dataset
 ) -> None:
     """Fail a job that is not to lose turns.
 
     Args:
-        lost: what `LostTurns.message` has.
+        lost: what `LostTurns.message` and `LostTexts.message` have.
         where: the beginning of the message.
 
     Raises:
@@ -146,6 +180,9 @@ class Chat:
         self.unplaced_turns = 0
         """Assistant turns whose place in the text is not found, though the template writes them."""
         self.lost = LostTurns()
+        self.lost_texts = LostTexts()
+        self.equal_answers = 0
+        """Pairs of different answers that have the same tokens."""
         self.endings = Endings(tokenizer, self.render_part)
         """Where the answers end."""
         self.trained_headers = Examples()
@@ -166,13 +203,26 @@ class Chat:
         return self.render_whole(messages, row, add_generation_prompt=add_generation_prompt).text
 
     def render_counted(self, messages: Sequence[Message], row: int, *, add_generation_prompt: bool = False) -> str:
-        """As `render`; the turns that the template does not write are counted."""
-        found = self.render_whole(messages, row, add_generation_prompt=add_generation_prompt)
+        """As `render`; what the template does not write is counted. Without `add_generation_prompt` all answers are
+        trained."""
+        trained_from = None if add_generation_prompt else 0
+        found = self.render_whole(messages, row, add_generation_prompt=add_generation_prompt, trained_from=trained_from)
         self.lost.add([messages[turn]["role"] for turn in found.unwritten], row)
+        self.lost_texts.add(len(found.partly), row)
         return found.text
 
-    def render_whole(self, messages: Sequence[Message], row: int, *, add_generation_prompt: bool = False) -> Rendered:
+    def render_whole(
+        self,
+        messages: Sequence[Message],
+        row: int,
+        *,
+        add_generation_prompt: bool = False,
+        trained_from: int | None = None,
+    ) -> Rendered:
         """As `render`, with the turns that the template does not write.
+
+        Args:
+            trained_from: the first turn that is trained; None: none is.
 
         Raises:
             JobFailure: the template refuses the conversation, or leaves out the answer.
@@ -191,7 +241,15 @@ class Chat:
         unwritten = self.unwritten_turns(messages, text, add_generation_prompt)
         if not add_generation_prompt and _last_answer(messages) in unwritten:
             raise _left_out(row)
-        return Rendered(text, unwritten)
+        trained = [] if trained_from is None else range(trained_from, len(messages))
+        partly = [
+            turn
+            for turn in trained
+            if messages[turn]["role"] == "assistant"
+            and turn not in unwritten
+            and not self._is_whole(messages, turn, text, add_generation_prompt)
+        ]
+        return Rendered(text, unwritten, partly)
 
     def unwritten_turns(self, messages: Sequence[Message], text: str, add_generation_prompt: bool) -> list[int]:
         """Turns whose content the template does not write (what an answer thought before may rightly be missing).
@@ -225,6 +283,23 @@ class Chat:
             if unmarked(marked) == text:  # else the marks themselves may decide
                 return tried[-1]
         return any(tried) if tried else visible(messages[turn]).split()[-1] in text
+
+    def _is_whole(self, messages: Sequence[Message], turn: int, text: str, add_generation_prompt: bool) -> bool:
+        """Whether all texts of a turn are written: its thoughts, and what is before and after them."""
+        content = messages[turn]["content"].strip()
+        if text.count(content) >= sum(message["content"].count(content) for message in messages):
+            return True
+        tried = []
+        for message, count in marked_texts(messages[turn]):
+            talk = [*messages[:turn], message, *messages[turn + 1 :]]
+            marked = self.render_part(talk, add_generation_prompt=add_generation_prompt)
+            if marked is None:
+                continue
+            tried.append(marked.count(OPEN) >= count and marked.count(CLOSE) >= count)
+            if unmarked(marked) == text:  # else the marks themselves may decide
+                return tried[-1]
+        # Where the template refuses all marks, nothing is known of thoughts that it rewrites.
+        return any(tried) or not tried
 
     def _unwritten_by_roles(self, roles: tuple[str, ...], add_generation_prompt: bool) -> list[int] | None:
         """The turns of a conversation with these roles that are not written; None: the template refuses other contents
@@ -267,6 +342,11 @@ class Chat:
             yield (
                 f"{self.two_prompts} of {total} {unit}s: the chat template writes the prompt differently for each "
                 "answer; both are trained after the prompt that generation has"
+            )
+        if self.equal_answers:
+            yield (
+                f"{self.equal_answers} of {total} {unit}s have different answers that the chat template writes as the "
+                "same tokens: no signal"
             )
         if self.trained_headers.count:
             yield (

@@ -11,6 +11,8 @@ from ...specs.rows import Message
 
 OPEN, CLOSE = "\ue000\ue002\ue001", "\ue000\ue003\ue001"
 """Private-use characters, so that no content matches, and none that a filter such as `upper` changes."""
+_TAG = re.compile(r"(<[^<>\s]+>|\[/?[A-Z_]+\])")
+"""What may begin or end a thought: `</think>`, Gemma's `<channel|>`, Mistral's `[/THINK]`. Other tags do no harm."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,27 @@ def visible(message: Message) -> str:
     """What a template has to write of a turn: templates leave out what an answer thought before."""
     content = message["content"]
     return (content.rpartition("</think>")[2] if message["role"] == "assistant" else content).strip()
+
+
+def marked_texts(message: Message) -> list[tuple[Message, int]]:
+    """The turn with marks in each text between its tags (thoughts, and what is before and after them), and the number
+    of these texts: with the marks around each text, and in its middle."""
+    pieces = _TAG.split(message["content"])  # texts and tags in turn
+    count = sum(bool(piece.strip()) for piece in pieces[::2])
+    found: list[tuple[Message, int]] = []
+    for is_around in (True, False):
+        texts = [_marked(piece, is_around) if number % 2 == 0 else piece for number, piece in enumerate(pieces)]
+        found.append(({"role": message["role"], "content": "".join(texts)}, count))
+    return found
+
+
+def _marked(piece: str, is_around: bool) -> str:
+    text = piece.strip()
+    if not text:
+        return piece
+    before, _, after = piece.partition(text)
+    half = len(text) // 2
+    return before + (f"{OPEN}{text}{CLOSE}" if is_around else f"{text[:half]}{OPEN}{CLOSE}{text[half:]}") + after
 
 
 def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:

@@ -63,7 +63,7 @@ class DataReport:
     """The first row that has it."""
     warnings: list[str]
     lost_turns: list[str]
-    """Those of the warnings that are about turns that a chat template does not write."""
+    """Those of the warnings that are about turns, or text of answers, that a chat template does not write."""
 
 
 @overload
@@ -440,8 +440,8 @@ class TruncationCounter:
         return [*chat.warnings(unit, self.rows), *lost, *self._end_warnings(chat), *self._cut_warnings(unit)]
 
     def lost_turns(self, unit: str, chat: Chat, teacher: Chat | None = None) -> list[str]:
-        """A sentence for each chat template that does not write all turns."""
-        found = [chat.lost.message(unit, self.rows)]
+        """Sentences on chat templates that do not write all turns, or all text of the answers."""
+        found = [chat.lost.message(unit, self.rows), chat.lost_texts.message(unit, self.rows)]
         if teacher is not None:
             found.append(teacher.lost.message(unit, self.rows, "the teacher's"))
         return [message for message in found if message]

@@ -77,7 +77,7 @@ def split_rows(
 
 def _rendered(chat: Chat, number: int, prompt: Sequence[Message], answers: Sequence[Sequence[Message]]) -> _RenderedRow:
     talks = [[*prompt, *answer] for answer in answers]
-    found = [chat.render_whole(talk, number) for talk in talks]
+    found = [chat.render_whole(talk, number, trained_from=len(prompt)) for talk in talks]
     before = chat.render(prompt, number, add_generation_prompt=True)
     texts = [one.text for one in found]
     ended = [text[: chat.endings.of(talk, text)] for talk, text in zip(talks, texts, strict=True)]
@@ -90,6 +90,7 @@ def _rendered(chat: Chat, number: int, prompt: Sequence[Message], answers: Seque
     for answer, one in zip(answers, found, strict=True):
         roles += [answer[turn - len(prompt)]["role"] for turn in one.unwritten if turn >= len(prompt)]
     chat.lost.add(roles, number)
+    chat.lost_texts.add(sum(len(one.partly) for one in found), number)
     return row
 
 

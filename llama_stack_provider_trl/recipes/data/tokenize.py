@@ -76,7 +76,10 @@ def encode_pairs(
 ) -> Iterator[tuple[list[int], list[int], list[int]]]:
     """Prompt, chosen and rejected ids of each pair, not yet cut."""
     prompts, answers = [pair.prompt for _, pair in chunk], [(pair.chosen, pair.rejected) for _, pair in chunk]
-    for prompt, (chosen, rejected) in split_rows(chat, prompts, answers, [row for row, _ in chunk]):
+    split = split_rows(chat, prompts, answers, [row for row, _ in chunk])
+    for (prompt, (chosen, rejected)), (_, pair) in zip(split, chunk, strict=True):
+        # Pairs that are equal in their rows have their own warning.
+        chat.equal_answers += chosen == rejected and pair.chosen != pair.rejected
         yield prompt, chosen, rejected
 
 
