@@ -114,7 +114,7 @@ def pickled(size: int = 64) -> bytes:
         return content.getvalue()
 
 
-@pytest.mark.parametrize("content", [pickled()[:-1], pickled()[:60], b"PK\x03\x04"])
+@pytest.mark.parametrize("content", [pickled()[:-1], pickled()[:60], b"PK\x03\x04"], ids=["end", "middle", "start"])
 def test_pickled_weights_that_are_cut_off(tmp_path: Path, content: bytes) -> None:
     sentence = f"is cut off, it has {len(content)} bytes and no directory of its parts at its end: download it"
     assert sentence in str(found(tmp_path, "pytorch_model.bin", content))
