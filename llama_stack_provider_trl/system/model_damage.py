@@ -15,15 +15,13 @@ from io import BufferedReader
 from .texts import decoded, refuse_encoding
 
 CONFIG_FILES = ("config.json", "generation_config.json", "adapter_config.json")
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
-SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "merges.txt")
-"""Those that are read where there is no tokenizer.json."""
+FAST_TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "merges.txt")
+"""Those that are read where there is no `FAST_TOKENIZER`."""
+_ADDED_TOKENS = "added_tokens_decoder"
+_ADDED_TOKENS_FILES = ("special_tokens_map.json", "added_tokens.json")
+"""Those that are read where `TOKENIZER_CONFIG` has no `_ADDED_TOKENS`."""
 DISPENSABLE_FILES = ("generation_config.json", "chat_template.jinja")
 """Those that are ignored with a warning where they hold nothing: `config.json` and `tokenizer_config.json` have what is
 used then."""
@@ -51,6 +49,7 @@ SMALL = 1 << 20
 _AGAIN = "download it again"
 _MARK = b"\xef\xbb\xbf"
 _POINTER = b"version https://git-lfs.github.com/spec/"
+_TEMPLATE = ".jinja"
 _PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype html|html|\?xml)[\s>]", re.IGNORECASE)
 
 
@@ -68,7 +67,7 @@ def damage_of(name: str, file: BufferedReader, most_header: int = MOST_HEADER) -
         return f"is empty: {_AGAIN}"
     if start.startswith(_POINTER):
         return "is a Git LFS pointer and not the file itself: run `git lfs pull` in the model's directory"
-    if _PAGE.match(start):
+    if _PAGE.match(start) and not (name.endswith(_TEMPLATE) and _is_template(file)):
         return f"is a web page, such as the error page of a download: {_AGAIN}"
     if name.endswith(".safetensors"):
         return _damage_of_weights(file, size, start, most_header)
@@ -76,7 +75,23 @@ def damage_of(name: str, file: BufferedReader, most_header: int = MOST_HEADER) -
         return _damage_of_pickle(file, size, start)
     if name.endswith(".json"):
         return _encoding_of_json(start) or _damage_of_json(name, file, size)
-    return _damage_of_template(file) if name.endswith(".jinja") else None
+    return _damage_of_template(file) if name.endswith(_TEMPLATE) else None
+
+
+def tokenizer_files(configuration: bytes | None, *, is_fast: bool) -> list[str]:
+    """The files that transformers reads a tokenizer from.
+
+    Args:
+        configuration: content of its `TOKENIZER_CONFIG`, or the beginning of a large one; None: it has none.
+        is_fast: it has a `FAST_TOKENIZER`.
+    """
+    files = [FAST_TOKENIZER, TOKENIZER_CONFIG, "chat_template.jinja", *(() if is_fast else _SLOW_TOKENIZER_FILES)]
+    try:
+        found = {} if configuration is None else json.loads(configuration)
+    except (ValueError, RecursionError):
+        return files
+    has_added = not isinstance(found, dict) or _ADDED_TOKENS in found
+    return files if has_added else [*files, *_ADDED_TOKENS_FILES]
 
 
 def _encoding_of_json(start: bytes) -> str | None:
@@ -87,6 +102,13 @@ def _encoding_of_json(start: bytes) -> str | None:
     except ValueError as error:
         return f"cannot be read, {error}"
     return None
+
+
+def _is_template(file: BufferedReader) -> bool:
+    """Whether a file that begins as a page has what a template of pages has."""
+    file.seek(0)
+    content = file.read(SMALL)
+    return b"{{" in content or b"{%" in content
 
 
 def _damage_of_template(file: BufferedReader) -> str | None:

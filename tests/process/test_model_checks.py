@@ -154,6 +154,16 @@ def test_a_file_of_the_tokenizer_that_is_another_one_is_named(model: Path, name:
     assert found in message
 
 
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json"])
+def test_a_file_of_added_tokens_that_transformers_does_not_read_may_be_another_one(model: Path, name: str) -> None:
+    (model / name).write_text(POINTER)
+    assert f"{name} is a Git LFS pointer" in refusal(lambda: load_tokenizer(source_of(model)), model)
+    path = model / "tokenizer_config.json"
+    added = {"0": {"content": load_tokenizer(source_of(tiny_model())).convert_ids_to_tokens(0), "special": True}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "added_tokens_decoder": added}))
+    load_tokenizer(source_of(model))
+
+
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors"])
 @pytest.mark.parametrize(("text", "found"), [(POINTER, "git lfs pull"), (PAGE, "web page"), ("", "is empty")])
 def test_a_file_of_the_model_that_is_another_one_is_named(model: Path, name: str, text: str, found: str) -> None:

@@ -136,6 +136,15 @@ def test_a_template_that_is_no_utf_8(tmp_path: Path, content: bytes, sentence: s
     assert damage is None if sentence is None else sentence in str(damage)
 
 
+@pytest.mark.parametrize("start", ["<html>", "\n<?xml version='1.0'?>", "<!DOCTYPE html>"])
+def test_a_template_that_begins_as_a_page_is_none(tmp_path: Path, start: str) -> None:
+    for part in ("{{ messages }}", "{%- for message in messages %}"):
+        content = f"{start}{' ' * 600}{part}".encode()
+        assert found(tmp_path, "chat_template.jinja", content) is None
+        assert "is a web page" in str(found(tmp_path, "tokenizer.json", content))
+    assert "it is not UTF-8" in str(found(tmp_path, "chat_template.jinja", f"{start}{{{{ é }}}}".encode("latin-1")))
+
+
 def test_of_a_large_file_both_ends_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_damage, "SMALL", 1000)
     large = json.dumps({"a": "x" * 2000}).encode()
@@ -206,6 +215,20 @@ def test_a_request_for_a_directory_with_such_a_file_is_refused_by_name(
     hint = refusal(model)
     assert hint.startswith(sentence)
     assert bool(hint) == bool(sentence)
+
+
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json"])
+def test_files_of_added_tokens_that_the_tokenizers_configuration_replaces_are_not_read(model: Path, name: str) -> None:
+    (model / name).write_bytes(b"")
+    assert refusal(model) == f"{name} in that directory is empty: download it again"
+    configuration = model / "tokenizer_config.json"
+    configuration.write_text('{"eos_token": "</s>"}')
+    assert refusal(model) == f"{name} in that directory is empty: download it again"
+    configuration.write_text('{"added_tokens_decoder": {}}')
+    assert refusal(model) == ""
+    large = json.dumps({"extra": "x" * model_damage.SMALL, "added_tokens_decoder": {}})
+    configuration.write_text(large)
+    assert refusal(model) == ""
 
 
 INDEX = b'{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}'

@@ -19,15 +19,16 @@ from ...system.model_damage import (
     ADAPTER_WEIGHTS,
     CONFIG_FILES,
     EMBEDDED_ADAPTER,
+    FAST_TOKENIZER,
     INDEX_ENDING,
     NO_WEIGHTS,
-    SLOW_TOKENIZER_FILES,
     SMALL,
-    TOKENIZER_FILES,
+    TOKENIZER_CONFIG,
     WEIGHTS,
     damage_of,
     files_in_index,
     missing_from_index,
+    tokenizer_files,
 )
 
 
@@ -44,8 +45,8 @@ def refuse_damaged(field: str, value: str | None, fields: Mapping[str, Any]) -> 
     model, adapter = Path(fields["model"]), fields.get("adapter")
     if fields.get("bases") or not model.is_absolute():
         return
-    slow = () if _is_there(model, TOKENIZER_FILES[0]) else SLOW_TOKENIZER_FILES
-    problems = [*_problems(model, (*CONFIG_FILES, *TOKENIZER_FILES, *slow)), *_problems_of_weights(model)]
+    tokenizer = tokenizer_files(_beginning(model, TOKENIZER_CONFIG), is_fast=_is_there(model, FAST_TOKENIZER))
+    problems = [*_problems(model, (*CONFIG_FILES, *tokenizer)), *_problems_of_weights(model)]
     if adapter is not None:
         problems += _problems(adapter.path, ADAPTER_FILES)
         read = (ADAPTER_WEIGHTS,) if adapter.use == "continue" else (ADAPTER_WEIGHTS, ADAPTER_PICKLE)
@@ -94,6 +95,15 @@ def _problems_of_weights(model: Path) -> Iterator[str]:
         if not _is_there(model, name):
             yield f"{name[:200]} in that directory {missing_from_index(used, names)}"
     yield from _problems(model, tuple(inside))
+
+
+def _beginning(directory: Path, name: str) -> bytes | None:
+    """The content of a file, of a large one as much as is parsed here; None: it cannot be read."""
+    try:
+        with open_in(directory, name) as file:
+            return file.read(SMALL)
+    except OSError:
+        return None
 
 
 def _small(directory: Path, name: str) -> bytes:

@@ -29,14 +29,15 @@ from ...specs.model_source import ModelSource
 from ...system.model_damage import (
     ADAPTER_FILES,
     EMBEDDED_ADAPTER,
+    FAST_TOKENIZER,
     INDEX_ENDING,
     NO_WEIGHTS,
-    SLOW_TOKENIZER_FILES,
-    TOKENIZER_FILES,
+    TOKENIZER_CONFIG,
     WEIGHTS,
     damage_of,
     files_in_index,
     missing_from_index,
+    tokenizer_files,
 )
 
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -108,8 +109,13 @@ def check_files(source: ModelSource, names: Iterable[str]) -> None:
 
 def check_tokenizer_files(source: ModelSource) -> None:
     """As `check_files`, of those that its tokenizer is read from."""
-    fast = _found(source.location, TOKENIZER_FILES[0], source.revision, local_only=True)
-    check_files(source, TOKENIZER_FILES if fast else (*TOKENIZER_FILES, *SLOW_TOKENIZER_FILES))
+    found = partial(_found, source.location, revision=source.revision, local_only=True)
+    configuration = found(TOKENIZER_CONFIG)
+    try:
+        content = configuration.read_bytes() if configuration else None
+    except OSError:
+        content = None  # loading reports it
+    check_files(source, tokenizer_files(content, is_fast=found(FAST_TOKENIZER) is not None))
 
 
 def check_adapter_files(directory: Path) -> None:
