@@ -106,7 +106,8 @@ def read_ndjson(file: BinaryIO, *, blank_lines: bool = False) -> Iterator[Row]:
 
 def read_csv(file: BinaryIO) -> Iterator[Row]:
     """The rows of a CSV file with a header. All values are text, and an empty cell is an absent value, as in Llama
-    Stack's own reader. Lines without a value are skipped; a first line such as `sep=;` names the separator.
+    Stack's own reader. Lines without a value are skipped; a first line such as `sep=;` names the separator. A column
+    without a name, as data frames write their index, has its number: "unnamed column 1".
 
     Raises:
         InvalidRows: the file is not CSV, its header has a name twice, or a row has more cells than the header; names
@@ -126,13 +127,13 @@ def read_csv(file: BinaryIO) -> Iterator[Row]:
             lines if separator else chain([first], lines), delimiter=separator[1] if separator else ",", strict=True
         )
         names = next((cells for cells in reader if _has_value(cells)), [])
-        refuse_twice([name for name in names if name])
+        refuse_twice([name for name in names if name.strip()])
         row, begin = 0, lines.number + 1
         for cells in reader:
             if _has_value(cells):
                 if any(cells[len(names) :]):
                     raise InvalidRows(_too_many_cells(names, begin), row=row)
-                yield {name: cell for name, cell in zip(names, cells, strict=False) if cell}
+                yield _csv_row(names, cells)
                 row += 1
             begin = lines.number + 1
     except csv.Error as error:
@@ -141,6 +142,17 @@ def read_csv(file: BinaryIO) -> Iterator[Row]:
         raise InvalidRows(f"{whole}{found}: close each quote, and write one within a cell twice", row=row) from error
     finally:
         text.detach()  # the caller closes the file
+
+
+def _csv_row(names: list[str], cells: list[str]) -> Row:
+    found = [
+        (name if name.strip() else f"unnamed column {number}", cell)
+        for number, (name, cell) in enumerate(zip(names, cells, strict=False), start=1)
+        if cell
+    ]
+    if len(row := dict(found)) != len(found):
+        refuse_twice([name for name, _ in found])
+    return row
 
 
 def _has_value(cells: list[str]) -> bool:

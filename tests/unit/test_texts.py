@@ -84,7 +84,11 @@ def test_a_column_that_is_there_twice_is_refused_by_name(ending: str, content: b
 
 
 def test_columns_of_a_csv_file_that_have_no_name_are_no_duplicates() -> None:
-    assert list(ROW_READERS[".csv"](io.BytesIO(b"text,,\na,,\n"))) == [{"text": "a"}]
+    content = b"text,, ,\na,,,\nb,,1,2\n"
+    expected = [{"text": "a"}, {"text": "b", "unnamed column 3": "1", "unnamed column 4": "2"}]
+    assert list(ROW_READERS[".csv"](io.BytesIO(content))) == expected
+    with pytest.raises(InvalidRows, match="the column unnamed column 2 is there twice"):
+        list(ROW_READERS[".csv"](io.BytesIO(b"unnamed column 2,\na,b\n")))
 
 
 def test_a_column_of_arrow_that_is_there_twice_is_refused_by_its_path() -> None:
