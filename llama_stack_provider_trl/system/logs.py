@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Collection
+from functools import partial
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -17,11 +18,14 @@ from typing import Literal
 from .console import indented, shown
 from .data_dir import settle
 from .files import private_directory
+from .in_order import InOrder
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _FILE_BYTES, _FILES = 10 << 20, 5
 """Bytes of a file, and how many are kept besides the current one."""
+_WAITING, _PATIENCE = 10_000, 5.0
+"""Entries that may wait for the disk, and seconds that the end of a process waits for it."""
 MOST_CHARACTERS = 8192
 """Of an entry: a longer one is cut in the middle."""
 _TOKENS = re.compile(r"(?i)\b(bearer|basic)\s+[^\s'\",]+|\btrl_[A-Za-z0-9_-]{20,}")
@@ -79,6 +83,45 @@ class PrivateFileHandler(RotatingFileHandler):
             super().handleError(record)
 
 
+class FileWriter(logging.Handler):
+    """Has a thread write entries to the file of another handler: a disk that hangs holds up nobody who logs.
+
+    Args:
+        most: entries that may wait for the disk; further ones are lost, and counted.
+    """
+
+    def __init__(self, file: logging.Handler, most: int = _WAITING) -> None:
+        super().__init__()
+        self._file, self._most = file, most
+        self._writer = InOrder("trl-log")
+        self._lost = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._writer.pending >= self._most:
+            self._lost += 1
+            return
+        if self._lost:
+            lost = logging.makeLogRecord({**record.__dict__, "msg": f"{self._lost} entries were lost: the disk hung"})
+            lost.args, lost.exc_info, lost.exc_text, lost.stack_info = (), None, None, None
+            self._submit(lost)
+            self._lost = 0
+        self._submit(record)
+
+    def _submit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)  # now: what it mentions may change
+        self._writer.submit(partial(self._file.handle, logging.makeLogRecord({"msg": text})))
+
+    def flush(self) -> None:
+        """Wait for the file, unless its disk hangs: that must not keep a process from its end."""
+        self._writer.drain(_PATIENCE)
+
+    def close(self) -> None:
+        self.flush()
+        if not self._writer.pending:
+            self._file.close()
+        super().close()
+
+
 class Unsent(logging.Handler):
     """Keeps the last entries until they were sent.
 
@@ -129,7 +172,7 @@ def start_logging(
     """
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if path is not None:
-        handlers.append(PrivateFileHandler(path))
+        handlers.append(FileWriter(PrivateFileHandler(path)))
     if unsent is not None:
         handlers.append(unsent)
     formatter = RedactingFormatter(secrets)

@@ -14,7 +14,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import Any, NamedTuple
@@ -391,6 +391,43 @@ async def in_work_thread[Result](function: Callable[..., Result], *args: Any) ->
     if order is None:  # no server: a test, or a program
         return await asyncio.to_thread(function, *args)
     return await order.work.run(order, function, *args)
+
+
+async def to_its_end[Result](function: Callable[..., Result], *args: Any) -> Result:
+    """The result of a function that a thread runs to its end, even where its caller is cancelled: what it uses, such as
+    a descriptor, is closed afterwards only."""
+    running = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await _ended(running)
+        raise
+
+
+@asynccontextmanager
+async def entered[Value](context: AbstractContextManager[Value, bool | None]) -> AsyncIterator[Value]:
+    """A context that a thread begins and ends: one that makes files waits for a disk."""
+    entering = asyncio.ensure_future(asyncio.to_thread(context.__enter__))
+    try:
+        value = await asyncio.shield(entering)
+    except asyncio.CancelledError:
+        await _ended(entering)
+        if not entering.cancelled() and entering.exception() is None:
+            await to_its_end(context.__exit__, None, None, None)
+        raise
+    try:
+        yield value
+    except BaseException as error:
+        if not await to_its_end(context.__exit__, type(error), error, error.__traceback__):
+            raise
+    else:
+        await to_its_end(context.__exit__, None, None, None)
+
+
+async def _ended(running: asyncio.Future[Any]) -> None:
+    while not running.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([running])
 
 
 def caller_name() -> str:

@@ -345,7 +345,7 @@ def test_a_reader_converts_the_file_that_it_was_given(site: Site, is_isolated: b
     with open(files / "rows.jsonl", "rb") as file:
         sha256, num_rows = asyncio.run(blobs.convert(str(files / "rows.jsonl"), file.fileno()))
     assert num_rows == 1
-    assert blobs.holds(sha256)
+    assert asyncio.run(blobs.holds(sha256))
 
 
 # Limits

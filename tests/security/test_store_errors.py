@@ -30,7 +30,9 @@ class Answer(NamedTuple):
     text: str
 
 
-async def answer_of(app: FastAPI, method: str, target: str, body: bytes, content_type: str) -> Answer:
+async def answer_of(
+    app: FastAPI, method: str, target: str, body: bytes = b"", content_type: str = "application/json", token: str = ""
+) -> Answer:
     """What a route answers, of a stream its beginning."""
     path, _, query = target.partition("?")
     scope = {
@@ -41,6 +43,7 @@ async def answer_of(app: FastAPI, method: str, target: str, body: bytes, content
             (b"origin", b"http://127.0.0.1:8322"),
             (b"content-type", content_type.encode()),
             (b"content-length", str(len(body)).encode()),
+            *([(b"authorization", f"Bearer {token}".encode())] if token else []),
         ],
     }
     sent: list[dict[str, Any]] = []

@@ -39,6 +39,12 @@ def formatted(text: str, *secrets: str) -> str:
     return RedactingFormatter(secrets).format(logging.makeLogRecord({"msg": text}))
 
 
+def written() -> None:
+    """Wait for the thread that writes the file."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
@@ -52,6 +58,7 @@ def test_files_rotate_and_only_their_owner_reads_them(tmp_path: Path, monkeypatc
         for number in range(40):
             log.info("entry %d", number)
             log.debug("left out")
+        written()
     finally:
         os.umask(before)
     files = sorted((tmp_path / "logs").iterdir())
@@ -68,6 +75,7 @@ def test_details_of_our_modules_are_logged_on_request_and_those_of_libraries_are
     start_logging(tmp_path / "logs" / "service.log", "debug")
     log.debug("our detail")
     logging.getLogger("aiohttp.client").debug("Authorization: secret")
+    written()
     text = (tmp_path / "logs" / "service.log").read_text()
     assert "our detail" in text
     assert "Authorization" not in text

@@ -13,7 +13,7 @@ import re
 import shutil
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from llama_stack_provider_trl.system.files import (
     put_in_place,
     resolve_under,
 )
+from llama_stack_provider_trl.system.offload import entered, to_its_end
 
 from ...wire import AnswersBegin, CheckpointAnswer, CheckpointFileReport, CheckpointReport
 from ..http.errors import Gone, NotFound, WrongOffset
@@ -231,6 +232,17 @@ class UploadReceiver:
             InvalidRequest: the file has another digest: its bytes are dropped.
             WrongOffset: it does not begin at the end of the file.
         """
+        with self._counted(node):
+            job, wanted, whole, part = await asyncio.to_thread(self._wanted, task_id, node, name, path, sha256)
+            if await asyncio.to_thread(_size, whole) == wanted.size:
+                return wanted.size
+            async with entered(_place(job, part.parent, make=True)) as parts:
+                return await self._append(job, whole, part, parts, wanted, offset, pieces)
+
+    def _wanted(
+        self, task_id: str, node: str, name: str, path: str, sha256: str
+    ) -> tuple[JobRecord, CheckpointFileReport, Path, Path]:
+        """A file that `ask` has listed: its job, itself, its place when whole and in part. Raises Gone, NotFound."""
         task = self.first(task_id, node)
         if not is_checkpoint_name(name):
             raise NotFound(f"{name!r} is not the name of a checkpoint: checkpoint-NUMBER, final and merged are")
@@ -243,11 +255,7 @@ class UploadReceiver:
         if wanted is None:
             raise NotFound(f"checkpoint {name!r} has no file {path!r} with the digest {sha256}: POST its report again")
         resolve_under(Path("/checkpoint"), path)  # who sees this disk may have changed the report
-        whole, part = staging / "files" / path, staging / "parts" / path
-        if _size(whole) == wanted.size:
-            return wanted.size
-        with self._counted(node), _place(job, part.parent, make=True) as parts:
-            return await self._append(job, whole, part, parts, wanted, offset, pieces)
+        return job, wanted, staging / "files" / path, staging / "parts" / path
 
     @contextmanager
     def _counted(self, node: str) -> Iterator[None]:
@@ -279,42 +287,47 @@ class UploadReceiver:
         """Append to `part`, which is in the open directory `parts`; complete, it becomes `whole`. See `receive`."""
         us = object()
         try:
-            with (
-                self._space.arriving(Use.checkpoint, part.parent, 0, job.spec.min_free_bytes) as written,
-                _opened(Path(part.name), 0o644, parts) as file,  # other users may read what is in `checkpoint_roots`
-            ):
-                size = os.fstat(file).st_size
+            async with entered(self._part(job, part, parts)) as (file, size, written):
                 if size != offset:
                     raise WrongOffset(offset, size)
                 self._senders[part] = us
                 async for piece in pieces:
                     if self._senders.get(part) is not us:
-                        raise WrongOffset(offset, _size(part) or 0)
+                        here = await asyncio.to_thread(_size, part)
+                        raise WrongOffset(offset, here or 0)
                     if size + len(piece) > wanted.size:
                         raise InvalidRequest("body", f"{size + len(piece)} bytes", f"the file has {wanted.size}")
-                    write_all(file, size, piece)
-                    written(len(piece))
+                    await to_its_end(_add, file, size, piece, written)
                     size += len(piece)
                 if size < wanted.size:
                     return size
-                await asyncio.to_thread(os.fsync, file)
+                await to_its_end(os.fsync, file)
             found = await self._digest(part)
             if found != wanted.sha256:
-                os.unlink(part.name, dir_fd=parts)
+                await to_its_end(partial(os.unlink, part.name, dir_fd=parts))
                 raise InvalidRequest(
                     "sha256", wanted.sha256, f"the digest of the bytes is {found}: nothing was kept, send it again"
                 )
             # The first upload counts: a sender without a timely answer sends again, and waits for the same digest.
-            with _place(job, whole.parent, make=True) as files:
-                os.replace(part.name, whole.name, src_dir_fd=parts, dst_dir_fd=files)
+            await to_its_end(_become, job, part, parts, whole)
         except FileNotFoundError as error:
-            if _size(whole) != wanted.size:
-                raise WrongOffset(offset, _size(part) or 0) from error
+            if await asyncio.to_thread(_size, whole) != wanted.size:
+                here = await asyncio.to_thread(_size, part)
+                raise WrongOffset(offset, here or 0) from error
             return wanted.size
         finally:
             if self._senders.get(part) is us:
                 del self._senders[part]
         return size
+
+    @contextmanager
+    def _part(self, job: JobRecord, part: Path, parts: int) -> Iterator[tuple[int, int, Callable[[int], None]]]:
+        """A file to append to, its size, and the function of `Space.arriving`."""
+        with (
+            self._space.arriving(Use.checkpoint, part.parent, 0, job.spec.min_free_bytes) as written,
+            _opened(Path(part.name), 0o644, parts) as file,  # other users may read what is in `checkpoint_roots`
+        ):
+            yield file, os.fstat(file).st_size, written
 
     async def _digest(self, path: Path) -> str:
         loop = asyncio.get_running_loop()
@@ -338,6 +351,17 @@ class UploadReceiver:
             put_in_place(contents, target)
             if report.kind == "step":
                 point_latest(target.parent, target.name)
+
+
+def _add(file: int, offset: int, piece: bytes, written: Callable[[int], None]) -> None:
+    write_all(file, offset, piece)
+    written(len(piece))
+
+
+def _become(job: JobRecord, part: Path, parts: int, whole: Path) -> None:
+    """Rename a file that has arrived."""
+    with _place(job, whole.parent, make=True) as files:
+        os.replace(part.name, whole.name, src_dir_fd=parts, dst_dir_fd=files)
 
 
 def _staging(job: JobRecord, task: NodeTaskRecord, name: str) -> Path:

@@ -27,7 +27,7 @@ from llama_stack_provider_trl.specs.row_verdicts import RowsVerdict, check_withi
 from llama_stack_provider_trl.system.data_dir import DataDir, read_own
 from llama_stack_provider_trl.system.files import atomic_write_json, touched
 from llama_stack_provider_trl.system.limited import Limited
-from llama_stack_provider_trl.system.offload import FairSlots, caller_name, in_work_thread
+from llama_stack_provider_trl.system.offload import FairSlots, caller_name, entered, in_work_thread, to_its_end
 from llama_stack_provider_trl.system.process import child_environment
 
 from ..http.errors import TooLarge
@@ -77,9 +77,9 @@ class Blobs:
     def path(self, sha256: str) -> Path:
         return self.directory / f"{sha256}.jsonl"
 
-    def holds(self, sha256: str) -> bool:
+    async def holds(self, sha256: str) -> bool:
         """Whether these rows are stored here; the caller has time to use them."""
-        return touched(self.path(sha256))
+        return await asyncio.to_thread(touched, self.path(sha256))
 
     def forget(self, sha256: str) -> None:
         """Remove the verdicts about rows that were removed."""
@@ -106,10 +106,8 @@ class Blobs:
             TooLarge: it has too many rows.
             OSError: the disk is full.
         """
-        with self.space.arriving(Use.ordered, self.directory, announced) as written, self._staging() as staging:
-            file = staging / "rows"
-            with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as output:
-                found = await self._write(output, pieces, lambda count: (arrived(count), written(count)))
+        async with entered(self._arriving(announced)) as (written, file, output):
+            found = await self._write(output, pieces, lambda count: (arrived(count), written(count)))
             if found != sha256:
                 raise InvalidRequest(
                     "sha256", sha256, f"the digest of the body is {found}: nothing was kept, send it again"
@@ -135,11 +133,8 @@ class Blobs:
             TooLarge: it has too many rows, or they take more than `max_upload_mb`.
             OSError: the disk is full.
         """
-        self.check_space(0)
-        reserve, _ = self.space.reserve(self.directory)
-        spare = self._settings.min_free_disk_mb + -(-reserve >> 20)
-        limits = map(str, (self._settings.max_rows, self._settings.max_upload_mb, spare))
-        with self._staging() as staging:
+        async with entered(self._converting()) as (staging, spare):
+            limits = map(str, (self._settings.max_rows, self._settings.max_upload_mb, spare))
             # In an empty directory: the hub's library reads ORG/NAME as a local directory where one exists.
             answer = await self._child(staging, "convert", uri, str(staging), *limits, file=file, write=[staging])
             if "too_many" in answer:
@@ -192,7 +187,7 @@ class Blobs:
             raise self._too_many()
 
     async def _check(self, path: Path, use: RowUse, data_format: DataFormat | None) -> RowsVerdict:
-        if path.stat().st_size <= _SMALL:
+        if (await asyncio.to_thread(path.stat)).st_size <= _SMALL:
             return await in_work_thread(check_within, self._small, path, use, data_format)
         answer = await self._child(Path("/"), "check", str(path), use, data_format or "", read=[path])
         if "num_rows" not in answer:  # a failure of the reader, and no verdict about the rows: not to be kept
@@ -214,9 +209,9 @@ class Blobs:
             self.check_count(num_rows + (last != b"\n"))
             waiting += piece
             if len(waiting) >= _FLUSHED:
-                await asyncio.to_thread(flush)
+                await to_its_end(flush)
                 waiting.clear()
-        await asyncio.to_thread(flush)
+        await to_its_end(flush)
         return digest.hexdigest()
 
     async def _child(
@@ -266,6 +261,22 @@ class Blobs:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+    @contextmanager
+    def _arriving(self, announced: int) -> Iterator[tuple[Callable[[int], None], Path, BinaryIO]]:
+        """For a body: the function of `Space.arriving`, a new file, and that file, open."""
+        with self.space.arriving(Use.ordered, self.directory, announced) as written, self._staging() as staging:
+            file = staging / "rows"
+            with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as output:
+                yield written, file, output
+
+    @contextmanager
+    def _converting(self) -> Iterator[tuple[Path, int]]:
+        """For a reader: a new directory, and the MiB that it leaves free on the disk."""
+        self.check_space(0)
+        reserve, _ = self.space.reserve(self.directory)
+        with self._staging() as staging:
+            yield staging, self._settings.min_free_disk_mb + -(-reserve >> 20)
 
     @contextmanager
     def _staging(self) -> Iterator[Path]:

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from llama_stack_provider_trl.errors import InvalidRows, shortage_behind
 from llama_stack_provider_trl.system.files import put_rows
-from llama_stack_provider_trl.system.offload import FairSlots
+from llama_stack_provider_trl.system.offload import FairSlots, entered
 from llama_stack_provider_trl.system.process import child_environment, die_with_parent
 from llama_stack_provider_trl.system.texts import DuplicateKey, parse_json
 
@@ -91,11 +91,8 @@ class Registration:
         Raises:
             HTTPException: 503, the number of files is at its limit; 507, the disk is full.
         """
-        async with self._spools.reserved(1, caller):
-            with self._reserved(size):
-                staging = tempfile.TemporaryDirectory(dir=self._directory, prefix=STAGING, ignore_cleanup_errors=True)
-                with staging as home, open(Path(home) / "body", "wb") as file:
-                    yield file
+        async with self._spools.reserved(1, caller), entered(self._spooled(size)) as file:
+            yield file
 
     async def parse(self, file: Path) -> tuple[Any, StoredRows]:
         """Parse a spooled body. Returns it without its rows, and the rows' file.
@@ -104,15 +101,28 @@ class Registration:
             HTTPException: the message that a small body would get; 507, the disk is full.
             JSONDecodeError.
         """
-        async with self._children.taken():
-            with self._reserved(_ROWS_PER_BODY * file.stat().st_size):
-                found = await self._child(file)
+        async with self._children.taken(), entered(self._parsing(file)):
+            found = await self._child(file)
         if "not_json" in found:
             raise json.JSONDecodeError(found["not_json"], "", found["position"])
         if "detail" in found:
             raise HTTPException(found["status"], found["detail"], found.get("headers"))
         stored = StoredRows(file.parent / f"{found['sha256']}.jsonl", found["sha256"], found["num_rows"])
         return found["body"], stored
+
+    @contextmanager
+    def _spooled(self, size: int) -> Iterator[BinaryIO]:
+        with (
+            self._reserved(size),
+            tempfile.TemporaryDirectory(dir=self._directory, prefix=STAGING, ignore_cleanup_errors=True) as home,
+            open(Path(home) / "body", "wb") as file,
+        ):
+            yield file
+
+    @contextmanager
+    def _parsing(self, file: Path) -> Iterator[None]:
+        with self._reserved(_ROWS_PER_BODY * file.stat().st_size):
+            yield
 
     @contextmanager
     def _reserved(self, size: int) -> Iterator[None]:

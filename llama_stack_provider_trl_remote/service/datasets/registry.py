@@ -296,7 +296,7 @@ class DatasetRegistry:
             async with lock:
                 entry = await self._current(entry, entry.dataset.source.uri)
         assert entry.sha256 is not None
-        if not self._blobs.holds(entry.sha256):
+        if not await self._blobs.holds(entry.sha256):
             hint = f"its rows ({entry.sha256}) are gone: register it again, with its rows"
             raise InvalidRequest(FIELD, dataset_id, hint)
         return await self.fetch_blob(dataset_id, entry.sha256, use, data_format)
@@ -305,7 +305,7 @@ class DatasetRegistry:
         self, dataset_id: str, sha256: str, use: RowUse, data_format: DataFormat | None
     ) -> tuple[DatasetRef, list[str]]:
         """The result of `fetch`, for a digest."""
-        if not self._blobs.holds(sha256):
+        if not await self._blobs.holds(sha256):
             hint = f"its rows ({sha256}) are not stored here: send them with PUT /v1/blobs/{sha256}"
             raise InvalidRequest(FIELD, dataset_id, hint)
         return await self._blobs.checked(dataset_id, sha256, use, data_format)
@@ -326,7 +326,7 @@ class DatasetRegistry:
                 source = RowsSource(type="rows", rows=[])
             case BlobSource(sha256=digest):
                 await in_work_thread(held.add, digest)
-                if not self._blobs.holds(digest):
+                if not await self._blobs.holds(digest):
                     raise InvalidRequest("source.sha256", digest, "PUT the rows to /v1/blobs/{sha256} first")
                 sha256 = digest
             case UriSource(uri=uri):
@@ -361,7 +361,7 @@ class DatasetRegistry:
         """The entry with the current rows of its uri."""
         with await in_work_thread(self._readable, uri) as found, self._counted.holding() as held:
             known = await in_work_thread(self._read, entry.dataset.identifier) or entry
-            if known.sha256 and known.stamp == found.stamp and self._blobs.holds(known.sha256):
+            if known.sha256 and known.stamp == found.stamp and await self._blobs.holds(known.sha256):
                 return known
             try:
                 sha256, num_rows = await self._converted(found, held)

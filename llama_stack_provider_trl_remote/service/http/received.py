@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llama_stack_provider_trl.errors import shortage_behind
-from llama_stack_provider_trl.system.offload import CallThreads
+from llama_stack_provider_trl.system.offload import CallThreads, to_its_end
 from llama_stack_provider_trl.system.texts import DuplicateKey, parse_json
 
 MIB = 1 << 20
@@ -163,7 +163,7 @@ class Received(Request):
         data = await self.body()
         if self._spooled is None and self._rows is not None and _values(data) > _VALUES_PER_MIB:
             file = await self.stack.enter_async_context(self._rows.spool(len(data), self._caller))
-            await asyncio.to_thread(_fill, file, data)
+            await to_its_end(_fill, file, data)
             self._spooled = Path(file.name)
         self._body = b""
         if self._spooled is not None:
@@ -213,11 +213,11 @@ class Received(Request):
             if self._rows is not None and len(data) > _IN_MEMORY:
                 if file is None:
                     file = await self.stack.enter_async_context(self._rows.spool(self._size, self._caller))
-                await asyncio.to_thread(file.write, bytes(data))
+                await to_its_end(file.write, bytes(data))
                 data.clear()
         if file is None:
             return bytes(data)
-        await asyncio.to_thread(_fill, file, bytes(data))
+        await to_its_end(_fill, file, bytes(data))
         self._spooled = Path(file.name)
         return b" "
 

@@ -53,7 +53,7 @@ async def log_in(request: Request, service: Stored) -> Response:
         )
     sessions: Sessions = request.app.state.sessions
     session_id = await asyncio.to_thread(sessions.open, digest(token))
-    _record(service, request, "login", caller)
+    await _record(service, request, "login", caller)
     back = fields.get("back", "/")
     answer = see_other(back if _OWN_PATH.fullmatch(back) else "/")
     answer.headers["Set-Cookie"] = cookie_header(sessions.cookie, session_id, secure=_secure(service))
@@ -66,7 +66,7 @@ async def log_out(request: Request, service: Stored, caller: CurrentCaller) -> R
     await checked_form(request, caller)
     sessions: Sessions = request.app.state.sessions
     await asyncio.to_thread(sessions.close, caller.session)
-    _record(service, request, "logout", caller)
+    await _record(service, request, "logout", caller)
     answer = see_other("/login")
     answer.headers["Set-Cookie"] = cookie_header(sessions.cookie, "", secure=_secure(service))
     return answer
@@ -103,7 +103,7 @@ def _secure(service: StoredJobs) -> bool:
     return service.settings.tls_cert is not None
 
 
-def _record(service: StoredJobs, request: Request, event: str, caller: Caller) -> None:
+async def _record(service: StoredJobs, request: Request, event: str, caller: Caller) -> None:
     about: dict[str, Any] = {**sender(request.scope), "caller": caller.name, "role": caller.role}
     if service.audit is not None:
-        service.audit.write(event, **about)
+        await asyncio.wrap_future(service.audit.submit(event, **about))

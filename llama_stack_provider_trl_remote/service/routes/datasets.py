@@ -75,7 +75,7 @@ async def delete_dataset(service: Context, dataset_id: DatasetId) -> Response:
 @blobs.head("/{sha256}", dependencies=[USERS], response_class=Response, responses=declared(404))
 async def has_blob(service: Context, sha256: Digest) -> Response:
     """Whether these rows are stored here."""
-    if not service.blobs.holds(sha256):
+    if not await service.blobs.holds(sha256):
         raise NotFound(f"no rows with the digest {sha256} are stored here")
     return Response()
 
@@ -87,10 +87,11 @@ async def get_blob(
     wanted: Annotated[str | None, Header(alias="Range", description="One range of bytes, such as bytes=100-")] = None,
 ) -> Response:
     """The rows, for a node that trains on them."""
-    if not service.blobs.holds(sha256):
+    if not await service.blobs.holds(sha256):
         raise NotFound(f"no rows with the digest {sha256} are stored here")
     path = service.blobs.path(sha256)
-    return file_response(partial(open_regular, path), path.stat().st_size, sha256, wanted)
+    size = (await asyncio.to_thread(path.stat)).st_size
+    return file_response(partial(open_regular, path), size, sha256, wanted)
 
 
 @blobs.put(
@@ -135,7 +136,7 @@ async def _stored(service: Service, sha256: str, request: Request, owner: str | 
     size = int(announced) if announced.isdigit() else 0
     with service.counted.holding() as held:
         await asyncio.to_thread(held.add, sha256)
-        if is_known := service.blobs.holds(sha256):
+        if is_known := await service.blobs.holds(sha256):
             await asyncio.to_thread(service.counted.count, sha256, owner, held)
     if is_known:
         await _discard(request)

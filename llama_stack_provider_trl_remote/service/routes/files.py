@@ -48,7 +48,7 @@ def file_response(
 
 
 async def _pieces(opener: Opener, start: int, stop: int) -> AsyncIterator[bytes]:
-    with opener() as file:
+    with await asyncio.to_thread(opener) as file:
         file.seek(start)
         while start < stop:
             piece = await asyncio.to_thread(file.read, min(_PIECE, stop - start))

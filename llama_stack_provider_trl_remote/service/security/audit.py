@@ -1,9 +1,10 @@
 """The audit log: caller, action, address and result. Append-only, numbered without gaps, in rotated files.
 
-Each line is one `os.write` to a file opened with O_APPEND. A killed process leaves whole lines and at most one torn
-one, which the next start removes. Lines are not forced to disk one by one: a kill loses nothing that was written, and
-an fsync takes milliseconds where the write takes microseconds. A power cut may lose the last lines. Actions of admins,
-starts, stops and each full file are forced to disk.
+A thread writes the lines, in the order in which they were submitted: a disk that hangs holds up the calls that wait for
+their line, and nothing else. Each line is one `os.write` to a file opened with O_APPEND. A killed process leaves whole
+lines and at most one torn one, which the next start removes. Lines are not forced to disk one by one: a kill loses
+nothing that was written, and an fsync takes milliseconds where the write takes microseconds. A power cut may lose the
+last lines. Actions of admins, starts, stops and each full file are forced to disk.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from llama_stack_provider_trl.errors import StoreError
 from llama_stack_provider_trl.jobs.store.tokens import PREFIX
 from llama_stack_provider_trl.system.files import is_regular, set_aside
+from llama_stack_provider_trl.system.in_order import InOrder
 
 from .limits import Bucket
 
@@ -37,6 +41,8 @@ _BURST, _PER_SECOND = 100.0, 1.0
 """Lines for the refusals of one caller, and of all unknown callers together: a flood takes about 25 MB a day."""
 _REST_SECONDS = 10.0
 """Seconds between reports of the number of further refusals."""
+_QUEUED = 1000
+"""Lines that may wait for the disk while refusals add more: a few hundred KiB. Further refusals are counted."""
 _SCANNED = 20_000
 """Lines that one page reads at most, however few of them match its filter."""
 
@@ -57,6 +63,7 @@ class AuditLog:
         self._max_bytes = max_bytes
         self._max_files = max_files
         self._clock = clock
+        self._writer = InOrder("trl-audit")
         self._lock = threading.Lock()
         self._file: int | None = None
         self._size = 0
@@ -71,6 +78,7 @@ class AuditLog:
         Raises:
             OSError.
         """
+        self._writer.start()
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.chmod(self.directory, 0o700)
         files = self._files()
@@ -94,19 +102,38 @@ class AuditLog:
             self._size = end
             return cut
 
-    def write(self, event: str, **fields: Any) -> int | None:
-        """Append one line. Returns its number; None: the file cannot be written, which the next line reports.
+    def submit(self, event: str, of: Future[int | None] | None = None, **fields: Any) -> Future[int | None]:
+        """Have the writer append one line; waits for nothing.
 
-        A full disk must not keep an admin from deleting what fills it, so a failure is logged and not raised.
+        Args:
+            of: of an earlier line, whose number this one names.
+
+        Returns:
+            Its number, once it is written; None: the file cannot be written, which the next line reports.
         """
+        return self._writer.submit(partial(self._write, event, self._clock(), of, fields))
+
+    def write(self, event: str, **fields: Any) -> int | None:
+        """As `submit`, and wait for the line."""
+        return self.submit(event, **fields).result()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether as many lines wait for the disk as may."""
+        return self._writer.pending >= _QUEUED
+
+    def _write(self, event: str, at: float, of: Future[int | None] | None, fields: Line) -> int | None:
+        """A full disk must not keep an admin from deleting what fills it, so a failure is logged and not raised."""
+        if of is not None:
+            fields = {**fields, "of": of.result()}  # it has ended: one thread writes both
         with self._lock:
             if self._file is None:
                 return None
             try:
                 if self._lost:
-                    self._append("lost", {"count": self._lost})
+                    self._append("lost", self._clock(), {"count": self._lost})
                     self._lost = 0
-                return self._append(event, fields)
+                return self._append(event, at, fields)
             except OSError as error:
                 if not self._lost:
                     log.error("the audit log in %s cannot be written: %s", self.directory, error)
@@ -129,6 +156,7 @@ class AuditLog:
         return self._next - 1
 
     def close(self) -> None:
+        self._writer.drain()
         self.sync()
         with self._lock:
             if self._file is not None:
@@ -159,9 +187,9 @@ class AuditLog:
             raise StoreError(f"the audit log in {self.directory} cannot be read: {error}") from error
         return found, last
 
-    def _append(self, event: str, fields: Line) -> int:
+    def _append(self, event: str, at: float, fields: Line) -> int:
         number = self._next
-        data = self._encoded(event, fields)
+        data = self._encoded(event, at, fields)
         if self._size and self._size + len(data) > self._max_bytes:
             self._rotate()
         assert self._file is not None
@@ -173,8 +201,8 @@ class AuditLog:
         self._next = number + 1
         return number
 
-    def _encoded(self, event: str, fields: Line) -> bytes:
-        moment = datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    def _encoded(self, event: str, at: float, fields: Line) -> bytes:
+        moment = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         line = {"seq": self._next, "time": moment, "event": event}
         line |= {name: value for name, value in fields.items() if value not in (None, "", {})}
         return _utf8(line) + b"\n"
@@ -184,7 +212,7 @@ class AuditLog:
         assert self._file is not None
         full = self._file
         self._begin_file()
-        # A thread, since lines are written on the event loop.
+        # Another thread, so that further lines need not wait for it.
         self._forcing = threading.Thread(target=self._force_full, args=(full, self._forcing), name="trl-audit")
         self._forcing.start()
         for path in self._files()[: -self._max_files]:
@@ -263,6 +291,8 @@ class Refusals:
     The first of a kind is written at once, and its repetitions within a second as a count. Beyond a budget per caller
     only the sum is written, so that a flood neither fills the disk nor displaces the history.
 
+    Nothing waits for a line: where the disk hangs, refusals are counted until it answers.
+
     Args:
         clock: seconds, monotonic.
     """
@@ -279,8 +309,8 @@ class Refusals:
     def add(self, refusal: Refusal) -> None:
         if refusal in self._repeated:
             self._repeated[refusal] += 1
-        elif self._may_write(refusal):
-            self._audit.write("refused", **refusal._asdict())
+        elif not self._audit.is_behind and self._may_write(refusal):
+            self._audit.submit("refused", **refusal._asdict())
             self._repeated[refusal] = 0
         else:
             self._count(refusal, 1)
@@ -288,18 +318,23 @@ class Refusals:
             self._timer = asyncio.get_running_loop().call_later(WINDOW, self._on_time)
 
     def flush(self, everything: bool = True) -> None:
-        """Write all counts that are due."""
+        """Submit all counts that are due.
+
+        Args:
+            everything: also those that are due later, or while the disk hangs.
+        """
         # Replaced before they are read: at the end of the service refusals are still added, in the event loop's thread.
         repeated, self._repeated = self._repeated, {}
         for refusal, count in repeated.items():
-            if count and self._may_write(refusal):
-                self._audit.write("refused", **refusal._asdict(), count=count)
+            if count and (everything or not self._audit.is_behind) and self._may_write(refusal):
+                self._audit.submit("refused", **refusal._asdict(), count=count)
             elif count:
                 self._count(refusal, count)
-        if self._rest and (everything or self._clock() - self._rest_since >= _REST_SECONDS):
+        is_due = self._clock() - self._rest_since >= _REST_SECONDS and not self._audit.is_behind
+        if self._rest and (everything or is_due):
             rest, self._rest = self._rest, Counter()
             for (status, caller), count in rest.items():
-                self._audit.write("refused", status=status, caller=caller, count=count)
+                self._audit.submit("refused", status=status, caller=caller, count=count)
 
     def _on_time(self) -> None:
         self._timer = None

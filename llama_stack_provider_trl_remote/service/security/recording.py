@@ -1,7 +1,7 @@
 """Writes requests to the audit log: the beginning once the body is valid, the result before the answer is sent.
 
 The beginning is written before the handler runs, so a call that took effect is in the log even if the process is killed
-before it answers.
+before it answers. Where the disk of the log hangs, the call waits for it, and nothing else does.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any
 
@@ -44,13 +45,14 @@ class Call:
         self._about = about
         self._params = dict(params)
         self._forced = forced
-        self._number: int | None = None
+        self._begun: Future[int | None] | None = None
         self.state: str | None = None
         """State of the job that the call concerns, after the call."""
         self.ended = False
 
-    def begin(self) -> None:
-        self._number = self._audit.write("begin", **self._about, params=shortened(self._params))
+    async def begin(self) -> None:
+        self._begun = self._audit.submit("begin", **self._about, params=shortened(self._params))
+        await asyncio.wrap_future(self._begun)
 
     def add(self, params: Mapping[str, Any]) -> None:
         self._params |= params
@@ -60,8 +62,9 @@ class Call:
         if self.ended:
             return
         self.ended = True
-        result = {"status": status, "error": error, "state": self.state, "of": self._number}
-        self._audit.write("end", **self._about, params=shortened(self._params), **result)
+        result = {"status": status, "error": error, "state": self.state}
+        about = {**self._about, "params": shortened(self._params), **result}
+        await asyncio.wrap_future(self._audit.submit("end", of=self._begun, **about))
         if self._forced and status is not None:
             await asyncio.to_thread(self._audit.sync)
 
@@ -102,7 +105,7 @@ def recorded[**Parameters, Answer](
         if call is None:
             return await endpoint(*arguments, **values)
         call.add(_names(values))
-        call.begin()
+        await call.begin()
         answer = await endpoint(*arguments, **values)
         call.add(_names(values))  # a dataset without a name has one now
         job_uuid = _names(values).get("job_uuid")

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from llama_stack_provider_trl.system.data_dir import read_own
 from llama_stack_provider_trl.system.files import atomic_write_json
+from llama_stack_provider_trl.system.in_order import InOrder
 
 from .access import Caller
 
@@ -136,11 +137,13 @@ class Sessions:
             self._key, self._sessions = found
             return
         self._key, self._sessions = secrets.token_bytes(32), {}
-        self._try_to_write()
+        # Later, in a thread: a request's event loop reads here, and the disk may hang.
+        InOrder("trl-sessions").submit(self._try_to_write)
 
     def _try_to_write(self) -> None:
         try:
-            self._write()
+            with self._lock:
+                self._write()
         except OSError as error:
             log.warning("%s cannot be written (%s): a restart ends every session", self._path, error)
 
