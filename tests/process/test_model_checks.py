@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shutil
@@ -13,11 +14,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, core_model_loading
+from transformers.core_model_loading import WeightConverter
 
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.build import build_trainer
 from llama_stack_provider_trl.recipes.checkpoint.merge import merge
+from llama_stack_provider_trl.recipes.model import shapes
 from llama_stack_provider_trl.recipes.model.adapters import check_adapter
 from llama_stack_provider_trl.recipes.model.checked import check_models
 from llama_stack_provider_trl.recipes.model.loading import WeightStorage, check_weights, load_model, load_tokenizer
@@ -399,6 +402,69 @@ def test_a_quantization_that_the_configuration_of_the_text_part_has_is_seen(tmp_
         {"method": "linear", "inputs": [{"model": str(model), "weight": 0.5}] * 2, "output": tmp_path / "merged"}
     )
     assert "it is quantized; merge models in fp32" in refusal(lambda: merge(spec), model)
+
+
+@pytest.fixture
+def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the classes of models whose weights were compared."""
+    made: list[str] = []
+    compared = shapes._load_shapes
+
+    def counted(bare: Any, headers: Any) -> Any:
+        made.append(type(bare).__name__)
+        return compared(bare, headers)
+
+    monkeypatch.setattr(shapes, "_load_shapes", counted)
+    return made
+
+
+def test_weights_are_compared_once_in_a_process_while_files_and_configuration_stay(
+    tmp_path: Path, model: Path, comparisons: list[str]
+) -> None:
+    save_file(
+        {**load_file(model / "model.safetensors"), "model.layers.2.mlp.up_proj.weight": torch.ones(1)},
+        model / "model.safetensors",
+        {"format": "pt"},
+    )
+    warnings: list[str] = []
+    for _ in range(3):
+        check_weights(source_of(model), warn=warnings.append)
+    load(model)
+    check_models(job_spec(tmp_path, model), warnings.append)
+    assert comparisons == ["LlamaForCausalLM"]
+    assert len(warnings) == 4
+    assert len(set(warnings)) == 1
+    check_weights(source_of(model), is_reward=True)
+    with pytest.raises(JobFailure):
+        check_weights(source_of(model), is_reward=True, has_head=True)
+    assert comparisons == ["LlamaForCausalLM", *["LlamaForSequenceClassification"] * 2]
+    check_weights(source_of(configured(model, rms_norm_eps=1e-3)))
+    save_file(load_file(model / "model.safetensors"), model / "model.safetensors", {"format": "pt"})
+    check_weights(source_of(model))
+    assert len(comparisons) == 5
+    configured(model, vocab_size=1030)
+    for _ in range(2):
+        assert "write vocab_size 1024" in refusal(lambda: check_weights(source_of(model)), model)
+
+
+def test_converters_are_copied_for_each_weight_of_the_model_and_not_for_each_in_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = AutoConfig.for_model("qwen3_moe", **ARCHITECTURES["qwen3_moe"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    copied: list[object] = []
+
+    def counted(value: Any, memo: Any = None) -> Any:
+        found = copy.deepcopy(value, memo)
+        if isinstance(value, WeightConverter):
+            copied.append(found)
+        return found
+
+    monkeypatch.setattr(core_model_loading, "deepcopy", counted)
+    check_weights(source_of(tmp_path))
+    experts = [name for name in load_file(tmp_path / "model.safetensors") if ".experts." in name]
+    assert len(copied) == len(experts) == 24
+    assert len(set(map(id, copied))) <= 6  # two for each of two layers, and an unused one of each
 
 
 def replaced(model: Path, weights: dict[str, torch.Tensor], *, pickled: bool = False) -> None:

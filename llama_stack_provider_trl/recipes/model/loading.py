@@ -200,7 +200,8 @@ def check_weights(
 ) -> None:
     """Return if a model's files of weights that are on this machine are whole, and what its configuration describes.
 
-    Reads their headers. Of a model with code of its own, or with quantized weights, weights are not compared.
+    Reads their headers, once in a process. Of a model with code of its own, or with quantized weights, weights are
+    not compared.
 
     Args:
         has_head: as in `WeightStorage`.
@@ -217,7 +218,7 @@ def check_weights(
     if not source.trust_remote_code and not quantization.stored_quantization(config):
         may_lack = {SCORE} if is_reward and not has_head else set()
         bare = partial(outline, source, config, torch.float32, is_reward=is_reward)
-        if unused := refuse_unfitting(source, files, config, bare, may_lack):
+        if unused := refuse_unfitting(source, files, config, bare, may_lack, is_reward=is_reward):
             warn(unused)
 
 

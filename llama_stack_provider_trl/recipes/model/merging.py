@@ -7,6 +7,7 @@ tensor is a copy, which every rank would have of every block.
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -50,6 +51,26 @@ def merged_later() -> Iterator[None]:
         return {name: placeholder(name, outline) for name, outline in merged_on("meta", **more).items()}
 
     with patch.object(WeightConverter, "convert", convert):
+        yield
+
+
+@contextmanager
+def few_copies() -> Iterator[None]:
+    """While this is open, `from_pretrained` copies the converter of weights once for each weight of the model.
+
+    It makes a deep copy for each weight in the files, and drops those of a model's weight that has one.
+    """
+    unused: dict[int, WeightConverter] = {}
+
+    def copied(self: WeightConverter, memo: dict[int, Any]) -> WeightConverter:
+        if id(self) not in unused or unused[id(self)].layer_targets:
+            converter = copy.copy(self)
+            converter.operations = copy.deepcopy(self.operations, memo)
+            converter.collected_tensors, converter.layer_targets = defaultdict(list), defaultdict(set)
+            unused[id(self)] = converter
+        return unused[id(self)]
+
+    with patch.object(WeightConverter, "__deepcopy__", copied, create=True):
         yield
 
 
