@@ -21,13 +21,15 @@ from __future__ import annotations
 
 import errno
 import sqlite3
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-_OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+_AGAIN = "send it again"
 
 
 class Shortage(NamedTuple):
-    """Why storage cannot be used for now. Neither the request nor the job at hand is at fault."""
+    """Why storage, or something else of the system, cannot be used for now. Neither the request nor the job at hand is
+    at fault."""
 
     status: int
     """Of the answer to a request that needs it."""
@@ -36,9 +38,13 @@ class Shortage(NamedTuple):
     retry_after: int | None = None
     """Seconds after which the same request may succeed by itself; None: only when the advice was followed."""
 
-    def described(self, error: object) -> str:
-        """The sentence of an answer."""
-        return f"{self.what}: {error}; {self.advice}"
+    def described(self, error: object, again: str = _AGAIN) -> str:
+        """The sentence of an answer.
+
+        Args:
+            again: what is repeated when the advice was followed.
+        """
+        return f"{self.what}: {str(error) or type(error).__name__}; {self.advice.replace(_AGAIN, again)}"
 
 
 FULL = Shortage(507, "the disk is full", "free some space and send it again")
@@ -51,7 +57,35 @@ _REMOVED = Shortage(503, "rows were removed meanwhile", "send it again", 1)
 _UNUSABLE = Shortage(
     503, "storage cannot be used", "`trl-remote doctor` on that machine, and the log, show what is wrong with it", 30
 )
+_NO_DESCRIPTORS = Shortage(
+    503,
+    "the process is out of file descriptors",
+    "send it again in a few seconds, or raise the limit of open files (ulimit -n, LimitNOFILE of systemd) and restart "
+    "the process",
+    5,
+)
+_NO_MEMORY = Shortage(
+    503,
+    "memory is exhausted",
+    "send it again in a few seconds, or end other programs on that machine, or give the process more memory",
+    5,
+)
+_NO_THREADS = Shortage(
+    503,
+    "the process can start no more threads or processes",
+    "send it again in a few seconds, or raise the limit of processes (ulimit -u, TasksMax of systemd) and restart the "
+    "process",
+    5,
+)
 _OF_SYSTEM = {errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EROFS: _READ_ONLY, errno.EIO: _FAILING}
+_OF_NETWORK_DISK = frozenset({errno.ETIMEDOUT, errno.ECONNABORTED})
+"""What a file system of another machine reports of itself, and a connection likewise."""
+_EXHAUSTED = {
+    errno.EMFILE: _NO_DESCRIPTORS,
+    errno.ENFILE: _NO_DESCRIPTORS,
+    errno.ENOMEM: _NO_MEMORY,
+    errno.EAGAIN: _NO_THREADS,
+}
 _OF_SQLITE = {
     sqlite3.SQLITE_FULL: FULL,
     sqlite3.SQLITE_READONLY: _READ_ONLY,
@@ -230,37 +264,83 @@ def _unpickled(kind: type[TrlError], args: tuple[Any, ...], state: dict[str, Any
 
 
 def is_exhausted(error: BaseException | None) -> bool:
-    """Whether an error, or one that caused it, is a lack of file descriptors, memory or processes.
+    """Whether an error, or one that caused it, is a lack of file descriptors, memory, threads or processes.
 
     Such an error concerns this process at this moment, and never the file or the job at hand.
     """
-    seen = 0
-    while error is not None and seen < 20:
-        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES):
-            return True
-        error, seen = error.__cause__ or error.__context__, seen + 1
-    return False
+    return _exhausted(error) is not None
 
 
 def shortage_of(error: BaseException | None) -> Shortage | None:
     """The shortage of storage that an error is, or that caused it: a full, read-only or failing disk, a locked
     database; None: it is something else."""
-    seen = 0
-    while error is not None and seen < 20:
-        if isinstance(error, OSError) and error.errno in _OF_SYSTEM:
-            return _OF_SYSTEM[error.errno]
-        if isinstance(error, sqlite3.Error):
-            code = getattr(error, "sqlite_errorcode", None)  # sqlite3 raises some itself, without a code
+    raised: BaseException | None = None
+    for each in _chain(error):
+        if isinstance(each, OSError) and each.errno in _OF_SYSTEM:
+            return _OF_SYSTEM[each.errno]
+        is_of_file = isinstance(raised, StoreError) or (isinstance(each, OSError) and each.filename is not None)
+        if is_of_file and isinstance(each, OSError) and each.errno in _OF_NETWORK_DISK:
+            return _FAILING
+        if isinstance(each, sqlite3.Error):
+            code = getattr(each, "sqlite_errorcode", None)  # sqlite3 raises some itself, without a code
             if code is not None and code & 0xFF in _OF_SQLITE:
                 return _OF_SQLITE[code & 0xFF]
-        error, seen = error.__cause__ or error.__context__, seen + 1
+        raised = each
     return None
 
 
 def shortage_behind(error: BaseException) -> Shortage:
     """How an error of storage is answered, a StoreError or OSError, whatever is behind it: the request is not at fault,
     and the service has no bug."""
-    return _REMOVED if isinstance(error, RowsRemoved) else shortage_of(error) or _UNUSABLE
+    return _REMOVED if isinstance(error, RowsRemoved) else shortage_of(error) or _exhausted(error) or _UNUSABLE
+
+
+def trouble_of(error: BaseException, *, has_connections: bool = False) -> Shortage | None:
+    """How an error that is none of ours is answered where storage or the system causes it, here and in Llama Stack;
+    None: something else does.
+
+    Args:
+        has_connections: it may be the error of a connection to another program: one that both may report counts with
+            the name of a file only.
+    """
+    if isinstance(error, sqlite3.IntegrityError | sqlite3.ProgrammingError):
+        return None  # a wrong value or statement
+    if isinstance(error, TimeoutError | ConnectionError) and error.filename is None:
+        return _FAILING if error.errno in _OF_NETWORK_DISK and not has_connections else None
+    # Of another error nothing behind it counts: that may be a failure of something else, which was dealt with.
+    return shortage_behind(error) if isinstance(error, OSError | sqlite3.Error) else _exhaustion(error)
+
+
+def sentence_of(error: Exception, again: str) -> str:
+    """The text of an error that ends a program, with what to do where storage or the system causes it.
+
+    Args:
+        again: what is repeated then.
+    """
+    is_either = isinstance(error, OSError | StoreError)
+    shortage = (shortage_of(error) or _exhausted(error)) if is_either else None
+    return str(error) if shortage is None else shortage.described(error, again)
+
+
+def _exhausted(error: BaseException | None) -> Shortage | None:
+    return next((found for each in _chain(error) if (found := _exhaustion(each)) is not None), None)
+
+
+def _exhaustion(error: BaseException) -> Shortage | None:
+    """What an error itself is a lack of; None: it is something else."""
+    if isinstance(error, MemoryError):
+        return _NO_MEMORY
+    if type(error) is RuntimeError and str(error).startswith("can't start new thread"):
+        return _NO_THREADS
+    return _EXHAUSTED.get(error.errno or 0) if isinstance(error, OSError) else None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what caused it."""
+    seen = 0
+    while error is not None and seen < 20:
+        yield error
+        error, seen = error.__cause__ or error.__context__, seen + 1
 
 
 def _shown(value: Any, limit: int = 250) -> str:  # a path of usual length stays whole

@@ -6,14 +6,13 @@ strings would turn every POST into a 500.
 
 import functools
 import logging
-import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from pydantic import ValidationError
 
-from ..errors import InvalidRequest, StoreError, TrlError, shortage_behind, shortage_of
+from ..errors import InvalidRequest, StoreError, TrlError, shortage_behind, shortage_of, trouble_of
 from ..requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest, TrainingConfig
 from ..requests.choices import problem_of
 from .compat import NeedsRequestProviderData, answers_requests, to_http
@@ -39,15 +38,19 @@ def answers_clearly[Answer](
             if shown is error:
                 raise  # `from` itself would replace its cause, by which its status is chosen
             raise shown from error
-        except (OSError, sqlite3.Error) as error:
-            if shortage_of(error) is None:
-                log.exception("storage cannot be used")
-            raise to_http(StoreError(shortage_behind(error).described(error))) from error
         except ValidationError as error:
             # Where Llama Stack checks a body against its own models only, our own models check it here.
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))
             raise to_http(InvalidRequest(field, first["input"], problem_of(first))) from error
+        except Exception as error:
+            # Other providers, which have the rows, call other programs.
+            trouble = trouble_of(error, has_connections=True)
+            if trouble is None:
+                raise
+            if shortage_of(error) is None:
+                log.exception("storage, or the system, cannot be used")
+            raise to_http(StoreError(trouble.described(error))) from error
 
     return answers_requests(call)
 

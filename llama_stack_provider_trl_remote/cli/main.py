@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from llama_stack_provider_trl.errors import TrlError
+from llama_stack_provider_trl.errors import TrlError, sentence_of
 from llama_stack_provider_trl.system.console import complain, lines_of, show_lines, shown
 
 from . import jobspec, merge, node_commands
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (TrlError, OSError) as error:
-        complain(str(error))
+        complain(sentence_of(error, "run the command again"))
         return 1
     except Exception as error:
         # Such as an answer that is no answer of the service. A traceback would print text from elsewhere as it is.

@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from llama_stack_provider_trl import __version__
-from llama_stack_provider_trl.errors import TrlError
+from llama_stack_provider_trl.errors import TrlError, sentence_of
 from llama_stack_provider_trl.jobs.store.database import private_data_dir
 from llama_stack_provider_trl.system.console import complain, show_lines
 from llama_stack_provider_trl.system.data_dir import DataDir
@@ -55,7 +55,7 @@ def serve(settings: ServiceSettings, config: Path | None = None) -> int:
             start_logging(DataDir(settings.data_dir).service_log, settings.log_level, secrets)
             asyncio.run(_serve(settings, config, listener))
     except (TrlError, OSError) as error:
-        complain(str(error), "trl-remote serve")
+        complain(sentence_of(error, "start the service again"), "trl-remote serve")
         return 1
     return 0
 

@@ -17,7 +17,9 @@ from starlette.requests import Request
 from llama_stack_provider_trl.errors import InvalidRequest, RowsRemoved, StoreError
 from llama_stack_provider_trl.jobs.store import database
 from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl_remote.service import server
 from llama_stack_provider_trl_remote.service.http.errors import NotFound, answered
+from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 
 
 def of_sqlite(code: int) -> sqlite3.OperationalError:
@@ -26,11 +28,17 @@ def of_sqlite(code: int) -> sqlite3.OperationalError:
     return error
 
 
+CHECK = "check it (the kernel's log has the reason)"
 CASES: list[tuple[Exception, int, bool]] = [
     (OSError(errno.ENOSPC, "No space left on device"), 507, False),
     (OSError(errno.EDQUOT, "Disk quota exceeded"), 507, False),
     (OSError(errno.EROFS, "Read-only file system"), 507, False),
     (OSError(errno.EIO, "Input/output error"), 503, True),
+    (TimeoutError(errno.ETIMEDOUT, "Connection timed out", "/mnt/rows"), 503, True),
+    (ConnectionAbortedError(errno.ECONNABORTED, "Software caused connection abort", "/mnt/rows"), 503, True),
+    (OSError(errno.EMFILE, "Too many open files"), 503, True),
+    (MemoryError(), 503, True),
+    (RuntimeError("can't start new thread"), 503, True),
     (of_sqlite(sqlite3.SQLITE_FULL), 507, False),
     (of_sqlite(sqlite3.SQLITE_READONLY_DBMOVED), 507, False),
     (of_sqlite(sqlite3.SQLITE_BUSY_SNAPSHOT), 503, True),
@@ -77,6 +85,57 @@ def test_llama_stack_gets_the_same_status_of_an_error_of_storage(
     with pytest.raises(StoreError) as caught:
         asyncio.run(call(None))
     assert caught.value.status_code == status
+    if not is_stores:
+        assert str(caught.value) == answer_to(error)[1], "the service has another sentence"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [TimeoutError("no answer"), ConnectionResetError(errno.ECONNRESET, "reset"), KeyError("x"), RuntimeError("x")],
+    ids=repr,
+)
+def test_llama_stack_gets_an_error_of_another_kind_unchanged(error: Exception) -> None:
+    pytest.importorskip("llama_stack", reason="the answers are Llama Stack's")
+    from llama_stack_provider_trl.stack.protocol import answers_clearly
+
+    @answers_clearly
+    async def call(self: object) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        asyncio.run(call(None))
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.ECONNABORTED])
+def test_a_disk_of_another_machine_that_gives_up_is_no_bug(number: int) -> None:
+    lost = OSError(number, "the words of the system")  # of a write: it names no file
+    assert answer_to(lost) == (503, f"the disk cannot be read or written: {lost}; {CHECK}", "30")
+
+
+def test_a_lack_of_descriptors_memory_or_threads_is_answered_with_what_to_do() -> None:
+    lacks = {
+        "ulimit -n": OSError(errno.EMFILE, "Too many open files"),
+        "more memory": MemoryError(),
+        "ulimit -u": RuntimeError("can't start new thread"),
+    }
+    for advice, error in lacks.items():
+        status, detail, after = answer_to(error)
+        assert (status, after) == (503, "5")
+        assert advice in detail
+
+
+def test_a_start_on_a_disk_that_takes_nothing_prints_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def is_read_only(data_dir: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(data_dir))
+
+    monkeypatch.setattr(server, "private_data_dir", is_read_only)
+    assert server.serve(ServiceSettings(data_dir=tmp_path, device="cpu", port=0)) == 1
+    printed = capsys.readouterr().err
+    assert "the disk is read-only: " in printed
+    assert "make it writable again (the kernel's log has the reason), then start the service again" in printed
 
 
 def test_other_errors_keep_their_answers() -> None:

@@ -33,7 +33,7 @@ from llama_stack_provider_trl.system.process import child_environment
 from ..http.errors import TooLarge
 from ..settings import ServiceSettings
 from ..space import Space, Use
-from .children import run
+from .children import OutOfTime, run
 from .reader import too_much_memory
 
 log = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ class Blobs:
         async with self._children.taken():
             try:
                 done = await run(command, cwd=cwd, environ=environment, limit=limit, descriptors=given)
-            except TimeoutError as error:
+            except OutOfTime as error:
                 raise InvalidRows(f"reading it took more than {limit:.0f} s (convert_timeout)") from error
         try:
             answer: dict[str, Any] = json.loads(done.output.splitlines()[-1])

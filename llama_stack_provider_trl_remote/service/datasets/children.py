@@ -14,6 +14,10 @@ NICENESS = 10
 """Lower priority for programs: a flood of registrations kept `GET /v1/health` waiting for 1.3 s without it."""
 
 
+class OutOfTime(Exception):
+    """Raised when a program is not over at its time limit. No TimeoutError: a disk may raise that."""
+
+
 class Done(NamedTuple):
     """Result of a program."""
 
@@ -34,7 +38,7 @@ async def run(
         descriptors: of open files that it inherits.
 
     Raises:
-        TimeoutError.
+        OutOfTime.
         OSError: it cannot be started.
     """
     child = await asyncio.create_subprocess_exec(
@@ -51,6 +55,8 @@ async def run(
         os.setpriority(os.PRIO_PROCESS, child.pid, NICENESS)
     try:
         output, errors = await asyncio.wait_for(child.communicate(), limit)
+    except TimeoutError as error:
+        raise OutOfTime from error
     finally:
         if child.returncode is None:
             with suppress(ProcessLookupError):

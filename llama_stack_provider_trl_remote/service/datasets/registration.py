@@ -33,7 +33,7 @@ from ..http.bodies import RegisterDataset, RowsSource
 from ..http.errors import sentence
 from ..http.received import BodyMemory, unstored
 from ..space import Space, Use
-from .children import run
+from .children import OutOfTime, run
 
 log = logging.getLogger(__name__)
 MODULE = "llama_stack_provider_trl_remote.service.datasets.registration"
@@ -139,7 +139,7 @@ class Registration:
         environ = child_environment(os.environ, {})
         try:
             done = await run(argv, cwd=file.parent, environ=environ, limit=self._timeout)
-        except TimeoutError:
+        except OutOfTime:
             return _problem(413, f"its rows could not be read in {self._timeout:.0f} s (convert_timeout): {_INSTEAD}")
         try:
             answer: dict[str, Any] = json.loads(done.output)

@@ -26,9 +26,9 @@ from llama_stack_provider_trl.errors import (
     Shortage,
     StoreError,
     TrlError,
-    is_exhausted,
     shortage_behind,
     shortage_of,
+    trouble_of,
 )
 from llama_stack_provider_trl.requests.choices import problem_of
 from llama_stack_provider_trl.specs.events import Reason
@@ -105,7 +105,7 @@ _MEANING = {
     416: "The range begins beyond the end of the file",
     429: "A limit is reached: requests, wrong tokens, waiting jobs, CPU time of checks; wait for Retry-After seconds",
     500: "A bug",
-    503: "Busy, out of file descriptors, or the database is locked or damaged: send it again after Retry-After seconds",
+    503: "Busy, out of descriptors, memory or threads, or the database is locked or damaged: wait Retry-After seconds",
     507: "The disk is full or read-only, or the token has stored as many bytes as it may: the sentence has what to do",
 }
 
@@ -158,13 +158,11 @@ def _handlers() -> tuple[tuple[type[Exception], Callable[[Request, Exception], A
     """Kinds of errors, each before those that it is one of."""
     return (
         (TrlError, _ours),
-        (OSError, _system),
-        (sqlite3.Error, _system),
         (RequestValidationError, _invalid),
         (HTTPException, _http),
         (ClientDisconnect, _disconnected),
         (UnicodeEncodeError, _not_text),
-        (Exception, _bug),
+        *((kind, _other) for kind in (OSError, sqlite3.Error, MemoryError, RuntimeError, Exception)),
     )
 
 
@@ -188,19 +186,9 @@ async def _ours(request: Request, error: Exception) -> Response:
     return answer(status, str(error), headers)
 
 
-async def _system(request: Request, error: Exception) -> Response:
-    """The answer to an error of the system or of SQLite."""
-    if shortage_of(error) is None and is_exhausted(error):
-        log.error("%s %s: %s", request.method, request.url.path, error)
-        return answer(503, f"the service is out of file descriptors or memory ({error})", {"Retry-After": "5"})
-    if isinstance(error, sqlite3.IntegrityError | sqlite3.ProgrammingError | TimeoutError | ConnectionError):
-        return await _bug(request, error)  # a wrong value or statement; something else than storage
-    return _short(request, error, shortage_behind(error))
-
-
 def _short(request: Request, error: Exception, shortage: Shortage) -> Response:
     """The answer where storage cannot be used. Every route gives it: each reads or writes something."""
-    known = isinstance(error, TrlError) or shortage_of(error) is not None
+    known = isinstance(error, TrlError | MemoryError) or shortage_of(error) is not None
     log.warning("%s %s: %s", request.method, request.url.path, error, exc_info=None if known else error)
     after = shortage.retry_after
     return answer(shortage.status, shortage.described(error), None if after is None else {"Retry-After": str(after)})
@@ -240,7 +228,10 @@ def _wrong_method(request: Request) -> Response:
     return answer(405, detail, {"Allow": allowed})
 
 
-async def _bug(request: Request, error: Exception) -> Response:
+async def _other(request: Request, error: Exception) -> Response:
+    """The answer to an error that is none of ours."""
+    if (trouble := trouble_of(error)) is not None:
+        return _short(request, error, trouble)
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return answer(500, "this is a bug of the service: report it with the service's log")
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -18,10 +19,11 @@ from fastapi import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llama_stack_provider_trl.errors import shortage_behind
+from llama_stack_provider_trl.errors import Shortage, StoreError, shortage_behind, shortage_of, trouble_of
 from llama_stack_provider_trl.system.offload import CallThreads, to_its_end
 from llama_stack_provider_trl.system.texts import DuplicateKey, parse_json
 
+log = logging.getLogger(__name__)
 MIB = 1 << 20
 SMALL = 64 << 10
 """Bytes of a body that never waits for others."""
@@ -138,6 +140,20 @@ class Received(Request):
 
     async def body(self) -> bytes:
         """Receive the whole body. Raises HTTPException: 408, 503, 507."""
+        with _answered():
+            return await self._whole()
+
+    async def json(self) -> Any:
+        """The body as objects; the bytes are dropped.
+
+        Raises:
+            HTTPException: it holds too many values, or too deep ones; 408, 503, 507.
+            ValueError: it is not JSON.
+        """
+        with _answered():
+            return await self._parsed()
+
+    async def _whole(self) -> bytes:
         if not hasattr(self, "_body"):
             size = self._size if self._rows is None else min(self._size, _IN_MEMORY)
             if size > SMALL:
@@ -153,14 +169,8 @@ class Received(Request):
         announced = self.headers.get("content-length", "")
         return min(int(announced[:19]), self._limit) if announced.isdigit() else self._limit
 
-    async def json(self) -> Any:
-        """The body as objects; the bytes are dropped.
-
-        Raises:
-            HTTPException: it holds too many values, or too deep ones.
-            ValueError: it is not JSON.
-        """
-        data = await self.body()
+    async def _parsed(self) -> Any:
+        data = await self._whole()
         if self._spooled is None and self._rows is not None and _values(data) > _VALUES_PER_MIB:
             file = await self.stack.enter_async_context(self._rows.spool(len(data), self._caller))
             await to_its_end(_fill, file, data)
@@ -293,9 +303,23 @@ def busy() -> HTTPException:
     return HTTPException(503, _BUSY, {"Retry-After": "5", "Connection": "close"})
 
 
-def unstored(error: OSError) -> HTTPException:
+@contextmanager
+def _answered() -> Iterator[None]:
+    """Raise HTTPException in place of an error of storage or of the system: FastAPI would answer 400, as if the body
+    were wrong."""
+    try:
+        yield
+    except Exception as error:
+        trouble = shortage_behind(error) if isinstance(error, StoreError) else trouble_of(error)
+        if trouble is None:
+            raise
+        log.warning("a body is not received: %s", error, exc_info=None if shortage_of(error) else error)
+        raise unstored(error, trouble) from error
+
+
+def unstored(error: Exception, shortage: Shortage | None = None) -> HTTPException:
     """The answer to a body that the disk does not take."""
-    shortage = shortage_behind(error)
+    shortage = shortage or shortage_behind(error)
     after = {} if shortage.retry_after is None else {"Retry-After": str(shortage.retry_after)}
     return HTTPException(shortage.status, shortage.described(error), {**after, "Connection": "close"})
 
