@@ -208,7 +208,7 @@ def build_trainer(
     chooses_gradient_sync, spec = spec.gradient_sync == "auto", choose_gradient_sync(spec, memory)
     if batch_plan.needs_filler:
         data = data.with_filler()
-    policy = load_policy(spec, device)
+    policy = load_policy(spec, device, warn)
     trainer = recipe(
         spec=spec,
         batch_plan=batch_plan,
@@ -256,10 +256,14 @@ def load_data(spec: JobSpec, tokenizer: PreTrainedTokenizerBase, writer: EventWr
     )
 
 
-def load_policy(spec: JobSpec, device: torch.device) -> Policy:
-    """Load the model to train, and check that it can do what the job asks for."""
+def load_policy(spec: JobSpec, device: torch.device, warn: Callable[[str], None] = lambda _: None) -> Policy:
+    """Load the model to train, and check that it can do what the job asks for.
+
+    Args:
+        warn: as of `load_model`.
+    """
     storage = WeightStorage.of(spec)
-    model = load_model(spec.source, storage, device)
+    model = load_model(spec.source, storage, device, warn)
     set_attention(spec, model)
     if spec.padding_free:
         use_rows(model, device.type)

@@ -18,10 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaF
 
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.recipes.build import load_policy
 from llama_stack_provider_trl.recipes.checkpoint import export as exporting
 from llama_stack_provider_trl.recipes.checkpoint import step as checkpoints
 from llama_stack_provider_trl.recipes.checkpoint import weights
 from llama_stack_provider_trl.recipes.checkpoint.export import export, take_sample
+from llama_stack_provider_trl.recipes.model.loading import load_adapter
 from llama_stack_provider_trl.recipes.model.saving import try_exports
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Progress, Reason, Warned
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, QatSpec, ShardingSpec
@@ -123,6 +125,44 @@ def test_the_files_are_those_of_save_pretrained_and_load_into_equal_logits(
     assert state(found).keys() == expected.keys()
     assert all(torch.equal(weight, expected[name]) for name, weight in state(found).items())
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(found)), logits(model))
+
+
+@pytest.mark.parametrize("kind", ["final", "merged"])
+def test_a_head_that_differs_from_the_embeddings_is_exported_as_untied(tmp_path: Path, kind: Any) -> None:
+    base = Path(shutil.copytree(tiny_model(tied=True), tmp_path / "base"))
+    weights = load_file(base / "model.safetensors")
+    weights["lm_head.weight"] = torch.randn_like(weights["model.embed_tokens.weight"])
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    assert json.loads((base / "config.json").read_text())["tie_word_embeddings"] is True
+    spec = job_spec(tmp_path, base, lora=LORA if kind == "merged" else None)
+    warnings: list[str] = []
+    policy = load_policy(spec, torch.device("cpu"), warnings.append)
+    (warning,) = warnings
+    assert "has tie_word_embeddings true, and in its files lm_head.weight differs from model.embed_tokens" in warning
+    model: Any = policy.model if policy.adapters is None else get_peft_model(policy.model, policy.adapters)
+    model.tie_weights()  # as accelerate does
+    found = exported(model, kind, spec)
+    assert json.loads((found / "config.json").read_text())["tie_word_embeddings"] is False
+    assert torch.equal(state(found)["lm_head.weight"], weights["lm_head.weight"])
+    again = AutoModelForCausalLM.from_pretrained(found)
+    again.tie_weights()  # as its configuration has it
+    assert torch.equal(again.lm_head.weight, weights["lm_head.weight"])
+    assert torch.allclose(logits(again), logits(model), atol=1e-5)
+    if kind == "merged":
+        assert load_adapter(spec, exported(model, "final", spec)).get_base_model().config.tie_word_embeddings is False
+
+
+@pytest.mark.parametrize("equal", [True, False], ids=["an equal head in the files", "no head in the files"])
+def test_a_tied_head_stays_tied(tmp_path: Path, equal: bool) -> None:
+    base = Path(shutil.copytree(tiny_model(tied=True), tmp_path / "base"))
+    weights = load_file(base / "model.safetensors")
+    head = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()} if equal else {}
+    save_file({**weights, **head}, base / "model.safetensors", {"format": "pt"})
+    spec = job_spec(tmp_path, base)
+    policy = load_policy(spec, torch.device("cpu"), pytest.fail)
+    found = exported(policy.model, "final", spec)
+    assert json.loads((found / "config.json").read_text())["tie_word_embeddings"] is True
+    assert "lm_head.weight" not in state(found)
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "deepseek_v3"])

@@ -1,4 +1,4 @@
-"""Has a model's tokenizer and generation configuration agree with the model, as far as nothing is lost by that.
+"""Has a model's tokenizer and configuration agree with the model, as far as nothing is lost by that.
 
 What a trainer copies from a tokenizer into the configuration of a model is exported with it, and read when the
 export is loaded.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file
 
 from ...errors import JobFailure
@@ -55,6 +55,25 @@ def complete(tokenizer: PreTrainedTokenizerBase, source: ModelSource, warn: Call
         tokenizer.chat_template = configured if is_other else None
         instead = f"the one in {_TOKENIZER_CONFIG} is used" if is_other else "it is trained as one without a template"
         warn(f"the chat template of {source.model!r} is empty: {instead}")
+
+
+def untie(model: PreTrainedModel, source: ModelSource, warn: Callable[[str], None]) -> None:
+    """Have the configuration of a loaded model name its weights untied where they are.
+
+    transformers does not tie weights that are both in the files with other values, whatever the configuration names.
+    Left as it is, the exported one would have others tie them: they would compute with the embeddings in their place.
+    """
+    named = model.get_expanded_tied_weights_keys(all_submodels=True)
+    if not named or model.all_tied_weights_keys.keys() & named.keys():
+        return
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and getattr(part.config, "tie_word_embeddings", False):
+            part.config.tie_word_embeddings = False
+    name, tied = next(iter(named.items()))
+    warn(
+        f"config.json of {source.model!r} has tie_word_embeddings true, and in its files {name} differs from {tied}: "
+        "it is trained as weights of its own, and a whole model that is exported has tie_word_embeddings false"
+    )
 
 
 def refuse_padding(text: Any, size: Any, model: str) -> None:

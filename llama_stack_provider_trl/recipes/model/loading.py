@@ -29,7 +29,7 @@ from ...specs.methods import uld_of
 from ...specs.model_source import ModelSource
 from ..distributed import ranks
 from . import quantization
-from .agreement import complete, pad_within_embeddings, read_generation_config, refuse_padding
+from .agreement import complete, pad_within_embeddings, read_generation_config, refuse_padding, untie
 from .attention import without_cudnn
 from .configs import DAMAGE, invalid_model, read_config
 from .files import check_adapter_files, check_tokenizer_files, check_weights_index, stored_dtype, whole_weights
@@ -222,9 +222,14 @@ def check_weights(
             warn(unused)
 
 
-def load_model(source: ModelSource, storage: WeightStorage, device: torch.device) -> PreTrainedModel:
+def load_model(
+    source: ModelSource, storage: WeightStorage, device: torch.device, warn: Callable[[str], None] = lambda _: None
+) -> PreTrainedModel:
     """The causal LM to train. A model that is to be sharded stays in CPU memory: a deferred one in the files' own
     dtype, so that its weights are mapped and not copied, nor quantized.
+
+    Args:
+        warn: called with what its configuration does not have as its files do.
 
     Raises:
         JobFailure: invalid_model, when it is missing, is no causal LM, its weights are damaged or of other shapes, or
@@ -267,6 +272,7 @@ def load_model(source: ModelSource, storage: WeightStorage, device: torch.device
     may_lack = {SCORE} if storage.is_reward and not storage.has_head else set()
     if missing := sorted(set(loaded["missing_keys"]) - may_lack):
         raise missing_weights(source, model, missing)
+    untie(model, source, warn)
     return model if storage.is_sharded or storage.in_4_bits else model.to(device)
 
 
@@ -368,6 +374,7 @@ def load_adapter(spec: JobSpec, adapter: Path, *, as_trained: bool = False) -> P
             **source_arguments(source),
         )
         _name(base, source)
+        untie(base, source, lambda _: None)
     return PeftModel.from_pretrained(base, adapter)
 
 
