@@ -406,12 +406,17 @@ def is_read_only(path: Path) -> bool:
 def can_write(directory: Path) -> bool:
     """Whether a small file can be written to a directory now."""
     try:
-        with tempfile.TemporaryFile(dir=directory) as file:
-            file.write(bytes(4096))
-            _flush(file)
+        try_to_write(directory)
     except OSError:
         return False
     return True
+
+
+def try_to_write(directory: Path) -> None:
+    """Write a small file without a name to a directory, force it to disk, and drop it. Raises OSError."""
+    with tempfile.TemporaryFile(dir=directory) as file:
+        file.write(bytes(4096))
+        _flush(file)
 
 
 def tree_bytes(directory: Path) -> int:

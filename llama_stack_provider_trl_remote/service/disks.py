@@ -1,7 +1,8 @@
 """The state of the disks that the service writes to, for callers that may not wait for a disk.
 
 A disk of another machine (NFS) that hangs holds every call to it for as long as it hangs. So a thread of its own
-examines the disks, and whoever asks gets what it has found, or for how long it has waited.
+examines the disks, and whoever asks gets what it has found, or for how long it has waited. It writes, too: a file
+system that is frozen, or has stopped after an error, looks writable until something is written.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from llama_stack_provider_trl.errors import is_exhausted
 from llama_stack_provider_trl.system.data_dir import DataDir
+from llama_stack_provider_trl.system.files import try_to_write
 
 from .space import Space, Use
 
 _EVERY = 1.0
 """Seconds between two examinations; one takes 0.3 ms."""
+_WRITTEN_EVERY = 20.0
+"""Seconds between two writes to each directory: one takes 7 to 16 ms of a disk, of eight directories on it 0.1 s. After
+a failure they are repeated with each examination, since that shows at once when it is over."""
 _HANGS = 5.0
 """Seconds without an answer after which a disk is reported: a busy one may take some."""
 _TEMPORARY = 1 << 20
@@ -33,11 +39,13 @@ class _Examined(NamedTuple):
     use: Use | None
     """None: temporary files, which need a little space."""
     consequence: str
+    required: bool = False
+    """Whether it exists from the start of the service on; others are created when they are needed."""
 
 
 class DiskWatch:
-    """Examines the disks of the data directory, of its parts that lie on others, of other directories for checkpoints,
-    and of temporary files.
+    """Examines and writes to the disks of the data directory, of its parts that lie on others, of other directories for
+    checkpoints, and of temporary files.
 
     Args:
         clock: seconds, monotonic.
@@ -53,8 +61,8 @@ class DiskWatch:
         self._space, self._clock = space, clock
         own = DataDir(data_dir)
         self._disks = (
-            _Examined("the data directory", lambda: own.root, Use.ordered, "nothing new is accepted"),
-            _Examined("uploaded rows", lambda: own.datasets, Use.ordered, "no rows are accepted"),
+            _Examined("the data directory", lambda: own.root, Use.ordered, "nothing new is accepted", True),
+            _Examined("uploaded rows", lambda: own.datasets, Use.ordered, "no rows are accepted", True),
             _Examined("checkpoints", lambda: own.checkpoints, Use.checkpoint, "jobs cannot save"),
             _Examined("run directories", lambda: own.jobs, Use.report, "jobs cannot start"),
             _Examined("the token cache", lambda: own.tokens, Use.checkpoint, "jobs may fail"),
@@ -68,6 +76,7 @@ class DiskWatch:
         )
         self._stopping = threading.Event()
         self._problem: str | None = None
+        self._write_at = -float("inf")
         self._waiting: tuple[_Examined, float] | None = None
         """The disk that is being examined, and since when."""
 
@@ -91,10 +100,17 @@ class DiskWatch:
 
     def examine(self) -> None:
         """Examine each disk; takes as long as they do."""
-        problem = None
+        problem, failed = None, False
+        is_due = self._clock() >= self._write_at
         for disk in self._disks:
             self._waiting = disk, self._clock()
-            problem = problem or self._examined(disk)
+            found = self._examined(disk)
+            if found is None and is_due:
+                found = self._tried(disk)
+                failed |= found is not None
+            problem = problem or found
+        if is_due and not failed:
+            self._write_at = self._clock() + _WRITTEN_EVERY
         self._waiting, self._problem = None, problem
 
     def _watch(self) -> None:
@@ -104,20 +120,39 @@ class DiskWatch:
 
     def _examined(self, disk: _Examined) -> str | None:
         try:
+            directory = disk.directory()
+            # A link that leads nowhere: the disk that it names is not mounted.
+            if not directory.exists() and (disk.required or directory.is_symlink()):
+                name = disk.what if "directory" in disk.what else f"the directory of {disk.what}"
+                return f"{name} is missing: move it back, or mount its disk; until then {disk.consequence}"
             if disk.use is None:
-                self._space.require(Use.report, disk.directory(), _TEMPORARY, 0)
+                self._space.require(Use.report, directory, _TEMPORARY, 0)
             else:
-                self._space.require(disk.use, disk.directory())
+                self._space.require(disk.use, directory)
         except OSError as error:
-            match error.errno:
-                case errno.EROFS:
-                    state = "is read-only: make it writable again (the kernel's log has the reason)"
-                case errno.ENOSPC:
-                    state = "is full: free some space"
-                case _:
-                    state = f"cannot be examined ({error.strerror}): check it"
-            return _sentence(disk, state)
+            return _sentence(disk, _state(error, "examined"))
         return None
+
+    def _tried(self, disk: _Examined) -> str | None:
+        """Why nothing can be written to a directory, or to the one that it will be created in."""
+        try:
+            directory = disk.directory()
+            while not directory.exists():
+                directory = directory.parent
+            try_to_write(directory)
+        except OSError as error:
+            return None if is_exhausted(error) else _sentence(disk, _state(error, "written to"))
+        return None
+
+
+def _state(error: OSError, done: str) -> str:
+    match error.errno:
+        case errno.EROFS:
+            return "is read-only: make it writable again (the kernel's log has the reason)"
+        case errno.ENOSPC | errno.EDQUOT:
+            return "is full: free some space"
+        case _:
+            return f"cannot be {done} ({error.strerror}): check it (the kernel's log has the reason)"
 
 
 def _sentence(disk: _Examined, state: str) -> str:

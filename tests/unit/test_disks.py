@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 
+from llama_stack_provider_trl_remote.service import disks as disks_module
 from llama_stack_provider_trl_remote.service import space as module
 from llama_stack_provider_trl_remote.service.disks import DiskWatch
 from llama_stack_provider_trl_remote.service.routes.service import health
@@ -102,6 +103,89 @@ def test_a_disk_that_cannot_be_examined_is_reported_with_the_reason(
 
     monkeypatch.setattr(module, "is_read_only", fails)
     assert "cannot be examined (Input/output error): check it" in (disks.problem() or "")
+
+
+@pytest.mark.parametrize("part", ["the data directory", *PARTS])
+def test_a_disk_that_looks_writable_and_is_not_is_reported_until_it_is(
+    disks: Disks, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """As ext4 after its journal was aborted, or a directory of another owner."""
+    name, consequence = PARTS.get(part, (".", "nothing new is accepted"))
+    tried: list[Path] = []
+    failing: dict[Path, OSError] = {disks.data_dir / name: OSError(5, "Input/output error")}
+
+    def tries(directory: Path) -> None:
+        tried.append(directory)
+        if directory in failing:
+            raise failing[directory]
+
+    monkeypatch.setattr(disks_module, "try_to_write", tries)
+    for _ in range(2):
+        assert disks.problem() == (
+            f"the disk of {part} cannot be written to (Input/output error): check it (the kernel's log has the "
+            f"reason); until then {consequence}"
+        )
+    failing.clear()
+    assert disks.problem() is None
+    tried.clear()
+    disks.clock.advance(19)
+    assert (disks.problem(), tried) == (None, []), "each write takes a disk some time"
+    disks.clock.advance(1)
+    assert disks.problem() is None
+    assert {disks.data_dir, disks.temporary, disks.data_dir.parent} <= {*tried}
+    failing[disks.data_dir / name] = OSError(28, "No space left on device")  # such as for its directories
+    disks.clock.advance(20)
+    assert disks.problem() == f"the disk of {part} is full: free some space; until then {consequence}"
+
+
+def test_a_disk_whose_writes_hang_is_reported(disks: Disks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file system that was frozen: it answers what is only asked of it."""
+    asked, answers = threading.Event(), threading.Event()
+
+    def hangs(directory: Path) -> None:
+        asked.set()
+        assert answers.wait(60)
+
+    monkeypatch.setattr(disks_module, "try_to_write", hangs)
+    disks.watch.start()
+    try:
+        assert asked.wait(20)
+        disks.clock.advance(6)
+        assert "the disk of the data directory has not answered for 6 s" in (disks.watch.problem() or "")
+    finally:
+        disks.watch.stop()
+        answers.set()
+
+
+def test_nothing_of_what_is_tried_stays_and_a_lack_of_descriptors_is_no_fault_of_the_disk(
+    disks: Disks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sorted(disks.data_dir.parent.rglob("*"))
+    assert disks.problem() is None
+    assert sorted(disks.data_dir.parent.rglob("*")) == before
+
+    def fails(directory: Path) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(disks_module, "try_to_write", fails)
+    disks.clock.advance(20)
+    assert disks.problem() is None
+
+
+def test_a_directory_that_was_moved_away_is_reported_and_one_that_comes_later_is_not(disks: Disks) -> None:
+    aside = disks.data_dir.with_name("aside")
+    disks.data_dir.rename(aside)
+    assert disks.problem() == (
+        "the data directory is missing: move it back, or mount its disk; until then nothing new is accepted"
+    )
+    aside.rename(disks.data_dir)
+    (disks.data_dir / "datasets").rename(aside)
+    assert "the directory of uploaded rows is missing" in (disks.problem() or "")
+    (disks.data_dir / "datasets").symlink_to(aside)
+    (disks.data_dir / "tokens").rmdir()
+    assert disks.problem() is None
+    (disks.data_dir / "tokens").symlink_to(disks.data_dir / "unmounted")
+    assert "the directory of the token cache is missing" in (disks.problem() or "")
 
 
 @pytest.fixture
