@@ -69,13 +69,13 @@ def parse_fields[Model: BaseModel](model: type[Model], value: Any, where: str) -
     try:
         parsed = model.model_validate(value)
     except ValidationError as error:
-        raise refusal_of(error, where) from error
+        raise refusal_of(error, where, model) from error
     refuse_infinite(parsed, f"{where}.")
     return parsed
 
 
-def refusal_of(error: ValidationError, where: str) -> InvalidRequest:
+def refusal_of(error: ValidationError, where: str, model: Any = None) -> InvalidRequest:
     """The refusal of the first field that a model does not accept."""
     first = error.errors()[0]
     path = ".".join([where, *map(str, first["loc"])])
-    return InvalidRequest(path, first["input"], problem_of(first))
+    return InvalidRequest(path, first["input"], problem_of(first, model))

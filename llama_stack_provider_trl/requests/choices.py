@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel
 
 COMPARED = 100
 """Characters of a name that is compared with known ones: the time grows with the square of its length."""
@@ -29,8 +31,17 @@ def no_such_field(name: str, known: Sequence[str]) -> str:
     return f"{hint} docs/reference/api.md lists every field"
 
 
-def problem_of(error: Mapping[str, Any]) -> str:
-    """The problem of a field that a model does not accept, with the nearest choice."""
+def problem_of(error: Mapping[str, Any], model: Any = None) -> str:
+    """The problem of a field that a model does not accept, with the nearest choice.
+
+    Args:
+        error: one of pydantic's, with its place from the model on.
+        model: names the fields that there are; None: not known.
+    """
+    if error["type"] == "extra_forbidden":
+        *path, name = error["loc"]
+        close = _nearest(str(name)[:COMPARED], _fields_at(model, path))
+        return f"there is no such field: did you mean `{close}`?" if close else "there is no such field: leave it out"
     message = str(error["msg"]).removeprefix("Value error, ")
     quoted = re.findall(r"'([^']*)'", message)  # errors of forms have no `ctx`
     if error["type"] == "literal_error":
@@ -40,6 +51,26 @@ def problem_of(error: Mapping[str, Any]) -> str:
     if error.get("input", "") is None and isinstance(error["loc"][-1], str):
         return f"{message}; null counts as left out, and it is required"
     return message
+
+
+def _fields_at(model: Any, path: Sequence[int | str]) -> list[str]:
+    """The names of the fields at a place in a model, or in what annotates a field."""
+    kinds = list(_models_in(model))
+    for step in path:
+        # First, since a union's tag may also be the name of a field: {"type": "rows", "rows": []}.
+        tagged = [kind for kind in kinds if any(step in get_args(f.annotation) for f in kind.model_fields.values())]
+        if tagged and len(kinds) > 1:
+            kinds = tagged
+        elif fields := [kind.model_fields[str(step)] for kind in kinds if step in kind.model_fields]:
+            kinds = [kind for field in fields for kind in _models_in(field.annotation)]
+    return list(dict.fromkeys(name for kind in kinds for name in kind.model_fields))
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)
 
 
 def _nearest(value: str, choices: Sequence[str]) -> str | None:

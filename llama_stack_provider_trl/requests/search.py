@@ -440,4 +440,4 @@ def _parsed(kind: type[Request], body: dict[str, Any]) -> Request:
         return kind.model_validate(body)
     except ValidationError as error:
         first = error.errors()[0]
-        raise InvalidRequest(".".join(map(str, first["loc"])), first["input"], problem_of(first)) from error
+        raise InvalidRequest(".".join(map(str, first["loc"])), first["input"], problem_of(first, kind)) from error

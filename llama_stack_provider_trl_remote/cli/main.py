@@ -372,7 +372,9 @@ def _datasets(group: argparse.ArgumentParser) -> None:
     preview = at_service(commands.add_parser("preview", help="rows as they are trained: tokens, loss, cuts, drops"))
     preview.add_argument("dataset_id", metavar="ID", help="of datasets list")
     preview.add_argument("--model", required=True, help="the model whose tokenizer and chat template are used")
-    preview.add_argument("--method", choices=("sft", "dpo"), default="sft", help="(sft)")
+    preview.add_argument(
+        "--method", choices=("sft", "dpo", "kto"), default="sft", help="(sft); dpo for all methods that read pairs"
+    )
     preview.add_argument("--first-row", type=_number, default=0, metavar="N", help="counted from 0 (0)")
     preview.add_argument("--rows", type=int, default=10, metavar="N", help="1 to 100 (10)")
     preview.add_argument("--max-seq-length", type=int, metavar="N", help="tokens (as the service sets)")

@@ -18,19 +18,20 @@ _MARKS = {("1", "1"): "+", ("1", "0"): " ", ("0", "0"): "x"}
 
 async def preview(client: ServiceClient, options: Namespace) -> int:
     """Print rows of a dataset: their tokens, the loss, what is cut or dropped."""
-    found = await preview_request(client, _body(client, options), options.method)
+    found = await preview_request(client, _body(client, options))
     emit(options, found, *_lines(found))
     return 0
 
 
 def _body(client: ServiceClient, options: Namespace) -> dict[str, Any]:
-    data = {"dataset_id": options.dataset_id, "batch_size": 1, "data_format": options.data_format}
+    batch_size = 2 if options.method == "kto" else 1  # KTO pairs the rows of a step
+    data = {"dataset_id": options.dataset_id, "batch_size": batch_size, "data_format": options.data_format}
     if options.train_on_input:
         data["train_on_input"] = True
     given = {"max_seq_length": options.max_seq_length, "truncation_side": options.truncation_side}
     return {
         "model": model_at(options.model, client.url),
-        **({"algorithm_config": {"type": "dpo"}} if options.method == "dpo" else {}),
+        **({"algorithm_config": {"type": options.method}} if options.method != "sft" else {}),
         "training_config": {"n_epochs": 1, "data_config": {name: value for name, value in data.items() if value}},
         "provider_options": {name: value for name, value in given.items() if value is not None},
         "first_row": options.first_row,

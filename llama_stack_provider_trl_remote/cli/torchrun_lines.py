@@ -178,7 +178,8 @@ async def _job(options: Namespace, directory: Path, nodes: int) -> ResolvedJob:
         request = kind.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
-        raise InvalidRequest(".".join(map(str, first["loc"])), first.get("input"), f"{problem_of(first)}.") from error
+        problem = problem_of(first, kind)
+        raise InvalidRequest(".".join(map(str, first["loc"])), first.get("input"), f"{problem}.") from error
     if chosen.device not in (None, *_DEVICES):
         hint = f"expected {', '.join(_DEVICES)}: each rank takes a device of its machine."
         raise InvalidRequest("provider_options.device", chosen.device, hint)

@@ -165,3 +165,12 @@ def test_trl_remote_previews_a_dataset(service: TrainingService) -> None:
     assert lines[1].startswith("row 0: 25 tokens, cut: 1 token does not fit into max_seq_length=24")
     assert [line[2] for line in lines[2:5]] == [" ", "+", "x"]
     assert "8 trained, 7 of them cut to 24 tokens" in done.stdout
+
+
+def test_trl_remote_previews_labelled_answers(service: TrainingService) -> None:
+    service.register("labelled", [{"prompt": "1 + 1?", "completion": "Two.", "label": True}])
+    words = ["datasets", "preview", "labelled", "--model", str(tiny_model()), "--method", "kto"]
+    command = [sys.executable, "-m", "llama_stack_provider_trl_remote", *words, "--url", service.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "  completion" in done.stdout.splitlines()

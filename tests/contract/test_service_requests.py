@@ -92,6 +92,32 @@ def test_a_field_that_cannot_be_honoured_is_named(
     assert expected in refusal(service.post(DPO, _merged(promised("refused", pairs), change)))
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        (
+            "/datasets",
+            {"dataset": "x"},
+            "dataset='x' is not supported: there is no such field: did you mean `dataset_id`?",
+        ),
+        (
+            "/datasets",
+            {"source": {"type": "uri", "uri": "/a", "uris": 1}},
+            "source.uris=1 is not supported: there is no",
+        ),
+        ("/datasets", {"source": {"type": "uri", "uri": "/a", "uris": 1}}, "did you mean `uri`?"),
+        ("/datasets", {"source": {"type": "uri", "uri": "/a", "row": 1}}, "there is no such field: leave it out"),
+        ("/datasets", {"source": {"type": "rows", "rows": [], "row": 1}}, "did you mean `rows`?"),
+        ("/datasets", {"colour": 1}, "there is no such field: leave it out"),
+    ],
+)
+def test_an_unknown_field_of_a_body_is_named_with_the_nearest_one(
+    service: TrainingService, path: str, body: Json, expected: str
+) -> None:
+    source = {"type": "rows", "rows": [{"text": "a"}]}
+    assert expected in refusal(service.post(path, {"source": source, **body}))
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"text"', b"null", b'{"job_uuid": NaN}', b"\xff\xfe"])
 def test_a_body_that_is_no_object_is_refused(service: TrainingService, body: bytes) -> None:
     url, headers = f"{service.url}/v1{DPO}", {"Content-Type": "application/json"}

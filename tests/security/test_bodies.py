@@ -256,10 +256,11 @@ def large(row: Any, **changes: Any) -> dict[str, Any]:
     [
         (3, {}, "source.rows.2000=3 is not supported: Input should be a valid dictionary"),
         ({}, {"purpose": "fun"}, "purpose='fun' is not supported"),
-        ({}, {"new": 1}, "new=1 is not supported: there is no such field"),
+        ({}, {"new": 1}, "new=1 is not supported: there is no such field: leave it out"),
+        ({}, {"meta_data": 1}, "meta_data=1 is not supported: there is no such field: did you mean `metadata`?"),
         ({}, {"metadata": {"a": "m" * 100_000}}, "65536 at most"),
     ],
-    ids=["no object", "no such purpose", "no such field", "large metadata"],
+    ids=["no object", "no such purpose", "no such field", "another spelling", "large metadata"],
 )
 def test_what_is_wrong_with_a_large_body_is_reported_as_for_a_small_one(
     service: TrainingService, row: Any, changes: dict[str, Any], sentence: str

@@ -46,8 +46,10 @@ def test_lora_is_where_the_method_has_it(method: str, given: dict[str, Any]) -> 
 def test_fields_of_sft_alone_are_left_out_of_a_dpo_job() -> None:
     fields = {**FIELDS, "train_on_input": "yes", "data_format": "dialog"}
     assert job_of(fields)["training_config"]["data_config"]["train_on_input"] is True
-    data = job_of({**fields, "method": "dpo"})["training_config"]["data_config"]
-    assert not {"train_on_input", "data_format"} & data.keys()
+    for method in ("dpo", "kto"):
+        job = job_of({**fields, "method": method})
+        assert job["algorithm_config"] == {"type": method}
+        assert not {"train_on_input", "data_format"} & job["training_config"]["data_config"].keys()
 
 
 @pytest.mark.parametrize(("field", "named"), [("epochs", "n_epochs"), ("batch_size", "batch_size")])

@@ -104,7 +104,7 @@ PARAMETERS = "hyperparam_search_config.parameters."
         ({"method": "grid"}, "hyperparam_search_config.parameters", "required"),
         ({"method": "grid", "parameters": {}}, "hyperparam_search_config.parameters", "at least 1"),
         ({**GRID, "method": "annealing"}, "hyperparam_search_config.method", "expected one of grid, random, bayesian"),
-        ({**GRID, "budget": 3}, "hyperparam_search_config.budget", "not permitted"),
+        ({**GRID, "budget": 3}, "hyperparam_search_config.budget", "no such field: leave it out"),
         ({**GRID, "seed": 1}, "hyperparam_search_config.seed", "a grid draws nothing"),
         ({**GRID, "trials": 5}, "hyperparam_search_config.trials", "6 combinations"),
         ({"method": "random", "parameters": {LR: [1]}}, "hyperparam_search_config.trials", "needs their number"),
@@ -115,7 +115,7 @@ PARAMETERS = "hyperparam_search_config.parameters."
         ({"method": "grid", "parameters": {LR: []}}, PARAMETERS + LR + ".values", "at least 1"),
         ({"method": "grid", "parameters": {LR: [1, 1]}}, PARAMETERS + LR, "1 is there twice"),
         ({"method": "grid", "parameters": {LR: {"values": [1], "max": 2}}}, PARAMETERS + LR, "exclude each other"),
-        ({"method": "grid", "parameters": {LR: {"step": 1}}}, PARAMETERS + LR + ".step", "not permitted"),
+        ({"method": "grid", "parameters": {LR: {"step": 1}}}, PARAMETERS + LR + ".step", "there is no such field"),
         ({"method": "random", "trials": 2, "parameters": {LR: {"min": 1}}}, PARAMETERS + LR, "both `min` and `max`"),
         ({"method": "random", "trials": 2, "parameters": {LR: {"min": 2, "max": 1}}}, PARAMETERS + LR, "below `max`"),
         (

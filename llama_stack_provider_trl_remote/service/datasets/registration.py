@@ -170,7 +170,7 @@ def _read(body: Path, directory: Path, max_rows: int) -> dict[str, Any]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         shown = _Shown(repr(first["input"])[:_SHOWN])
-        return _problem(400, sentence({**first, "loc": ("body", *first["loc"]), "input": shown}))
+        return _problem(400, sentence({**first, "loc": ("body", *first["loc"]), "input": shown}, RegisterDataset))
     if not isinstance(dataset.source, RowsSource):
         return _problem(413, f"the body is larger than 1 MiB and holds no rows: {_INSTEAD}")
     if len(dataset.source.rows) > max_rows:

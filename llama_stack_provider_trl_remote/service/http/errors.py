@@ -196,7 +196,8 @@ def _short(request: Request, error: Exception, shortage: Shortage) -> Response:
 
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return answer(400, sentence(error.errors()[0]))
+    body = getattr(request.scope.get("route"), "body_field", None)  # None of a form
+    return answer(400, sentence(error.errors()[0], body and body.field_info.annotation))
 
 
 async def _http(request: Request, error: Exception) -> Response:
@@ -236,8 +237,12 @@ async def _other(request: Request, error: Exception) -> Response:
     return answer(500, "this is a bug of the service: report it with the service's log")
 
 
-def sentence(found: Mapping[str, Any]) -> str:
-    """One validation error as a sentence that names the field, its value and what was expected."""
+def sentence(found: Mapping[str, Any], body: Any = None) -> str:
+    """One validation error as a sentence that names the field, its value and what was expected.
+
+    Args:
+        body: the model of the body; None: not known.
+    """
     source, *path = found["loc"]
     if path[:1] == ["source"]:  # pydantic names the kind of source as well: source.rows.rows.1
         del path[1:2]
@@ -249,9 +254,8 @@ def sentence(found: Mapping[str, Any]) -> str:
         if not path:
             return "the body is missing: send a JSON object with Content-Type application/json"
         return f"{field} is missing from the {where}: it is required"
-    if found["type"] == "extra_forbidden":
-        return str(InvalidRequest(field, found["input"], "there is no such field: leave it out"))
-    return str(InvalidRequest(field, found["input"], problem_of(found)))
+    problem = problem_of({**found, "loc": found["loc"][1:] or (field,)}, body if source == "body" else None)
+    return str(InvalidRequest(field, found["input"], problem))
 
 
 def raw_answer(status: int, detail: str) -> tuple[list[tuple[bytes, bytes]], bytes]:

@@ -35,7 +35,10 @@ async def preview_page(request: Request, service: Context, caller: CurrentCaller
     status = 200
     try:
         window = {"first_row": fields.get("first_row") or 0, "rows": fields.get("rows") or 10}
-        body = {**job_of({**fields, "batch_size": "1"}), "algorithm": fields.get("method") or "sft", **window}
+        method = fields.get("method") or "sft"
+        # KTO pairs the rows of a step, and is a method of DPO's call.
+        algorithm, batch_size = ("dpo", "2") if method == "kto" else (method, "1")
+        body = {**job_of({**fields, "batch_size": batch_size}), "algorithm": algorithm, **window}
         found = await service.preview(validated(PreviewBody, body))
         shown = [(row, parts_of(row)) for row in found.rows]
         values |= {"result": found, "shown": shown, "left_out": left_out(found.rows)}

@@ -22,14 +22,15 @@ _OPTIONS = (
 def job_of(fields: Mapping[str, str]) -> dict[str, Any]:
     """The body of the job that a form describes. Fields that are empty are left out; a number that is none stays a
     text, which the body's model then names."""
-    is_dpo = fields.get("method") == "dpo"
+    method = fields.get("method")
+    is_sft = method not in ("dpo", "kto")
     data = {
         "dataset_id": fields.get("dataset", ""),
         "shuffle": True,
         **_given(fields, ("batch_size", "batch_size", int)),
         **_given(fields, ("validation_dataset", "validation_dataset_id", str)),
     }
-    if not is_dpo:
+    if is_sft:
         data |= _given(fields, ("data_format", "data_format", str))
         if fields.get("train_on_input") == "yes":
             data["train_on_input"] = True
@@ -40,11 +41,11 @@ def job_of(fields: Mapping[str, str]) -> dict[str, Any]:
     }
     options: dict[str, Any] = _given(fields, *_OPTIONS)
     lora = _lora(fields)
-    if is_dpo and lora:
+    if lora and not is_sft:
         options["lora"] = lora
     body: dict[str, Any] = _given(fields, ("job", "job_uuid", str))
     body |= {"model": fields.get("model", ""), "training_config": {**training, "data_config": data}}
-    algorithm = {"type": "dpo"} if is_dpo else lora
+    algorithm = lora if is_sft else {"type": method}
     return (
         body
         | ({"algorithm_config": algorithm} if algorithm else {})
