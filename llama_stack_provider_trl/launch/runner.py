@@ -60,8 +60,11 @@ NICE = 10
 LOCKS = Path("/tmp")
 """Directory of device locks, with a directory below it for each user."""
 RUNTIME = Path("/run/user")
-_CLAIM_RETRY = 0.01
-"""Seconds after which a second runner of a task looks again whether the first one has reported."""
+_CLAIM_RETRY, _LATER_CLAIM_RETRY = 0.01, 0.2
+"""Seconds after which a second runner of a task looks again whether the first one has reported; the longer ones after a
+second of waiting."""
+_CLAIM_SECONDS = 25.0
+"""Seconds for which it waits: less than the launcher waits for it, so that its log has the reason."""
 _DEVICE_RETRY = 0.2
 """Seconds between two attempts to take a lock that another process holds."""
 _FINAL_EVENTS = ("finished", "failed", "paused")
@@ -182,10 +185,19 @@ def main(arguments: list[str]) -> None:
     umask = os.umask(0o077)
     paths = RunDir(task.run_dir)
     claim = FileLock(paths.runner_lock)
+    waited = 0.0
     while not claim.acquire(f"runner, pid {os.getpid()}"):
         if paths.runner_status.exists():
             return
-        time.sleep(_CLAIM_RETRY)  # started before: the launcher takes a task without that file for gone, and ends it
+        if waited >= _CLAIM_SECONDS:
+            sys.exit(
+                f"another process ({claim.holder()}) holds {claim.path.name} of task {task.task_id} and has not "
+                f"written {paths.runner_status.name} for {waited:.0f} s: end that process; the task is started again"
+            )
+        # Started before: the launcher takes a task without that file for gone, and ends it.
+        pause = _CLAIM_RETRY if waited < 1 else _LATER_CLAIM_RETRY
+        time.sleep(pause)
+        waited += pause
     if paths.runner_status.exists():
         return  # started before; the lock and the file outlive the process that requested it
     ready = _detach()

@@ -33,7 +33,13 @@ class Answer(NamedTuple):
 
 
 async def answer_of(
-    app: FastAPI, method: str, target: str, body: bytes = b"", content_type: str = "application/json", token: str = ""
+    app: FastAPI,
+    method: str,
+    target: str,
+    body: bytes = b"",
+    content_type: str = "application/json",
+    token: str = "",
+    encoding: str = "",
 ) -> Answer:
     """What a route answers, of a stream its beginning."""
     path, _, query = target.partition("?")
@@ -46,6 +52,7 @@ async def answer_of(
             (b"content-type", content_type.encode()),
             (b"content-length", str(len(body)).encode()),
             *([(b"authorization", f"Bearer {token}".encode())] if token else []),
+            *([(b"content-encoding", encoding.encode())] if encoding else []),
         ],
     }
     sent: list[dict[str, Any]] = []

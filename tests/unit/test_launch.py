@@ -278,6 +278,28 @@ def test_a_second_runner_of_a_task_ends_when_the_first_one_has_reported(
     first.release()
 
 
+def test_a_second_runner_does_not_wait_for_one_that_never_reports(
+    order: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, waited = FileLock(order.runner_lock), list[float]()
+    assert first.acquire("runner, pid 7")
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        assert sum(waited) < 30, "the launcher ends it, and its log is empty"
+
+    monkeypatch.setattr(runner.time, "sleep", wait)
+    monkeypatch.setattr(runner, "_detach", lambda: pytest.fail("the task is started twice"))
+    with pytest.raises(SystemExit) as ended:
+        runner.main([str(order.task)])
+    assert ended.value.code == (
+        "another process (runner, pid 7) holds runner.lock of task job-1-1 and has not written runner.json for 25 s: "
+        "end that process; the task is started again"
+    )
+    assert len(waited) < 250
+    first.release()
+
+
 def test_a_second_runner_starts_the_task_where_the_first_one_was_killed(
     order: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,7 @@ from llama_stack_provider_trl.system.texts import DuplicateKey, parse_json
 
 from ..http.bodies import RegisterDataset, RowsSource
 from ..http.errors import sentence
-from ..http.received import BodyMemory, unstored
+from ..http.received import TOO_DEEP, BodyMemory, is_too_deep, unstored
 from ..space import Space, Use
 from .children import OutOfTime, run
 
@@ -163,8 +163,12 @@ def _read(body: Path, directory: Path, max_rows: int) -> dict[str, Any]:
         return {"not_json": error.msg, "position": error.pos}
     except DuplicateKey as error:
         return _problem(400, f"in the body {error}")
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        return _problem(400, TOO_DEEP)
+    except ValueError as error:
         return _problem(400, f"the body cannot be read: {error}")
+    if is_too_deep(found):
+        return _problem(400, TOO_DEEP)
     try:
         dataset = RegisterDataset.model_validate(found)
     except ValidationError as error:

@@ -31,6 +31,7 @@ _IN_MEMORY = MIB
 """Bytes of rows that are parsed in this process. Another process takes a third of a second to start."""
 _VALUES_PER_MIB = 20_000
 MAX_DEPTH = 64
+TOO_DEEP = f"the body is nested more than {MAX_DEPTH} levels deep: flatten it"
 _TOTAL = 32 * MIB
 _WAITING = 100
 """Requests that may wait for memory. Each may have 320 KiB in the buffers of its connection."""
@@ -282,20 +283,27 @@ def parse(data: bytes, most: int) -> Any:
     try:
         found = parse_json(data)
     except RecursionError:
-        raise _too_deep() from None
+        raise HTTPException(400, TOO_DEEP) from None
     except DuplicateKey as error:
         raise HTTPException(400, f"in the body {error}") from None
     except json.JSONDecodeError:
         raise
     except ValueError as error:
         raise HTTPException(400, f"the body cannot be read: {error}") from None
-    level, depth = [found], 0
+    if is_too_deep(found):
+        raise HTTPException(400, TOO_DEEP)
+    return found
+
+
+def is_too_deep(parsed: Any) -> bool:
+    """Whether what was parsed has more than `MAX_DEPTH` levels."""
+    level, depth = [parsed], 0
     while level:
         depth += 1
         if depth > MAX_DEPTH:
-            raise _too_deep()
+            return True
         level = [item for value in level for item in _items(value)]
-    return found
+    return False
 
 
 def busy() -> HTTPException:
@@ -333,10 +341,6 @@ def _items(value: Any) -> Any:
 def _values(data: bytes) -> int:
     """Upper bound for the number of values in a JSON text: what is in strings counts too."""
     return data.count(b",") + data.count(b"[") + data.count(b"{")
-
-
-def _too_deep() -> HTTPException:
-    return HTTPException(400, f"the body is nested more than {MAX_DEPTH} levels deep: flatten it")
 
 
 def _fill(file: BinaryIO, data: bytes) -> None:

@@ -211,6 +211,7 @@ class Access:
                     {"Retry-After": str(math.ceil(seconds))},
                 )
         headers = Headers(scope=scope)
+        _check_encoding(headers)
         if self.body == "form":
             _check_form(scope["method"], headers)
         elif caller.session and scope["method"] not in _READS:
@@ -378,6 +379,13 @@ def _wrong_role(role: Role | None, roles: frozenset[Role]) -> str:
     return (
         f"this call needs a token with the role {wanted}, yours has the role {role}: use another, or ask the operator"
     )
+
+
+def _check_encoding(headers: Mapping[str, str]) -> None:
+    """Refuse a packed body: unpacked it may take a thousand times its size."""
+    encoding = headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise Refused(400, f"the Content-Encoding is {encoding[:100]!r}, expected none: send the body as it is")
 
 
 def _check_content_type(method: str, headers: Mapping[str, str]) -> None:
