@@ -157,3 +157,13 @@ def test_more_jobs_and_machines_than_can_be_compared_soon_are_not_predicted(monk
         **{"job-0": 0.0, "job-1": 10.0, "job-2": 20.0},
         **dict.fromkeys(["job-3", "job-4"], "too many jobs and machines are before it"),
     }
+
+
+def test_what_is_examined_to_pause_jobs_for_critical_ones_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 critical jobs and 800 others on 100 nodes took 9 s."""
+    monkeypatch.setattr(prediction, "_MOST_COMPARED", 2)
+    jobs = [waiting(f"job-{number}", number, priority=2) for number in range(3)]
+    runs, held = [at_work("runs", StepPace(30, 2.0, NOW))], {"cpu": "runs"}
+    too_many = "too many jobs and machines are before it"
+    assert preempted(jobs, held, runs) == dict.fromkeys(["job-0", "job-1", "job-2"], too_many)
+    assert preempted(jobs, held, runs, preempts=False)["job-0"] == 60.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -85,6 +85,8 @@ Placed = dict[str, tuple[str, ...]]
 _Kind = tuple[str, int, str, bool, frozenset[str]]
 Offers = dict[_Kind, tuple[list[_Offer], int]]
 """Of each kind of demand: the devices that could serve it, and the number of machines that it needs to start."""
+Slot = tuple[str, str]
+"""A machine, and a device or core of it."""
 PATIENCE = 600.0
 """Seconds for which younger jobs may take devices that an older one could use once there are enough of them."""
 _KINDS = ("cuda", "mps", "cpu")
@@ -152,33 +154,80 @@ def place(
     Returns:
         job_uuid -> places, rank 0's node first, in the order in which the jobs should start.
     """
-    free, refuse = _Free(nodes, running), refusing(nodes)
-    chosen: Placed = {}
-    known = {} if known is None else known
-    unserved: set[_Kind] = set()
-    served: set[_Kind] = set()
-    for job in sorted(queued, key=lambda job: job.claim(now)):
-        kind = wish_of(job, refuse)
-        patient = now - job.scheduled_at <= PATIENCE
-        if kind in unserved and (patient or kind in served):
-            continue  # nothing has become free since a job with the same demand found too little
-        if kind not in known:
-            auto = auto_kind(job, nodes, obtainable)
-            suited = [node for node in nodes if not unsuited(job, node, auto)]
-            known[kind] = offers_of(job, suited, auto), fewest_machines(job, suited, auto, obtainable)
-        offers, fewest = known[kind]
-        gang = _gang(job, offers, fewest, free)
-        awaited = {node.expected for node, _ in gang if node.expected and not planning}
+    giving = Giving(nodes, running, now, obtainable, planning=planning, known=known)
+    found = {job.job_uuid: giving.give(job) for job in sorted(queued, key=lambda job: job.claim(now))}
+    return {job_uuid: places for job_uuid, places in found.items() if places}
+
+
+class Giving:
+    """Free devices, which jobs get one after the other, in the order of their claims. The arguments are `place`'s."""
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        running: Iterable[str],
+        now: float,
+        obtainable: Sequence[Obtainable] = (),
+        *,
+        planning: bool = False,
+        known: Offers | None = None,
+    ) -> None:
+        self._nodes, self._now, self._obtainable, self._planning = nodes, now, obtainable, planning
+        self._known = {} if known is None else known
+        self._refuse = refusing(nodes)
+        self._unserved: set[_Kind] = set()
+        self._served: set[_Kind] = set()
+        self.free = Free(nodes, running)
+        self.compared = 0
+        """Nodes that were examined for jobs."""
+
+    def give(self, job: Queued) -> tuple[str, ...]:
+        """The places at which a job starts; none: it waits, and free devices may be kept for it."""
+        kind = wish_of(job, self._refuse)
+        patient = self._now - job.scheduled_at <= PATIENCE
+        if kind in self._unserved and (patient or kind in self._served):
+            return ()  # nothing has become free since a job with the same demand found too little
+        offers, fewest = self._offers(job, kind)
+        self.compared += len(offers)
+        gang = _gang(job, offers, fewest, self.free)
+        awaited = {node.expected for node, _ in gang if node.expected and not self._planning}
         if gang and "requested" not in awaited:
-            if not awaited:
-                chosen[job.job_uuid] = tuple(node.place(device) for node, devices in gang for device in devices)
-            free.take(gang)
-            continue
-        unserved.add(kind)
+            self.free.take(gang)
+            return () if awaited else _places(gang)
+        self._unserved.add(kind)
         if not patient:
-            served.add(kind)
-            free.take(_kept(offers, fewest, free))
-    return chosen
+            self._served.add(kind)
+            self.free.take(_kept(offers, fewest, self.free))
+        return ()
+
+    def found(self, job: Queued, free: Free, machines: Collection[str] | None = None) -> tuple[str, ...]:
+        """The places at which a job could start if these devices were free; none are taken. No node is expected.
+
+        Args:
+            machines: on which it starts if anywhere; None: any.
+        """
+        offers, fewest = self._offers(job, wish_of(job, self._refuse))
+        if machines is not None:
+            offers = [offer for offer in offers if offer.node.where in machines]
+        self.compared += len(offers)
+        return _places(_gang(job, offers, fewest, free))
+
+    def take(self, places: Iterable[str]) -> None:
+        """A job gets these places."""
+        self.free.take_slots(self.free.slots(places))
+
+    def change(self, free: Free) -> None:
+        """Go on with these free devices: some have been given up."""
+        self.free = free
+        self._unserved.clear()
+
+    def _offers(self, job: Queued, kind: _Kind) -> tuple[list[_Offer], int]:
+        if kind not in self._known:
+            auto = auto_kind(job, self._nodes, self._obtainable)
+            suited = [node for node in self._nodes if not unsuited(job, node, auto)]
+            self._known[kind] = offers_of(job, suited, auto), fewest_machines(job, suited, auto, self._obtainable)
+            self.compared += len(self._nodes)
+        return self._known[kind]
 
 
 def is_remote(places: Sequence[str]) -> bool:
@@ -318,44 +367,66 @@ def _suitable(wanted: str, devices: tuple[str, ...], auto: str | None) -> tuple[
     return tuple(device for device in devices if device == kind or _kind(device) == kind)
 
 
-class _Free:
-    """The devices, and cores, that are free, by node. Nodes on one machine share theirs."""
+class Free:
+    """The devices, and cores, that are free, by machine: all nodes on one share them."""
 
     def __init__(self, nodes: Sequence[Node], running: Iterable[str]) -> None:
-        self._names: dict[str, list[str]] = {}
-        self._of: dict[str, list[str]] = {}
-        self._reserved: dict[str, set[str]] = {}
-        """Machine -> cores that jobs have, or `cpu`: all of them."""
-        self._cores: dict[str, list[str]] = {}
-        for node in nodes:
-            self._names.setdefault(node.where, []).append(node.name)
-            self._of[node.name] = list(node.devices)
-        by_name = {node.name: node for node in nodes}
-        for place_ in running:
-            name, slash, device = place_.rpartition("/")
-            held = by_name.get(name) if slash else nodes[0]
-            if held is not None:
-                self.take([(held, [device])])
+        self._by_name = {node.name: node for node in nodes}
+        self._head = nodes[0]
+        self._taken: dict[str, frozenset[str]] = {}
+        """Machine -> what jobs have of it."""
+        self.take_slots(self.slots(running))
 
-    def of(self, offer: _Offer) -> list[str]:
-        name = offer.node.name
-        if not offer.cores:
-            return [device for device in self._of[name] if device in offer.devices]
-        if name not in self._cores:
-            reserved = self._reserved.get(offer.node.where, set())
-            self._cores[name] = [] if CPU in reserved else [core for core in offer.devices if core not in reserved]
-        return self._cores[name]
+    def slots(self, places: Iterable[str]) -> set[Slot]:
+        """What these places are, of the nodes that there are."""
+        found = set()
+        for place_ in places:
+            name, slash, device = place_.rpartition("/")
+            node = self._by_name.get(name) if slash else self._head
+            if node is not None:
+                found.add((node.where, device))
+        return found
+
+    def of(self, offer: _Offer) -> Sequence[str]:
+        """Those of the offered devices that are free."""
+        taken = self._taken.get(offer.node.where)
+        if not taken:
+            return offer.devices
+        if offer.cores and CPU in taken:
+            return ()
+        free = [device for device in offer.devices if device not in taken]
+        # A job with the whole CPU needs every core.
+        return [device for device in free if device != CPU] if CPU in free and any(map(is_core, taken)) else free
 
     def take(self, gang: Iterable[tuple[Node, Sequence[str]]]) -> None:
         for node, devices in gang:
-            taken = {*devices}
-            if cores := {device for device in devices if device == CPU or is_core(device)}:
-                taken.add(CPU)  # a job with the whole CPU needs every core
-                self._reserved.setdefault(node.where, set()).update(cores)
-            for name in self._names[node.where]:
-                self._of[name] = [device for device in self._of[name] if device not in taken]
-                if cores:
-                    self._cores.pop(name, None)
+            self._taken[node.where] = self._taken.get(node.where, frozenset()).union(devices)
+
+    def take_slots(self, slots: Iterable[Slot]) -> None:
+        self._change(slots, frozenset.union)
+
+    def are_free(self, slots: Iterable[Slot]) -> bool:
+        """Whether no job has any of these, or a part of one."""
+        for where, device in slots:
+            taken = self._taken.get(where, frozenset())
+            others = taken if device == CPU else {CPU} & taken if is_core(device) else ()
+            if device in taken or any(one == CPU or is_core(one) for one in others):
+                return False
+        return True
+
+    def without(self, slots: Iterable[Slot]) -> Free:
+        """A copy in which these have been given up."""
+        copy = object.__new__(Free)
+        copy._by_name, copy._head, copy._taken = self._by_name, self._head, {**self._taken}
+        copy._change(slots, frozenset.difference)
+        return copy
+
+    def _change(self, slots: Iterable[Slot], change: Callable[[frozenset[str], set[str]], frozenset[str]]) -> None:
+        found: dict[str, set[str]] = {}
+        for where, device in slots:
+            found.setdefault(where, set()).add(device)
+        for where, devices in found.items():
+            self._taken[where] = change(self._taken.get(where, frozenset()), devices)
 
 
 def offers_of(job: Queued, suited: Sequence[Node], auto: str) -> list[_Offer]:
@@ -387,16 +458,20 @@ def fewest_machines(job: Queued, suited: Sequence[Node], auto: str, obtainable: 
     return min(useful, demand(job.demand).resources.min_nodes) if job.tried else useful
 
 
-def _gang(job: Queued, offers: Iterable[_Offer], fewest: int, free: _Free) -> list[tuple[Node, list[str]]]:
+def _places(gang: Iterable[tuple[Node, Sequence[str]]]) -> tuple[str, ...]:
+    return tuple(node.place(device) for node, devices in gang for device in devices)
+
+
+def _gang(job: Queued, offers: Iterable[_Offer], fewest: int, free: Free) -> list[tuple[Node, Sequence[str]]]:
     """Nodes and devices for the job; empty: too few are free."""
     found = [(offer, free.of(offer)) for offer in offers]
     enough = [(offer, devices) for offer, devices in found if len(devices) >= offer.needed]
-    fitting: dict[str, tuple[Node, list[str]]] = {}
+    fitting: dict[str, tuple[Node, Sequence[str]]] = {}
     failed = {place.rpartition("/")[0] for place in job.failed_on.split(",")} if job.failed_on else set()
 
     preferred = demand(job.demand).prefers
 
-    def rank(one: tuple[_Offer, list[str]]) -> tuple[bool, bool, bool, bool, int]:
+    def rank(one: tuple[_Offer, Sequence[str]]) -> tuple[bool, bool, bool, bool, int]:
         node = one[0].node
         has_failed = ("" if node.head else node.name) in failed
         return bool(node.expected), has_failed, _must_fetch(preferred, node), not node.head, len(one[1])
@@ -415,7 +490,7 @@ def _must_fetch(model: str | None, node: Node) -> bool:
     return not node.head or (node.joins and not model.startswith("/"))
 
 
-def _kept(offers: Iterable[_Offer], fewest: int, free: _Free) -> list[tuple[Node, list[str]]]:
+def _kept(offers: Iterable[_Offer], fewest: int, free: Free) -> list[tuple[Node, Sequence[str]]]:
     """Free devices that are kept for a job which has waited too long, if it can ever be placed.
 
     Devices are kept on nodes where the job could start, then on the first others: the same ones at every pass, until
@@ -423,7 +498,7 @@ def _kept(offers: Iterable[_Offer], fewest: int, free: _Free) -> list[tuple[Node
     the most free devices would change at every pass and idle more: 87 % of the GPUs in use instead of 92 %.
     """
     found = [(offer, free.of(offer)) for offer in offers]
-    kept: dict[str, tuple[Node, list[str]]] = {}
+    kept: dict[str, tuple[Node, Sequence[str]]] = {}
     for offer, devices in sorted(found, key=lambda one: len(one[1]) < one[0].needed):
         # For a job with the whole CPU every core is kept, also those that become free later.
         whole = not offer.cores and CPU in offer.devices

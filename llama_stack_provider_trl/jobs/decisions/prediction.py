@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .cores import Held
 from .demands import CRITICAL, Queued
 from .placement import Node, Obtainable, Offers, place, places_for, refusing, wish_of
-from .preemption import LEAST_RUN, Preemptible, preempt
+from .preemption import LEAST_RUN, Preemptible, Preemption, preempt
 from .states import JobState
 
 _MOST_COMPARED = 400_000
@@ -94,7 +94,11 @@ def predict(
             one.job for one in ahead.left.values() if one.not_before <= ahead.time and one.after <= ahead.completed
         ]
         compared += len({wish_of(job, refuse) for job in ready}) * len(nodes)
-        ready = ahead.make_way(ready)
+        if (preemption := ahead.preemption(ready, _MOST_COMPARED - compared)) is not None:
+            compared += preemption.compared
+            if compared > _MOST_COMPARED:
+                continue  # to give up: it may lack critical jobs
+            ready = ahead.make_way(ready, preemption)
         for job_uuid, places in place(ready, nodes, ahead.held, ahead.time, obtainable, known=ahead.known).items():
             ahead.start(job_uuid, places)
         if not ahead.advance():
@@ -142,10 +146,14 @@ class _Ahead:
         else:
             self._ends[job_uuid] = self.time + seconds
 
-    def make_way(self, ready: Sequence[Queued]) -> list[Queued]:
-        """Start the critical jobs for which others save and wait. Returns the jobs that get free devices only."""
+    def preemption(self, ready: Sequence[Queued], most: int) -> Preemption | None:
+        """What critical jobs have others do now; None: nothing.
+
+        Args:
+            most: nodes to examine.
+        """
         if not self._preempts or not any(job.priority >= CRITICAL for job in ready):
-            return [*ready]
+            return None
         places_of: dict[str, list[str]] = {}
         for place_, holder in self.held.items():
             places_of.setdefault(holder, []).append(place_)
@@ -156,13 +164,21 @@ class _Ahead:
                 tuple(places_of[one.job_uuid]),
                 one.attempt,
                 one.launched_at,
-                one.state in (JobState.pausing, JobState.cancelling),
+                self._is_ending(one.job_uuid),
             )
             for one in self._running.values()
             if one.job is not None and one.job_uuid in places_of
         ]
-        victims, reserved = preempt(ready, candidates, self._nodes, self.held, self.time, self._obtainable, self.known)
-        ending = {place_ for one in candidates if one.is_ending for place_ in one.places}
+        return preempt(ready, candidates, self._nodes, self.held, self.time, self._obtainable, self.known, most=most)
+
+    def _is_ending(self, job_uuid: str) -> bool:
+        running = self._running.get(job_uuid)
+        return running is not None and running.state in (JobState.pausing, JobState.cancelling)
+
+    def make_way(self, ready: Sequence[Queued], preemption: Preemption) -> list[Queued]:
+        """Start the critical jobs for which others save and wait. Returns the jobs that get free devices only."""
+        victims, reserved = preemption.victims, preemption.reserved
+        ending = {place_ for place_, job_uuid in self.held.items() if self._is_ending(job_uuid)}
         for critical in dict.fromkeys(reserved.values()):
             places = [place_ for place_, job_uuid in reserved.items() if job_uuid == critical]
             if ending.isdisjoint(places):  # else it waits for an end that is not known

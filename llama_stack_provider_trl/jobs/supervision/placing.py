@@ -33,6 +33,8 @@ class Placing:
         self._store, self._nodes, self._pooled, self._preempts = store, nodes, pooled, preempts
         self.victims: Mapping[str, str] = {}
         """Preemptible job that is to save and wait -> the critical one that gets its devices."""
+        self._promised: Mapping[str, str] = {}
+        """Place that was or will be given up -> the critical job that gets it."""
         self._last_without_start: tuple[object, ...] | None = None
 
     @contextmanager
@@ -61,17 +63,20 @@ class Placing:
         if seen == self._last_without_start:
             yield {}
             return
-        preemption = self._preemption(queue, nodes, holders, pooled, now)
+        preemption = self._preemption(queue, nodes, expected, holders, pooled, now)
         for victim, critical in preemption.victims.items():
             if self.victims.get(victim) != critical:
                 log.info("job %s saves and waits: the critical job %s gets its devices", victim, critical)
-        self.victims = preemption.victims
+        self.victims, self._promised = preemption.victims, preemption.reserved
         waiting_for = set(preemption.reserved.values())
         found = {}
         if some_free:
             others = [job for job in queue if job.job_uuid not in waiting_for]
             taken_places = [*holders, *preemption.reserved]
-            found = place(others, [*nodes, *expected], taken_places, now, pooled.obtainable)
+            found = {
+                **preemption.starts,
+                **place(others, [*nodes, *expected], taken_places, now, pooled.obtainable),
+            }
         yield found
         if found:
             holders = self._store.holders()
@@ -85,6 +90,7 @@ class Placing:
         self,
         queue: Sequence[Queued],
         nodes: Sequence[Node],
+        expected: Sequence[Node],
         holders: Mapping[str, str],
         pooled: Pooled,
         now: float,
@@ -103,7 +109,9 @@ class Placing:
             for job in self._store.active()
             if job.devices
         ]
-        return preempt(queue, running, nodes, holders, now, pooled.obtainable)
+        return preempt(
+            queue, running, nodes, holders, now, pooled.obtainable, expected=expected, promised=self._promised
+        )
 
 
 def _why(kind: Queued, holders: Mapping[str, str], nodes: Sequence[Node], pooled: Pooled) -> str:
