@@ -144,8 +144,9 @@ class DataDir:
         """Whether this path, which has no symbolic links, is out of reach of requests: it lies in the data directory,
         and is neither `checkpoints` nor anything below it.
 
-        A directory of ours that an operator has moved to another disk, behind a symbolic link or by a mount, is ours
-        there too. So is what a bind mount shows elsewhere, at whatever depth.
+        A directory of ours that an operator has moved to another disk, behind a symbolic link directly in the data
+        directory (`prepare` refuses deeper ones) or by a mount, is ours there too. So is what a bind mount shows
+        elsewhere, at whatever depth.
         """
         table = MountTable.read()
         return _is_ours(table.locate(path), *self._locations(table))
@@ -188,7 +189,8 @@ class DataDir:
         """Set aside what is no file or directory as it should be, so that it stops no start; returns the new names.
 
         Raises:
-            StoreError: a link to something that cannot be made again leads nowhere.
+            StoreError: a link to something that cannot be made again leads nowhere, or one leads out of reach of
+                `is_ours`.
             OSError: it cannot be renamed.
         """
         if (why := self.why_not()) is not None:
@@ -204,7 +206,31 @@ class DataDir:
                     f"{path} is a link to {os.readlink(path)}, which is not there: mount its disk, or remove the link "
                     "to begin with an empty directory"
                 )
+        for path in self._leading_out():
+            return (
+                f"{path} is a link to {os.readlink(path)}, where requests could name what is the provider's own: move "
+                f"that back to this place, or mount its disk here; only directories directly in {self.root} may be links"
+            )
         return None
+
+    def _leading_out(self) -> Iterator[Path]:
+        """Links below the first level, and the database, that lead where requests may reach: `places` has no links of
+        that depth, since a search of them all would be a part of every request."""
+        odd = set(self.odd())
+        if self.database.is_symlink():
+            yield self.database
+        own = {Path(one.directory, one.name.pattern) for one in OWN if one.kind == "directory"}
+        for directory in sorted(own - {Path(CHECKPOINTS)}):
+            try:
+                with os.scandir(self.root / directory) as entries:
+                    links = sorted(Path(entry.path) for entry in entries if entry.is_symlink())
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            yield from (
+                path
+                for path in links
+                if path not in odd and not _ASIDE.fullmatch(path.name) and not self.is_ours(path.resolve())
+            )
 
     def odd(self) -> list[Path]:
         """What the next start sets aside."""

@@ -381,6 +381,42 @@ def test_a_disk_that_is_not_there_stops_a_start_with_its_name(tmp_path: Path, na
     assert (tmp_path / name).is_symlink()
 
 
+@pytest.mark.parametrize(
+    "part", ["datasets/registry", "jobs/sft-1", "node/models", "trackers/tensorboard", "node/jobs/sft-1-1", DATABASE]
+)
+def test_a_part_that_was_moved_behind_a_deeper_link_stops_a_start(tmp_path: Path, part: str) -> None:
+    """A submit token could register it as a dataset, or have checkpoints written there."""
+    own, moved = tmp_path / "data" / part, tmp_path / "roots" / "moved"
+    own.parent.mkdir(parents=True)
+    moved.parent.mkdir()
+    if part == DATABASE:
+        moved.touch()
+    else:
+        moved.mkdir()
+    own.symlink_to(moved)
+    with pytest.raises(StoreError, match=f"{part} is a link to {moved}, where requests could name"):
+        DataDir(tmp_path / "data").prepare()
+    assert own.is_symlink()
+    own.unlink()
+    moved.rename(own)
+    assert DataDir(tmp_path / "data").prepare() == []
+
+
+def test_links_that_stay_among_what_is_ours_stop_no_start(tmp_path: Path) -> None:
+    place, disk = DataDir(tmp_path / "data"), tmp_path / "disk"
+    for directory in (place.trackers, disk / "jobs" / "sft-1", place.checkpoints / "sft-2"):
+        directory.mkdir(parents=True)
+    place.jobs.symlink_to(disk / "jobs")
+    (place.trackers / "latest-run").symlink_to("..")
+    (place.jobs / "other").symlink_to("sft-1")
+    (place.checkpoints / "sft-1").symlink_to(tmp_path)
+    assert place.prepare() == []
+    assert place.is_ours(disk / "jobs" / "sft-1")
+    (place.jobs / "sft-2").symlink_to(place.checkpoints / "sft-2")
+    with pytest.raises(StoreError, match="jobs/sft-2 is a link"):
+        place.prepare()
+
+
 def test_names_in_a_checkpoint_dir_that_are_taken_by_files_are_refused(data_dir: Path) -> None:
     (data_dir / "checkpoints" / "a").write_text(json.dumps({}))
     with pytest.raises(InvalidRequest, match="is a file"):
