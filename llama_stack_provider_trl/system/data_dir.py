@@ -29,6 +29,11 @@ _BEFORE_THE_DATABASE = ("llama-stack", "service.lock", "supervisor.lock")
 """What a data directory may hold before its first job database exists."""
 
 
+def is_aside(name: str) -> bool:
+    """Whether something of this name was set aside: no request gives such a name to what becomes a file."""
+    return _ASIDE.fullmatch(name) is not None
+
+
 class DataEntry(NamedTuple):
     """Something that lies in a data directory."""
 
@@ -137,7 +142,7 @@ class DataDir:
     @property
     def holds_only_ours(self) -> bool:
         """Whether it holds nothing but what the provider put there."""
-        names = {path.name for path in self.root.iterdir() if not _ASIDE.fullmatch(path.name)}
+        names = {path.name for path in self.root.iterdir() if not is_aside(path.name)}
         return self.database.exists() or names <= {*_BEFORE_THE_DATABASE}
 
     def is_ours(self, path: Path) -> bool:
@@ -168,7 +173,7 @@ class DataDir:
 
     def job_names(self) -> list[str]:
         """Names of the jobs that have run directories."""
-        found = (path for path in _listed(self.jobs) if not _ASIDE.fullmatch(path.name))
+        found = (path for path in _listed(self.jobs) if not is_aside(path.name))
         return [path.name for path in found if (path / "attempts").is_dir()]
 
     def is_result(self, path: Path) -> bool:
@@ -209,7 +214,8 @@ class DataDir:
         for path in self._leading_out():
             return (
                 f"{path} is a link to {os.readlink(path)}, where requests could name what is the provider's own: move "
-                f"that back to this place, or mount its disk here; only directories directly in {self.root} may be links"
+                "that back to this place, or mount its disk here; only directories directly in "
+                f"{self.root} may be links"
             )
         return None
 
@@ -229,7 +235,7 @@ class DataDir:
             yield from (
                 path
                 for path in links
-                if path not in odd and not _ASIDE.fullmatch(path.name) and not self.is_ours(path.resolve())
+                if path not in odd and not is_aside(path.name) and not self.is_ours(path.resolve())
             )
 
     def odd(self) -> list[Path]:
@@ -244,7 +250,7 @@ class DataDir:
     def aside(self) -> list[Path]:
         """What was set aside, and is still there."""
         places = {self.root / entry.directory for entry in OWN}
-        return sorted(path for place in places for path in _listed(place) if _ASIDE.fullmatch(path.name))
+        return sorted(path for place in places for path in _listed(place) if is_aside(path.name))
 
 
 def _is_ours(name: Location, places: list[Location], checkpoints: Location) -> bool:
@@ -259,6 +265,16 @@ def settle(path: Path, kind: Literal["file", "directory"]) -> Path | None:
     aside = set_aside(path)
     log.warning("%s is no %s: it was set aside as %s", path, kind, aside)
     return aside
+
+
+def expect_directory(directory: Path) -> None:
+    """Check that a directory of ours is there: what is not found in one that is away for a moment, is not gone.
+
+    Raises:
+        StoreError: it is not.
+    """
+    if not directory.is_dir():
+        raise StoreError(f"{directory} is not there, and what it holds is not known: mount its disk, or put it back")
 
 
 def read_own[Value](path: Path, parse: Callable[[bytes], Value]) -> Value | None:
@@ -296,7 +312,7 @@ def _odd(root: Path, entries: tuple[DataEntry, ...]) -> Iterator[tuple[Path, Dat
         here = [entry for entry in entries if entry.directory == directory]
         for path in _listed(root / directory):
             entry = next((one for one in here if one.name.fullmatch(path.name)), None)
-            if entry is None or _ASIDE.fullmatch(path.name) or path.name == DATABASE:
+            if entry is None or is_aside(path.name) or path.name == DATABASE:
                 continue
             if not _is(path, entry.kind):
                 yield path, entry

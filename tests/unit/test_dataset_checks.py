@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llama_stack_provider_trl.errors import StoreError
 from llama_stack_provider_trl.system.offload import CostlyWork, caller_name, serving
 from llama_stack_provider_trl_remote.service.datasets import blobs as module
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
 from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
+from llama_stack_provider_trl_remote.service.http.errors import NotFound
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 
 
@@ -115,3 +118,36 @@ def test_an_upload_holds_no_more_than_a_small_part_of_it_in_memory(tmp_path: Pat
     asyncio.run(blobs.receive(digest, pieces(), 100 * len(piece)))
     assert blobs.path(digest).read_bytes() == 100 * piece
     assert 0 < max(held) <= 64 << 10
+
+
+def test_datasets_whose_directory_is_away_for_a_moment_are_not_forgotten(tmp_path: Path) -> None:
+    """Their names left the list until a restart, and jobs with them were refused."""
+    settings = ServiceSettings(data_dir=tmp_path)
+    blobs = Blobs(settings)
+    registry = DatasetRegistry(settings, blobs)
+    blobs.prepare()
+    registry.prepare()
+    rows = [{"prompt": "a", "completion": "b"}]
+    for name in ("a", "b"):
+        body = {"dataset_id": name, "purpose": "post-training/messages", "source": {"type": "rows", "rows": rows}}
+        asyncio.run(registry.register(RegisterDataset.model_validate(body)))
+    blobs.directory.rename(tmp_path / "away")
+    for call in (
+        lambda: registry.get("a"),
+        lambda: registry.page(10),
+        lambda: registry.delete("a"),
+        lambda: registry.holds("new"),
+        lambda: asyncio.run(registry.fetch("a", "sft", None)),
+        lambda: asyncio.run(blobs.holds("0" * 64)),
+    ):
+        with pytest.raises(StoreError, match="is not there, and what it holds is not known: mount its disk"):
+            call()
+    (tmp_path / "away").rename(blobs.directory)
+    assert registry.names() == ["a", "b"]
+    assert [one["identifier"] for one in json.loads(registry.page(10))["data"]] == ["a", "b"]
+    assert asyncio.run(registry.fetch("a", "sft", None))[0].num_rows == 1
+    # One whose file is removed is gone.
+    next(path for path in registry._directory.iterdir() if '"a"' in path.read_text()).unlink()
+    with pytest.raises(NotFound):
+        registry.get("a")
+    assert registry.names() == ["b"]

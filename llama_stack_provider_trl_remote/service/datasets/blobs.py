@@ -24,7 +24,7 @@ from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
 from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
 from llama_stack_provider_trl.specs.row_verdicts import RowsVerdict, check_within
-from llama_stack_provider_trl.system.data_dir import DataDir, read_own
+from llama_stack_provider_trl.system.data_dir import DataDir, expect_directory, read_own
 from llama_stack_provider_trl.system.files import atomic_write_json, touched
 from llama_stack_provider_trl.system.limited import Limited
 from llama_stack_provider_trl.system.offload import FairSlots, caller_name, entered, in_work_thread, to_its_end
@@ -78,8 +78,14 @@ class Blobs:
         return self.directory / f"{sha256}.jsonl"
 
     async def holds(self, sha256: str) -> bool:
-        """Whether these rows are stored here; the caller has time to use them."""
-        return await asyncio.to_thread(touched, self.path(sha256))
+        """Whether these rows are stored here; the caller has time to use them. Raises StoreError."""
+        return await asyncio.to_thread(self._holds, sha256)
+
+    def _holds(self, sha256: str) -> bool:
+        if touched(self.path(sha256)):
+            return True
+        expect_directory(self.directory)
+        return False
 
     def forget(self, sha256: str) -> None:
         """Remove the verdicts about rows that were removed."""

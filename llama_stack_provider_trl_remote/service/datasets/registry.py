@@ -26,7 +26,7 @@ from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
 from llama_stack_provider_trl.specs.names import STORED
 from llama_stack_provider_trl.specs.work import OF_JOB
 from llama_stack_provider_trl.system.beneath import open_beneath, path_of
-from llama_stack_provider_trl.system.data_dir import DataDir, read_own
+from llama_stack_provider_trl.system.data_dir import DataDir, expect_directory, read_own
 from llama_stack_provider_trl.system.files import atomic_write_json, open_regular, put_lines, put_rows
 from llama_stack_provider_trl.system.offload import caller_name, in_work_thread
 
@@ -234,8 +234,13 @@ class DatasetRegistry:
         return shown(entry)
 
     def holds(self, dataset_id: str) -> bool:
-        """Whether a name is registered. It takes no lock: its holder may wait for the caller's transaction to end."""
-        return self._path(dataset_id).exists()
+        """Whether a name is registered. It takes no lock: its holder may wait for the caller's transaction to end.
+
+        Raises StoreError."""
+        if self._path(dataset_id).exists():
+            return True
+        expect_directory(self._directory)
+        return False
 
     def names(self, limit: int = 1000) -> list[str]:
         """Names of the datasets that were registered last, oldest first."""
@@ -250,7 +255,9 @@ class DatasetRegistry:
 
         Raises:
             InvalidRequest: `after` is no cursor.
+            StoreError: the directory is not there.
         """
+        expect_directory(self._directory)
         begin = None if after is None else ListPlace.of_cursor(after)
         with self._registering:
             places = self._index.after(begin)
@@ -273,8 +280,8 @@ class DatasetRegistry:
     def delete(self, dataset_id: str) -> None:
         """Delete a dataset, with its rows unless jobs or other tokens have them. Raises NotFound, StoreError."""
         with self._registering:
+            is_known = self.holds(dataset_id)
             self._index.remove(dataset_id)
-            is_known = self._path(dataset_id).exists()
             self._path(dataset_id).unlink(missing_ok=True)
             self._counted.release(dataset_id)  # and what the database could not release before
         if not is_known:
@@ -440,7 +447,7 @@ class DatasetRegistry:
         entry = self._parsed(self._path(dataset_id))
         if entry is None:
             with self._registering:
-                if not self._path(dataset_id).exists():  # set aside or removed since the directory was read
+                if not self.holds(dataset_id):  # set aside or removed since the directory was read
                     self._index.remove(dataset_id)
         return entry
 
