@@ -10,7 +10,7 @@ from ..errors import InvalidRequest
 from ..specs.job import (
     ResumeFrom,
 )
-from ..system.data_dir import CHECKPOINTS, DataDir
+from ..system.data_dir import CHECKPOINTS, DataDir, is_aside
 from ..system.model_damage import ADAPTER_PICKLE, ADAPTER_WEIGHTS
 from .bodies import (
     SupervisedFineTuneRequest,
@@ -33,12 +33,13 @@ def resolve_paths(request: Request, options: ProviderOptions, settings: Settings
 
 
 def resolve_job_uuid(job_uuid: str) -> str:
-    if not re.fullmatch(JOB_UUID_PATTERN, job_uuid) or re.fullmatch(RESERVED_NAMES, job_uuid):
+    if not re.fullmatch(JOB_UUID_PATTERN, job_uuid) or re.fullmatch(RESERVED_NAMES, job_uuid) or is_aside(job_uuid):
         raise InvalidRequest(
             "job_uuid",
             job_uuid,
             "use 1 to 128 letters, digits, '.', '_' or '-', beginning with a letter or digit, and not a name that "
-            "checkpoints have (final, merged, merged-base, checkpoint-7); it names a directory",
+            "checkpoints have (final, merged, merged-base, checkpoint-7), or what was set aside (old.stale-1); it "
+            "names a directory",
         )
     return job_uuid
 
@@ -141,6 +142,9 @@ def resolve_checkpoint_dir(request: Request, settings: Settings) -> Path:
     below = max(inside, key=lambda root: len(root.parts))
     if any(part.startswith(".") for part in base.relative_to(below).parts):
         hint = "names that begin with a dot are those of our own records there: choose another"
+        raise InvalidRequest("checkpoint_dir", given, hint)
+    if any(is_aside(part) for part in base.relative_to(below).parts):
+        hint = "names that end in .stale- and a number are those of what was set aside: choose another"
         raise InvalidRequest("checkpoint_dir", given, hint)
     if target != base / request.job_uuid:
         hint = f"{base / request.job_uuid} is a symbolic link: remove it, or choose another directory or job_uuid"

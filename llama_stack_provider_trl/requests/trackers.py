@@ -17,6 +17,7 @@ from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_v
 from ..documented import Documented
 from ..errors import InvalidRequest
 from ..specs.exact import ExactValues
+from ..system.data_dir import is_aside
 
 TrackerName = Literal["tensorboard", "mlflow", "wandb", "trackio"]
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -193,8 +194,11 @@ def _choice(name: str, value: Any, settings: TrackerSettings, job_uuid: str) -> 
         if option not in _OPTIONS:
             hint = f"there is no such option; the options are: {', '.join(_OPTIONS)}"
             raise InvalidRequest(f"{field}.{option}", text, f"{hint}. Where a tracker is, the configuration decides")
-        if not isinstance(text, str) or not re.fullmatch(NAME_PATTERN, text):
-            hint = "use 1 to 128 letters, digits, '.', '_' or '-', beginning with a letter or digit"
+        if not isinstance(text, str) or not re.fullmatch(NAME_PATTERN, text) or is_aside(text):
+            hint = (
+                "use 1 to 128 letters, digits, '.', '_' or '-', beginning with a letter or digit, and not a name of "
+                "what was set aside (old.stale-1)"
+            )
             raise InvalidRequest(f"{field}.{option}", text, hint)
     if missing := [module for module in PACKAGES[name] if find_spec(module) is None]:
         hint = f"{missing[0]} is not installed beside this provider: pip install 'llama_stack_provider_trl[{name}]'"

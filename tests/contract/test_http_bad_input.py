@@ -256,7 +256,7 @@ def test_a_pattern_that_would_take_all_memory_is_refused_by_name(server: Server,
 # Names
 
 
-@pytest.mark.parametrize("job_uuid", ["a/b", "../up", "x" * 300, "", "two words", "checkpoint-7"])
+@pytest.mark.parametrize("job_uuid", ["a/b", "../up", "x" * 300, "", "two words", "checkpoint-7", "a.stale-1"])
 def test_a_job_uuid_that_cannot_name_a_directory_is_refused_and_not_found(
     server: Server, pairs: str, job_uuid: str
 ) -> None:

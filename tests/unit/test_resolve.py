@@ -188,6 +188,8 @@ def test_learning_rate_defaults_follow_algorithm_and_method(settings: Settings) 
         (sft(job_uuid="a/b"), "job_uuid"),
         (sft(job_uuid="x" * 300), "job_uuid"),
         (sft(job_uuid="checkpoint-7"), "job_uuid"),
+        (sft(job_uuid="a.stale-1"), "job_uuid"),
+        (sft(checkpoint_dir="a.stale-12/b"), "checkpoint_dir"),
         (sft(checkpoint_dir="../jobs/x"), "checkpoint_dir"),
         (sft(checkpoint_dir="checkpoints/../tokens"), "checkpoint_dir"),
         (sft(job_uuid="..", model="org/base"), "job_uuid"),

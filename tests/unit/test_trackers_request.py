@@ -53,6 +53,7 @@ def test_a_job_has_the_default_trackers_and_those_that_it_chooses(
         ({"tensorboard": {"directory": "/etc"}}, r"^logger_config.tensorboard.directory=.*the configuration decides"),
         ({"tensorboard": {"run": "../../x"}}, r"^logger_config.tensorboard.run='../../x'.*letters, digits"),
         ({"tensorboard": {"run": "a\n"}}, r"^logger_config.tensorboard.run="),
+        ({"tensorboard": {"project": "a.stale-1"}}, r"^logger_config.tensorboard.project='a.stale-1'"),
         ({"tensorboard": {"project": ""}}, r"^logger_config.tensorboard.project=''"),
         ({"tensorboard": {"run": ["x"]}}, r"^logger_config.tensorboard.run="),
         ({"tensorboard": 1}, r"^logger_config.tensorboard=1.*true, false, or an object"),
