@@ -129,7 +129,7 @@ def test_what_save_pretrained_writes_fits_in_every_architecture_and_a_wrong_voca
     sizes = ARCHITECTURES.get(architecture) or {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1}
     bare = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes))
     bare.save_pretrained(tmp_path, max_shard_size="50KB")
-    check_weights(source_of(tmp_path))
+    check_weights(source_of(tmp_path), warn=pytest.fail)
     configured(tmp_path, vocab_size=sizes["vocab_size"] + 6)
     message = refusal(lambda: check_weights(source_of(tmp_path)), tmp_path)
     assert f"write vocab_size {sizes['vocab_size']} into config.json" in message
@@ -335,6 +335,53 @@ def test_layers_that_the_files_lack_are_refused_and_those_that_the_configuration
     check_weights(source_of(tmp_path), warn=warnings.append)
     (warning,) = warnings
     assert "have weights of 2 layers, and its config.json describes 1: the others are neither trained" in warning
+
+
+@pytest.mark.parametrize(
+    ("saved_as", "named", "count", "example"),
+    [
+        ("qwen2", "llama", 6, "model.layers.0.self_attn.k_proj.bias, model.layers.0.self_attn.q_proj.bias"),
+        ("qwen3", "llama", 4, "model.layers.0.self_attn.k_norm.weight, model.layers.0.self_attn.q_norm.weight"),
+    ],
+)
+def test_weights_that_the_configuration_of_another_kind_of_model_leaves_out_are_warned_of(
+    tmp_path: Path, saved_as: str, named: str, count: int, example: str
+) -> None:
+    sizes = {**ARCHITECTURES[saved_as], "tie_word_embeddings": False}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(saved_as, **sizes)).save_pretrained(tmp_path)
+    check_weights(source_of(tmp_path), warn=pytest.fail)
+    AutoConfig.for_model(named, **sizes).save_pretrained(tmp_path)
+    warnings: list[str] = []
+    check_weights(source_of(tmp_path), warn=warnings.append)
+    (warning,) = warnings
+    assert f"have {count} weights that its config.json leaves out, such as {example}" in warning
+
+
+@pytest.mark.parametrize(
+    ("architecture", "names"),
+    [
+        ("llama", ("self_attn.rotary_emb.inv_freq", "self_attn.k_scale", "self_attn.v_proj.v_scale")),
+        ("gpt2", ("attn.bias", "attn.masked_bias")),
+        ("gpt_neox", ("attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq")),
+    ],
+)
+def test_constants_and_other_heads_that_files_have_beside_weights_are_not_warned_of(
+    tmp_path: Path, architecture: str, names: tuple[str, ...]
+) -> None:
+    sizes = ARCHITECTURES.get(architecture) or ARCHITECTURES["qwen3"]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes))
+    model.save_pretrained(tmp_path)
+    block = next(name for name, module in model.named_modules() if type(module).__name__ in model._no_split_modules)
+    further = [
+        *(f"{block}.{name}" for name in names),
+        "classifier.weight",
+        "v_head.summary.bias",
+        "vision.layers.0.weight",
+    ]
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    replaced(tmp_path, {**weights, **{name: torch.ones(2) for name in further}})
+    check_weights(source_of(tmp_path), warn=pytest.fail)
+    check_weights(source_of(tmp_path), is_reward=True, warn=pytest.fail)
 
 
 def test_weights_that_are_missing_are_refused_but_those_that_are_tied_or_the_new_head_of_a_reward_model(

@@ -218,7 +218,7 @@ def check_weights(
     if not source.trust_remote_code and not quantization.stored_quantization(config):
         may_lack = {SCORE} if is_reward and not has_head else set()
         bare = partial(outline, source, config, torch.float32, is_reward=is_reward)
-        if unused := refuse_unfitting(source, files, config, bare, may_lack, is_reward=is_reward):
+        for unused in refuse_unfitting(source, files, config, bare, may_lack, is_reward=is_reward):
             warn(unused)
 
 

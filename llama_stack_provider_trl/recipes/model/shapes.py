@@ -34,7 +34,13 @@ _SCALES = ("_scale", "_scale_inv")
 """Endings of the names of what a quantized weight is multiplied with, which lies beside it."""
 
 
-_compared: dict[Hashable, str] = {}
+_IGNORED = re.compile(
+    r"(^|\.)(rotary|rope|inv_freq|position_ids|embed_positions|alibi)"
+    r"|(attn|attention)\.(bias|masked_bias|causal_mask)$"
+    r"|\.(q|k|v|kv|prob)(_output)?_scale$|_extra_state$"
+)
+"""Names of what old files have beside weights: constants, masks, and scales of a cache."""
+_compared: dict[Hashable, tuple[str, ...]] = {}
 """What comparisons have returned, by what they depend on: a job checks its models several times. For 61 layers of 256
 experts, one takes 9 s of a CPU."""
 _MOST_COMPARED = 64
@@ -67,7 +73,7 @@ def refuse_unfitting(
     may_lack: Collection[str] = (),
     *,
     is_reward: bool = False,
-) -> str:
+) -> tuple[str, ...]:
     """Compare the weights in a model's files with those that its configuration describes, once in a process.
 
     Args:
@@ -77,7 +83,7 @@ def refuse_unfitting(
         is_reward: it is made as a reward model.
 
     Returns:
-        What the files have beyond that, as a warning; empty: nothing, or it could not be found out.
+        What the files have beyond that, as warnings; empty: nothing, or it could not be found out.
 
     Raises:
         JobFailure: invalid_model, with the first weight of another shape, and both shapes, or those that are missing; a
@@ -85,7 +91,7 @@ def refuse_unfitting(
     """
     key = _key(source, files, config, (*sorted(may_lack), is_reward))
     if key is None or key not in _compared:
-        unused = _compare(source, files, config, outline, may_lack) if files.paths else ""
+        unused = _compare(source, files, config, outline, may_lack) if files.paths else ()
         if key is None:
             return unused
         while len(_compared) >= _MOST_COMPARED:
@@ -110,7 +116,7 @@ def _compare(
     config: Any,
     outline: Callable[[], PreTrainedModel],
     may_lack: Collection[str],
-) -> str:
+) -> tuple[str, ...]:
     headers = _headers(source, files.paths)
     try:
         bare = outline()
@@ -122,7 +128,7 @@ def _compare(
         loaded = _load_shapes(bare, headers)
         others = _other_shapes(bare, headers) if loaded["mismatched_keys"] else []
     except (*DAMAGE, RuntimeError, SafetensorError):
-        return ""  # loading reports it
+        return ()  # loading reports it
     if others:
         raise JobFailure(Reason.invalid_model, f"model {source.model!r}: {_described(others, bare)}")
     if packed := _packed(bare, headers):
@@ -139,7 +145,8 @@ def _compare(
         )
     if files.is_complete and (missing := sorted(set(loaded["missing_keys"]) - set(may_lack))):
         raise missing_weights(source, bare, missing, [header.name for header in headers])
-    return _unused_layers(source, bare, loaded["unexpected_keys"])
+    unexpected = loaded["unexpected_keys"]
+    return tuple(filter(None, [_unused_layers(source, bare, unexpected), _left_out(source, bare, unexpected)]))
 
 
 def not_loadable(source: ModelSource, error: BaseException) -> JobFailure:
@@ -180,6 +187,24 @@ def _unused_layers(source: ModelSource, bare: PreTrainedModel, unexpected: Itera
         f"the files of {source.model!r} have weights of {_layers(unused)} layers, and its config.json describes "
         f"{described}: the others are neither trained nor exported"
     )
+
+
+def _left_out(source: ModelSource, bare: PreTrainedModel, unexpected: Iterable[str]) -> str:
+    """Of weights that a model of another kind has in the same places: it computes other numbers without them."""
+    modules = {name for name, _ in bare.named_modules() if name}
+    left_out = sorted(name for name in unexpected if _is_within(name, modules) and not _IGNORED.search(name))
+    if not left_out:
+        return ""
+    return (
+        f"the files of {source.model!r} have {len(left_out)} weights that its config.json leaves out, such as "
+        f"{', '.join(left_out[:3])}: the model computes without them, and they are neither trained nor exported"
+    )
+
+
+def _is_within(name: str, modules: Collection[str]) -> bool:
+    """Whether a weight would be one of the modules, or inside of one of its layers."""
+    layer = _NUMBER.search(name)
+    return name.rpartition(".")[0] in modules or (layer is not None and name[: layer.end() - 1] in modules)
 
 
 def _layer(name: str) -> int:
