@@ -215,6 +215,34 @@ def test_health_is_answered_while_a_call_waits_for_the_disk(app: FastAPI, disk: 
     assert (health.status, answer.status) == (200, status), answer.text
 
 
+@pytest.mark.contract
+def test_a_browser_is_answered_while_the_login_of_another_waits_for_the_disk(app: FastAPI, disk: Disk) -> None:
+    login = ("POST", "/login", f"token={TOKEN}".encode(), "application/x-www-form-urlencoded")
+
+    async def run() -> Answer:
+        cookie = (await answer_of(app, *login)).headers["set-cookie"].partition(";")[0]
+        disk.hangs = True
+        waiting = asyncio.create_task(answer_of(app, *login))
+        try:
+            assert await asyncio.to_thread(disk.asked.wait, 20)
+            # In a thread, so that a lock that is held there ends the test, and not the event loop.
+            reading = asyncio.create_task(asyncio.to_thread(_caller_of, app, cookie))
+            await asyncio.wait([reading], timeout=5)
+            assert reading.done(), "the event loop would wait"
+            answer = await answer_of(app, "GET", "/v1/post-training/jobs", cookie=cookie)
+        finally:
+            disk.answers.set()
+        await waiting
+        return answer
+
+    assert on_loop(disk, run).status == 200
+    assert not disk.by_loop, disk.by_loop[0]
+
+
+def _caller_of(app: FastAPI, cookie: str) -> object:
+    return app.state.sessions.caller(cookie.partition("=")[2])
+
+
 def test_refusals_are_counted_and_held_in_bounds_while_the_disk_hangs(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,7 @@ async def answer_of(
     content_type: str = "application/json",
     token: str = "",
     encoding: str = "",
+    cookie: str = "",
 ) -> Answer:
     """What a route answers, of a stream its beginning."""
     path, _, query = target.partition("?")
@@ -52,6 +53,7 @@ async def answer_of(
             (b"content-type", content_type.encode()),
             (b"content-length", str(len(body)).encode()),
             *([(b"authorization", f"Bearer {token}".encode())] if token else []),
+            *([(b"cookie", cookie.encode())] if cookie else []),
             *([(b"content-encoding", encoding.encode())] if encoding else []),
         ],
     }

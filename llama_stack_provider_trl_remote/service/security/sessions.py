@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 from llama_stack_provider_trl.system.data_dir import read_own
 from llama_stack_provider_trl.system.files import atomic_write_json
-from llama_stack_provider_trl.system.in_order import InOrder
 
 from .access import Caller
 
@@ -65,6 +64,8 @@ class Sessions:
         self._known = tuple(known)
         self._clock = clock
         self._lock = threading.Lock()
+        """Never held during a write: event loops wait for it, and a disk may hang."""
+        self._writing = threading.Lock()
         self._key: bytes | None = None
         self._sessions: dict[str, _Session] = {}
         name = hashlib.sha256(str(path).encode("utf-8", "surrogateescape")).hexdigest()[:8]
@@ -85,15 +86,16 @@ class Sessions:
             for key in sorted(kept, key=lambda key: kept[key].expires_at)[: max(0, len(kept) + 1 - _MOST)]:
                 del kept[key]
             self._sessions = {**kept, _hash(session_id): _Session(_proof(session_id, digest), now + LIFETIME, digest)}
-            self._write()
+        self._write()
         return session_id
 
     def close(self, session_id: str) -> None:
         """End a session. Raises OSError: the file cannot be written; the session has ended all the same."""
         with self._lock:
             self._read()
-            if self._sessions.pop(_hash(session_id), None) is not None:
-                self._write()
+            was_open = self._sessions.pop(_hash(session_id), None) is not None
+        if was_open:
+            self._write()
 
     def caller(self, session_id: str) -> Caller | None:
         """The caller of a session; None: there is no such session, or its token is no longer valid."""
@@ -137,20 +139,21 @@ class Sessions:
             self._key, self._sessions = found
             return
         self._key, self._sessions = secrets.token_bytes(32), {}
-        # Later, in a thread: a request's event loop reads here, and the disk may hang.
-        InOrder("trl-sessions").submit(self._try_to_write)
+        threading.Thread(target=self._try_to_write, name="trl-sessions", daemon=True).start()
 
     def _try_to_write(self) -> None:
         try:
-            with self._lock:
-                self._write()
+            self._write()
         except OSError as error:
             log.warning("%s cannot be written (%s): a restart ends every session", self._path, error)
 
     def _write(self) -> None:
-        assert self._key is not None
-        sessions = {key: [session.proof, session.expires_at] for key, session in self._sessions.items()}
-        atomic_write_json(self._path, {"key": self._key.hex(), "sessions": sessions})
+        with self._writing:
+            with self._lock:
+                assert self._key is not None
+                sessions = {key: [session.proof, session.expires_at] for key, session in self._sessions.items()}
+                contents = {"key": self._key.hex(), "sessions": sessions}
+            atomic_write_json(self._path, contents)
 
 
 def cookie_header(name: str, session_id: str, *, secure: bool) -> str:
