@@ -74,8 +74,45 @@ class _Measured(NamedTuple):
     step_seconds: float | None = None
     """Of a step on one node."""
     mbit_per_s: float | None = None
-    machines: tuple[str, ...] = ()
-    """The machine of each agent of the service that the job may use."""
+    cluster: _Cluster | None = None
+
+
+class _Cluster(NamedTuple):
+    """What the placement counts the machines of a job by."""
+
+    rows: Sequence[dict[str, Any]]
+    """Of `GET /v1/nodes`."""
+    resources: dict[str, Any]
+    """What the job requires of each node."""
+    model: str
+    kind: str
+    """Of its devices."""
+
+    def machines(self, nodes: int, ranks_per_node: int) -> int:
+        """The number of these nodes that it can use."""
+        from llama_stack_provider_trl.jobs.decisions.demands import Demand, Queued
+        from llama_stack_provider_trl.jobs.decisions.placement import Node, side_by_side, unsuited
+        from llama_stack_provider_trl.specs.job import ResourcesSpec
+
+        resources = ResourcesSpec.model_validate({**self.resources, "nodes": nodes, "min_nodes": nodes})
+        demand = Demand(resources=resources, model=self.model if resources.model_present else None)
+        job = Queued("", self.kind, 0, ranks=nodes * ranks_per_node, demand=demand.text())
+        known = [
+            Node(
+                row["node"],
+                tuple(row["devices"]),
+                row["machine"] or "",
+                head=row["head"],
+                joins=row["agent"],
+                memory=row["memory_of_devices"],
+                cpus=row["cpus"],
+                memory_bytes=row["memory_bytes"],
+                labels=row["labels"],
+                models=frozenset(row["models"]),
+            )
+            for row in self.rows
+        ]
+        return side_by_side(job, [node for node in known if not unsuited(job, node, self.kind)], self.kind)
 
 
 async def print_advice(client: ServiceClient, options: Namespace) -> int:
@@ -85,10 +122,8 @@ async def print_advice(client: ServiceClient, options: Namespace) -> int:
     if options.gpus is not None and options.job is None:
         given["fp32"] = not options.gpus
     rules = replace(of_job.rules, **{name: value for name, value in given.items() if value is not None})
-    if of_job.machines and rules.machines is None and not rules.gpus:
-        from llama_stack_provider_trl.jobs.decisions.placement import usable_nodes
-
-        usable = usable_nodes(rules.nodes, of_job.machines)
+    if of_job.cluster is not None and rules.machines is None and not rules.gpus:
+        usable = of_job.cluster.machines(rules.nodes, rules.ranks_per_node)
         rules = replace(rules, machines=usable if usable < rules.nodes else None)
     mbit_per_s = options.mbit_per_s or of_job.mbit_per_s
     step_seconds = options.step_seconds or of_job.step_seconds
@@ -134,6 +169,7 @@ async def _measured(client: ServiceClient, job_uuid: str) -> _Measured:
         raise InvalidRequest("--job", job_uuid, "it has not trained: expected a job that has done steps.")
     devices = (found.get("device") or "").split(",")
     nodes = len({place.rpartition("/")[0] for place in devices})
+    kind = devices[0].rpartition("/")[2].partition(":")[0]
     effective = recipe.get("effective") or {}
     own = _Rules(
         nodes=nodes,
@@ -143,25 +179,19 @@ async def _measured(client: ServiceClient, job_uuid: str) -> _Measured:
         ranks_per_node=max(1, config["ranks"] // ((config.get("resources") or {}).get("nodes") or 1)),
         reference=bool((effective.get("sharding") or {}).get("reference")),
         averaging_interval=(config.get("averaging") or {}).get("interval", 1),
-        gpus=devices[0].rpartition("/")[2].startswith("cuda"),
+        gpus=kind == "cuda",
         fp32=config.get("dtype") == "fp32",
         trainable=None if trainable == total else trainable,
     )
-    machines = await _machines(client, (config.get("resources") or {}).get("labels") or {})
+    rows = (await client.get_all("/v1/nodes"))["data"]
+    cluster = _Cluster(rows, config.get("resources") or {}, config.get("model") or "", kind)
     link = progress.get("link_mbit_per_s")
     step_seconds = _median_step([point for point in await fetch_points(client, job_uuid) if point.kind == "train"])
     if nodes > 1 and step_seconds is not None:
         exchange = own.exchange(total)
         alone = step_seconds if exchange.interval > 1 else exchange.alone(step_seconds, link) if link else None
-        return _Measured(own, total, alone, link, machines)
-    return _Measured(replace(own, nodes=_Rules.nodes), total, step_seconds, link, machines)
-
-
-async def _machines(client: ServiceClient, labels: dict[str, str]) -> tuple[str, ...]:
-    """The machine of each agent with these labels, as the placement counts them."""
-    rows = (await client.get_all("/v1/nodes"))["data"]
-    suited = [row for row in rows if row["agent"] and labels.items() <= row["labels"].items()]
-    return tuple(row["machine"] for row in suited if row["machine"])
+        return _Measured(own, total, alone, link, cluster)
+    return _Measured(replace(own, nodes=_Rules.nodes), total, step_seconds, link, cluster)
 
 
 def _median_step(points: Sequence[PlotPoint]) -> float | None:

@@ -14,6 +14,7 @@ from llama_stack_provider_trl.specs.parallel import Exchange, advise, verdict_af
 from llama_stack_provider_trl_remote.cli.main import main
 from llama_stack_provider_trl_remote.client import ServiceClient
 from llama_stack_provider_trl_remote.plots.points import PlotPoint
+from llama_stack_provider_trl_remote.service.http.node_bodies import NodeRow
 from tests.tiny import REPOSITORY
 
 HUNDRED_M = 97_800_000
@@ -185,13 +186,21 @@ def test_what_no_advice_can_be_given_for_is_one_sentence(
     assert message in printed
 
 
+def node_row(name: str, machine: str, **more: Any) -> NodeRow:
+    known = {"jobs": {}, "memory_bytes": 8 << 30, "memory_available_bytes": None, "disk_free_bytes": 0, "state": "open"}
+    return NodeRow.model_validate(
+        {"node": name, "machine": machine, "agent": True, "devices": ["cpu"], **known, **more}
+    )
+
+
 def trained(
     monkeypatch: pytest.MonkeyPatch, device: str, link: float | None, machines: str = "", **config: Any
 ) -> dict[str, Any]:
     """A job of the service with a step of 10 seconds. Returns the record of its recipe.
 
     Args:
-        machines: the machine of each agent, one letter each; those with a capital one have the label rack=7.
+        machines: the machine of each agent, one letter each; those with a capital one have the label rack=7. `g` has
+            GPUs only, `s` one core, `w` the model.
     """
     effective: dict[str, Any] = {"gradient_sync": None, "sharding": None}
     recipe = {"total_parameters": HUNDRED_M, "trainable_parameters": HUNDRED_M, "effective": effective}
@@ -207,9 +216,19 @@ def trained(
 
     async def nodes(client: ServiceClient, path: str) -> dict[str, Any]:
         assert path == "/v1/nodes"
-        labels = [{"rack": "7"} if machine.isupper() else {} for machine in machines]
-        rows = [{"agent": True, "machine": machine, "labels": labels[n]} for n, machine in enumerate(machines)]
-        return {"data": [{"agent": False, "machine": "head", "labels": {}}, *rows]}
+        head = node_row("head", "head", cpus=4).model_copy(update={"agent": False, "head": True})
+        rows = [
+            node_row(
+                f"node-{number}",
+                machine,
+                devices=["cuda:0"] if machine == "g" else ["cpu"],
+                cpus=1 if machine == "s" else 4,
+                labels={"rack": "7"} if machine.isupper() else {},
+                models=["org/base"] if machine == "w" else [],
+            )
+            for number, machine in enumerate(machines)
+        ]
+        return {"data": [row.model_dump(mode="json") for row in (head, *rows)]}
 
     monkeypatch.setattr(ServiceClient, "status", status)
     monkeypatch.setattr(ServiceClient, "get_all", nodes)
@@ -293,6 +312,32 @@ def test_agents_that_share_a_machine_are_counted_as_the_placement_counts_them(
     assert found["step_seconds"] == round(counted.step_seconds(10.0, 10_000), 3)
     if expected == 1:
         assert found["reason"].endswith("they are on one machine, and share the same cores")
+
+
+@pytest.mark.parametrize(
+    ("machines", "resources", "expected"),
+    [
+        ("mmg", {}, 1),
+        ("mms", {"cpus": 2}, 1),
+        ("mms", {"reserve_cpus": 2}, 1),
+        ("mms", {}, None),
+        ("mm", {"memory_gb": 9}, None),  # no machine serves it: it waits for two
+        ("wwm", {"model_present": True}, 1),
+        ("wwm", {}, None),
+    ],
+)
+def test_only_machines_that_could_serve_the_job_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    machines: str,
+    resources: dict[str, Any],
+    expected: int | None,
+) -> None:
+    trained(
+        monkeypatch, "cpu", None, machines, sharding={"strategy": "NO_SHARD"}, resources=resources, model="org/base"
+    )
+    found = of_job(capsys, "--mbit-per-s", "10000")
+    assert found["step_seconds"] == round(exchange(machines=expected).step_seconds(10.0, 10_000), 3)
 
 
 def test_the_documented_advice_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

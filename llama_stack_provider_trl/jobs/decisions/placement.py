@@ -276,22 +276,11 @@ def side_by_side(job: Queued, suited: Sequence[Node], auto: str, more: int = 0) 
         more: machines that pools may give for it.
     """
     wanted = nodes_wanted(job)
-    usable = usable_nodes(wanted, [node.where for node in suited], more)
-    if usable == wanted or any(node.is_new for node in suited):
+    usable = len({node.where for node in suited}) + more
+    if not usable < wanted <= len(suited) + more or any(node.is_new for node in suited):
         return wanted
     kinds = {_kind(_suitable(job.device, node.devices, auto)[0]) for node in suited}
     return wanted if "cuda" in kinds else usable
-
-
-def usable_nodes(wanted: int, machines: Collection[str], more: int = 0) -> int:
-    """The number of requested nodes that train on CPUs: those on machines of their own, where enough agents are there.
-
-    Args:
-        machines: the machine of each agent.
-        more: machines that pools may give.
-    """
-    count = len(set(machines)) + more
-    return count if count < wanted <= len(machines) + more else wanted
 
 
 def unsuited(job: Queued, node: Node, auto: str) -> str:
