@@ -105,7 +105,6 @@ def train(options: argparse.Namespace) -> None:
     blob = put_rows(root, [{"prompt": str(row), "completion": text} for row in range(options.steps * options.batch)])
     spec = JobSpec(
         job_uuid="benchmark",
-        algorithm="sft",
         model=str(model),
         output_name="benchmark",
         checkpoint_dir=root / "checkpoints",

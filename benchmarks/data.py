@@ -123,7 +123,6 @@ def spec_of(options: argparse.Namespace, **changes: Any) -> Any:
     )
     fields = {
         "job_uuid": "benchmark",
-        "algorithm": "sft",
         "model": str(tiny_model()),
         "output_name": "benchmark",
         "checkpoint_dir": options.scratch / f"checkpoints-{name}",

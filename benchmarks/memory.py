@@ -194,6 +194,7 @@ def prepare(folder: Path, case: Case) -> JobSpec:
         LoraSpec,
         OptimizerSpec,
         QatSpec,
+        SftSpec,
     )
     from llama_stack_provider_trl.system.files import put_rows
 
@@ -228,7 +229,6 @@ def prepare(folder: Path, case: Case) -> JobSpec:
     blob = put_rows(folder / "datasets", rows)
     spec = JobSpec(
         job_uuid="benchmark",
-        algorithm=case.algorithm,  # type: ignore[arg-type]
         model=str(folder / "model"),
         output_name="benchmark",
         checkpoint_dir=folder / "checkpoints",
@@ -248,7 +248,7 @@ def prepare(folder: Path, case: Case) -> JobSpec:
         lora=LoraSpec(target_modules=("q_proj", "v_proj"), mlp=not case.shape.experts, rank=8, alpha=16)
         if case.lora
         else None,
-        dpo=DpoSpec() if case.algorithm == "dpo" else None,
+        method=DpoSpec() if case.algorithm == "dpo" else SftSpec(),
         device="cpu",
         preflight="off",  # without an estimate malloc gives back what is freed, as where memory is scarce
     )

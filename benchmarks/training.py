@@ -302,6 +302,7 @@ def run_ours(variant: Variant, folder: Path, algorithm: Algorithm, options: argp
         JobSpec,
         OptimizerSpec,
         ReferenceSpec,
+        SftSpec,
     )
     from llama_stack_provider_trl.system.files import RunDir, put_rows
 
@@ -310,7 +311,6 @@ def run_ours(variant: Variant, folder: Path, algorithm: Algorithm, options: argp
     defaults = {"padding_free": True, "attention_mask": "auto", "group_by_length": True}
     spec = JobSpec(
         job_uuid="benchmark",
-        algorithm=algorithm,
         model=str(model_of(folder)),
         output_name="benchmark",
         checkpoint_dir=run_dir / "checkpoints",
@@ -321,7 +321,7 @@ def run_ours(variant: Variant, folder: Path, algorithm: Algorithm, options: argp
         max_seq_length=options.max_length,
         dtype=options.dtype,
         optimizer=OptimizerSpec(learning_rate=options.learning_rate),
-        dpo=DpoSpec(reference=reference) if algorithm == "dpo" else None,
+        method=DpoSpec(reference=reference) if algorithm == "dpo" else SftSpec(),
         device="cpu",
         num_threads=options.threads,
         **{**defaults, **variant.fields},

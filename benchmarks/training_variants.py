@@ -122,7 +122,15 @@ def run_ours(folder: Path, algorithm: Algorithm, options: argparse.Namespace, ru
     """The training process of a job, from spec to events.jsonl: `train_attempt` itself, on one device."""
     from llama_stack_provider_trl.recipes import session
     from llama_stack_provider_trl.specs.events import EventWriter
-    from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef, DpoSpec, JobSpec, LoraSpec, OptimizerSpec
+    from llama_stack_provider_trl.specs.job import (
+        AttemptSpec,
+        DatasetRef,
+        DpoSpec,
+        JobSpec,
+        LoraSpec,
+        OptimizerSpec,
+        SftSpec,
+    )
     from llama_stack_provider_trl.system.files import RunDir, put_rows
 
     if careful:
@@ -130,7 +138,6 @@ def run_ours(folder: Path, algorithm: Algorithm, options: argparse.Namespace, ru
     blob = put_rows(run_dir / "datasets", read_rows(folder))
     spec = JobSpec(
         job_uuid="benchmark",
-        algorithm=algorithm,
         model=str(model_of(folder)),
         output_name="benchmark",
         checkpoint_dir=run_dir / "checkpoints",
@@ -141,7 +148,7 @@ def run_ours(folder: Path, algorithm: Algorithm, options: argparse.Namespace, ru
         max_seq_length=options.max_length,
         dtype=options.dtype,
         optimizer=OptimizerSpec(learning_rate=options.learning_rate),
-        dpo=DpoSpec() if algorithm == "dpo" else None,
+        method=DpoSpec() if algorithm == "dpo" else SftSpec(),
         lora=LoraSpec(**lora_fields(options)) if options.lora else None,
         attention_mask="always" if careful else "auto",
         logging_steps=options.logging_steps,

@@ -95,7 +95,7 @@ class NodeReport(_Message):
     devices: tuple[DeviceReport, ...] = Field(min_length=1, max_length=MOST_DEVICES)
     versions: dict[_Short, _Short] = Field(max_length=32)
     """Versions of VERSIONS and of python, "" where one is not installed; and under SPECS the digest of the job
-    specifications, which agents of earlier builds do not send."""
+    specifications."""
     models: tuple[_Id, ...] = Field((), max_length=MOST_MODELS)
     """Models that it can train: ids in its local cache, and names of those that it has fetched from the service."""
     ollama_models: tuple[_Id, ...] = Field((), max_length=MOST_OLLAMA_MODELS)
@@ -200,8 +200,7 @@ class TaskOrder(_Message):
     awaits_models: bool = False
     """The service still computes the digests of the job's models: an order with `models` follows in the same stage."""
     models: tuple[ModelFiles, ...] = ()
-    """The job's base model, and the reference where it is another one. Left out, as the field before, where there is
-    nothing in it: an agent of an earlier build does not know it."""
+    """The job's base model, and the reference where it is another one."""
 
 
 class StageProgress(StrEnum):
@@ -275,14 +274,14 @@ class Poll(_Message):
     boot_id: _Id
     agent_id: _Id = ""
     run: _Id = ""
-    """Identifies the process of the agent. Empty: the agent is of an earlier build."""
+    """Identifies the process of the agent."""
     number: int = Field(0, ge=0, le=_MOST_BYTES)
     """Of the poll, in the order in which that process has sent them. What an earlier one reports does not count."""
     tasks: tuple[TaskReport, ...] = Field((), max_length=1000)
     load: Load | None = None
-    """None: it cannot be measured, or the agent is of an earlier build."""
+    """None: it cannot be measured."""
     log: LogEntries | None = None
-    """None: there is nothing new, or the agent is of an earlier build."""
+    """None: there is nothing new."""
     leaving: bool = False
     """Whether its machine is about to be taken away: its jobs are to save, and to continue elsewhere."""
     owner: OwnerUse | None = None

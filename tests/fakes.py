@@ -13,7 +13,16 @@ from pydantic import BaseModel
 
 from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.specs.events import EventWriter
-from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, OptimizerSpec
+from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, LifecycleSpec, OptimizerSpec
+from llama_stack_provider_trl.specs.methods import (
+    CpoSpec,
+    DpoSpec,
+    KtoSpec,
+    MethodSpec,
+    OrpoSpec,
+    RewardSpec,
+    SftSpec,
+)
 from llama_stack_provider_trl.system.files import RunDir
 
 # The kernel splits a `#!` line at spaces, and the path of a checkout may have one: sh starts the interpreter,
@@ -109,11 +118,37 @@ class FakeLauncher:
         task.seen = replace(task.seen, state=TaskState.waiting, detail=detail)
 
 
-def job_spec(job_uuid: str = "job-1", **changes: object) -> JobSpec:
+def method_of(algorithm: str) -> MethodSpec:
+    """A method with its defaults, of those that have them."""
+    methods: dict[str, MethodSpec] = {
+        "sft": SftSpec(),
+        "dpo": DpoSpec(),
+        "orpo": OrpoSpec(),
+        "cpo": CpoSpec(),
+        "simpo": CpoSpec(algorithm="simpo", loss_type="simpo"),
+        "reward": RewardSpec(),
+        "kto": KtoSpec(),
+    }
+    return methods[algorithm]
+
+
+GROUPS: dict[str, type[BaseModel]] = {"lifecycle": LifecycleSpec}
+
+
+def grouped(values: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a JobSpec, and of its parts by their own names, as JobSpec has them."""
+    rest = dict(values)
+    for name, kind in GROUPS.items():
+        if own := {field: rest.pop(field) for field in kind.model_fields if field in rest}:
+            rest[name] = kind(**own)
+    return rest
+
+
+def job_spec(job_uuid: str = "job-1", algorithm: str = "sft", **changes: object) -> JobSpec:
     """A small, complete job."""
     values: dict[str, object] = {
         "job_uuid": job_uuid,
-        "algorithm": "sft",
+        "method": changes.get("method") or method_of(algorithm),
         "model": "/models/tiny",
         "output_name": "tiny-tuned",
         "checkpoint_dir": Path("/checkpoints") / job_uuid,
@@ -123,7 +158,7 @@ def job_spec(job_uuid: str = "job-1", **changes: object) -> JobSpec:
         "optimizer": OptimizerSpec(learning_rate=1e-4),
         "device": "cpu",
     }
-    return JobSpec.model_validate({**values, **changes})
+    return JobSpec.model_validate(grouped({**values, **changes}))
 
 
 def fake_context(settings: Any, **more: Any) -> Any:

@@ -20,7 +20,7 @@ def spec(**changes: Any) -> dict[str, Any]:
         "dataset": {"dataset_id": "d", "path": f"/service/datasets/{AA}.jsonl", "sha256": AA, "num_rows": 2},
         "validation": None,
         "resume_from": None,
-        "dpo": None,
+        "lifecycle": {"min_free_bytes": 0, "failover": True},
     }
     return {
         "job": job | changes.pop("job", {}),

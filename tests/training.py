@@ -12,7 +12,6 @@ from llama_stack_provider_trl.specs.events import Event, Sampled, iter_events
 from llama_stack_provider_trl.specs.job import (
     AttemptSpec,
     DatasetRef,
-    DpoSpec,
     JobSpec,
     LoraSpec,
     OptimizerSpec,
@@ -20,6 +19,7 @@ from llama_stack_provider_trl.specs.job import (
     SamplesSpec,
 )
 from llama_stack_provider_trl.system.files import RunDir, put_rows
+from tests.fakes import grouped, method_of
 from tests.traces import shared_traces
 
 LORA = LoraSpec(target_modules=("q_proj", "v_proj"), mlp=True, rank=4, alpha=8)
@@ -46,7 +46,7 @@ def job_spec(root: Path, model: Path | str, algorithm: str = "sft", **changes: A
     validation_rows = changes.pop("validation_rows", None)
     fields: dict[str, Any] = {
         "job_uuid": "job",
-        "algorithm": algorithm,
+        "method": changes.get("method") or method_of(algorithm),
         "model": str(model),
         "output_name": "job",
         "checkpoint_dir": root / "checkpoints",
@@ -55,15 +55,13 @@ def job_spec(root: Path, model: Path | str, algorithm: str = "sft", **changes: A
         "n_epochs": 1,
         "batch_size": 4,
         "dtype": "fp32",
-        "attention_mask": "auto",
-        "group_by_length": True,
-        "padding_free": True,
+        "gradient_sync": "micro_step",
+        "dataloader_num_workers": 0,
         "token_cache": root / "tokens",
         "device": "cpu",
         "optimizer": OptimizerSpec(learning_rate=1e-3),
-        "dpo": DpoSpec() if algorithm == "dpo" else None,
     }
-    return JobSpec(**{**fields, **changes})
+    return JobSpec(**grouped({**fields, **changes}))
 
 
 def run(root: Path, spec: JobSpec, resume_from: Path | None = None, **changes: Any) -> tuple[int, list[Event]]:

@@ -88,7 +88,7 @@ class Outcome:
 
 def spec(setting: Setting, name: str, model: Path, **changes: Any) -> JobSpec:
     """A job of a few steps. `steps`, `tokens`, `rows`, `lora` (True: on attention and MLP) and any field of JobSpec."""
-    from llama_stack_provider_trl.specs.job import DatasetRef, DpoSpec, JobSpec, LoraSpec, OptimizerSpec
+    from llama_stack_provider_trl.specs.job import DatasetRef, DpoSpec, JobSpec, LoraSpec, OptimizerSpec, SftSpec
     from llama_stack_provider_trl.system.files import put_rows
 
     algorithm, tokens = changes.pop("algorithm", "sft"), changes.pop("tokens", 64)
@@ -102,7 +102,6 @@ def spec(setting: Setting, name: str, model: Path, **changes: Any) -> JobSpec:
     blob = put_rows(root / "datasets", given)
     fields: dict[str, Any] = {
         "job_uuid": name,
-        "algorithm": algorithm,
         "model": str(model),
         "output_name": name,
         "checkpoint_dir": root / "checkpoints",
@@ -115,7 +114,7 @@ def spec(setting: Setting, name: str, model: Path, **changes: Any) -> JobSpec:
         "num_threads": 1 if setting.is_dry_run else None,
         "optimizer": OptimizerSpec(learning_rate=1e-4),
         "lora": lora,
-        "dpo": DpoSpec() if algorithm == "dpo" else None,
+        "method": DpoSpec() if algorithm == "dpo" else SftSpec(),
         "preflight": "off",  # the estimate has a check of its own
         "attention_mask": "auto",  # this and the next ones as a request has them by default
         "group_by_length": True,

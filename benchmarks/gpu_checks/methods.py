@@ -38,17 +38,17 @@ def _on_a_cpu(setting: Setting) -> Setting:
     return replace(setting, is_dry_run=True, folder=setting.folder / "cpu")
 
 
-def _methods() -> list[tuple[str, str, Any]]:
-    """Names, algorithms and parameters."""
+def _methods() -> list[tuple[str, Any]]:
+    """Names and parameters."""
     from llama_stack_provider_trl.specs.methods import CpoSpec, KtoSpec, OrpoSpec, RewardSpec
 
-    simpo = CpoSpec(loss_type="simpo", beta=2.0, gamma=0.7, alpha=0.0)
+    simpo = CpoSpec(algorithm="simpo", loss_type="simpo", beta=2.0, gamma=0.7, alpha=0.0)
     return [
-        ("ORPO", "orpo", OrpoSpec()),
-        ("CPO", "cpo", CpoSpec()),
-        ("SimPO", "simpo", simpo),
-        ("KTO", "kto", KtoSpec()),
-        ("reward model", "reward", RewardSpec()),
+        ("ORPO", OrpoSpec()),
+        ("CPO", CpoSpec()),
+        ("SimPO", simpo),
+        ("KTO", KtoSpec()),
+        ("reward model", RewardSpec()),
     ]
 
 
@@ -64,12 +64,11 @@ def _jobs(setting: Setting, path: Path) -> list[JobSpec]:
             setting,
             name.replace(" ", "-"),
             path,
-            algorithm=algorithm,
             method=method,
-            rows=labelled if algorithm == "kto" else pairs,
+            rows=labelled if method.algorithm == "kto" else pairs,
             **sizes,
         )
-        for name, algorithm, method in _methods()
+        for name, method in _methods()
     ]
 
 
@@ -120,7 +119,7 @@ def _methods_with_answers(teacher: Path) -> dict[str, Any]:
 
 def _answering(setting: Setting, name: str, path: Path, method: Any) -> JobSpec:
     prompts = [{"prompt": f"{number} and then?"} for number in range(4 * STEPS)]
-    return spec(setting, name, path, algorithm=method.name, method=method, rows=prompts, batch_size=4, tokens=128)
+    return spec(setting, name, path, method=method, rows=prompts, batch_size=4, tokens=128)
 
 
 def judge_answers(found: Mapping[str, Outcome]) -> Finding:

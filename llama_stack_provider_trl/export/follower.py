@@ -144,7 +144,7 @@ def _target(record: ExportRecord, spec: JobSpec) -> Target:
 def shown_config(spec: JobSpec) -> dict[str, str | int | float | bool]:
     """What trackers show of a job's configuration: numbers and names, and no path of this machine."""
     fields = json.loads(spec.model_dump_json())
-    named = {name: fields[name] for name in ("job_uuid", "algorithm", "dtype", "device") if fields.get(name)}
+    named = {"job_uuid": spec.job_uuid, "algorithm": spec.algorithm, "dtype": spec.dtype, "device": spec.device}
     model = {} if spec.model.startswith("/") else {"model": spec.model}
     return {**named, **model, "dataset_id": spec.dataset.dataset_id, **dict(_numbers(fields))}
 

@@ -279,7 +279,7 @@ async def resolved(
     # since each waits for its turn beside the supervisor.
     resolution, work = await in_work_thread(_resolution, request, options, settings, store, work, models or [], named)
     answering = answering_of(work)
-    use: RowUse = "prompts" if answering is not None else resolution.fields["algorithm"]
+    use: RowUse = "prompts" if answering is not None else resolution.fields["method"].algorithm
     data_format: DataFormat | None = resolution.fields["data_format"]
     if harness_of(work) is None:
         dataset, warnings = await datasets(resolution.dataset_id, use, data_format)
@@ -289,7 +289,7 @@ async def resolved(
         await in_work_thread(refuse_unchecked_rows, dataset, answering.checks)
         warnings = [message for message in warnings if not message.startswith(UNREAD)]  # which checks may read
     await _check_custom(resolution, dataset, use)
-    method = resolution.fields.get("method")
+    method = resolution.fields["method"]
     if isinstance(method, GrpoSpec) and dataset.of_job is None:  # the training reads rows that another job makes
         await in_work_thread(refuse_unchecked_rows, dataset, checks_of(method.rewards))
     planned: PlannedParts | None = None
@@ -349,7 +349,7 @@ def _resolution(
 
 async def _check_custom(resolution: Resolution, dataset: DatasetRef, use: RowUse) -> None:
     """Have a custom method check the rows that are known. Raises InvalidRequest."""
-    method: MethodSpec | None = resolution.fields.get("method")
+    method: MethodSpec | None = resolution.fields["method"]
     if not isinstance(method, CustomSpec) or dataset.of_job is not None:
         return  # the training checks rows that another job makes
     try:

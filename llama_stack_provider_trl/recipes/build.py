@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..specs.events import EventWriter, NullEventWriter, Warned
 from ..specs.job import Dtype, JobSpec
-from ..specs.methods import CustomSpec, GrpoSpec, reward_models
+from ..specs.methods import CustomSpec, GrpoSpec
 from .checkpoint.fencing import FencingToken
 from .checkpoint.step import need_space
 from .data.lengths import num_rows
@@ -137,7 +137,7 @@ class BuiltTrainer:
             found["method"] = used_method(self.trainer.spec.method)
         if isinstance(self.trainer.spec.method, GrpoSpec) and (used := used_packages(self.trainer.spec.method)):
             found["reward_functions"] = used
-        if rewards := [str(model.path) for model in reward_models(self.trainer.spec.method)]:
+        if rewards := [str(model.path) for model in self.trainer.spec.method.reward_models]:
             found["reward_models"] = rewards
         if self.trainer.gradient_sync is not None:
             found["gradient_sync"] = self.trainer.gradient_sync

@@ -79,7 +79,7 @@ def plan_steps(spec: JobSpec, lengths: torch.Tensor | Sequence[int], batch_plan:
 def _largest_batch(spec: JobSpec, batch_plan: BatchPlan, rows: int, tokens: int) -> Batch:
     """The batch with the longest row, which pads all others to its length. With fillers no batch is short."""
     size = batch_plan.batch_size if batch_plan.needs_filler else min(batch_plan.batch_size, rows)
-    tokens += spec.answer_tokens or 0
+    tokens += spec.method.answer_tokens or 0
     return Batch(size * spec.sequences_per_row, min(tokens, spec.max_seq_length))
 
 
@@ -292,10 +292,11 @@ def _disk(spec: JobSpec, planned: StepPlan, request: PreflightSpec) -> dict[str,
     steps = min(saves, spec.keep_last + 1) if spec.keep_last else saves
     needed = steps * sizes["step_checkpoint"] + sizes["final"] + sizes["merged"]
     free = free_bytes(spec.checkpoint_dir) if request.free_bytes is None else request.free_bytes
-    enough = needed + spec.min_free_bytes <= free
+    enough = needed + spec.lifecycle.min_free_bytes <= free
     message = (
         f"The job writes about {gib(needed)} below {spec.checkpoint_dir}, where {gib(free)} are free and "
-        f"{gib(spec.min_free_bytes)} must stay free: free some, or keep fewer checkpoints (provider option keep_last)."
+        f"{gib(spec.lifecycle.min_free_bytes)} must stay free: free some, or keep fewer checkpoints (provider option "
+        "keep_last)."
     )
     return {
         "fits": enough,

@@ -215,10 +215,10 @@ def _rows(
     for chunk in batched(islice(read, first, first + _MOST_ROWS), _CHUNK):
         if METHODS[spec.algorithm].rows == "kto":
             rows = [_answer(prompt, ids, counter) for prompt, ids, _ in encode_labelled(chat, chunk)]  # type: ignore[arg-type]
-        elif spec.answer_tokens is not None:
+        elif spec.method.answer_tokens is not None:
             own = [ids for _, ids in encode_chats(chat, chunk)]  # type: ignore[arg-type]
             theirs = [ids for _, ids in encode_chats(taught, chunk)] if taught else own  # type: ignore[arg-type]
-            rows = [_prompt(*ids, spec.answer_tokens, counter) for ids in zip(own, theirs, strict=True)]
+            rows = [_prompt(*ids, spec.method.answer_tokens, counter) for ids in zip(own, theirs, strict=True)]
         elif not spec.has_pairs:
             encoded = SftEncoder(chat, spec.train_on_input).encode(chunk)  # type: ignore[arg-type]
             rows = [_sft_row(ids, labels, counter) for ids, labels in encoded]

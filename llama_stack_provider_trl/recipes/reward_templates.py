@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from ..specs.job import JobSpec
-from ..specs.methods import reward_models
 from ..specs.model_source import ModelSource
 from ..specs.rows import Message, PromptExample
 from .data.chat import Chat, refuse_lost_turns
@@ -34,7 +33,7 @@ def lost_by_reward_models(
             prompt has a token that a reward model has no embedding for.
     """
     found: list[str] = []
-    models = [model for model in reward_models(spec.method) if model.path is not None and model.path.is_dir()]
+    models = [model for model in spec.method.reward_models if model.path is not None and model.path.is_dir()]
     prompts = list(rows) if models and rows is not None else None
     for model in models:
         trusted = model.base is not None and model.base.trust_remote_code

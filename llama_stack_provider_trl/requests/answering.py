@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidRequest
-from ..specs.methods import METHODS, answer_tokens
+from ..specs.methods import METHODS
 from .bodies import DataConfig
 from .options import ProviderOptions
 
@@ -17,10 +17,10 @@ def check_answers(fields: Mapping[str, Any], data: DataConfig) -> None:
     Raises:
         InvalidRequest: names the field.
     """
-    most = answer_tokens(fields.get("method"))
+    most = fields["method"].answer_tokens
     if most is None:
         return
-    title, resources = METHODS[fields["algorithm"]].title, fields["resources"]
+    title, resources = METHODS[fields["method"].algorithm].title, fields["resources"]
     if resources is not None and resources.nodes > 1:
         hint = f"{title} trains on the ranks of one node: send 1, and the ranks as nproc_per_node"
         raise InvalidRequest("provider_options.resources.nodes", resources.nodes, hint)

@@ -70,14 +70,13 @@ def _check_workers(averaging: AveragingSpec, settings: Settings, fields: Mapping
 
 
 def _check_method(averaging: AveragingSpec, fields: Mapping[str, Any]) -> None:
-    dpo = fields.get("dpo")
-    if fields["algorithm"] not in ("sft", "dpo"):
-        name = METHODS[fields["algorithm"]].title
+    if fields["method"].algorithm not in ("sft", "dpo"):
+        name = METHODS[fields["method"].algorithm].title
         hint = f"{name} has means over all ranks in each step, which averaging keeps apart; leave it out"
         raise InvalidRequest(_FIELD, averaging.model_dump(), hint)
     if fields["dtype"] == "fp16":
         hint = "each worker would find a loss scale of its own (averaging); send 'bf16'"
         raise InvalidRequest("training_config.dtype", "fp16", hint)
-    if dpo is not None and dpo.loss_type == "kto_pair":
+    if fields["method"].has_batch_means:
         hint = "its loss has means over the pairs of all ranks, which averaging keeps apart; send 'sigmoid'"
         raise InvalidRequest("algorithm_config.loss_type", "kto_pair", hint)

@@ -31,8 +31,14 @@ def resolve_custom(name: str, given: dict[str, Any], where: str) -> tuple[Instal
         parameters = _parameters(found, given, where)
     except MethodUnavailable as error:
         raise InvalidRequest(f"{where}.type", name, str(error)) from error
-    spec = CustomSpec(type=name, package=found.package, version=found.version, parameters=parameters)
-    return found, {"algorithm": ALGORITHMS[found.method.rows], "method": spec}
+    spec = CustomSpec(
+        algorithm=ALGORITHMS[found.method.rows],
+        type=name,
+        package=found.package,
+        version=found.version,
+        parameters=parameters,
+    )
+    return found, {"method": spec}
 
 
 def unknown_method(name: Any, built_in: list[str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 
 from ..errors import InvalidRequest
 from ..specs.answer_files import answering_of
-from ..specs.methods import GrpoSpec, VllmCorrection, VllmSpec, vllm_of
+from ..specs.methods import GrpoSpec, VllmCorrection, VllmSpec
 from ..specs.work import EvaluateSpec, GenerateSpec, Work
 from .bodies import GRPOConfig
 from .choices import nearest_choice
@@ -104,7 +104,7 @@ def with_vllm(method: GrpoSpec, settings: Settings, where: str) -> GrpoSpec:
 
 def check_vllm_ranks(fields: Mapping[str, Any]) -> None:
     """Refuse several ranks for a job whose answers vLLM computes, by its resolved fields. Raises InvalidRequest."""
-    if vllm_of(fields.get("method")) is not None and fields["ranks"] > 1:
+    if fields["method"].answered_by_vllm is not None and fields["ranks"] > 1:
         hint = "vLLM answers for a job of one process: send 1, or leave use_vllm out"
         raise InvalidRequest("provider_options.nproc_per_node", fields["ranks"], hint)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import InvalidRequest
+from ..specs.job import LifecycleSpec
 from .bases import Base
 from .data import rows_job_of
 from .names import JOB_UUID_PATTERN
@@ -26,17 +27,19 @@ def resolve_lifecycle(
         InvalidRequest: names the field.
     """
     return {
-        "priority": PRIORITIES[options.priority or settings.priority],
+        "lifecycle": LifecycleSpec(
+            retries=settings.retries if options.retries is None else options.retries,
+            retry_backoff=settings.retry_backoff,
+            oom_retry=settings.oom_retry if options.oom_retry is None else options.oom_retry,
+            failover=options.failover,
+            max_duration=options.max_duration or settings.max_duration,
+            priority=PRIORITIES[options.priority or settings.priority],
+            min_free_bytes=settings.min_free_disk_mb << 20,
+        ),
         "preflight": options.preflight,
         "logging_steps": options.logging_steps,
         "save_steps": options.save_steps or settings.save_steps,
         "keep_last": options.keep_last or settings.keep_last,
-        "min_free_bytes": settings.min_free_disk_mb << 20,
-        "retries": settings.retries if options.retries is None else options.retries,
-        "retry_backoff": settings.retry_backoff,
-        "oom_retry": settings.oom_retry if options.oom_retry is None else options.oom_retry,
-        "failover": options.failover,
-        "max_duration": options.max_duration or settings.max_duration,
         "evaluation": None if options.evaluate is None else evaluation_name(request.job_uuid),
         **resolve_after(request, options, base, makers),
     }

@@ -14,7 +14,7 @@ from ..specs.job import (
     Quantizer,
     ReferenceSpec,
 )
-from ..specs.methods import METHODS, DistillationSpec, GrpoSpec, MethodSpec, reward_models, vllm_of
+from ..specs.methods import METHODS, DistillationSpec, GrpoSpec, MethodSpec, SftSpec
 from ..system.data_dir import DataDir
 from .bases import PREFIX, Base
 from .bodies import (
@@ -49,23 +49,23 @@ def resolve_method(
     fields: dict[str, Any]
     if isinstance(request, SupervisedFineTuneRequest):
         lora = resolve_sft_lora(request, options, warnings)
-        fields = {"algorithm": "sft", "lora": lora, "qat": resolve_qat(request)}
+        fields = {"method": SftSpec(), "lora": lora, "qat": resolve_qat(request)}
         refuse_preference_options(options)
     elif chosen := resolve_preference(request, options, warnings):
         fields = {**chosen, "lora": resolve_dpo_lora(options, warnings)}
-        if METHODS[fields["algorithm"]].has_reference:
+        if METHODS[fields["method"].algorithm].has_reference:
             given = {"reference": _reference(options, base, settings)}
             fields["method"] = fields["method"].model_copy(update=given)
         elif isinstance(fields["method"], DistillationSpec):
             fields["method"] = with_model(fields["method"], settings)
         else:
-            refuse_reference_options(options, METHODS[fields["algorithm"]].title)
+            refuse_reference_options(options, METHODS[fields["method"].algorithm].title)
             if isinstance(fields["method"], GrpoSpec):
                 where = "algorithm_config" if options.method is None else "provider_options.method"
                 fields["method"] = with_vllm(fields["method"], settings, where)
     else:
         dpo = resolve_dpo(request, options, settings, warnings, base)
-        fields = {"algorithm": "dpo", "lora": resolve_dpo_lora(options, warnings), "dpo": dpo}
+        fields = {"lora": resolve_dpo_lora(options, warnings), "method": dpo}
     if base.lora is not None:
         fields["lora"] = _continued(base.lora, fields, options)
     if fields["lora"] is None:
@@ -75,9 +75,9 @@ def resolve_method(
 
 def jobs_named_by(fields: dict[str, Any]) -> list[str]:
     """The jobs that a requested method names, by its resolved fields: of its reward models, and of its teacher."""
-    method: MethodSpec | None = fields.get("method")
-    teacher = (method.reference.model or "") if isinstance(method, DistillationSpec) else ""
-    names = [model.job_uuid for model in reward_models(method)]
+    method: MethodSpec = fields["method"]
+    teacher = (method.compared_with and method.compared_with.model) or "" if method.has_teacher else ""
+    names = [model.job_uuid for model in method.reward_models]
     if teacher.startswith(PREFIX):
         names.append(teacher.removeprefix(PREFIX).partition("/")[0])
     return names
@@ -85,13 +85,13 @@ def jobs_named_by(fields: dict[str, Any]) -> list[str]:
 
 def stays_here(fields: dict[str, Any]) -> bool:
     """Whether a requested method trains on this machine only, which has the checkpoints of jobs, and vLLM."""
-    return bool(jobs_named_by(fields)) or vllm_of(fields.get("method")) is not None
+    return bool(jobs_named_by(fields)) or fields["method"].answered_by_vllm is not None
 
 
 def _continued(trained: LoraSpec, fields: dict[str, Any], options: ProviderOptions) -> LoraSpec:
     """The settings of a continued adapter. A request may leave them out, or send the same; whether the base is in 4
     bits, and the dropout, are its own."""
-    name = "algorithm_config" if fields["algorithm"] == "sft" else "provider_options.lora"
+    name = "algorithm_config" if fields["method"].algorithm == "sft" else "provider_options.lora"
     if fields.get("qat") is not None:
         raise InvalidRequest("algorithm_config.type", "QAT", "QAT trains every weight: set adapter to 'merge'")
     requested: LoraSpec | None = fields["lora"]

@@ -8,7 +8,6 @@ from typing import Any
 from ..errors import InvalidRequest
 from ..specs.job import ResourcesSpec, ShardingSpec
 from ..specs.model_files import why_not_sent
-from ..specs.model_source import ReferenceSpec
 from .bases import Base
 from .checks import NO_SAVERS
 from .choices import nearest_choice
@@ -110,7 +109,7 @@ def _why_here(options: ProviderOptions, settings: Settings, base: Base, method: 
     if ":" in (options.device or ""):
         return "it names one of its devices"
     models = {base.model: bool(base.trust.get("trust_remote_code"))}
-    if (reference := _reference_of(method)) is not None and reference.model is not None:
+    if (reference := method["method"].compared_with) is not None and reference.model is not None:
         models[reference.model] = reference.trust_remote_code
     for model, has_code in models.items():
         if Path(model).is_absolute() and (why := why_not_sent(Path(model), has_code=has_code)):
@@ -119,11 +118,6 @@ def _why_here(options: ProviderOptions, settings: Settings, base: Base, method: 
                 f"{_ANY_NODE} where other machines have it at this path"
             )
     return ""
-
-
-def _reference_of(method: dict[str, Any]) -> ReferenceSpec | None:
-    found = (getattr(method.get(name), "reference", None) for name in ("dpo", "method"))
-    return next((reference for reference in found if isinstance(reference, ReferenceSpec)), None)
 
 
 _ANY_NODE = {"nodes": 1}

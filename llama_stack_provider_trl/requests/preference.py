@@ -68,7 +68,7 @@ def resolve_preference(
     for path, field, value, known in unknown_fields(config, f"{where}."):
         hint = f"{REQUESTED[name].title} has no such field; its fields are: {', '.join(known)}"
         raise InvalidRequest(path + field, value, hint)
-    return {"algorithm": name, "method": REQUESTED[name].resolve(config, options, where)}
+    return {"method": REQUESTED[name].resolve(config, options, where)}
 
 
 def check_step(fields: Mapping[str, Any]) -> None:
@@ -80,9 +80,8 @@ def check_step(fields: Mapping[str, Any]) -> None:
     Raises:
         InvalidRequest: the only row would be its own estimate of the KL divergence.
     """
-    method = fields.get("method")
     rows = fields["batch_size"] * fields["gradient_accumulation_steps"] * fields["ranks"]
-    if isinstance(method, KtoSpec) and method.estimates_kl and rows == 1:
+    if fields["method"].estimates_kl and rows == 1:
         hint = "KTO gives each prompt the answer of another row of the optimizer step, which has one row: send at least"
         raise InvalidRequest("training_config.data_config.batch_size", 1, f"{hint} 2, or loss_type 'apo_zero_unpaired'")
 
@@ -121,7 +120,7 @@ def _cpo(config: CPOConfig, options: ProviderOptions, where: str) -> CpoSpec:
 def _simpo(config: SimPOConfig, options: ProviderOptions, where: str) -> CpoSpec:
     # The paper's beta is 2 to 2.5, for log-probabilities that are averaged over tokens.
     values = {"beta": 2.0, "gamma": 0.5, "alpha": 0.0, **_given(config, "beta", "gamma", "alpha")}
-    return CpoSpec(loss_type="simpo", label_smoothing=options.label_smoothing, **values)
+    return CpoSpec(algorithm="simpo", loss_type="simpo", label_smoothing=options.label_smoothing, **values)
 
 
 def _reward(config: RewardConfig, options: ProviderOptions, where: str) -> RewardSpec:

@@ -76,7 +76,7 @@ def resolve(
     warnings: list[str] = []
     base = resolve_base(request, options, settings, named)
     method = resolve_method(request, options, settings, warnings, base)
-    algorithm, has_adapters = method["algorithm"], method["lora"] is not None
+    algorithm, has_adapters = method["method"].algorithm, method["lora"] is not None
     named_jobs = jobs_named_by(method)
     fields = {
         **base.fields(),

@@ -112,7 +112,10 @@ def _reads_others(work: Work | None) -> bool:
 
 def with_work(spec: JobSpec, work: Work) -> JobSpec:
     """The job, which does this in place of training. Raises InvalidRequest: it is too much."""
-    untrained: dict[str, Any] = {"preflight": "off", "oom_retry": False}
+    untrained: dict[str, Any] = {
+        "preflight": "off",
+        "lifecycle": spec.lifecycle.model_copy(update={"oom_retry": False}),
+    }
     if (answering := answering_of(work)) is not None:
         answers = spec.dataset.num_rows * answering.samples_per_prompt
         if answers > _MOST_ANSWERS:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from ..errors import InvalidRows, MethodUnavailable
 from .custom_imports import Imports, first_problem, reported, without_training_libraries
 from .job import DataFormat, DatasetRef, RowUse
-from .methods import METHODS, Algorithm, CustomSpec, MethodSpec
+from .methods import METHODS, CustomSpec, MethodSpec
 from .names import problem_of_name
 from .plugins import damaged_packages, package_of, points_of
 from .row_files import parse_line
@@ -29,7 +29,10 @@ from .rows import Example, parse_row
 log = logging.getLogger(__name__)
 GROUP = "llama_stack_provider_trl.trainers"
 Rows = Literal["pairs", "conversations"]
-ALGORITHMS: dict[Rows, Algorithm] = {"pairs": "custom_pairs", "conversations": "custom_rows"}
+ALGORITHMS: dict[Rows, Literal["custom_pairs", "custom_rows"]] = {
+    "pairs": "custom_pairs",
+    "conversations": "custom_rows",
+}
 """The algorithm of the jobs whose method reads these rows."""
 _RESERVED = {*METHODS, "lora", "qat"}
 """Names with a meaning of their own in `algorithm_config.type`."""

@@ -188,7 +188,7 @@ class ProgressValues(BaseModel):
 
     Each is a field of `Progress`, one of its metrics (a float), or of `Tokenizing`. The store keeps them as JSON. A
     value that a point lacks stays as an earlier event of the attempt had it. They have no bounds here: the events have
-    them, and databases of earlier releases may exceed them.
+    them.
     """
 
     model_config = ConfigDict(frozen=True)

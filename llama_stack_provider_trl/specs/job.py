@@ -19,7 +19,7 @@ from .adapters import Quantizer as Quantizer
 from .averaging import AveragingSpec
 from .bases import AdapterSpec, BaseJob, Frozen
 from .bases import ResumeFrom as ResumeFrom
-from .methods import METHODS, GrpoSpec, MethodSpec, answer_tokens, reference_in, without_interpreter
+from .methods import METHODS, MethodSpec, SftSpec
 from .methods import Algorithm as Algorithm  # parts of JobSpec
 from .methods import DpoLoss as DpoLoss
 from .methods import DpoSpec as DpoSpec
@@ -158,6 +158,25 @@ class ResourcesSpec(Frozen):
     """Only nodes that have the model in their local cache."""
 
 
+class LifecycleSpec(Frozen):
+    """When a job is tried again, and when it ends."""
+
+    retries: int = Field(0, ge=0)
+    """Number of retries after failures that a retry can resolve."""
+    retry_backoff: float | None = Field(None, gt=0)
+    """Seconds to wait before the first retry, doubled with each further one; None: by the reason of the failure."""
+    oom_retry: bool = False
+    """Out of memory: try once more with a smaller batch_size and as much more accumulation."""
+    failover: bool = True
+    """A lost node is followed by another attempt; False: by the end of the job."""
+    max_duration: float | None = Field(None, gt=0)
+    """Seconds of training, over all attempts; then the job saves what it has and fails. None: no limit."""
+    priority: int = 0
+    """The higher, the sooner it gets a device; equals in order of arrival."""
+    min_free_bytes: int = Field(0, ge=0)
+    """Disk space that a checkpoint must leave free."""
+
+
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
     """The types that a field may have."""
     return get_args(annotation) or (annotation,)
@@ -167,7 +186,6 @@ class JobSpec(Frozen):
     """One job, resolved: every default filled in, every path absolute. This is the effective configuration."""
 
     job_uuid: str
-    algorithm: Algorithm
     model: str
     """Base model: an absolute local path or a model id that transformers can load."""
     revision: str | None = None
@@ -220,25 +238,24 @@ class JobSpec(Frozen):
     """Recompute activations in the backward pass."""
     checkpoint_every: int = Field(1, gt=0)
     """With gradient_checkpointing: of every so many blocks one is recomputed, the others keep their activations."""
-    group_by_length: bool = False
-    """Put the rows of an optimizer step into batches by length: less padding, the same numbers up to rounding. The
-    default is that of jobs of earlier releases, as in the next field."""
-    padding_free: bool = False
+    group_by_length: bool = True
+    """Put the rows of an optimizer step into batches by length: less padding, the same numbers up to rounding."""
+    padding_free: bool = True
     """Batches in one sequence: no padding, and of a pair the prompt once, where the model's attention allows it
-    (`recipes.fast`). The default is that of jobs of earlier releases."""
-    attention_mask: AttentionMask = "always"
+    (`recipes.fast`)."""
+    attention_mask: AttentionMask = "auto"
     """auto: the model gets the padding mask only where padding behind a row could change its numbers. always: always,
     but in packed sequences."""
-    gradient_sync: GradientSync = "micro_step"
+    gradient_sync: GradientSync = "auto"
     """When ranks that shard the model reduce accumulated gradients. micro_step: in every micro step, so that each rank
     keeps a part. step: once per optimizer step, each rank keeps whole gradients. auto: step where the memory estimate
-    fits with them, else micro_step. The default is that of jobs of earlier releases."""
+    fits with them, else micro_step."""
     attn_implementation: AttnImplementation | None = None
     """Of transformers; the flash kernels are for cuda in bf16 or fp16. None: transformers' choice, sdpa for most."""
     activation_offloading: bool = False
     """Activations that the backward pass needs wait for it in CPU memory; cuda only."""
-    dataloader_num_workers: int | None = Field(0, ge=0)
-    """Processes per rank that prepare batches; None: 2 on cuda, else 0. The default is that of earlier releases."""
+    dataloader_num_workers: int | None = Field(None, ge=0)
+    """Processes per rank that prepare batches; None: 2 on cuda, else 0."""
     optimizer: OptimizerSpec
     adapter: AdapterSpec | None = None
     """A trained adapter of `model` to begin with; None: none."""
@@ -246,9 +263,7 @@ class JobSpec(Frozen):
     """Jobs whose checkpoints it begins with: the one that the request names, and those below an adapter of it."""
     lora: LoraSpec | None = None
     qat: QatSpec | None = None
-    dpo: DpoSpec | None = None
-    method: MethodSpec | None = None
-    """Parameters of the other preference methods."""
+    method: MethodSpec = SftSpec()
     merge_adapter: bool = False
     """Besides the adapter, write `<checkpoint_dir>/merged`: the base model with the adapter merged into it."""
     save_steps: int | None = Field(None, gt=0)
@@ -276,20 +291,7 @@ class JobSpec(Frozen):
     """None: one process."""
     averaging: AveragingSpec | None = None
     """None: gradients are reduced in every optimizer step."""
-    retries: int = Field(0, ge=0)
-    """Number of retries after failures that a retry can resolve."""
-    retry_backoff: float | None = Field(None, gt=0)
-    """Seconds to wait before the first retry, doubled with each further one; None: by the reason of the failure."""
-    oom_retry: bool = False
-    """Out of memory: try once more with a smaller batch_size and as much more accumulation."""
-    failover: bool = True
-    """A lost node is followed by another attempt; False: by the end of the job."""
-    max_duration: float | None = Field(None, gt=0)
-    """Seconds of training, over all attempts; then the job saves what it has and fails. None: no limit."""
-    priority: int = 0
-    """The higher, the sooner it gets a device; equals in order of arrival."""
-    min_free_bytes: int = Field(0, ge=0)
-    """Disk space that a checkpoint must leave free."""
+    lifecycle: LifecycleSpec = LifecycleSpec()
     preflight: PreflightMode = "refuse"
     """Where the estimated memory does not fit: refuse, before its model is loaded; warn; off: nothing is estimated."""
     num_threads: int | None = Field(None, gt=0)
@@ -317,6 +319,11 @@ class JobSpec(Frozen):
         return self.model_copy(update={"device": device, "dtype": dtype})
 
     @property
+    def algorithm(self) -> Algorithm:
+        """The method that trains it."""
+        return self.method.algorithm
+
+    @property
     def source(self) -> ModelSource:
         """Where the base model is read from."""
         return ModelSource(
@@ -330,17 +337,13 @@ class JobSpec(Frozen):
 
     @property
     def reference(self) -> ReferenceSpec | None:
-        """The reference of a method that has one."""
-        return reference_in(self.method) if self.dpo is None else self.dpo.reference
+        """The reference or teacher of a method that has one."""
+        return self.method.compared_with
 
     def without_model_paths(self) -> JobSpec:
         """The job without what holds on one machine only: how checkpoints record it."""
-        changes: dict[str, Any] = {"model_path": None, "method": without_interpreter(self.method)}
-        if self.reference is not None:
-            here = {"reference": self.reference.model_copy(update={"model_path": None})}
-            name = "method" if self.dpo is None else "dpo"
-            changes[name] = getattr(self, name).model_copy(update=here)
-        return self.model_copy(update=changes)
+        method = self.method.without_interpreter().with_reference(model_path=None)
+        return self.model_copy(update={"model_path": None, "method": method})
 
     @property
     def rows_per_step(self) -> int:
@@ -355,17 +358,7 @@ class JobSpec(Frozen):
     @property
     def sequences_per_row(self) -> int:
         """Sequences that a row is trained on: two of a pair, as many as a prompt has answers."""
-        return self.method.num_generations if isinstance(self.method, GrpoSpec) else 2 if self.has_pairs else 1
-
-    @property
-    def answer_tokens(self) -> int | None:
-        """Tokens of an answer at most, of a method that trains on the model's own answers; None: of another method."""
-        return answer_tokens(self.method)
-
-    @property
-    def kl_weight(self) -> float:
-        """GRPO: weight of the KL divergence from the reference; 0: there is none."""
-        return self.method.beta if isinstance(self.method, GrpoSpec) else 0.0
+        return 2 if self.has_pairs else self.method.answers_per_prompt
 
     @property
     def trains_reward(self) -> bool:
@@ -397,11 +390,6 @@ class JobSpec(Frozen):
         """Whether the ranks shard the model, rather than being one process or DDP."""
         return self.ranks > 1 and self.sharding is not None and self.sharding.strategy != "NO_SHARD"
 
-    @property
-    def has_batch_means(self) -> bool:
-        """Whether the loss has means over the pairs of a batch, so that other batches are another loss."""
-        return self.dpo is not None and self.dpo.loss_type == "kto_pair"
-
     def in_smaller_parts(self) -> JobSpec | None:
         """The same job in less memory: at most half the batch_size, and so much more accumulation that every step and
         every evaluation sees the same rows; no whole gradients unless the job requests them. None: nothing of it is
@@ -410,7 +398,7 @@ class JobSpec(Frozen):
             parted = self.model_copy(update={"gradient_sync": "micro_step"})
             is_less = self.is_sharded and self.gradient_accumulation_steps > 1
             return parted.in_smaller_parts() or (parted if is_less else None)
-        if self.batch_size == 1 or self.has_batch_means:
+        if self.batch_size == 1 or self.method.has_batch_means:
             return None
         return self.with_batches_of(max(n for n in range(1, self.batch_size // 2 + 1) if self.batch_size % n == 0))
 

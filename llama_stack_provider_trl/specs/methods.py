@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue
 
@@ -34,7 +34,90 @@ VllmCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "s
 RewardScale = Literal["group", "batch", "none"]
 
 
-class DpoSpec(Frozen):
+class MethodParameters(Frozen):
+    """What the engine asks of the parameters of every method. A method overrides what differs."""
+
+    @property
+    def compared_with(self) -> ReferenceSpec | None:
+        """The reference, or the teacher; None: it has none."""
+        reference: ReferenceSpec | None = getattr(self, "reference", None)
+        return reference
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether `compared_with` is a teacher, which it learns from."""
+        return False
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """Tokens of an answer at most, of a method that trains on the model's own answers; None: of another method."""
+        return None
+
+    @property
+    def answers_per_prompt(self) -> int:
+        """Answers to each prompt, of a method that trains on the model's own answers."""
+        return 1
+
+    @property
+    def temperature_of_scores(self) -> float:
+        """Divides the logits where answers are scored."""
+        return 1.0
+
+    @property
+    def kl_weight(self) -> float:
+        """Weight of the KL divergence from the model as it began; 0: there is none."""
+        return 0.0
+
+    @property
+    def estimates_kl(self) -> bool:
+        """Whether a row is compared with the other rows of its optimizer step."""
+        return False
+
+    @property
+    def has_batch_means(self) -> bool:
+        """Whether the loss has means over the pairs of a batch, so that other batches are another loss."""
+        return False
+
+    @property
+    def answered_by_vllm(self) -> VllmSpec | None:
+        """How vLLM computes the answers; None: it does not."""
+        return None
+
+    @property
+    def other_vocabulary(self) -> UldSpec | None:
+        """How a model is compared with a teacher of another vocabulary; None: no such teacher."""
+        return None
+
+    @property
+    def reward_models(self) -> tuple[RewardModel, ...]:
+        """The reward models that reward the answers."""
+        return ()
+
+    @property
+    def named_jobs(self) -> tuple[BaseJob, ...]:
+        """The jobs whose checkpoints it reads: of reward models, and of a teacher."""
+        return tuple(job for model in self.reward_models for job in model.jobs)
+
+    def with_reference(self, **changes: object) -> Self:
+        """The same with another reference or teacher; the same where it has none."""
+        if self.compared_with is None:
+            return self
+        return self.model_copy(update={"reference": self.compared_with.model_copy(update=changes)})
+
+    def without_interpreter(self) -> Self:
+        """The same without the path of the interpreter that has vLLM."""
+        if self.answered_by_vllm is None:
+            return self
+        return self.model_copy(update={"vllm": self.answered_by_vllm.model_copy(update={"python": None})})
+
+
+class SftSpec(MethodParameters):
+    """Supervised fine-tuning: the loss is the mean negative log-probability of the trained tokens."""
+
+    algorithm: Literal["sft"] = "sft"
+
+
+class DpoSpec(MethodParameters):
     """Direct Preference Optimization (arXiv:2305.18290); `ipo` is arXiv:2310.12036, `hinge` SLiC (arXiv:2305.10425),
     `kto_pair` KTO on pairs (arXiv:2402.01306).
 
@@ -42,6 +125,7 @@ class DpoSpec(Frozen):
     each completion has one of its own, against the estimated KL divergence of the other half (`recipes.trainer.dpo`).
     """
 
+    algorithm: Literal["dpo"] = "dpo"
     beta: float = Field(0.1, gt=0)
     loss_type: DpoLoss = "sigmoid"
     reward_scale: float = Field(1.0, gt=0)
@@ -50,24 +134,28 @@ class DpoSpec(Frozen):
     """`sigmoid`: the probability with which a preference is taken to be the wrong way round."""
     reference: ReferenceSpec = ReferenceSpec()
 
+    @property
+    def has_batch_means(self) -> bool:
+        return self.loss_type == "kto_pair"
 
-class OrpoSpec(Frozen):
+
+class OrpoSpec(MethodParameters):
     """Odds ratio preference optimization (arXiv:2403.07691): no reference model. The loss is the mean negative
     log-probability of the tokens of prompt and chosen answer, minus beta * log sigmoid(log odds ratio), where the odds
     are of an answer's mean log-probability per token."""
 
-    name: Literal["orpo"] = "orpo"
+    algorithm: Literal["orpo"] = "orpo"
     beta: float = Field(0.1, gt=0)
     """Weight of the odds ratio; lambda in the paper."""
 
 
-class CpoSpec(Frozen):
+class CpoSpec(MethodParameters):
     """Contrastive preference optimization (arXiv:2401.08417), and SimPO (arXiv:2405.14734): no reference model. The
     loss is that of the margin beta * (log-probability of the chosen answer - that of the rejected one), plus alpha
     times the mean negative log-probability of the chosen answers' tokens. `ipo` and `simpo` take the mean
     log-probability of an answer's tokens."""
 
-    name: Literal["cpo"] = "cpo"
+    algorithm: Literal["cpo", "simpo"] = "cpo"
     beta: float = Field(0.1, gt=0)
     loss_type: CpoLoss = "sigmoid"
     alpha: float = Field(1.0, ge=0)
@@ -77,11 +165,11 @@ class CpoSpec(Frozen):
     """`sigmoid` and `simpo`: the probability with which a preference is taken to be the wrong way round."""
 
 
-class RewardSpec(Frozen):
+class RewardSpec(MethodParameters):
     """A reward model on pairs (Bradley-Terry): -log sigmoid(reward of the chosen answer - that of the rejected one). A
     head with one number takes the place of the vocabulary's; the reward is that of an answer's last token."""
 
-    name: Literal["reward"] = "reward"
+    algorithm: Literal["reward"] = "reward"
     center_rewards_coefficient: float = Field(0.0, ge=0)
     """Weight of the squared sum of both rewards (arXiv:2312.09244), which keeps their mean near 0."""
 
@@ -103,12 +191,12 @@ class VllmSpec(Frozen):
     """None: no lower bound."""
 
 
-class GrpoSpec(Frozen):
+class GrpoSpec(MethodParameters):
     """Group relative policy optimization (arXiv:2402.03300): the model answers each prompt several times, and an
     answer's advantage is its reward compared with those of its group. Each answer is trained on once, with the weights
     that gave it: the ratio of both policies is 1, and nothing is clipped."""
 
-    name: Literal["grpo"] = "grpo"
+    algorithm: Literal["grpo"] = "grpo"
     rewards: tuple[RewardSource, ...] = Field(min_length=1)
     """An answer's reward is their weighted sum."""
     num_generations: int = Field(8, gt=1)
@@ -129,6 +217,30 @@ class GrpoSpec(Frozen):
     step, or none."""
     vllm: VllmSpec | None = None
     """vLLM computes the answers; None: transformers in the process that trains."""
+
+    @property
+    def answer_tokens(self) -> int:
+        return self.max_completion_length
+
+    @property
+    def answers_per_prompt(self) -> int:
+        return self.num_generations
+
+    @property
+    def temperature_of_scores(self) -> float:
+        return self.temperature
+
+    @property
+    def kl_weight(self) -> float:
+        return self.beta
+
+    @property
+    def answered_by_vllm(self) -> VllmSpec | None:
+        return self.vllm
+
+    @property
+    def reward_models(self) -> tuple[RewardModel, ...]:
+        return reward_models_of(self.rewards)
 
 
 class UldSpec(Frozen):
@@ -152,11 +264,11 @@ class UldSpec(Frozen):
     """The ends of answers are not compared."""
 
 
-class DistillationSpec(Frozen):
+class DistillationSpec(MethodParameters):
     """On-policy distillation (arXiv:2306.13649): the model answers each prompt, and learns a teacher's distribution of
     each token of its own answer. The loss is the mean over the tokens of the whole optimizer step."""
 
-    name: Literal["distillation"] = "distillation"
+    algorithm: Literal["distillation"] = "distillation"
     reference: ReferenceSpec
     """The teacher, whose `model` is never None: it may be the base model itself."""
     teacher_jobs: tuple[BaseJob, ...] = ()
@@ -173,14 +285,30 @@ class DistillationSpec(Frozen):
     uld: UldSpec | None = None
     """Of a teacher with another vocabulary; `beta` is then that of `hybrid`. None: both have the same."""
 
+    @property
+    def has_teacher(self) -> bool:
+        return True
 
-class KtoSpec(Frozen):
+    @property
+    def answer_tokens(self) -> int:
+        return self.max_completion_length
+
+    @property
+    def other_vocabulary(self) -> UldSpec | None:
+        return self.uld
+
+    @property
+    def named_jobs(self) -> tuple[BaseJob, ...]:
+        return self.teacher_jobs
+
+
+class KtoSpec(MethodParameters):
     """KTO on unpaired rows (arXiv:2402.01306): an answer is desirable or not. The loss of a row is its weight times
     1 - sigmoid(beta * (log-ratio - KL)), of an undesirable one 1 - sigmoid(beta * (KL - log-ratio)), where KL is the
     mean log-ratio, at least 0, of the step's prompts with answers of other rows. `apo_zero_unpaired`
     (arXiv:2408.06266) has no KL."""
 
-    name: Literal["kto"] = "kto"
+    algorithm: Literal["kto"] = "kto"
     beta: float = Field(0.1, gt=0)
     loss_type: KtoLoss = "kto"
     desirable_weight: float = Field(1.0, ge=0)
@@ -192,10 +320,11 @@ class KtoSpec(Frozen):
         return self.loss_type == "kto"
 
 
-class CustomSpec(Frozen):
+class CustomSpec(MethodParameters):
     """A method of an installed package. It has all that processes need to know which lack that package."""
 
-    name: Literal["custom"] = "custom"
+    algorithm: Literal["custom_pairs", "custom_rows"]
+    """By the rows that it reads."""
     type: str
     """Name of its entry point, which the request has in `algorithm_config.type`."""
     package: str
@@ -207,48 +336,10 @@ class CustomSpec(Frozen):
 
 
 MethodSpec = Annotated[
-    OrpoSpec | CpoSpec | RewardSpec | KtoSpec | GrpoSpec | DistillationSpec | CustomSpec, Field(discriminator="name")
+    SftSpec | DpoSpec | OrpoSpec | CpoSpec | RewardSpec | KtoSpec | GrpoSpec | DistillationSpec | CustomSpec,
+    Field(discriminator="algorithm"),
 ]
-"""Parameters of the methods that `specs.job` has no field of its own for."""
-
-
-def answer_tokens(method: MethodSpec | None) -> int | None:
-    """Tokens of an answer at most, of a method that trains on the model's own answers; None: of another method."""
-    return method.max_completion_length if isinstance(method, GrpoSpec | DistillationSpec) else None
-
-
-def vllm_of(method: MethodSpec | None) -> VllmSpec | None:
-    """How vLLM computes the answers of a job that trains; None: it does not."""
-    return method.vllm if isinstance(method, GrpoSpec) else None
-
-
-def without_interpreter(method: MethodSpec | None) -> MethodSpec | None:
-    """A method without the path of the interpreter that has vLLM."""
-    if not isinstance(method, GrpoSpec) or method.vllm is None:
-        return method
-    return method.model_copy(update={"vllm": method.vllm.model_copy(update={"python": None})})
-
-
-def uld_of(method: MethodSpec | None) -> UldSpec | None:
-    """How a model is compared with a teacher of another vocabulary; None: no such teacher."""
-    return method.uld if isinstance(method, DistillationSpec) else None
-
-
-def reference_in(method: MethodSpec | None) -> ReferenceSpec | None:
-    """The reference or teacher of a method that has one."""
-    return method.reference if isinstance(method, KtoSpec | DistillationSpec) else None
-
-
-def named_jobs(method: MethodSpec | None) -> tuple[BaseJob, ...]:
-    """The jobs whose checkpoints a method reads: of reward models, and of a teacher."""
-    if isinstance(method, DistillationSpec):
-        return method.teacher_jobs
-    return tuple(job for model in reward_models(method) for job in model.jobs)
-
-
-def reward_models(method: MethodSpec | None) -> tuple[RewardModel, ...]:
-    """The reward models that reward a job's answers; none where its method has no answers."""
-    return reward_models_of(method.rewards) if isinstance(method, GrpoSpec) else ()
+"""The parameters of a method."""
 
 
 @dataclass(frozen=True)

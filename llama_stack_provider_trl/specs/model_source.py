@@ -54,5 +54,4 @@ class ReferenceSpec(Frozen):
 
 def reference_of(job: Mapping[str, Any]) -> dict[str, Any]:
     """The reference in a job's specification as JSON; empty: its method has none."""
-    found = ((job.get(name) or {}).get("reference") for name in ("dpo", "method"))
-    return next((reference for reference in found if reference), {})
+    return (job.get("method") or {}).get("reference") or {}

@@ -53,8 +53,7 @@ class RewardSource(Frozen):
     model: RewardModel | None = None
     """An answer has what the reward model gives it."""
     package: str = ""
-    """Distribution that has the function, with its version, where the request was checked. Empty in specifications of
-    earlier releases."""
+    """Distribution that has the function, with its version, where the request was checked."""
 
 
 def checks_of(rewards: tuple[RewardSource, ...]) -> tuple[AnswerCheck, ...]:

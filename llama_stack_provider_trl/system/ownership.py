@@ -107,10 +107,8 @@ class Ownership:
             record(checkpoint_dir).unlink(missing_ok=True)
 
     def _refuse_our_own_files(self, checkpoint_dir: Path) -> None:
-        """Refuse to write, move or delete what is our own, whatever directory a job names. Raises JobConflict.
-
-        A job of an earlier release may have written elsewhere in the data directory: its record is there."""
-        if not DataDir(self._data_dir).is_free(checkpoint_dir.resolve()) and _read(checkpoint_dir) is None:
+        """Refuse to write, move or delete what is our own, whatever directory a job names. Raises JobConflict."""
+        if not DataDir(self._data_dir).is_free(checkpoint_dir.resolve()):
             raise JobConflict(
                 f"checkpoint_dir {str(checkpoint_dir)!r} is among the own files of the data directory, "
                 f"{self._data_dir}: results lie below {DataDir(self._data_dir).checkpoints}; submit the job again"

@@ -94,9 +94,7 @@ class NodeClient(ServiceClient):
 
     async def join(self, report: NodeReport) -> Joined:
         """Join. Raises ServiceRefusal (409: the name is taken, or versions differ) and ServiceUnreachable."""
-        # Without defaults: a service of an earlier build refuses a field that it does not know.
-        body = report.model_dump(mode="json", exclude_defaults=True)
-        return Joined.model_validate(await self._json("POST", "/v1/nodes", body))
+        return Joined.model_validate(await self._json("POST", "/v1/nodes", report.model_dump(mode="json")))
 
     async def poll(self, poll: Poll, kept: Collection[str] = ()) -> Orders:
         """The orders of this node; waits for new ones, up to POLL_SECONDS.

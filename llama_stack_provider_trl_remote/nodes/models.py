@@ -128,7 +128,7 @@ class Models:
         note_detail(f"compares {files.model} with the service's files")
         if (here := await asyncio.to_thread(self._same, files, revision)) is None:
             here = self._root / files.sha256
-            free = int(order.spec["job"].get("min_free_bytes") or 0)
+            free = int(order.spec["job"]["lifecycle"]["min_free_bytes"])
             await asyncio.to_thread(self._make_room, files, free, node, lambda: {*used(), files.sha256})
             await self._fetch(order.task_id, files, here, calls, note_detail)
         if here.parent == self._root:

@@ -78,7 +78,7 @@ def assert_original_example_is_honoured(status: Json) -> None:
     allocated = status["resources_allocated"]
     recipe = allocated["effective_config"]
     assert (recipe["dataset"]["num_rows"], recipe["validation"]["num_rows"]) == (2, 1)
-    assert (recipe["optimizer"]["warmup_ratio"], recipe["dpo"]["reward_scale"]) == (0.1, 1.0)
+    assert (recipe["optimizer"]["warmup_ratio"], recipe["method"]["reward_scale"]) == (0.1, 1.0)
     assert all(checkpoint["training_metrics"]["validation_loss"] > 0 for checkpoint in status["checkpoints"])
     warnings = " ".join(allocated["warnings"])
     assert "reward_scale and reward_clip are both 0.0, which is read as not set" in warnings

@@ -53,7 +53,7 @@ def test_the_client_drives_jobs_from_register_to_artifacts(client: LlamaStackCli
     assert cancelled.status == "cancelled"
     effective = cancelled.resources_allocated["effective_config"]
     assert effective["model"] == str(tiny_model())  # Llama Stack's own meaning of finetuned_model
-    assert (effective["dpo"]["beta"], effective["dpo"]["loss_type"]) == (0.2, "hinge")
+    assert (effective["method"]["beta"], effective["method"]["loss_type"]) == (0.2, "hinge")
 
     poll(lambda: post_training.job.status(job_uuid="client-sft").status in ENDED, "the client's job ends", timeout=90)
     status = post_training.job.status(job_uuid="client-sft")

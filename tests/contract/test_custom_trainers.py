@@ -113,7 +113,7 @@ def test_a_package_is_installed_beside_a_running_service_and_trains_on_one_and_t
             status = service.wait(job_uuid, "completed")
             effective = status["resources_allocated"]["effective_config"]
             assert effective["method"] == {
-                "name": "custom",
+                "algorithm": "custom_pairs",
                 "type": "robust",
                 "package": "custom-trainer-example",
                 "version": "1.0.0",

@@ -145,7 +145,7 @@ def test_the_effective_configuration_shows_what_was_requested_and_what_was_decid
     assert effective["model"] == str(tiny_model())
     assert effective["output_name"] == "my-dpo-model"
     requested = {"beta": 0.1, "loss_type": "sigmoid", "reward_scale": 1.0, "reward_clip": 5.0}
-    assert requested.items() <= effective["dpo"].items()
+    assert requested.items() <= effective["method"].items()
     assert effective["max_steps_per_epoch"] == 100
     assert effective["optimizer"]["learning_rate"] == 5e-5
     assert effective["dataset"]["num_rows"] == len(PAIRS)

@@ -86,7 +86,7 @@ def test_pairs_are_trained_with_dpo_and_every_weight_without_lora_options(
     last = json.loads(output.splitlines()[-1])
     assert last["status"] == "completed"
     effective = last["resources_allocated"]["effective_config"]
-    assert (effective["algorithm"], effective["lora"]) == ("dpo", None)
+    assert (effective["method"]["algorithm"], effective["lora"]) == ("dpo", None)
 
 
 def test_a_model_that_cannot_be_found_is_one_sentence_and_exit_status_1(run: Run, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_sft(stack: ReleaseStack) -> None:
     assert done["job_uuid"] == job
     assert done["scheduled_at"] <= done["started_at"] <= done["completed_at"]
     used = effective(stack, job)
-    assert (used["algorithm"], used["lora"]["rank"], used["optimizer"]["learning_rate"]) == ("sft", 4, 1e-3)
+    assert (used["method"]["algorithm"], used["lora"]["rank"], used["optimizer"]["learning_rate"]) == ("sft", 4, 1e-3)
     assert used["max_steps_per_epoch"] is None, "one step per epoch, which 0.6 fills in, is nothing that was requested"
     assert job in stack.jobs()
     artifacts = stack.get("/post-training/job/artifacts", job_uuid=job).json()
@@ -91,7 +91,7 @@ def test_dpo(stack: ReleaseStack) -> None:
     job = stack.submit(DPO, full_dpo(promised(named(stack, "dpo"), "pairs")))
     stack.wait(job, "completed")
     used = effective(stack, job)
-    assert (used["model"], used["dpo"]["beta"], used["dpo"]["loss_type"]) == (str(tiny_model()), 0.2, "hinge")
+    assert (used["model"], used["method"]["beta"], used["method"]["loss_type"]) == (str(tiny_model()), 0.2, "hinge")
 
 
 def test_the_promised_payload(stack: ReleaseStack) -> None:
@@ -107,7 +107,7 @@ def test_the_promised_payload(stack: ReleaseStack) -> None:
     assert answer.status_code == 200, answer.text
     stack.wait(body["job_uuid"], "completed")
     used = effective(stack, body["job_uuid"])
-    assert (used["dpo"]["reward_scale"], used["dpo"]["reward_clip"], used["optimizer"]["learning_rate"]) == (
+    assert (used["method"]["reward_scale"], used["method"]["reward_clip"], used["optimizer"]["learning_rate"]) == (
         1.0,
         5.0,
         5e-5,

@@ -78,7 +78,7 @@ def test_the_promised_payload_completes_and_every_checkpoint_loads(service: Trai
         AutoModelForCausalLM.from_pretrained(checkpoint["path"])
     effective = dpo["resources_allocated"]["effective_config"]
     requested = {"beta": 0.1, "loss_type": "sigmoid", "reward_scale": 1.0, "reward_clip": 5.0}
-    assert requested.items() <= effective["dpo"].items()
+    assert requested.items() <= effective["method"].items()
     assert effective["dataset"]["num_rows"] == len(PAIRS)
 
 

@@ -133,7 +133,7 @@ def test_two_ranks_continue_an_adapter_as_one_process_does(
 ) -> None:
     alone, one = trained(ranks, tmp_path / "one", continuing(tmp_path / "one", sft))
     dpo = DpoSpec(reference=ReferenceSpec(precompute=precompute))
-    spec = on_two_ranks(continuing(tmp_path / "two", sft, dpo=dpo), strategy)
+    spec = on_two_ranks(continuing(tmp_path / "two", sft, method=dpo), strategy)
     together, two = trained(ranks, tmp_path / "two", spec)
     assert alone[0] == pytest.approx(0.693147, abs=1e-6)  # the policy is its own reference then
     assert together == pytest.approx(alone, rel=1e-4, abs=1e-5)
@@ -168,7 +168,7 @@ def test_the_frozen_copy_has_no_dropout(sft: Path, tmp_path: Path) -> None:
     noisy = LORA.model_copy(update={"dropout": 0.5})
     at_each_step = final_of(tmp_path / "a", continuing(tmp_path / "a", sft, lora=noisy))
     dpo = DpoSpec(reference=ReferenceSpec(precompute=True))
-    once = final_of(tmp_path / "b", continuing(tmp_path / "b", sft, lora=noisy, dpo=dpo))
+    once = final_of(tmp_path / "b", continuing(tmp_path / "b", sft, lora=noisy, method=dpo))
     assert difference(at_each_step, once) < 1e-5
 
 
@@ -186,7 +186,7 @@ def test_the_cache_of_reference_answers_knows_the_adapter(sft: Path, tmp_path: P
     final_of(another, job_spec(another, tiny_model(), lora=LORA, seed=7))
 
     def source(name: str, adapter: Path | None) -> str:
-        spec = continuing(tmp_path / name, adapter or sft, dpo=cached)
+        spec = continuing(tmp_path / name, adapter or sft, method=cached)
         spec = spec if adapter else spec.model_copy(update={"adapter": None})
         status, events = run(tmp_path / name / "run", quick(spec))
         assert status == 0, of_kind(events, Failed)

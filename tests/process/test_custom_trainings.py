@@ -65,7 +65,13 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def spec_of(root: Path, name: str, version: str = "1.0.0", **changes: Any) -> JobSpec:
     fields: dict[str, Any] = changes.pop("fields", {})
     focal = name == "focal"
-    method = CustomSpec(type=name, package="custom-trainer-example", version=version, parameters=fields)
+    method = CustomSpec(
+        algorithm="custom_rows" if focal else "custom_pairs",
+        type=name,
+        package="custom-trainer-example",
+        version=version,
+        parameters=fields,
+    )
     rows = SFT_ROWS if focal else DPO_ROWS
     given: dict[str, Any] = {
         "rows": rows[:8],
@@ -78,7 +84,7 @@ def spec_of(root: Path, name: str, version: str = "1.0.0", **changes: Any) -> Jo
         "optimizer": OptimizerSpec(learning_rate=5e-3),
         "method": method,
     }
-    return job_spec(root, tiny_model(), "custom_rows" if focal else "custom_pairs", **{**given, **changes})
+    return job_spec(root, tiny_model(), method.algorithm, **{**given, **changes})
 
 
 def log_probs(model: Any, tokenizer: Any, prompt: str, answer: str) -> Any:

@@ -172,7 +172,7 @@ def test_smoothed_labels_give_the_losses_of_trl_called_directly(tmp_path: Path) 
     )
     trainer.train()
     smoothed = DpoSpec(beta=0.3, label_smoothing=0.2)
-    _, events = run(tmp_path, job_spec(tmp_path, tiny_model(), "dpo", shuffle=False, batch_size=1, dpo=smoothed))
+    _, events = run(tmp_path, job_spec(tmp_path, tiny_model(), "dpo", shuffle=False, batch_size=1, method=smoothed))
     losses = [event.metrics["loss"] for event in of_kind(events, Progress)]
     assert losses == pytest.approx(logged_losses(trainer), rel=1e-4)
     assert losses[-1] < losses[0]
@@ -182,8 +182,8 @@ def test_smoothed_labels_give_the_losses_of_trl_called_directly(tmp_path: Path) 
 def test_two_ranks_take_the_means_of_kto_over_both(
     ranks: Ranks, alone: Callable[..., list[Any]], tmp_path: Path, strategy: str
 ) -> None:
-    expected = alone(dpo=KTO)
-    assert_same(trained(ranks, tmp_path, spec_of(tmp_path, 2, strategy, dpo=KTO)), expected)
+    expected = alone(method=KTO)
+    assert_same(trained(ranks, tmp_path, spec_of(tmp_path, 2, strategy, method=KTO)), expected)
     assert numbers(expected)[-1]["eval_loss"] < 0.49  # 0.5 before the first step
 
 
@@ -276,7 +276,7 @@ def test_at_every_step_the_reference_gives_what_its_model_gives(
 ) -> None:
     dpo = DpoSpec(reference=ReferenceSpec(model=None if is_base else str(another)))
     spec = spec_of(
-        tmp_path, world, strategy, dpo=dpo, lora=lora, shuffle=False, rows=DPO_ROWS, validation_rows=DPO_ROWS[4:8]
+        tmp_path, world, strategy, method=dpo, lora=lora, shuffle=False, rows=DPO_ROWS, validation_rows=DPO_ROWS[4:8]
     )
     events = trained(ranks, tmp_path, spec)
     expected = log_probs(tiny_model() if is_base else another, DPO_ROWS)
@@ -305,7 +305,7 @@ def test_a_reference_with_other_tokens_is_refused_before_training(another: Path,
     save_file(cut, tmp_path / "short" / "model.safetensors", {"format": "pt"})
     for name, problem in (("renumbered", "2 tokens have another number"), ("short", "embeddings for 20 tokens")):
         dpo = DpoSpec(reference=ReferenceSpec(model=str(tmp_path / name)))
-        _, events = run(tmp_path / "run" / name, job_spec(tmp_path / "job" / name, tiny_model(), "dpo", dpo=dpo))
+        _, events = run(tmp_path / "run" / name, job_spec(tmp_path / "job" / name, tiny_model(), "dpo", method=dpo))
         (failed,) = of_kind(events, Failed)
         assert failed.reason is Reason.invalid_model
         assert problem in failed.message
@@ -347,7 +347,7 @@ def test_a_precomputed_reference_gives_what_it_gives_at_every_step(
     ranks: Ranks, alone: Callable[..., list[Any]], tmp_path: Path, world: int, strategy: str, lora: Any
 ) -> None:
     expected = alone(model=tiny_model(), lora=lora) if lora else alone(model=tiny_model())
-    spec = spec_of(tmp_path, world, strategy, lora=lora, dpo=once(tmp_path))
+    spec = spec_of(tmp_path, world, strategy, lora=lora, method=once(tmp_path))
     events = trained(ranks, tmp_path, spec)
     assert_same_reference(events, expected, rel=1e-5)
     assert_same(events, expected, rel=1e-3, abs=1e-4)
@@ -355,19 +355,19 @@ def test_a_precomputed_reference_gives_what_it_gives_at_every_step(
     if strategy == "FULL_SHARD":
         assert of_reference(events)["sharding"]["units"] == 3
     # One process resumes what two have computed, and the other way round: the rows are the same.
-    other = spec_of(tmp_path / "again", 3 - world, "FULL_SHARD", lora=lora, dpo=spec.dpo)
+    other = spec_of(tmp_path / "again", 3 - world, "FULL_SHARD", lora=lora, method=spec.method)
     again = trained(ranks, tmp_path / "again", other)
     assert of_reference(again)["train_dataset"] == of_reference(again)["validation_dataset"] == "cache"
     assert_same(again, expected, rel=1e-3, abs=1e-4)
 
 
 def test_without_a_second_model_full_training_starts_at_log_two(tmp_path: Path) -> None:
-    _, events = run(tmp_path, job_spec(tmp_path, tiny_model(), "dpo", dpo=once(tmp_path)))
+    _, events = run(tmp_path, job_spec(tmp_path, tiny_model(), "dpo", method=once(tmp_path)))
     assert of_kind(events, Progress)[0].metrics["loss"] == pytest.approx(math.log(2), rel=1e-5)
 
 
 def test_a_job_that_continues_takes_the_answers_from_the_cache_and_gives_the_same_weights(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, dpo=once(tmp_path), save_steps=2)
+    spec = spec_of(tmp_path, method=once(tmp_path), save_steps=2)
     _, whole = run(tmp_path / "whole", spec)
     weights = (spec.checkpoint_dir / "final" / "model.safetensors").read_bytes()
     shutil.rmtree(spec.checkpoint_dir / "final")
@@ -384,17 +384,23 @@ def test_answers_are_reused_only_where_everything_that_decides_them_is_the_same(
     shutil.copytree(tiny_model(), model)
 
     def sources(name: str, **changes: Any) -> tuple[str, str]:
-        fields = {"model": model, "dpo": once(tmp_path), "validation_rows": DPO_ROWS[:5], "preflight": "off", **changes}
+        fields = {
+            "model": model,
+            "method": once(tmp_path),
+            "validation_rows": DPO_ROWS[:5],
+            "preflight": "off",
+            **changes,
+        }
         _, events = run(tmp_path / name, job_spec(tmp_path / name, fields.pop("model"), "dpo", **fields))
         return of_reference(events)["train_dataset"], of_reference(events)["validation_dataset"]
 
     assert sources("first") == ("computed", "computed")
-    assert sources("another-loss", dpo=once(tmp_path).model_copy(update={"loss_type": "ipo"})) == ("cache", "cache")
+    assert sources("another-loss", method=once(tmp_path).model_copy(update={"loss_type": "ipo"})) == ("cache", "cache")
     assert sources("another-order", seed=3, batch_size=2, n_epochs=2) == ("cache", "cache")
     assert sources("fewer-rows", rows=DPO_ROWS[:8]) == ("computed", "cache")
     assert sources("shorter", max_seq_length=32) == ("computed", "computed")
     assert sources("bf16", dtype="bf16") == ("computed", "computed")
-    assert sources("another-model", dpo=once(tmp_path, model=str(another))) == ("computed", "computed")
+    assert sources("another-model", method=once(tmp_path, model=str(another))) == ("computed", "computed")
     # The same content elsewhere is the same model; other content in the same place is another.
     shutil.copytree(model, tmp_path / "copied")
     (tmp_path / "copied" / "notes.json").touch()
@@ -402,7 +408,7 @@ def test_answers_are_reused_only_where_everything_that_decides_them_is_the_same(
     weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"] *= 2
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    assert sources("replaced", dpo=once(tmp_path)) == ("computed", "computed")
+    assert sources("replaced", method=once(tmp_path)) == ("computed", "computed")
 
 
 def test_a_damaged_cache_file_is_computed_again(tmp_path: Path) -> None:
@@ -439,13 +445,13 @@ def test_the_cache_removes_old_entries_and_the_oldest_beyond_its_size(
 
 def test_a_cache_that_cannot_be_written_costs_the_next_job_a_pass_and_not_this_one_its_life(tmp_path: Path) -> None:
     (tmp_path / "reference").write_text("no directory")
-    status, events = run(tmp_path, job_spec(tmp_path, tiny_model(), "dpo", dpo=once(tmp_path)))
+    status, events = run(tmp_path, job_spec(tmp_path, tiny_model(), "dpo", method=once(tmp_path)))
     assert status == 0
     assert of_reference(events)["train_dataset"] == "computed, not kept"
 
 
 def test_scoring_the_reference_sends_heartbeats_and_a_pause_ends_it_at_the_next_batch(tmp_path: Path) -> None:
-    spec = job_spec(tmp_path, tiny_model(), "dpo", dpo=once(tmp_path), batch_size=2)
+    spec = job_spec(tmp_path, tiny_model(), "dpo", method=once(tmp_path), batch_size=2)
     (tmp_path / "run").mkdir()
     paths = RunDir(tmp_path / "run")
 
@@ -478,7 +484,7 @@ def cache_key(root: Path, **changes: Any) -> str:
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text("{}")
     dpo = DpoSpec(reference=ReferenceSpec(precompute=True))
-    spec = job_spec(root, model, "dpo", dpo=dpo, **changes)
+    spec = job_spec(root, model, "dpo", method=dpo, **changes)
     config = SimpleNamespace(_attn_implementation="sdpa")
     trainer = SimpleNamespace(
         spec=spec,

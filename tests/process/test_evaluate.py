@@ -80,7 +80,7 @@ def test_a_model_that_was_trained_on_pairs_prefers_their_chosen_answers(tmp_path
 
     def compared(model: Path | str, reference: Path | str) -> dict[str, float]:
         dpo = DpoSpec(reference=ReferenceSpec(model=str(reference)))
-        return evaluate(job_spec(tmp_path, model, "dpo", dpo=dpo, rows=held_out, validation_rows=held_out))
+        return evaluate(job_spec(tmp_path, model, "dpo", method=dpo, rows=held_out, validation_rows=held_out))
 
     found = compared(training.checkpoint_dir / "final", tiny_model())
     assert found["preference_accuracy"] == 1.0

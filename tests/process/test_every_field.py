@@ -220,10 +220,10 @@ CASES: dict[str, Case] = {
     ALGORITHM + "rank": Case(2, ("lora.rank",), trainable, around=LORA),
     ALGORITHM + "alpha": Case(64, ("lora.alpha",), losses, around=LORA),
     ALGORITHM + "use_dora": Case(True, ("lora.use_dora",), trainable, around=LORA),
-    ALGORITHM + "beta": Case(0.5, ("dpo.beta",), losses, "dpo", FAST),
-    ALGORITHM + "loss_type": Case("hinge", ("dpo.loss_type",), first_loss, "dpo"),
-    ALGORITHM + "reward_scale": Case(2.0, ("dpo.reward_scale",), losses, "dpo", FAST),
-    ALGORITHM + "reward_clip": Case(0.01, ("dpo.reward_clip",), losses, "dpo", FAST),
+    ALGORITHM + "beta": Case(0.5, ("method.beta",), losses, "dpo", FAST),
+    ALGORITHM + "loss_type": Case("hinge", ("method.loss_type",), first_loss, "dpo"),
+    ALGORITHM + "reward_scale": Case(2.0, ("method.reward_scale",), losses, "dpo", FAST),
+    ALGORITHM + "reward_clip": Case(0.01, ("method.reward_clip",), losses, "dpo", FAST),
     ALGORITHM + "center_rewards_coefficient": Case(
         0.5, ("method.center_rewards_coefficient",), first_loss, "dpo", {ALGORITHM + "type": "reward"}
     ),
@@ -237,7 +237,7 @@ CASES: dict[str, Case] = {
         )
         for label in ("desirable", "undesirable")
     },
-    OPTION + "method": Case({"type": "orpo"}, ("algorithm", "dpo", "method"), first_loss, "dpo"),
+    OPTION + "method": Case({"type": "orpo"}, ("method",), first_loss, "dpo"),
     OPTION + "lora": Case({"rank": 4}, ("lora", "optimizer.learning_rate"), trainable, "dpo"),
     OPTION + "peft_method": Case("ia3", ("lora.method", "lora.rank", "lora.alpha"), trainable, around=LORA),
     OPTION + "group_by_length": Case(
@@ -325,13 +325,13 @@ CASES: dict[str, Case] = {
     OPTION + "seed": Case(3, ("seed",), first_loss),
     OPTION + "shard.index": Case(1, ("dataset",), first_loss, around={OPTION + "shard": {"index": 0, "count": 2}}),
     OPTION + "shard.count": Case(4, ("dataset",), steps(1), around={OPTION + "shard": {"index": 0, "count": 2}}),
-    OPTION + "label_smoothing": Case(0.3, ("dpo.label_smoothing",), losses, "dpo", FAST),
+    OPTION + "label_smoothing": Case(0.3, ("method.label_smoothing",), losses, "dpo", FAST),
     OPTION + "reference_model": Case(
-        str(tiny_model(tied=False)), ("dpo.reference.model",), first_loss, "dpo", {"model": str(tiny_model())}
+        str(tiny_model(tied=False)), ("method.reference.model",), first_loss, "dpo", {"model": str(tiny_model())}
     ),
     OPTION + "precompute_reference": Case(
         True,
-        ("dpo.reference.precompute", "dpo.reference.cache"),
+        ("method.reference.precompute", "method.reference.cache"),
         lambda base, changed: "reference" not in base.effective and changed.effective["reference"]["train_dataset"],
         "dpo",
     ),

@@ -604,7 +604,7 @@ KTO_PAIR = DpoSpec(loss_type="kto_pair", reference=ReferenceSpec())
         ("cuda", {}, (4, 3, 3)),
         ("cpu", {"padding_free": False}, (4, 3, 3)),
         ("cpu", {"oom_retry": True}, (4, 3, 3)),
-        ("cpu", {"dpo": KTO_PAIR}, (4, 3, 3)),
+        ("cpu", {"method": KTO_PAIR}, (4, 3, 3)),
     ],
 )
 def test_batches_on_a_cpu_are_divided_by_their_tokens(

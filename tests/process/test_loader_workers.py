@@ -105,7 +105,6 @@ def test_workers_end_with_their_rank_and_are_no_ranks(tmp_path: Path) -> None:
 
 def test_gpus_get_two_workers_and_copies_that_do_not_wait(tmp_path: Path) -> None:
     spec = job_spec(tmp_path, tiny_model())
-    assert spec.dataloader_num_workers == 0  # as stored jobs of earlier releases
     new = spec.model_copy(update={"dataloader_num_workers": None})
     assert [num_workers(new, device) for device in ("cuda", "cpu", "mps")] == [2, 0, 0]
     sharded = new.model_copy(update={"ranks": 2, "sharding": ShardingSpec()})

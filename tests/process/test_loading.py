@@ -136,7 +136,7 @@ def test_a_base_that_is_quantized_when_it_is_sharded_changes_no_bit(
     found = []
     for model in (models["bfloat16"], mixed(models["bfloat16"], tmp_path / "mixed")):
         root, dpo = tmp_path / f"of-{model.name}", DpoSpec(reference=ReferenceSpec(model=str(model)))
-        spec = sharded(root, model, "dpo", lora=QLORA, dpo=dpo)
+        spec = sharded(root, model, "dpo", lora=QLORA, method=dpo)
         codes, events = ranks.run(root / "run", spec)
         assert codes == [0, 0], [event.message for event in of_kind(events, Failed)]
         losses = [point.metrics["loss"] for point in of_kind(events, Progress) if "loss" in point.metrics]

@@ -258,7 +258,7 @@ def test_the_reference_is_loaded_when_it_is_used(tmp_path: Path) -> None:
         requested = DpoSpec(reference=ReferenceSpec(**reference))
         sharding = ShardingSpec() if ranks > 1 else None
         return estimate(
-            job_spec(tmp_path, model, "dpo", lora=lora, dpo=requested, ranks=ranks, sharding=sharding), batch, device
+            job_spec(tmp_path, model, "dpo", lora=lora, method=requested, ranks=ranks, sharding=sharding), batch, device
         )
 
     # Another model is loaded under LoRA, too; used before training, it is there without what training takes.
@@ -491,7 +491,7 @@ def test_copies_that_loading_makes_are_counted_for_every_rank(tmp_path: Path) ->
     named_experts = {"model": str(tmp_path / "experts")}
     assert of(**named_experts).host_loading == 0
     assert 0 < of(**named_experts, sharding=NO_SHARD).host_loading < of(**named_experts).page_cache
-    named = {"model": str(model), "algorithm": "dpo", "dpo": DpoSpec()}
+    named = {"model": str(model), "method": DpoSpec()}
     assert of(**named).page_cache == of().page_cache  # the reference is in the same files
 
 
@@ -565,7 +565,7 @@ def test_pairs_that_are_compared_within_their_batch_keep_it(tmp_path: Path) -> N
     sharding = ShardingSpec()
     for loss_type, micro in (("sigmoid", 4), ("kto_pair", 8)):
         dpo = DpoSpec(loss_type=loss_type)  # type: ignore[arg-type]
-        settings = {"dpo": dpo, "gradient_checkpointing": True, "ranks": 2, "sharding": sharding, "batch_size": 8}
+        settings = {"method": dpo, "gradient_checkpointing": True, "ranks": 2, "sharding": sharding, "batch_size": 8}
         spec = job_spec(tmp_path, shaped(2), "dpo", **settings)
         batch = Batch(16, 1024)
         limit = int(estimate(spec, batch, "cpu").total * 1.09)

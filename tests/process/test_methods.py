@@ -27,7 +27,7 @@ ROWS = [
     {"prompt": f"What is {n} plus {n}?", "chosen": f"It is {2 * n}.", "rejected": "I would rather not. " * (1 + n % 3)}
     for n in range(40)
 ]
-SIMPO = CpoSpec(loss_type="simpo", beta=2.0, gamma=0.7, alpha=0.0)
+SIMPO = CpoSpec(algorithm="simpo", loss_type="simpo", beta=2.0, gamma=0.7, alpha=0.0)
 METHODS: dict[str, tuple[str, Any]] = {
     "orpo": ("orpo", OrpoSpec(beta=0.3)),
     "cpo": ("cpo", CpoSpec(beta=0.2, alpha=0.5)),

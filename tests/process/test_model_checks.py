@@ -628,7 +628,7 @@ def test_a_reference_and_an_adapter_are_checked_with_the_job(tmp_path: Path, mod
     base, adapter = tiny_model(), tmp_path / "adapter"
     check_models(job_spec(tmp_path, base))
     reference = ReferenceSpec(model=str(configured(model, vocab_size=1025)))
-    spec = job_spec(tmp_path, base, "dpo", dpo=DpoSpec(reference=reference))
+    spec = job_spec(tmp_path, base, "dpo", method=DpoSpec(reference=reference))
     assert "write vocab_size 1024" in refusal(lambda: check_models(spec), model)
     adapter.mkdir()
     lora: LoraSpec = LORA

@@ -106,9 +106,8 @@ def at(root: Path, spec: JobSpec) -> JobSpec:
         "dataset": spec.dataset.model_copy(update={"path": rows}),
         "token_cache": root / "tokens",
     }
-    if spec.dpo:
-        reference = spec.dpo.reference.model_copy(update={"cache": root / "reference"})
-        paths["dpo"] = spec.dpo.model_copy(update={"reference": reference})
+    if spec.reference is not None:
+        paths["method"] = spec.method.with_reference(cache=root / "reference")
     return spec.model_copy(update=paths)
 
 
@@ -173,7 +172,9 @@ def test_two_nodes_without_a_common_disk_train_and_save_what_one_does_and_contin
     [
         pytest.param("dpo", "HYBRID_SHARD", {"ranks": 4}, id="hybrid"),
         pytest.param("sft", "NO_SHARD", {"lora": LORA}, id="ddp-lora"),
-        pytest.param("dpo", "FULL_SHARD", {"dpo": DpoSpec(reference=ReferenceSpec(precompute=True))}, id="precomputed"),
+        pytest.param(
+            "dpo", "FULL_SHARD", {"method": DpoSpec(reference=ReferenceSpec(precompute=True))}, id="precomputed"
+        ),
     ],
 )
 def test_whatever_is_sharded_is_saved_whole(

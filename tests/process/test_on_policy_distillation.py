@@ -298,7 +298,7 @@ def held(spec: JobSpec, batch: Batch) -> Sequence[memory.Window]:
         if weight.requires_grad:
             weight.register_post_accumulate_grad_hook(lambda weight: live.became_gradient(weight.grad))
     mask = torch.zeros(batch.sequences, batch.tokens, dtype=torch.long)
-    mask[:, -spec.answer_tokens :] = 1  # type: ignore[operator]
+    mask[:, -spec.method.answer_tokens :] = 1  # type: ignore[operator]
     batches = PaddedPairs(spec)
     with memory._head_of(spec, "cpu", live, config), live:
         padded = torch.ones_like(mask)

@@ -145,7 +145,7 @@ def test_plain_dpo_gives_the_losses_of_trl_called_directly(tmp_path: Path, loss_
         train_dataset=Dataset.from_list([as_chat(row, "chosen", "rejected") for row in DPO_ROWS]),
     )
     trainer.train()
-    spec = job_spec(tmp_path, tiny_model(), "dpo", shuffle=False, dpo=DpoSpec(beta=0.2, loss_type=loss_type))
+    spec = job_spec(tmp_path, tiny_model(), "dpo", shuffle=False, method=DpoSpec(beta=0.2, loss_type=loss_type))
     _, events = run(tmp_path, spec)
     assert losses(events) == pytest.approx(logged_losses(trainer), rel=1e-4)
 
@@ -199,7 +199,7 @@ def test_reward_scale_and_clip_shape_the_margin() -> None:
 def test_reward_fields_reach_the_training(tmp_path: Path) -> None:
     scaled = DpoSpec(beta=0.1, reward_scale=3.0, reward_clip=0.05)
     _, plain = run(tmp_path / "a", job_spec(tmp_path / "a", tiny_model(), "dpo", n_epochs=2))
-    _, shaped = run(tmp_path / "b", job_spec(tmp_path / "b", tiny_model(), "dpo", n_epochs=2, dpo=scaled))
+    _, shaped = run(tmp_path / "b", job_spec(tmp_path / "b", tiny_model(), "dpo", n_epochs=2, method=scaled))
     assert losses(plain)[0] == losses(shaped)[0] == pytest.approx(math.log(2))
     assert losses(shaped)[-1] == pytest.approx(-math.log(1 / (1 + math.exp(-0.05))), rel=1e-3)
 

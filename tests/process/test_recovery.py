@@ -90,7 +90,7 @@ UNPAIRED = [
     {"prompt": row["prompt"], "completion": row["chosen" if n % 3 else "rejected"], "label": bool(n % 3)}
     for n, row in enumerate(DPO_ROWS)
 ]
-SIMPO = CpoSpec(loss_type="simpo", beta=2.0, gamma=0.7, alpha=0.0)
+SIMPO = CpoSpec(algorithm="simpo", loss_type="simpo", beta=2.0, gamma=0.7, alpha=0.0)
 KINDS_ON_ROWS: dict[str, dict[str, Any]] = {
     "orpo-lora": {"algorithm": "orpo", "lora": LORA, "method": OrpoSpec()},
     "cpo-full": {"algorithm": "cpo", "method": CpoSpec()},

@@ -182,7 +182,7 @@ def test_the_measures_of_ranks_are_those_of_one_process_to_the_last_bit(
     rows = {"sft": SFT_ROWS, "dpo": DPO_ROWS}[algorithm][:11]  # the last of 6 batches is not full
     changes: dict[str, Any] = {"rows": rows, "algorithm": algorithm}
     if algorithm == "dpo":
-        changes["dpo"] = DpoSpec(reference=ReferenceSpec(model=str(tiny_model(tied=False))))
+        changes["method"] = DpoSpec(reference=ReferenceSpec(model=str(tiny_model(tied=False))))
     found = []
     for count in (1, 2, 4, 8):  # of 8 ranks, two have nothing to do
         root = tmp_path / str(count)

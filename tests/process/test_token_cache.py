@@ -27,7 +27,7 @@ from llama_stack_provider_trl.recipes.data.prepare import tokenize, with_filler
 from llama_stack_provider_trl.recipes.data.prepared import Preparation, PreparedRows
 from llama_stack_provider_trl.recipes.fast.batches import first_largest
 from llama_stack_provider_trl.specs.events import EventWriter, Prepared, Progress, Tokenizing, Warned, iter_events
-from llama_stack_provider_trl.specs.job import JobSpec
+from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, LifecycleSpec
 from llama_stack_provider_trl.system.process import FileLock
 from tests.fakes import FakeClock
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -172,7 +172,7 @@ def test_what_decides_the_tokens_is_in_the_key_and_nothing_else_is(tmp_path: Pat
         {"truncation_side": "left"},
         {"train_on_input": True},
         {"data_format": "dialog"},
-        {"algorithm": "dpo"},
+        {"method": DpoSpec()},
         {"dataset": dataset(tmp_path, SFT_ROWS[1:])},
     ]
     assert len({key(**changes) for changes in same}) == 1
@@ -264,7 +264,7 @@ def test_offsets_that_lead_out_of_the_file_are_damage(tmp_path: Path) -> None:
 
 
 def test_without_room_on_the_disk_rows_are_in_memory_and_a_warning_states_it(tmp_path: Path) -> None:
-    spec = kept(tmp_path).model_copy(update={"min_free_bytes": 1 << 60})
+    spec = kept(tmp_path).model_copy(update={"lifecycle": LifecycleSpec(min_free_bytes=1 << 60)})
     writer = Writer(tmp_path / "run")
     assert prepare(spec, writer=writer).source == "not kept"
     assert "No space left" in writer.written(Warned)[0].message

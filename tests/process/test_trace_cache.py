@@ -131,11 +131,14 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
         "dpo",
         {"lora": LORA, "adapter": AdapterSpec(path=Path("/adapter"), use="continue")},
     ),
-    "DPO with another reference": ("dpo", {"dpo": DpoSpec(reference=ReferenceSpec(model=str(tiny_model(tied=False))))}),
-    "precomputed": ("dpo", {"dpo": DpoSpec(reference=ReferenceSpec(precompute=True))}),
+    "DPO with another reference": (
+        "dpo",
+        {"method": DpoSpec(reference=ReferenceSpec(model=str(tiny_model(tied=False))))},
+    ),
+    "precomputed": ("dpo", {"method": DpoSpec(reference=ReferenceSpec(precompute=True))}),
     "precomputed by another": (
         "dpo",
-        {"dpo": DpoSpec(reference=ReferenceSpec(model=str(tiny_model(tied=False)), precompute=True))},
+        {"method": DpoSpec(reference=ReferenceSpec(model=str(tiny_model(tied=False)), precompute=True))},
     ),
     "ORPO": ("orpo", {"method": OrpoSpec()}),
     "KTO": ("kto", {"method": KtoSpec()}),
@@ -232,7 +235,7 @@ def test_another_batch_has_another_key(tmp_path: Path, batch: Batch) -> None:
 def test_another_model_under_the_same_name_has_another_key(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     path = shutil.copytree(tiny_model(), tmp_path / "model")
     trained = job_spec(tmp_path, path)
-    compared = job_spec(tmp_path, tiny_model(), "dpo", dpo=DpoSpec(reference=ReferenceSpec(model=str(path))))
+    compared = job_spec(tmp_path, tiny_model(), "dpo", method=DpoSpec(reference=ReferenceSpec(model=str(path))))
     before = [key_of(spec, BATCH, "cpu") for spec in (trained, compared)]
     shutil.rmtree(path)
     make(path)

@@ -39,7 +39,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
         PINNED,
         {**PINNED, "trust_remote_code": "yes"},
         {"model": "/models/odd", "trust_remote_code": True},
-        {"dpo": {"reference": PINNED}},
+        {"method": {"reference": PINNED}},
         {"method": {"name": "distill", "reference": {**PINNED, "precompute": False}}},
         {"work": {"kind": "evaluate", "members": [PINNED]}},
         {"work": {"kind": "evaluate", "answers": {"judges": [{"model": PINNED}]}}},

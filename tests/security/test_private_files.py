@@ -19,7 +19,7 @@ OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingService]:
-    """On a data directory that an earlier release has made readable for all users."""
+    """On a data directory that an operator has made readable for all users."""
     root = tmp_path_factory.mktemp("service")
     (root / "exports").mkdir()
     service = TrainingService(root, checkpoint_roots=[str(root / "exports")])

@@ -17,7 +17,7 @@ from llama_stack_provider_trl_remote import pull
 from llama_stack_provider_trl_remote.client import SLOWEST_DISK, ServiceAnswer, ServiceClient
 from llama_stack_provider_trl_remote.nodes import calls
 from llama_stack_provider_trl_remote.nodes.calls import Behind, NodeClient, Pace, is_gone
-from llama_stack_provider_trl_remote.wire import POLL_SECONDS, NodeReport, Poll
+from llama_stack_provider_trl_remote.wire import POLL_SECONDS, Poll
 from tests.fakes import FakeClock
 from tests.orders import write
 
@@ -272,15 +272,3 @@ def test_a_node_sends_its_credential_and_joins_with_the_token_without_one() -> N
     client._join_token = None
     client.authenticate(None)
     assert client._headers == {}
-
-
-def test_a_report_leaves_out_what_a_service_of_an_earlier_build_may_not_know() -> None:
-    client = PlayedClient()
-    client.answer = {"node": "b", "head": "head", "version": "0.1.0"}
-    known = {"name": "b", "machine_id": "m", "boot_id": "1", "address": "10.0.0.1", "versions": {}}
-    known |= {"cpus": 1, "memory_bytes": 1, "disk_free_bytes": 0, "devices": [{"name": "cuda:0"}]}
-    asyncio.run(client.join(NodeReport.model_validate(known)))
-    assert client.body == known
-    sliced = {**known, "devices": [{"name": "cuda:0", "is_slice": True}]}
-    asyncio.run(client.join(NodeReport.model_validate(sliced)))
-    assert client.body == sliced

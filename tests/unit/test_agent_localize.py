@@ -25,7 +25,7 @@ RESUMED = spec(
         "validation": {"dataset_id": "v", "path": f"/service/datasets/{BB}.jsonl", "sha256": BB, "num_rows": 1},
         "resume_from": {"job_uuid": "other", "path": "/service/jobs/job/resume/3f/checkpoint-2"},
         "token_cache": "/service/tokens",
-        "dpo": {
+        "method": {
             "reference": {
                 "precompute": True,
                 "cache": "/service/reference",
@@ -52,19 +52,19 @@ def test_every_path_of_a_spec_becomes_the_nodes_own() -> None:
     assert found["fall_back_to"] == ["/node/jobs/job/checkpoints/checkpoint-3", borrowed]
     assert found["job"]["resume_from"]["path"] == borrowed
     assert found["job"]["token_cache"] == "/node/tokens"
-    assert found["job"]["dpo"]["reference"]["cache"] == "/node/reference"
+    assert found["job"]["method"]["reference"]["cache"] == "/node/reference"
     fetched = {"org/model": Path("/node/models/0a"), "/models/other": Path("/node/models/0b")}
     found = places.spec(models=fetched)
     assert (found["job"]["model"], found["job"]["model_path"]) == ("org/model", "/node/models/0a")
-    assert found["job"]["dpo"]["reference"]["model_path"] == "/node/models/0b"
+    assert found["job"]["method"]["reference"]["model_path"] == "/node/models/0b"
     assert order(spec=RESUMED).spec == RESUMED  # the order itself is left alone
 
 
 def test_the_spec_above_sets_every_path_that_a_spec_may_have() -> None:
     assert {".".join(names) for names in paths_of(AttemptSpec)} == {
         *("run_dir", "turn", "resume_from", "fall_back_to", "job.checkpoint_dir", "job.resume_from.path"),
-        *("job.dataset.path", "job.validation.path", "job.token_cache", "job.dpo.reference.cache"),
-        *("job.model_path", "job.dpo.reference.model_path"),
+        *("job.dataset.path", "job.validation.path", "job.token_cache", "job.method.reference.cache"),
+        *("job.model_path", "job.method.reference.model_path"),
         *("job.method.reference.cache", "job.method.reference.model_path"),  # KTO's, read as DPO's
         "job.adapter.path",  # no order has one: the next test
         *("job.method.rewards.model.path", "job.method.rewards.model.base.path"),  # nor these: the last one
@@ -128,7 +128,7 @@ def test_an_order_whose_batches_of_answers_have_no_size_is_refused_by_the_field(
         {"method": ["grpo"]},
         {"method": {"rewards": [1]}},
         {"resume_from": "checkpoint-1"},
-        {"work": {"kind": "evaluate", "answers": {"x": 1}}, "dataset": {"sha256": AA}, "batch_size": 1, "dpo": 1},
+        {"work": {"kind": "evaluate", "answers": {"x": 1}}, "dataset": {"sha256": AA}, "batch_size": 1, "method": 1},
     ],
 )
 def test_an_order_with_a_part_of_another_form_is_refused_in_one_sentence(job: dict[str, Any]) -> None:

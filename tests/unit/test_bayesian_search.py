@@ -318,7 +318,7 @@ def test_each_trial_comes_after_the_job_that_the_search_names_which_is_kept_unti
         world.store.delete("before")
     world.finish(loss_of)
     assert {world.store.get(f"s-trial-{n}").spec.after for n in (1, 2, 3)} == {("before",)}
-    assert len({world.store.get(name).spec.priority for name in ("s", "s-trial-1", "s-trial-3")}) == 1
+    assert len({world.store.get(name).spec.lifecycle.priority for name in ("s", "s-trial-1", "s-trial-3")}) == 1
     world.store.delete("before")
 
 

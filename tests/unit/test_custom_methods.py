@@ -58,12 +58,13 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_request_names_a_method_of_a_package_and_the_job_records_its_version_and_fields() -> None:
     spec = spec_of({"type": "robust", "flip_rate": 0.2, "beta": None})
     expected = CustomSpec(
+        algorithm="custom_pairs",
         type="robust",
         package="custom-trainer-example",
         version="1.0.0",
         parameters={"beta": 2.0, "flip_rate": 0.2},
     )
-    assert (spec.algorithm, spec.method, spec.has_pairs, spec.dpo) == ("custom_pairs", expected, True, None)
+    assert (spec.algorithm, spec.method, spec.has_pairs) == ("custom_pairs", expected, True)
     assert spec_of(None, method={"type": "robust", "flip_rate": 0.2}).method == expected
     assert spec.optimizer.learning_rate == 1e-6
     focal = spec_of({"type": "focal"}, lora={"rank": 4})
@@ -139,7 +140,11 @@ def test_a_package_is_found_when_it_is_installed_and_gone_when_it_is_removed(sit
         spec_of({"type": "later"})
     install(site, "later", {"later": "later_module:method"}, {"later_module": METHOD + "method = make()"})
     assert spec_of({"type": "later"}).method == CustomSpec(
-        type="later", package="later", version="1.0", parameters={"weight": 1.0, "inner": {"x": 1.0}}
+        algorithm="custom_pairs",
+        type="later",
+        package="later",
+        version="1.0",
+        parameters={"weight": 1.0, "inner": {"x": 1.0}},
     )
     with pytest.raises(InvalidRequest, match=r"inner\.x='far' is not supported"):
         spec_of({"type": "later", "inner": {"x": "far"}})
@@ -367,7 +372,7 @@ def test_a_package_that_was_upgraded_under_a_server_is_named(tmp_path: Path) -> 
     (outcome,) = custom_requests._outcome("robust", found.package, "0.9", {}, "algorithm_config")
     assert re.search(message, outcome["unavailable"])
     rows = dataset(tmp_path, [{"prompt": "a", "chosen": "b", "rejected": "c"}])
-    method = CustomSpec(type="robust", package=found.package, version="0.9", parameters={})
+    method = CustomSpec(algorithm="custom_pairs", type="robust", package=found.package, version="0.9", parameters={})
     ((kind, sentence),) = custom_limits._problem(found.package, "0.9", method, rows, "custom_pairs", None)
     assert kind == "method"
     assert re.search(message, sentence)

@@ -64,7 +64,7 @@ def test_a_method_gets_its_parameters_and_its_teacher_is_the_reference(settings:
     given = {"beta": 0.5, "temperature": 0.7, "top_p": 0.9, "max_completion_length": 32, "lmbda": 1}
     spec = spec_of(given, trusted)
     method = method_of(spec)
-    assert (method.beta, method.temperature, method.top_p, spec.answer_tokens) == (0.5, 0.7, 0.9, 32)
+    assert (method.beta, method.temperature, method.top_p, spec.method.answer_tokens) == (0.5, 0.7, 0.9, 32)
     assert (spec.reference_source.model, spec.reference_source.revision) == ("org/teacher", "abc")
     assert (spec.reference_source.trust_remote_code, spec.trust_remote_code) == (True, False)
     assert (spec.sequences_per_row, spec.has_pairs, spec.after) == (1, False, ())
@@ -185,7 +185,7 @@ def test_other_jobs_are_refused_by_name(
     for name, changes in {
         "large": {},
         "done": {},
-        "judge": {"algorithm": "reward", "method": RewardSpec()},
+        "judge": {"method": RewardSpec()},
         "adapter": {"lora": LORA},
     }.items():
         add(store, name, tmp_path, **changes)

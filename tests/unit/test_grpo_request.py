@@ -58,7 +58,7 @@ def test_a_method_gets_its_parameters_and_names_its_rewards_apart() -> None:
     spec = spec_of({"rewards": [EXACT, REGEX, named], "num_generations": 4, "beta": 0.1})
     assert isinstance(spec.method, GrpoSpec)
     assert [(one.name, one.weight) for one in spec.method.rewards] == [("exact", 1), ("regex", 1), ("b", -0.5)]
-    assert (spec.method.num_generations, spec.method.loss_type, spec.kl_weight) == (4, "dapo", 0.1)
+    assert (spec.method.num_generations, spec.method.loss_type, spec.method.kl_weight) == (4, "dapo", 0.1)
     assert (spec.algorithm, spec.sequences_per_row, spec.has_pairs) == ("grpo", 4, False)
 
 

@@ -48,7 +48,7 @@ def test_below_the_data_directory_only_what_the_specification_names_is_seen(data
         "checkpoint_dir": str(data / "checkpoints/mine"),
         "dataset": {"path": str(data / "datasets/rows.jsonl")},
         "token_cache": str(data / "tokens"),
-        "dpo": {"reference": {"cache": str(data / "reference"), "model": "org/name"}},
+        "method": {"reference": {"cache": str(data / "reference"), "model": "org/name"}},
     }
     found = view(data, {"job": job, "resume_from": str(data / "checkpoints/mine/checkpoint-3")})
     assert str(data) in found.covers
@@ -91,7 +91,7 @@ def test_a_preflight_writes_tokens_and_neither_creates_nor_sees_the_checkpoint_d
     job = {
         "checkpoint_dir": str(data / "checkpoints/mine"),
         "token_cache": str(data / "tokens"),
-        "dpo": {"reference": {"cache": str(data / "reference")}},
+        "method": {"reference": {"cache": str(data / "reference")}},
     }
     found = view(data, {"job": job, "preflight": {"device": "cpu"}})
     assert below(data, found.write) == ["jobs/mine", "tokens"]

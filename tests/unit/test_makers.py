@@ -148,7 +148,6 @@ def test_rows_of_a_job_are_read_in_pieces_whatever_lines_they_have(registry: Dat
 def test_a_job_whose_name_is_taken_at_its_end_names_the_file_of_its_rows(
     registry: DatasetRegistry, tmp_path: Path
 ) -> None:
-    """As one of an earlier release, which kept no names."""
     register(registry, "answers")
     rows = tmp_path / ROWS
     rows.write_text('{"prompt": "a"}\n')

@@ -262,8 +262,6 @@ def test_all_nodes_of_a_job_on_auto_have_one_kind_of_device() -> None:
     assert place([wants(nodes=2)], [*mixed, node("d", "cuda:0")], []) == {"job-1": ("d/cuda:0", "b/cuda:0")}
     no_kind = why_waits(wants(nodes=2), {}, mixed[:2])
     assert no_kind == "waiting for 2 nodes: 1 of 2 can serve it; b has no cpu"
-    tried = wants(tried=True)
-    assert place([tried], mixed, []) == {"job-1": ("cpu",)}, "an attempt of an earlier release ran on the CPU"
 
 
 def test_a_node_that_is_closed_gets_nothing() -> None:

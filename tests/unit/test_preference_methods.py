@@ -54,14 +54,14 @@ def spec_of(config: Any = None, **options: Any) -> JobSpec:
         ({"type": "orpo", "beta": 0.5}, "orpo", OrpoSpec(beta=0.5)),
         ({"type": "cpo"}, "cpo", CpoSpec(loss_type="sigmoid", beta=0.1, alpha=1.0)),
         ({"type": "cpo", "loss_type": "ipo", "alpha": 0.0}, "cpo", CpoSpec(loss_type="ipo", alpha=0.0)),
-        ({"type": "simpo"}, "simpo", CpoSpec(loss_type="simpo", beta=2.0, gamma=0.5, alpha=0.0)),
+        ({"type": "simpo"}, "simpo", CpoSpec(algorithm="simpo", loss_type="simpo", beta=2.0, gamma=0.5, alpha=0.0)),
         ({"type": "simpo", "beta": 2.5, "gamma": 1.0, "alpha": 0.1}, "simpo", None),
     ],
 )
 def test_a_method_gets_its_parameters(config: Any, algorithm: str, expected: Any) -> None:
     spec = spec_of(config)
-    expected = expected or CpoSpec(loss_type="simpo", beta=2.5, gamma=1.0, alpha=0.1)
-    assert (spec.algorithm, spec.method, spec.dpo) == (algorithm, expected, None)
+    expected = expected or CpoSpec(algorithm="simpo", loss_type="simpo", beta=2.5, gamma=1.0, alpha=0.1)
+    assert (spec.algorithm, spec.method) == (algorithm, expected)
     assert spec_of(None, method=config).method == expected
     assert spec.optimizer.learning_rate == 1e-6
     assert spec_of(config, lora={"rank": 4}).optimizer.learning_rate == 1e-5
@@ -80,7 +80,7 @@ def test_kto_gets_its_parameters_and_the_reference_of_dpo(tmp_path: Path) -> Non
     spec = spec_of(given, reference_model="org/reference")
     assert spec.algorithm == "kto"
     assert isinstance(spec.method, KtoSpec)
-    assert spec.method.model_dump(exclude={"name", "loss_type", "reference"}) == {
+    assert spec.method.model_dump(exclude={"algorithm", "loss_type", "reference"}) == {
         name: value for name, value in given.items() if name != "type"
     }
     assert spec.reference_source.model == "org/reference"

@@ -97,8 +97,8 @@ def test_the_promised_payload_means_what_the_mission_states(settings: Settings) 
     spec = spec_of(dpo(), settings)
     assert (spec.model, spec.output_name) == ("org/base", "my-model")
     assert spec.checkpoint_dir == (settings.data_dir / "checkpoints" / "results" / "dpo-1").resolve()
-    assert spec.dpo is not None
-    assert (spec.dpo.beta, spec.dpo.reward_scale, spec.dpo.reward_clip) == (0.1, 1.0, 5.0)
+    assert spec.method is not None
+    assert (spec.method.beta, spec.method.reward_scale, spec.method.reward_clip) == (0.1, 1.0, 5.0)
     assert (spec.n_epochs, spec.max_steps_per_epoch, spec.optimizer.learning_rate) == (3, 100, 5e-5)
     assert (spec.batch_size, spec.gradient_accumulation_steps, spec.shuffle) == (4, 1, True)
 
@@ -261,12 +261,12 @@ def test_a_reference_model_is_trusted_by_its_own_name(settings: Settings, tmp_pa
     (tmp_path / "config.json").touch()
     trusting = settings.model_copy(update={"trust_remote_code": ("org/other@abc", str(tmp_path))})
     references = [
-        spec_of(dpo(), trusting, **options).dpo.reference
+        spec_of(dpo(), trusting, **options).method.reference
         for options in ({}, {"reference_model": "org/base"}, {"reference_model": "org/other"})
     ]
     assert references[0] == references[1] == ReferenceSpec()
     assert references[2] == ReferenceSpec(model="org/other", revision="abc", trust_remote_code=True)
-    local = spec_of(dpo(), trusting, reference_model=str(tmp_path)).dpo.reference
+    local = spec_of(dpo(), trusting, reference_model=str(tmp_path)).method.reference
     assert local == ReferenceSpec(model=str(tmp_path), trust_remote_code=True)
 
 
@@ -496,7 +496,7 @@ def test_an_option_is_placed_by_the_module_of_its_kind_and_not_where_they_meet()
     read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert read & ProviderOptions.model_fields.keys() == set()
     written = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    assert written & JobSpec.model_fields.keys() == {"algorithm", "lora"}
+    assert written & JobSpec.model_fields.keys() == {"lora", "method"}
 
 
 @pytest.mark.parametrize(
@@ -731,8 +731,8 @@ def test_activations_are_recomputed_where_the_configuration_sets_it_and_the_job_
 
 
 def test_the_wait_before_retries_is_the_configuration_s(settings: Settings) -> None:
-    assert spec_of(sft(), settings).retry_backoff is None
-    assert spec_of(sft(), settings.model_copy(update={"retry_backoff": 7.5})).retry_backoff == 7.5
+    assert spec_of(sft(), settings).lifecycle.retry_backoff is None
+    assert spec_of(sft(), settings.model_copy(update={"retry_backoff": 7.5})).lifecycle.retry_backoff == 7.5
 
 
 def test_a_models_own_code_runs_only_where_the_operator_has_named_it(settings: Settings, tmp_path: Path) -> None:
@@ -890,7 +890,7 @@ def test_warmup_is_a_number_of_steps_or_a_share_of_them(settings: Settings) -> N
 def test_rewards_of_zero_together_are_not_set_and_one_alone_is_refused(settings: Settings) -> None:
     request = dpo(algorithm_config={"reward_scale": 0.0, "reward_clip": 0.0})
     resolution = resolve(request, ProviderOptions.parse({}), settings)
-    assert (resolution.fields["dpo"].reward_scale, resolution.fields["dpo"].reward_clip) == (1.0, None)
+    assert (resolution.fields["method"].reward_scale, resolution.fields["method"].reward_clip) == (1.0, None)
     assert [warning for warning in resolution.warnings if "read as not set" in warning]
     for field in ("reward_scale", "reward_clip"):
         with pytest.raises(InvalidRequest, match=rf"algorithm_config\.{field}=0\.0 .*send a number above 0"):

@@ -25,7 +25,7 @@ from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.events import CheckpointSaved
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, OptimizerSpec, QatSpec, ResumeFrom
-from llama_stack_provider_trl.specs.methods import GrpoSpec, VllmSpec
+from llama_stack_provider_trl.specs.methods import DpoSpec, GrpoSpec, VllmSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl.system.files import is_whole, write_manifest
 from tests.fakes import job_spec
@@ -211,7 +211,7 @@ def test_a_job_that_asks_for_nothing_is_as_it_was(store: Store, tmp_path: Path) 
         (ResumeFrom(job_uuid="first", checkpoint="checkpoint-3"), {}, "has checkpoint-2, checkpoint-4"),
         (ResumeFrom(job_uuid="first", checkpoint="checkpoint-6"), {}, "has checkpoint-2, checkpoint-4"),
         (ResumeFrom(job_uuid="first"), {"model": "org/another"}, "model is"),
-        (ResumeFrom(job_uuid="first"), {"algorithm": "dpo"}, "algorithm is 'sft' in that job and 'dpo' in this one"),
+        (ResumeFrom(job_uuid="first"), {"method": DpoSpec()}, "algorithm is 'sft' in that job and 'dpo' in this one"),
         (ResumeFrom(job_uuid="first"), {"lora": LoraSpec(target_modules=("q",), rank=1, alpha=1)}, "lora is None"),
         (ResumeFrom(job_uuid="first"), {"optimizer": OptimizerSpec(name="sgd", learning_rate=1)}, "optimizer is"),
         (ResumeFrom(job_uuid="first"), {"packed": True}, "packed is False in that job and True in this one"),
@@ -243,7 +243,7 @@ def test_a_grpo_job_resumes_with_another_interpreter_of_vllm_and_less_memory_for
 
     def answered_by(vllm: VllmSpec) -> dict[str, Any]:
         rewards = (RewardSource(name="a", check=AnswerCheck(type="regex", pattern="a")),)
-        return {"algorithm": "grpo", "method": GrpoSpec(rewards=rewards, vllm=vllm)}
+        return {"method": GrpoSpec(rewards=rewards, vllm=vllm)}
 
     earlier = answered_by(VllmSpec(python=Path("/vllm-1"), gpu_memory_utilization=0.5))
     directory = tmp_path / "grpo"

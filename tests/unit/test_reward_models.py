@@ -18,11 +18,11 @@ from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.bases import BaseJob
 from llama_stack_provider_trl.specs.job import JobSpec, ShardingSpec
-from llama_stack_provider_trl.specs.methods import RewardSpec, reward_models
+from llama_stack_provider_trl.specs.methods import RewardSpec
 from llama_stack_provider_trl.system.files import write_manifest
 from tests.unit.test_bases import LORA, ROWS, add, complete, request
 
-REWARD = {"algorithm": "reward", "method": RewardSpec(), "max_seq_length": 512, "truncation_side": "left"}
+REWARD = {"method": RewardSpec(), "max_seq_length": 512, "truncation_side": "left"}
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_job_comes_after_those_whose_reward_models_it_uses_and_keeps_their_che
     judge = add(store, "judge", tmp_path, **REWARD, lora=LORA, bases=(BaseJob(job_uuid="a", checkpoint="final"),))
     spec = spec_of("job:judge", store, settings, after=["a"])
     assert spec.after == ("judge", "a")
-    (model,) = reward_models(spec.method)
+    (model,) = spec.method.reward_models
     assert (model.path, model.is_adapter) == (judge.checkpoint_dir / "final", True)
     assert (model.base, model.max_seq_length, model.truncation_side) == (judge.source, 512, "left")
     assert [(job.job_uuid, job.checkpoint) for job in model.jobs] == [("judge", "final"), ("a", "final")]

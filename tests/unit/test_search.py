@@ -23,7 +23,7 @@ from llama_stack_provider_trl.requests.search import MOST_TRIALS, resolve_search
 from llama_stack_provider_trl.requests.settings import Request, Settings
 from llama_stack_provider_trl.specs.averaging import AveragingSpec
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Evaluated, Finished, Paused, Prepared, Started
-from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef
+from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef, DpoSpec
 from llama_stack_provider_trl.stack.responses import status_response
 from tests.fakes import FakeClock, FakeLauncher
 
@@ -320,7 +320,7 @@ def test_trials_that_are_evaluated_in_different_ways_are_not_compared(world: Wor
     assert spec.validation is not None
     assert found.trial_spec(found.trials[0], spec, spec) == spec
     with pytest.raises(InvalidRequest, match=r"objective=.*trial 1 trains dpo and this one sft"):
-        found.trial_spec(found.trials[0], spec, spec.model_copy(update={"algorithm": "dpo"}))
+        found.trial_spec(found.trials[0], spec, spec.model_copy(update={"method": DpoSpec()}))
     other = spec.validation.model_copy(update={"sha256": "f" * 64})
     with pytest.raises(InvalidRequest, match=r"objective=.*evaluated on different rows"):
         found.trial_spec(found.trials[0], spec, spec.model_copy(update={"validation": other}))

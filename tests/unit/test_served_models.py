@@ -111,7 +111,7 @@ def test_a_directory_is_sent_too_and_a_link_out_of_it_is_not(served: Served) -> 
 
 
 def test_the_reference_of_dpo_is_listed_as_well(served: Served) -> None:
-    job = {"model": "org/tiny", "dpo": {"reference": {"model": "org/none"}}}
+    job = {"model": "org/tiny", "method": {"reference": {"model": "org/none"}}}
     served.news.clear()
     while (found := served.models.of_job(job)) is None:
         assert served.news.wait(60)

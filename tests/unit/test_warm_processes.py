@@ -116,7 +116,8 @@ def test_another_interpreter_and_other_limits_take_another_process(monkeypatch: 
     warm = Warm()
     assert warm.run()
     assert warm.run(python="/other/bin/python")
-    monkeypatch.setattr(os, "getpriority", lambda *_: 5)
+    other = os.getpriority(os.PRIO_PROCESS, 0) + 1
+    monkeypatch.setattr(os, "getpriority", lambda *_: other)
     assert warm.run()
     assert [process.python for process in warm.made] == [PYTHON, "/other/bin/python", PYTHON]
 

@@ -520,8 +520,7 @@ def auto_kind(job: Queued, nodes: Sequence[Node], obtainable: Iterable[Obtainabl
     busy, silent or not granted yet.
     """
     own = _kind(nodes[0].devices[0])
-    # One that was tried with `auto` in its record is of an earlier release, which used the service's own kind.
-    if own == "cuda" or job.device != "auto" or job.tried or demand(job.demand).home:
+    if own == "cuda" or job.device != "auto" or demand(job.demand).home:
         return own
     if demand(job.demand).resources.gpu_memory_gb:
         return "cuda"

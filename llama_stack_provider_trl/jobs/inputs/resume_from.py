@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from ...errors import InvalidRequest, JobNotFound, StoreError
 from ...specs.job import JobSpec
-from ...specs.methods import VllmSpec, vllm_of
+from ...specs.methods import VllmSpec
 from ...system.data_dir import DataDir
 from ...system.files import file_names, fsync_tree, is_whole, open_regular, resolve_under
 from ..store.store import Store
@@ -31,7 +31,6 @@ _MUST_MATCH = (
         "adapter",
         "lora",
         "qat",
-        "dpo",
         "method",
         "optimizer",
         "data_format",
@@ -139,10 +138,10 @@ def _refuse_differences(requested: str, other: JobSpec, spec: JobSpec) -> None:
 
 def _without_place_of_vllm(spec: JobSpec) -> JobSpec:
     """The job whatever interpreter has vLLM, and however much memory that takes."""
-    if (vllm := vllm_of(spec.method)) is None:
+    if (vllm := spec.method.answered_by_vllm) is None:
         return spec
     anywhere = VllmSpec(**vllm.model_dump(exclude={"python", "gpu_memory_utilization"}))
-    return spec.model_copy(update={"method": spec.method.model_copy(update={"vllm": anywhere})})  # type: ignore[union-attr]
+    return spec.model_copy(update={"method": spec.method.model_copy(update={"vllm": anywhere})})
 
 
 def _text(value: object) -> str:

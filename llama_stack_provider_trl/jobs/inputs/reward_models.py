@@ -11,7 +11,7 @@ from ...requests.options import ProviderOptions
 from ...requests.settings import Settings
 from ...specs.bases import BaseJob
 from ...specs.job import JobSpec
-from ...specs.methods import GrpoSpec, reward_models
+from ...specs.methods import GrpoSpec
 from ...specs.rewards import RewardModel, RewardSource, reward_models_of
 from ...system.files import is_whole
 from ..decisions.states import JobState
@@ -31,7 +31,7 @@ def with_reward_models(
     Raises:
         InvalidRequest: one of them cannot be used.
     """
-    method = fields.get("method")
+    method = fields["method"]
     if not isinstance(method, GrpoSpec) or not reward_models_of(method.rewards):
         return fields
     rewards = tuple(
@@ -48,7 +48,7 @@ def with_reward_models(
 
 def check_reward_models(spec: JobSpec) -> None:
     """Return if the reward models of a job are complete on disk. Raises InvalidRequest."""
-    for model in reward_models(spec.method):
+    for model in spec.method.reward_models:
         # Below an adapter there may be a checkpoint of another job.
         bases = [Path(model.base.model)] if model.is_adapter and model.base and len(model.jobs) > 1 else []
         for directory in [*([model.path] if model.path else []), *bases]:

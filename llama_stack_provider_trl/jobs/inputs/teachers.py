@@ -31,7 +31,7 @@ def with_teacher(
     Raises:
         InvalidRequest: the teacher cannot be used, or has another vocabulary than the model.
     """
-    method = fields.get("method")
+    method = fields["method"]
     if not isinstance(method, DistillationSpec):
         return fields
     value, reference = method.reference.model or "", method.reference

@@ -12,7 +12,6 @@ from ... import faults
 from ...errors import InvalidRequest
 from ...specs.events import Reason
 from ...specs.job import JobSpec
-from ...specs.methods import named_jobs
 from ...specs.work import ROWS
 from ..decisions.graph import Blocked, Decisions, Predecessor, decide
 from ..decisions.states import TERMINAL, JobState
@@ -97,7 +96,7 @@ def insert_predecessors(execute: Execute, spec: JobSpec) -> None:
     Raises:
         InvalidRequest: one of these jobs does not exist, or can never complete.
     """
-    read = (*spec.bases, *named_jobs(spec.method))
+    read = (*spec.bases, *spec.method.named_jobs)
     for position, name in enumerate(spec.after):
         found = execute("select_state", {"job_uuid": name}).fetchone()
         if found is None:

@@ -120,7 +120,7 @@ def _remove_unused(execute: Execute, path: Path, is_registered: IsRegistered) ->
     """Remove rows that no job, no dataset and no token has. Called in a transaction: a job that is being submitted
     either mentions them by now, or finds them gone."""
     row = {"sha256": path.stem}
-    # The table lacks datasets that were registered when it could not be written, and those of earlier builds.
+    # The table lacks datasets that were registered when it could not be written.
     if is_registered(path.stem) or any(
         execute(name, row).fetchone() for name in ("select_rows_mentioned", "select_owner_of_rows")
     ):

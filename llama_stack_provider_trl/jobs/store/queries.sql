@@ -52,7 +52,7 @@ ORDER BY age LIMIT :limit;
 
 -- name: select_page
 -- As select_name_page, with what a list shows; of the specs no more than that is read.
-SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.method.type'), json_extract(spec, '$.algorithm')) END AS algorithm,
+SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.method.type'), json_extract(spec, '$.method.algorithm')) END AS algorithm,
        CASE WHEN json_valid(spec) THEN json_extract(spec, '$.model') END AS model,
        priority, step, total_steps, detail, jobs.message, scheduled_at, jobs.started_at, completed_at, created_by
 FROM jobs LEFT JOIN attempts USING (job_uuid, attempt)
@@ -76,7 +76,7 @@ WITH page AS (
     ORDER BY part, CASE WHEN part IN (1, 3) THEN claim END, CASE WHEN part = 2 THEN not_before END,
              CASE WHEN part = 4 THEN -coalesce(completed_at, 0) END, age
     LIMIT :limit OFFSET :offset)
-SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.method.type'), json_extract(spec, '$.algorithm')) END AS algorithm,
+SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.method.type'), json_extract(spec, '$.method.algorithm')) END AS algorithm,
        CASE WHEN json_valid(spec) THEN json_extract(spec, '$.model') END AS model,
        priority, step, total_steps, detail, jobs.message, scheduled_at, jobs.started_at, completed_at, created_by
 FROM page JOIN jobs USING (age) LEFT JOIN attempts USING (job_uuid, attempt)
@@ -407,7 +407,7 @@ WHERE job_uuid = :job_uuid AND attempt = :attempt;
 -- name: count_tokens
 -- Before `note_tokens`. Steps that an earlier attempt did count once.
 INSERT INTO totals
-SELECT 'tokens', json_array(CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.algorithm'), '') ELSE '' END),
+SELECT 'tokens', json_array(CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.method.algorithm'), '') ELSE '' END),
        :tokens - tokens
 FROM jobs WHERE job_uuid = :job_uuid AND tokens < :tokens
 ON CONFLICT (name, labels) DO UPDATE SET value = value + excluded.value;
@@ -429,7 +429,7 @@ SELECT name, labels, value FROM totals;
 -- name: select_running
 -- What the jobs in states.ACTIVE report of themselves.
 SELECT job_uuid, CASE WHEN json_valid(spec)
-           THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.algorithm'), '') ELSE '' END AS algorithm,
+           THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.method.algorithm'), '') ELSE '' END AS algorithm,
        jobs.device AS places, step, total_steps, progress
 FROM jobs JOIN attempts USING (job_uuid, attempt)
 WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling') ORDER BY age;

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ...specs.event_fields import LAST_TIME
 from ...specs.events import (
     Answer,
     CheckpointDamaged,
@@ -242,8 +241,7 @@ def samples_record(row: sqlite3.Row) -> SamplesRecord:
 
 
 def _utc(seconds: float) -> datetime:
-    """A stored time. Databases of earlier releases may hold any number: one beyond the calendar is shown as its end."""
-    return datetime.fromtimestamp(min(max(seconds, 0.0), LAST_TIME), UTC)
+    return datetime.fromtimestamp(seconds, UTC)
 
 
 def _utc_or_none(seconds: float | None) -> datetime | None:

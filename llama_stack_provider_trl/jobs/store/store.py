@@ -200,7 +200,7 @@ class Store(JobReader):
             **{**key, "request_digest": request_digest, "spec": spec.model_dump_json(), "now": self._clock()},
             **{
                 "wanted_device": spec.device,
-                "priority": spec.priority,
+                "priority": spec.lifecycle.priority,
                 "ranks": spec.ranks,
                 "checkpoint_dir": checkpoint_dir,
             },

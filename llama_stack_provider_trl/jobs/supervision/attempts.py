@@ -107,7 +107,7 @@ class Attempts:
     def task(self, job: JobRecord) -> TaskSpec:
         """The task of a job's current attempt."""
         assert job.run_dir is not None
-        limit = job.spec.max_duration
+        limit = job.spec.lifecycle.max_duration
         return TaskSpec(
             f"{job.job_uuid}-{job.attempt}",
             job.run_dir,
@@ -142,7 +142,7 @@ class Attempts:
 
     def _check_disk(self, job: JobRecord) -> None:
         for directory in (self._data_dir, job.spec.checkpoint_dir):
-            free, needed = free_bytes(directory), job.spec.min_free_bytes
+            free, needed = free_bytes(directory), job.spec.lifecycle.min_free_bytes
             if free < needed:
                 sizes = f"{free >> 20} MiB are free and min_free_disk_mb asks for {needed >> 20}"
                 raise OSError(errno.ENOSPC, f"the disk of {directory} is full: {sizes}")

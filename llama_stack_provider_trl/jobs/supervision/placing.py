@@ -100,7 +100,7 @@ class Placing:
         running = [
             Preemptible(
                 job.job_uuid,
-                job.spec.priority,
+                job.spec.lifecycle.priority,
                 job.devices,
                 job.attempt,
                 self._store.attempts(job.job_uuid)[-1].launched_at.timestamp(),

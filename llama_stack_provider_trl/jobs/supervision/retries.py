@@ -32,7 +32,7 @@ class Retries:
     def after(self, job: JobRecord, decided: Verdict) -> bool:
         """Queue a job again after any failure of a whole attempt: without a lost node, with a smaller batch, or as it
         is."""
-        if decided.reason is Reason.node_lost and not job.spec.failover:
+        if decided.reason is Reason.node_lost and not job.spec.lifecycle.failover:
             return False
         if decided.reason is Reason.node_lost and self._without_the_node(job, decided.message):
             return True
@@ -44,14 +44,14 @@ class Retries:
 
     def same(self, job: JobRecord, reason: Reason | None, message: str) -> bool:
         """Queue a failed job again as it is, if the failure may be temporary and the job has a retry left."""
-        wait = None if reason is None else backoff(reason, job.retries_used, job.spec.retry_backoff)
-        if reason is None or wait is None or job.retries_used >= job.spec.retries:
+        wait = None if reason is None else backoff(reason, job.retries_used, job.spec.lifecycle.retry_backoff)
+        if reason is None or wait is None or job.retries_used >= job.spec.lifecycle.retries:
             return False
         moved = self._store.retry(job, reason, message, wait)
         if moved:
             log.warning(
                 "job %s: attempt %d ended (%s), retry %d of %d in %.0f s: %s",
-                *(job.job_uuid, job.attempt, reason, job.retries_used + 1, job.spec.retries, wait),
+                *(job.job_uuid, job.attempt, reason, job.retries_used + 1, job.spec.lifecycle.retries, wait),
                 message.partition("\n")[0],
             )
         return moved
@@ -85,7 +85,7 @@ class Retries:
             without_step += 1
         if without_step >= LOSSES_IN_A_ROW:
             return False
-        wait = backoff(Reason.node_lost, max(0, without_step - 1), job.spec.retry_backoff)
+        wait = backoff(Reason.node_lost, max(0, without_step - 1), job.spec.lifecycle.retry_backoff)
         assert wait is not None
         log.warning("job %s: attempt %d has lost a node: %s", job.job_uuid, job.attempt, message.partition("\n")[0])
         return self._store.retry(job, Reason.node_lost, message, wait, counts=False)
@@ -98,7 +98,7 @@ class Retries:
         if not on & refusing:
             return False
         before = [tried for tried in self._store.attempts(job.job_uuid) if tried.reason is Reason.launch_failed]
-        wait = backoff(Reason.launch_failed, len(before), job.spec.retry_backoff)
+        wait = backoff(Reason.launch_failed, len(before), job.spec.lifecycle.retry_backoff)
         assert wait is not None
         log.warning("job %s: attempt %d: %s", job.job_uuid, job.attempt, message.partition("\n")[0])
         return self._store.retry(job, Reason.launch_failed, message, wait, counts=False)

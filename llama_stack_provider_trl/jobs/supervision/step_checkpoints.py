@@ -35,7 +35,7 @@ def delete_superfluous(store: Store, job: JobRecord) -> None:
         if checkpoint.path.name in needed:
             continue
         store.remove_checkpoint(checkpoint)
-        # Checked again: an earlier release may have listed it unchecked, and the training may have replaced it since.
+        # Checked again: the training may have replaced it since it was listed.
         if misplaced(checkpoint.path, checkpoint.kind, job.spec.checkpoint_dir) is None:
             discard(checkpoint.path)
 

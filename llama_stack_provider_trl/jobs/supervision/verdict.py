@@ -56,7 +56,7 @@ def may_shrink(job: JobRecord, attempts: Sequence[AttemptRecord], reason: Reason
     """
     return (
         reason is Reason.out_of_memory
-        and job.spec.oom_retry
+        and job.spec.lifecycle.oom_retry
         and job.state is JobState.in_progress
         and job.effective is not None
         and job.spec.in_smaller_parts() is not None

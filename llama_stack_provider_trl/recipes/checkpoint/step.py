@@ -410,10 +410,10 @@ def need_space(spec: JobSpec, num_bytes: int, uploads: Path | None = None, write
     """
     writer = writer or NullEventWriter()
     has_warned, patience = False, _UPLOAD_GRACE
-    while (free := free_bytes(spec.checkpoint_dir)) < num_bytes + spec.min_free_bytes:
+    while (free := free_bytes(spec.checkpoint_dir)) < num_bytes + spec.lifecycle.min_free_bytes:
         shortage = (
             f"the next checkpoint takes about {num_bytes >> 20} MiB in {spec.checkpoint_dir}, {free >> 20} MiB are "
-            f"free and {spec.min_free_bytes >> 20} MiB must stay free"
+            f"free and {spec.lifecycle.min_free_bytes >> 20} MiB must stay free"
         )
         waiting = _uploads(uploads)
         if waiting is None or patience <= 0:

@@ -61,7 +61,7 @@ class RowKeys:
             train_on_input=spec.train_on_input and is_sft,
             max_seq_length=spec.max_seq_length,
             truncation_side=spec.truncation_side,
-            answer=spec.answer_tokens,
+            answer=spec.method.answer_tokens,
             **({"teacher": self._teacher} if self._teacher else {}),
             # The ranks and attempts of a job train on the same rows also where the template writes the date.
             job=spec.job_uuid if varies else None,

@@ -147,11 +147,11 @@ def tokenize(
     teacher: PreTrainedTokenizerBase | None = None,
 ) -> Tokenization:
     """Tokenize a dataset of the job for its trainer; `teacher`: of a teacher with another vocabulary."""
-    if spec.answer_tokens is not None:
+    if spec.method.answer_tokens is not None:
         prompts = read_examples(dataset.path, "prompts")
         if teacher is not None:
-            return tokenize_taught_prompts(prompts, tokenizer, teacher, spec.max_seq_length, spec.answer_tokens)
-        return tokenize_prompts(prompts, tokenizer, spec.max_seq_length, spec.answer_tokens)
+            return tokenize_taught_prompts(prompts, tokenizer, teacher, spec.max_seq_length, spec.method.answer_tokens)
+        return tokenize_prompts(prompts, tokenizer, spec.max_seq_length, spec.method.answer_tokens)
     if spec.has_pairs:
         return tokenize_dpo(read_examples(dataset.path, "dpo"), tokenizer, spec.max_seq_length, spec.truncation_side)
     if METHODS[spec.algorithm].rows == "kto":

@@ -69,7 +69,7 @@ class Preparation:
         self._cache: TokenCache | None = None
         self._keys: RowKeys | None = None
         if spec.token_cache:
-            self._cache = TokenCache(spec.token_cache, spec.min_free_bytes, self._wait)
+            self._cache = TokenCache(spec.token_cache, spec.lifecycle.min_free_bytes, self._wait)
             self._keys = RowKeys(spec, tokenizer, teacher)
 
     def rows(self, dataset: DatasetRef, first: int | None = None) -> PreparedRows:

@@ -91,7 +91,7 @@ def _measure_all(
     left = work.tasks[lines.count :]
     with heartbeat(writer):
         # Tasks before weights: a faulty task is found in a second, a large model takes minutes to load.
-        tasks = [*_load_tasks(work, left, {line["name"]: line.get("files") for line in lines.lines()})] if left else []
+        tasks = [*_load_tasks(work, left, {line["name"]: line["files"] for line in lines.lines()})] if left else []
         model = _MeasuredModel(spec, work, device) if left else None
         shown = model.model if model else outline(spec.source, load_config(spec.source), DTYPES[spec.dtype])
     writer.write(
@@ -134,11 +134,11 @@ def _check_recorded(lines: AnswerFile, work: HarnessSpec) -> None:
         ) from error
 
 
-def _load_tasks(work: HarnessSpec, names: Sequence[str], measured: Mapping[str, str | None]) -> Iterator[LoadedTasks]:
+def _load_tasks(work: HarnessSpec, names: Sequence[str], measured: Mapping[str, str]) -> Iterator[LoadedTasks]:
     """The tasks of some names, with their rows.
 
     Args:
-        measured: name that an earlier attempt has measured -> digest of its task files; None: an earlier release did.
+        measured: name that an earlier attempt has measured -> digest of its task files.
 
     Raises:
         JobFailure: names the one that cannot be read, or whose files were changed after it was measured.
@@ -163,7 +163,7 @@ def _load_tasks(work: HarnessSpec, names: Sequence[str], measured: Mapping[str, 
         check_tasks(work, entries)
     except Unusable as error:
         raise JobFailure(Reason.invalid_request, f"harness.tasks: {error}") from error
-    if changed := [name for name, files in measured.items() if files not in (None, _digest(name, entries))]:
+    if changed := [name for name, files in measured.items() if files != _digest(name, entries)]:
         raise JobFailure(
             Reason.invalid_request,
             f"harness.tasks: the files of {changed[0]!r} were changed after an earlier attempt of the job had measured "

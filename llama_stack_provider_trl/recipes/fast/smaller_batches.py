@@ -25,7 +25,13 @@ def in_parts(spec: JobSpec, batch_plan: BatchPlan, dataset: Dataset, device: str
         dataset: prepared rows, without a filler.
         device: its type.
     """
-    if device != "cpu" or not spec.padding_free or spec.has_batch_means or is_sharded(spec) or spec.oom_retry:
+    if (
+        device != "cpu"
+        or not spec.padding_free
+        or spec.method.has_batch_means
+        or is_sharded(spec)
+        or spec.lifecycle.oom_retry
+    ):
         return spec, batch_plan
     sizes = [size for size in range(1, spec.batch_size + 1) if spec.batch_size % size == 0]
     tokens = _mean_tokens(dataset)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from ...specs.job import JobSpec
 from ...specs.memory import MemoryEstimate
-from ...specs.methods import vllm_of
 from ...specs.optimizer_state import moment_bytes
 from ..model.fsdp import keeps_whole_gradients, num_shards, ranks_per_machine
 from ..model.loading import WeightStorage
@@ -293,7 +292,7 @@ def _vllm_bytes(spec: JobSpec, model: Traced, kind: str) -> tuple[int, int]:
     On a GPU it sleeps then. While it answers, training holds no activations, and vLLM itself refuses to start where its
     share of the memory is not free beside the model.
     """
-    if vllm_of(spec.method) is None:
+    if spec.method.answered_by_vllm is None:
         return 0, 0
     weights = (model.trainable if spec.lora is None else 0) + model.frozen
     shared = weights * (4 if spec.dtype == "fp32" else 2)

@@ -8,7 +8,6 @@ from typing import Any
 
 from ...specs.job import JobSpec, LoraSpec, ShardingSpec
 from ...specs.memory import MemoryEstimate
-from ...specs.methods import vllm_of
 from ..model.fsdp import keeps_whole_gradients
 from .estimate import estimate
 from .trace import Batch, attention_modules
@@ -62,7 +61,7 @@ def nearest(spec: JobSpec, batch: Batch, device: str, capacity: Capacity) -> Pro
     sequences.
     """
     # VeRA's shared matrices cannot be sharded, and vLLM answers for one process only.
-    shards = (spec.lora is None or spec.lora.method != "vera") and vllm_of(spec.method) is None
+    shards = (spec.lora is None or spec.lora.method != "vera") and spec.method.answered_by_vllm is None
     most_ranks = capacity.max_ranks if capacity.max_ranks and shards else spec.ranks
 
     def proposed(candidate: _Changes) -> Proposal:
@@ -107,13 +106,15 @@ def _families(spec: JobSpec, max_ranks: int, may_offload: bool) -> Iterator[list
         adapters = (_with_lora(spec),)
         yield [adapters, *((*adapters, *more) for more in same)]
     # A model that answers prompts, or gives rewards, trains with no base in 4 bits.
-    may_quantize = spec.qat is None and spec.answer_tokens is None and not spec.trains_reward
+    may_quantize = spec.qat is None and spec.method.answer_tokens is None and not spec.trains_reward
     if may_quantize and not (spec.lora and (spec.lora.quantize_base or spec.lora.method != "lora")):
         adapters = (_quantized(spec),)
         yield [adapters, *((*adapters, *more) for more in same)]
     most = (*adapters, *(same[-1] if same else ()))
     length, shorter = spec.max_seq_length, []
-    while length // 2 >= _SHORTEST and length // 2 > (spec.answer_tokens or 0):  # which leaves a token for a prompt
+    while length // 2 >= _SHORTEST and length // 2 > (
+        spec.method.answer_tokens or 0
+    ):  # which leaves a token for a prompt
         length //= 2
         cut = _Change((("max_seq_length", length),), (("provider_options.max_seq_length", length),))
         shorter.append((*most, cut))
@@ -130,7 +131,7 @@ def _same_result(spec: JobSpec, max_ranks: int, may_offload: bool) -> Iterator[_
         field = "training_config.efficiency_config.enable_activation_checkpointing"
         made = (*made, _Change((("gradient_checkpointing", True), ("checkpoint_every", 1)), ((field, True),)))
         yield made
-    if spec.has_batch_means:
+    if spec.method.has_batch_means:
         return
     size = spec.batch_size
     smaller = made

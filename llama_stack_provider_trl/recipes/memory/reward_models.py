@@ -8,7 +8,6 @@ from functools import lru_cache
 import torch
 
 from ...specs.job import JobSpec
-from ...specs.methods import reward_models
 from ...specs.model_source import ModelSource
 from ...specs.rewards import RewardModel
 from ..model.configs import invalid_model
@@ -19,7 +18,7 @@ from ..trainer.reward_models import storage_of
 def reward_sizes(spec: JobSpec) -> list[int]:
     """Bytes of the weights of each, without its adapter. Raises JobFailure: invalid_model."""
     bytes_each = storage_of(spec.dtype).dtype.itemsize
-    return [_parameters(_source(model)) * bytes_each for model in reward_models(spec.method)]
+    return [_parameters(_source(model)) * bytes_each for model in spec.method.reward_models]
 
 
 def _source(model: RewardModel) -> ModelSource:

@@ -529,7 +529,7 @@ def _step(
     if isinstance(spec.method, DistillationSpec):
         return _distill(model, spec, spec.method, batch, kind, reference, counting).backward()
     loss = _score(model, spec, batch, kind)
-    if (spec.reference is not None and not precomputes(spec)) or spec.kl_weight:
+    if (spec.reference is not None and not precomputes(spec)) or spec.method.kl_weight:
         loss = loss - _score_reference(model, spec, batch, kind, reference)
     loss.backward()
 

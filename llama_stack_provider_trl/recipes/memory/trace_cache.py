@@ -53,8 +53,7 @@ _UNREAD = frozenset(
         *("early_stopping", "best_checkpoint", "samples", "keep_last", "logging_steps", "merge_adapter"),
         "gradient_sync",  # moves no peak
         # When and where it runs.
-        *("dtype_by_device", "device", "num_threads", "retries", "retry_backoff", "oom_retry", "failover"),
-        *("max_duration", "priority", "min_free_bytes", "preflight", "after", "cancel_with", "evaluation"),
+        *("dtype_by_device", "device", "num_threads", "lifecycle", "preflight", "after", "cancel_with", "evaluation"),
         *("search", "pruning"),
     }
 )
@@ -166,9 +165,8 @@ def _key(spec: JobSpec, inputs: dict[str, Any]) -> str | None:
 def _inputs(spec: JobSpec, batch: Batch, kind: str) -> dict[str, Any]:
     """What a trace depends on, but for the models and what is installed."""
     job = spec.model_dump(mode="json", exclude={*_UNREAD, *_IN_PART})
-    for method in ("dpo", "method"):
-        if job.get(method) and (reference := job[method].get("reference")):
-            job[method]["reference"] = {name: reference[name] for name in reference.keys() - _SOURCE}
+    if reference := job["method"].get("reference"):
+        job["method"]["reference"] = {name: reference[name] for name in reference.keys() - _SOURCE}
     return {
         "job": job,
         "accumulates": spec.gradient_accumulation_steps > 1,

@@ -37,7 +37,7 @@ def continues(spec: JobSpec) -> bool:
 def has_reference_adapter(spec: JobSpec) -> bool:
     """Whether the reference is the adapter as it was in the beginning."""
     own = spec.reference is not None and spec.reference.model is None
-    return continues(spec) and (own or spec.kl_weight > 0)
+    return continues(spec) and (own or spec.method.kl_weight > 0)
 
 
 def continued(spec: JobSpec, model: PreTrainedModel, config: PeftConfig, *, reference: bool) -> PeftModel:

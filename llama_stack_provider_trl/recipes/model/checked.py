@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...specs.job import JobSpec
-from ...specs.methods import reward_models
 from ...specs.model_source import ModelSource
 from ...specs.work import CheckedAnswering, EvaluateSpec, members_of
 from .adapters import check_adapter, continues
@@ -27,7 +26,7 @@ def check_models(spec: JobSpec, warn: Callable[[str], None] = lambda _: None) ->
     if spec.reference_source != spec.source:
         check_stored(load_config(spec.reference_source), spec.reference_source.model, is_quantized=False)
         check_weights(spec.reference_source, warn=warn)
-    for reward in reward_models(spec.method):
+    for reward in spec.method.reward_models:
         if reward.path is None or reward.base is None or not reward.path.is_dir():
             continue  # another job makes it
         if reward.is_adapter:

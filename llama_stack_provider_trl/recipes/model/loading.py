@@ -25,7 +25,6 @@ from transformers.pytorch_utils import Conv1D
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import Dtype, JobSpec, LoraSpec
-from ...specs.methods import uld_of
 from ...specs.model_source import ModelSource
 from ..distributed import ranks
 from . import quantization
@@ -150,7 +149,7 @@ def load_tokenizer(
 
 def load_teacher_tokenizer(spec: JobSpec) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a teacher with another vocabulary; None: the job has none. Raises as `load_tokenizer`."""
-    return None if uld_of(spec.method) is None else load_tokenizer(spec.reference_source)
+    return None if spec.method.other_vocabulary is None else load_tokenizer(spec.reference_source)
 
 
 def load_config(source: ModelSource) -> Any:

@@ -73,9 +73,9 @@ class AnswersPrompts(PreparedDatasets, ScoresReference):
     def __init__(
         self, *, spec: JobSpec, sampling: Sampling, peft_config: PeftConfig | None = None, **arguments: Any
     ) -> None:
-        if spec.answer_tokens is None:
+        if spec.method.answer_tokens is None:
             raise AssertionError("a method that answers no prompts")
-        self._sampling, self._most = sampling, spec.answer_tokens
+        self._sampling, self._most = sampling, spec.method.answer_tokens
         self._batches = PaddedPairs(spec)
         super().__init__(
             spec=spec,

@@ -272,7 +272,7 @@ class RecipeTrainer(Trainer):
         """Whether the rows of an optimizer step are put into batches by length. Its numbers do not depend on which
         rows share a batch, unless something is averaged over a batch."""
         spec, batch_plan = self.spec, self.batch_plan
-        has_batch_means = spec.has_batch_means or self.aux_loss_enabled or spec.packed
+        has_batch_means = spec.method.has_batch_means or self.aux_loss_enabled or spec.packed
         several = batch_plan.world_size * batch_plan.accumulation_steps > 1
         # Rank 0 gets the longest rows of every step: one worker would never see short ones.
         return spec.group_by_length and several and not has_batch_means and spec.averaging is None

@@ -99,8 +99,8 @@ class DpoRecipe(ScoresReference, PairRecipe):
 
     def _losses(self, logratios: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Loss of each pair of this rank, shape (pairs,)."""
-        spec, ranks = self.spec.dpo, self.accelerator.num_processes
-        if spec is None:
+        spec, ranks = self.spec.method, self.accelerator.num_processes
+        if not isinstance(spec, DpoSpec):
             raise AssertionError("a DPO job without a DpoSpec")
         if spec.loss_type != "kto_pair" or ranks == 1:
             return preference_loss(logratios, lengths, spec)
@@ -133,7 +133,8 @@ class DpoRecipe(ScoresReference, PairRecipe):
         num_pairs: torch.Tensor,
         num_tokens: torch.Tensor,
     ) -> None:
-        scale = self.spec.dpo.reward_scale * self.spec.dpo.beta if self.spec.dpo else 1.0
+        method = self.spec.method
+        scale = method.reward_scale * method.beta if isinstance(method, DpoSpec) else 1.0
         chosen, rejected = (scale * part for part in logratios.chunk(2))
         chosen_logps, rejected_logps = logps.chunk(2)
         values = {

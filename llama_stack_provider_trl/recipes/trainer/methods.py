@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...specs.job import Algorithm, JobSpec
-from ...specs.methods import METHODS, CustomSpec, uld_of
+from ...specs.methods import METHODS, CustomSpec
 from ...specs.work import members_of
 from .arguments import kto_arguments, pair_arguments, prompt_arguments, reward_arguments, sft_arguments
 from .base import RecipeTrainer
@@ -36,7 +36,7 @@ def trainer_of(spec: JobSpec) -> tuple[type[RecipeTrainer], _Arguments]:
     """
     if isinstance(spec.method, CustomSpec):
         return custom_trainer(spec, spec.method), _CUSTOM[METHODS[spec.algorithm].rows]
-    if uld_of(spec.method) is not None:
+    if spec.method.other_vocabulary is not None:
         return GoldRecipe, prompt_arguments
     if members_of(spec.work):
         return EnsembleRecipe, sft_arguments

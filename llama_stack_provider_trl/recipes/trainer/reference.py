@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import JobSpec
-from ...specs.methods import OTHER_VOCABULARY, DistillationSpec, GrpoSpec, uld_of
+from ...specs.methods import OTHER_VOCABULARY
 from ...specs.model_source import ModelSource
 from ..data.pieces import Pieces, pieces_of
 from ..distributed import ranks
@@ -50,7 +50,7 @@ class NoReference(PreTrainedModel):
 
 def is_needed(spec: JobSpec) -> bool:
     """Whether the reference is a model of its own, rather than the policy without its adapter."""
-    if spec.kl_weight:
+    if spec.method.kl_weight:
         return spec.lora is None
     return spec.reference is not None and (spec.lora is None or spec.reference.model is not None)
 
@@ -62,13 +62,13 @@ def check_vocabulary(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> None:
         JobFailure: invalid_model, naming both models and where they differ.
     """
     reference = spec.reference_source
-    if uld_of(spec.method) is not None:
+    if spec.method.other_vocabulary is not None:
         check_pieces(spec, tokenizer)
         return
     if reference.model == spec.model:
         return
     if problem := vocabulary_problem(tokenizer, reference):
-        if isinstance(spec.method, DistillationSpec):
+        if spec.method.has_teacher:
             raise JobFailure(
                 Reason.invalid_model,
                 f"algorithm_config.teacher {reference.model!r} does not fit the model {spec.model!r}: {problem}. "
@@ -132,7 +132,7 @@ def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator
     set_attention(spec, model)
     if spec.padding_free:
         use_rows(model, device.type)
-    role = "teacher" if isinstance(spec.method, DistillationSpec) else "reference"
+    role = "teacher" if spec.method.has_teacher else "reference"
     check_length(model, spec.max_seq_length, f"the {role} {spec.reference_source.model!r}")
     fuse_head(model, outputs=("log_probs",), temperature=temperature_of(spec))
     deferred = DeferredWeights(model, storage.dtype, device) if storage.is_deferred else None
@@ -146,7 +146,7 @@ def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator
 
 def temperature_of(spec: JobSpec) -> float:
     """What divides the logits where answers are scored: GRPO scores the distribution that they were chosen from."""
-    return spec.method.temperature if isinstance(spec.method, GrpoSpec) else 1.0
+    return spec.method.temperature_of_scores
 
 
 def precomputes(spec: JobSpec) -> bool:
@@ -171,7 +171,7 @@ class Precomputation:
         self._trainer, self._spec = trainer, trainer.spec
         self._heartbeat, self._should_stop = heartbeat, should_stop
         self._sharding: dict[str, Any] = {}
-        directory = self._spec.dpo.reference.cache
+        directory = self._spec.reference.cache
         self._cache = LogProbCache(directory, heartbeat) if directory and ranks.rank() == 0 else None
 
     def run(self) -> dict[str, Any] | None:
@@ -222,7 +222,7 @@ class Precomputation:
             # Of batches in one sequence, too: they differ from padded ones by rounding.
             attention="sdpa" if self._spec.padding_free else policy.config._attn_implementation,
             device=self._trainer.args.device.type,
-            # Where bf16 rounds depends on it; entries of earlier releases have none.
+            # Where bf16 rounds depends on it.
             precision="units" if is_sharded(self._spec) and self._spec.dtype != "fp32" else "autocast",
             **self._adapter_of_key(cache),
         )
@@ -234,7 +234,7 @@ class Precomputation:
 
     def _score(self, rows: Dataset, num_rows: int) -> torch.Tensor | None:
         trainer, spec, world = self._trainer, self._spec, ranks.world_size()
-        if trainer.ref_model is None and (is_sharded(spec) or spec.dpo.reference.model):
+        if trainer.ref_model is None and (is_sharded(spec) or spec.reference.model):
             trainer.ref_model = load_reference(spec, trainer.args.device, trainer.accelerator)
             if is_sharded(spec):
                 self._sharding = {"sharding": describe(trainer.ref_model, spec)}

@@ -248,7 +248,7 @@ class ClusterLauncher:
             self._has_pools
             or others
             or first.record.stage != Stage.run
-            or not first.order.spec["job"].get("failover", True)
+            or not first.order.spec["job"]["lifecycle"]["failover"]
         ):
             return False
         queued = self._store.tasks.job_as_queued(first.record.job_uuid)

@@ -200,8 +200,7 @@ class Cluster:
 
 
 def has_other_build(report: NodeReport) -> bool:
-    """Whether a node's agent cannot be relied on to parse the service's job specifications. One that reports no digest
-    is of an earlier build."""
+    """Whether a node's agent cannot be relied on to parse the service's job specifications."""
     return report.versions.get(SPECS) != schema_digest()
 
 

@@ -102,7 +102,7 @@ class UploadReceiver:
         assert task.run_dir is not None
         with self._finishing.beginning(task, lines):
             self._check_events(task, lines)
-            least = self._store.get(task.job_uuid).spec.min_free_bytes
+            least = self._store.get(task.job_uuid).spec.lifecycle.min_free_bytes
             self._space.require(Use.report, task.run_dir, len(lines), least)
             return self._append_events(task, offset, lines)
 
@@ -162,7 +162,7 @@ class UploadReceiver:
         if name == "torchrun.log" and task.node_rank:
             name = f"torchrun-{task.node_rank}.log"  # each node has one
         with self._lock:
-            self._space.require(Use.report, task.run_dir, len(data), job.spec.min_free_bytes)
+            self._space.require(Use.report, task.run_dir, len(data), job.spec.lifecycle.min_free_bytes)
             return append_log(task.run_dir / name, offset, data)
 
     def begin_answers(self, task_id: str, node: str) -> AnswersBegin:
@@ -180,7 +180,7 @@ class UploadReceiver:
         """See `answers.append_answers`."""
         task = self.first(task_id, node)
         job = self._store.get(task.job_uuid)
-        self._space.require(Use.checkpoint, job.spec.checkpoint_dir, len(data), job.spec.min_free_bytes)
+        self._space.require(Use.checkpoint, job.spec.checkpoint_dir, len(data), job.spec.lifecycle.min_free_bytes)
         ends = partial(self._finishing.has, task)
         return append_answers(self._store, task, job.spec, name, offset, data, ends)
 
@@ -215,7 +215,7 @@ class UploadReceiver:
             missing = tuple(file.path for file in report.files if _size(contents / file.path) != file.size)
             if missing:
                 size = sum(file.size for file in report.files if file.path in missing)
-                self._space.require(Use.checkpoint, contents, size, job.spec.min_free_bytes)
+                self._space.require(Use.checkpoint, contents, size, job.spec.lifecycle.min_free_bytes)
                 return CheckpointAnswer(missing=missing)
             self._put_in_place(task, contents, target, report)
             shutil.rmtree(staging, ignore_errors=True)
@@ -324,7 +324,7 @@ class UploadReceiver:
     def _part(self, job: JobRecord, part: Path, parts: int) -> Iterator[tuple[int, int, Callable[[int], None]]]:
         """A file to append to, its size, and the function of `Space.arriving`."""
         with (
-            self._space.arriving(Use.checkpoint, part.parent, 0, job.spec.min_free_bytes) as written,
+            self._space.arriving(Use.checkpoint, part.parent, 0, job.spec.lifecycle.min_free_bytes) as written,
             _opened(Path(part.name), 0o644, parts) as file,  # other users may read what is in `checkpoint_roots`
         ):
             yield file, os.fstat(file).st_size, written

@@ -61,7 +61,7 @@ class Entry(BaseModel):
     stamp: str | None = None
     """Size and time of the file from which the rows were read."""
     created_by: str = ""
-    """Name of the token that registered it; empty: registered by an earlier release."""
+    """Name of the token that registered it."""
 
 
 class ClusterFiles(Protocol):

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 
@@ -118,7 +118,7 @@ async def poll(service: Context, caller: CurrentCaller, name: Name, body: Poll, 
         record = _welcome(service, name, body)
         if record.revision != body.seen or service.stopping.is_set() or time.monotonic() > deadline:
             orders = await asyncio.to_thread(_orders, service, record, kept)
-            return as_json(orders, without=_unknown_before(orders))
+            return as_json(orders)
         await asyncio.sleep(POLL_INTERVAL)
 
 
@@ -285,13 +285,6 @@ async def model_file(
     loop, expected = asyncio.get_running_loop(), files[0].sha256
     opener, size = await loop.run_in_executor(service.models.threads, service.models.open, sha256, path, expected)
     return file_response(opener, size, expected, wanted)
-
-
-def _unknown_before(orders: Orders) -> dict[str, Any]:
-    """Empty fields that agents of earlier builds do not know, as `exclude` of pydantic has them."""
-    plain = {number for number, task in enumerate(orders.tasks) if not task.models and not task.awaits_models}
-    tasks = {number: {"models": True, "awaits_models": True} for number in plain}
-    return {**({} if orders.over else {"over": True}), **({"tasks": tasks} if tasks else {})}
 
 
 def _check_task(service: Service, name: str, task_id: str) -> None:

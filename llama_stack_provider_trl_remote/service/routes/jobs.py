@@ -224,9 +224,9 @@ async def delete_job(
     return Response(status_code=204)
 
 
-def as_json(model: BaseModel, without: set[str] | dict[str, Any] | None = None) -> Response:
+def as_json(model: BaseModel) -> Response:
     """Serialize a model directly: FastAPI would validate it again, which for a status costs more than building it."""
-    return Response(model.model_dump_json(exclude=without), media_type="application/json")
+    return Response(model.model_dump_json(), media_type="application/json")
 
 
 async def _cancel(service: Service, job_uuid: str) -> Response:

@@ -371,8 +371,6 @@ def _parsed(raw: bytes) -> Line | None:
         return None
     try:
         line = json.loads(raw)
-        if b"\\ud" in raw:  # written by an earlier release, which kept half of a surrogate pair
-            line = json.loads(_utf8(line))
     except ValueError:
         return None
     return line if isinstance(line, dict) and isinstance(line.get("seq"), int) else None
