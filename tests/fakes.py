@@ -148,7 +148,7 @@ def job_spec(job_uuid: str = "job-1", algorithm: str = "sft", **changes: object)
     """A small, complete job."""
     values: dict[str, object] = {
         "job_uuid": job_uuid,
-        "method": changes.get("method") or method_of(algorithm),
+        "method": changes.pop("method", None) or method_of(algorithm),
         "model": "/models/tiny",
         "output_name": "tiny-tuned",
         "checkpoint_dir": Path("/checkpoints") / job_uuid,

@@ -46,7 +46,7 @@ def job_spec(root: Path, model: Path | str, algorithm: str = "sft", **changes: A
     validation_rows = changes.pop("validation_rows", None)
     fields: dict[str, Any] = {
         "job_uuid": "job",
-        "method": changes.get("method") or method_of(algorithm),
+        "method": changes.pop("method", None) or method_of(algorithm),
         "model": str(model),
         "output_name": "job",
         "checkpoint_dir": root / "checkpoints",

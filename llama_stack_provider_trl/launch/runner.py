@@ -190,10 +190,12 @@ def main(arguments: list[str]) -> None:
         if paths.runner_status.exists():
             return
         if waited >= _CLAIM_SECONDS:
-            sys.exit(
-                f"another process ({claim.holder()}) holds {claim.path.name} of task {task.task_id} and has not "
-                f"written {paths.runner_status.name} for {waited:.0f} s: end that process; the task is started again"
+            log.error(
+                "another process (%s) holds %s of task %s and has not written %s for %.0f s: end that process; the "
+                "task is started again",
+                *(claim.holder(), claim.path.name, task.task_id, paths.runner_status.name, waited),
             )
+            sys.exit(1)
         # Started before: the launcher takes a task without that file for gone, and ends it.
         pause = _CLAIM_RETRY if waited < 1 else _LATER_CLAIM_RETRY
         time.sleep(pause)

@@ -267,6 +267,7 @@ def flooded(log: AuditLog, refused: list[Refusal]) -> None:
         refusals._timer.cancel()
 
     asyncio.run(flood())
+    log._writer.drain()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.test_architecture import PACKAGE, modules, package_of, tree
 
 SERVING = ("specs", "requests", "jobs", "stack", "provider", "wire", "adapter", "service")
-"""Packages whose modules the service, or Llama Stack with a provider, imports; `service` with all below it."""
+"""Packages whose modules the service, or Llama Stack with a provider, imports; `service` and `jobs` with all below."""
 
 LIMITED = "a function that `Limited.call` calls in another process"
 PROGRAM = "a program of its own, with limits of memory and time"
@@ -59,7 +59,6 @@ BODY = "the body of a request, whose size, values and levels are bounded by `htt
 BOUNDED = "a file of at most 1 MiB"
 JSON = {
     "jobs.store.cancels._order": OURS,
-    "system.ownership._read": OURS,
     "jobs.store.reader.JobReader.evaluations": OURS,
     "jobs.store.row_mapping._progress": OURS,
     "jobs.store.row_mapping.export_record": OURS,
@@ -69,6 +68,7 @@ JSON = {
     "jobs.store.searches._trial": OURS,
     "jobs.store.tokens._record": OURS,
     "jobs.store.monitoring.totals.Totals.all": OURS,
+    "jobs.inputs.damaged_models._problems_of_weights": "at most 1 MiB (`SMALL`)",
     "jobs.inputs.vocabularies._strings": LIMITED,
     "jobs.inputs.vocabularies._vocabulary": LIMITED,
     "requests.bases._adapter_config": BOUNDED,
@@ -117,7 +117,7 @@ LIBRARIES = {
 def serving() -> Iterator[tuple[str, Path]]:
     for name, path in modules().items():
         home = package_of(name)
-        if home in SERVING or home.startswith("service."):
+        if home in SERVING or home.startswith(("service.", "jobs.")):
             yield name, path
 
 

@@ -279,7 +279,7 @@ def test_a_second_runner_of_a_task_ends_when_the_first_one_has_reported(
 
 
 def test_a_second_runner_does_not_wait_for_one_that_never_reports(
-    order: RunDir, monkeypatch: pytest.MonkeyPatch
+    order: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, waited = FileLock(order.runner_lock), list[float]()
     assert first.acquire("runner, pid 7")
@@ -292,10 +292,11 @@ def test_a_second_runner_does_not_wait_for_one_that_never_reports(
     monkeypatch.setattr(runner, "_detach", lambda: pytest.fail("the task is started twice"))
     with pytest.raises(SystemExit) as ended:
         runner.main([str(order.task)])
-    assert ended.value.code == (
+    assert ended.value.code == 1
+    assert (
         "another process (runner, pid 7) holds runner.lock of task job-1-1 and has not written runner.json for 25 s: "
         "end that process; the task is started again"
-    )
+    ) in caplog.text
     assert len(waited) < 250
     first.release()
 

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ...specs.event_fields import LAST_TIME
 from ...specs.events import (
     Answer,
     CheckpointDamaged,
@@ -241,7 +242,8 @@ def samples_record(row: sqlite3.Row) -> SamplesRecord:
 
 
 def _utc(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)
+    """A stored time. In a damaged database it may be any number: one beyond the calendar is shown as its end."""
+    return datetime.fromtimestamp(min(max(seconds, 0.0), LAST_TIME), UTC)
 
 
 def _utc_or_none(seconds: float | None) -> datetime | None:
