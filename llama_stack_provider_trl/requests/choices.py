@@ -18,9 +18,13 @@ def nearest_choice(value: str, choices: Sequence[str]) -> str:
     return f"expected one of {', '.join(choices)}{nearest(value, choices)}"
 
 
-def nearest(value: Any, choices: Sequence[str]) -> str:
-    """The end of a sentence that names the nearest choice; empty: none is near."""
-    found = _nearest(value[:COMPARED], choices) if isinstance(value, str) else None
+def nearest(value: Any, choices: Sequence[str], alike: float = 0.7) -> str:
+    """The end of a sentence that names the nearest choice; empty: none is near.
+
+    Args:
+        alike: part of the letters that it has in common at least.
+    """
+    found = _nearest(value[:COMPARED], choices, alike) if isinstance(value, str) else None
     return f"; the nearest is '{found}'" if found else ""
 
 
@@ -29,6 +33,18 @@ def no_such_field(name: str, known: Sequence[str]) -> str:
     close = _nearest(name[:COMPARED], known)
     hint = f"there is no such field: did you mean `{close}`?" if close else "there is no such field: leave it out."
     return f"{hint} docs/reference/api.md lists every field"
+
+
+def no_such_setting(error: Mapping[str, Any], model: Any, page: str) -> str:
+    """What follows the name of an unknown setting.
+
+    Args:
+        error: one of pydantic's for it, with its place from the model on.
+        page: lists the settings.
+    """
+    *path, name = error["loc"]
+    close = _nearest(str(name)[:COMPARED], _fields_at(model, path))
+    return f"is not a setting: {f'did you mean `{close}`? ' if close else ''}{page} lists them all"
 
 
 def problem_of(error: Mapping[str, Any], model: Any = None) -> str:
@@ -73,7 +89,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(part)
 
 
-def _nearest(value: str, choices: Sequence[str]) -> str | None:
+def _nearest(value: str, choices: Sequence[str], alike: float = 0.7) -> str | None:
     """Another spelling (AdamW), the choice whose words are all among the value's (adamw_torch_fused,
     torch.optim.AdamW, cosine_with_restarts), initials (wsd), or what has most letters in common."""
     spelled = {_letters(choice): choice for choice in reversed(choices)}
@@ -86,7 +102,7 @@ def _nearest(value: str, choices: Sequence[str]) -> str | None:
     initials = {"".join(word[0] for word in re.findall(r"[a-z0-9]+", choice.lower())): choice for choice in choices}
     if len(value) > 1 and (found := initials.get(value.lower())):
         return found
-    close = difflib.get_close_matches(_letters(value), list(spelled), n=1, cutoff=0.7)
+    close = difflib.get_close_matches(_letters(value), list(spelled), n=1, cutoff=alike)
     return spelled[close[0]] if close else None
 
 

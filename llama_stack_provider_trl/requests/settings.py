@@ -5,19 +5,31 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from ..documented import Documented
 from ..specs.exact import ExactValues
 from ..specs.job import ShardingSpec
 from ..system.data_dir import DataDir
 from .bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
+from .choices import no_such_setting
 from .options import Priority
 from .trackers import TrackerSettings
 
 Request = SupervisedFineTuneRequest | PreferenceOptimizeRequest
+UNKNOWN_SETTING = "unknown_setting"
+"""Type of the error for a setting that there is not."""
 
 
 def _trusted(entry: str) -> str:
@@ -35,6 +47,8 @@ class JobSettings(Documented, ExactValues):
 
     # A process that only imports the settings of a provider, or has no pools, builds no validator of them.
     model_config = ConfigDict(extra="forbid", validate_default=True, defer_build=True)
+    PAGE: ClassVar[str] = "docs/reference/configuration.md"
+    """Lists the settings."""
 
     data_dir: Path
     """Job database, datasets, run directories, and below `checkpoints` the results of jobs."""
@@ -69,6 +83,27 @@ class JobSettings(Documented, ExactValues):
 
     trackers: TrackerSettings = TrackerSettings()
     """Experiment trackers that jobs may use, and where they are."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _name_unknown_settings(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(values)
+        except ValidationError as error:
+            unknown: list[InitErrorDetails] = [
+                {
+                    "type": PydanticCustomError(
+                        UNKNOWN_SETTING, "{problem}", {"problem": no_such_setting(one, cls, cls.PAGE)}
+                    ),
+                    "loc": one["loc"],
+                    "input": one["input"],
+                }
+                for one in error.errors()
+                if one["type"] == "extra_forbidden"
+            ]
+            if not unknown:
+                raise
+            raise ValidationError.from_exception_data(cls.__name__, unknown) from None
 
     @field_validator("data_dir", mode="after")
     @classmethod

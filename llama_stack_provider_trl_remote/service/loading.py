@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from llama_stack_provider_trl.requests.choices import problem_of
+from llama_stack_provider_trl.requests.settings import UNKNOWN_SETTING
 
 from ..config import TrlRemoteConfig
 from .config_file import PROVIDER_TYPE, provider_block
@@ -74,8 +75,8 @@ def _default_config(environ: Mapping[str, str]) -> Path | None:
 def _sentence(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     name = ".".join(map(str, first["loc"]))
-    if first["type"] == "extra_forbidden":
-        return f"{name} is not a setting: docs/reference/service.md lists them all"
+    if first["type"] == UNKNOWN_SETTING:
+        return f"{name} {first['msg']}"
     # Tokens must not be repeated, nor credentials in the URI of a tracker or among the variables of a pool.
     secret = "token" in name or name.startswith("trackers") or name.endswith(".environment")
     found = "" if secret else f"={first['input']!r}"

@@ -8,7 +8,7 @@ import platform
 import re
 import ssl
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AliasChoices, ConfigDict, Field, SecretStr, field_validator
 
@@ -179,6 +179,8 @@ class _ListenSettings(_Block):
 
 class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last base come first
     """Every setting of the service; unknown keys are refused at start."""
+
+    PAGE: ClassVar[str] = "docs/reference/service.md"
 
     data_dir: Path = Path(DEFAULT_DATA_DIR)
     fsdp_config: FsdpConfig = FsdpConfig()

@@ -57,8 +57,12 @@ def test_a_wait_before_retries_is_between_nothing_and_ten_minutes(
 
 
 def test_an_unknown_key_is_refused_when_llama_stack_starts() -> None:
-    with pytest.raises(ValidationError, match="devise"):
+    with pytest.raises(ValidationError, match=r"devise\n  is not a setting: did you mean `device`\? docs/"):
         TrlConfig.model_validate({"devise": "cpu"})
+    with pytest.raises(ValidationError, match=r"trackers.wandb.entty\n  is not a setting: did you mean `entity`"):
+        TrlConfig.model_validate({"trackers": {"wandb": {"entty": "team"}}, "retries": 1})
+    with pytest.raises(ValidationError, match="qqq\n  is not a setting: docs/reference/configuration"):
+        TrlConfig.model_validate({"qqq": "cpu"})
 
 
 def test_an_empty_data_dir_means_the_default_and_paths_become_absolute(monkeypatch: pytest.MonkeyPatch) -> None:

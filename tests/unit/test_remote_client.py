@@ -24,6 +24,7 @@ from llama_stack_provider_trl_remote.address import checked_url
 from llama_stack_provider_trl_remote.client import PREFERENCE_OPTIMIZE, ServiceClient, Timeouts, job_path
 from llama_stack_provider_trl_remote.config import TrlRemoteConfig
 from llama_stack_provider_trl_remote.service.loading import load_settings
+from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.fake_service import FakeService, fake_service, status
 from tests.tiny import REPOSITORY
 
@@ -336,6 +337,13 @@ def test_the_adapter_leaves_the_services_keys_alone_and_hides_the_token() -> Non
     assert TrlRemoteConfig.model_validate({"token": "old"}).api_token is not None
     with pytest.raises(ValidationError, match="connect_timeout"):
         TrlRemoteConfig(connect_timeout=0)
+
+
+def test_a_misspelled_key_of_the_adapter_is_refused_with_the_nearest_and_no_key_of_the_service_is() -> None:
+    with pytest.raises(ValidationError, match="read_timout is not a setting; the nearest is 'read_timeout'"):
+        TrlRemoteConfig.model_validate({"read_timout": 5})
+    for name in ServiceSettings.model_fields:
+        TrlRemoteConfig.model_validate({name: "1"} if name not in TrlRemoteConfig.model_fields else {})
 
 
 def test_the_documentation_lists_every_key_of_the_adapter_and_the_shipped_file_has_them() -> None:

@@ -106,8 +106,11 @@ def test_what_the_adapter_reads_is_passed_over_and_what_has_no_reader_is_refused
     load(
         tmp_path, url="http://127.0.0.1:8322", connect_timeout=5, read_timeout=60, total_timeout=120, submit_timeout=900
     )
-    assert "retrys is not a setting" in refused(tmp_path, retrys=3)
-    assert "fsdp_config.strategy is not a setting" in refused(tmp_path, fsdp_config={"strategy": "FULL_SHARD"})
+    known = "docs/reference/service.md lists them all"
+    assert f"retrys is not a setting: did you mean `retries`? {known}" in refused(tmp_path, retrys=3)
+    found = refused(tmp_path, fsdp_config={"sharding_strateg": "FULL_SHARD"})
+    assert f"fsdp_config.sharding_strateg is not a setting: did you mean `sharding_strategy`? {known}" in found
+    assert f"colour is not a setting: {known}" in refused(tmp_path, colour=3)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +371,7 @@ def test_pools_need_an_address_that_their_nodes_can_reach(tmp_path: Path) -> Non
         ({"options": ["-p gpu"]}, "that begin with --"),
         ({"name": "Slurm!"}, r"pools\.0\.slurm\.name"),
         ({"dataset_roots": ["/data"]}, r"pools\.0\.slurm\.dataset_roots is not a setting"),
-        ({"nodes": 3}, r"pools\.0\.slurm\.nodes is not a setting"),
+        ({"nodes": 3}, r"pools\.0\.slurm\.nodes is not a setting: did you mean `node`"),
     ],
 )
 def test_a_pool_that_cannot_be_right_is_refused_by_name(
