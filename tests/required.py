@@ -13,6 +13,11 @@ FULL = os.environ.get("TRL_TESTS") == "full"
 IN_FULL = pytest.mark.skipif(not FULL, reason="TRL_TESTS=full runs it")
 
 
+def in_full[Case](*cases: Case) -> tuple[Case, ...]:
+    """Cases of a behaviour of which CI tries others: `[("sft", 1), *in_full(("dpo", 1))]`."""
+    return cases if FULL else ()
+
+
 def lacking(reason: str) -> NoReturn:
     """Skip the test; fail it where CI runs as root on Linux, which installs and may do whatever tests need."""
     assert not (os.environ.get("CI") == "true" and sys.platform == "linux" and os.getuid() == 0), reason

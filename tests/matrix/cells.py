@@ -11,6 +11,8 @@ ALGORITHMS = ("sft", "dpo")
 METHODS = ("full", "lora", "dora", "qlora")
 LAYOUTS = ("1 process", "NO_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
 EMBEDDINGS = ("tied", "untied")
+ADAPTERS = ("lora", "dora", "qlora")
+"""One family of methods: what depends on its member and the layout is in tests/process/test_quantization.py."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,12 @@ def all_cells() -> list[Cell]:
 
 
 def pairs(cell: Cell) -> set[tuple[Any, ...]]:
-    """The combinations of two of its values: ((which, value), (which, value))."""
-    return set(combinations(enumerate(astuple(cell)), 2))
+    """The combinations of two of its values: ((which, value), (which, value)); with a layout, the method's family."""
+    found = set(combinations(enumerate(astuple(cell)), 2))
+    if cell.method in ADAPTERS:
+        found.remove(((1, cell.method), (2, cell.layout)))
+        found.add(((1, "adapter"), (2, cell.layout)))
+    return found
 
 
 def covering(cells: Iterable[Cell]) -> list[Cell]:

@@ -1,6 +1,6 @@
 """Every way to train keeps its word: the numbers of one process, exact checkpoints, an export that loads.
 
-Here the cells run in which every pair of values occurs; `TRL_TESTS=full ./scripts/test.sh tests/matrix` runs them all,
+Here cells run in which every pair of values occurs (`pairs`); `TRL_TESTS=full ./scripts/test.sh tests/matrix` runs all,
 for three times the steps.
 """
 

@@ -18,6 +18,7 @@ from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress, Re
 from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, LoraSpec, OptimizerSpec, ReferenceSpec, ShardingSpec
 from tests.process.test_recipes import as_chat, load, plain_arguments
 from tests.ranks import Ranks, forked_ranks
+from tests.required import in_full
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, run
 
@@ -126,8 +127,10 @@ def trained(ranks: Ranks, root: Path, spec: JobSpec) -> tuple[list[float], Path]
     return losses(events), spec.checkpoint_dir / "final"
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("precompute", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "precompute"),
+    [("FULL_SHARD", False), ("NO_SHARD", True), *in_full(("FULL_SHARD", True), ("NO_SHARD", False))],
+)
 def test_two_ranks_continue_an_adapter_as_one_process_does(
     ranks: Ranks, sft: Path, tmp_path: Path, strategy: str, precompute: bool
 ) -> None:

@@ -31,7 +31,7 @@ from llama_stack_provider_trl.system.process import ProcessId, alive, marked
 from tests.fakes import SHEBANG, job_spec
 from tests.isolated import isolation
 from tests.process.waiting import reaches, until
-from tests.required import lacking
+from tests.required import in_full, lacking
 
 pytestmark = pytest.mark.process
 
@@ -99,7 +99,11 @@ class Stage:
         return reaches(self.launcher, task, state, seconds)
 
 
-@pytest.fixture(params=["plain", "isolated"])
+IN_BOTH = pytest.mark.parametrize("stage", ["plain", "isolated"], indirect=True)
+"""What depends on the namespace of a task in CI, too: how its processes end."""
+
+
+@pytest.fixture(params=["plain", *in_full("isolated")])
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Stage]:
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     monkeypatch.setenv("TRL_LOCK_DIR", str(tmp_path / "locks"))
@@ -130,6 +134,7 @@ def seconds(action: Callable[[], object]) -> float:
 # What a trainer is given
 
 
+@IN_BOTH
 def test_a_trainer_gets_its_spec_a_log_file_and_no_secrets(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRL_SERVICE_TOKEN", "secret")
     task = stage.start(
@@ -176,6 +181,7 @@ def test_a_start_takes_a_fraction_of_a_second(stage: Stage) -> None:
 # Ends
 
 
+@IN_BOTH
 def test_a_cancel_ends_every_process_even_one_that_ignores_sigterm(stage: Stage) -> None:
     task = stage.start("stubborn_grandchild(); note('ready'); time.sleep(600)")
     until(lambda: "ready" in notes(task))
@@ -197,6 +203,7 @@ def test_a_cancel_of_a_trainer_that_listens_does_not_wait_for_the_grace_to_pass(
     assert any(cancel() < 2.0 for _ in range(5))
 
 
+@IN_BOTH
 def test_kill_9_of_the_runner_leaves_nothing_alive(stage: Stage) -> None:
     task = stage.start("stubborn_grandchild(); note('ready'); time.sleep(600)")
     until(lambda: "ready" in notes(task))
@@ -207,6 +214,7 @@ def test_kill_9_of_the_runner_leaves_nothing_alive(stage: Stage) -> None:
     assert "runner was killed" in seen.detail
 
 
+@IN_BOTH
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the next poll ends it")
 def test_kill_9_of_the_runner_ends_the_trainer_without_a_supervisor(stage: Stage) -> None:
     task = stage.start("note('ready'); time.sleep(600)")
@@ -225,11 +233,13 @@ def test_a_task_of_the_same_name_in_another_place_is_left_alone(stage: Stage) ->
     assert alive(runner_of(other))
 
 
+@IN_BOTH
 def test_kill_9_of_the_trainer_is_seen_as_such(stage: Stage) -> None:
     task = stage.start("os.kill(os.getpid(), signal.SIGKILL)")
     assert stage.reaches(task, TaskState.exited).exit_code == -signal.SIGKILL
 
 
+@IN_BOTH
 def test_what_a_trainer_leaves_behind_is_ended_with_it(stage: Stage) -> None:
     task = stage.start("stubborn_grandchild(); sys.exit(5)")
     assert stage.reaches(task, TaskState.exited).exit_code == 5
@@ -336,6 +346,7 @@ def test_a_task_with_the_whole_cpu_and_tasks_with_cores_exclude_each_other(stage
 # One process, no corpses
 
 
+@IN_BOTH
 def test_many_starts_at_once_are_one_process(stage: Stage) -> None:
     task = stage.task("note('started'); time.sleep(600)")
     with ThreadPoolExecutor(6) as pool:
@@ -345,6 +356,7 @@ def test_many_starts_at_once_are_one_process(stage: Stage) -> None:
     assert notes(task) == ["started"]
 
 
+@IN_BOTH
 def test_the_launching_process_has_neither_children_nor_zombies(stage: Stage) -> None:
     before = {*psutil.Process().children()}  # of other tests, and they may end meanwhile
     task = stage.start("pass")
@@ -353,6 +365,7 @@ def test_the_launching_process_has_neither_children_nor_zombies(stage: Stage) ->
     assert {*psutil.Process().children()} <= before
 
 
+@IN_BOTH
 @pytest.mark.skipif(sys.platform != "linux", reason="subreapers are Linux's")
 def test_process_1_of_a_container_collects_its_runners(stage: Stage) -> None:
     process.become_subreaper()  # orphans come to us, as they come to process 1
@@ -412,6 +425,7 @@ def test_a_job_runs_to_its_result_by_itself(stage: Stage) -> None:
         store.close()
 
 
+@IN_BOTH
 def test_a_training_outlives_kill_9_of_its_supervisor_and_is_adopted_again(stage: Stage) -> None:
     python = stage.trainer(
         "emit(**STARTED); note('ran')\nwhile not (run_dir / 'go').exists(): time.sleep(0.02)\nemit(**FINISHED)"
@@ -530,6 +544,7 @@ emit(type="paused", step=3)
     assert stage.reaches(task, TaskState.exited) == Observation(TaskState.exited, 0, ended=Ended.timed_out)
 
 
+@IN_BOTH
 def test_processes_without_a_job_are_swept_and_the_others_stay(stage: Stage) -> None:
     lost, kept = stage.start("time.sleep(600)"), stage.start("time.sleep(600)", task_id="job-2-1", devices=("other",))
     for task in (lost, kept):
@@ -539,6 +554,7 @@ def test_processes_without_a_job_are_swept_and_the_others_stay(stage: Stage) -> 
     assert stage.launcher.poll(kept).state is TaskState.running
 
 
+@IN_BOTH
 def test_an_orphan_whose_runner_is_gone_is_swept_too(stage: Stage) -> None:
     task = stage.start("stubborn_grandchild()\ntime.sleep(600)")
     until(lambda: notes(task))

@@ -29,6 +29,7 @@ from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Progr
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, QatSpec, ShardingSpec
 from tests.process.waiting import until
 from tests.ranks import Ranks, forked_ranks
+from tests.required import in_full
 from tests.tiny import VOCABULARY, tiny_model, tiny_tokenizer
 from tests.training import LORA, job_spec, of_kind, run
 
@@ -413,9 +414,13 @@ def ranks(armed: Path) -> Iterator[Ranks]:
 SHARDED = [
     pytest.param("FULL_SHARD", {"tied": True}, ["final"], id="tied"),
     pytest.param("SHARD_GRAD_OP", {"tied": False, "dtype": "bf16"}, ["final"], id="untied-bf16"),
-    pytest.param("NO_SHARD", {"tied": True}, ["final"], id="ddp"),
-    pytest.param("FULL_SHARD", {"lora": LORA, "merge_adapter": True, "dtype": "bf16"}, ["final", "merged"], id="lora"),
     pytest.param("FULL_SHARD", {"lora": DORA, "merge_adapter": True}, ["final", "merged"], id="dora"),
+    *in_full(
+        pytest.param("NO_SHARD", {"tied": True}, ["final"], id="ddp"),
+        pytest.param(
+            "FULL_SHARD", {"lora": LORA, "merge_adapter": True, "dtype": "bf16"}, ["final", "merged"], id="lora"
+        ),
+    ),
 ]
 
 

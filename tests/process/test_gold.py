@@ -34,7 +34,7 @@ from tests.process import test_on_policy_distillation as same
 from tests.process.test_grpo import PLAIN_TRL, metric
 from tests.process.test_memory import most
 from tests.process.test_on_policy_distillation import MORE, ended, loaded, rows_of, spec_of
-from tests.required import FULL
+from tests.required import FULL, in_full
 from tests.tiny import EOS, VOCABULARY, tiny_model, tiny_tokenizer
 from tests.training import LORA, of_kind, run
 
@@ -301,8 +301,9 @@ def test_a_teacher_whose_tokens_write_no_bytes_fails_the_job_by_name(tmp_path: P
     assert failed.message.startswith(f"algorithm_config.teacher '{teacher}': its tokens are not known to write bytes")
 
 
-@pytest.mark.parametrize("name", ["ranks", "hybrid"])
-@pytest.mark.parametrize("lora", [LORA, None], ids=["adapters", "whole"])
+@pytest.mark.parametrize(
+    ("name", "lora"), [("ranks", None), ("hybrid", LORA), *in_full(("ranks", LORA), ("hybrid", None))]
+)
 def test_what_is_traced_is_what_a_real_step_holds(tmp_path: Path, name: str, lora: Any) -> None:
     spec = spec_of(tmp_path, method_of(teacher_model(tmp_path / "teacher"), **CASES[name]), rows_of(1), lora=lora)
     spec, _ = with_batches(spec)  # padded ones

@@ -33,6 +33,7 @@ from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, OptimizerSpec, 
 from llama_stack_provider_trl.specs.methods import GrpoSpec, VllmSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
+from tests.required import in_full
 from tests.tiny import CACHE, REPOSITORY, _cached, tiny_model
 from tests.training import LORA, dataset, job_spec
 
@@ -156,10 +157,9 @@ def most(windows: Sequence[memory.Window]) -> float:
     ("layers", "settings"),
     [
         (8, {}),
-        (8, {"lora": LORA}),
-        (8, {"gradient_checkpointing": True}),
         (8, {"gradient_checkpointing": True, "lora": LORA}),
         (13, {"gradient_checkpointing": True, "checkpoint_every": 2}),
+        *in_full((8, {"lora": LORA}), (8, {"gradient_checkpointing": True})),
     ],
 )
 def test_two_shallow_traces_predict_what_the_whole_depth_takes(

@@ -27,6 +27,7 @@ from llama_stack_provider_trl.specs.events import (
     Warned,
 )
 from llama_stack_provider_trl.specs.job import DpoSpec, LoraSpec, OptimizerSpec
+from tests.required import FULL, in_full
 from tests.tiny import shared_dir, tiny_model, tiny_tokenizer
 from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, run
 
@@ -126,7 +127,7 @@ def test_sft_gives_the_losses_of_trl_called_directly(tmp_path: Path) -> None:
     assert losses(events) == pytest.approx(logged_losses(trainer), rel=1e-5)
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo"])
+@pytest.mark.parametrize("loss_type", ["sigmoid", *in_full("hinge", "ipo")])
 def test_plain_dpo_gives_the_losses_of_trl_called_directly(tmp_path: Path, loss_type: Any) -> None:
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -462,14 +463,15 @@ def test_a_model_without_a_chat_template_gets_the_default_one_and_keeps_it(tmp_p
 
 
 @pytest.mark.parametrize(("file", "algorithm"), [("instruct_999.jsonl", "sft"), ("preference_300.jsonl", "dpo")])
-def test_real_data_trains_for_twenty_steps_without_a_special_case(tmp_path: Path, file: str, algorithm: str) -> None:
+def test_real_data_trains_without_a_special_case(tmp_path: Path, file: str, algorithm: str) -> None:
     rows = [json.loads(line) for line in (shared_dir() / "data" / file).read_text().splitlines()]
+    steps = 20 if FULL else 4
     spec = job_spec(
-        tmp_path, tiny_model(), algorithm, rows=rows, max_steps_per_epoch=20, batch_size=2, max_seq_length=512
+        tmp_path, tiny_model(), algorithm, rows=rows, max_steps_per_epoch=steps, batch_size=2, max_seq_length=512
     )
     status, events = run(tmp_path, spec)
     assert status == 0
-    assert len(losses(events)) == 20
+    assert len(losses(events)) == steps
     report = of_kind(events, Prepared)[0].effective["data"]
     assert report["num_rows"] == len(rows)
     assert report["kept"] + report["dropped"] == len(rows)
