@@ -389,6 +389,44 @@ def test_what_cannot_be_merged_is_refused_by_name(
         merge(spec(models[:2], two, tmp_path / "taken"))
 
 
+def with_head(model: Path, path: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    """A copy of a model that its configuration ties, with a head beside its embeddings in the files."""
+    shutil.copytree(model, path)
+    weights = values(path)
+    weights["lm_head.weight"] = change(weights["model.embed_tokens.weight"]).contiguous()
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("method", ["linear", "dare_linear"])
+def test_models_with_heads_of_their_own_that_are_configured_as_tied_are_merged_into_an_untied_one(
+    models: list[Path], tmp_path: Path, method: str
+) -> None:
+    own = [with_head(model, tmp_path / model.name, lambda weight: weight.flip(0)) for model in models]
+    given = {"base": str(own[2]), "density": 0.9} if method != "linear" else {}
+    merge(spec(own[:2], [1, 1], tmp_path / "merged", method=method, **given))
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is False
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    loaded.tie_weights()  # as its configuration has it
+    assert torch.equal(loaded.lm_head.weight, values(tmp_path / "merged")["lm_head.weight"])
+    if method == "linear":
+        first, second = (values(model)["lm_head.weight"] for model in own[:2])
+        torch.testing.assert_close(loaded.lm_head.weight.data, (first + second) / 2)
+    lacking = refusal(spec([own[0], models[1]], [1, 1], tmp_path / "other"))
+    assert "different weights: 1, such as lm_head.weight" in lacking
+
+
+def test_heads_that_are_copies_of_the_embeddings_stay_tied(models: list[Path], tmp_path: Path) -> None:
+    copied = with_head(models[0], tmp_path / "copied", torch.clone)
+    drawn = {"method": "dare_linear", "base": str(models[2]), "density": 0.5}  # for each weight by its name
+    merge(spec([copied, models[1]], [1, 1], tmp_path / "merged", **drawn))
+    merge(spec(models[:2], [1, 1], tmp_path / "expected", **drawn))
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is True
+    found, expected = values(tmp_path / "merged"), values(tmp_path / "expected")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_models_that_do_not_fit_together_are_refused_by_name(models: list[Path], base: Path, tmp_path: Path) -> None:
     output = tmp_path / "merged"
     untied = tiny_model(tied=False)

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,8 @@ from ...specs.merge import ADAPTER_METHODS, MODEL_METHODS, PRUNING_METHODS, STAC
 from ...specs.model_source import ModelSource
 from ...system.files import MANIFEST, atomic_write_json, put_in_place
 from ...system.model_damage import CONFIG_FILES
+from ..model import loading
+from ..model.configs import DAMAGE
 from ..model.files import check_adapter_files, check_files, check_tokenizer_files, whole_weights
 from .merge_methods import merged_adapter, merged_weight, seeded, shares_of, slerp_weights
 from .shards import Outline, outlines, write
@@ -113,6 +115,28 @@ class _Weights:
             raise _invalid(self.given, f"{name} is no JSON object", "save it again")
         return found
 
+    def tied(self) -> dict[str, str]:
+        """The weights that its configuration ties, with what it ties them to; empty, too: no such model can be built.
+
+        By names as in files: below another module than in the model, they end in the same way.
+        """
+        source = ModelSource(model=self.given, path=self.directory)
+        try:
+            model = loading.outline(source, loading.load_config(source), torch.float32)
+        except (*DAMAGE, RuntimeError, JobFailure):  # with code of its own, or of another kind than a language model
+            return {}
+        named = model.get_expanded_tied_weights_keys(all_submodels=True)
+        return {self._in_files(head): self._in_files(embedding) for head, embedding in named.items()}
+
+    def _in_files(self, name: str) -> str:
+        module, _, last = name.rpartition(".")
+        end = f"{module.rpartition('.')[2]}.{last}"
+        found = [one for one in self.outlines if one == end or one.endswith(f".{end}")]
+        return found[0] if len(found) == 1 else name
+
+    def are_equal(self, name: str, other: str) -> bool:
+        return self.outlines[name] == self.outlines[other] and torch.equal(self.get(name), self.get(other))
+
     def get(self, name: str) -> torch.Tensor:
         found: torch.Tensor = self._files[name].get_tensor(name)
         return found
@@ -140,12 +164,17 @@ def _planned_model(spec: MergeSpec, inputs: list[_Weights], base: _Weights | Non
         _check_shares(spec, "models")
     if base is not None and base.kind == "adapter":
         raise _refusal(f"the base {base.given} is an adapter: name the whole model")
+    models = [*inputs, *([base] if base else [])]
+    has_own_head = _has_own_head(models)
     first = inputs[0]
-    for other in (*inputs[1:], *([base] if base else [])):
+    for other in models[1:]:
         _check_alike(first, other)
-    _check_vocabularies([*inputs, *([base] if base else [])])
+    _check_vocabularies(models)
     config = first.read_json(CONFIG_NAME)
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    if has_own_head:
+        for part in (config, *(part for part in parts if part.get("tie_word_embeddings"))):
+            part["tie_word_embeddings"] = False
     if any(part.get("quantization_config") for part in parts):
         raise _invalid(first.given, "it is quantized", "merge models in fp32, bf16 or fp16")
     if spec.dtype:
@@ -166,6 +195,25 @@ def _planned_model(spec: MergeSpec, inputs: list[_Weights], base: _Weights | Non
 
         plan.add(name, Outline(outline.shape, _DTYPES[spec.dtype] if spec.dtype else outline.dtype), compute)
     return plan
+
+
+def _has_own_head(models: Sequence[_Weights]) -> bool:
+    """Whether a weight that a configuration ties to the embeddings has values of its own in the files.
+
+    transformers loads such a model with its own head, other programs with the embeddings in its place: the merged one
+    is configured as untied, as a trained one is (`model.agreement.untie`). A head that is a copy of the embeddings in
+    all models is left out: methods that draw numbers for each weight would make another of it.
+    """
+    tied = [one.tied() for one in models]
+    has_own = False
+    for head, embedding in {pair for found in tied for pair in found.items()}:
+        having = [one for one in models if {head, embedding} <= one.outlines.keys()]
+        if all(head in found for found in tied) and all(one.are_equal(head, embedding) for one in having):
+            for one in having:
+                del one.outlines[head]
+        elif having:
+            has_own = True
+    return has_own
 
 
 def _planned_adapter(spec: MergeSpec, inputs: list[_Weights]) -> _Plan:
