@@ -147,7 +147,11 @@ def with_weights(content: Callable[[bytes], bytes]) -> Callable[[Path], None]:
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1234567\n".encode()
 DAMAGES: dict[str, dict[str, Callable[[Path], None]]] = {
     "generation config": {
-        **{"-".join(values): with_generation(number) for number, values in enumerate(UNWRITABLE)},
+        **{
+            "-".join((*values, *([str(again)] if again else []))): with_generation(number)
+            for number, values in enumerate(UNWRITABLE)
+            for again in [sum(values.keys() == earlier.keys() for earlier in UNWRITABLE[:number])]
+        },
         "in config.json": with_generation_in_config,
     },
     "pad": {"tokenizer": with_token(pad_token="[PAD]"), "config": with_pad_in_config},
@@ -166,6 +170,7 @@ DAMAGES |= {
         "header": with_weights(lambda whole: whole[:20]),
     },
 }
+assert len(DAMAGES["generation config"]) == len(UNWRITABLE) + 1
 FILES = {"vocab_size": str(VOCABULARY), "pointer": "Git LFS pointer", "weights": "model.safetensors"}
 """Damage that nothing repairs, and what the sentence names."""
 CELLS = [

@@ -58,6 +58,8 @@ QUIET, ROUND = 10.0, 60.0
 """Seconds at the start of each round in which nothing is sent, where a training is compared."""
 MOST_MIB, MOST_SECONDS, MOST_SLOWDOWN = 200, 1.0, 0.2
 WORKER = {"labels": {"kind": "worker"}}
+NOWHERE = {"labels": {"kind": "none"}}
+"""Of jobs that are to wait: no node has this label. Without it they would take the device of a node's task."""
 TRAINING = "training-beside"
 KNOWN: dict[str, list[Any]] = {
     "job_uuid": ["waiting", "ended", "held"],
@@ -129,7 +131,7 @@ class Bed:
         service.put_blob(QUESTIONS)
         for name in ("waiting", "held"):
             if service.get(f"{JOBS}/{name}/status").status_code == 404:
-                service.submit(SFT, sft(name, "questions"))
+                service.submit(SFT, sft(name, "questions"), provider_options={"resources": NOWHERE})
             elif service.state(name) in ENDED:
                 service.delete(f"{JOBS}/{name}")
         for number, name in enumerate((NODE, OTHER_NODE), 2):
