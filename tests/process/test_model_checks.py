@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, ShiraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, core_model_loading
 from transformers.core_model_loading import WeightConverter
@@ -21,7 +21,7 @@ from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.build import build_trainer
 from llama_stack_provider_trl.recipes.checkpoint.merge import merge
 from llama_stack_provider_trl.recipes.model import shapes
-from llama_stack_provider_trl.recipes.model.adapters import check_adapter
+from llama_stack_provider_trl.recipes.model.adapters import check_adapter, load_to_infer
 from llama_stack_provider_trl.recipes.model.checked import check_models
 from llama_stack_provider_trl.recipes.model.loading import WeightStorage, check_weights, load_model, load_tokenizer
 from llama_stack_provider_trl.specs.adapters import LoraSpec
@@ -593,6 +593,10 @@ ADAPTERS: dict[str, tuple[Callable[[Path], object], str]] = {
         "weights are in only one of it and this",
     ),
     "no module": (lambda path: changed_adapter(path, target_modules=["none"]), "it does not fit"),
+    "a rank of another type": (lambda path: changed_adapter(path, r="8"), "it does not fit"),
+    "a module of another type": (lambda path: changed_adapter(path, target_modules=[5]), "it does not fit"),
+    "a pattern that is none": (lambda path: changed_adapter(path, target_modules="(["), "it does not fit"),
+    "layers that are not there": (lambda path: changed_adapter(path, layer_replication=[[0, 99]]), "it does not fit"),
     "type": (lambda path: changed_adapter(path, peft_type="NONE"), "its adapter_config.json cannot be read"),
     "configuration": (lambda path: (path / "adapter_config.json").unlink(), "its adapter_config.json cannot be read"),
     "weights": (lambda path: (path / "adapter_model.safetensors").unlink(), "it has no adapter_model.safetensors"),
@@ -622,6 +626,25 @@ def test_an_adapter_that_does_not_fit_its_base_model_is_refused_before_that_is_l
     if damage == "rank":
         lora = lora.model_copy(update={"rank": 2})
         assert sentence in refusal(lambda: check_adapter(adapter, source_of(model), lora=lora), adapter)
+
+
+def test_an_adapter_of_a_kind_that_needs_values_is_compared_and_named_when_it_is_loaded(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapter = tmp_path / "adapter"
+    base = AutoModelForCausalLM.from_pretrained(model)
+    get_peft_model(base, ShiraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])).save_pretrained(adapter)
+    caplog.set_level("INFO")
+    check_adapter(adapter, source_of(model))
+    assert f"adapter {adapter} is compared with {model} when it is loaded: SHIRA" in caplog.text
+    spec = job_spec(tmp_path, model, adapter=AdapterSpec(path=adapter, use="continue"), lora=LORA)
+    load_to_infer(spec, torch.device("cpu"))
+    changed_adapter(adapter, r=2)
+    check_adapter(adapter, source_of(model))
+    message = refusal(lambda: load_to_infer(spec, torch.device("cpu")), adapter)
+    assert "shira_indices is [2, 512], and [2, 256] in this model" in message
+    changed_adapter(adapter, r=1000)
+    assert "it does not fit" in refusal(lambda: load_to_infer(spec, torch.device("cpu")), adapter)
 
 
 def test_a_reference_and_an_adapter_are_checked_with_the_job(tmp_path: Path, model: Path) -> None:
