@@ -19,6 +19,8 @@ from . import jobspec, merge, node_commands
 from .shared_options import at_service
 
 SERVE = "run the training service; its settings come from TRL_SERVICE_CONFIG"
+TRAINED = ("sft", "dpo", "orpo", "cpo", "simpo", "reward", "kto")
+"""Methods that need nothing but rows. A test compares them with `specs.methods`, which imports pydantic."""
 AGENT = "be a worker node of a training service on another machine"
 
 
@@ -202,7 +204,13 @@ def _train(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--model", required=True, metavar="M", help="a directory of the service's machine, or a model id"
     )
-    command.add_argument("--method", choices=("sft", "dpo"), help="default: dpo for rows with chosen and rejected")
+    command.add_argument(
+        "--method",
+        type=_method,
+        choices=TRAINED,
+        metavar="NAME",
+        help=f"{', '.join(TRAINED)} (dpo for rows with chosen and rejected)",
+    )
     command.add_argument(
         "--lora-r", type=_positive, metavar="N", help="train LoRA adapters of this rank (every weight)"
     )
@@ -459,6 +467,16 @@ def _positive(text: str) -> int:
     if not 0 < value <= 10**6:
         raise argparse.ArgumentTypeError(f"{text} is not between 1 and 1000000")
     return value
+
+
+def _method(text: str) -> str:
+    if text not in TRAINED:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(TRAINED)}; grpo (rewards), distillation (a teacher) and methods of "
+            "installed packages have fields of their own: write them into algorithm_config of a file, and use "
+            "`trl-remote run FILE`"
+        )
+    return text
 
 
 def _port(text: str) -> int:

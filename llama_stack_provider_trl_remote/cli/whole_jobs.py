@@ -49,7 +49,7 @@ async def train(client: ServiceClient, options: Namespace) -> int:
     body = training_request(options, method, model, job_uuid, *(dataset.dataset_id for dataset in datasets))
     if not (options.json or options.detach):
         show_lines(*(f"{dataset.dataset_id}: {dataset.num_rows} rows" for dataset in datasets))
-    return await _submit_and_follow(client, body, options, method)
+    return await _submit_and_follow(client, body, options, "sft" if method == "sft" else "dpo")
 
 
 async def generate(client: ServiceClient, options: Namespace) -> int:
@@ -164,9 +164,9 @@ def training_request(
         given["merge_adapter"] = True
     if options.max_seq_length:
         given["max_seq_length"] = options.max_seq_length
-    if method == "dpo" and lora:
+    if method != "sft" and lora:
         given["lora"] = lora
-    algorithm = {"type": "dpo"} if method == "dpo" else lora
+    algorithm = lora if method == "sft" else {"type": method}
     body = {"job_uuid": job_uuid, "model": model, "training_config": _set(training)}
     return body | _set({"algorithm_config": algorithm, "provider_options": given or None})
 

@@ -16,9 +16,19 @@ from pathlib import Path
 
 import pytest
 
+from llama_stack_provider_trl.requests.bodies import (
+    PreferenceOptimizeRequest,
+    SupervisedFineTuneRequest,
+    algorithm_of,
+)
+from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.requests.resolve import resolve
+from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.methods import METHODS
 from llama_stack_provider_trl_remote.cli import main as cli
 from llama_stack_provider_trl_remote.cli.terminal import bar, duration, progress_line, table
 from llama_stack_provider_trl_remote.cli.watch import new_lines
+from llama_stack_provider_trl_remote.cli.whole_jobs import training_request
 from llama_stack_provider_trl_remote.nodes import start
 from llama_stack_provider_trl_remote.nodes.joining import how_to_add_a_node
 from tests.fake_service import FakeService, Run, command_line, fake_service, ndjson, progress, status
@@ -350,6 +360,27 @@ def test_the_page_of_trl_remote_has_a_row_for_each_command() -> None:
     documented = {re.sub(r"\s*([\[A-Z]|-).*", "", name) for cell in rows for name in re.findall(r"`([^`]+)`", cell)}
     commands = {" ".join(words) for words in subcommands()}
     assert documented == commands
+
+
+def test_train_takes_every_method_that_needs_only_rows_and_names_what_serves_the_others(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert set(cli.TRAINED) == {
+        name for name, method in METHODS.items() if method.rows != "prompts" and not name.startswith("custom_")
+    }
+    for method in cli.TRAINED:
+        words = ["train", "rows.jsonl", "--model", "org/name", "--method", method, "--lora-r", "4"]
+        body = training_request(cli.parser().parse_args(words), method, "org/name", "job", "rows")
+        assert algorithm_of(body) == METHODS[method].call
+        options = ProviderOptions.parse(body.pop("provider_options", None))
+        kind = SupervisedFineTuneRequest if method == "sft" else PreferenceOptimizeRequest
+        found = resolve(kind.model_validate(body), options, Settings(data_dir=tmp_path, devices=("cpu",))).fields
+        assert (found["method"].algorithm, found["lora"].rank) == (method, 4)
+    for method in ("grpo", "distillation", "ours"):
+        with pytest.raises(SystemExit):
+            cli.parser().parse_args(["train", "rows.jsonl", "--model", "m", "--method", method])
+        assert f"argument --method: '{method}' is none of sft, dpo, " in (text := capsys.readouterr().err)
+        assert "use `trl-remote run FILE`" in text
 
 
 def test_each_option_of_train_run_and_plot_is_on_their_page() -> None:
