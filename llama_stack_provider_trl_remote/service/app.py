@@ -14,7 +14,7 @@ from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.system.data_dir import DataDir
 
 from .cluster.credentials import NodeCredentials
-from .context import Service
+from .context import Dashboard, Service
 from .http.errors import describe, handle_errors
 from .metrics.registry import Latency
 from .pages import (
@@ -37,7 +37,6 @@ from .security.auth import AnyOf, Authenticate, Authenticator, ConfiguredTokens,
 from .security.sessions import KnownTokens, Sessions
 from .security.streams import add_streams
 from .settings import ServiceSettings
-from .stored_jobs import StoredJobs
 
 _TITLE = "llama-stack-provider-trl training service"
 _TEXT = (
@@ -101,18 +100,18 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-def make_dashboard(jobs_of: StoredJobs) -> FastAPI:
+def make_dashboard(dashboard: Dashboard) -> FastAPI:
     """Build the pages of jobs that another process supervises, with what they read; starts nothing."""
-    app = _application(jobs_of)
+    app = _application(dashboard)
     for router in (live.router, job_files.router):
         _include(app, router, "/v1")
     for router in (static_files.router, login.router, list_pages.router, job_pages.router, compare_pages.router):
         _include(app, router, "")
-    configured = ConfiguredTokens(jobs_of.settings)
+    configured = ConfiguredTokens(dashboard.settings)
     return _guarded(app, configured or None, (configured,), None)
 
 
-def _application(service: StoredJobs) -> FastAPI:
+def _application(service: Service | Dashboard) -> FastAPI:
     # One way to write each path: a redirect would carry the token along, to the host in the Host header.
     app = _Application(title=_TITLE, description=_TEXT, version=__version__, redirect_slashes=False, openapi_url=None)
     app.state.service = service

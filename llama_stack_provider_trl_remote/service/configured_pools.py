@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 
 from llama_stack_provider_trl.errors import TrlError
+from llama_stack_provider_trl.jobs.decisions.placement import Node, kind_of
 
 from ..nodes.identity import versions
 from ..nodes.pools.base import AgentStart, Pool
@@ -28,6 +30,14 @@ from .settings import ServiceSettings, SettingsError
 _GIB = 1 << 30
 _EQUAL = ("torch", "trl", "transformers", "peft")
 """Packages of which every node has the service's version."""
+
+
+def gpus_elsewhere(pools: Sequence[PoolSettings], nodes: Sequence[Node]) -> Sequence[str]:
+    """The pools and the other machines that have GPUs, as a sentence names them."""
+    with_gpus = [f"pool {pool.name}" for pool in pools if pool.max_nodes and pool.node.gpus]
+    others = [node for node in nodes if not node.head]
+    machines = [f"node {node.name}" for node in others if any(kind_of(one) == "cuda" for one in node.devices)]
+    return [*with_gpus, *machines]
 
 
 def managed_pool(settings: PoolSettings, service: ServiceSettings) -> ManagedPool:

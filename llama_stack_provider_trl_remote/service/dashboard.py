@@ -14,10 +14,10 @@ from llama_stack_provider_trl.system.data_dir import DataDir
 from llama_stack_provider_trl.system.process import FileLock
 
 from .app import make_dashboard
+from .context import Dashboard
 from .pages.rendering import require_templates
 from .server import Server, address_of, listen
 from .settings import ServiceSettings
-from .stored_jobs import StoredJobs
 
 
 def serve_dashboard(data_dir: Path, port: int, token: str | None = None) -> None:
@@ -45,16 +45,16 @@ def serve_dashboard(data_dir: Path, port: int, token: str | None = None) -> None
             hint = f"its jobs have a dashboard: {lock.holder()}."
             raise InvalidRequest("--data-dir", str(data_dir), hint)
         try:
-            asyncio.run(_serve(StoredJobs(settings), listener))
+            asyncio.run(_serve(Dashboard(settings), listener))
         finally:
             lock.release()
 
 
-async def _serve(jobs: StoredJobs, listener: socket.socket) -> None:
+async def _serve(dashboard: Dashboard, listener: socket.socket) -> None:
     try:
-        await _Server(make_dashboard(jobs)).serve(sockets=[listener])
+        await _Server(make_dashboard(dashboard)).serve(sockets=[listener])
     finally:
-        await asyncio.to_thread(jobs.close)
+        await asyncio.to_thread(dashboard.close)
 
 
 class _Server(Server):
@@ -62,5 +62,5 @@ class _Server(Server):
         """Start to answer calls, and print the address."""
         await super().startup(sockets)
         assert sockets
-        settings = self.jobs.settings
+        settings = self.parts.settings
         show_lines(f"dashboard of {settings.data_dir}: {address_of(settings, sockets[0])}", flush=True)

@@ -27,12 +27,11 @@ from llama_stack_provider_trl.system.process import FileLock, hide_from_other_pr
 from ..nodes.load import LoadMeter
 from ..wire import POLL_SECONDS
 from .app import make_app
-from .context import Service
+from .context import Dashboard, Service
 from .http.acceptor import Acceptor, default_connections, raise_descriptor_limit
 from .http.connections import Connection
 from .own_calls import own_url, prove_own_calls, trusting
 from .settings import ServiceSettings, SettingsError
-from .stored_jobs import StoredJobs
 
 log = logging.getLogger(__name__)
 _THREADS = 4
@@ -74,7 +73,7 @@ async def _serve(settings: ServiceSettings, config: Path | None, listener: socke
         gc.freeze()
         await server.serve(sockets=[listener])
     finally:
-        _, running = service.waiting_and_running()
+        _, running = service.jobs.waiting_and_running()
         await asyncio.to_thread(service.stop)
         left = ""
         if running:
@@ -87,8 +86,8 @@ class Server(uvicorn.Server):
     """A uvicorn server that ends streams of events when it stops; it would wait for them otherwise."""
 
     def __init__(self, app: FastAPI) -> None:
-        self.jobs: StoredJobs = app.state.service
-        settings = self.jobs.settings
+        self.parts: Service | Dashboard = app.state.service
+        settings = self.parts.settings
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -120,7 +119,7 @@ class Server(uvicorn.Server):
         assert sockets
         # Each thread that reads the job store has a connection of its own, with its cache.
         asyncio.get_running_loop().set_default_executor(CallThreads(_THREADS, "trl-service"))
-        most = self.jobs.settings.max_connections or default_connections(self._descriptors)
+        most = self.parts.settings.max_connections or default_connections(self._descriptors)
         acceptor = Acceptor(sockets[0], self._connection, most, self._tls)
         acceptor.start()
         self.servers = [acceptor]  # type: ignore[list-item]
@@ -134,7 +133,7 @@ class Server(uvicorn.Server):
     def _end_streams(self) -> None:
         for server in self.servers:
             server.close()
-        self.jobs.stopping.set()
+        self.parts.stopping.set()
 
     def _connection(self) -> Connection:
         return Connection(self.config, self.server_state, {})
@@ -238,7 +237,7 @@ def address_of(settings: ServiceSettings, listener: socket.socket) -> str:
 
 def _log_configuration(service: Service, config: Path | None, listener: socket.socket) -> None:
     settings = service.settings
-    waiting, running = service.waiting_and_running()
+    waiting, running = service.jobs.waiting_and_running()
     strategy = settings.fsdp_config.sharding_strategy
     ranks, origin = settings.default_ranks(service.devices)
     taken = f"{running} training, {waiting} waiting" if waiting or running else "none"

@@ -29,7 +29,7 @@ def inline(data_dir: Path) -> Status:
 
 def remote(data_dir: Path) -> Status:
     service = Service(ServiceSettings(data_dir=data_dir, device="cpu"))
-    return service.store, lambda: service.status("job-1")
+    return service.store, lambda: service.jobs.status("job-1")
 
 
 @pytest.mark.parametrize("provider", [inline, remote])

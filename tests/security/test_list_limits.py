@@ -179,17 +179,17 @@ def test_pages_of_tokens_and_nodes_continue_when_the_entry_of_their_cursor_is_de
     service = Service(ServiceSettings.model_validate({"data_dir": tmp_path, "tokens": tokens}))
     for name in ("e", "d", "c"):
         service.tokens.create(name, "submit", "a")
-    first = json.loads(asyncio.run(list_tokens(service, 3, None)).body)
+    first = json.loads(asyncio.run(list_tokens(service.tokens, service.settings, 3, None)).body)
     assert [row["name"] for row in first["data"]] == ["a", "b", "e"]
     service.tokens.revoke("e")
-    second = json.loads(asyncio.run(list_tokens(service, 3, first["next"])).body)
+    second = json.loads(asyncio.run(list_tokens(service.tokens, service.settings, 3, first["next"])).body)
     assert ([row["name"] for row in second["data"]], second["next"]) == (["d", "c"], None)
     for name in ("z", "y", "x"):
         service.store.nodes.join(name, "machine", "boot", "{}")
-    first = json.loads(asyncio.run(nodes(service, 2, None)).body)
+    first = json.loads(asyncio.run(nodes(service.node_rows, 2, None)).body)
     assert [row["node"] for row in first["data"]] == [service.node_name, "x"]
-    service.remove_node("x")
-    second = json.loads(asyncio.run(nodes(service, 5, first["next"])).body)
+    service.nodes.remove("x")
+    second = json.loads(asyncio.run(nodes(service.node_rows, 5, first["next"])).body)
     assert ([row["node"] for row in second["data"]], second["next"]) == (["y", "z"], None)
     service.stop()
 
@@ -205,11 +205,11 @@ def test_pages_of_metric_points_never_divide_a_step() -> None:
     def stored(job_uuid: str, after: int, limit: int) -> list[PointRecord]:
         return [point for point in points if point.step > after][:limit]
 
-    service: Any = SimpleNamespace(store=SimpleNamespace(points=stored))
+    store: Any = SimpleNamespace(points=stored)
     found: list[Any] = []
     after: int | None = -1
     while after is not None:
-        page = json.loads(bytes(asyncio.run(job_metrics(service, "job", after, 10)).body))
+        page = json.loads(bytes(asyncio.run(job_metrics(store, "job", after, 10)).body))
         assert 0 < len(page["data"]) <= 10
         found += page["data"]
         after = page["next"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +16,17 @@ from llama_stack_provider_trl.jobs.decisions.placement import Node
 from llama_stack_provider_trl.jobs.store.records import NodeTaskRecord
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.schema import schema_digest
+from llama_stack_provider_trl_remote.service.cluster import joins
 from llama_stack_provider_trl_remote.service.cluster.credentials import NodeCredentials
+from llama_stack_provider_trl_remote.service.cluster.joined_nodes import JoinedNodes
+from llama_stack_provider_trl_remote.service.cluster.joins import Joins
 from llama_stack_provider_trl_remote.service.cluster.loads import Loads
 from llama_stack_provider_trl_remote.service.cluster.membership import Cluster
+from llama_stack_provider_trl_remote.service.cluster.node_rows import NodeRows
 from llama_stack_provider_trl_remote.service.cluster.poll_order import PollOrder
+from llama_stack_provider_trl_remote.service.cluster.polls import Polls
 from llama_stack_provider_trl_remote.service.cluster.presence import Presence
-from llama_stack_provider_trl_remote.service.context import Service
+from llama_stack_provider_trl_remote.service.configured_pools import gpus_elsewhere
 from llama_stack_provider_trl_remote.service.http.errors import Conflict, Gone, NotFound
 from llama_stack_provider_trl_remote.service.routes import agents as routes_agents
 from llama_stack_provider_trl_remote.service.routes import nodes as routes_nodes
@@ -55,10 +59,9 @@ VERSION = {**dict.fromkeys(VERSIONS, "1"), SPECS: schema_digest()}
 class World:
     """What the routes use of a service, on a stopped clock."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, root: Path) -> None:
         self.root, self.clock = root, FakeClock()
         self.store = Store(root / "jobs.db", self.clock)
-        monkeypatch.setattr(routes_agents.time, "time", self.clock)
         self.start()
 
     def start(self) -> None:
@@ -66,29 +69,26 @@ class World:
         self.presence = Presence(self.clock, "head")
         self.received: list[str] = []
         self.owners: dict[str, OwnerUse | None] = {}
-        self.service: Any = SimpleNamespace(
-            node_name="head",
-            machine_id="machine of head",
-            settings=SimpleNamespace(on_loopback=False),
-            versions=lambda: VERSION,
-            store=self.store,
-            presence=self.presence,
-            cluster=SimpleNamespace(
-                allow_again=lambda node: None,
-                note_owner=self.note_owner,
-                forget=lambda node: self.owners.pop(node, None),
-            ),
-            removed={},
-            loads=Loads(self.store, self.clock),
-            polls=PollOrder(),
-            logs=ServiceLogs(self.root),
-            supervisor=SimpleNamespace(wake=lambda: None),
-            stopping=SimpleNamespace(is_set=lambda: True),  # a poll is answered at once
-            uploads=SimpleNamespace(receive=self.receive, current=self.current, first=self.current),
+        self.woken: list[OwnerUse | None] = []
+        self.stopping: Any = SimpleNamespace(is_set=lambda: True)  # a poll is answered at once
+        self.uploads: Any = SimpleNamespace(receive=self.receive, current=self.current, first=self.current)
+        self.loads, self.logs = Loads(self.store, self.clock), ServiceLogs(self.root)
+        cluster: Any = SimpleNamespace(
+            head="head",
+            allow_again=lambda node: None,
+            note_owner=self.note_owner,
+            forget=lambda node: self.owners.pop(node, None),
         )
-        self.service.known_node = partial(Service.known_node, self.service)
-        self.service.remove_node = partial(Service.remove_node, self.service)
-        self.service.forget_node = partial(Service.forget_node, self.service)
+        about, order = (self.store, "head", self.presence), PollOrder()
+        self.nodes = JoinedNodes(*about, self.loads, order, cluster, self.logs, self.wake)
+        known = (self.store, self.nodes, self.presence, cluster)
+        self.joins = Joins(*known, "head", False, lambda: VERSION, self.wake, self.clock)
+        self.polls = Polls(*known, self.loads, order, self.logs, self.clock)
+        machines = Cluster(self.store, self.presence, "head", "machine of head", ["cpu"], 1)
+        self.listed = NodeRows(self.store, self.nodes, machines, self.loads, ("cpu",), self.root)
+
+    def wake(self) -> None:
+        self.woken.append(self.owners.get("a"))
 
     def note_owner(self, node: str, use: OwnerUse | None) -> bool:
         before, self.owners[node] = self.owners.get(node), use
@@ -125,7 +125,7 @@ class World:
             devices=(DeviceReport(name="cpu"),),
             versions=versions,
         )
-        answer = asyncio.run(routes_agents.join(self.service, caller, report))
+        answer = asyncio.run(routes_agents.join(self.joins, caller, report))
         credential = json.loads(bytes(answer.body))["credential"]
         return self.authenticated(credential) or caller, credential
 
@@ -134,30 +134,30 @@ class World:
 
     def poll(self, name: str = "a", agent_id: str = "one", caller: Caller = JOINS) -> None:
         body = Poll(boot_id="1", agent_id=agent_id, tasks=(), seen=-1)
-        asyncio.run(routes_agents.poll(self.service, caller, name, body))
+        asyncio.run(routes_agents.poll(self.polls, self.stopping, self.wake, caller, name, body))
 
     def leave(self, name: str = "a") -> None:
         body = Poll(boot_id="1", agent_id="one", leaving=True, seen=-1)
-        asyncio.run(routes_agents.poll(self.service, JOINS, name, body))
+        asyncio.run(routes_agents.poll(self.polls, self.stopping, self.wake, JOINS, name, body))
 
     def report_load(self, cpu_percent: float, name: str = "a") -> None:
         load = Load(
             cpu_percent=cpu_percent, memory_used_bytes=1, disk_free_bytes=1, devices=(DeviceLoad(name="cuda:0"),)
         )
         body = Poll(boot_id="1", agent_id="one", load=load, seen=-1)
-        asyncio.run(routes_agents.poll(self.service, JOINS, name, body))
+        asyncio.run(routes_agents.poll(self.polls, self.stopping, self.wake, JOINS, name, body))
 
     def load(self, name: str) -> dict[str, Any]:
-        return dict(json.loads(bytes(asyncio.run(routes_nodes.node_load(self.service, name)).body)))
+        return dict(json.loads(bytes(asyncio.run(routes_nodes.node_load(self.listed, name)).body)))
 
     def over(self, *kept: str) -> dict[str, Any]:
         """The answer to a poll of a node that keeps files of these jobs."""
         body = Poll(boot_id="1", agent_id="one", tasks=(), seen=-1)
-        answer = asyncio.run(routes_agents.poll(self.service, JOINS, "a", body, list(kept)))
+        answer = asyncio.run(routes_agents.poll(self.polls, self.stopping, self.wake, JOINS, "a", body, list(kept)))
         return dict(json.loads(bytes(answer.body)))
 
     def remove(self, name: str = "a") -> None:
-        asyncio.run(routes_nodes.remove(self.service, name))
+        asyncio.run(routes_nodes.remove(self.nodes, name))
 
     def give_task(self, order: str = "{}") -> None:
         self.store.add_job(job_spec("job", checkpoint_dir=self.root / "checkpoints" / "out"), "digest")
@@ -173,8 +173,8 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    world = World(tmp_path, monkeypatch)
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
     yield world
     world.store.close()
 
@@ -191,12 +191,11 @@ def test_a_poll_that_names_jobs_learns_which_of_them_are_over(world: World) -> N
 
 def test_the_owners_use_of_a_loaned_node_is_known_and_wakes_the_supervisor(world: World) -> None:
     world.join()
-    woken: list[OwnerUse | None] = []
-    world.service.supervisor = SimpleNamespace(wake=lambda: woken.append(world.owners["a"]))
+    world.woken.clear()
     for use in (OwnerUse.low, OwnerUse.low, OwnerUse.high, None):
         body = Poll(boot_id="1", agent_id="one", owner=use, seen=-1)
-        asyncio.run(routes_agents.poll(world.service, JOINS, "a", body))
-    assert woken == [OwnerUse.low, OwnerUse.high, None]
+        asyncio.run(routes_agents.poll(world.polls, world.stopping, world.wake, JOINS, "a", body))
+    assert world.woken == [OwnerUse.low, OwnerUse.high, None]
 
 
 def test_a_task_that_its_agent_has_ended_by_itself_is_gone_and_its_devices_are_free(world: World) -> None:
@@ -209,7 +208,7 @@ def test_a_task_that_its_agent_has_ended_by_itself_is_gone_and_its_devices_are_f
     ):
         report = TaskReport(task_id="job-1", stage=stage, progress=progress, error="the owner is back")
         body = Poll(boot_id="1", agent_id="one", tasks=(report,), seen=-1)
-        asyncio.run(routes_agents.poll(world.service, JOINS, "a", body))
+        asyncio.run(routes_agents.poll(world.polls, world.stopping, world.wake, JOINS, "a", body))
         assert len(world.store.tasks.of_node("a")) == left
 
 
@@ -220,7 +219,7 @@ def test_an_earlier_poll_that_arrives_late_replaces_nothing(world: World) -> Non
 
     def poll(number: int, *tasks: TaskReport, run: str = "r", leaving: bool = False) -> None:
         body = Poll(boot_id="1", agent_id="one", run=run, number=number, tasks=tasks, leaving=leaving, seen=-1)
-        asyncio.run(routes_agents.poll(world.service, JOINS, "a", body))
+        asyncio.run(routes_agents.poll(world.polls, world.stopping, world.wake, JOINS, "a", body))
 
     def left() -> list[str | None]:
         return [task.report for task in world.store.tasks.of_node("a")]
@@ -257,10 +256,7 @@ def test_a_node_whose_stored_report_cannot_be_read_is_listed_with_what_to_do_and
     world.join("a")
     world.join("b")
     world.store.nodes.join("a", "machine of a", "1", '{"of": "another release"}')
-    world.service.cluster = Cluster(world.store, world.presence, "head", "machine of head", ["cpu"], 1)
-    world.service.devices = ("cpu",)
-    world.service.settings.data_dir = world.root
-    head, a, b = routes_nodes.node_rows(world.service)
+    head, a, b = world.listed.all()
     assert (head.node, b.node, b.state) == ("head", "b", "open")
     assert (a.node, a.devices) == ("a", [])
     assert "start its agent again" in a.state
@@ -270,29 +266,23 @@ def test_nodes_of_one_machine_are_listed_with_one_hash_that_is_not_its_id(world:
     world.join("a", machine="shared")
     world.join("b", machine="shared")
     world.join("c", machine="machine of head")
-    world.service.cluster = Cluster(world.store, world.presence, "head", "machine of head", ["cpu"], 1)
-    world.service.devices = ("cpu",)
-    world.service.settings.data_dir = world.root
-    head, a, b, c = (row.machine for row in routes_nodes.node_rows(world.service))
+    head, a, b, c = (row.machine for row in world.listed.all())
     assert a == b != head == c
     assert "shared" not in str(a)
 
 
 def test_a_node_is_shown_as_the_list_has_it_and_an_unknown_one_is_refused_by_name(world: World) -> None:
     world.join("a")
-    world.service.cluster = Cluster(world.store, world.presence, "head", "machine of head", ["cpu"], 1)
-    world.service.devices = ("cpu",)
-    world.service.settings.data_dir = world.root
-    shown = [json.loads(asyncio.run(routes_nodes.node(world.service, name)).body) for name in ("head", "a")]
+    shown = [json.loads(asyncio.run(routes_nodes.node(world.listed, name)).body) for name in ("head", "a")]
     assert [(row["node"], row["head"], row["address"]) for row in shown] == [
         ("head", True, None),
         ("a", False, "10.0.0.1"),
     ]
-    listed = json.loads(asyncio.run(routes_nodes.nodes(world.service)).body)["data"]
+    listed = json.loads(asyncio.run(routes_nodes.nodes(world.listed)).body)["data"]
     assert [row.keys() for row in shown] == [row.keys() for row in listed]
     assert shown[1] == listed[1]
     with pytest.raises(NotFound, match="there is no node 'b' here"):
-        asyncio.run(routes_nodes.node(world.service, "b"))
+        asyncio.run(routes_nodes.node(world.listed, "b"))
 
 
 @pytest.mark.parametrize("digest", [None, "0123"])
@@ -390,12 +380,12 @@ def test_nothing_stays_of_a_poll_whose_node_another_thread_removes(
     entries = LogEntries(run="a", number=1, lines=("joined",))
     body = Poll(boot_id="1", agent_id="one", load=load, log=entries, owner=OwnerUse.low, seen=-1)
     with pytest.raises(Gone, match="was removed"):
-        asyncio.run(routes_agents.poll(world.service, JOINS, "a", body))
+        asyncio.run(routes_agents.poll(world.polls, world.stopping, world.wake, JOINS, "a", body))
     assert not world.presence.has_called("a")
-    assert world.service.loads.last("a") is None
+    assert world.loads.last("a") is None
     assert "a" not in world.owners
     with pytest.raises(NotFound):
-        world.service.logs.read("a", 10, 1000)
+        world.logs.read("a", 10, 1000)
 
 
 def test_a_name_is_free_once_its_agent_is_silent(world: World) -> None:
@@ -463,7 +453,7 @@ def test_of_many_joins_without_an_answer_few_credentials_are_kept(world: World) 
 
 
 def test_the_nodes_that_a_token_may_add_are_limited(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes_agents, "_MOST_NODES", 2)
+    monkeypatch.setattr(joins, "_MOST_NODES", 2)
     world.join("a")
     own, _ = world.join("b")
     with pytest.raises(Conflict, match="there are 2 nodes already: remove those that are gone"):
@@ -495,17 +485,17 @@ def test_a_poll_that_waits_ends_when_another_agent_has_the_name(world: World, mo
     own, _ = world.join()
     world.poll(caller=own)
     used = Caller.of_node("a")
-    world.service.stopping = SimpleNamespace(is_set=lambda: False)
+    world.stopping = SimpleNamespace(is_set=lambda: False)
 
     async def meanwhile(seconds: float) -> None:
         report = json.loads(world.store.nodes.all()[0].report) | {"agent_id": "two"}
-        await routes_agents.join(world.service, used, NodeReport.model_validate(report))
+        await routes_agents.join(world.joins, used, NodeReport.model_validate(report))
 
     monkeypatch.setattr(routes_agents.asyncio, "sleep", meanwhile)
     revision = world.store.nodes.all()[0].revision
     body = Poll(boot_id="1", agent_id="one", tasks=(), seen=revision)
     with pytest.raises(Conflict, match="has joined as another agent"):
-        asyncio.run(routes_agents.poll(world.service, used, "a", body))
+        asyncio.run(routes_agents.poll(world.polls, world.stopping, world.wake, used, "a", body))
 
 
 def test_a_database_that_cannot_be_read_is_no_wrong_credential(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -542,16 +532,17 @@ def test_a_refused_call_is_no_heartbeat(world: World, call: str) -> None:
             yield b"x"
 
     request: Any = Sent()
-    service = world.service
+    uploads, presence = world.uploads, world.presence
+    digests: Any = SimpleNamespace()
     for task in ("job-1", "another"):
         calls = {
-            "events": lambda task=task: routes_agents.add_events(service, "a", task, 0, request),
-            "log": lambda task=task: routes_agents.add_log(service, "a", task, "rank-0.log", 0, request),
+            "events": lambda task=task: routes_agents.add_events(uploads, presence, world.wake, "a", task, 0, request),
+            "log": lambda task=task: routes_agents.add_log(uploads, presence, "a", task, "rank-0.log", 0, request),
             "ask": lambda task=task: routes_agents.ask_for_checkpoint(
-                service, "a", task, "final", CheckpointReport(kind="final", files=())
+                uploads, presence, digests, "a", task, "final", CheckpointReport(kind="final", files=())
             ),
             "file": lambda task=task: routes_agents.add_checkpoint_file(
-                service, "a", task, "final", "f", "0" * 64, request
+                uploads, presence, "a", task, "final", "f", "0" * 64, request
             ),
         }
         with pytest.raises(Gone):
@@ -573,7 +564,11 @@ def test_an_upload_ends_when_its_task_is_not_current_any_more(world: World, monk
 
     request: Any = Endless()
     with pytest.raises(Gone):
-        asyncio.run(routes_agents.add_checkpoint_file(world.service, "a", "job-1", "final", "f", "0" * 64, request))
+        asyncio.run(
+            routes_agents.add_checkpoint_file(
+                world.uploads, world.presence, "a", "job-1", "final", "f", "0" * 64, request
+            )
+        )
     assert world.received == ["there"] * 3
 
 
@@ -603,7 +598,7 @@ def test_a_node_that_uploads_for_longer_than_its_silence_is_not_lost(world: Worl
 
     request: Any = Slow()
     about = ("a", "job-1", "checkpoint-2", "model.safetensors", "0" * 64, request)
-    asyncio.run(routes_agents.add_checkpoint_file(world.service, *about))
+    asyncio.run(routes_agents.add_checkpoint_file(world.uploads, world.presence, *about))
     assert world.received == ["there"] * 6
     assert not world.presence.is_absent("a")
 
@@ -627,21 +622,19 @@ def test_the_load_that_polls_report_is_read_per_minute(world: World) -> None:
 
 
 def test_gpus_elsewhere_are_those_of_pools_and_of_nodes_that_have_joined() -> None:
-    pools = [
+    pools: Any = [
         SimpleNamespace(name=name, max_nodes=most, node=SimpleNamespace(gpus=gpus))
         for name, most, gpus in (("gpu", 2, 8), ("cpu", 2, 0), ("closed", 0, 8))
     ]
     nodes = [Node("head", ("cuda:0",), head=True), Node("b", ("cpu",)), Node("c", ("cuda:0", "cuda:1"))]
-    service: Any = SimpleNamespace(settings=SimpleNamespace(pools=pools), nodes=lambda: nodes)
-    assert Service._gpus_elsewhere(service) == ["pool gpu", "node c"]
+    assert gpus_elsewhere(pools, nodes) == ["pool gpu", "node c"]
 
 
 def test_a_node_is_listed_with_its_last_load(world: World) -> None:
     world.join()
-    world.service.loads = Loads(world.store, world.clock)
-    world.service.loads.note("a", Load(cpu_percent=1.0, memory_used_bytes=1, disk_free_bytes=1))
+    world.loads.note("a", Load(cpu_percent=1.0, memory_used_bytes=1, disk_free_bytes=1))
     world.clock.advance(40)
-    found = routes_nodes._last_load(world.service, "a")
+    found = world.listed._last_load("a")
     assert found is not None
     assert (found.cpu_percent, found.age_seconds) == (1.0, 40.0)
-    assert routes_nodes._last_load(world.service, "b") is None
+    assert world.listed._last_load("b") is None

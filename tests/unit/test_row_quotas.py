@@ -25,6 +25,7 @@ from llama_stack_provider_trl.system.files import put_rows
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.quotas import UPLOADS, CountedRows, Quotas
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
+from llama_stack_provider_trl_remote.service.datasets.uploads import RowUploads
 from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
 from llama_stack_provider_trl_remote.service.http.errors import Conflict, NotFound
 from llama_stack_provider_trl_remote.service.routes.datasets import put_blob
@@ -419,14 +420,14 @@ def test_a_refusal_leaves_the_rows_that_another_request_has_stored_and_not_recor
         monkeypatch.setattr(blobs, "keep", stopped_upload)
         if refusal is None:
             registry._blobs.path(hashlib.sha256(body).hexdigest()).unlink()  # so that it is sent again
-        service: Any = SimpleNamespace(blobs=blobs, counted=registry._counted, quotas=registry._counted._quotas)
+        uploads = RowUploads(blobs, registry._counted, registry._counted._quotas)
 
         async def stream() -> AsyncIterator[bytes]:
             yield body
 
         request: Any = SimpleNamespace(headers={"content-length": str(len(body))}, stream=stream)
         path = blobs.path(hashlib.sha256(body).hexdigest())
-        assert asyncio.run(put_blob(service, path.stem, request, Caller("submit", "b"))).status_code == 201
+        assert asyncio.run(put_blob(uploads, path.stem, request, Caller("submit", "b"))).status_code == 201
     assert ended
     assert path.exists()
     assert store.rows.owns(path.stem, "b")

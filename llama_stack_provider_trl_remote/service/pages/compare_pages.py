@@ -11,9 +11,9 @@ from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse
 
-from ..context import Stored
+from ..dependencies import StoredJobsDep
+from ..jobs.stored_jobs import StoredJobs
 from ..security.access import USERS
-from ..stored_jobs import StoredJobs
 from .compare_view import compared, measured
 from .job_view import settings_of
 from .rendering import page
@@ -27,13 +27,13 @@ MOST = 8
 
 @router.get("", dependencies=[USERS])
 async def compare_page(
-    request: Request, service: Stored, job: Annotated[list[str] | None, Query(max_length=100)] = None
+    request: Request, stored: StoredJobsDep, job: Annotated[list[str] | None, Query(max_length=100)] = None
 ) -> Response:
     """Curves of several jobs over each other, and the difference of their configurations."""
     names = [*dict.fromkeys(name.strip() for name in job or () if name.strip())]
     if len(names) > MOST:
         raise InvalidRequest("job", len(names), f"compare at most {MOST} jobs at a time")
-    jobs = await asyncio.to_thread(_statuses, service, names)
+    jobs = await asyncio.to_thread(_statuses, stored, names)
     settings = compared([settings_of(one.resources_allocated["effective_config"]) for one in jobs])
     values: dict[str, Any] = {
         "jobs": jobs,
@@ -46,5 +46,5 @@ async def compare_page(
     return page(request, "compare.html", **values)
 
 
-def _statuses(service: StoredJobs, names: list[str]) -> list[PostTrainingJobStatusResponse]:
-    return [service.status(name) for name in names]
+def _statuses(stored: StoredJobs, names: list[str]) -> list[PostTrainingJobStatusResponse]:
+    return [stored.status(name) for name in names]

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
-from ..context import Context, Service
+from ..dependencies import DatasetsDep, JobChecksDep
 from ..http.preview import PreviewBody
 from ..security.access import USERS, USERS_FORM, CurrentCaller
 from .job_form import job_of, validated
@@ -21,14 +21,16 @@ router = APIRouter(route_class=PageRoute, prefix="/data", include_in_schema=Fals
 
 @router.get("", dependencies=[USERS])
 async def data_page(
-    request: Request, service: Context, dataset: Annotated[str, Query(max_length=512)] = ""
+    request: Request, registry: DatasetsDep, dataset: Annotated[str, Query(max_length=512)] = ""
 ) -> Response:
     """The form that asks for a preview."""
-    return page(request, "data.html", result=None, problem="", **await _form(service, {"dataset": dataset}))
+    return page(request, "data.html", result=None, problem="", **await _form(registry, {"dataset": dataset}))
 
 
 @router.post("", dependencies=[USERS_FORM])
-async def preview_page(request: Request, service: Context, caller: CurrentCaller) -> Response:
+async def preview_page(
+    request: Request, checks: JobChecksDep, registry: DatasetsDep, caller: CurrentCaller
+) -> Response:
     """Rows as they are trained, below the form that requested them."""
     fields = await checked_form(request, caller)
     values: dict[str, Any] = {"result": None, "problem": ""}
@@ -39,13 +41,13 @@ async def preview_page(request: Request, service: Context, caller: CurrentCaller
         # KTO pairs the rows of a step, and is a method of DPO's call.
         algorithm, batch_size = ("dpo", "2") if method == "kto" else (method, "1")
         body = {**job_of({**fields, "batch_size": batch_size}), "algorithm": algorithm, **window}
-        found = await service.preview(validated(PreviewBody, body))
+        found = await checks.preview(validated(PreviewBody, body))
         shown = [(row, parts_of(row)) for row in found.rows]
         values |= {"result": found, "shown": shown, "left_out": left_out(found.rows)}
     except Exception as error:
         status, values["problem"] = await problem_of(request, error)
-    return page(request, "data.html", status, **values, **await _form(service, fields))
+    return page(request, "data.html", status, **values, **await _form(registry, fields))
 
 
-async def _form(service: Service, fields: dict[str, str]) -> dict[str, Any]:
-    return {"fields": fields, "datasets": await asyncio.to_thread(service.datasets.names)}
+async def _form(registry: DatasetsDep, fields: dict[str, str]) -> dict[str, Any]:
+    return {"fields": fields, "datasets": await asyncio.to_thread(registry.names)}

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from llama_stack_provider_trl.jobs.store.reader import read_warnings
+from llama_stack_provider_trl.jobs.store.store import Store
 
-from ..context import Stored
+from ..dependencies import DigestsDep, StoreDep, StoredJobsDep
 from ..http.errors import NotFound
 from ..security.access import ADMINS_FORM, USERS, USERS_FORM, CurrentCaller
 from ..views.checkpoints import list_files
@@ -30,25 +31,28 @@ _MORE_LINES, _MORE_BYTES = 5000, 1 << 20
 
 
 @router.get("", dependencies=[USERS])
-async def job_page(request: Request, service: Stored, caller: CurrentCaller, job_uuid: JobName) -> Response:
+async def job_page(
+    request: Request, jobs: StoredJobsDep, store: StoreDep, caller: CurrentCaller, job_uuid: JobName
+) -> Response:
     """State, attempts, curves, checkpoints, log and configuration of a job."""
-    status = await asyncio.to_thread(service.status, job_uuid)
-    warnings = await asyncio.to_thread(read_warnings, service.store, job_uuid)
-    log = await _log(service, job_uuid, "0", None, _LINES, _BYTES)
+    status = await asyncio.to_thread(jobs.status, job_uuid)
+    warnings = await asyncio.to_thread(read_warnings, store, job_uuid)
+    log = await _log(store, job_uuid, "0", None, _LINES, _BYTES)
     return page(request, "job.html", log=log, **job_view.values(status, caller.role, warnings))
 
 
 @router.get("/logs", dependencies=[USERS])
 async def log_page(
     request: Request,
-    service: Stored,
+    jobs: StoredJobsDep,
+    store: StoreDep,
     job_uuid: JobName,
     rank: Annotated[str, Query(pattern=rf"^(\d{{1,4}}|{LAUNCHER})$")] = "0",
     attempt: Annotated[int | None, Query(ge=1, le=10**6)] = None,
 ) -> Response:
     """The end of a log."""
-    status = await asyncio.to_thread(service.status, job_uuid)
-    log = await _log(service, job_uuid, rank, attempt, _MORE_LINES, _MORE_BYTES)
+    status = await asyncio.to_thread(jobs.status, job_uuid)
+    log = await _log(store, job_uuid, rank, attempt, _MORE_LINES, _MORE_BYTES)
     attempts = [tried["attempt"] for tried in status.resources_allocated["attempts"]]
     ranks = job_view.logs_of(status)
     values: dict[str, Any] = {"job_uuid": job_uuid, "rank": rank, "attempt": attempt or max(attempts, default=1)}
@@ -58,58 +62,60 @@ async def log_page(
 
 @router.get("/samples", dependencies=[USERS])
 async def samples_page(
-    request: Request, service: Stored, job_uuid: JobName, skip: Annotated[int, Query(ge=0, le=10**6)] = 0
+    request: Request, store: StoreDep, job_uuid: JobName, skip: Annotated[int, Query(ge=0, le=10**6)] = 0
 ) -> Response:
     """The model's answers to the job's prompts, side by side."""
-    found = await asyncio.to_thread(side_by_side, service.store, job_uuid, skip)
+    found = await asyncio.to_thread(side_by_side, store, job_uuid, skip)
     return page(request, "samples.html", job_uuid=job_uuid, path=job_view.path_of(job_uuid), found=found)
 
 
 @router.get("/checkpoints/{identifier:path}", dependencies=[USERS])
-async def checkpoint_page(request: Request, service: Stored, job_uuid: JobName, identifier: str) -> Response:
+async def checkpoint_page(
+    request: Request, store: StoreDep, digests: DigestsDep, job_uuid: JobName, identifier: str
+) -> Response:
     """The files of a checkpoint. As with the API, the first call computes their digests."""
     loop = asyncio.get_running_loop()
-    arguments = (service.store, service.digests, job_uuid, identifier)
-    found = await loop.run_in_executor(service.digests.threads, list_files, *arguments)
+    arguments = (store, digests, job_uuid, identifier)
+    found = await loop.run_in_executor(digests.threads, list_files, *arguments)
     return page(request, "checkpoint.html", job_uuid=job_uuid, checkpoint=found)
 
 
 @router.post("/cancel", dependencies=[USERS_FORM])
-async def cancel(request: Request, service: Stored, caller: CurrentCaller, job_uuid: JobName) -> Response:
+async def cancel(request: Request, jobs: StoredJobsDep, caller: CurrentCaller, job_uuid: JobName) -> Response:
     """End the job."""
     await checked_form(request, caller)
-    await service.cancel(job_uuid)
+    await jobs.cancel(job_uuid)
     return see_other(job_view.path_of(job_uuid))
 
 
 @router.post("/pause", dependencies=[USERS_FORM])
-async def pause(request: Request, service: Stored, caller: CurrentCaller, job_uuid: JobName) -> Response:
+async def pause(request: Request, jobs: StoredJobsDep, caller: CurrentCaller, job_uuid: JobName) -> Response:
     """Have the job save and free its device."""
     await checked_form(request, caller)
-    await service.pause(job_uuid)
+    await jobs.pause(job_uuid)
     return see_other(job_view.path_of(job_uuid))
 
 
 @router.post("/resume", dependencies=[USERS_FORM])
-async def resume(request: Request, service: Stored, caller: CurrentCaller, job_uuid: JobName) -> Response:
+async def resume(request: Request, jobs: StoredJobsDep, caller: CurrentCaller, job_uuid: JobName) -> Response:
     """Queue the paused job again."""
     await checked_form(request, caller)
-    await service.resume(job_uuid)
+    await jobs.resume(job_uuid)
     return see_other(job_view.path_of(job_uuid))
 
 
 @router.post("/delete", dependencies=[ADMINS_FORM])
-async def delete(request: Request, service: Stored, caller: CurrentCaller, job_uuid: JobName) -> Response:
+async def delete(request: Request, jobs: StoredJobsDep, caller: CurrentCaller, job_uuid: JobName) -> Response:
     """Delete the job, and its checkpoints where the box is ticked."""
     fields = await checked_form(request, caller)
-    await asyncio.to_thread(service.delete, job_uuid, fields.get("checkpoints") == "yes")
+    await asyncio.to_thread(jobs.delete, job_uuid, fields.get("checkpoints") == "yes")
     return see_other("/")
 
 
-async def _log(service: Stored, job_uuid: str, rank: str, attempt: int | None, lines: int, size: int) -> str:
+async def _log(store: Store, job_uuid: str, rank: str, attempt: int | None, lines: int, size: int) -> str:
     """The end of a log; where there is none, the reason."""
     try:
-        text = await asyncio.to_thread(read_log, service.store, job_uuid, rank, lines, attempt, size)
+        text = await asyncio.to_thread(read_log, store, job_uuid, rank, lines, attempt, size)
     except NotFound as error:
         return f"({error})"
     return job_view.shortened(text) or "(it is empty)"

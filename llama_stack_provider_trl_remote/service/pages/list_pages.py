@@ -11,7 +11,7 @@ from pydantic import BeforeValidator
 
 from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState
 
-from ..context import Stored
+from ..dependencies import StoredJobsDep
 from ..http.bodies import QueueRow
 from ..security.access import USERS
 from .rendering import page
@@ -25,14 +25,14 @@ _PER_PAGE = 100
 @router.get("/", dependencies=[USERS])
 async def jobs_page(
     request: Request,
-    service: Stored,
+    jobs: StoredJobsDep,
     state: Annotated[JobState | None, BeforeValidator(lambda text: text or None), Query()] = None,
     search: Annotated[str, Query(max_length=200)] = "",
     number: Annotated[int, Query(alias="page", ge=1, le=10**6)] = 1,
 ) -> Response:
     """Jobs in the order in which they run, 100 to a page."""
     offset = (number - 1) * _PER_PAGE
-    found = await asyncio.to_thread(service.queue, state, search, _PER_PAGE, offset)
+    found = await asyncio.to_thread(jobs.queue, state, search, _PER_PAGE, offset)
     return page(
         request,
         "jobs.html",

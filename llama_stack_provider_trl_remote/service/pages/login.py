@@ -13,11 +13,10 @@ from starlette.responses import RedirectResponse
 
 from llama_stack_provider_trl.jobs.store.tokens import digest
 
-from ..context import Stored
+from ..dependencies import AuditDep, SettingsDep
 from ..security.access import ANYONE, LOGIN_FORM, USERS_FORM, Caller, CurrentCaller, Refused, sender
 from ..security.auth import Authenticator
 from ..security.sessions import Sessions, cookie_header
-from ..stored_jobs import StoredJobs
 from .rendering import HEADERS, page
 from .route import PageRoute
 
@@ -37,7 +36,7 @@ async def login_page(request: Request, caller: CurrentCaller) -> Response:
 
 
 @router.post("/login", dependencies=[LOGIN_FORM])
-async def log_in(request: Request, service: Stored) -> Response:
+async def log_in(request: Request, settings: SettingsDep, audit: AuditDep) -> Response:
     """Open a session for a token. Wrong tokens count as those of any call."""
     authenticator: Authenticator = request.app.state.authenticator
     fields = await form_fields(request)
@@ -53,22 +52,22 @@ async def log_in(request: Request, service: Stored) -> Response:
         )
     sessions: Sessions = request.app.state.sessions
     session_id = await asyncio.to_thread(sessions.open, digest(token))
-    await _record(service, request, "login", caller)
+    await _record(audit, request, "login", caller)
     back = fields.get("back", "/")
     answer = see_other(back if _OWN_PATH.fullmatch(back) else "/")
-    answer.headers["Set-Cookie"] = cookie_header(sessions.cookie, session_id, secure=_secure(service))
+    answer.headers["Set-Cookie"] = cookie_header(sessions.cookie, session_id, secure=_secure(settings))
     return answer
 
 
 @router.post("/logout", dependencies=[USERS_FORM])
-async def log_out(request: Request, service: Stored, caller: CurrentCaller) -> Response:
+async def log_out(request: Request, settings: SettingsDep, audit: AuditDep, caller: CurrentCaller) -> Response:
     """End the session."""
     await checked_form(request, caller)
     sessions: Sessions = request.app.state.sessions
     await asyncio.to_thread(sessions.close, caller.session)
-    await _record(service, request, "logout", caller)
+    await _record(audit, request, "logout", caller)
     answer = see_other("/login")
-    answer.headers["Set-Cookie"] = cookie_header(sessions.cookie, "", secure=_secure(service))
+    answer.headers["Set-Cookie"] = cookie_header(sessions.cookie, "", secure=_secure(settings))
     return answer
 
 
@@ -99,11 +98,11 @@ def see_other(path: str) -> Response:
     return RedirectResponse(path, 303, HEADERS)
 
 
-def _secure(service: StoredJobs) -> bool:
-    return service.settings.tls_cert is not None
+def _secure(settings: SettingsDep) -> bool:
+    return settings.tls_cert is not None
 
 
-async def _record(service: StoredJobs, request: Request, event: str, caller: Caller) -> None:
+async def _record(audit: AuditDep, request: Request, event: str, caller: Caller) -> None:
     about: dict[str, Any] = {**sender(request.scope), "caller": caller.name, "role": caller.role}
-    if service.audit is not None:
-        await asyncio.wrap_future(service.audit.submit(event, **about))
+    if audit is not None:
+        await asyncio.wrap_future(audit.submit(event, **about))

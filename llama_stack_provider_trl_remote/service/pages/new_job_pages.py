@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from llama_stack_provider_trl.errors import InvalidRequest
 
-from ..context import Context, Service
+from ..dependencies import DatasetsDep, JobChecksDep, SubmissionsDep
 from ..http.bodies import PreferenceOptimizeBody, PreflightBody, SupervisedFineTuneBody
 from ..security.access import USERS, USERS_FORM, CurrentCaller
 from .job_form import job_of, same_job, validated
@@ -24,29 +24,31 @@ router = APIRouter(route_class=PageRoute, prefix="/new", include_in_schema=False
 
 @router.get("", dependencies=[USERS])
 async def new_job_page(
-    request: Request, service: Context, dataset: Annotated[str, Query(max_length=512)] = ""
+    request: Request, registry: DatasetsDep, dataset: Annotated[str, Query(max_length=512)] = ""
 ) -> Response:
     """The empty form."""
-    return await _page(request, service, {"dataset": dataset} if dataset else {})
+    return await _page(request, registry, {"dataset": dataset} if dataset else {})
 
 
 @router.post("/check", dependencies=[USERS_FORM])
-async def check_job(request: Request, service: Context, caller: CurrentCaller) -> Response:
+async def check_job(request: Request, checks: JobChecksDep, registry: DatasetsDep, caller: CurrentCaller) -> Response:
     """The form with the preflight's answer; without a model or a dataset there is none yet."""
     fields = await checked_form(request, caller)
     if not fields.get("model", "").strip() or not fields.get("dataset", "").strip():
-        return await _page(request, service, fields)
+        return await _page(request, registry, fields)
     try:
         body = {**job_of(fields), "algorithm": _method(fields)}
-        found = await service.preflight(validated(PreflightBody, body))
+        found = await checks.preflight(validated(PreflightBody, body))
     except Exception as error:
         status, problem = await problem_of(request, error)
-        return await _page(request, service, fields, status, problem=problem)
-    return await _page(request, service, fields, found=found)
+        return await _page(request, registry, fields, status, problem=problem)
+    return await _page(request, registry, fields, found=found)
 
 
 @router.post("", dependencies=[USERS_FORM])
-async def submit_job(request: Request, service: Context, caller: CurrentCaller) -> Response:
+async def submit_job(
+    request: Request, submissions: SubmissionsDep, registry: DatasetsDep, caller: CurrentCaller
+) -> Response:
     """Queue the job, and lead to its page. The same form again is the same job."""
     fields = await checked_form(request, caller)
     try:
@@ -55,10 +57,10 @@ async def submit_job(request: Request, service: Context, caller: CurrentCaller) 
             body = validated(PreferenceOptimizeBody, job_of(fields))
         else:
             body = validated(SupervisedFineTuneBody, job_of(fields))
-        await service.submit(body, caller)
+        await submissions.submit(body, caller)
     except Exception as error:
         status, problem = await problem_of(request, error)
-        return await _page(request, service, fields, status, problem=problem)
+        return await _page(request, registry, fields, status, problem=problem)
     return see_other(path_of(body.job_uuid))
 
 
@@ -71,9 +73,14 @@ def _method(fields: Mapping[str, str]) -> str:
 
 
 async def _page(
-    request: Request, service: Service, fields: dict[str, str], code: int = 200, found: Any = None, problem: str = ""
+    request: Request,
+    registry: DatasetsDep,
+    fields: dict[str, str],
+    code: int = 200,
+    found: Any = None,
+    problem: str = "",
 ) -> Response:
-    datasets = await asyncio.to_thread(service.datasets.names)
+    datasets = await asyncio.to_thread(registry.names)
     return page(
         request,
         "new.html",

@@ -10,9 +10,9 @@ from fastapi import APIRouter, Path, Request, Response
 from llama_stack_provider_trl.jobs.store.records import NodeMode
 
 from ...nodes.joining import how_to_add_a_node
-from ..context import Context, Service
+from ..dependencies import NodeRowsDep, NodesDep, PoolsDep, PresenceDep
 from ..http.node_bodies import NodeRow
-from ..routes.nodes import Name, node_rows, remove_node, set_mode
+from ..routes.nodes import Name
 from ..routes.pools import pool_rows
 from ..security.access import ADMINS_FORM, USERS, CurrentCaller
 from .login import checked_form, see_other
@@ -26,15 +26,17 @@ Action = Annotated[Literal["cordon", "uncordon", "drain", "remove"], Path()]
 
 
 @router.get("", dependencies=[USERS])
-async def nodes_page(request: Request, service: Context, caller: CurrentCaller) -> Response:
+async def nodes_page(
+    request: Request, listed: NodeRowsDep, pools: PoolsDep, presence: PresenceDep, caller: CurrentCaller
+) -> Response:
     """Machines, their devices, the job that has each, how loaded they are, and why a node gets no jobs."""
-    nodes = await asyncio.to_thread(node_rows, service)
+    nodes = await asyncio.to_thread(listed.all)
     return page(
         request,
         "nodes.html",
         nodes=nodes,
-        pools=await asyncio.to_thread(pool_rows, service),
-        removable={node.node for node in nodes if _is_removable(service, node)},
+        pools=await asyncio.to_thread(pool_rows, pools),
+        removable={node.node for node in nodes if _is_removable(presence, node)},
         is_admin=caller.role == "admin",
         how_to_add=how_to_add_a_node(str(request.base_url).rstrip("/")),
     )
@@ -42,17 +44,17 @@ async def nodes_page(request: Request, service: Context, caller: CurrentCaller) 
 
 @router.post("/{name}/{action}", dependencies=[ADMINS_FORM])
 async def change_node(
-    request: Request, service: Context, caller: CurrentCaller, name: Name, action: Action
+    request: Request, machines: NodesDep, caller: CurrentCaller, name: Name, action: Action
 ) -> Response:
     """Cordon, uncordon, drain or remove a node."""
     await checked_form(request, caller)
     if action == "remove":
-        await remove_node(service, name)
+        await asyncio.to_thread(machines.remove, name)
     else:
-        await set_mode(service, name, _MODES[action])
+        await asyncio.to_thread(machines.set_mode, name, _MODES[action])
     return see_other("/nodes")
 
 
-def _is_removable(service: Service, node: NodeRow) -> bool:
+def _is_removable(presence: PresenceDep, node: NodeRow) -> bool:
     """Whether the page offers to remove a node: the API also removes one that waits for jobs."""
-    return not node.head and node.state != "open" and (not node.jobs or service.presence.is_absent(node.node))
+    return not node.head and node.state != "open" and (not node.jobs or presence.is_absent(node.node))

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Header, Path, Request, Response
 
 from llama_stack_provider_trl.system.files import open_regular
 
-from ..context import Context, Service
+from ..dependencies import BlobsDep, DatasetsDep, RayDatasetsDep, RowUploadsDep
 from ..http.bodies import Dataset, ListDatasetsResponse, RegisterDataset, Sha256
 from ..http.errors import NotFound, declared
 from ..security.access import (
@@ -47,49 +47,49 @@ _NDJSON: dict[str, Any] = {
 
 @router.post("", dependencies=[USERS_ROWS], response_model=Dataset, responses=declared(409, 507))
 async def register_dataset(
-    service: Context, body: RegisterDataset, caller: CurrentCaller, request: Request
+    registry: DatasetsDep, body: RegisterDataset, caller: CurrentCaller, request: Request
 ) -> Response:
     """Register rows, a uri, or an uploaded blob under a name. The same again changes nothing."""
-    return as_json(await service.datasets.register(body, getattr(request.state, "rows", None), caller.name))
+    return as_json(await registry.register(body, getattr(request.state, "rows", None), caller.name))
 
 
 @router.get("", dependencies=[USERS], response_model=ListDatasetsResponse, responses=declared())
-async def list_datasets(service: Context, limit: Limit = MOST, after: After = None) -> Response:
+async def list_datasets(registry: DatasetsDep, limit: Limit = MOST, after: After = None) -> Response:
     """Registered datasets, oldest first."""
-    return Response(await asyncio.to_thread(service.datasets.page, limit, after), media_type="application/json")
+    return Response(await asyncio.to_thread(registry.page, limit, after), media_type="application/json")
 
 
 @router.get("/{dataset_id:path}", dependencies=[USERS], response_model=Dataset, responses=declared(404))
-async def get_dataset(service: Context, dataset_id: DatasetId) -> Response:
+async def get_dataset(registry: DatasetsDep, dataset_id: DatasetId) -> Response:
     """One dataset, without its rows."""
-    return as_json(await asyncio.to_thread(service.datasets.get, dataset_id))
+    return as_json(await asyncio.to_thread(registry.get, dataset_id))
 
 
 @router.delete("/{dataset_id:path}", dependencies=[USERS], status_code=204, responses=declared(404))
-async def delete_dataset(service: Context, dataset_id: DatasetId) -> Response:
+async def delete_dataset(registry: DatasetsDep, dataset_id: DatasetId) -> Response:
     """Forget a dataset, and its rows, unless another token has them. Jobs that were queued with it keep their rows."""
-    await asyncio.to_thread(service.datasets.delete, dataset_id)
+    await asyncio.to_thread(registry.delete, dataset_id)
     return Response(status_code=204)
 
 
 @blobs.head("/{sha256}", dependencies=[USERS], response_class=Response, responses=declared(404))
-async def has_blob(service: Context, sha256: Digest) -> Response:
+async def has_blob(stored: BlobsDep, sha256: Digest) -> Response:
     """Whether these rows are stored here."""
-    if not await service.blobs.holds(sha256):
+    if not await stored.holds(sha256):
         raise NotFound(f"no rows with the digest {sha256} are stored here")
     return Response()
 
 
 @blobs.get("/{sha256}", dependencies=[TASK_ROWS], response_class=Response, responses={**declared(404, 416), **_ROWS})
 async def get_blob(
-    service: Context,
+    stored: BlobsDep,
     sha256: Digest,
     wanted: Annotated[str | None, Header(alias="Range", description="One range of bytes, such as bytes=100-")] = None,
 ) -> Response:
     """The rows, for a node that trains on them."""
-    if not await service.blobs.holds(sha256):
+    if not await stored.holds(sha256):
         raise NotFound(f"no rows with the digest {sha256} are stored here")
-    path = service.blobs.path(sha256)
+    path = stored.path(sha256)
     size = (await asyncio.to_thread(path.stat)).st_size
     return file_response(partial(open_regular, path), size, sha256, wanted)
 
@@ -102,9 +102,9 @@ async def get_blob(
     responses={**declared(507), 200: {"description": "Known already"}, 201: {"description": "Stored"}},
     openapi_extra=_NDJSON,
 )
-async def put_blob(service: Context, sha256: Digest, request: Request, caller: CurrentCaller) -> Response:
+async def put_blob(uploads: RowUploadsDep, sha256: Digest, request: Request, caller: CurrentCaller) -> Response:
     """Upload rows. Nothing is kept of a body that breaks off or has another digest."""
-    return await _stored(service, sha256, request, caller.name)
+    return await _store(uploads, sha256, request, caller.name)
 
 
 @readings.put(
@@ -116,39 +116,25 @@ async def put_blob(service: Context, sha256: Digest, request: Request, caller: C
     openapi_extra=_NDJSON,
 )
 async def put_reading(
-    service: Context,
+    awaited: RayDatasetsDep,
+    uploads: RowUploadsDep,
     reading: Annotated[str, Path(description="Id that the Ray job was given")],
     sha256: Digest,
     request: Request,
 ) -> Response:
     """Upload the rows that a Ray job has read, while a request waits for them."""
-    async with service.ray_datasets.receiving(reading, sha256):
-        return await _stored(service, sha256, request, None)
+    async with awaited.receiving(reading, sha256):
+        return await _store(uploads, sha256, request, None)
 
 
-async def _stored(service: Service, sha256: str, request: Request, owner: str | None) -> Response:
-    """Store a body of rows.
-
-    Args:
-        owner: the token for which they count; None: for that of the request that waits for them.
-    """
+async def _store(uploads: RowUploadsDep, sha256: str, request: Request, owner: str | None) -> Response:
+    """Store a body of rows. See `RowUploads.store`."""
     announced = request.headers.get("content-length", "")
     size = int(announced) if announced.isdigit() else 0
-    with service.counted.holding() as held:
-        await asyncio.to_thread(held.add, sha256)
-        if is_known := await service.blobs.holds(sha256):
-            await asyncio.to_thread(service.counted.count, sha256, owner, held)
-    if is_known:
-        await _discard(request)
-        return Response(status_code=200)
-    with service.counted.holding() as held:  # when they are here, and not while a slow client sends them
-        if owner is None:
-            await service.blobs.receive(sha256, request.stream(), size, storing=held.add)
-            return Response(status_code=201)
-        async with service.quotas.arriving(owner, size) as arrived:
-            await service.blobs.receive(sha256, request.stream(), size, arrived, held.add)
-        await asyncio.to_thread(service.counted.count, sha256, owner, held)
-    return Response(status_code=201)
+    if await uploads.store(sha256, request.stream, size, owner):
+        return Response(status_code=201)
+    await _discard(request)
+    return Response(status_code=200)
 
 
 async def _discard(request: Request) -> None:

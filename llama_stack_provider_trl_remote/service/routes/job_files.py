@@ -9,17 +9,17 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Response
 
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.stack.responses import checkpoint_response
 from llama_stack_provider_trl.system.ownership import Ownership
 
-from ..context import Stored
+from ..dependencies import DigestsDep, FeedsDep, SettingsDep, StoppingDep, StoreDep
 from ..http.bodies import CheckpointFiles, EventLine, EventsResponse, ListCheckpointsResponse, MetricsResponse, Point
 from ..http.errors import declared
 from ..security.access import TASK_JOB, USERS, GuardedRoute
 from ..security.streams import CountedStream
-from ..stored_jobs import StoredJobs
 from ..views.answers import find_answers
-from ..views.checkpoints import find_file, list_files
+from ..views.checkpoints import Digests, find_file, list_files
 from ..views.events import Cursor, parsed, read_page
 from ..views.logs import MOST_BYTES, read_log
 from .files import LINES, OCTETS, TEXT, file_response
@@ -42,7 +42,9 @@ _KINDS = 10
     },
 )
 async def job_events(
-    service: Stored,
+    store: StoreDep,
+    feeds: FeedsDep,
+    stopping: StoppingDep,
     job_uuid: JobUuid,
     after: Annotated[str | None, Query(description="`next` of the page before, or an event's id")] = None,
     limit: Annotated[int, Query(ge=1, le=10_000, description="Events per page")] = 1000,
@@ -53,9 +55,9 @@ async def job_events(
     streams = _STREAM in (accept or "")
     begin = Cursor.parse(last_event_id, "Last-Event-ID") if streams and last_event_id else Cursor.parse(after, "after")
     # For a stream too: an invalid request must be refused before the stream begins.
-    page = await asyncio.to_thread(read_page, service.store, job_uuid, begin, 1 if streams else limit)
+    page = await asyncio.to_thread(read_page, store, job_uuid, begin, 1 if streams else limit)
     if streams:
-        body = service.feeds.stream(job_uuid, begin, service.stopping)
+        body = feeds.stream(job_uuid, begin, stopping)
         return CountedStream(body, media_type=_STREAM, headers={"Cache-Control": "no-store"})
     data = [EventLine(id=str(line.cursor), event=parsed(line)) for line in page.lines]
     return as_json(EventsResponse(data=data, next=str(page.next)))
@@ -63,7 +65,7 @@ async def job_events(
 
 @router.get("/logs", dependencies=[USERS], response_class=Response, responses={**declared(404), **TEXT})
 async def job_logs(
-    service: Stored,
+    store: StoreDep,
     job_uuid: JobUuid,
     rank: Annotated[str, Query(pattern=r"^(\d{1,4}|launcher)$", description="A rank's number, or launcher")] = "0",
     lines: Annotated[int, Query(alias="tail", ge=1, le=100_000, description="Lines from the end")] = 200,
@@ -71,19 +73,19 @@ async def job_logs(
     size: Annotated[int, Query(ge=1, le=MOST_BYTES, description="Bytes at most")] = MOST_BYTES,
 ) -> Response:
     """What a rank of a job printed."""
-    text = await asyncio.to_thread(read_log, service.store, job_uuid, rank, lines, attempt, size)
+    text = await asyncio.to_thread(read_log, store, job_uuid, rank, lines, attempt, size)
     return Response(text, media_type="text/plain")
 
 
 @router.get("/metrics", dependencies=[USERS], response_model=MetricsResponse, responses=declared(404))
 async def job_metrics(
-    service: Stored,
+    store: StoreDep,
     job_uuid: JobUuid,
     after: Annotated[int, Query(ge=-1, le=2**53, description="Points beyond this step only")] = -1,
     limit: Annotated[int, Query(ge=_KINDS, le=10_000, description="Points per page; of a step, all or none")] = 10_000,
 ) -> Response:
     """Metric points by step; where a step was done again after a failure, the last one counts."""
-    points = await asyncio.to_thread(service.store.points, job_uuid, after, limit + 1)
+    points = await asyncio.to_thread(store.points, job_uuid, after, limit + 1)
     following = None
     if len(points) > limit:
         points = [point for point in points if point.step < points[-1].step]
@@ -96,9 +98,9 @@ async def job_metrics(
 
 
 @router.get("/checkpoints", dependencies=[TASK_JOB], response_model=ListCheckpointsResponse, responses=declared(404))
-async def job_checkpoints(service: Stored, job_uuid: JobUuid) -> Response:
+async def job_checkpoints(store: StoreDep, job_uuid: JobUuid) -> Response:
     """Every complete checkpoint."""
-    job, checkpoints = service.store.get(job_uuid), service.store.checkpoints(job_uuid)
+    job, checkpoints = store.get(job_uuid), store.checkpoints(job_uuid)
     return as_json(ListCheckpointsResponse(data=[checkpoint_response(job, checkpoint) for checkpoint in checkpoints]))
 
 
@@ -113,7 +115,9 @@ async def job_checkpoints(service: Stored, job_uuid: JobUuid) -> Response:
     },
 )
 async def job_answers(
-    service: Stored,
+    store: StoreDep,
+    digests: DigestsDep,
+    settings: SettingsDep,
     job_uuid: JobUuid,
     wanted: Annotated[str | None, Header(alias="Range", description="One range of bytes, such as bytes=100-")] = None,
     if_range: Annotated[
@@ -122,8 +126,8 @@ async def job_answers(
 ) -> Response:
     """The answers of a job that has ended, with what each passes; of one that failed or was cancelled, those that it
     has. Its ETag is the sha256."""
-    find = partial(find_answers, Ownership(service.settings.data_dir))
-    found, size, sha256 = await _with_digests(service, find, job_uuid)
+    find = partial(find_answers, Ownership(settings.data_dir))
+    found, size, sha256 = await _with_digests(store, digests, find, job_uuid)
     return file_response(found, size, sha256, wanted, if_range, "application/x-ndjson")
 
 
@@ -139,7 +143,8 @@ async def job_answers(
     },
 )
 async def checkpoint_file(
-    service: Stored,
+    store: StoreDep,
+    digests: DigestsDep,
     job_uuid: JobUuid,
     identifier: Annotated[str, Path(description="Its identifier, or the name of its directory, such as final")],
     path: Annotated[str, Path(description="As the checkpoint's list of files names it")],
@@ -149,7 +154,7 @@ async def checkpoint_file(
     ] = None,
 ) -> Response:
     """A file of a checkpoint; its ETag is its sha256."""
-    found, size, sha256 = await _with_digests(service, find_file, job_uuid, identifier, path)
+    found, size, sha256 = await _with_digests(store, digests, find_file, job_uuid, identifier, path)
     return file_response(found, size, sha256, wanted, if_range)
 
 
@@ -157,14 +162,15 @@ async def checkpoint_file(
     "/checkpoints/{identifier:path}", dependencies=[TASK_JOB], response_model=CheckpointFiles, responses=declared(404)
 )
 async def checkpoint_files(
-    service: Stored,
+    store: StoreDep,
+    digests: DigestsDep,
     job_uuid: JobUuid,
     identifier: Annotated[str, Path(description="Its identifier, or the name of its directory, such as final")],
 ) -> Response:
     """The files of a checkpoint with size and sha256 (computed at the first call)."""
-    return as_json(await _with_digests(service, list_files, job_uuid, identifier))
+    return as_json(await _with_digests(store, digests, list_files, job_uuid, identifier))
 
 
-async def _with_digests[Found](service: StoredJobs, find: Callable[..., Found], *arguments: str) -> Found:
+async def _with_digests[Found](store: Store, digests: Digests, find: Callable[..., Found], *arguments: str) -> Found:
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(service.digests.threads, find, service.store, service.digests, *arguments)
+    return await loop.run_in_executor(digests.threads, find, store, digests, *arguments)

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.stack.responses import (
     PostTrainingJob,
     PostTrainingJobArtifactsResponse,
@@ -17,7 +18,7 @@ from llama_stack_provider_trl.stack.responses import (
     artifacts_response,
 )
 
-from ..context import Context, Service
+from ..dependencies import JobChecksDep, StoreDep, StoredJobsDep, SubmissionsDep
 from ..http.bodies import (
     EvaluateBody,
     GenerateBody,
@@ -33,6 +34,7 @@ from ..http.bodies import (
 )
 from ..http.errors import declared
 from ..http.preview import PreviewBody, PreviewResponse
+from ..jobs.stored_jobs import StoredJobs
 from ..security.access import ADMINS, USERS, USERS_JOB, CurrentCaller, GuardedRoute
 from ..views.queue import job_row, states_named
 
@@ -53,58 +55,60 @@ NULL: dict[int | str, dict[str, Any]] = {
     "/supervised-fine-tune", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507)
 )
 async def supervised_fine_tune(
-    service: Context, body: SupervisedFineTuneBody, caller: CurrentCaller
+    submissions: SubmissionsDep, body: SupervisedFineTuneBody, caller: CurrentCaller
 ) -> PostTrainingJob:
     """Queue a supervised fine-tuning job. The same body again is the same job."""
-    await service.submit(body, caller)
+    await submissions.submit(body, caller)
     return PostTrainingJob(job_uuid=body.job_uuid)
 
 
 @router.post(
     "/preference-optimize", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507)
 )
-async def preference_optimize(service: Context, body: PreferenceOptimizeBody, caller: CurrentCaller) -> PostTrainingJob:
+async def preference_optimize(
+    submissions: SubmissionsDep, body: PreferenceOptimizeBody, caller: CurrentCaller
+) -> PostTrainingJob:
     """Queue a job of DPO, or of the method that `algorithm_config.type` names. The same body again is the same job."""
-    await service.submit(body, caller)
+    await submissions.submit(body, caller)
     return PostTrainingJob(job_uuid=body.job_uuid)
 
 
 @router.post("/generate", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507))
-async def generate(service: Context, body: GenerateBody, caller: CurrentCaller) -> PostTrainingJob:
+async def generate(submissions: SubmissionsDep, body: GenerateBody, caller: CurrentCaller) -> PostTrainingJob:
     """Queue a job that answers the prompts of a dataset. The same body again is the same job."""
-    await service.submit_work(body, caller)
+    await submissions.submit_work(body, caller)
     return PostTrainingJob(job_uuid=body.job_uuid)
 
 
 @router.post("/evaluate", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507))
-async def evaluate(service: Context, body: EvaluateBody, caller: CurrentCaller) -> PostTrainingJob:
+async def evaluate(submissions: SubmissionsDep, body: EvaluateBody, caller: CurrentCaller) -> PostTrainingJob:
     """Queue a job that evaluates a model, or an ensemble, on a dataset's rows. The same body again is the same job."""
-    await service.submit_work(body, caller)
+    await submissions.submit_work(body, caller)
     return PostTrainingJob(job_uuid=body.job_uuid)
 
 
 @router.post("/merge", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507))
-async def merge(service: Context, body: MergeBody, caller: CurrentCaller) -> PostTrainingJob:
+async def merge(submissions: SubmissionsDep, body: MergeBody, caller: CurrentCaller) -> PostTrainingJob:
     """Queue a job that merges models, or adapters, into one. The same body again is the same job."""
-    await service.submit_work(body, caller)
+    await submissions.submit_work(body, caller)
     return PostTrainingJob(job_uuid=body.job_uuid)
 
 
 @router.post("/preflight", dependencies=[USERS_JOB], response_model=PreflightResponse, responses=declared(507))
-async def preflight(service: Context, body: PreflightBody) -> Response:
+async def preflight(checks: JobChecksDep, body: PreflightBody) -> Response:
     """Report what a job with this body would do and whether it fits. Nothing is queued, no device is used."""
-    return as_json(await service.preflight(body))
+    return as_json(await checks.preflight(body))
 
 
 @router.post("/preview", dependencies=[USERS_JOB], response_model=PreviewResponse, responses=declared(507))
-async def preview(service: Context, body: PreviewBody) -> Response:
+async def preview(checks: JobChecksDep, body: PreviewBody) -> Response:
     """Show rows of a job's dataset as they would be trained: tokens, loss, what is cut or dropped and why."""
-    return as_json(await service.preview(body))
+    return as_json(await checks.preview(body))
 
 
 @router.get("/jobs", dependencies=[USERS], response_model=ListJobsResponse, responses=declared(404))
 async def list_jobs(
-    service: Context,
+    store: StoreDep,
     status: Annotated[str | None, Query(description="A status or a state, such as in_progress or paused")] = None,
     limit: Annotated[int, Query(ge=1, le=10_000, description="Jobs per page; with `full` 1000 at most")] = 10_000,
     after: Annotated[str | None, Query(description="`next` of the page before")] = None,
@@ -113,12 +117,12 @@ async def list_jobs(
     """Jobs, oldest first."""
     states = None if status is None else states_named(status)
     most = min(limit, _MOST_FULL) if full else limit
-    return Response(await asyncio.to_thread(_page, service, states, most, after, full), media_type="application/json")
+    return Response(await asyncio.to_thread(_page, store, states, most, after, full), media_type="application/json")
 
 
 @router.get("/queue", dependencies=[USERS], response_model=QueueResponse, responses=declared())
 async def read_queue(
-    service: Context,
+    jobs: StoredJobsDep,
     state: Annotated[JobState | None, Query(description="Only jobs in this state")] = None,
     search: Annotated[str | None, Query(max_length=200, description="Part of the names of jobs")] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="Jobs per page")] = 100,
@@ -126,13 +130,13 @@ async def read_queue(
 ) -> Response:
     """Jobs in the order in which they run: running, waiting, paused, then those that have ended, the last one first.
     Waiting ones have their predicted start."""
-    return as_json(await asyncio.to_thread(service.queue, state, search, limit, offset))
+    return as_json(await asyncio.to_thread(jobs.queue, state, search, limit, offset))
 
 
 @router.get("/job/status", dependencies=[USERS], response_model=PostTrainingJobStatusResponse, responses=declared(404))
-async def get_job_status(service: Context, job_uuid: JobQuery) -> Response:
+async def get_job_status(jobs: StoredJobsDep, job_uuid: JobQuery) -> Response:
     """The status of a job."""
-    return as_json(service.status(job_uuid))
+    return as_json(jobs.status(job_uuid))
 
 
 @router.get(
@@ -141,17 +145,17 @@ async def get_job_status(service: Context, job_uuid: JobQuery) -> Response:
     response_model=PostTrainingJobStatusResponse,
     responses=declared(404),
 )
-async def job_status(service: Context, job_uuid: JobUuid) -> Response:
+async def job_status(jobs: StoredJobsDep, job_uuid: JobUuid) -> Response:
     """The status of a job."""
-    return as_json(service.status(job_uuid))
+    return as_json(jobs.status(job_uuid))
 
 
 @router.get(
     "/job/artifacts", dependencies=[USERS], response_model=PostTrainingJobArtifactsResponse, responses=declared(404)
 )
-async def get_job_artifacts(service: Context, job_uuid: JobQuery) -> Response:
+async def get_job_artifacts(store: StoreDep, job_uuid: JobQuery) -> Response:
     """Every complete checkpoint of a job."""
-    return as_json(_artifacts(service, job_uuid))
+    return as_json(_artifacts(store, job_uuid))
 
 
 @router.get(
@@ -160,14 +164,14 @@ async def get_job_artifacts(service: Context, job_uuid: JobQuery) -> Response:
     response_model=PostTrainingJobArtifactsResponse,
     responses=declared(404),
 )
-async def job_artifacts(service: Context, job_uuid: JobUuid) -> Response:
+async def job_artifacts(store: StoreDep, job_uuid: JobUuid) -> Response:
     """Every complete checkpoint of a job."""
-    return as_json(_artifacts(service, job_uuid))
+    return as_json(_artifacts(store, job_uuid))
 
 
 @router.post("/job/cancel", dependencies=[USERS], responses={**declared(404, 409), **NULL})
 async def cancel_job(
-    service: Context,
+    jobs: StoredJobsDep,
     body: Annotated[JobName | None, Body()] = None,
     job_uuid: Annotated[str | None, Query(description="The job's name, where no body names it")] = None,
 ) -> Response:
@@ -175,13 +179,13 @@ async def cancel_job(
     name = body.job_uuid if body is not None else job_uuid
     if name is None:
         raise InvalidRequest("job_uuid", None, 'name the job: {"job_uuid": "..."} as the body, or ?job_uuid=')
-    return await _cancel(service, name)
+    return await _cancel(jobs, name)
 
 
 @router.post("/jobs/{job_uuid}/cancel", dependencies=[USERS], responses={**declared(404, 409), **NULL})
-async def job_cancel(service: Context, job_uuid: JobUuid) -> Response:
+async def job_cancel(jobs: StoredJobsDep, job_uuid: JobUuid) -> Response:
     """End a job: its processes are gone within seconds, its checkpoints stay."""
-    return await _cancel(service, job_uuid)
+    return await _cancel(jobs, job_uuid)
 
 
 @router.post(
@@ -190,10 +194,10 @@ async def job_cancel(service: Context, job_uuid: JobUuid) -> Response:
     response_model=PostTrainingJobStatusResponse,
     responses=declared(404, 409),
 )
-async def pause_job(service: Context, job_uuid: JobUuid) -> Response:
+async def pause_job(jobs: StoredJobsDep, job_uuid: JobUuid) -> Response:
     """Save a checkpoint, then free the device; a waiting job stays in the queue, paused."""
-    await service.pause(job_uuid)
-    return as_json(service.status(job_uuid))
+    await jobs.pause(job_uuid)
+    return as_json(jobs.status(job_uuid))
 
 
 @router.post(
@@ -202,10 +206,10 @@ async def pause_job(service: Context, job_uuid: JobUuid) -> Response:
     response_model=PostTrainingJobStatusResponse,
     responses=declared(404, 409),
 )
-async def resume_job(service: Context, job_uuid: JobUuid) -> Response:
+async def resume_job(jobs: StoredJobsDep, job_uuid: JobUuid) -> Response:
     """Queue a paused job again."""
-    await service.resume(job_uuid)
-    return as_json(service.status(job_uuid))
+    await jobs.resume(job_uuid)
+    return as_json(jobs.status(job_uuid))
 
 
 @router.delete(
@@ -215,12 +219,12 @@ async def resume_job(service: Context, job_uuid: JobUuid) -> Response:
     responses=declared(404, 409),
 )
 async def delete_job(
-    service: Context,
+    jobs: StoredJobsDep,
     job_uuid: JobUuid,
     checkpoints: Annotated[bool, Query(description="Remove its checkpoints too")] = False,
 ) -> Response:
     """Delete a job that has ended, with its logs and events."""
-    await asyncio.to_thread(service.delete, job_uuid, checkpoints)
+    await asyncio.to_thread(jobs.delete, job_uuid, checkpoints)
     return Response(status_code=204)
 
 
@@ -229,22 +233,22 @@ def as_json(model: BaseModel) -> Response:
     return Response(model.model_dump_json(), media_type="application/json")
 
 
-async def _cancel(service: Service, job_uuid: str) -> Response:
-    await service.cancel(job_uuid)
+async def _cancel(jobs: StoredJobs, job_uuid: str) -> Response:
+    await jobs.cancel(job_uuid)
     return Response("null", media_type="application/json")
 
 
-def _artifacts(service: Service, job_uuid: str) -> PostTrainingJobArtifactsResponse:
-    return artifacts_response(service.store.get(job_uuid), service.store.checkpoints(job_uuid))
+def _artifacts(store: Store, job_uuid: str) -> PostTrainingJobArtifactsResponse:
+    return artifacts_response(store.get(job_uuid), store.checkpoints(job_uuid))
 
 
-def _page(service: Service, states: list[JobState] | None, limit: int, after: str | None, full: bool) -> str:
+def _page(store: Store, states: list[JobState] | None, limit: int, after: str | None, full: bool) -> str:
     """A page of the list as JSON."""
     wanted = limit + 1  # one more, to know whether there is a next page
     if full:
-        rows = [job_row(job) for job in service.store.page(after, states, wanted)]
+        rows = [job_row(job) for job in store.page(after, states, wanted)]
     else:
-        rows = [JobRow(job_uuid=name) for name in service.store.page_of_names(after, states, wanted)]
+        rows = [JobRow(job_uuid=name) for name in store.page_of_names(after, states, wanted)]
     page = rows[:limit]
     answer = ListJobsResponse(data=page, next=page[-1].job_uuid if len(rows) > limit else None)
     return answer.model_dump_json(exclude_unset=not full)  # rows without `full` have nothing but their names

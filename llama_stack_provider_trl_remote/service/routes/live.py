@@ -9,7 +9,7 @@ from fastapi import APIRouter, Header, Query, Response
 
 from llama_stack_provider_trl.errors import InvalidRequest
 
-from ..context import Stored
+from ..dependencies import FeedsDep, StoppingDep, StoreDep
 from ..http.bodies import JobStateRow, JobStatesResponse, SeriesResponse
 from ..http.errors import declared
 from ..http.samples import SamplesResponse
@@ -37,7 +37,9 @@ Step = Annotated[int | None, Query(ge=0, le=LAST_STEP)]
     },
 )
 async def events_of_jobs(
-    service: Stored,
+    store: StoreDep,
+    feeds: FeedsDep,
+    stopping: StoppingDep,
     job: Annotated[list[str], Query(min_length=1, max_length=_MOST_JOBS, description="Names of jobs, each once")],
     after: Annotated[str | None, Query(description="`next` of an answer, or an event's id")] = None,
     accept: Annotated[str | None, Header(include_in_schema=False)] = None,
@@ -50,12 +52,12 @@ async def events_of_jobs(
     streams = _STREAM in (accept or "")
     field, text = ("Last-Event-ID", last_event_id) if streams and last_event_id else ("after", after)
     begin = Cursor.parse_all(text, len(job), field)
-    states, ends = await asyncio.to_thread(read_states, service.store, job)
+    states, ends = await asyncio.to_thread(read_states, store, job)
     if streams:
         # An invalid cursor must be refused before the stream begins.
         for name, cursor in zip(job, begin, strict=True):
-            await asyncio.to_thread(read_page, service.store, name, cursor, 1)
-        body = service.feeds.streams(job, begin, service.stopping)
+            await asyncio.to_thread(read_page, store, name, cursor, 1)
+        body = feeds.streams(job, begin, stopping)
         return CountedStream(body, media_type=_STREAM, headers={"Cache-Control": "no-store"})
     rows = [JobStateRow(job_uuid=name, state=state) for name, state in zip(job, states, strict=True)]
     return as_json(JobStatesResponse(data=rows, next="~".join(map(str, ends))))
@@ -63,7 +65,7 @@ async def events_of_jobs(
 
 @router.get("/jobs/{job_uuid}/series", dependencies=[USERS], response_model=SeriesResponse, responses=declared(404))
 async def job_series(
-    service: Stored,
+    store: StoreDep,
     job_uuid: JobUuid,
     metric: Annotated[list[str] | None, Query(max_length=256, description="Names of metrics; left out: all")] = None,
     points: Annotated[int, Query(ge=2, le=20_000, description="Points of a curve at most")] = 1000,
@@ -72,15 +74,15 @@ async def job_series(
 ) -> Response:
     """Metric points as curves. Of more points than requested, the lowest and highest of each part of the range."""
     wanted = (metric or (), points, begin or 0, LAST_STEP if end is None else end)
-    return as_json(await asyncio.to_thread(read_series, service.store, job_uuid, *wanted))
+    return as_json(await asyncio.to_thread(read_series, store, job_uuid, *wanted))
 
 
 @router.get("/jobs/{job_uuid}/samples", dependencies=[USERS], response_model=SamplesResponse, responses=declared(404))
 async def job_samples(
-    service: Stored,
+    store: StoreDep,
     job_uuid: JobUuid,
     limit: Annotated[int, Query(ge=1, le=100, description="Sets of answers per page")] = 20,
     offset: Annotated[int, Query(ge=0, le=10**6, description="Sets before this page")] = 0,
 ) -> Response:
     """The model's answers to the prompts of the provider option `samples`: before, at each checkpoint, after."""
-    return as_json(await asyncio.to_thread(list_samples, service.store, job_uuid, limit, offset))
+    return as_json(await asyncio.to_thread(list_samples, store, job_uuid, limit, offset))

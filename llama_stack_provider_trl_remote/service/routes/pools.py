@@ -9,8 +9,8 @@ from fastapi import APIRouter, Response
 
 from llama_stack_provider_trl.jobs.decisions.pools import Allocation, node_names
 
-from ..cluster.pools import PoolReport
-from ..context import Context, Service
+from ..cluster.pools import PoolReport, Pools
+from ..dependencies import PoolsDep
 from ..http.errors import declared
 from ..http.pool_bodies import AllocationRow, ListPoolsResponse, PoolRow
 from ..security.access import USERS, GuardedRoute
@@ -20,14 +20,14 @@ router = APIRouter(route_class=GuardedRoute, prefix="/pools", tags=["nodes"])
 
 
 @router.get("", dependencies=[USERS], response_model=ListPoolsResponse, responses=declared())
-async def pools(service: Context) -> Response:
+async def pools(managed: PoolsDep) -> Response:
     """The pools of machines, what was requested of them, and what is left of their limits."""
-    return as_json(ListPoolsResponse(data=await asyncio.to_thread(pool_rows, service)))
+    return as_json(ListPoolsResponse(data=await asyncio.to_thread(pool_rows, managed)))
 
 
-def pool_rows(service: Service) -> list[PoolRow]:
+def pool_rows(pools: Pools) -> list[PoolRow]:
     """The pools, in the order in which they are tried."""
-    return [_row(report) for report in service.pools.reports()]
+    return [_row(report) for report in pools.reports()]
 
 
 def _row(report: PoolReport) -> PoolRow:

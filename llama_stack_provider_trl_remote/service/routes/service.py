@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 
 from llama_stack_provider_trl import __version__
 
-from ..context import Context
+from ..dependencies import DisksDep, MetricsDep, SupervisorDep
 from ..http.bodies import Health
 from ..http.errors import declared
 from ..security.access import ANYONE, READERS, USERS, GuardedRoute
@@ -21,17 +21,22 @@ pages = APIRouter(route_class=GuardedRoute)
 
 
 @router.get("/health", dependencies=[ANYONE], response_model=Health, responses=declared())
-async def health(service: Context) -> Response:
+async def health(disks: DisksDep, supervisor: SupervisorDep) -> Response:
     """Whether the service answers, and can store what it gets. Needs no token."""
-    problem = service.disks.problem()
-    supervising = service.supervisor.supervising
-    return as_json(Health(status="OK", version=__version__, supervising=supervising, storage_problem=problem))
+    return as_json(
+        Health(
+            status="OK",
+            version=__version__,
+            supervising=supervisor.supervising,
+            storage_problem=disks.problem(),
+        )
+    )
 
 
 @pages.get("/metrics", dependencies=[READERS], include_in_schema=False)
-async def metrics(service: Context, request: Request) -> Response:
+async def metrics(measured: MetricsDep, request: Request) -> Response:
     """Metrics of jobs, nodes and the service, for Prometheus."""
-    text, content_type = await asyncio.to_thread(service.metrics.render, request.headers.get("accept", ""))
+    text, content_type = await asyncio.to_thread(measured.render, request.headers.get("accept", ""))
     return Response(text, headers={"Content-Type": content_type})
 
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Path, Query, Response
 from llama_stack_provider_trl.jobs.store.tokens import TokenLimits, TokenRecord
 
 from ...wire import NAME
-from ..context import Context
+from ..dependencies import AuditLogDep, LogsDep, SettingsDep, TokensDep
 from ..http.bodies import AuditLine, AuditPage, CreatedToken, CreateToken, ListTokensResponse, TokenRow
 from ..http.errors import declared
 from ..http.places import ListPlace
@@ -29,14 +29,14 @@ Name = Annotated[str, Path(pattern=NAME, description="The token's name")]
 
 
 @router.post("", dependencies=[ADMINS], status_code=201, response_model=CreatedToken, responses=declared(409))
-async def create_token(service: Context, body: CreateToken, caller: CurrentCaller) -> Response:
+async def create_token(tokens: TokensDep, settings: SettingsDep, body: CreateToken, caller: CurrentCaller) -> Response:
     """Create a token. Only this answer shows it."""
     limits = TokenLimits(
         body.max_queued_jobs, body.requests_per_second, None if body.priorities is None else tuple(body.priorities)
     )
     created = (body.name, body.role, caller.name, body.expires_in, limits)
-    token, record = await asyncio.to_thread(service.tokens.create, *created)
-    answer = CreatedToken(token=token, required=bool(service.settings.credentials), **_row(record).model_dump())
+    token, record = await asyncio.to_thread(tokens.create, *created)
+    answer = CreatedToken(token=token, required=bool(settings.credentials), **_row(record).model_dump())
     response = as_json(answer)
     response.status_code = 201
     response.headers["Cache-Control"] = "no-store"
@@ -44,47 +44,47 @@ async def create_token(service: Context, body: CreateToken, caller: CurrentCalle
 
 
 @router.get("", dependencies=[ADMINS], response_model=ListTokensResponse, responses=declared())
-async def list_tokens(service: Context, limit: Limit = MOST, after: After = None) -> Response:
+async def list_tokens(tokens: TokensDep, settings: SettingsDep, limit: Limit = MOST, after: After = None) -> Response:
     """Tokens without the tokens themselves: those of the configuration first, others as they were created."""
     rows = [
         TokenRow(name=entry.name, role=entry.role, source=entry.setting, **_limits(entry.limits))
-        for entry in service.settings.configured_tokens
+        for entry in settings.configured_tokens
     ]
-    rows += map(_row, service.tokens.all())
+    rows += map(_row, tokens.all())
     page, following = page_of(rows, _place, limit, after)
     return as_json(ListTokensResponse(data=[*page], next=following))
 
 
 @router.delete("/{name}", dependencies=[ADMINS], status_code=204, responses=declared(404, 409))
-async def revoke_token(service: Context, name: Name) -> Response:
+async def revoke_token(tokens: TokensDep, name: Name) -> Response:
     """Refuse a token from now on, on running answers too."""
-    await asyncio.to_thread(service.tokens.revoke, name)
+    await asyncio.to_thread(tokens.revoke, name)
     return Response(status_code=204)
 
 
 @audit.get("", dependencies=[ADMINS], response_model=AuditPage, responses=declared())
 async def read_audit(
-    service: Context,
+    entries: AuditLogDep,
     after: Annotated[int, Query(ge=0, le=2**53, description="`next` of the page before")] = 0,
     limit: Annotated[int, Query(ge=1, le=1000, description="Lines per page")] = 100,
     caller: Annotated[str | None, Query(max_length=64, description="Only of this token")] = None,
     route: Annotated[str | None, Query(max_length=200, description="Only of this path template")] = None,
 ) -> Response:
     """The audit log, oldest line first."""
-    lines, last = await asyncio.to_thread(service.audit.page, after, limit, caller, route)
-    page = AuditPage(data=[AuditLine.model_validate(line) for line in lines], next=last, last=service.audit.last)
+    lines, last = await asyncio.to_thread(entries.page, after, limit, caller, route)
+    page = AuditPage(data=[AuditLine.model_validate(line) for line in lines], next=last, last=entries.last)
     return Response(page.model_dump_json(exclude_none=True), media_type="application/json")
 
 
 @logs.get("", dependencies=[ADMINS], response_class=Response, responses={**declared(404), **TEXT})
 async def read_logs(
-    service: Context,
+    written: LogsDep,
     node: Annotated[str | None, Query(pattern=NAME, description="Whose agent; left out: the service")] = None,
     lines: Annotated[int, Query(alias="tail", ge=1, le=100_000, description="Lines from the end")] = 200,
     size: Annotated[int, Query(ge=1, le=MOST_BYTES, description="Bytes at most")] = MOST_BYTES,
 ) -> Response:
     """The end of the log of the service, or of a node's agent as far as that has sent it."""
-    return Response(await asyncio.to_thread(service.logs.read, node, lines, size), media_type="text/plain")
+    return Response(await asyncio.to_thread(written.read, node, lines, size), media_type="text/plain")
 
 
 def _place(row: TokenRow) -> ListPlace:

@@ -297,11 +297,13 @@ class GuardedRoute(APIRoute):
 
     def _call(self, scope: Scope) -> Call | None:
         """None: it is not recorded."""
-        audit = scope["app"].state.service.audit
+        service = scope["app"].state.service
+        audit = service.audit
         if audit is None or not self.access.record or scope["method"] in _READS:
             return None
         about = {**sender(scope), "method": scope["method"], "route": scope[ROUTE]}
-        return Call(audit, about, scope.get("path_params", {}), forced=self.access.roles == {"admin"})
+        is_admins = self.access.roles == {"admin"}
+        return Call(audit, about, scope.get("path_params", {}), is_admins, service.store.state_of)
 
 
 def _user(scope: Scope) -> str:

@@ -10,6 +10,7 @@ import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -38,15 +39,24 @@ class Call:
     Args:
         about: caller, role, node, address, method and route.
         forced: whether its result is forced to disk before the answer, as for the actions of admins.
+        state_of: the state of a job; may raise StoreError.
     """
 
-    def __init__(self, audit: AuditLog, about: Mapping[str, Any], params: Mapping[str, Any], forced: bool) -> None:
+    def __init__(
+        self,
+        audit: AuditLog,
+        about: Mapping[str, Any],
+        params: Mapping[str, Any],
+        forced: bool,
+        state_of: Callable[[str], str | None],
+    ) -> None:
         self._audit = audit
+        self._state_of = state_of
         self._about = about
         self._params = dict(params)
         self._forced = forced
         self._begun: Future[int | None] | None = None
-        self.state: str | None = None
+        self._state: str | None = None
         """State of the job that the call concerns, after the call."""
         self.ended = False
 
@@ -57,12 +67,17 @@ class Call:
     def add(self, params: Mapping[str, Any]) -> None:
         self._params |= params
 
+    def note_state(self, job_uuid: str) -> None:
+        """Read the state of the job that the call concerns."""
+        with suppress(StoreError):  # the call has succeeded: an unreadable database must not turn it into a failure
+            self._state = self._state_of(job_uuid)
+
     async def end(self, status: int | None, error: str | None = None) -> None:
         """Write the result, once. status None: the call was broken off."""
         if self.ended:
             return
         self.ended = True
-        result = {"status": status, "error": error, "state": self.state}
+        result = {"status": status, "error": error, "state": self._state}
         about = {**self._about, "params": shortened(self._params), **result}
         await asyncio.wrap_future(self._audit.submit("end", of=self._begun, **about))
         if self._forced and status is not None:
@@ -108,21 +123,12 @@ def recorded[**Parameters, Answer](
         await call.begin()
         answer = await endpoint(*arguments, **values)
         call.add(_names(values))  # a dataset without a name has one now
-        job_uuid = _names(values).get("job_uuid")
-        if job_uuid and "service" in values:
-            call.state = _state(values["service"], str(job_uuid))
+        if job_uuid := _names(values).get("job_uuid"):
+            call.note_state(str(job_uuid))
         return answer
 
     setattr(begun, _MARK, True)
     return begun
-
-
-def _state(service: Any, job_uuid: str) -> str | None:
-    try:
-        state: str | None = service.store.state_of(job_uuid)
-    except StoreError:  # the call has succeeded: an unreadable database must not turn it into a failure
-        return None
-    return state
 
 
 def _names(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,40 @@
+"""Stores rows that callers upload, within what each of them may store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from .blobs import Blobs
+from .quotas import CountedRows, Quotas
+
+
+class RowUploads:
+    """Receives rows by their digest. Nothing is kept of a body that breaks off or has another digest."""
+
+    def __init__(self, blobs: Blobs, counted: CountedRows, quotas: Quotas) -> None:
+        self._blobs, self._counted, self._quotas = blobs, counted, quotas
+
+    async def store(
+        self, sha256: str, stream: Callable[[], AsyncIterator[bytes]], size: int, owner: str | None
+    ) -> bool:
+        """Store a body of rows. Returns whether they are new: the body of others is not read.
+
+        Args:
+            size: as the client announces it; 0: it does not.
+            owner: the token for which they count; None: for that of the request that waits for them.
+        """
+        with self._counted.holding() as held:
+            await asyncio.to_thread(held.add, sha256)
+            if is_known := await self._blobs.holds(sha256):
+                await asyncio.to_thread(self._counted.count, sha256, owner, held)
+        if is_known:
+            return False
+        with self._counted.holding() as held:  # when they are here, and not while a slow client sends them
+            if owner is None:
+                await self._blobs.receive(sha256, stream(), size, storing=held.add)
+                return True
+            async with self._quotas.arriving(owner, size) as arrived:
+                await self._blobs.receive(sha256, stream(), size, arrived, held.add)
+            await asyncio.to_thread(self._counted.count, sha256, owner, held)
+        return True
