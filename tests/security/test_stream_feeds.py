@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 
 from llama_stack_provider_trl.errors import StoreError
 from llama_stack_provider_trl.jobs.store.store import Store
-from llama_stack_provider_trl.specs.events import read_events
+from llama_stack_provider_trl.specs.events import Evaluated, Event, Prepared, Progress, Started, read_events
 from llama_stack_provider_trl_remote.service.views.events import Cursor, Feeds, read_page
+from llama_stack_provider_trl_remote.service.views.series import read_series
 from tests.fakes import job_spec
 
 
@@ -77,6 +79,53 @@ def test_a_stream_of_several_jobs_shares_their_pollers_and_reports_a_job_that_is
         'event: state\ndata: {"job": "one", "state": "cancelled"}',
         "event: end\ndata: {}",
     ]
+
+
+def test_a_message_of_several_jobs_has_what_follows_from_its_event(tmp_path: Path) -> None:
+    """Names of curves, steps that are done again and the time left are those of `series` and of the status."""
+    store = Store(tmp_path / "jobs.db")
+    store.add_job(job_spec("a"), "digest")
+    store.launch("a", 1, "cpu", tmp_path)
+    events: list[Event] = [
+        Started(pid=1, device="cpu", versions={}),
+        Prepared(time=100.0, total_steps=9, start_step=3, num_rows=1, trainable_parameters=1, total_parameters=1),
+        Progress(
+            time=102.0,
+            step=4,
+            epoch=0.1,
+            metrics={"loss": 2.0},
+            peak_memory_bytes=7,
+            rank_memory_bytes=(5, 6),
+            rank_peak_memory_bytes=(7, 8),
+        ),
+        Evaluated(time=103.0, step=4, epoch=0.1, metrics={"eval_loss": 1.5}),
+    ]
+    text = "".join(f"{event.model_dump_json()}\n" for event in events)
+    (tmp_path / "events.jsonl").write_text(text)
+    assert store.apply_events("a", 1, events, len(text))
+
+    async def first() -> str:
+        stream = Feeds(store).streams(["a"], [Cursor()], asyncio.Event())
+        part = await _next(stream)
+        await stream.aclose()
+        return part.decode()
+
+    parts = [part.partition("data: ")[2] for part in asyncio.run(first()).split("\n\n")[:-2]]
+    found = [json.loads(part) for part in parts]
+    status, series = store.get("a").progress, read_series(store, "a", (), 100)
+    store.close()
+    assert [message.pop("job") for message in found] == ["a"] * 4
+    assert [message.pop("event")["type"] for message in found] == ["started", "prepared", "progress", "evaluated"]
+    memory = {"memory_bytes": 5, "memory_bytes_rank_1": 6, "peak_memory_bytes": 7, "peak_memory_bytes_rank_1": 8}
+    point = {"kind": "train", "metrics": {"loss": 2.0, **memory}}
+    assert found == [
+        {},
+        {"superseded_after": 3},
+        {"point": point, "eta_seconds": status.eta_seconds},
+        {"point": {"kind": "validation", "metrics": {"eval_loss": 1.5}}},
+    ]
+    assert status.eta_seconds == 10.0
+    assert set(point["metrics"]) == set(series.train)
 
 
 def test_a_stream_reads_again_what_could_not_be_read_for_the_one_before(

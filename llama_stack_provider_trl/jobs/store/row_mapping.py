@@ -8,7 +8,7 @@ import sqlite3
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...specs.event_fields import LAST_TIME
 from ...specs.events import (
@@ -72,9 +72,9 @@ def statements(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
             if event.tokens_seen is not None:
                 yield "count_tokens", {"tokens": event.tokens_seen}
                 yield "note_tokens", {"tokens": event.tokens_seen}
-            yield "upsert_point", {**row, **_metrics(event, **dict(event.memory())), "kind": "train"}
+            yield "upsert_point", {**row, **_point(event)}
         case Evaluated():
-            yield "upsert_point", {**row, **_metrics(event), "kind": "validation"}
+            yield "upsert_point", {**row, **_point(event)}
         case Sampled():
             answers = json.dumps([answer.model_dump() for answer in event.answers])
             yield (
@@ -107,8 +107,16 @@ def failed_event(text: str) -> Failed:
         return Failed(reason=Reason.internal, message=f"its `failed` event cannot be read: {error}")
 
 
-def _metrics(event: Progress | Evaluated, **more: float) -> dict[str, Any]:
-    return {"step": event.step, "epoch": event.epoch, "metrics": json.dumps({**event.metrics, **more})}
+def metrics_of(event: Progress | Evaluated) -> tuple[Literal["train", "validation"], dict[str, float]]:
+    """The kind of the point that an event stands for, and its metrics by the names that curves have."""
+    if isinstance(event, Progress):
+        return "train", {**event.metrics, **dict(event.memory())}
+    return "validation", dict(event.metrics)
+
+
+def _point(event: Progress | Evaluated) -> dict[str, Any]:
+    kind, metrics = metrics_of(event)
+    return {"step": event.step, "epoch": event.epoch, "kind": kind, "metrics": json.dumps(metrics)}
 
 
 def job_record(row: sqlite3.Row) -> JobRecord:

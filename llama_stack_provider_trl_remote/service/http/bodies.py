@@ -322,6 +322,24 @@ class JobStatesResponse(BaseModel):
     """Pass it as `after` for the events that follow."""
 
 
+class EventPoint(BaseModel):
+    """What an event adds to the curves of its job. Step, epoch and time are the event's."""
+
+    kind: Literal["train", "validation"]
+    metrics: dict[str, float]
+    """By the names that `series` has: the memory of rank 1 is `memory_bytes_rank_1`. What is no number is null."""
+
+
+class Derived(BaseModel):
+    """What follows from an event. A field that does not concern it is left out."""
+
+    point: EventPoint | None = None
+    superseded_after: int | None = None
+    """Points beyond this step no longer count: the steps are done again."""
+    eta_seconds: float | None = None
+    """As in the status of the job, when this was sent."""
+
+
 class EventLine(BaseModel):
     id: str
     """Cursor behind this event: pass it as `after` to get those that follow."""

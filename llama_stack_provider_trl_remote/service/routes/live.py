@@ -24,6 +24,10 @@ router = APIRouter(route_class=GuardedRoute, prefix="/post-training", tags=["wha
 
 _STREAM = "text/event-stream"
 _MOST_JOBS = 100
+_MESSAGE = (
+    "`data` of an event is {job, event} and what follows from the event: `point` {kind, metrics by the names of "
+    "`series`}, `superseded_after` (points beyond this step no longer count), `eta_seconds` (as in the status)"
+)
 Step = Annotated[int | None, Query(ge=0, le=LAST_STEP)]
 
 
@@ -33,7 +37,10 @@ Step = Annotated[int | None, Query(ge=0, le=LAST_STEP)]
     response_model=JobStatesResponse,
     responses={
         **declared(404),
-        200: {"content": {_STREAM: {"schema": {"type": "string"}}}, "description": "The states, or a stream"},
+        200: {
+            "content": {_STREAM: {"schema": {"type": "string", "description": _MESSAGE}}},
+            "description": "The states, or a stream",
+        },
     },
 )
 async def events_of_jobs(

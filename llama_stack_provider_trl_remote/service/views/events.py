@@ -18,10 +18,13 @@ from typing import Any, BinaryIO, NamedTuple
 from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, StoreError, TrlError
 from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState
 from llama_stack_provider_trl.jobs.store.records import EventFile
+from llama_stack_provider_trl.jobs.store.row_mapping import metrics_of
 from llama_stack_provider_trl.jobs.store.store import Store
-from llama_stack_provider_trl.specs.events import LINE_BYTES, parse_event
+from llama_stack_provider_trl.specs.events import LINE_BYTES, Evaluated, Event, Prepared, Progress, parse_event
 from llama_stack_provider_trl.system.beneath import NotAFile
 from llama_stack_provider_trl.system.files import RunDir, open_regular
+
+from ..http.bodies import Derived, EventPoint
 
 POLL_INTERVAL = 0.25
 """Seconds between two polls for new events."""
@@ -74,6 +77,7 @@ class Line(NamedTuple):
     """Cursor behind this event."""
     text: str
     """The event as JSON."""
+    event: Event
 
 
 class Page(NamedTuple):
@@ -169,6 +173,14 @@ class Feeds:
             self._feeds.pop(job_uuid, None)
 
 
+class _FedPage(NamedTuple):
+    page: Page
+    text: bytes
+    """The page as server-sent events of one job."""
+    messages: list[str]
+    """The fields of each event in a stream of several jobs, as JSON."""
+
+
 class _Feed:
     """Reads one job for its streams."""
 
@@ -180,7 +192,7 @@ class _Feed:
         """Set at the same times, and cleared by their owners: those wait for several feeds."""
         self._store, self._job_uuid = store, job_uuid
         self._seen: object = None
-        self._pages: dict[Cursor, asyncio.Task[tuple[bytes, Page]]] = {}
+        self._pages: dict[Cursor, asyncio.Task[_FedPage]] = {}
         self._poller = asyncio.create_task(self._poll())
         self._stopper = asyncio.create_task(self._stop(stopping))
 
@@ -190,8 +202,8 @@ class _Feed:
         for page in self._pages.values():
             page.cancel()
 
-    async def page(self, after: Cursor) -> tuple[bytes, Page]:
-        """A page as server-sent events. Streams with equal cursors share it."""
+    async def page(self, after: Cursor) -> _FedPage:
+        """A page with what streams send of it. Streams with equal cursors share it."""
         reading = self._pages.get(after)
         if reading is None:
             while len(self._pages) >= _KEPT_PAGES:
@@ -204,9 +216,15 @@ class _Feed:
                 del self._pages[after]
             raise
 
-    def _read(self, after: Cursor) -> tuple[bytes, Page]:
+    def _read(self, after: Cursor) -> _FedPage:
         page = read_page(self._store, self._job_uuid, after, _PAGE, _CHUNK)
-        return "".join(f"id: {line.cursor}\ndata: {line.text}\n\n" for line in page.lines).encode(), page
+        text = "".join(f"id: {line.cursor}\ndata: {line.text}\n\n" for line in page.lines).encode()
+        has_steps = any(isinstance(line.event, Progress) for line in page.lines)
+        eta = self._store.get(self._job_uuid).progress.eta_seconds if has_steps else None
+        job = json.dumps(self._job_uuid)
+        return _FedPage(
+            page, text, [f'"job":{job},"event":{line.text}{_derived(line.event, eta)}' for line in page.lines]
+        )
 
     async def _poll(self) -> None:
         last = 0
@@ -242,7 +260,7 @@ async def _stream(feed: _Feed, after: Cursor, stopping: asyncio.Event) -> AsyncI
     while not stopping.is_set():
         changed = feed.changed
         try:
-            text, page = await feed.page(after)
+            page, text, _ = await feed.page(after)
         except (
             TrlError
         ):  # the job was deleted, or the database cannot be read: the client reconnects and gets the reason
@@ -281,17 +299,15 @@ async def _streams(
             is_last = True
             for number in list(followed):
                 try:
-                    _, page = await feeds[number].page(cursors[number])
+                    page, _, messages = await feeds[number].page(cursors[number])
                     state: str = page.state
                 except JobNotFound:
-                    page, state = Page([], JobState.cancelled, cursors[number], True), DELETED
+                    page, messages, state = Page([], JobState.cancelled, cursors[number], True), [], DELETED
                 except TrlError:  # the database cannot be read: the client reconnects and gets the reason
                     return
-                for line in page.lines:
+                for line, message in zip(page.lines, messages, strict=True):
                     cursors[number] = line.cursor
-                    text.append(
-                        f'id: {_ids(cursors)}\ndata: {{"job":{json.dumps(jobs[number])},"event":{line.text}}}\n\n'
-                    )
+                    text.append(f"id: {_ids(cursors)}\ndata: {{{message}}}\n\n")
                 cursors[number] = page.next
                 # The state was read before the events: one that has ended, once all of them were sent.
                 if page.is_last and states.get(number) != state:
@@ -316,6 +332,20 @@ async def _streams(
     finally:
         for feed in feeds:
             feed.listeners.discard(changed)
+
+
+def _derived(event: Event, eta_seconds: float | None) -> str:
+    """What follows from an event, as further fields of its message."""
+    derived = Derived()
+    match event:
+        case Progress() | Evaluated():
+            kind, metrics = metrics_of(event)
+            derived.point = EventPoint(kind=kind, metrics=metrics)
+            derived.eta_seconds = eta_seconds if isinstance(event, Progress) else None
+        case Prepared():
+            derived.superseded_after = event.start_step
+    fields = derived.model_dump_json(exclude_none=True)[1:-1]
+    return f",{fields}" if fields else ""
 
 
 def _ids(cursors: Sequence[Cursor]) -> str:
@@ -348,10 +378,11 @@ def _read(file: EventFile, start: int, limit: int, size: int) -> tuple[list[Line
             if not length or start + length > file.end:
                 return lines, start, True
             start += length
-            if line is not None and _is_event(line):
+            event = None if line is None else _event_of(line)
+            if line is not None and event is not None:
                 # A carriage return between values ends a line of a stream: a training could imitate another's events.
                 text = line.decode(errors="replace").strip().replace("\r", " ")
-                lines.append(Line(Cursor(file.attempt, start), text))
+                lines.append(Line(Cursor(file.attempt, start), text, event))
     return lines, start, start >= file.end
 
 
@@ -368,12 +399,11 @@ def _next_line(events: BinaryIO) -> tuple[bytes | None, int]:
     return None, length
 
 
-def _is_event(line: bytes) -> bool:
+def _event_of(line: bytes) -> Event | None:
     try:
-        parse_event(line)
+        return parse_event(line)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _no_cursor(file: EventFile, start: int) -> InvalidRequest:

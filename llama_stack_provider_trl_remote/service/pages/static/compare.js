@@ -89,8 +89,8 @@ function show() {
   charts?.all();
 }
 
-function onEvent(job, event) {
-  const changed = curves.get(job).add(event);
+function onEvent(job, message) {
+  const changed = curves.get(job).add(message);
   if (!changed.length) return;
   document.getElementById("curves").hidden = false;
   charts?.changed(changed);

@@ -27,22 +27,15 @@ export class Curves {
     for (const kind of ["train", "validation"]) this.metrics[kind] = new Map(Object.entries(series[kind]));
   }
 
-  // One event of the stream. Returns the names of the metrics that have changed.
-  add(event) {
-    if (event.type === "prepared") return this.cut(event.start_step ?? 0);
-    const kind = { progress: "train", evaluated: "validation" }[event.type];
-    if (!kind) return [];
-    const metrics = { ...event.metrics };
-    if (kind === "train" && event.peak_memory_bytes) metrics.peak_memory_bytes = event.peak_memory_bytes;
-    for (const name of ["memory_bytes", "peak_memory_bytes"]) {
-      (event[`rank_${name}`] ?? []).forEach((value, rank) => (metrics[rank ? `${name}_rank_${rank}` : name] = value));
-    }
-    for (const [name, value] of Object.entries(metrics)) this.#put(kind, name, event, value);
-    return Object.keys(metrics);
+  // One message of the stream. Returns the names of the metrics that have changed.
+  add({ event, point, superseded_after: last }) {
+    if (last !== undefined) return this.#cut(last);
+    if (!point) return [];
+    for (const [name, value] of Object.entries(point.metrics)) this.#put(point.kind, name, event, value);
+    return Object.keys(point.metrics);
   }
 
-  // Steps beyond this one are done again: what an earlier attempt measured there no longer counts.
-  cut(step) {
+  #cut(step) {
     const changed = [];
     for (const metrics of Object.values(this.metrics)) {
       for (const [name, curve] of metrics) {

@@ -43,9 +43,10 @@ const shown = {
   peak_memory_bytes: (value) => `${(value / 2 ** 20).toFixed(0)} MiB`,
 };
 
-function onEvent(_, event) {
-  const changed = curves.add(event);
-  meanwhile?.push(event);
+function onEvent(_, message) {
+  const { event } = message;
+  const changed = curves.add(message);
+  meanwhile?.push(message);
   if (changed.length) {
     document.getElementById("curves").hidden = false;
     charts?.changed(changed);
@@ -62,7 +63,7 @@ function onEvent(_, event) {
   if (!bar) return parts.refresh();
   bar.value = event.step;
   document.getElementById("steps").textContent = `${event.step} of ${bar.max} steps`;
-  document.getElementById("now-eta").textContent = left(bar.max - event.step);
+  document.getElementById("now-eta").textContent = duration(message.eta_seconds);
 }
 
 // A page that is open for days: the service thins the points out, and those that arrive in the meantime are added again.
@@ -70,7 +71,7 @@ async function thinOut() {
   meanwhile = [];
   try {
     curves.replace(await fetchSeries());
-    for (const event of meanwhile) curves.add(event);
+    for (const message of meanwhile) curves.add(message);
     charts?.all();
   } catch {
     // The points that are drawn stay; the next one tries again.
@@ -79,14 +80,9 @@ async function thinOut() {
   }
 }
 
-// At the pace of the last points.
-function left(steps) {
-  const curve = curves.metrics.train.get("loss");
-  const last = (curve?.step.length ?? 0) - 1;
-  const first = Math.max(0, last - 50);
-  if (last < 1) return "";
-  const pace = (curve.time[last] - curve.time[first]) / (curve.step[last] - curve.step[first]);
-  const seconds = Math.round(steps * pace);
+function duration(exact) {
+  if (exact === undefined) return "";
+  const seconds = Math.round(exact);
   const [hours, minutes] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60];
   if (hours) return `${hours} h ${minutes} min`;
   return minutes ? `${minutes} min ${seconds % 60} s` : `${seconds} s`;

@@ -22,7 +22,7 @@ function row(job) {
   return document.querySelector(`tr[data-job="${CSS.escape(job)}"]`);
 }
 
-function onEvent(job, event) {
+function onEvent(job, { event }) {
   if (event.type !== "progress") return;
   const cell = row(job)?.querySelector(".progress");
   const bar = cell?.querySelector("progress");

@@ -6,7 +6,8 @@ const RETRY_MS = 2000;
 const HIDDEN_MS = 10000;
 
 export class Stream {
-  // jobs: names. after: cursors to begin behind, or "". on: {event(job, event), state(job, state), end(), lost()}.
+  // jobs: names. after: cursors to begin behind, or "". on: {event(job, message), state(job, state), end(), lost()}; a
+  // message has the event, and what follows from it: point, superseded_after, eta_seconds.
   constructor(jobs, after, on) {
     this.jobs = jobs;
     this.last = after;
@@ -26,7 +27,7 @@ export class Stream {
     source.onmessage = (message) => {
       this.last = message.lastEventId;
       const found = JSON.parse(message.data);
-      this.on.event(found.job, found.event);
+      this.on.event(found.job, found);
     };
     source.addEventListener("state", (message) => {
       const found = JSON.parse(message.data);
