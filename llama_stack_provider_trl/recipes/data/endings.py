@@ -36,6 +36,8 @@ class TurnEnd(NamedTuple):
     """The others."""
     doubtful: str = ""
     """What belongs to the answer because no rule decides it."""
+    is_open: bool = False
+    """Nothing but white space ends the answer."""
 
 
 class _Following(NamedTuple):
@@ -72,6 +74,8 @@ class Endings:
         self._known: dict[str, TurnEnd] = {}
         self._heads: dict[str, list[str]] = {}
         self._left_out, self._doubtful = Examples(), Examples()
+        self.open = 0
+        """Number of answers so far that nothing but white space ends."""
 
     def of(self, messages: Sequence[Message], text: str) -> int:
         """Where the answer ends that is the last turn of a conversation.
@@ -118,6 +122,12 @@ class Endings:
 
     def warnings(self) -> Iterator[str]:
         """What a user should know of the ends of the answers so far."""
+        if self.open:
+            yield (
+                f"the chat template writes nothing that ends an answer after {self.open} of them: these rows teach the "
+                f"model no token to stop by. Have the template write {self._tokenizer.eos_token!r} behind each answer, "
+                "unless the model stops at the header of the next turn, as GLM-4.5 does"
+            )
         if self._left_out.count:
             yield (
                 f"after the end of {self._left_out.count} answers the chat template writes more, such as "
@@ -133,6 +143,7 @@ class Endings:
     def _count(self, ending: TurnEnd) -> None:
         self._left_out.add(ending.left_out)
         self._doubtful.add(ending.doubtful)
+        self.open += ending.is_open
 
     def _decide(self, messages: Sequence[Message], marking: Marking, before: str, tail: str) -> TurnEnd:
         pieces = self._pieces(tail)
@@ -149,7 +160,7 @@ class Endings:
         if not "".join(pieces[count:]).strip():
             count = len(pieces)
         length = len("".join(pieces[:count]))
-        return TurnEnd(length, tail[length:], tail[:length] if doubtful else "")
+        return TurnEnd(length, tail[length:], tail[:length] if doubtful else "", not tail[:length].strip())
 
     def _shared(self, pieces: list[str], following: _Following, messages: Sequence[Message]) -> int:
         """How many pieces end the answer: those that are written, too, where a turn follows, and tokens that the

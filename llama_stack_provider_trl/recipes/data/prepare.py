@@ -456,7 +456,7 @@ class TruncationCounter:
 
     def _end_warnings(self, chat: Chat) -> Iterator[str]:
         yield from chat.endings.warnings()
-        if self.example_end and self.eos is not None and not self.eos_trained:
+        if self.example_end and self.eos is not None and not self.eos_trained and not chat.endings.open:
             yield (
                 f"answers end in {chat.tokenizer.decode(self.example_end)!r}, not in the tokenizer's eos_token "
                 f"{chat.tokenizer.eos_token!r}: generation stops there only if generation_config.eos_token_id lists it"
