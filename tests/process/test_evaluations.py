@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.recipes.answers.generate import AnswerFile
+from llama_stack_provider_trl.recipes.evaluation import harness
 from llama_stack_provider_trl.specs.events import (
     CheckpointDamaged,
     CheckpointSaved,
@@ -19,6 +24,7 @@ from llama_stack_provider_trl.specs.events import (
     Progress,
     Warned,
 )
+from llama_stack_provider_trl.specs.harness import HarnessSpec
 from llama_stack_provider_trl.specs.job import EarlyStoppingSpec, JobSpec, OptimizerSpec, ResumeFrom, ShardingSpec
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import tiny_model
@@ -208,3 +214,14 @@ def test_two_ranks_stop_at_the_same_step_and_export_the_same_best(
     assert sampled(events) == sampled(expected)
     assert saved(events)[-1][1] < of_kind(events, Finished)[0].step == of_kind(expected, Finished)[0].step
     assert_same_weights(spec.checkpoint_dir / "final", alone.checkpoint_dir / "final", atol=2e-3)
+
+
+@pytest.mark.parametrize("line", [{"name": "sums"}, {"name": "sums", "files": None}])
+def test_recorded_measures_without_the_digest_of_their_task_files_are_refused_by_their_line(
+    tmp_path: Path, line: dict[str, Any]
+) -> None:
+    path = tmp_path / "harness.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    problem = r"line 1 in .*harness.jsonl cannot be read as the measures of a task \(.*files"
+    with closing(AnswerFile(path, 1, 1)) as lines, pytest.raises(JobFailure, match=problem):
+        harness._check_recorded(lines, HarnessSpec(tasks=("sums",)))

@@ -342,6 +342,7 @@ def test_a_pause_takes_effect_before_the_next_name(tmp_path: Path) -> None:
         (b'{"name": "basics"', b'{"name": "sums"', 1),
         (b'"details"', b'"detail"', 2),
         (b'"rows": 8', b'"rows": "x"', 2),
+        (b'"files"', b'"file"', 2),
         (b'{"name": "sums"', b"x", 2),
     ],
 )

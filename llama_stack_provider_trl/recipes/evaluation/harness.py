@@ -124,6 +124,8 @@ def _check_recorded(lines: AnswerFile, work: HarnessSpec) -> None:
             line = next(found)
             if line["name"] != name:
                 raise ValueError(f"it is of {line['name']!r}, expected {name!r}")
+            if not isinstance(line["files"], str):
+                raise ValueError(f"files is {line['files']!r}, expected the digest of its task files")
             _result([line])
             number += 1
     except (ValueError, LookupError, TypeError, AttributeError) as error:
