@@ -17,6 +17,7 @@ for package in llama_stack_provider_trl llama_stack_provider_trl_remote; do
     [ ! -f "$package/__init__.py" ] || packages+=("$package")
 done
 .venv/bin/python -m mypy "${packages[@]}"
+(cd benchmarks && ../.venv/bin/python -m mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache gpu_checks)
 git ls-files -z | xargs -0 .venv/bin/codespell
 
 for script in scripts/*.sh .ci/run; do

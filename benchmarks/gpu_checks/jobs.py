@@ -88,7 +88,8 @@ class Outcome:
 
 def spec(setting: Setting, name: str, model: Path, **changes: Any) -> JobSpec:
     """A job of a few steps. `steps`, `tokens`, `rows`, `lora` (True: on attention and MLP) and any field of JobSpec."""
-    from llama_stack_provider_trl.specs.job import DatasetRef, DpoSpec, JobSpec, LoraSpec, OptimizerSpec, SftSpec
+    from llama_stack_provider_trl.specs.job import DatasetRef, DpoSpec, JobSpec, LoraSpec, OptimizerSpec
+    from llama_stack_provider_trl.specs.methods import SftSpec
     from llama_stack_provider_trl.system.files import put_rows
 
     algorithm, tokens = changes.pop("algorithm", "sft"), changes.pop("tokens", 64)
@@ -141,7 +142,7 @@ class Job:
         run_dir = write_attempt(setting, job, resume_from)
         gpus = setting.gpus(job.ranks)
         port = free_port()
-        ports = {"master_port": port, "last_port": port + 100} if job.ranks > 1 else {}
+        ports: dict[str, Any] = {"master_port": port, "last_port": port + 100} if job.ranks > 1 else {}
         self.task = TaskSpec(
             job.job_uuid, run_dir, gpus, ranks=job.ranks, hang_timeout=hang_timeout, env=_threads(setting), **ports
         )

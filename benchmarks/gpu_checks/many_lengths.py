@@ -66,7 +66,7 @@ def _train_with_trl(job: Any) -> list[float]:
 
     ends: list[float] = []
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
+    class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()

@@ -29,7 +29,7 @@ def methods(setting: Setting) -> Finding:
     places = [setting, _on_a_cpu(setting)]
     running = [train_in_one_process(where, _jobs(where, path)) for where in places]
     (here, there) = ([ended for ended, _ in one.wait()] for one in running)
-    names = [name for name, _, _ in _methods()]
+    names = [name for name, _ in _methods()]
     return judge_methods(dict(zip(names, here, strict=True)), dict(zip(names, there, strict=True)))
 
 

@@ -31,7 +31,7 @@ def padding_free(setting: Setting) -> Finding:
     """
     sizes: dict[str, Any] = {"steps": 8, "tokens": 64 if setting.is_dry_run else 1024, "batch_size": 4}
     path = model(setting, DEEP)
-    found = {}
+    found: dict[str, Outcome] = {}
     for algorithm in ("sft", "dpo"):
         names = {f"{algorithm}, {name}": name == "one sequence" for name in ("padded", "one sequence")}
         jobs = [
