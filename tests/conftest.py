@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.recipes.imports import quick_imports
 from tests import compiled, forked
+from tests.ranks import Ranks, forked_ranks
 from tests.traces import SHARED
 
 # Imported modules and collected tests are a million objects, none of them garbage: without the collector each worker
@@ -40,6 +42,21 @@ def logs_go_nowhere_that_is_closed() -> Iterator[None]:
     yield
     for handler in [handler for handler in logging.root.handlers if type(handler) is logging.StreamHandler]:
         logging.root.removeHandler(handler)
+
+
+@pytest.fixture(scope="module")
+def armed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The directory of faults of all trainings of a module, as soon as one of its tests uses it or `ranks`."""
+    directory = tmp_path_factory.mktemp("faults")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(faults.VARIABLE, str(directory))
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def ranks(armed: Path) -> Iterator[Ranks]:
+    with forked_ranks() as ranks:
+        yield ranks
 
 
 def pytest_collection_finish() -> None:

@@ -7,7 +7,7 @@ for three times the steps.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from llama_stack_provider_trl.specs.events import Evaluated, Failed, Prepared, Progress
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
 from tests.matrix.cells import Cell, all_cells, covering
-from tests.ranks import Ranks, forked_ranks
+from tests.ranks import Ranks
 from tests.required import FULL
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind
@@ -44,12 +44,6 @@ TOLERANCE = {"rel": 1e-3, "abs": 1e-4}
 TIMED = ("tokens_per_second", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 
 Numbers = list[dict[str, float]]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with forked_ranks() as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,11 @@ from llama_stack_provider_trl.recipes.trainer.adamw_8bit import AdamW8Bit
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerName, OptimizerSpec, ShardingSpec
 from llama_stack_provider_trl.specs.optimizer_state import has_8_bit_moments
-from tests.ranks import Ranks, forked_ranks
+from tests.ranks import Ranks
 from tests.tiny import save_llama, tiny_tokenizer
 from tests.training import LORA, job_spec, of_kind
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with forked_ranks() as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

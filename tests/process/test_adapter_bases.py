@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,13 @@ from llama_stack_provider_trl.specs.bases import AdapterSpec
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress, Reason
 from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, LoraSpec, OptimizerSpec, ReferenceSpec, ShardingSpec
 from tests.process.test_recipes import as_chat, load, plain_arguments
-from tests.ranks import Ranks, forked_ranks
+from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 BATCH = 4
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with forked_ranks() as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.build import load_data
 from llama_stack_provider_trl.recipes.checkpoint import optimizer_state, shards
@@ -31,7 +29,7 @@ from llama_stack_provider_trl.specs.events import (
     Progress,
 )
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
-from tests.ranks import Ranks, forked_ranks
+from tests.ranks import Ranks
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, LORA, job_spec, of_kind
 
@@ -42,20 +40,6 @@ ROWS = [
     for n in range(24)
 ]
 """Six steps of four rows; of several lengths, so that a mean over the tokens of all workers would be another one."""
-
-
-@pytest.fixture(scope="module")
-def armed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    directory = tmp_path_factory.mktemp("faults")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(faults.VARIABLE, str(directory))
-        yield directory
-
-
-@pytest.fixture(scope="module")
-def ranks(armed: Path) -> Iterator[Ranks]:
-    with forked_ranks() as ranks:
-        yield ranks
 
 
 def spec_of(root: Path, algorithm: str = "sft", *, world: int = 2, **changes: Any) -> JobSpec:

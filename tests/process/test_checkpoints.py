@@ -6,7 +6,7 @@ import json
 import random
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.recipes import session
 from llama_stack_provider_trl.recipes.checkpoint import export as exporting
 from llama_stack_provider_trl.recipes.checkpoint import optimizer_state, random_state, shards
@@ -40,28 +39,13 @@ from llama_stack_provider_trl.specs.events import (
 )
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
 from llama_stack_provider_trl.system.files import LATEST, MANIFEST, damage, is_whole, write_manifest
-from tests.ranks import Ranks, forked_ranks
+from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 ROWS = {"sft": SFT_ROWS[:11], "dpo": DPO_ROWS[:11]}  # with 4 a step, the third of an epoch is short
-
-
-@pytest.fixture(scope="module")
-def armed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The directory of faults of all trainings here."""
-    directory = tmp_path_factory.mktemp("faults")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(faults.VARIABLE, str(directory))
-        yield directory
-
-
-@pytest.fixture(scope="module")
-def ranks(armed: Path) -> Iterator[Ranks]:
-    with forked_ranks() as ranks:
-        yield ranks
 
 
 def spec_of(

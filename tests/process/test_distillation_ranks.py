@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from tests.process import test_grpo_ranks as grpo
 from tests.process.test_grpo import given_answers
 from tests.process.test_grpo_ranks import Alone, assert_equal_and_continued, assert_same, numbers, trained_alone
 from tests.process.test_on_policy_distillation import method_of, teacher_model
-from tests.ranks import Ranks, forked_ranks
+from tests.ranks import Ranks
+from tests.required import in_full
 from tests.training import LORA, of_kind
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -30,18 +30,14 @@ def spec_of(root: Path, ranks: int, strategy: str = "FULL_SHARD", **changes: Any
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with forked_ranks() as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Alone:
     return trained_alone(ranks, tmp_path_factory, spec_of)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("lora", [LORA, None], ids=["adapters", "whole"])
+# test_grpo_ranks.py has the strategies in CI.
+@pytest.mark.parametrize(
+    ("lora", "strategy"), [(LORA, "FULL_SHARD"), *in_full((LORA, "NO_SHARD"), (None, "FULL_SHARD"), (None, "NO_SHARD"))]
+)
 def test_two_ranks_give_the_answers_and_weights_of_one_process_and_continue_exactly(
     ranks: Ranks, alone: Alone, tmp_path: Path, lora: LoraSpec | None, strategy: str
 ) -> None:
@@ -56,7 +52,7 @@ def give_answers() -> None:
     DistillationRecipe.answer = lambda self, prompts, rows: given_answers(prompts, 1)  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("beta", [0.0, 1.0])
+@pytest.mark.parametrize("beta", [0.0, *in_full(1.0)])
 def test_given_answers_have_the_losses_of_one_process(ranks: Ranks, tmp_path: Path, beta: float) -> None:
     found = {}
     for number in (1, 3):  # of three ranks one has fillers only, of the last row of an epoch two

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +39,7 @@ from llama_stack_provider_trl.specs.events import (
 from llama_stack_provider_trl.specs.job import AttemptSpec, DpoSpec, JobSpec, OptimizerSpec, ReferenceSpec, ShardingSpec
 from llama_stack_provider_trl.system.files import RunDir, put_rows
 from tests.process.test_recipes import DORA, as_chat, logged_losses, plain_arguments
-from tests.ranks import Ranks, forked_ranks
+from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, LORA, job_spec, of_kind, run
@@ -47,12 +47,6 @@ from tests.training import DPO_ROWS, LORA, job_spec, of_kind, run
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 GLOBAL_BATCH = 4
 TIMED = ("tokens_per_second", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with forked_ranks() as ranks:
-        yield ranks
 
 
 def spec_of(root: Path, ranks: int = 1, strategy: str = "FULL_SHARD", **changes: Any) -> JobSpec:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,8 @@ from llama_stack_provider_trl.specs.events import (
 )
 from llama_stack_provider_trl.specs.harness import HarnessSpec
 from llama_stack_provider_trl.specs.job import EarlyStoppingSpec, JobSpec, OptimizerSpec, ResumeFrom, ShardingSpec
-from tests.ranks import Ranks, forked_ranks
+from tests.ranks import Ranks
+from tests.required import in_full
 from tests.tiny import tiny_model
 from tests.training import LORA, SAMPLES, job_spec, of_kind, run, sampled
 
@@ -46,12 +46,6 @@ BOTH: dict[str, Any] = {
     "save_steps": 4,
     "samples": SAMPLES,
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with forked_ranks() as ranks:
-        yield ranks
 
 
 def turning(root: Path, **changes: Any) -> JobSpec:
@@ -197,8 +191,11 @@ WHOLE_AFTER_FORWARD = ShardingSpec(strategy="SHARD_GRAD_OP")
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"lora": LORA}, {"lora": LORA, "sharding": WHOLE_AFTER_FORWARD}],
-    ids=["full", "lora", "lora-grad-op"],
+    [
+        pytest.param({}, id="full"),
+        pytest.param({"lora": LORA, "sharding": WHOLE_AFTER_FORWARD}, id="lora-grad-op"),
+        *in_full(pytest.param({"lora": LORA}, id="lora")),
+    ],
 )
 def test_two_ranks_stop_at_the_same_step_and_export_the_same_best(
     ranks: Ranks, tmp_path: Path, changes: dict[str, Any]

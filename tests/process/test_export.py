@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from llama_stack_provider_trl.recipes.model.saving import try_exports
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Progress, Reason, Warned
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, QatSpec, ShardingSpec
 from tests.process.waiting import until
-from tests.ranks import Ranks, forked_ranks
+from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import VOCABULARY, tiny_model, tiny_tokenizer
 from tests.training import LORA, job_spec, of_kind, run
@@ -394,21 +394,6 @@ def test_a_tokenizer_that_does_not_survive_being_saved_is_refused_before_trainin
 
 
 # Several ranks
-
-
-@pytest.fixture(scope="module")
-def armed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory in which the ranks look for faults."""
-    return tmp_path_factory.mktemp("faults")
-
-
-@pytest.fixture(scope="module")
-def ranks(armed: Path) -> Iterator[Ranks]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(faults.VARIABLE, str(armed))
-        with forked_ranks() as ranks:
-            patch.undo()
-            yield ranks
 
 
 SHARDED = [

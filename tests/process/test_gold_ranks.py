@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, ShardingSpec
 from tests.process import test_grpo_ranks as grpo
 from tests.process.test_gold import given_answers, method_of, teacher_model
 from tests.process.test_grpo_ranks import Alone, assert_equal_and_continued, assert_same, numbers, trained_alone
-from tests.ranks import Ranks, forked_ranks
+from tests.ranks import Ranks
+from tests.required import in_full
 from tests.training import LORA, of_kind
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -29,18 +29,14 @@ def spec_of(root: Path, ranks: int, strategy: str = "FULL_SHARD", **changes: Any
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with forked_ranks() as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Alone:
     return trained_alone(ranks, tmp_path_factory, spec_of)
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("lora", [LORA, None], ids=["adapters", "whole"])
+# test_grpo_ranks.py has the strategies in CI.
+@pytest.mark.parametrize(
+    ("lora", "strategy"), [(None, "FULL_SHARD"), *in_full((None, "NO_SHARD"), (LORA, "FULL_SHARD"), (LORA, "NO_SHARD"))]
+)
 def test_two_ranks_give_the_answers_and_weights_of_one_process_and_continue_exactly(
     ranks: Ranks, alone: Alone, tmp_path: Path, lora: LoraSpec | None, strategy: str
 ) -> None:

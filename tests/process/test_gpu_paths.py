@@ -30,6 +30,7 @@ from llama_stack_provider_trl.recipes.trainer.trl_patches import fuse_head, keep
 from llama_stack_provider_trl.specs.events import NullEventWriter, Progress
 from llama_stack_provider_trl.specs.job import ShardingSpec
 from tests.process.test_export import ARCHITECTURES
+from tests.required import in_full
 from tests.tiny import tiny_model
 from tests.training import job_spec, of_kind, run
 
@@ -165,7 +166,7 @@ def test_experts_whose_load_is_balanced_over_tokens_get_the_mask(tmp_path: Path)
     assert passes_padding_mask(job_spec(tmp_path, tmp_path, padding_free=False), model, "cpu")
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "dpo"])
+@pytest.mark.parametrize("algorithm", ["dpo", *in_full("sft")])
 def test_a_job_without_the_mask_learns_what_it_learns_with_it(algorithm: str, tmp_path: Path) -> None:
     losses = {}
     for mask in ("auto", "always"):

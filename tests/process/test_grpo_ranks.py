@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, OptimizerSpec, ShardingSpec
 from llama_stack_provider_trl.specs.methods import GrpoSpec
 from tests.process.test_grpo import DIGITS, LETTER, given_answers
-from tests.ranks import Ranks, forked_ranks
+from tests.ranks import Ranks
+from tests.required import in_full
 from tests.tiny import tiny_model
 from tests.training import LORA, job_spec, of_kind
 
@@ -53,12 +54,6 @@ def spec_of(root: Path, ranks: int, strategy: str = "FULL_SHARD", **changes: Any
         "save_steps": 2,
     }
     return job_spec(root, ending_model(root / "model"), "grpo", **{**fields, **changes})
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with forked_ranks() as ranks:
-        yield ranks
 
 
 Alone = Callable[[LoraSpec | None], tuple[JobSpec, list[Any]]]
@@ -125,11 +120,13 @@ def assert_equal_and_continued(ranks: Ranks, root: Path, spec: JobSpec, expected
 @pytest.mark.parametrize(
     ("lora", "strategy"),
     [
-        pytest.param(LORA, "FULL_SHARD", id="adapters-FULL_SHARD"),
-        pytest.param(LORA, "SHARD_GRAD_OP", id="adapters-SHARD_GRAD_OP"),
         pytest.param(LORA, "NO_SHARD", id="adapters-NO_SHARD"),
         pytest.param(None, "FULL_SHARD", id="whole-FULL_SHARD"),
-        pytest.param(None, "NO_SHARD", id="whole-NO_SHARD"),
+        *in_full(
+            pytest.param(LORA, "FULL_SHARD", id="adapters-FULL_SHARD"),
+            pytest.param(LORA, "SHARD_GRAD_OP", id="adapters-SHARD_GRAD_OP"),
+            pytest.param(None, "NO_SHARD", id="whole-NO_SHARD"),
+        ),
     ],
 )
 def test_two_ranks_give_the_answers_and_weights_of_one_process_and_continue_exactly(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ from llama_stack_provider_trl.specs.rewards import RewardModel, RewardSource
 from llama_stack_provider_trl.specs.rows import PreferenceExample
 from tests.process.test_grpo import LETTER, given_answers, metric
 from tests.process.test_grpo_ranks import numbers, trained, weights_of
-from tests.ranks import Ranks, forked_ranks
+from tests.ranks import Ranks
+from tests.required import in_full
 from tests.tiny import save_llama, tiny_model, tiny_tokenizer
 from tests.training import DPO_ROWS, LORA, job_spec, of_kind, run
 
@@ -65,12 +66,6 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         return made[kind]
 
     return train
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with forked_ranks() as ranks:
-        yield ranks
 
 
 def method_of(model: RewardModel, **changes: Any) -> GrpoSpec:
@@ -195,7 +190,7 @@ def test_a_reward_model_whose_files_lack_its_head_is_refused(tmp_path: Path, rew
         scorer_of(whole.model_copy(update={"path": tmp_path / "headless"}))
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", *in_full("NO_SHARD")])
 def test_two_ranks_give_the_rewards_and_weights_of_one_process_and_continue_exactly(
     tmp_path: Path, reward_model: Trained, ranks: Ranks, strategy: str
 ) -> None:

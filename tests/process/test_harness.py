@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import chdir
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.jobs.inputs.task_files import read_task_files
 from llama_stack_provider_trl.recipes.evaluation import harness
 from llama_stack_provider_trl.requests.harness import Harness
@@ -26,7 +24,8 @@ from llama_stack_provider_trl.specs.harness import HarnessSpec
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.work import EvaluateSpec
 from llama_stack_provider_trl.system.files import RunDir
-from tests.ranks import Ranks, forked_ranks
+from tests.ranks import Ranks
+from tests.required import in_full
 from tests.tiny import REPOSITORY, tiny_model
 from tests.training import LORA, job_spec, of_kind, run
 
@@ -216,21 +215,6 @@ def test_an_adapter_is_measured_and_in_4_bits_where_it_was_trained_so(
     assert loaded == [("LlamaForCausalLM", False), ("PeftModelForCausalLM", False), ("PeftModelForCausalLM", True)]
 
 
-@pytest.fixture(scope="module")
-def armed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The directory of faults of all attempts here."""
-    directory = tmp_path_factory.mktemp("faults")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(faults.VARIABLE, str(directory))
-        yield directory
-
-
-@pytest.fixture(scope="module")
-def ranks(armed: Path) -> Iterator[Ranks]:
-    with forked_ranks() as ranks:
-        yield ranks
-
-
 ALL = ("basics", "sums", "drawn")
 
 
@@ -279,7 +263,7 @@ def undisturbed(
 
 @pytest.mark.parametrize(
     ("fault", "step"),
-    [("prepared", 0), ("measuring-0", 0), ("measuring-1", 1), ("step-2", 2), ("step-3", 3), ("finishing", 3)],
+    [("measuring-0", 0), ("step-2", 2), ("finishing", 3), *in_full(("prepared", 0), ("measuring-1", 1), ("step-3", 3))],
 )
 def test_an_attempt_after_sigkill_measures_what_is_left_and_finds_the_same(
     ranks: Ranks, armed: Path, roots: tuple[Path, ...], undisturbed: Any, tmp_path: Path, fault: str, step: int

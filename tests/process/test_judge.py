@@ -6,13 +6,11 @@ import gc
 import json
 import shutil
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.recipes.answers import by_transformers as transformers_answerer
 from llama_stack_provider_trl.recipes.answers.answerer import Answered
 from llama_stack_provider_trl.recipes.evaluation import judge
@@ -32,7 +30,8 @@ from llama_stack_provider_trl.specs.events import (
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.work import CheckedAnswering, EvaluateSpec, FurtherModel
 from llama_stack_provider_trl.system.files import RunDir
-from tests.ranks import Ranks, forked_ranks
+from tests.ranks import Ranks
+from tests.required import in_full
 from tests.tiny import tiny_model
 from tests.training import LORA, job_spec, of_kind, run
 
@@ -69,21 +68,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The model that answers, and the adapter that judges."""
     root = tmp_path_factory.mktemp("models")
     return learned(root / "answers", ANSWERS), learned(root / "judge", VERDICTS, lora=LORA, n_epochs=100)
-
-
-@pytest.fixture(scope="module")
-def armed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The directory of faults of all attempts here."""
-    directory = tmp_path_factory.mktemp("faults")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(faults.VARIABLE, str(directory))
-        yield directory
-
-
-@pytest.fixture(scope="module")
-def ranks(armed: Path) -> Iterator[Ranks]:
-    with forked_ranks() as ranks:
-        yield ranks
 
 
 def spec_of(root: Path, models: tuple[Path, Path], *checks: dict[str, Any], **changes: Any) -> JobSpec:
@@ -154,11 +138,9 @@ def test_a_judge_gives_each_answer_a_score_and_what_is_unreadable_is_counted_apa
 @pytest.mark.parametrize(
     ("fault", "step", "steps"),
     [
-        ("judging-0", 4, [6, 8, 10, 12]),
         ("judging-2", 6, [8, 10, 12]),
-        ("step-8", 8, [10, 12]),
         ("verdicts-staged", 12, []),
-        ("finishing", 12, []),
+        *in_full(("judging-0", 4, [6, 8, 10, 12]), ("step-8", 8, [10, 12]), ("finishing", 12, [])),
     ],
 )
 def test_an_attempt_after_sigkill_in_the_judges_phase_continues_exactly(

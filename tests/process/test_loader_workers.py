@@ -6,7 +6,7 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,18 +23,12 @@ from llama_stack_provider_trl.specs.events import Prepared, Progress
 from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec, ShardingSpec
 from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl.system.process import descendants, identify, memory_of
-from tests.ranks import Ranks, forked_ranks
+from tests.ranks import Ranks
 from tests.tiny import tiny_model
 from tests.training import LORA, SFT_ROWS, job_spec, of_kind
 from tests.zygote import ForkLauncher
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with forked_ranks() as ranks:
-        yield ranks
 
 
 def spec_of(root: Path, **changes: Any) -> JobSpec:

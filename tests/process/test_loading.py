@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,19 +33,14 @@ from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress
 from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, OptimizerSpec, ReferenceSpec, ShardingSpec
 from llama_stack_provider_trl.specs.model_source import ModelSource
 from tests.loading_peak import loading_peaks
-from tests.ranks import Ranks, forked_ranks
+from tests.ranks import Ranks
+from tests.required import in_full
 from tests.tiny import save_llama, tiny_model, tiny_tokenizer
 from tests.training import LORA, job_spec, of_kind
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 QLORA = LORA.model_copy(update={"quantize_base": True})
 DORA = LORA.model_copy(update={"use_dora": True})
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with forked_ranks() as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +92,7 @@ def test_the_ranks_of_a_job_load_little_more_than_their_shards(tmp_path: Path) -
     [
         pytest.param("dpo", {"dtype": "bf16"}, id="reference"),
         pytest.param("sft", {"lora": LORA, "dtype": "bf16"}, id="lora-bf16"),
-        pytest.param("sft", {"lora": LORA}, id="lora-fp32"),
+        *in_full(pytest.param("sft", {"lora": LORA}, id="lora-fp32")),
     ],
 )
 def test_the_dtype_of_the_files_changes_no_bit(
@@ -151,8 +145,10 @@ def test_a_base_that_is_quantized_when_it_is_sharded_changes_no_bit(
     assert all(torch.equal(adapter[name], other_adapter[name]) for name in adapter)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("files", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("files", "dtype"),
+    [("float32", "bf16"), ("bfloat16", "fp32"), *in_full(("float32", "fp32"), ("bfloat16", "bf16"))],
+)
 def test_units_are_quantized_one_after_the_other_to_the_numbers_of_transformers(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: str, dtype: str
 ) -> None:

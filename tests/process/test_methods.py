@@ -6,7 +6,6 @@ CI runs one case of each in few steps; `TRL_TESTS=full` runs every variant for 2
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ import pytest
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Evaluated, Failed, Prepared, Progress
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
 from llama_stack_provider_trl.specs.methods import CpoSpec, KtoSpec, OrpoSpec, RewardSpec
-from tests.ranks import Ranks, forked_ranks
-from tests.required import FULL
+from tests.ranks import Ranks
+from tests.required import FULL, in_full
 from tests.tiny import CHATML, tiny_model
 from tests.training import LORA, job_spec, of_kind, run
 
@@ -205,9 +204,7 @@ def test_a_reward_model_gives_the_losses_of_trl_called_directly(reward_model: Pa
         assert found == pytest.approx([entry[theirs] for entry in expected], rel=1e-4, abs=1e-5), ours
 
 
-@pytest.mark.parametrize(
-    ("lora", "dtype"), [(None, "fp32"), (LORA, "fp32"), (LORA, "bf16")], ids=["full", "lora", "lora-bf16"]
-)
+@pytest.mark.parametrize(("lora", "dtype"), [(None, "fp32"), (LORA, "bf16"), *in_full((LORA, "fp32"))])
 def test_a_language_model_becomes_a_reward_model_that_prefers_chosen_answers(
     tmp_path: Path, lora: Any, dtype: str
 ) -> None:
@@ -241,12 +238,6 @@ def test_a_language_model_becomes_a_reward_model_that_prefers_chosen_answers(
     (spec.checkpoint_dir / "final").rename(tmp_path / "first-final")
     resumed = run(tmp_path / "resumed", spec, spec.checkpoint_dir / "checkpoint-4")[1]
     assert losses(resumed) == losses(events)[4:]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with forked_ranks() as ranks:
-        yield ranks
 
 
 def numbers(events: list[Any]) -> list[dict[str, float]]:
@@ -311,7 +302,7 @@ def test_two_sharded_ranks_train_what_one_process_trains_and_continue_exactly(
     assert (spec.checkpoint_dir / "final" / "model.safetensors").read_bytes() == weights
 
 
-@pytest.mark.parametrize("name", ["orpo", "cpo", "simpo", "kto"])
+@pytest.mark.parametrize("name", ["orpo", "kto", *in_full("cpo", "simpo")])
 def test_the_split_into_batches_changes_no_number_and_the_export_loads(tmp_path: Path, name: str) -> None:
     from transformers import AutoModelForCausalLM
 

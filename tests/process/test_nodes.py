@@ -40,7 +40,8 @@ from tests.contract.stack import poll
 from tests.forked import forked_warm_processes, start_program
 from tests.ports import reserved_port
 from tests.process.test_ranks import assert_same_numbers, numbers, spec_of, trained
-from tests.ranks import Ranks, forked_ranks
+from tests.ranks import Ranks
+from tests.required import in_full
 from tests.tiny import REPOSITORY
 from tests.training import LORA, SFT_ROWS, of_kind
 
@@ -88,12 +89,6 @@ def meeting(
     finally:
         found.process.kill()
         found.process.wait()
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with forked_ranks() as ranks:
-        yield ranks
 
 
 def at(root: Path, spec: JobSpec) -> JobSpec:
@@ -171,7 +166,7 @@ def test_two_nodes_without_a_common_disk_train_and_save_what_one_does_and_contin
     ("algorithm", "strategy", "changes"),
     [
         pytest.param("dpo", "HYBRID_SHARD", {"ranks": 4}, id="hybrid"),
-        pytest.param("sft", "NO_SHARD", {"lora": LORA}, id="ddp-lora"),
+        *in_full(pytest.param("sft", "NO_SHARD", {"lora": LORA}, id="ddp-lora")),
         pytest.param(
             "dpo", "FULL_SHARD", {"method": DpoSpec(reference=ReferenceSpec(precompute=True))}, id="precomputed"
         ),

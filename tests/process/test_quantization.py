@@ -8,7 +8,7 @@ import json
 import shutil
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +26,7 @@ from llama_stack_provider_trl.recipes.model.loading import linear_modules
 from llama_stack_provider_trl.recipes.model.quantization import fake_quantize, prepare_4bit_base
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Prepared, Progress, Reason
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, QatSpec, ShardingSpec
-from tests.ranks import Ranks, forked_ranks
+from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, run
@@ -40,12 +40,6 @@ INT8 = QatSpec(quantizer_name="Int8DynActInt4WeightQATQuantizer", group_size=32)
 INT4 = QatSpec(quantizer_name="Int4WeightOnlyQATQuantizer", group_size=32)
 IN_4_BITS = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
 """Weights of the tiny model's linear layers: q and o, k and v, gate, up and down of each of two blocks."""
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with forked_ranks() as ranks:
-        yield ranks
 
 
 def spec_of(root: Path, algorithm: str, ranks: int = 1, strategy: str = "FULL_SHARD", **changes: Any) -> JobSpec:
@@ -122,7 +116,7 @@ def packed(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 # --- a base in 4 bits -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "dpo"])
+@pytest.mark.parametrize("algorithm", ["sft", *in_full("dpo")])
 def test_adapters_learn_over_a_base_in_4_bits_and_load_over_any(alone: Alone, algorithm: str) -> None:
     spec, events = alone(algorithm, lora=QLORA)
     assert losses(events)[-1] < losses(events)[0] - 0.05
@@ -276,9 +270,9 @@ def test_two_ranks_train_what_one_process_trains(
 @pytest.mark.parametrize(
     ("algorithm", "count", "changes"),
     [
-        pytest.param("sft", 1, {"lora": QLORA}, id="qlora-sft"),
         pytest.param("dpo", 2, {"lora": QLORA}, id="qlora-dpo-sharded"),
         pytest.param("sft", 1, {"qat": INT8}, id="qat"),
+        *in_full(pytest.param("sft", 1, {"lora": QLORA}, id="qlora-sft")),
     ],
 )
 def test_a_checkpoint_continues_bit_for_bit(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from llama_stack_provider_trl.recipes.model.fsdp import describe
 from llama_stack_provider_trl.recipes.trainer.arguments import sft_arguments
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Evaluated, Failed, Paused, Prepared, Progress, Reason
 from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, OptimizerSpec, ShardingSpec
-from tests.ranks import Ranks, forked_ranks
+from tests.ranks import Ranks
+from tests.required import in_full
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.training import DPO_ROWS, LORA, SAMPLES, SFT_ROWS, job_spec, of_kind, sampled
 
@@ -33,12 +34,6 @@ REDUCE_SCATTER = "distributed." + next(  # the name that FSDP2 uses, from torch 
 UNITS = 3
 """Units of the sharded tiny model that have weights of their own: two blocks, and the rest with the tied embeddings."""
 ROWS = {"sft": SFT_ROWS[:11], "dpo": DPO_ROWS[:11]}  # the last batch of an epoch is not full
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with forked_ranks() as ranks:
-        yield ranks
 
 
 Alone = Callable[..., tuple[JobSpec, list[Any]]]
@@ -162,11 +157,10 @@ def test_two_ranks_train_what_one_process_trains(
 @pytest.mark.parametrize(
     "sharding",
     [
-        ShardingSpec(cpu_offload=True),
-        ShardingSpec(forward_prefetch=True, backward_prefetch="BACKWARD_PRE"),
-        ShardingSpec(strategy="SHARD_GRAD_OP", forward_prefetch=True),
+        pytest.param(ShardingSpec(cpu_offload=True), id="cpu_offload"),
+        pytest.param(ShardingSpec(forward_prefetch=True, backward_prefetch="BACKWARD_PRE"), id="prefetch"),
+        *in_full(pytest.param(ShardingSpec(strategy="SHARD_GRAD_OP", forward_prefetch=True), id="grad-op-prefetch")),
     ],
-    ids=["cpu_offload", "prefetch", "grad-op-prefetch"],
 )
 def test_what_saves_memory_or_time_changes_no_number(
     ranks: Ranks, alone: Alone, tmp_path: Path, sharding: ShardingSpec
@@ -275,11 +269,13 @@ def test_a_sharded_policy_in_bf16_equals_its_reference_before_the_first_step(ran
 @pytest.mark.parametrize(
     ("algorithm", "strategy", "changes"),
     [
-        pytest.param("sft", "FULL_SHARD", {}, id="sft-sharded"),
-        pytest.param("dpo", "FULL_SHARD", {"lora": LORA}, id="dpo-sharded-lora"),
         pytest.param("sft", "FULL_SHARD", {"lora": IA3, "dtype": "bf16"}, id="sft-sharded-ia3"),
-        pytest.param("dpo", "NO_SHARD", {}, id="dpo-ddp"),
         pytest.param("sft", "NO_SHARD", {"packed": True, "max_seq_length": 96, "n_epochs": 3}, id="sft-ddp-packed"),
+        *in_full(  # tests/matrix has such
+            pytest.param("sft", "FULL_SHARD", {}, id="sft-sharded"),
+            pytest.param("dpo", "FULL_SHARD", {"lora": LORA}, id="dpo-sharded-lora"),
+            pytest.param("dpo", "NO_SHARD", {}, id="dpo-ddp"),
+        ),
     ],
 )
 def test_a_checkpoint_of_two_ranks_continues_exactly(

@@ -92,7 +92,7 @@ def test_without_a_validation_dataset_nothing_is_split_off_and_no_validation_los
     assert of_kind(events, CheckpointSaved)[-1].validation_loss is None
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "dpo"])
+@pytest.mark.parametrize("algorithm", ["sft", *in_full("dpo")])
 def test_an_adapter_loads_with_peft_and_gives_the_logits_of_the_merged_model(tmp_path: Path, algorithm: str) -> None:
     from peft import PeftModel
 

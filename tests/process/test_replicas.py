@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.recipes.distributed import replicas
 from llama_stack_provider_trl.recipes.evaluation import evaluate
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
@@ -33,7 +31,7 @@ from llama_stack_provider_trl.specs.work import (
     GenerateSpec,
 )
 from llama_stack_provider_trl.system.files import RunDir
-from tests.ranks import Ranks, forked_ranks
+from tests.ranks import Ranks
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS, job_spec, of_kind
 
@@ -51,21 +49,6 @@ CHECKED = CheckedAnswering(
     ),
     judges=(FurtherModel(model=str(tiny_model(tied=False))),),
 )
-
-
-@pytest.fixture(scope="module")
-def armed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The directory of faults of all attempts here."""
-    directory = tmp_path_factory.mktemp("faults")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(faults.VARIABLE, str(directory))
-        yield directory
-
-
-@pytest.fixture(scope="module")
-def ranks(armed: Path) -> Iterator[Ranks]:
-    with forked_ranks() as ranks:
-        yield ranks
 
 
 def spec_of(root: Path, work: GenerateSpec | EvaluateSpec, ranks: int, **changes: Any) -> JobSpec:

@@ -37,6 +37,7 @@ from llama_stack_provider_trl.system.process import child_environment
 from tests.census import assert_clean
 from tests.process.test_recovery import KINDS, World
 from tests.process.waiting import until
+from tests.required import in_full
 from tests.tiny import REPOSITORY, tiny_model
 from tests.training import job_spec, run
 
@@ -239,7 +240,7 @@ def test_many_jobs_leave_nothing_in_the_warm_process(world: World, warm: WarmPro
     assert warm.pids() == [pid]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *in_full(1)])
 def test_warm_and_cold_attempts_give_the_same_bytes_and_a_dead_warm_process_disturbs_none(
     world: World, warm: WarmProcesses, ranks: int
 ) -> None:

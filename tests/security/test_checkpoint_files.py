@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,12 @@ from llama_stack_provider_trl.recipes.model.loading import WeightStorage, load_m
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Event, Failed, Reason
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, OptimizerSpec, ShardingSpec
 from llama_stack_provider_trl.system.files import file_names, write_manifest
-from tests.ranks import Ranks, forked_ranks
+from tests.ranks import Ranks
 from tests.tiny import tiny_model
 from tests.training import SFT_ROWS, job_spec, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 DATA = {".safetensors", ".json", ".md", ".jinja"}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with forked_ranks() as ranks:
-        yield ranks
 
 
 def spec_of(root: Path, world: int = 2, **changes: Any) -> JobSpec:
