@@ -43,6 +43,7 @@ PREVIEW = "/v1/post-training/preview"
 GENERATE = "/v1/post-training/generate"
 EVALUATE = "/v1/post-training/evaluate"
 MERGE = "/v1/post-training/merge"
+PIPELINE = "/v1/post-training/pipelines"
 PREFERENCE_OPTIMIZE = "/v1/post-training/preference-optimize"
 SLOWEST_UPLOAD = 1 << 20
 """Lowest speed of an upload, in bytes per second."""

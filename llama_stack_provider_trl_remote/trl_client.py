@@ -122,11 +122,11 @@ class AsyncTrlClient:
             pipeline: what `trl-remote run` reads (docs/how-to/chains.md): `jobs`, `teacher_student`.
 
         Raises:
-            InvalidRequest: a job, or a dataset, cannot be used; nothing was queued then.
+            ServiceRefusal: a job, or a dataset, cannot be used; nothing was queued then.
         """
-        from .pipeline import place, steps_of
+        from .pipeline import place
 
-        return {one.name: one.job_uuid for one in await place(self._service, steps_of(pipeline))}
+        return {one.name: one.job_uuid for one in await place(self._service, pipeline)}
 
     async def teacher_student(
         self, section: Mapping[str, Any], jobs: Mapping[str, Mapping[str, Any]] | None = None

@@ -104,13 +104,13 @@ async def run(client: ServiceClient, options: Namespace) -> int:
 
 async def _run_pipeline(client: ServiceClient, body: dict[str, Any], options: Namespace) -> int:
     """Submit the jobs that the service does not have yet, and follow all of them."""
-    from ..pipeline import place, steps_of
+    from ..pipeline import place
 
     for name in ("job", "nodes", "nproc_per_node", "resume_from", "algorithm", "pull", "checkpoint"):
         if (value := getattr(options, name)) is not None:
             hint = "it is for the file of one job: set it in the requests, or fetch a result with trl-remote jobs pull."
             raise InvalidRequest(f"--{name.replace('_', '-')}", value, hint)
-    placed = await place(client, steps_of(body))
+    placed = await place(client, body)
     if options.json:
         show_json([asdict(one) for one in placed], flush=True)
     else:

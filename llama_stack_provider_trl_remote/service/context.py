@@ -52,6 +52,7 @@ from .datasets.uploads import RowUploads
 from .disks import DiskWatch
 from .http.received import Bodies
 from .jobs.checks import JobChecks
+from .jobs.pipelines import Pipelines
 from .jobs.results import keep_result
 from .jobs.rows import RowSources
 from .jobs.stored_jobs import StoredJobs
@@ -244,10 +245,11 @@ class Service:
             lambda: self.pools.pooled.obtainable,
             self.wake,
         )
-        rows = RowSources(self.store, self.datasets, self.blobs, self.space)
+        rows = RowSources(self.datasets, self.blobs, self.space)
         self.submissions = Submissions(
             settings, self.for_jobs, self.store, rows, self.datasets, self.quotas, self.space, self.wake
         )
+        self.pipelines = Pipelines(self.jobs, self.datasets, self.submissions)
         self._preflights = Preflights(settings, self._local, self.devices[0], self.for_jobs.max_ranks, self.space)
         self.checks = JobChecks(settings, self.for_jobs, self.store, rows, self._preflights)
 

@@ -25,6 +25,7 @@ from .datasets.registry import DatasetRegistry
 from .datasets.uploads import RowUploads
 from .disks import DiskWatch
 from .jobs.checks import JobChecks
+from .jobs.pipelines import Pipelines
 from .jobs.stored_jobs import StoredJobs
 from .jobs.submissions import Submissions
 from .metrics.registry import Metrics
@@ -65,6 +66,7 @@ MetricsDep = Annotated[Metrics, _part("metrics")]
 ModelsDep = Annotated[ServedModels, _part("models")]
 NodeRowsDep = Annotated[NodeRows, _part("node_rows")]
 NodesDep = Annotated[JoinedNodes, _part("nodes")]
+PipelinesDep = Annotated[Pipelines, _part("pipelines")]
 PollsDep = Annotated[Polls, _part("agent_polls")]
 PoolsDep = Annotated[Pools, _part("pools")]
 PresenceDep = Annotated[Presence, _part("presence")]

@@ -59,6 +59,7 @@ TAKES: dict[tuple[str, str], Takes] = {
     ("POST", "/post-training/evaluate"): _texts(
         *_PROMPTS, "pattern", "json_schema", "template", "system_instruction", work=True
     ),
+    ("POST", "/post-training/pipelines"): Takes(work=True),
     ("POST", "/post-training/job/cancel"): Takes(),
     **{("POST", f"/post-training/jobs/{{job_uuid}}/{name}"): Takes() for name in ("cancel", "pause", "resume")},
     ("DELETE", "/post-training/jobs/{job_uuid}"): Takes(),

@@ -140,6 +140,9 @@ BODIES: dict[str, Json] = {
         "dataset_id": "questions",
     },
     "POST /post-training/merge": {"job_uuid": "merged", "models": [{"model": sft("merged", "questions")["model"]}]},
+    "POST /post-training/pipelines": {
+        "jobs": {"merged": {"kind": "merge", "models": [{"model": sft("merged", "questions")["model"]}]}}
+    },
     "POST /post-training/preflight": sft("new", "no-such-dataset"),
     "POST /post-training/preview": sft("new", "no-such-dataset"),
     "POST /post-training/job/cancel": {"job_uuid": "waiting"},

@@ -26,7 +26,7 @@ from llama_stack_provider_trl.requests.work import EvaluateRequest, MergeRequest
 from llama_stack_provider_trl.specs.bases import BaseJob
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, LoraSpec
 from llama_stack_provider_trl.specs.work import EvaluateSpec
-from llama_stack_provider_trl_remote.pipeline import resolved, steps_of
+from llama_stack_provider_trl_remote.service.jobs.pipeline_steps import resolved, steps_of
 from tests.fakes import FakeLauncher, job_spec
 
 LORA = LoraSpec(target_modules=("q_proj",), rank=4, alpha=8)

@@ -27,7 +27,7 @@ from llama_stack_provider_trl.specs.work import EvaluateSpec
 from llama_stack_provider_trl.system.files import put_rows
 from llama_stack_provider_trl_remote import answer_lines as lines_module
 from llama_stack_provider_trl_remote.answer_lines import answer_lines
-from llama_stack_provider_trl_remote.pipeline import digest_of, resolved, steps_of
+from llama_stack_provider_trl_remote.service.jobs.pipeline_steps import digest_of, resolved, steps_of
 from tests.fakes import job_spec
 from tests.unit.test_ensembles import LORA, add, model
 

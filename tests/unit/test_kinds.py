@@ -24,8 +24,8 @@ from llama_stack_provider_trl.specs.answer_rows import CheckedRow, RowsOnDemand,
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, ResourcesSpec, ShardingSpec
 from llama_stack_provider_trl.specs.rows import PromptExample, check_rows, parse_row
 from llama_stack_provider_trl.system.files import put_rows
-from llama_stack_provider_trl_remote.pipeline import resolved, steps_of
 from llama_stack_provider_trl_remote.service.http.bodies import EvaluateBody, GenerateBody, MergeBody
+from llama_stack_provider_trl_remote.service.jobs.pipeline_steps import resolved, steps_of
 from tests.tiny import REPOSITORY
 
 

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
-from llama_stack_provider_trl.errors import InvalidRequest, ServiceRefusal
-from llama_stack_provider_trl_remote.pipeline import Placed, digest_of, is_pipeline, place, resolved, steps_of
+from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound
+from llama_stack_provider_trl_remote.pipeline import KEYS, Placed, is_pipeline, place
+from llama_stack_provider_trl_remote.service.http.bodies import PipelineBody, PipelineJobRow
+from llama_stack_provider_trl_remote.service.http.errors import NotFound
+from llama_stack_provider_trl_remote.service.jobs.pipeline_steps import JOBS, SECTION, digest_of, resolved, steps_of
+from llama_stack_provider_trl_remote.service.jobs.pipelines import Pipelines
+from llama_stack_provider_trl_remote.service.security.access import Caller
 
 Json = dict[str, Any]
 
 
 def job(dataset_id: str = "rows", **changes: Any) -> Json:
-    return {"model": "org/base", "training_config": {"data_config": {"dataset_id": dataset_id}}, **changes}
+    return {
+        "model": "org/base",
+        "training_config": {"n_epochs": 1, "data_config": {"dataset_id": dataset_id}},
+        **changes,
+    }
 
 
 PIPELINE: Json = {
@@ -28,36 +39,37 @@ PIPELINE: Json = {
 
 
 class Service:
-    """The calls of a service's client that a pipeline makes."""
-
-    url = "http://127.0.0.1:8322"
+    """What a pipeline uses of a service."""
 
     def __init__(self) -> None:
-        self.jobs: dict[str, str] = {}
+        self.states: dict[str, str] = {}
         self.bodies: dict[str, Json] = {}
         self.rows = {"rows": "a" * 64, "pairs": "b" * 64}
 
-    async def get(self, path: str, **params: Any) -> Any:
-        name = path.rpartition("/")[2]
+    def get(self, name: str) -> Any:
         if name not in self.rows:
-            raise ServiceRefusal(self.url, 404, "no such dataset")
-        return {"source": {"type": "blob"}, "metadata": {"sha256": self.rows[name]}}
+            raise NotFound("no such dataset")
+        return SimpleNamespace(source=SimpleNamespace(type="blob"), metadata={"sha256": self.rows[name]})
 
-    async def status(self, job_uuid: str) -> Any:
-        if job_uuid not in self.jobs:
-            raise ServiceRefusal(self.url, 404, "no such job")
+    def status(self, job_uuid: str) -> Any:
+        if job_uuid not in self.states:
+            raise JobNotFound(job_uuid)
         body = self.bodies[job_uuid]
         named = body.get("model") or ""
         after = [*(body.get("provider_options") or {}).get("after", ()), named.removeprefix("job:").partition("/")[0]]
-        known = [{"job_uuid": one, "state": self.jobs[one]} for one in after if one in self.jobs]
-        return {"job_uuid": job_uuid, "status": self.jobs[job_uuid], "resources_allocated": {"after": known}}
+        known = [{"job_uuid": one, "state": self.states[one]} for one in after if one in self.states]
+        return SimpleNamespace(status=self.states[job_uuid], resources_allocated={"after": known})
 
-    async def submit(self, path: str, body: Json) -> Any:
-        self.jobs[body["job_uuid"]], self.bodies[body["job_uuid"]] = "scheduled", body
-        return {"job_uuid": body["job_uuid"]}
+    async def submit_all(self, bodies: dict[str, BaseModel], caller: Caller) -> None:
+        assert all(field.startswith("jobs.") for field in bodies)
+        for body in bodies.values():
+            given = body.model_dump(exclude_unset=True, warnings=False)
+            self.states[given["job_uuid"]], self.bodies[given["job_uuid"]] = "scheduled", given
 
-    def run(self, pipeline: Json) -> list[Placed]:
-        return asyncio.run(place(self, steps_of(pipeline)))  # type: ignore[arg-type]
+    def run(self, pipeline: Json) -> list[PipelineJobRow]:
+        parts: Any = (self, self, self)
+        body = PipelineBody.model_validate(pipeline)
+        return asyncio.run(Pipelines(*parts).submit(body, Caller("submit", "a"))).data
 
 
 def changed(name: str, **changes: Any) -> Json:
@@ -87,7 +99,7 @@ def test_beside_a_model_finetuned_model_is_the_name_of_the_result() -> None:
 def test_a_file_that_is_run_again_submits_nothing() -> None:
     service = Service()
     before = service.run(PIPELINE)
-    service.jobs = dict.fromkeys(service.jobs, "completed")
+    service.states = dict.fromkeys(service.states, "completed")
     again = service.run(PIPELINE)
     assert [one.job_uuid for one in again] == [one.job_uuid for one in before]
     assert [(one.is_new, one.state) for one in again] == [(False, "completed")] * 3
@@ -143,7 +155,7 @@ def test_other_rows_of_an_evaluation_or_a_search_make_a_new_job(given: Json) -> 
 def test_what_failed_is_submitted_again_with_what_waited_for_it_and_found_the_next_time() -> None:
     service = Service()
     tune, prefer, last = (one.job_uuid for one in service.run(PIPELINE))
-    service.jobs |= {tune: "completed", prefer: "failed", last: "cancelled"}
+    service.states |= {tune: "completed", prefer: "failed", last: "cancelled"}
     placed = service.run(PIPELINE)
     assert [(one.job_uuid, one.is_new) for one in placed] == [(tune, False), (f"{prefer}-2", True), (f"{last}-2", True)]
     assert service.bodies[f"{last}-2"]["provider_options"]["after"] == [f"{prefer}-2", tune]
@@ -153,7 +165,7 @@ def test_what_failed_is_submitted_again_with_what_waited_for_it_and_found_the_ne
 def test_what_still_waits_for_a_job_that_failed_is_submitted_again() -> None:
     service = Service()
     tune, prefer, last = (one.job_uuid for one in service.run(PIPELINE))
-    service.jobs[tune] = "failed"  # the supervisor has not ended those that wait for it yet
+    service.states[tune] = "failed"  # the supervisor has not ended those that wait for it yet
     placed = [(one.job_uuid, one.is_new) for one in service.run(PIPELINE)]
     assert placed == [(f"{tune}-2", True), (f"{prefer}-2", True), (f"{last}-2", True)]
     assert not [one for one in service.run(PIPELINE) if one.is_new]
@@ -197,12 +209,13 @@ def test_a_dataset_that_is_not_registered_is_named_before_anything_is_submitted(
     del service.rows["pairs"]
     with pytest.raises(InvalidRequest, match="datasets add FILE --id pairs"):
         service.run(PIPELINE)
-    assert service.jobs == {}
+    assert service.states == {}
 
 
 def test_a_request_of_one_job_is_no_pipeline() -> None:
     assert not is_pipeline(job())
     assert is_pipeline(PIPELINE)
+    assert KEYS == (JOBS, SECTION)
 
 
 @pytest.mark.parametrize("place_of", ["algorithm_config", "method"])
@@ -317,15 +330,32 @@ def test_a_search_over_names_of_the_result_names_no_job() -> None:
 def test_the_evaluation_at_the_end_of_a_job_is_known_while_the_service_has_it() -> None:
     service = Service()
     pipeline = {"jobs": {"tune": job(provider_options={"evaluate": {"dataset_id": "exam"}})}}
-    with pytest.raises(InvalidRequest, match="dataset_id='exam' is not supported: no dataset of this name"):
+    with pytest.raises(
+        InvalidRequest, match=r"jobs\.tune\.dataset_id='exam' is not supported: no dataset of this name"
+    ):
         service.run(pipeline)
     service.rows["exam"] = "c" * 64
     (tune,) = service.run(pipeline)
     assert tune.evaluation is None
     evaluation = f"{tune.job_uuid}-evaluation"
-    service.jobs[evaluation], service.bodies[evaluation] = "scheduled", {}
+    service.states[evaluation], service.bodies[evaluation] = "scheduled", {}
     assert [(one.job_uuid, one.is_new, one.evaluation) for one in service.run(pipeline)] == [
         (tune.job_uuid, False, evaluation)
     ]
     service.rows["exam"] = "d" * 64
     assert service.run(pipeline)[0].is_new, "it is evaluated on other rows"
+
+
+def test_the_client_sends_the_whole_file_in_one_request() -> None:
+    sent: list[tuple[str, Json]] = []
+
+    class Client:
+        async def submit(self, path: str, body: Json) -> Any:
+            sent.append((path, body))
+            return {
+                "data": [{"name": "a", "job_uuid": "a-1", "is_new": True, "state": "scheduled", "evaluation": None}]
+            }
+
+    client: Any = Client()
+    assert asyncio.run(place(client, PIPELINE)) == [Placed("a", "a-1", True, "scheduled")]
+    assert sent == [("/v1/post-training/pipelines", PIPELINE)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from typing import Any
 
@@ -10,8 +9,9 @@ import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.requests.work import EvaluateRequest, GenerateRequest, MergeRequest
-from llama_stack_provider_trl_remote.pipeline import is_pipeline, place, steps_of
-from llama_stack_provider_trl_remote.teacher_student import OPTIONAL, REQUIRED, expanded
+from llama_stack_provider_trl_remote.pipeline import is_pipeline
+from llama_stack_provider_trl_remote.service.jobs.pipeline_steps import steps_of
+from llama_stack_provider_trl_remote.service.jobs.teacher_student import OPTIONAL, REQUIRED, expanded
 from tests.tiny import REPOSITORY
 from tests.unit.test_pipeline import Service
 
@@ -109,9 +109,9 @@ def test_the_same_section_is_the_same_jobs_and_what_changes_is_all_that_is_new()
 
     def run(**changes: Any) -> set[str]:
         pipeline = {"teacher_student": section(teacher="job:big", **changes), "jobs": {"big": training}}
-        placed = asyncio.run(place(service, steps_of(pipeline)))  # type: ignore[arg-type]
+        placed = service.run(pipeline)
         assert [one.name for one in placed][:2] == ["big", "answers"]
-        service.jobs = dict.fromkeys(service.jobs, "completed")
+        service.states = dict.fromkeys(service.states, "completed")
         return {one.name for one in placed if one.is_new}
 
     assert len(run()) == 9

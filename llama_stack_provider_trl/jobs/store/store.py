@@ -134,18 +134,30 @@ class Store(JobReader):
             LimitReached: `created_by` has `max_waiting` waiting jobs.
             StoreError: some of `needed` are gone.
         """
+        new = NewJob(spec, request_digest, warnings, needed, trackers)
         with self.database.transaction() as execute:
-            new = NewJob(spec, request_digest, warnings, needed, trackers)
-            refuse_names_to_come(execute, [spec.job_uuid, *([] if then is None else [then.spec.job_uuid])])
-            created = self._add(execute, new, created_by, max_waiting)
-            if created:
-                admit()
-            if created and then is not None and not self._add(execute, then, created_by, max_waiting):
-                raise digest_conflict(then.spec.job_uuid)
-            if created:
-                use_rows([new, *([] if then is None else [then])])
-                count_rows(execute, created_by, counted)
-            return created
+            return self._add_job(execute, new, created_by, max_waiting, then, admit, counted)
+
+    def _add_job(
+        self,
+        execute: Execute,
+        new: NewJob,
+        created_by: str,
+        max_waiting: int | None,
+        then: NewJob | None,
+        admit: Callable[[], object],
+        counted: Mapping[str, int],
+    ) -> bool:
+        refuse_names_to_come(execute, [new.spec.job_uuid, *([] if then is None else [then.spec.job_uuid])])
+        created = self._add(execute, new, created_by, max_waiting)
+        if created:
+            admit()
+        if created and then is not None and not self._add(execute, then, created_by, max_waiting):
+            raise digest_conflict(then.spec.job_uuid)
+        if created:
+            use_rows([new, *([] if then is None else [then])])
+            count_rows(execute, created_by, counted)
+        return created
 
     def add_search(
         self,
@@ -157,16 +169,27 @@ class Store(JobReader):
     ) -> bool:
         """Store a search and queue its trials, all or none of them. As `add_job`."""
         with self.database.transaction() as execute:
-            refuse_names_to_come(execute, [search.spec.job_uuid])
-            if not self._add(execute, search, created_by, None):
-                return False
-            execute("start_search", {"job_uuid": search.spec.job_uuid, "now": self._clock()})
-            for new, job in trials:
-                if not self._add(execute, job, created_by, max_waiting):
-                    raise digest_conflict(job.spec.job_uuid)
-                insert_trial(execute, search.spec, job.spec, new)
-            use_rows([search, *(job for _, job in trials)])
-            count_rows(execute, created_by, counted)
+            return self._add_search(execute, search, trials, created_by, max_waiting, counted)
+
+    def _add_search(
+        self,
+        execute: Execute,
+        search: NewJob,
+        trials: Sequence[tuple[NewTrial, NewJob]],
+        created_by: str,
+        max_waiting: int | None,
+        counted: Mapping[str, int],
+    ) -> bool:
+        refuse_names_to_come(execute, [search.spec.job_uuid])
+        if not self._add(execute, search, created_by, None):
+            return False
+        execute("start_search", {"job_uuid": search.spec.job_uuid, "now": self._clock()})
+        for new, job in trials:
+            if not self._add(execute, job, created_by, max_waiting):
+                raise digest_conflict(job.spec.job_uuid)
+            insert_trial(execute, search.spec, job.spec, new)
+        use_rows([search, *(job for _, job in trials)])
+        count_rows(execute, created_by, counted)
         return True
 
     def add_trials(self, search: JobRecord, trials: Sequence[tuple[NewTrial, NewJob]]) -> bool:

@@ -74,6 +74,35 @@ class MergeBody(MergeRequest):
     """after, cancel_with, device, max_duration, priority, retries."""
 
 
+class PipelineBody(Documented, CheckedNames):
+    """Jobs that may name one another. Each is checked as the body of its own call."""
+
+    model_config = ConfigDict(extra="forbid")
+    jobs: Annotated[dict[str, Any] | None, CheckedElsewhere()] = None
+    """Name -> body of a job, without `job_uuid`, and with `kind` (generate, evaluate, merge) where it does not train.
+    `after` and `job:NAME` name jobs of the pipeline."""
+    teacher_student: Annotated[dict[str, Any] | None, CheckedElsewhere()] = None
+    """A distillation, which stands for several jobs."""
+
+
+class PipelineJobRow(BaseModel):
+    name: str
+    """As the pipeline has it."""
+    job_uuid: str
+    """The name with a digest of the job's request, rows, and the jobs before it."""
+    is_new: bool
+    """Whether it was queued; else it was here."""
+    state: str
+    """As Llama Stack names it."""
+    evaluation: str | None = None
+    """The job that evaluates its result (the provider option `evaluate`)."""
+
+
+class PipelineResponse(BaseModel):
+    data: list[PipelineJobRow]
+    """Those that others depend on first."""
+
+
 class PreflightBody(PreferenceOptimizeBody):
     """The body of a job of either kind."""
 

@@ -51,7 +51,7 @@ class JobChecks:
         """The job of a body, with its warnings."""
         request = training_request(body, self._settings)
         options = ProviderOptions.parse(body.provider_options)
-        rows = self._rows.of(body.dataset_digests)
+        rows = self._rows.of(body.dataset_digests, self._store)
         found = await resolved(request, options, self._for_jobs, rows, self._store, put=None)
         refuse_promised(found.spec)
         return found

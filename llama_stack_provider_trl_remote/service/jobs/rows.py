@@ -20,21 +20,20 @@ from ..space import Space, Use
 class RowSources:
     """Makes the sources of rows that submissions read."""
 
-    def __init__(self, store: Store, datasets: DatasetRegistry, blobs: Blobs, space: Space) -> None:
-        self._store, self._datasets, self._blobs, self._space = store, datasets, blobs, space
+    def __init__(self, datasets: DatasetRegistry, blobs: Blobs, space: Space) -> None:
+        self._datasets, self._blobs, self._space = datasets, blobs, space
 
-    def of(self, digests: Mapping[str, str] | None) -> Datasets:
+    def of(self, digests: Mapping[str, str] | None, store: Store) -> Datasets:
         """The source of the rows for a body's dataset ids.
 
         Args:
             digests: dataset id -> digest of an uploaded blob.
+            store: the jobs that may make rows.
         """
         uploaded = digests or {}
 
         async def rows(dataset_id: str, use: RowUse, data_format: DataFormat | None) -> tuple[DatasetRef, list[str]]:
-            if rows_job_of(dataset_id) and (
-                promised := await in_work_thread(promised_rows, dataset_id, use, self._store)
-            ):
+            if rows_job_of(dataset_id) and (promised := await in_work_thread(promised_rows, dataset_id, use, store)):
                 return promised, []
             if dataset_id in uploaded:
                 found = await self._datasets.fetch_blob(dataset_id, uploaded[dataset_id], use, data_format)

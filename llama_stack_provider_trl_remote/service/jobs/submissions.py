@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
-from llama_stack_provider_trl.errors import InvalidRequest, TrlError
+from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, TrlError
 from llama_stack_provider_trl.jobs.inputs.merges import bases_of
+from llama_stack_provider_trl.jobs.inputs.resume_from import discard_checkpoint
 from llama_stack_provider_trl.jobs.store.datasets import FIELD
+from llama_stack_provider_trl.jobs.store.draft import Draft
 from llama_stack_provider_trl.jobs.store.reader import unfinished_job
 from llama_stack_provider_trl.jobs.store.store import Store
-from llama_stack_provider_trl.jobs.submission import Datasets, Submitter, submit
+from llama_stack_provider_trl.jobs.submission import Submitter, submit
 from llama_stack_provider_trl.requests.bodies import request_digest
 from llama_stack_provider_trl.requests.options import ProviderOptions
-from llama_stack_provider_trl.requests.settings import Request, Settings
+from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.requests.untrained import check_options, in_its_terms
 from llama_stack_provider_trl.specs.work import GenerateSpec, Work
 from llama_stack_provider_trl.system.offload import in_work_thread
@@ -31,6 +32,9 @@ from .rows import RowSources
 from .training_requests import OURS, TrainingBody, digest_of, training_request
 
 log = logging.getLogger(__name__)
+type WorkBody = GenerateBody | EvaluateBody | MergeBody
+type JobBody = TrainingBody | WorkBody
+_KINDS = {GenerateBody: "generate", EvaluateBody: "evaluate", MergeBody: "merge"}
 
 
 class Submissions:
@@ -56,7 +60,7 @@ class Submissions:
         self._settings, self._for_jobs, self._store, self._wake = settings, for_jobs, store, wake
         self._rows, self._datasets, self._quotas, self._space = rows, datasets, quotas, space
 
-    async def submit(self, body: TrainingBody, caller: Caller) -> None:
+    async def submit(self, body: JobBody, caller: Caller) -> None:
         """Queue a job.
 
         Raises:
@@ -64,49 +68,78 @@ class Submissions:
             InvalidRequest: a priority that the caller may not use, too.
         """
         await in_work_thread(self._quotas.require, caller.name, 0)
-        options = self._options(body.provider_options, caller)
-        digest = digest_of(body, options)
-        request = training_request(body, self._settings)
-        if await self._store_job(caller, request, options, digest, self._rows.of(body.dataset_digests)):
-            log.info("job %s: queued", request.job_uuid)
-            self._wake()
+        with self._quotas.taking(caller.name) as take:
+            is_new = await self._add(body, caller, self._store, JobAllowance(self._space, self._quotas, take))
+            if is_new:
+                await in_work_thread(self._note_job, body.job_uuid)
+        if is_new:
+            self._queued([body])
 
-    async def submit_work(self, body: GenerateBody | EvaluateBody | MergeBody, caller: Caller) -> None:
-        """Queue a job that does not train. Raises as `submit` does."""
+    async def submit_all(self, bodies: Mapping[str, JobBody], caller: Caller) -> None:
+        """Queue several jobs, which may name those before them, or none of them.
+
+        Args:
+            bodies: by the field of the request that has each.
+
+        Raises:
+            As `submit`; the field of an InvalidRequest has that of the job before it.
+        """
         await in_work_thread(self._quotas.require, caller.name, 0)
+        draft = Draft(self._store)
+        is_stored = False
+        try:
+            with self._quotas.taking(caller.name) as take:
+                allowance = JobAllowance(self._space, self._quotas, take)
+                for field, body in bodies.items():
+                    try:
+                        await self._add(body, caller, draft, allowance)
+                    except InvalidRows as error:
+                        raise InvalidRows(f"{field}: {error}") from error
+                    except InvalidRequest as error:
+                        raise InvalidRequest(f"{field}.{error.field}", error.value, error.hint) from error
+                await in_work_thread(draft.commit)
+                is_stored = True
+                for spec in draft.specs:
+                    await in_work_thread(self._note_job, spec.job_uuid)
+        finally:
+            if not is_stored:
+                await in_work_thread(_discard, draft)
+        self._queued(bodies.values())
+
+    def _queued(self, bodies: Iterable[JobBody]) -> None:
+        for body in bodies:
+            log.info("job %s: queued%s", body.job_uuid, f" ({_KINDS[type(body)]})" if type(body) in _KINDS else "")
+        self._wake()
+
+    async def _add(self, body: JobBody, caller: Caller, store: Store, allowance: JobAllowance) -> bool:
+        """Store a job within what the caller may write. Returns whether it is new."""
         options = self._options(body.provider_options, caller)
+        owner = Submitter(caller.name, caller.limits.max_queued_jobs, allowance)
+        if isinstance(body, GenerateBody | EvaluateBody | MergeBody):
+            return await self._add_work(body, options, store, owner)
+        request, digest = training_request(body, self._settings), digest_of(body, options)
+        return await submit(
+            request, options, digest, self._for_jobs, store, self._rows.of(body.dataset_digests, store), owner
+        )
+
+    async def _add_work(self, body: WorkBody, options: ProviderOptions, store: Store, owner: Submitter) -> bool:
         check_options(options, type(body))
         digest = request_digest(type(body), body.model_dump(exclude_unset=True, exclude=set(OURS)), options)
-        if self._store.holds(body.job_uuid, digest):
-            return
-        rows, models = self._rows.none if isinstance(body, MergeBody) else self._rows.of({}), None
+        if store.holds(body.job_uuid, digest):
+            return False
+        rows, models = self._rows.none if isinstance(body, MergeBody) else self._rows.of({}, store), None
         if isinstance(body, GenerateBody):
             work: Work = body.work()
         else:
-            models = await in_work_thread(bases_of, body, self._for_jobs, self._store)
+            models = await in_work_thread(bases_of, body, self._for_jobs, store)
             work = await in_work_thread(body.work, models)
         admit = partial(self._check_output, work)
         admit()
         try:
             request, options = body.as_training(), body.with_options(options)
-            is_new = await self._store_job(caller, request, options, digest, rows, work, models, admit)
+            return await submit(request, options, digest, self._for_jobs, store, rows, owner, work, models, admit)
         except InvalidRequest as error:
             raise in_its_terms(error) from error
-        if is_new:
-            log.info("job %s: queued (%s)", body.job_uuid, work.kind)
-            self._wake()
-
-    async def _store_job(
-        self, caller: Caller, request: Request, options: ProviderOptions, digest: str, rows: Datasets, *work: Any
-    ) -> bool:
-        """Store a job within what the caller may write, and count what it has stored. Returns whether it is new."""
-        with self._quotas.taking(caller.name) as take:
-            allowance = JobAllowance(self._space, self._quotas, take)
-            owner = Submitter(caller.name, caller.limits.max_queued_jobs, allowance)
-            is_new = await submit(request, options, digest, self._for_jobs, self._store, rows, owner, *work)
-            if is_new:
-                await in_work_thread(self._note_job, request.job_uuid)
-            return is_new
 
     def _note_job(self, job_uuid: str) -> None:
         """Count the space of a job's checkpoints, before the jobs are read again."""
@@ -126,3 +159,9 @@ class Submissions:
             hint = f"the token {caller.name!r} may use {', '.join(allowed)}"
             raise InvalidRequest("provider_options.priority", priority, hint)
         return options
+
+
+def _discard(draft: Draft) -> None:
+    """Remove the checkpoints that were copied for jobs which are not stored."""
+    for spec in draft.specs:
+        discard_checkpoint(spec)

@@ -18,7 +18,7 @@ from llama_stack_provider_trl.stack.responses import (
     artifacts_response,
 )
 
-from ..dependencies import JobChecksDep, StoreDep, StoredJobsDep, SubmissionsDep
+from ..dependencies import JobChecksDep, PipelinesDep, StoreDep, StoredJobsDep, SubmissionsDep
 from ..http.bodies import (
     EvaluateBody,
     GenerateBody,
@@ -26,6 +26,8 @@ from ..http.bodies import (
     JobRow,
     ListJobsResponse,
     MergeBody,
+    PipelineBody,
+    PipelineResponse,
     PreferenceOptimizeBody,
     PreflightBody,
     PreflightResponse,
@@ -76,22 +78,28 @@ async def preference_optimize(
 @router.post("/generate", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507))
 async def generate(submissions: SubmissionsDep, body: GenerateBody, caller: CurrentCaller) -> PostTrainingJob:
     """Queue a job that answers the prompts of a dataset. The same body again is the same job."""
-    await submissions.submit_work(body, caller)
+    await submissions.submit(body, caller)
     return PostTrainingJob(job_uuid=body.job_uuid)
 
 
 @router.post("/evaluate", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507))
 async def evaluate(submissions: SubmissionsDep, body: EvaluateBody, caller: CurrentCaller) -> PostTrainingJob:
     """Queue a job that evaluates a model, or an ensemble, on a dataset's rows. The same body again is the same job."""
-    await submissions.submit_work(body, caller)
+    await submissions.submit(body, caller)
     return PostTrainingJob(job_uuid=body.job_uuid)
 
 
 @router.post("/merge", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507))
 async def merge(submissions: SubmissionsDep, body: MergeBody, caller: CurrentCaller) -> PostTrainingJob:
     """Queue a job that merges models, or adapters, into one. The same body again is the same job."""
-    await submissions.submit_work(body, caller)
+    await submissions.submit(body, caller)
     return PostTrainingJob(job_uuid=body.job_uuid)
+
+
+@router.post("/pipelines", dependencies=[USERS_JOB], response_model=PipelineResponse, responses=declared(409, 507))
+async def run_pipeline(pipelines: PipelinesDep, body: PipelineBody, caller: CurrentCaller) -> Response:
+    """Queue the jobs of a pipeline that are not here, all or none of them. The same body again is the same jobs."""
+    return as_json(await pipelines.submit(body, caller))
 
 
 @router.post("/preflight", dependencies=[USERS_JOB], response_model=PreflightResponse, responses=declared(507))
