@@ -249,6 +249,9 @@ def prepare(folder: Path, case: Case) -> JobSpec:
         if case.lora
         else None,
         method=DpoSpec() if case.algorithm == "dpo" else SftSpec(),
+        padding_free=False,  # as the rows above
+        group_by_length=False,
+        attention_mask="always",
         device="cpu",
         preflight="off",  # without an estimate malloc gives back what is freed, as where memory is scarce
     )

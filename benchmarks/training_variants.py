@@ -150,6 +150,10 @@ def run_ours(folder: Path, algorithm: Algorithm, options: argparse.Namespace, ru
         optimizer=OptimizerSpec(learning_rate=options.learning_rate),
         method=DpoSpec() if algorithm == "dpo" else SftSpec(),
         lora=LoraSpec(**lora_fields(options)) if options.lora else None,
+        # Batches as those of TRL and of the bare loop.
+        padding_free=False,
+        group_by_length=False,
+        dataloader_num_workers=0,
         attention_mask="always" if careful else "auto",
         logging_steps=options.logging_steps,
         device=options.device,

@@ -158,3 +158,11 @@ def test_libraries_come_from_a_directory_of_wheels(work: Path) -> None:
         wheel.writestr(f"{info}/RECORD", f"from_a_wheel.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
     found = run(work, "imports", f"--wheels={folder}")
     assert found["imports"].summary == str(work / "site" / "from_a_wheel.py")
+
+
+def test_the_benchmark_of_memory_measures_padded_rows_as_its_cases_are_made(tmp_path: Path) -> None:
+    import memory
+
+    tiny = memory.Shape(64, 1, 512)
+    spec = memory.prepare(tmp_path, memory.Case("sft", tiny, False, False, 2, 64))
+    assert (spec.padding_free, spec.group_by_length, spec.attention_mask) == (False, False, "always")
