@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import requests
-
 from tests.tiny import tiny_model
 
 Json = dict[str, Any]
@@ -101,11 +99,3 @@ def sft(job_uuid: str, dataset_id: str, **changes: Any) -> Json:
         "logger_config": {},
     }
     return {**body, **changes}
-
-
-def refusal(answer: requests.Response, status_code: int = 400) -> str:
-    """The sentence of an answer that must be a refusal."""
-    assert answer.status_code == status_code, answer.text
-    detail = answer.json()["detail"]
-    assert isinstance(detail, str)
-    return detail

@@ -22,8 +22,8 @@ from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl_remote.cli.main import main
 from llama_stack_provider_trl_remote.client import ServiceClient
 from llama_stack_provider_trl_remote.trl_client import TrlClient
+from tests.contract.dashboard import dashboard
 from tests.contract.service import JOBS, TrainingService, running_service
-from tests.contract.test_dashboard_command import dashboard
 from tests.fakes import job_spec
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]

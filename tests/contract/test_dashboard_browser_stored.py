@@ -16,6 +16,7 @@ from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.process import FileLock
 from tests.contract import browser
 from tests.contract.browser import Window
+from tests.contract.dashboard import dashboard
 from tests.contract.ended import add_ended_job
 from tests.contract.payloads import QUESTIONS
 from tests.contract.service import running
@@ -31,7 +32,6 @@ from tests.contract.stored_jobs import (
     add_verbose,
     complete,
 )
-from tests.contract.test_dashboard_command import dashboard
 from tests.fakes import job_spec
 from tests.security.guarded import TOKENS, Guarded
 from tests.tiny import tiny_model

@@ -27,8 +27,8 @@ from llama_stack_provider_trl.jobs.decisions.states import REASONS
 from llama_stack_provider_trl.specs.events import Reason
 from llama_stack_provider_trl.system.files import is_whole
 from tests.census import assert_clean
-from tests.contract.payloads import PAIRS, QUESTIONS, promised, refusal, sft
-from tests.contract.service import TrainingService, running_service
+from tests.contract.payloads import PAIRS, QUESTIONS, promised, sft
+from tests.contract.service import TrainingService, refusal, running_service
 from tests.contract.stack import DPO, ENDED, SFT, Json, LlamaStack, Server, poll
 from tests.security.mounts import tmpfs
 from tests.tiny import tiny_model

@@ -11,7 +11,8 @@ from fastapi import HTTPException
 
 from llama_stack_provider_trl.errors import LimitReached
 from llama_stack_provider_trl.stack.compat import to_http
-from tests.contract.payloads import LORA, PAIRS, promised, refusal, sft
+from tests.contract.payloads import LORA, PAIRS, promised, sft
+from tests.contract.service import refusal
 from tests.contract.stack import DPO, SFT, LlamaStack
 
 pytestmark = pytest.mark.contract

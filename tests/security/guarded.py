@@ -36,6 +36,31 @@ KNOWN = {
     **{"token_id": "none", "id": "none", "action": "cordon", "reading": "none"},
 }
 """Path parameter -> a value that the service knows."""
+USERS = frozenset({"submit", "admin"})
+HIDDEN = {
+    **dict.fromkeys([("GET", "/openapi.json"), ("GET", "/docs")], USERS),
+    ("GET", "/metrics"): USERS | {"metrics"},
+    **dict.fromkeys([("GET", "/login"), ("POST", "/login"), ("GET", "/static/{name}")], frozenset[str]()),
+    **dict.fromkeys([("GET", "/"), ("GET", "/jobs/{job_uuid}"), ("POST", "/logout")], USERS),
+    **dict.fromkeys(
+        [("GET", f"/jobs/{{job_uuid}}/{name}") for name in ("logs", "samples", "checkpoints/{identifier}")], USERS
+    ),
+    **dict.fromkeys([("POST", f"/jobs/{{job_uuid}}/{name}") for name in ("cancel", "pause", "resume")], USERS),
+    **dict.fromkeys([("GET", "/data"), ("POST", "/data"), ("GET", "/compare"), ("GET", "/new")], USERS),
+    **dict.fromkeys([("POST", "/new"), ("POST", "/new/check")], USERS),
+    ("GET", "/nodes"): USERS,  # beside /v1/nodes, which answers with JSON
+    **dict.fromkeys([("POST", "/jobs/{job_uuid}/delete"), ("POST", "/nodes/{name}/{action}")], frozenset({"admin"})),
+}
+"""Routes that the document leaves out: pages and their forms. -> their roles"""
+HTTP_METHODS = {"get", "put", "post", "delete", "head", "patch", "options", "trace"}
+QUERIES = {
+    "GET /post-training/job/status": "job_uuid=waiting",
+    "GET /post-training/job/artifacts": "job_uuid=waiting",
+    "POST /nodes/{name}/tasks/{task_id}/events": "offset=0",
+    "PUT /nodes/{name}/tasks/{task_id}/logs/{file}": "offset=0",
+    "PUT /nodes/{name}/tasks/{task_id}/checkpoints/{checkpoint}/files/{path}": f"offset=0&sha256={'0' * 64}",
+}
+"""Call -> a good query of it."""
 _ROUTE = re.compile(r"^`([A-Z]+) (/\S*)`$")
 _PREFIX = re.compile(r"^/(v1alpha|v1beta|v1)(?=/)")
 _DIRECTORIES = ("jobs", "datasets", "blobs", "checkpoints")

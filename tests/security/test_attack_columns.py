@@ -27,6 +27,7 @@ from tests.security.generate import PAGES
 from tests.security.guarded import (
     BODIES,
     KNOWN,
+    QUERIES,
     TOKENS,
     Answer,
     Guarded,
@@ -35,7 +36,6 @@ from tests.security.guarded import (
     guarded_service,
     without_version,
 )
-from tests.security.test_attack_table import QUERIES
 from tests.security.test_dashboard_login import Browser
 from tests.tiny import tiny_model
 

@@ -17,8 +17,11 @@ from llama_stack_provider_trl_remote.service.app import make_app
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.security.guarded import (
     BODIES,
+    HIDDEN,
+    HTTP_METHODS,
     KNOWN,
     NODE,
+    QUERIES,
     TOKENS,
     Answer,
     Guarded,
@@ -30,35 +33,11 @@ from tests.security.guarded import (
 
 pytestmark = pytest.mark.contract
 
-USERS = frozenset({"submit", "admin"})
-HIDDEN = {
-    **dict.fromkeys([("GET", "/openapi.json"), ("GET", "/docs")], USERS),
-    ("GET", "/metrics"): USERS | {"metrics"},
-    **dict.fromkeys([("GET", "/login"), ("POST", "/login"), ("GET", "/static/{name}")], frozenset[str]()),
-    **dict.fromkeys([("GET", "/"), ("GET", "/jobs/{job_uuid}"), ("POST", "/logout")], USERS),
-    **dict.fromkeys(
-        [("GET", f"/jobs/{{job_uuid}}/{name}") for name in ("logs", "samples", "checkpoints/{identifier}")], USERS
-    ),
-    **dict.fromkeys([("POST", f"/jobs/{{job_uuid}}/{name}") for name in ("cancel", "pause", "resume")], USERS),
-    **dict.fromkeys([("GET", "/data"), ("POST", "/data"), ("GET", "/compare"), ("GET", "/new")], USERS),
-    **dict.fromkeys([("POST", "/new"), ("POST", "/new/check")], USERS),
-    ("GET", "/nodes"): USERS,  # beside /v1/nodes, which answers with JSON
-    **dict.fromkeys([("POST", "/jobs/{job_uuid}/delete"), ("POST", "/nodes/{name}/{action}")], frozenset({"admin"})),
-}
-"""Routes that the document leaves out: pages and their forms. -> their roles"""
 NODES = {"own": "itself", "task": "with a current task"}
 """Mark in the documented table -> what the document requires of a node."""
-HTTP_METHODS = {"get", "put", "post", "delete", "head", "patch", "options", "trace"}
 ROLES = ("metrics", "submit", "node", "admin")
 FORM = ("control character", "Invalid HTTP request", "dot segment")
 """The message of a 400 that was decided on the form of the request alone, before its caller and its handler."""
-QUERIES = {
-    "GET /post-training/job/status": "job_uuid=waiting",
-    "GET /post-training/job/artifacts": "job_uuid=waiting",
-    "POST /nodes/{name}/tasks/{task_id}/events": "offset=0",
-    "PUT /nodes/{name}/tasks/{task_id}/logs/{file}": "offset=0",
-    "PUT /nodes/{name}/tasks/{task_id}/checkpoints/{checkpoint}/files/{path}": f"offset=0&sha256={'0' * 64}",
-}
 
 
 def dots(path: str) -> str:

@@ -22,9 +22,19 @@ from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, refusal, running
 from tests.contract.stack import SFT, poll
-from tests.security.guarded import BODIES, KNOWN, NODE, TOKENS, Guarded, guarded_service, without_version
+from tests.security.guarded import (
+    BODIES,
+    HIDDEN,
+    HTTP_METHODS,
+    KNOWN,
+    NODE,
+    QUERIES,
+    TOKENS,
+    Guarded,
+    guarded_service,
+    without_version,
+)
 from tests.security.mounts import mounted, tmpfs
-from tests.security.test_attack_table import HIDDEN, HTTP_METHODS, QUERIES
 
 pytestmark = pytest.mark.contract
 FEW_SECONDS = 9.0

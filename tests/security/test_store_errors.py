@@ -20,8 +20,7 @@ from llama_stack_provider_trl_remote.service.context import Service
 from llama_stack_provider_trl_remote.service.datasets import registration
 from llama_stack_provider_trl_remote.service.http import received
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
-from tests.security.guarded import BODIES, KNOWN, without_version
-from tests.security.test_attack_table import HIDDEN, HTTP_METHODS, QUERIES
+from tests.security.guarded import BODIES, HIDDEN, HTTP_METHODS, KNOWN, QUERIES, without_version
 
 pytestmark = pytest.mark.contract
 
