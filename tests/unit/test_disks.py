@@ -209,10 +209,10 @@ def test_health_answers_and_says_so_while_a_disk_hangs(tmp_path: Path, hung: tup
     directory.mkdir()
     clock = FakeClock()
     watch = DiskWatch(Space(0, clock=clock), tmp_path, clock=clock)
-    service = cast(Any, SimpleNamespace(disks=watch, supervisor=SimpleNamespace(supervising=True)))
+    supervisor = cast(Any, SimpleNamespace(supervising=True))
 
     def answer() -> dict[str, Any]:
-        return cast(dict[str, Any], json.loads(asyncio.run(health(service)).body))  # type: ignore[arg-type]
+        return cast(dict[str, Any], json.loads(asyncio.run(health(watch, supervisor)).body))  # type: ignore[arg-type]
 
     assert answer()["storage_problem"] is None  # before the first examination
     watch.start()
