@@ -91,7 +91,8 @@ class Machine:
             f"hostname {self.name} && "
         )
         if self.disk_mb:
-            alone += f"mkdir -p {self.data_dir} && mount -t tmpfs -o size={self.disk_mb}m none {self.data_dir} && "
+            options = f"size={self.disk_mb}m,mode=0700"
+            alone += f"mkdir -p {self.data_dir} && mount -t tmpfs -o {options} none {self.data_dir} && "
         alone += 'exec "$@"'
         variables = {
             **{name: value for name, value in os.environ.items() if not name.startswith("TRL_")},
