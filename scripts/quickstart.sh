@@ -33,7 +33,8 @@ if [ -z "$model" ]; then
   make_base_model=true
 fi
 
-export TRL_OUTPUT_DIR="$out" LLAMA_STACK_PORT="${LLAMA_STACK_PORT:-8321}"
+# Not $out itself: no request reads a model in a data directory, and the base model is in $out.
+export TRL_OUTPUT_DIR="$out/stack" LLAMA_STACK_PORT="${LLAMA_STACK_PORT:-8321}"
 ./scripts/run-direct.sh > "$out/llama-stack.log" 2>&1 &
 server=$!
 # Two ranks: on GPUs each needs one of its own.
