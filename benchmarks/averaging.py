@@ -192,7 +192,7 @@ def spec_of(folder: Path, base: Path, averaging: AveragingSpec | None, options: 
 def measured(
     ranks: Ranks, folder: Path, base: Path, averaging: AveragingSpec | None, options: argparse.Namespace
 ) -> Result:
-    spec = spec_of(folder, base, averaging, options).model_copy(update={"save_steps": None})
+    spec = spec_of(folder, base, averaging, options).changed(save_steps=None)
     before, began = exchanged(), time.monotonic()
     events = trained(ranks, folder / "run", spec)
     seconds = time.monotonic() - began
@@ -205,7 +205,7 @@ def with_a_loss(
     """Kill a worker before an average in the middle of the run, and resume on one worker less."""
     folder = folder / "lost"
     spec = spec_of(folder, base, averaging, options)
-    save_steps = int(spec.save_steps or 0)
+    save_steps = int(spec.train.save_steps or 0)
     killed_at = max(1, round(steps_of(options) / 2 / save_steps)) * save_steps + options.interval - 1
     (folder.parent / "faults" / f"step-{killed_at}").write_text("kill")
     before, began = exchanged(), time.monotonic()

@@ -103,7 +103,7 @@ def train(options: argparse.Namespace) -> None:
         )
     text = "What is the time? " * options.tokens
     blob = put_rows(root, [{"prompt": str(row), "completion": text} for row in range(options.steps * options.batch)])
-    spec = JobSpec(
+    spec = JobSpec.of(
         job_uuid="benchmark",
         model=str(model),
         output_name="benchmark",

@@ -139,7 +139,7 @@ def spec_of(options: argparse.Namespace, **changes: Any) -> Any:
         "optimizer": OptimizerSpec(learning_rate=1e-3),
         "token_cache": options.scratch / "tokens",
     }
-    return JobSpec(**{**fields, **changes})
+    return JobSpec.of(**{**fields, **changes})
 
 
 def prepare(options: argparse.Namespace) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def prepare(options: argparse.Namespace) -> dict[str, Any]:
     tokenizer, writer = load_tokenizer(spec.source), EventWriter(options.scratch / f"{options.child}.jsonl")
     with peak_memory() as peak:
         began = time.perf_counter()
-        prepared = Preparation(spec, tokenizer, writer, spec.dataset).rows(spec.dataset)
+        prepared = Preparation(spec, tokenizer, writer, spec.data.dataset).rows(spec.data.dataset)
         seconds = time.perf_counter() - began
         longest = int(row_lengths(prepared.dataset).max())
     files = [path.stat().st_size for path in (options.scratch / "tokens").glob("*/rows.arrow")]

@@ -227,7 +227,7 @@ def prepare(folder: Path, case: Case) -> JobSpec:
         for n in range((STEPS + case.packed) * case.batch * case.accumulation)
     ]
     blob = put_rows(folder / "datasets", rows)
-    spec = JobSpec(
+    spec = JobSpec.of(
         job_uuid="benchmark",
         model=str(folder / "model"),
         output_name="benchmark",

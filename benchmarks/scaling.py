@@ -180,7 +180,7 @@ def job(setting: Setting, name: str, variant: Variant, options: argparse.Namespa
         preflight="refuse",  # as by default: malloc keeps blocks where the estimate allows it
     )
     dataset = DatasetRef(dataset_id="rows", path=blob.path, sha256=blob.sha256, num_rows=blob.num_rows)
-    return made.model_copy(update={"dataset": dataset})
+    return made.changed(dataset=dataset)
 
 
 def step_seconds(outcome: Outcome) -> float:

@@ -309,7 +309,7 @@ def run_ours(variant: Variant, folder: Path, algorithm: Algorithm, options: argp
     blob = put_rows(run_dir / "datasets", read_rows(folder))
     reference = ReferenceSpec(precompute=True, cache=folder / "reference") if variant.is_cached else ReferenceSpec()
     defaults = {"padding_free": True, "attention_mask": "auto", "group_by_length": True}
-    spec = JobSpec(
+    spec = JobSpec.of(
         job_uuid="benchmark",
         model=str(model_of(folder)),
         output_name="benchmark",

@@ -136,7 +136,7 @@ def run_ours(folder: Path, algorithm: Algorithm, options: argparse.Namespace, ru
     if careful:
         session._without_casts = lambda run: contextlib.nullcontext()
     blob = put_rows(run_dir / "datasets", read_rows(folder))
-    spec = JobSpec(
+    spec = JobSpec.of(
         job_uuid="benchmark",
         model=str(model_of(folder)),
         output_name="benchmark",

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from llama_stack_provider_trl.launch.base import Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.specs.events import EventWriter
-from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, LifecycleSpec, OptimizerSpec
+from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.methods import (
     CpoSpec,
     DpoSpec,
@@ -132,18 +132,6 @@ def method_of(algorithm: str) -> MethodSpec:
     return methods[algorithm]
 
 
-GROUPS: dict[str, type[BaseModel]] = {"lifecycle": LifecycleSpec}
-
-
-def grouped(values: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a JobSpec, and of its parts by their own names, as JobSpec has them."""
-    rest = dict(values)
-    for name, kind in GROUPS.items():
-        if own := {field: rest.pop(field) for field in kind.model_fields if field in rest}:
-            rest[name] = kind(**own)
-    return rest
-
-
 def job_spec(job_uuid: str = "job-1", algorithm: str = "sft", **changes: object) -> JobSpec:
     """A small, complete job."""
     values: dict[str, object] = {
@@ -158,7 +146,7 @@ def job_spec(job_uuid: str = "job-1", algorithm: str = "sft", **changes: object)
         "optimizer": OptimizerSpec(learning_rate=1e-4),
         "device": "cpu",
     }
-    return JobSpec.model_validate(grouped({**values, **changes}))
+    return JobSpec.of(**{**values, **changes})
 
 
 def fake_context(settings: Any, **more: Any) -> Any:

@@ -5,14 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from llama_stack_provider_trl.specs.job import JobSpec
 from llama_stack_provider_trl_remote.wire import Stage, TaskOrder
 
 AA, BB = "aa" * 32, "bb" * 32
 """Digests."""
 
 
+def nested(job: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a job and of its parts, by their names in `JobSpec.flat`, as the JSON of a JobSpec has them."""
+    rest, found = dict(job), dict[str, Any]()
+    for part, kind in JobSpec.parts().items():
+        own = {name: rest.pop(name) for name in kind.model_fields if name in rest}
+        if part == "source" and "model_path" in rest:
+            own["path"] = rest.pop("model_path")
+        if own:
+            found[part] = own
+    return {**rest, **found}
+
+
 def spec(**changes: Any) -> dict[str, Any]:
-    """The beginning of an AttemptSpec: what has to do with places."""
+    """The beginning of an AttemptSpec: what has to do with places. `job`: by the names of `JobSpec.flat`."""
     job = {
         "job_uuid": "job",
         "model": "org/model",
@@ -20,10 +33,12 @@ def spec(**changes: Any) -> dict[str, Any]:
         "dataset": {"dataset_id": "d", "path": f"/service/datasets/{AA}.jsonl", "sha256": AA, "num_rows": 2},
         "validation": None,
         "resume_from": None,
-        "lifecycle": {"min_free_bytes": 0, "failover": True},
+        "best_checkpoint": None,
+        "min_free_bytes": 0,
+        "failover": True,
     }
     return {
-        "job": job | changes.pop("job", {}),
+        "job": nested(job | changes.pop("job", {})),
         "attempt": 1,
         "run_dir": "/service/jobs/job/attempts/1",
         "resume_from": None,

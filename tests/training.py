@@ -19,7 +19,7 @@ from llama_stack_provider_trl.specs.job import (
     SamplesSpec,
 )
 from llama_stack_provider_trl.system.files import RunDir, put_rows
-from tests.fakes import grouped, method_of
+from tests.fakes import method_of
 from tests.traces import shared_traces
 
 LORA = LoraSpec(target_modules=("q_proj", "v_proj"), mlp=True, rank=4, alpha=8)
@@ -61,7 +61,7 @@ def job_spec(root: Path, model: Path | str, algorithm: str = "sft", **changes: A
         "device": "cpu",
         "optimizer": OptimizerSpec(learning_rate=1e-3),
     }
-    return JobSpec(**grouped({**fields, **changes}))
+    return JobSpec.of(**{**fields, **changes})
 
 
 def run(root: Path, spec: JobSpec, resume_from: Path | None = None, **changes: Any) -> tuple[int, list[Event]]:

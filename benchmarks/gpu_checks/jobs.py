@@ -121,7 +121,7 @@ def spec(setting: Setting, name: str, model: Path, **changes: Any) -> JobSpec:
         "group_by_length": True,
         "padding_free": True,
     }
-    return JobSpec(**{**fields, **changes})
+    return JobSpec.of(**{**fields, **changes})
 
 
 class Job:

@@ -72,30 +72,30 @@ def _train_with_trl(job: Any) -> list[float]:
                 torch.cuda.synchronize()
             ends.append(time.time())
 
-    rows = Dataset.from_list([json.loads(line) for line in Path(job.dataset.path).read_text().splitlines()])
+    rows = Dataset.from_list([json.loads(line) for line in Path(job.data.dataset.path).read_text().splitlines()])
     on_gpu = torch.cuda.is_available()
     common = {
         "output_dir": str(job.checkpoint_dir / "trl"),
-        "per_device_train_batch_size": job.batch_size,
-        "num_train_epochs": job.n_epochs,
-        "learning_rate": job.optimizer.learning_rate,
-        "bf16": job.dtype == "bf16",
+        "per_device_train_batch_size": job.data.batch_size,
+        "num_train_epochs": job.train.n_epochs,
+        "learning_rate": job.train.optimizer.learning_rate,
+        "bf16": job.compute.dtype == "bf16",
         "use_cpu": not on_gpu,
         "gradient_checkpointing": False,
-        "max_length": job.max_seq_length,
+        "max_length": job.data.max_seq_length,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        "seed": job.seed,
+        "seed": job.data.seed,
     }
     # Frozen weights in the dtype of ours: fp32 ones, TRL's default, would be cast in each pass.
-    dtype = torch.bfloat16 if job.lora and job.dtype == "bf16" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype)
+    dtype = torch.bfloat16 if job.lora and job.compute.dtype == "bf16" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(job.source.model, dtype=dtype)
     adapter = adapter_config(model, job.lora) if job.lora else None
     kinds: dict[str, Any] = {"sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig)}
     trainer_class, config_class = kinds[job.algorithm]
-    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    tokenizer = AutoTokenizer.from_pretrained(job.source.model)
     trainer = trainer_class(
         model=model,
         args=config_class(**common),

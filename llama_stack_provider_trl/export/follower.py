@@ -7,7 +7,6 @@ newest step of a job that has not ended waits: its evaluation may follow, in a l
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
@@ -143,10 +142,10 @@ def _target(record: ExportRecord, spec: JobSpec) -> Target:
 
 def shown_config(spec: JobSpec) -> dict[str, str | int | float | bool]:
     """What trackers show of a job's configuration: numbers and names, and no path of this machine."""
-    fields = json.loads(spec.model_dump_json())
-    named = {"job_uuid": spec.job_uuid, "algorithm": spec.algorithm, "dtype": spec.dtype, "device": spec.device}
-    model = {} if spec.model.startswith("/") else {"model": spec.model}
-    return {**named, **model, "dataset_id": spec.dataset.dataset_id, **dict(_numbers(fields))}
+    fields = spec.flat()
+    named = {"job_uuid": spec.job_uuid, "algorithm": spec.algorithm, "dtype": spec.compute.dtype, "device": spec.device}
+    model = {} if spec.source.model.startswith("/") else {"model": spec.source.model}
+    return {**named, **model, "dataset_id": spec.data.dataset.dataset_id, **dict(_numbers(fields))}
 
 
 def _numbers(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float | bool]]:

@@ -218,7 +218,9 @@ async def submit_search(
 
 
 def _new(job: ResolvedJob, digest: str) -> NewJob:
-    needed = [ref.path for ref in (job.spec.dataset, job.spec.validation) if ref is not None and ref.of_job is None]
+    needed = [
+        ref.path for ref in (job.spec.data.dataset, job.spec.data.validation) if ref is not None and ref.of_job is None
+    ]
     if job.spec.resume_from is not None and job.spec.resume_from.path is not None:
         needed.append(job.spec.resume_from.path)
     return NewJob(job.spec, digest, job.warnings, needed, job.trackers)

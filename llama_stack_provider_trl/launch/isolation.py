@@ -215,24 +215,31 @@ def spec_paths(spec: Mapping[str, Any], directories: Sequence[Path]) -> SpecPath
     found = SpecPaths()
     job = spec.get("job") or {}
     reference = reference_of(job)
-    found.write += _paths(job.get("token_cache"))
+    data, source = job.get("data") or {}, job.get("source") or {}
+    found.write += _paths(data.get("token_cache"))
     if not spec.get("preflight"):  # which writes nothing else
         found.write += _paths(job.get("checkpoint_dir"), reference.get("cache"))
     found.read += _paths(spec.get("resume_from"), *(spec.get("fall_back_to") or ()), spec.get("turn"))
     found.read += _paths((job.get("resume_from") or {}).get("path"))
-    found.read += _paths(*((job.get(name) or {}).get("path") for name in ("dataset", "validation")))
-    for model in _paths(job.get("model_path"), reference.get("model_path")):  # which the agent has chosen
+    found.read += _paths(*((data.get(name) or {}).get("path") for name in ("dataset", "validation")))
+    for model in _paths(
+        (job.get("source") or {}).get("path"), reference.get("model_path")
+    ):  # which the agent has chosen
         found.read += [model, *_links_of(model, directories)]
-    work = job.get("work") or {}
+    work, method = job.get("work") or {}, (job.get("train") or {}).get("method") or {}
     merge = work.get("merge") or {}
     models = [merge.get("base"), *(one.get("model") for one in merge.get("inputs") or ()), reference.get("model")]
-    for one in (job, *(work.get("members") or ()), *((work.get("answers") or {}).get("judges") or ())):
+    for one in (
+        {**job, **(job.get("source") or {})},
+        *(work.get("members") or ()),
+        *((work.get("answers") or {}).get("judges") or ()),
+    ):
         models += [one.get("model"), (one.get("adapter") or {}).get("path")]
     answering = [one.get("vllm_python") for one in (work, work.get("answers") or {})]
-    for python in (*answering, ((job.get("method") or {}).get("vllm") or {}).get("python")):
+    for python in (*answering, (method.get("vllm") or {}).get("python")):
         if isinstance(python, str):  # which the operator has chosen
             found.read += _program(python)
-    for source in (job.get("method") or {}).get("rewards") or ():
+    for source in method.get("rewards") or ():
         reward = source.get("model") or {}
         models += [reward.get("path"), (reward.get("base") or {}).get("model")]
     found.read += _paths(*((work.get("harness") or {}).get("roots") or ()))  # which the operator has named

@@ -113,7 +113,7 @@ class BuiltTrainer:
     def passes_mask(self) -> bool:
         """Whether the model gets an attention mask."""
         spec = self.trainer.spec
-        return not spec.packed and passes_padding_mask(spec, self.policy.model, self.trainer.args.device.type)
+        return not spec.data.packed and passes_padding_mask(spec, self.policy.model, self.trainer.args.device.type)
 
     def effective(self) -> dict[str, Any]:
         """What was decided beyond the spec, for the job's record."""
@@ -128,8 +128,8 @@ class BuiltTrainer:
             "threads": torch.get_num_threads(),
             "dataloader_num_workers": self.trainer.args.dataloader_num_workers,
             "batches": {
-                "batch_size": self.trainer.spec.batch_size,
-                "gradient_accumulation_steps": self.trainer.spec.gradient_accumulation_steps,
+                "batch_size": self.trainer.spec.data.batch_size,
+                "gradient_accumulation_steps": self.trainer.spec.train.gradient_accumulation_steps,
             },
             "data": _counts(data.report),
         }
@@ -143,9 +143,9 @@ class BuiltTrainer:
             found["gradient_sync"] = self.trainer.gradient_sync
         if self.trainer.groups_by_length:
             found["group_by_length"] = True
-        if averaging := self.trainer.spec.averaging:
+        if averaging := self.trainer.spec.train.averaging:
             found["averaging"] = {"workers": self.trainer.workers.count, **averaging.model_dump()}
-            if self.trainer.spec.group_by_length:
+            if self.trainer.spec.data.group_by_length:
                 found["group_by_length"] = "not used: the rows of each worker are taken without regard to their length"
         if data.packing:
             found["packing"] = data.packing
@@ -189,7 +189,7 @@ def build_trainer(
     check_vocabulary(spec, tokenizer)
     # Data before weights: a bad row is found in a second, a large model takes minutes to load.
     prompts = encode_prompts(
-        spec.samples, tokenizer, positions_of(spec.source), spec.dropped_turns, vocabulary_size(spec.source)
+        spec.train.samples, tokenizer, positions_of(spec.source), spec.data.dropped_turns, vocabulary_size(spec.source)
     )
     data = load_data(spec, tokenizer, writer)
     if ranks.rank() == 0:  # which exports
@@ -201,11 +201,11 @@ def build_trainer(
     head_kernels, no_triton = choose_head_kernels(device.type)
     others = other_packages(spec.method) if isinstance(spec.method, GrpoSpec) else [other_version(spec)]
     for message in filter(
-        None, [*prompts.lost_turns, *data.warnings, *lost, *_slow_dtype(spec.dtype, device), no_triton, *others]
+        None, [*prompts.lost_turns, *data.warnings, *lost, *_slow_dtype(spec.compute.dtype, device), no_triton, *others]
     ):
         writer.write(Warned(message=message))
     memory = before_training(spec, batch_plan, data.train, device, writer, requested)
-    chooses_gradient_sync, spec = spec.gradient_sync == "auto", choose_gradient_sync(spec, memory)
+    chooses_gradient_sync, spec = spec.train.gradient_sync == "auto", choose_gradient_sync(spec, memory)
     if batch_plan.needs_filler:
         data = data.with_filler()
     policy = load_policy(spec, device, warn)
@@ -235,24 +235,24 @@ def load_data(spec: JobSpec, tokenizer: PreTrainedTokenizerBase, writer: EventWr
         spec,
         tokenizer,
         writer,
-        spec.dataset,
-        spec.validation,
+        spec.data.dataset,
+        spec.data.validation,
         teacher=teacher,
         embeddings=vocabulary_size(spec.source),
     )
-    train, validation = preparation.rows(spec.dataset), None
+    train, validation = preparation.rows(spec.data.dataset), None
     sources = {"train_dataset": train.source}
-    if spec.validation is not None:
-        steps = spec.max_validation_steps
-        validation = preparation.rows(spec.validation, None if steps is None else steps * spec.batch_size)
+    if spec.data.validation is not None:
+        steps = spec.data.max_validation_steps
+        validation = preparation.rows(spec.data.validation, None if steps is None else steps * spec.data.batch_size)
         sources["validation_dataset"] = validation.source
     return TrainingData(
         train=train.dataset,
         validation=validation.dataset if validation else None,
         report=train.report,
         validation_report=validation.report if validation else None,
-        packing={"rows": num_rows(train.dataset), "sequences": len(train.dataset)} if spec.packed else None,
-        sources=sources if spec.token_cache else {},
+        packing={"rows": num_rows(train.dataset), "sequences": len(train.dataset)} if spec.data.packed else None,
+        sources=sources if spec.data.token_cache else {},
     )
 
 
@@ -265,15 +265,15 @@ def load_policy(spec: JobSpec, device: torch.device, warn: Callable[[str], None]
     storage = WeightStorage.of(spec)
     model = load_model(spec.source, storage, device, warn)
     set_attention(spec, model)
-    if spec.padding_free:
+    if spec.compute.padding_free:
         use_rows(model, device.type)
-    check_length(model, spec.max_seq_length)
-    if spec.packed and not spec.padding_free and (spec.uses_flash_kernels or has_placeholders(model)):
+    check_length(model, spec.data.max_seq_length)
+    if spec.data.packed and not spec.compute.padding_free and (spec.uses_flash_kernels or has_placeholders(model)):
         # Flash kernels compute on GPUs in half precision, where the model may be in CPU memory and in fp32.
-        shallow = shallow_model(spec.source, DTYPES[spec.dtype], device)
+        shallow = shallow_model(spec.source, DTYPES[spec.compute.dtype], device)
         set_attention(spec, shallow)
         check_isolation(shallow, sequences=1 if spec.uses_flash_kernels else 2)
-    elif spec.packed and not spec.padding_free:
+    elif spec.data.packed and not spec.compute.padding_free:
         check_isolation(model)
     # QAT replaces layers, whose weights are then deferred. A base in 4 bits is measured as it will be.
     quantization = None if storage.in_4_bits else quantize(spec, model)

@@ -68,9 +68,9 @@ def plan_steps(spec: JobSpec, lengths: torch.Tensor | Sequence[int], batch_plan:
     epoch = epoch_of_job(spec, len(lengths), batch_plan)
     steps = epoch.steps_per_epoch
     return StepPlan(
-        spec.n_epochs,
+        spec.train.n_epochs,
         steps,
-        steps * spec.n_epochs,
+        steps * spec.train.n_epochs,
         batch_plan.rows_per_step,
         _largest_batch(spec, batch_plan, epoch.rows_per_epoch, int(torch.as_tensor(lengths).max())),
     )
@@ -80,12 +80,12 @@ def _largest_batch(spec: JobSpec, batch_plan: BatchPlan, rows: int, tokens: int)
     """The batch with the longest row, which pads all others to its length. With fillers no batch is short."""
     size = batch_plan.batch_size if batch_plan.needs_filler else min(batch_plan.batch_size, rows)
     tokens += spec.method.answer_tokens or 0
-    return Batch(size * spec.sequences_per_row, min(tokens, spec.max_seq_length))
+    return Batch(size * spec.sequences_per_row, min(tokens, spec.data.max_seq_length))
 
 
 def _with_groups(batch: Batch, spec: JobSpec, dataset: Dataset) -> Batch:
     """A job's largest batch, where it is in one sequence with the rows that have the most tokens together."""
-    if not spec.padding_free:
+    if not spec.compute.padding_free:
         return batch
     rows = batch.sequences // (2 if spec.has_pairs else 1)
     groups, scored = largest_groups(dataset, rows)
@@ -117,8 +117,8 @@ def check(
         requested: the job before its batches were divided (`fast.parts`); None: they were not.
     """
     memory = estimate(spec, batch, device, capacity.baseline)
-    if spec.gradient_sync == "auto" and accumulates_shards(spec):
-        whole = spec.model_copy(update={"gradient_sync": "step"})
+    if spec.train.gradient_sync == "auto" and accumulates_shards(spec):
+        whole = spec.changed(gradient_sync="step")
         with_whole = estimate(whole, batch, device, capacity.baseline)
         if capacity.holds(with_whole):
             spec, memory = whole, with_whole
@@ -137,7 +137,7 @@ def check(
         verdict["gradient_sync"] = "step" if keeps_whole_gradients(spec) else "micro_step"
     if not verdict["fits"]:
         found = nearest(spec, batch, device, capacity)
-        if found and requested and requested.batch_size != spec.batch_size:
+        if found and requested and requested.data.batch_size != spec.data.batch_size:
             # The changes are made to the request, and some jobs that they lead to are not divided.
             found = replace(found, changes={**batch_fields(spec), **found.changes})
         verdict["nearest"] = found and {"changes": found.changes, "estimate_bytes": found.memory.total}
@@ -195,12 +195,12 @@ def before_training(
 def choose_gradient_sync(spec: JobSpec, verdict: dict[str, Any] | None) -> JobSpec:
     """The job with `gradient_sync` auto replaced by rank 0's choice: that of its memory check, and micro_step without
     one. A collective."""
-    if spec.gradient_sync != "auto":
+    if spec.train.gradient_sync != "auto":
         return spec
     whole = verdict is not None and verdict.get("gradient_sync") == "step"
     if accumulates_shards(spec):
         whole = bool(ranks.broadcast_number(whole))
-    return spec.model_copy(update={"gradient_sync": "step" if whole else "micro_step"})
+    return spec.changed(gradient_sync="step" if whole else "micro_step")
 
 
 def preflight_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
@@ -230,16 +230,18 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     tokenizer = load_tokenizer(spec.source, warn=notes.append)
     check_models(spec, notes.append)
     embeddings = vocabulary_size(spec.source)
-    prompts = encode_prompts(spec.samples, tokenizer, positions_of(spec.source), spec.dropped_turns, embeddings)
+    prompts = encode_prompts(
+        spec.train.samples, tokenizer, positions_of(spec.source), spec.data.dropped_turns, embeddings
+    )
     teacher = load_teacher_tokenizer(spec)
-    preparation = Preparation(spec, tokenizer, writer, spec.dataset, teacher=teacher, embeddings=embeddings)
-    prepared = preparation.rows(spec.dataset)
+    preparation = Preparation(spec, tokenizer, writer, spec.data.dataset, teacher=teacher, embeddings=embeddings)
+    prepared = preparation.rows(spec.data.dataset)
     try_exports(spec, tokenizer, notes.append)
     lost = lost_by_reward_models(spec, writer.heartbeat)
     requested = spec
     spec, batch_plan = in_parts(spec, BatchPlan.of_job(spec), prepared.dataset, request.device)
     planned = plan_steps(spec, row_lengths(prepared.dataset), batch_plan)
-    warmup = problem_of_warmup(spec.optimizer, planned.total_steps)
+    warmup = problem_of_warmup(spec.train.optimizer, planned.total_steps)
     planned = replace(planned, batch=_with_groups(planned.batch, spec, prepared.dataset))
     capacity = Capacity(
         device=request.memory_bytes or _device_memory(request.device) or machine_memory() // spec.ranks,
@@ -288,8 +290,8 @@ def _data(report: DataReport, lengths: torch.Tensor) -> dict[str, Any]:
 def _disk(spec: JobSpec, planned: StepPlan, request: PreflightSpec) -> dict[str, Any]:
     """The most that the job writes: the step checkpoints that are kept, one being written, final and merged."""
     sizes = disk_bytes(spec, trace(spec, planned.batch, request.device))
-    saves = planned.total_steps // spec.save_steps if spec.save_steps else planned.epochs
-    steps = min(saves, spec.keep_last + 1) if spec.keep_last else saves
+    saves = planned.total_steps // spec.train.save_steps if spec.train.save_steps else planned.epochs
+    steps = min(saves, spec.train.keep_last + 1) if spec.train.keep_last else saves
     needed = steps * sizes["step_checkpoint"] + sizes["final"] + sizes["merged"]
     free = free_bytes(spec.checkpoint_dir) if request.free_bytes is None else request.free_bytes
     enough = needed + spec.lifecycle.min_free_bytes <= free

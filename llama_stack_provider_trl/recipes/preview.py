@@ -137,11 +137,11 @@ def preview(spec: JobSpec, request: PreviewSpec, writer: EventWriter) -> None:
     spec, notes = within_positions(spec)
     tokenizer = load_tokenizer(spec.source, warn=notes.append)
     notes += lacking_in_exports(spec)
-    prompts = encode_prompts(spec.samples, tokenizer, positions_of(spec.source))
+    prompts = encode_prompts(spec.train.samples, tokenizer, positions_of(spec.source))
     chat, teacher = Chat(tokenizer), load_teacher_tokenizer(spec)
     taught = None if teacher is None else Chat(teacher)
     counter = TruncationCounter(
-        tokenizer.eos_token_id, tokenizer.bos_token_id, spec.max_seq_length, spec.truncation_side
+        tokenizer.eos_token_id, tokenizer.bos_token_id, spec.data.max_seq_length, spec.data.truncation_side
     )
     shown: list[PreviewedRow] = []
     lengths: list[int] = []
@@ -154,22 +154,22 @@ def preview(spec: JobSpec, request: PreviewSpec, writer: EventWriter) -> None:
             left -= len(shown[-1].ids)
         lengths.append(row.length)
         if not row.dropped:
-            kept.append(min(row.length, spec.max_seq_length))
+            kept.append(min(row.length, spec.data.max_seq_length))
     if not lengths:
-        found = f"the dataset has {spec.dataset.num_rows} rows and none at {request.first_row}"
+        found = f"the dataset has {spec.data.dataset.num_rows} rows and none at {request.first_row}"
         raise JobFailure(Reason.invalid_request, f"{found}: rows are counted from 0, send a smaller first_row")
     unit = METHODS[spec.algorithm].unit
     lost = _lost_by_reward_models(spec, request.first_row, counter.rows, writer)
-    largest = f"row {request.first_row + counter.largest_id_row} of the dataset {spec.dataset.dataset_id!r}"
+    largest = f"row {request.first_row + counter.largest_id_row} of the dataset {spec.data.dataset.dataset_id!r}"
     try:
         check_embedded([counter.largest_id], vocabulary_size(spec.source), tokenizer, largest)
     except JobFailure as error:
         lost.append(f"the job fails: {error.message}")
-    if spec.dropped_turns == "refuse" and [*prompts.lost_turns, *counter.lost_turns(unit, chat, taught), *lost]:
+    if spec.data.dropped_turns == "refuse" and [*prompts.lost_turns, *counter.lost_turns(unit, chat, taught), *lost]:
         lost.append("with dropped_turns 'refuse' the job fails for what a chat template leaves out")
     writer.write(
         Previewed(
-            max_seq_length=spec.max_seq_length,
+            max_seq_length=spec.data.max_seq_length,
             data=_data(spec, counter, lengths),
             rows=shown,
             warnings=[
@@ -187,8 +187,8 @@ def preview(spec: JobSpec, request: PreviewSpec, writer: EventWriter) -> None:
 
 def _lost_by_reward_models(spec: JobSpec, first: int, count: int, writer: EventWriter) -> list[str]:
     """A sentence for each reward model whose chat template leaves out turns of the rows that were read."""
-    read = islice(enumerate(read_examples(spec.dataset.path, "prompts")), first, first + count)
-    return lost_by_reward_models(spec.model_copy(update={"dropped_turns": "warn"}), writer.heartbeat, read)
+    read = islice(enumerate(read_examples(spec.data.dataset.path, "prompts")), first, first + count)
+    return lost_by_reward_models(spec.changed(dropped_turns="warn"), writer.heartbeat, read)
 
 
 def _warmup(spec: JobSpec, counter: TruncationCounter, kept: Sequence[int]) -> list[str]:
@@ -198,19 +198,19 @@ def _warmup(spec: JobSpec, counter: TruncationCounter, kept: Sequence[int]) -> l
     Args:
         kept: tokens of each row that is trained on.
     """
-    unread = spec.dataset.num_rows - counter.rows
-    if not kept or (spec.packed and unread):
+    unread = spec.data.dataset.num_rows - counter.rows
+    if not kept or (spec.data.packed and unread):
         return []
-    rows = len(best_fit(kept, spec.max_seq_length)) if spec.packed else len(kept) + unread
-    steps = epoch_of_job(spec, rows, BatchPlan.of_job(spec)).steps_per_epoch * spec.n_epochs
-    return [*filter(None, [problem_of_warmup(spec.optimizer, steps)])]
+    rows = len(best_fit(kept, spec.data.max_seq_length)) if spec.data.packed else len(kept) + unread
+    steps = epoch_of_job(spec, rows, BatchPlan.of_job(spec)).steps_per_epoch * spec.train.n_epochs
+    return [*filter(None, [problem_of_warmup(spec.train.optimizer, steps)])]
 
 
 def _rows(
     spec: JobSpec, first: int, chat: Chat, counter: TruncationCounter, taught: Chat | None
 ) -> Iterator[_MaskedRow]:
     """The rows from `first` on, until there are enough for the counts."""
-    read = enumerate(read_examples(spec.dataset.path, spec.algorithm, spec.data_format))
+    read = enumerate(read_examples(spec.data.dataset.path, spec.algorithm, spec.data.data_format))
     tokens = 0
     for chunk in batched(islice(read, first, first + _MOST_ROWS), _CHUNK):
         if METHODS[spec.algorithm].rows == "kto":
@@ -220,7 +220,7 @@ def _rows(
             theirs = [ids for _, ids in encode_chats(taught, chunk)] if taught else own  # type: ignore[arg-type]
             rows = [_prompt(*ids, spec.method.answer_tokens, counter) for ids in zip(own, theirs, strict=True)]
         elif not spec.has_pairs:
-            encoded = SftEncoder(chat, spec.train_on_input).encode(chunk)  # type: ignore[arg-type]
+            encoded = SftEncoder(chat, spec.data.train_on_input).encode(chunk)  # type: ignore[arg-type]
             rows = [_sft_row(ids, labels, counter) for ids, labels in encoded]
         else:
             rows = [_pair(*ids, counter) for ids in encode_pairs(chat, chunk)]  # type: ignore[arg-type]
@@ -317,7 +317,7 @@ def _marks(length: int, marked: set[int]) -> str:
 def _data(spec: JobSpec, counter: TruncationCounter, lengths: Sequence[int]) -> dict[str, object]:
     ordered = sorted(lengths)
     return {
-        "num_rows": spec.dataset.num_rows,
+        "num_rows": spec.data.dataset.num_rows,
         "read": counter.rows,
         "trained": counter.kept,
         "truncated": counter.truncated,

@@ -42,7 +42,9 @@ def lost_by_reward_models(
         tokenizer = load_tokenizer(own, model=source)
         chat, embeddings, count = Chat(tokenizer), vocabulary_size(source), 0
         has_more_tokens = len(tokenizer) > embeddings
-        for number, prompt in enumerate(read_examples(spec.dataset.path, "prompts")) if prompts is None else prompts:
+        for number, prompt in (
+            enumerate(read_examples(spec.data.dataset.path, "prompts")) if prompts is None else prompts
+        ):
             count += 1
             turns = [*prompt.messages, _ANSWER]
             # A refusal fails the job when it scores: it may depend on the answer.
@@ -56,5 +58,5 @@ def lost_by_reward_models(
                 alive()
         if message := chat.lost.message("prompt", count, f"the reward model's (job {model.job_uuid!r})"):
             found.append(message)
-    refuse_lost_turns(spec.dropped_turns, found)
+    refuse_lost_turns(spec.data.dropped_turns, found)
     return found

@@ -91,14 +91,14 @@ def train_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
 def plan_batches(attempt: AttemptSpec) -> tuple[JobSpec, BatchPlan]:
     """The job as this attempt's ranks train it. Rows per optimizer step do not depend on the number of ranks."""
     rows = attempt.rows_per_step or attempt.job.rows_per_step
-    batch_plan = BatchPlan.of(rows, attempt.job.batch_size, attempt.world_size)
+    batch_plan = BatchPlan.of(rows, attempt.job.data.batch_size, attempt.world_size)
     return batch_plan.applied(attempt.job), batch_plan
 
 
 def _report_start(spec: JobSpec, device: torch.device, warnings: list[str], writer: EventWriter) -> None:
     writer.write(Started(pid=os.getpid(), device=str(device), versions=_versions()))
-    if spec.num_threads:
-        torch.set_num_threads(spec.num_threads)
+    if spec.compute.num_threads:
+        torch.set_num_threads(spec.compute.num_threads)
     for message in warnings:
         writer.write(Warned(message=message))
     faults.reach("started")
@@ -114,7 +114,7 @@ def _prepare(
 ) -> Run:
     """Build the trainer, and restore the checkpoint to resume from, if there is one."""
     spec.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-    set_seed(spec.seed)
+    set_seed(spec.data.seed)
     run_dir = RunDir(attempt.run_dir)
     require_space = partial(need_space, spec, uploads=run_dir.uploads, writer=writer)
     with heartbeat(writer):
@@ -144,11 +144,11 @@ def _show_progress(trainer: RecipeTrainer, run_dir: RunDir) -> None:
 
 
 def _answers(spec: JobSpec, built: BuiltTrainer, writer: EventWriter) -> PromptAnswers | None:
-    if spec.samples is None:
+    if spec.train.samples is None:
         return None
     from .trainer.samples import PromptAnswers
 
-    return PromptAnswers(built.trainer, built.prompts, spec.samples.max_new_tokens, writer.heartbeat)
+    return PromptAnswers(built.trainer, built.prompts, spec.train.samples.max_new_tokens, writer.heartbeat)
 
 
 def _checkpoint_to_resume(attempt: AttemptSpec, writer: EventWriter, disks: Disks) -> Path | None:
@@ -204,7 +204,7 @@ def _without_casts(run: Run) -> AbstractContextManager[None]:
 def _evaluate_last_step(run: Run) -> None:
     """Evaluate the trained model, unless the last step was evaluated already."""
     evaluated = run.callback.validation
-    if run.spec.validation and (evaluated is None or evaluated[0] != run.trainer.state.global_step):
+    if run.spec.data.validation and (evaluated is None or evaluated[0] != run.trainer.state.global_step):
         run.trainer.evaluate()
 
 
@@ -221,7 +221,7 @@ def _load_best(run: Run) -> dict[str, Any]:
     is_there = is_there and first_undamaged([checkpoint], run.writer, trainer.disks, on_first_only=True) is not None
     if is_there:
         trainer.load_weights(checkpoint)
-    what = f"{checkpoint.name}, the best by {run.spec.best_checkpoint} ({best['value']:.6g})"
+    what = f"{checkpoint.name}, the best by {run.spec.train.best_checkpoint} ({best['value']:.6g})"
     outcome = f"final is {what}" if is_there else f"{what}, is gone: final is the last step"
     run.writer.write(Warned(message=f"{outcome}; training ended at step {last['step']}"))
     return fields if is_there else last

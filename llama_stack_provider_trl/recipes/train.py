@@ -143,8 +143,8 @@ def needs_cold_start(attempt: AttemptSpec) -> bool:
 def _unused_libraries(job: JobSpec) -> Set[str]:
     adapters = [job.lora, *(member.lora for member in members_of(job.work))]
     is_quantized = any(lora is not None and lora.quantize_base for lora in adapters)
-    uses_bitsandbytes = job.optimizer.name == "adamw_8bit" or is_quantized
-    unused = {"bitsandbytes": not uses_bitsandbytes, "torchao": not job.qat}
+    uses_bitsandbytes = job.train.optimizer.name == "adamw_8bit" or is_quantized
+    unused = {"bitsandbytes": not uses_bitsandbytes, "torchao": not job.train.qat}
     return {name for name, is_unused in unused.items() if is_unused}
 
 

@@ -164,14 +164,14 @@ def _of_job(name: str, value: str, named: NamedJob, options: ProviderOptions, se
             f"job {job.job_uuid!r} trains an adapter: set the provider option adapter to 'continue' (train it further) "
             "or 'merge' (into its base model)",
         )
-    model, below = job.model, job.bases
+    model, below = job.source.model, job.bases
     if job.adapter is not None and job.adapter.use == "merge":
         model, below = str(job.checkpoint_dir / MERGED_BASE), ()
     elif job.adapter is not None and Path(model).name != MERGED_BASE:
         below = below[1:]  # without the job whose adapter it continued: this job does not read that one
     return Base(
         model,
-        resolve_trust(job.model, settings) if model == job.model else {},
+        resolve_trust(job.source.model, settings) if model == job.source.model else {},
         AdapterSpec(path=path, use=options.adapter),
         job.lora if options.adapter == "continue" else None,
         (base_job, *below),
@@ -195,7 +195,7 @@ def checkpoint_of(name: str, value: str, named: NamedJob, *, wants_adapter: bool
     """The name of the checkpoint that a base names, or of the one that is meant where it names none."""
     job = named.spec
     given = value.removeprefix(PREFIX).partition("/")[2]
-    exports = ["final", "merged"] if job.lora and job.merge_adapter else ["final"]
+    exports = ["final", "merged"] if job.lora and job.train.merge_adapter else ["final"]
     if not given:
         return "final" if wants_adapter else exports[-1]
     checkpoint = given.removeprefix(f"{job.output_name}-")

@@ -45,7 +45,7 @@ class Resolution:
     """The part of the rows that the job has; None: all."""
 
     def spec(self, dataset: DatasetRef, validation: DatasetRef | None) -> JobSpec:
-        return JobSpec(dataset=dataset, validation=validation, **self.fields)
+        return JobSpec.of(**{**self.fields, "dataset": dataset, "validation": validation})
 
 
 def resolve(

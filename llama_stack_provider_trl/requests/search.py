@@ -125,7 +125,7 @@ class Probe(NamedTuple):
         """Later trials train as the first one does, on its rows. Raises InvalidRequest."""
         same = ("dataset", "validation", "algorithm", "data_format")
         is_split = getattr(self.trial.request.training_config.data_config, "validation_dataset_id", None) is None
-        if any(getattr(resolved, name) != getattr(first, name) for name in (*same, *(("seed",) if is_split else ()))):
+        if any(resolved.value(name) != first.value(name) for name in (*same, *(("seed",) if is_split else ()))):
             hint = "it decides on the rows or the method of a trial, which all of a bayesian search have in common"
             field = f"{FIELD}.parameters.{self.path}"
             raise InvalidRequest(field, self.trial.values[self.path], f"{hint}: leave it out, or use grid or random")
@@ -209,17 +209,17 @@ class RequestedSearch(NamedTuple):
         Raises:
             InvalidRequest: it has no evaluations, or cannot be compared with the first one, or before its end.
         """
-        if resolved.validation is None:
+        if resolved.data.validation is None:
             hint = "nothing is evaluated: name a validation_dataset_id, or set train_split_percentage below 1"
             raise in_trial(trial, InvalidRequest(f"{FIELD}.objective", self.config.objective, hint))
-        if self.pruning is not None and resolved.averaging is not None:
+        if self.pruning is not None and resolved.train.averaging is not None:
             hint = "trials could be compared at common weights only (averaging): leave one of them out"
             given = self.config.pruning and self.config.pruning.model_dump(exclude_unset=True)
             raise in_trial(trial, InvalidRequest(f"{FIELD}.pruning", given, hint))
         if resolved.algorithm != first.algorithm:
             hint = f"trial 1 trains {first.algorithm} and this one {resolved.algorithm}, which cannot be compared by it"
             raise in_trial(trial, InvalidRequest(f"{FIELD}.objective", self.config.objective, hint))
-        if first.validation is None or resolved.validation.sha256 != first.validation.sha256:
+        if first.data.validation is None or resolved.data.validation.sha256 != first.data.validation.sha256:
             hint = "trials would be evaluated on different rows: name one validation_dataset_id"
             raise in_trial(trial, InvalidRequest(f"{FIELD}.objective", self.config.objective, hint))
         return resolved.model_copy(update={"pruning": self.pruning})

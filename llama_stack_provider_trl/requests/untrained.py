@@ -114,13 +114,16 @@ def with_work(spec: JobSpec, work: Work) -> JobSpec:
     """The job, which does this in place of training. Raises InvalidRequest: it is too much."""
     untrained: dict[str, Any] = {
         "preflight": "off",
-        "lifecycle": spec.lifecycle.model_copy(update={"oom_retry": False}),
+        "oom_retry": False,
     }
     if (answering := answering_of(work)) is not None:
-        answers = spec.dataset.num_rows * answering.samples_per_prompt
+        answers = spec.data.dataset.num_rows * answering.samples_per_prompt
         if answers > _MOST_ANSWERS:
-            hint = f"with {spec.dataset.num_rows} prompts that are {answers} answers, at most {_MOST_ANSWERS} are made"
-            raise InvalidRequest("samples_per_prompt", answering.samples_per_prompt, f"{hint}: divide the dataset")
+            rows = spec.data.dataset.num_rows
+            hint = (
+                f"with {rows} prompts that are {answers} answers, at most {_MOST_ANSWERS} are made: divide the dataset"
+            )
+            raise InvalidRequest("samples_per_prompt", answering.samples_per_prompt, hint)
         untrained |= {"lora": None, "token_cache": None}
     if harness_of(work) is not None:
         untrained["token_cache"] = None
@@ -128,7 +131,7 @@ def with_work(spec: JobSpec, work: Work) -> JobSpec:
         merge = work.merge.model_copy(update={"output": spec.checkpoint_dir / MERGING})
         work = work.model_copy(update={"merge": merge})
         untrained |= {"lora": None, "adapter": None, "token_cache": None}
-    return spec.model_copy(update={**untrained, "work": work})
+    return spec.changed(**untrained, work=work)
 
 
 def harness_of(work: Work | None) -> HarnessSpec | None:

@@ -56,7 +56,7 @@ class EarlyStoppingTracker:
 
     def is_best(self, metrics: Mapping[str, float], standing: Mapping[str, Any]) -> bool:
         """Record an evaluation, and return whether it is the best so far by the job's `best_checkpoint`."""
-        metric = self.spec.best_checkpoint
+        metric = self.spec.train.best_checkpoint
         if metric is None or metric not in metrics:
             return False
         if not is_better(metric, metrics[metric], self.best["value"] if self.best else None):
@@ -66,7 +66,7 @@ class EarlyStoppingTracker:
 
     def should_stop(self, metrics: Mapping[str, float], step: int) -> bool:
         """Record an evaluation, and return whether the job's patience is exhausted."""
-        rule = self.spec.early_stopping
+        rule = self.spec.train.early_stopping
         if rule is None or rule.metric not in metrics:
             return False
         value = metrics[rule.metric]
@@ -79,7 +79,7 @@ class EarlyStoppingTracker:
 
     def stop_message(self, step: int, total_steps: int) -> str:
         """The warning of a job that stops early."""
-        rule, seen = self.spec.early_stopping, self.notes["early_stopping"]
+        rule, seen = self.spec.train.early_stopping, self.notes["early_stopping"]
         assert rule is not None
         return (
             f"early_stopping: ended at step {step} of {total_steps}, because {rule.metric} was not better than "

@@ -177,48 +177,15 @@ class LifecycleSpec(Frozen):
     """Disk space that a checkpoint must leave free."""
 
 
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The types that a field may have."""
-    return get_args(annotation) or (annotation,)
+class DataSpec(Frozen):
+    """The rows of a job, and how they become batches."""
 
-
-class JobSpec(Frozen):
-    """One job, resolved: every default filled in, every path absolute. This is the effective configuration."""
-
-    job_uuid: str
-    model: str
-    """Base model: an absolute local path or a model id that transformers can load."""
-    revision: str | None = None
-    """Branch, tag or commit of a model id; None: the default branch."""
-    trust_remote_code: bool = False
-    """Run the code that comes with the model: the operator has named this model (and revision)."""
-    model_path: Path | None = None
-    """Set by the agent of another machine: directory with the model's files there, whose digests are those on the
-    service's machine. None: `model` is read."""
-    output_name: str
-    """Name of the result; identifiers of checkpoints start with it."""
-    checkpoint_dir: Path
-    """Absolute and this job's own: `<checkpoint_dir of the request>/<job_uuid>`."""
     dataset: DatasetRef
     validation: DatasetRef | None = None
     data_format: DataFormat | None = None
     """Which shape to read where a row carries both; a row with only one shape is read by that one."""
-    n_epochs: int = Field(gt=0)
-    max_steps_per_epoch: int | None = Field(None, gt=0)
-    """Optimizer steps; None: the whole epoch."""
     batch_size: int = Field(gt=0)
     """Rows (SFT) or pairs (DPO and other preference methods) per rank and micro step."""
-    gradient_accumulation_steps: int = Field(1, gt=0)
-    max_validation_steps: int | None = Field(None, gt=0)
-    """Batches per evaluation; None: the whole validation dataset."""
-    shuffle: bool = True
-    train_on_input: bool = False
-    """SFT: False, the loss covers assistant tokens; True, every token."""
-    packed: bool = False
-    """SFT: several rows in a sequence of `max_seq_length` tokens, none of which sees another; `batch_size` counts
-    sequences. The rows of an evaluation are packed too, which does not change its numbers."""
-    token_cache: Path | None = None
-    """Directory of tokenized rows, and of traces of its memory check, for other jobs, too; None: in memory only."""
     max_seq_length: int = Field(1024, gt=1)
     """Tokens; longer sequences are cut, and counted."""
     max_seq_length_is_default: bool = False
@@ -228,44 +195,67 @@ class JobSpec(Frozen):
     dropped_turns: DroppedTurns = "warn"
     """Where a chat template leaves out turns, or text of trained answers: warn, a warning; refuse, the job fails before
     its model is loaded."""
+    token_cache: Path | None = None
+    """Directory of tokenized rows, and of traces of its memory check, for other jobs, too; None: in memory only."""
+    dataloader_num_workers: int | None = Field(None, ge=0)
+    """Processes per rank that prepare batches; None: 2 on cuda, else 0."""
+    group_by_length: bool = True
+    """Put the rows of an optimizer step into batches by length: less padding, the same numbers up to rounding."""
+    train_on_input: bool = False
+    """SFT: False, the loss covers assistant tokens; True, every token."""
+    packed: bool = False
+    """SFT: several rows in a sequence of `max_seq_length` tokens, none of which sees another; `batch_size` counts
+    sequences. The rows of an evaluation are packed too, which does not change its numbers."""
+    max_validation_steps: int | None = Field(None, gt=0)
+    """Batches per evaluation; None: the whole validation dataset."""
+    seed: int = 42
+
+
+class ComputeSpec(Frozen):
+    """In which numbers and by which kernels a job computes."""
+
     dtype: Dtype = "bf16"
     """bf16: bf16 autocast over fp32 trainable weights, a frozen base under LoRA held in bf16. fp32: fp32 throughout.
     fp16: as bf16, with loss scaling (arXiv:1710.03740); cuda only."""
     dtype_by_device: bool = False
     """The request set neither dtype nor device, and the job may run on any node: bf16 if its first attempt gets GPUs,
     else fp32. `dtype` is then the default of the service's own machine."""
+    attn_implementation: AttnImplementation | None = None
+    """Of transformers; the flash kernels are for cuda in bf16 or fp16. None: transformers' choice, sdpa for most."""
+    attention_mask: AttentionMask = "auto"
+    """auto: the model gets the padding mask only where padding behind a row could change its numbers. always: always,
+    but in packed sequences."""
+    padding_free: bool = True
+    """Batches in one sequence: no padding, and of a pair the prompt once, where the model's attention allows it
+    (`recipes.fast`)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     checkpoint_every: int = Field(1, gt=0)
     """With gradient_checkpointing: of every so many blocks one is recomputed, the others keep their activations."""
-    group_by_length: bool = True
-    """Put the rows of an optimizer step into batches by length: less padding, the same numbers up to rounding."""
-    padding_free: bool = True
-    """Batches in one sequence: no padding, and of a pair the prompt once, where the model's attention allows it
-    (`recipes.fast`)."""
-    attention_mask: AttentionMask = "auto"
-    """auto: the model gets the padding mask only where padding behind a row could change its numbers. always: always,
-    but in packed sequences."""
+    activation_offloading: bool = False
+    """Activations that the backward pass needs wait for it in CPU memory; cuda only."""
+    num_threads: int | None = Field(None, gt=0)
+    """CPU threads for torch; None: torch's own choice."""
+
+
+class TrainSpec(Frozen):
+    """How a job trains: its optimizer, its steps, and what is done between them."""
+
+    method: MethodSpec = SftSpec()
+    optimizer: OptimizerSpec
+    qat: QatSpec | None = None
+    merge_adapter: bool = False
+    """Besides the adapter, write `<checkpoint_dir>/merged`: the base model with the adapter merged into it."""
+    averaging: AveragingSpec | None = None
+    """None: gradients are reduced in every optimizer step."""
+    n_epochs: int = Field(gt=0)
+    max_steps_per_epoch: int | None = Field(None, gt=0)
+    """Optimizer steps; None: the whole epoch."""
+    gradient_accumulation_steps: int = Field(1, gt=0)
     gradient_sync: GradientSync = "auto"
     """When ranks that shard the model reduce accumulated gradients. micro_step: in every micro step, so that each rank
     keeps a part. step: once per optimizer step, each rank keeps whole gradients. auto: step where the memory estimate
     fits with them, else micro_step."""
-    attn_implementation: AttnImplementation | None = None
-    """Of transformers; the flash kernels are for cuda in bf16 or fp16. None: transformers' choice, sdpa for most."""
-    activation_offloading: bool = False
-    """Activations that the backward pass needs wait for it in CPU memory; cuda only."""
-    dataloader_num_workers: int | None = Field(None, ge=0)
-    """Processes per rank that prepare batches; None: 2 on cuda, else 0."""
-    optimizer: OptimizerSpec
-    adapter: AdapterSpec | None = None
-    """A trained adapter of `model` to begin with; None: none."""
-    bases: tuple[BaseJob, ...] = ()
-    """Jobs whose checkpoints it begins with: the one that the request names, and those below an adapter of it."""
-    lora: LoraSpec | None = None
-    qat: QatSpec | None = None
-    method: MethodSpec = SftSpec()
-    merge_adapter: bool = False
-    """Besides the adapter, write `<checkpoint_dir>/merged`: the base model with the adapter merged into it."""
     save_steps: int | None = Field(None, gt=0)
     """Optimizer steps between checkpoints; None: at the end of every epoch and every 30 minutes."""
     eval_steps: int | None = Field(None, gt=0)
@@ -279,7 +269,32 @@ class JobSpec(Frozen):
     keep_last: int | None = Field(None, gt=0)
     """Step checkpoints that are kept, the newest ones; None: all. `final` and `merged` always stay."""
     logging_steps: int = Field(1, gt=0)
-    seed: int = 42
+    shuffle: bool = True
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The types that a field may have."""
+    return get_args(annotation) or (annotation,)
+
+
+class JobSpec(Frozen):
+    """One job, resolved: every default filled in, every path absolute. This is the effective configuration."""
+
+    job_uuid: str
+    source: ModelSource
+    """The base model."""
+    output_name: str
+    """Name of the result; identifiers of checkpoints start with it."""
+    checkpoint_dir: Path
+    """Absolute and this job's own: `<checkpoint_dir of the request>/<job_uuid>`."""
+    data: DataSpec
+    compute: ComputeSpec = ComputeSpec()
+    train: TrainSpec
+    adapter: AdapterSpec | None = None
+    """A trained adapter of `model` to begin with; None: none."""
+    bases: tuple[BaseJob, ...] = ()
+    """Jobs whose checkpoints it begins with: the one that the request names, and those below an adapter of it."""
+    lora: LoraSpec | None = None
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps."""
     ranks: int = Field(1, gt=0)
@@ -289,13 +304,9 @@ class JobSpec(Frozen):
     """None: it runs on the service's (or provider's) own machine."""
     sharding: ShardingSpec | None = None
     """None: one process."""
-    averaging: AveragingSpec | None = None
-    """None: gradients are reduced in every optimizer step."""
     lifecycle: LifecycleSpec = LifecycleSpec()
     preflight: PreflightMode = "refuse"
     """Where the estimated memory does not fit: refuse, before its model is loaded; warn; off: nothing is estimated."""
-    num_threads: int | None = Field(None, gt=0)
-    """CPU threads for torch; None: torch's own choice."""
     resume_from: ResumeFrom | None = None
     """Another job's checkpoint to begin with, in place of the model as it is; None: from the start."""
     after: tuple[str, ...] = ()
@@ -311,24 +322,73 @@ class JobSpec(Frozen):
     work: Work | None = Field(None, discriminator="kind")
     """What it does in place of training; None: it trains."""
 
+    @staticmethod
+    def parts() -> dict[str, type[Frozen]]:
+        """Its parts, whose fields `flat` has beside its own."""
+        return _PARTS
+
+    @classmethod
+    def of(cls, **fields: Any) -> JobSpec:
+        """A job of its own fields, and of those of its parts, by their names in `flat`."""
+        rest = dict(fields)
+        for part, kind in _PARTS.items():
+            if own := {name: rest.pop(name) for name in kind.model_fields if name in rest}:
+                rest[part] = kind(**own)
+        return cls(**rest)
+
+    def changed(self, **fields: Any) -> JobSpec:
+        """The job with other values of its own fields, or of those of its parts. They are not validated."""
+        rest = dict(fields)
+        for part, kind in _PARTS.items():
+            if own := {name: rest.pop(name) for name in kind.model_fields if name in rest}:
+                rest[part] = rest.get(part, getattr(self, part)).model_copy(update=own)
+        return self.model_copy(update=rest)
+
+    def value(self, name: str) -> Any:
+        """One of its fields, or of those of its parts, by its name in `flat`."""
+        for part, kind in _PARTS.items():
+            if name in kind.model_fields:
+                return getattr(getattr(self, part), name)
+        return getattr(self, name)
+
+    def flat(self, exclude: Any = None) -> dict[str, Any]:
+        """All fields as JSON has them, those of its parts beside its own: what statuses and trackers show.
+
+        Args:
+            exclude: as for pydantic's `model_dump`.
+        """
+        own = self.model_dump(mode="json", exclude=exclude)
+        source, data, compute, train, lifecycle = (own.pop(part) for part in _PARTS)
+        model = {**source, "model_path": source["path"]}
+        del model["path"]
+        job_uuid = own.pop("job_uuid")
+        return {
+            "job_uuid": job_uuid,
+            "algorithm": self.algorithm,
+            **model,
+            **own,
+            **data,
+            **compute,
+            **train,
+            **lifecycle,
+        }
+
     def on(self, device: str) -> JobSpec:
         """The job as an attempt on a concrete device, or on a core of the CPU, trains it."""
         if device.startswith("cpu:"):
             device = "cpu"
-        dtype = default_dtype(device) if self.dtype_by_device else self.dtype
-        return self.model_copy(update={"device": device, "dtype": dtype})
+        dtype = default_dtype(device) if self.compute.dtype_by_device else self.compute.dtype
+        return self.changed(device=device, dtype=dtype)
+
+    @property
+    def method(self) -> MethodSpec:
+        """The method that trains it, with its parameters."""
+        return self.train.method
 
     @property
     def algorithm(self) -> Algorithm:
         """The method that trains it."""
         return self.method.algorithm
-
-    @property
-    def source(self) -> ModelSource:
-        """Where the base model is read from."""
-        return ModelSource(
-            model=self.model, revision=self.revision, trust_remote_code=self.trust_remote_code, path=self.model_path
-        )
 
     @property
     def reference_source(self) -> ModelSource:
@@ -343,12 +403,12 @@ class JobSpec(Frozen):
     def without_model_paths(self) -> JobSpec:
         """The job without what holds on one machine only: how checkpoints record it."""
         method = self.method.without_interpreter().with_reference(model_path=None)
-        return self.model_copy(update={"model_path": None, "method": method})
+        return self.changed(path=None, method=method)
 
     @property
     def rows_per_step(self) -> int:
         """The global batch: rows (SFT) or pairs (DPO) per optimizer step, over all ranks."""
-        return self.batch_size * self.gradient_accumulation_steps * self.ranks
+        return self.data.batch_size * self.train.gradient_accumulation_steps * self.ranks
 
     @property
     def has_pairs(self) -> bool:
@@ -369,7 +429,7 @@ class JobSpec(Frozen):
     def frozen_dtype(self) -> Dtype:
         """What the base is held in under adapters. PEFT trains the head of a reward model in the base's dtype, whose
         updates bf16 would round away."""
-        return "fp32" if self.trains_reward else self.dtype
+        return "fp32" if self.trains_reward else self.compute.dtype
 
     @property
     def nodes(self) -> int:
@@ -379,7 +439,7 @@ class JobSpec(Frozen):
     @property
     def uses_flash_kernels(self) -> bool:
         """Whether attention is a kernel that takes several rows in one sequence, with their lengths and no mask."""
-        return self.attn_implementation in ("flash_attention_2", "flash_attention_3")
+        return self.compute.attn_implementation in ("flash_attention_2", "flash_attention_3")
 
     @property
     def ranks_per_node(self) -> int:
@@ -394,25 +454,34 @@ class JobSpec(Frozen):
         """The same job in less memory: at most half the batch_size, and so much more accumulation that every step and
         every evaluation sees the same rows; no whole gradients unless the job requests them. None: nothing of it is
         possible, since batch_size is 1, or the loss has means over the batch (kto_pair)."""
-        if self.gradient_sync == "auto":
-            parted = self.model_copy(update={"gradient_sync": "micro_step"})
-            is_less = self.is_sharded and self.gradient_accumulation_steps > 1
+        if self.train.gradient_sync == "auto":
+            parted = self.changed(gradient_sync="micro_step")
+            is_less = self.is_sharded and self.train.gradient_accumulation_steps > 1
             return parted.in_smaller_parts() or (parted if is_less else None)
-        if self.batch_size == 1 or self.method.has_batch_means:
+        if self.data.batch_size == 1 or self.method.has_batch_means:
             return None
-        return self.with_batches_of(max(n for n in range(1, self.batch_size // 2 + 1) if self.batch_size % n == 0))
+        return self.with_batches_of(
+            max(n for n in range(1, self.data.batch_size // 2 + 1) if self.data.batch_size % n == 0)
+        )
 
     def with_batches_of(self, batch_size: int) -> JobSpec:
         """The same job with batches of a size that divides its own: a step and an evaluation see the same rows."""
-        times = self.batch_size // batch_size
-        accumulation = self.gradient_accumulation_steps * times
-        batches = None if self.max_validation_steps is None else self.max_validation_steps * times
+        times = self.data.batch_size // batch_size
+        accumulation = self.train.gradient_accumulation_steps * times
+        batches = None if self.data.max_validation_steps is None else self.data.max_validation_steps * times
         changes = {"gradient_accumulation_steps": accumulation, "max_validation_steps": batches}
-        return self.model_copy(update={"batch_size": batch_size, **changes})
+        return self.changed(batch_size=batch_size, **changes)
 
 
-ROWS = tuple(name for name, field in JobSpec.model_fields.items() if DatasetRef in _alternatives(field.annotation))
-"""Fields of a JobSpec that name rows."""
+ROWS = tuple(name for name, field in DataSpec.model_fields.items() if DatasetRef in _alternatives(field.annotation))
+"""Fields of a DataSpec that name rows."""
+_PARTS: dict[str, type[Frozen]] = {
+    "source": ModelSource,
+    "data": DataSpec,
+    "compute": ComputeSpec,
+    "train": TrainSpec,
+    "lifecycle": LifecycleSpec,
+}
 
 
 class AttemptSpec(Frozen):

@@ -54,4 +54,4 @@ class ReferenceSpec(Frozen):
 
 def reference_of(job: Mapping[str, Any]) -> dict[str, Any]:
     """The reference in a job's specification as JSON; empty: its method has none."""
-    return (job.get("method") or {}).get("reference") or {}
+    return ((job.get("train") or {}).get("method") or {}).get("reference") or {}

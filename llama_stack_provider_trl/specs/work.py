@@ -71,8 +71,7 @@ class FurtherModel(Frozen):
 
     def as_own(self) -> dict[str, Any]:
         """The fields of a JobSpec whose own model it is."""
-        names = ("model", "revision", "trust_remote_code", "adapter", "lora")
-        return {**{name: getattr(self, name) for name in names}, "model_path": None}
+        return {"source": self.source, "adapter": self.adapter, "lora": self.lora}
 
 
 class CheckedAnswering(Answering):

@@ -109,7 +109,7 @@ def resources(
         "result": job.result,
         "warnings": list(job.warnings),
         "effective_config": {
-            **job.spec.model_dump(mode="json", exclude=_NOT_SHOWN),
+            **job.spec.flat(exclude=_NOT_SHOWN),
             "dtype": job.dtype,
             "recipe": job.effective,
         },
@@ -144,7 +144,7 @@ def _identifier(job: JobRecord, checkpoint: CheckpointRecord) -> str:
 def _trained(job: JobRecord, before: Sequence[AttemptRecord]) -> dict[str, Any]:
     """Settings of the attempt after `before` that differ from the job's own configuration."""
     smaller = job.spec.in_smaller_parts() if has_shrunk(before) else None
-    return {} if smaller is None else {name: getattr(smaller, name) for name in shrunk_settings(job.spec, smaller)}
+    return {} if smaller is None else {name: smaller.value(name) for name in shrunk_settings(job.spec, smaller)}
 
 
 def _attempt(attempt: AttemptRecord, trained: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,11 @@ def evaluate(options: Namespace) -> int:
             raise InvalidRequest("DATA", options.data, "it has no rows.")
         method = options.method or ("dpo" if has_preferences(blob) else "sft")
         spec = _spec(options, method, blob, Path(directory))
-        found = {"model": spec.model, "method": method, **run_recipe(_MODULE, spec.model_dump_json(), "evaluation")}
+        found = {
+            "model": spec.source.model,
+            "method": method,
+            **run_recipe(_MODULE, spec.model_dump_json(), "evaluation"),
+        }
     emit(options, found, *evaluation_lines(found))
     return 0
 

@@ -51,7 +51,7 @@ def check_consent(order: TaskOrder, trusted: Sequence[str], cpus: int) -> None:
 def _models_with_code(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Model and revision of each part of a specification, at any depth, that asks for a model's own code."""
     job = spec.get("job")
-    own = job.get("model") if isinstance(job, dict) else None
+    own = (job.get("source") or {}).get("model") if isinstance(job, dict) else None
     left: list[Any] = [spec]
     while left:
         found = left.pop()

@@ -84,7 +84,7 @@ class Inputs:
         # The other job and its checkpoint may be deleted by now: the service has a copy for this job.
         identifier = path.name if path.is_relative_to(self._paths.theirs) else GIVEN
         files = await self._calls.checkpoint_files(job_uuid, identifier)
-        code = bool(self._paths.order.spec["job"].get("trust_remote_code"))
+        code = bool(self._paths.order.spec["job"]["source"].get("trust_remote_code"))
         check_names([file["path"] for file in files], "checkpoint file", code=code)
         if await asyncio.to_thread(_is_the_same, target, files):
             return

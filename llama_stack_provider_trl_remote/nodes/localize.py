@@ -106,8 +106,8 @@ class PathMap:
         """The whole batches of the job's file of answers."""
         work = self._job["work"]
         per_prompt = (work.get("answers") or work)["samples_per_prompt"]
-        total = self._job["dataset"]["num_rows"] * per_prompt
-        return whole_batches(file, self._job["batch_size"], total, begin)
+        total = self._job["data"]["dataset"]["num_rows"] * per_prompt
+        return whole_batches(file, self._job["data"]["batch_size"], total, begin)
 
     def resumed_from(self) -> list[str]:
         """The service's paths of the checkpoints that the attempt may resume from, the best first."""
@@ -116,7 +116,8 @@ class PathMap:
 
     def datasets(self) -> list[dict[str, Any]]:
         """The rows of the job, as `path` and `sha256`."""
-        return [self._job[name] for name in ROWS if self._job.get(name)]
+        data = self._job.get("data") or {}
+        return [data[name] for name in ROWS if data.get(name)]
 
     @property
     def _job(self) -> dict[str, Any]:
@@ -136,19 +137,19 @@ class PathMap:
         spec["run_dir"] = str(self.run_dir)
         spec["turn"] = self.order.shared_mark if self.shared else None
         job["checkpoint_dir"] = str(self.checkpoint_dir)
-        for rows in (job[name] for name in ROWS if job.get(name)):
+        for rows in (job["data"][name] for name in ROWS if job["data"].get(name)):
             rows["path"] = str(self.rows(rows["sha256"]))
         candidates = [str(self.here(path)) for path in (self.resumed_from() if resume is None else resume)]
         spec["resume_from"], spec["fall_back_to"] = next(iter(candidates), None), candidates[1:]
         if (job.get("resume_from") or {}).get("path"):
             job["resume_from"]["path"] = str(self.here(job["resume_from"]["path"]))
-        if job.get("token_cache"):
-            job["token_cache"] = str(NodeDir(self.data_dir).tokens)
+        if job["data"].get("token_cache"):
+            job["data"]["token_cache"] = str(NodeDir(self.data_dir).tokens)
         reference = reference_of(job)
-        for named in (job, reference):
-            named.pop("model_path", None)
+        for named, field in ((job["source"], "path"), (reference, "model_path")):
+            named.pop(field, None)
             if (directory := (models or {}).get(named.get("model") or "")) is not None:
-                named["model_path"] = str(directory)
+                named[field] = str(directory)
         if reference.get("cache"):
             reference["cache"] = str(NodeDir(self.data_dir).reference)
         return spec
@@ -205,19 +206,23 @@ def _check_spec(order: TaskOrder) -> None:
     directory = Path(job["checkpoint_dir"])
     is_plain = directory.is_absolute() and ".." not in directory.parts
     _expect("spec.job.checkpoint_dir", str(directory), is_plain, "an absolute path without '..'")
+    data = job.get("data")
+    _expect("spec.job.data", data, isinstance(data, dict), "a job's rows")
+    assert isinstance(data, dict)
     for name in ROWS:
-        rows = job.get(name)
+        rows = data.get(name)
         digest = rows.get("sha256") if isinstance(rows, dict) else None
         has_digest = isinstance(digest, str) and bool(_SHA256.fullmatch(digest))
-        _expect(f"spec.job.{name}.sha256", digest, not rows or has_digest, "64 hexadecimal digits")
+        _expect(f"spec.job.data.{name}.sha256", digest, not rows or has_digest, "64 hexadecimal digits")
     stays = "nothing: a job that begins with an adapter trains on the service's machine"
     _expect("spec.job.adapter", job.get("adapter"), not job.get("adapter"), stays)
-    rewards = (job.get("method") or {}).get("rewards") or ()
+    method = (job.get("train") or {}).get("method") or {}
+    rewards = method.get("rewards") or ()
     models = [one.get("model") for one in rewards if one.get("model")]
     stays = "no reward model: a job that has one trains on the service's machine"
-    _expect("spec.job.method.rewards", models, not models, stays)
-    vllm = (job.get("method") or {}).get("vllm")
-    _expect("spec.job.method.vllm", vllm, not vllm, "nothing: vLLM answers on the service's machine")
+    _expect("spec.job.train.method.rewards", models, not models, stays)
+    vllm = method.get("vllm")
+    _expect("spec.job.train.method.vllm", vllm, not vllm, "nothing: vLLM answers on the service's machine")
     stays = "nothing, answers of one model or its evaluation: other jobs that do not train run on the service's machine"
     _expect("spec.job.work", job.get("work"), _has_one_model(job.get("work")), stays)
     borrowed = (job.get("resume_from") or {}).get("path")
@@ -251,10 +256,11 @@ def _check_answering(job: dict[str, Any]) -> None:
     answering = work if work.get("kind") == "generate" else work.get("answers")
     if not answering:
         return
+    data = job.get("data") or {}
     numbers = {
         f"{name}.samples_per_prompt": answering.get("samples_per_prompt"),
-        "spec.job.batch_size": job.get("batch_size"),
-        "spec.job.dataset.num_rows": (job.get("dataset") or {}).get("num_rows"),
+        "spec.job.data.batch_size": data.get("batch_size"),
+        "spec.job.data.dataset.num_rows": (data.get("dataset") or {}).get("num_rows"),
     }
     for field, number in numbers.items():
         _expect(field, number, type(number) is int and number > 0, "a number from 1 on")

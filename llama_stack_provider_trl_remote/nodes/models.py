@@ -305,7 +305,9 @@ class Models:
 def models_of(job: Mapping[str, Any]) -> list[tuple[str, str | None]]:
     """Name and revision of the models that a job reads."""
     reference = reference_of(job)
-    found = [(str(one["model"]), one.get("revision")) for one in (job, reference) if one.get("model")]
+    found = [
+        (str(one["model"]), one.get("revision")) for one in (job.get("source") or {}, reference) if one.get("model")
+    ]
     return list(dict.fromkeys(found))
 
 

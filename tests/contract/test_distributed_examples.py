@@ -54,8 +54,8 @@ def test_students_learn_shards_of_the_answers_and_are_averaged_once(service: Tra
     answers = rows_of(service, service.get(f"/datasets/{names['answers']}").json()["metadata"]["sha256"])
     for index, student in enumerate(("student-1", "student-2")):
         spec = json.loads((service.data_dir / "jobs" / names[student] / "attempts" / "1" / "spec.json").read_text())
-        assert rows_of(service, spec["job"]["dataset"]["sha256"]) == answers[index::2]
-        assert spec["job"]["dataset"]["num_rows"] == len(answers[index::2])
+        assert rows_of(service, spec["job"]["data"]["dataset"]["sha256"]) == answers[index::2]
+        assert spec["job"]["data"]["dataset"]["num_rows"] == len(answers[index::2])
     losses = {
         name: service.status(job_uuid)["resources_allocated"]["result"]["loss"]
         for name, job_uuid in names.items()

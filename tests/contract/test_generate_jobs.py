@@ -115,7 +115,7 @@ def test_a_student_is_tuned_on_answers_that_are_promised_by_the_job_before(
         made = service.get(f"/datasets/{generated}").json()["metadata"]
         assert 0 < made["num_rows"] <= len(QUESTIONS)
         run = json.loads((tmp_path / "data" / "jobs" / learned / "attempts" / "1" / "spec.json").read_text())
-        found = run["job"]["dataset"]
+        found = run["job"]["data"]["dataset"]
         assert (found["sha256"], found["num_rows"]) == (made["sha256"], made["num_rows"])
         assert main(["run", str(file), "--json", "--interval", "0.2"]) == 0
         again = json.loads(capsys.readouterr().out.splitlines()[0])

@@ -163,7 +163,7 @@ def test_a_node_without_the_model_fetches_it_also_after_both_sides_were_killed(
     final = Path(status["checkpoints"][-1]["path"])
     assert json.loads((final / "adapter_config.json").read_text())["base_model_name_or_path"] == MODEL
     job = json.loads((final / "training_job.json").read_text())
-    assert (job["model"], job["model_path"]) == (MODEL, None)
+    assert (job["source"]["model"], job["source"]["path"]) == (MODEL, None)
     holding = [path.name for path in final.iterdir() if fetched.name.encode() in path.read_bytes()]
     assert holding == []
 

@@ -64,7 +64,7 @@ def test_answers_of_a_node_become_a_dataset_over_a_restart_of_the_service(
     a, _ = agents
     submit(service, "generate", "ask", output={"dataset_id": "made"})
     order = a.run("ask-1")
-    assert order["spec"]["job"]["dataset"]["num_rows"] == len(QUESTIONS) == 8
+    assert order["spec"]["job"]["data"]["dataset"]["num_rows"] == len(QUESTIONS) == 8
     assert a.begin_answers("ask-1").json() == {"size": 0, "sha256": sha256(b"")}
     empty = a.answers("ask-1")
     assert (empty.status_code, empty.content) == (200, b"")

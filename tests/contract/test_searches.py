@@ -137,7 +137,7 @@ def test_a_bayesian_search_that_is_killed_while_trials_are_proposed_has_the_tabl
             answer = json.dumps(propose(posed)).encode()
             assert [one.values for one in found[first - 1 : first + 1]] == answered_values(spec, answer, 2), first
         rates = [one.values["training_config.optimizer_config.lr"] for one in found]
-        assert [service.store.get(one.job_uuid).spec.optimizer.learning_rate for one in found] == rates
+        assert [service.store.get(one.job_uuid).spec.train.optimizer.learning_rate for one in found] == rates
         assert len(set(rates)) == 6
         shown = service.status("tune")["resources_allocated"]["search"]
         assert shown["best"]["value"] == min(one["value"] for one in shown["trials"])
@@ -181,7 +181,7 @@ def test_both_providers_add_later_trials(
 
         poll(added, "a thread has resolved the next trial", timeout=30, pause=0.05)
         assert store.names() == ["before", "tune", "tune-trial-1", "tune-trial-2"]
-        assert store.get("tune-trial-2").spec.dataset == store.get("tune").spec.dataset
+        assert store.get("tune-trial-2").spec.data.dataset == store.get("tune").spec.data.dataset
 
 
 @pytest.mark.timeout(1500)

@@ -116,7 +116,9 @@ def logits(spec: JobSpec) -> torch.Tensor:
     """Of what plain transformers (or peft) loads from the export, for some fixed tokens."""
     final = spec.checkpoint_dir / "final"
     if spec.lora:
-        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32), final)
+        model = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(spec.source.model, dtype=torch.float32), final
+        )
     else:
         model = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32)
     with torch.no_grad():

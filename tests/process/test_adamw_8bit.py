@@ -143,7 +143,7 @@ def test_the_estimate_counts_two_bytes_and_the_scales(tmp_path: Path, model: Pat
     assert estimate(spec_of(tmp_path, model, ranks=2), batch, "cuda").optimizer == expected // 2
     written = 4 * (in_8_bits + others) + expected
     assert disk_bytes(spec, trace(spec, batch, "cuda"))["step_checkpoint"] == written
-    assert step_bytes(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), spec.optimizer) == written
+    assert step_bytes(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), spec.train.optimizer) == written
     adapters = trace(spec_of(tmp_path, model, lora=LORA), batch, "cuda")
     assert 0 <= adapters.in_8_bits < adapters.trainable
 

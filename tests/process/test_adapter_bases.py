@@ -40,7 +40,7 @@ def final_of(root: Path, spec: JobSpec, resume_from: Path | None = None) -> Path
 
 def quick(spec: JobSpec) -> JobSpec:
     """Without an estimate, and on one thread, which a busy machine runs much faster."""
-    return spec.model_copy(update={"preflight": "off", "num_threads": 1})
+    return spec.changed(preflight="off", num_threads=1)
 
 
 def continuing(root: Path, adapter: Path, algorithm: str = "dpo", **changes: Any) -> JobSpec:
@@ -50,7 +50,7 @@ def continuing(root: Path, adapter: Path, algorithm: str = "dpo", **changes: Any
 
 def on_two_ranks(spec: JobSpec, strategy: str = "FULL_SHARD") -> JobSpec:
     changes = {"ranks": 2, "batch_size": BATCH // 2, "sharding": ShardingSpec(strategy=strategy)}
-    return spec.model_copy(update=changes)
+    return spec.changed(**changes)
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:

@@ -36,7 +36,7 @@ def losses_of(root: Path, spec: JobSpec, resume_from: Path | None = None) -> lis
 def assert_loads_as_trained(spec: JobSpec) -> None:
     """The adapter on its base, and the merged model, give the same logits, which are not those of the base."""
     ids = torch.arange(20)[None]
-    base = AutoModelForCausalLM.from_pretrained(spec.model)
+    base = AutoModelForCausalLM.from_pretrained(spec.source.model)
     with torch.no_grad():
         before = base(ids).logits
         adapted = PeftModel.from_pretrained(base, spec.checkpoint_dir / "final")(ids).logits
@@ -77,5 +77,5 @@ def test_a_resumed_job_ends_with_the_bytes_of_an_uninterrupted_one(
     assert dropped == ({lora["dropout"]} if "dropout" in lora else set())
     for file in ("final/adapter_model.safetensors", "merged/model.safetensors"):
         assert sha256_of(spec.checkpoint_dir / file) == sha256_of(part.checkpoint_dir / file)
-    if spec.dtype == "fp32":
+    if spec.compute.dtype == "fp32":
         assert_loads_as_trained(spec)

@@ -76,12 +76,12 @@ def final_weights(spec: JobSpec) -> dict[str, torch.Tensor]:
 
 def by_hand(spec: JobSpec, steps: int, workers: int = 2) -> dict[str, torch.Tensor]:
     """The weights after so many steps, written out with torch alone."""
-    averaging = spec.averaging
+    averaging = spec.train.averaging
     assert averaging
     rows = load_data(spec, load_tokenizer(spec.source), NullEventWriter()).train
-    models = [AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32) for _ in range(workers)]
-    make = torch.optim.SGD if spec.optimizer.name == "sgd" else torch.optim.AdamW
-    optimizers = [make(model.parameters(), lr=spec.optimizer.learning_rate, weight_decay=0.0) for model in models]
+    models = [AutoModelForCausalLM.from_pretrained(spec.source.model, dtype=torch.float32) for _ in range(workers)]
+    make = torch.optim.SGD if spec.train.optimizer.name == "sgd" else torch.optim.AdamW
+    optimizers = [make(model.parameters(), lr=spec.train.optimizer.learning_rate, weight_decay=0.0) for model in models]
     common = [weight.detach().clone() for weight in models[0].parameters()]
     momentum = [torch.zeros_like(weight) for weight in common]
     for step in range(steps):
@@ -95,7 +95,7 @@ def by_hand(spec: JobSpec, steps: int, workers: int = 2) -> dict[str, torch.Tens
                 total = total + cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
                 count += int((labels != -100).sum())
             (total / count).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), spec.optimizer.max_grad_norm)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), spec.train.optimizer.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
         if (step + 1) % averaging.interval and step + 1 < steps:
@@ -131,7 +131,7 @@ def test_two_workers_train_what_is_written_out(
     spec = spec_of(tmp_path, averaging=averaging, optimizer=changes, group_by_length=False, padding_free=False)
     events = trained(ranks, tmp_path / "run", spec)
     expected = by_hand(spec, 6)
-    untrained = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32).state_dict()
+    untrained = AutoModelForCausalLM.from_pretrained(spec.source.model, dtype=torch.float32).state_dict()
     for name, weight in final_weights(spec).items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=2e-5)
         assert not torch.equal(weight, untrained[name]) or "norm" in name
@@ -218,8 +218,8 @@ def test_nodes_are_workers_whose_ranks_shard_the_model(ranks: Ranks, tmp_path: P
 def test_the_memory_estimate_has_common_weights_and_momentum_and_no_buckets(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, optimizer=OptimizerSpec(learning_rate=1e-3, name="sgd"))
     batch = Batch(2, 32)
-    apart, every = (estimate(one, batch, "cpu") for one in (spec, spec.model_copy(update={"averaging": None})))
-    weights = AutoModelForCausalLM.from_pretrained(spec.model).num_parameters()
+    apart, every = (estimate(one, batch, "cpu") for one in (spec, spec.changed(averaging=None)))
+    weights = AutoModelForCausalLM.from_pretrained(spec.source.model).num_parameters()
     assert apart.optimizer - every.optimizer == 8 * weights
     assert every.gradients - apart.gradients == 4 * weights, "DDP's buckets"
     assert apart.checkpoint_copy - every.checkpoint_copy == 4 * weights

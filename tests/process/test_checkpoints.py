@@ -148,7 +148,7 @@ def test_a_checkpoint_is_a_model_that_transformers_loads_whatever_number_of_rank
 def test_a_sharded_checkpoint_of_an_adapter_is_one_that_peft_loads(whole: Whole) -> None:
     spec, _ = whole("sft-lora-sharded")
     adapted = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(spec.model), spec.checkpoint_dir / "checkpoint-4"
+        AutoModelForCausalLM.from_pretrained(spec.source.model), spec.checkpoint_dir / "checkpoint-4"
     )
     assert any(weight.abs().sum() > 0 for name, weight in adapted.named_parameters() if "lora_B" in name)
 
@@ -468,7 +468,7 @@ def test_random_numbers_continue_where_they_were_saved() -> None:
 
 def test_rows_of_another_step_are_refused(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:
     spec, _ = whole("sft")
-    other = spec.model_copy(update={"batch_size": 2, "checkpoint_dir": tmp_path / "checkpoints"})
+    other = spec.changed(batch_size=2, checkpoint_dir=tmp_path / "checkpoints")
     codes, events = ranks.run(tmp_path / "run", other, spec.checkpoint_dir / "checkpoint-2")
     assert codes == [1]
     (failed,) = of_kind(events, Failed)
@@ -478,7 +478,7 @@ def test_rows_of_another_step_are_refused(ranks: Ranks, whole: Whole, tmp_path: 
 
 def test_a_checkpoint_beyond_the_end_of_the_job_is_refused(ranks: Ranks, whole: Whole, tmp_path: Path) -> None:
     spec, _ = whole("sft")
-    short = spec.model_copy(update={"n_epochs": 1, "checkpoint_dir": tmp_path / "checkpoints"})
+    short = spec.changed(n_epochs=1, checkpoint_dir=tmp_path / "checkpoints")
     codes, events = ranks.run(tmp_path / "run", short, spec.checkpoint_dir / "checkpoint-4")
     assert codes == [1]
     (failed,) = of_kind(events, Failed)

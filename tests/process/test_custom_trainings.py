@@ -156,7 +156,7 @@ def test_a_method_of_a_package_trains_its_loss_on_the_engine_and_continues_exact
     resumed = run(tmp_path / "resumed", spec, spec.checkpoint_dir / "checkpoint-2")[1]
     assert losses(resumed) == losses(events)[2:]
     padded = spec_of(tmp_path / "padded", name, fields=fields, batch_size=4, gradient_accumulation_steps=1)
-    padded = padded.model_copy(update={"padding_free": False, "preflight": "off"})
+    padded = padded.changed(padding_free=False, preflight="off")
     other = run(tmp_path / "padded-run", padded)[1]
     assert losses(other) == pytest.approx(losses(events), rel=1e-4)
     assert of_kind(other, Evaluated)[-1].metrics["eval_loss"] == pytest.approx(
@@ -201,7 +201,7 @@ def test_a_package_that_cannot_be_used_where_it_trains_fails_the_job_with_its_re
 def test_rows_that_another_job_has_made_are_checked_before_they_are_trained(tmp_path: Path) -> None:
     same = {"prompt": "a", "chosen": "b", "rejected": "b"}
     spec = spec_of(tmp_path, "robust", rows=[*DPO_ROWS[:3], same])
-    spec = spec.model_copy(update={"dataset": spec.dataset.model_copy(update={"of_job": "made"})})
+    spec = spec.changed(dataset=spec.data.dataset.model_copy(update={"of_job": "made"}))
     assert run(tmp_path / "run", spec)[0] == 1
     events = run(tmp_path / "again", spec)[1]
     (failed,) = of_kind(events, Failed)

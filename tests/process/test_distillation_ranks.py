@@ -26,7 +26,7 @@ def spec_of(root: Path, ranks: int, strategy: str = "FULL_SHARD", **changes: Any
     root.mkdir(parents=True, exist_ok=True)
     method = method_of(teacher_model(root / "teacher"), max_completion_length=6, beta=0.5, temperature=0.9)
     spec = grpo.spec_of(root, ranks, strategy, **changes)
-    return spec.model_copy(update={"method": method})
+    return spec.changed(method=method)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_given_answers_have_the_losses_of_one_process(ranks: Ranks, tmp_path: Pa
         root = tmp_path / str(number)
         spec = spec_of(root, 1, batch_size=4, gradient_accumulation_steps=1, sharding=ShardingSpec())
         assert spec.method is not None
-        spec = spec.model_copy(update={"method": spec.method.model_copy(update={"beta": beta})})
+        spec = spec.changed(method=spec.method.model_copy(update={"beta": beta}))
         given = "tests.process.test_distillation_ranks.give_answers"
         codes, events = ranks.run(root / "run", spec, world_size=number, before=given)
         assert codes == [0] * number, [event.message for event in of_kind(events, Failed)]

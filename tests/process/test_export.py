@@ -82,11 +82,11 @@ def built(architecture: str, path: Path) -> PreTrainedModel:
 
 
 def exported(model: Any, kind: Any, spec: JobSpec) -> Path:
-    tokenizer = AutoTokenizer.from_pretrained(spec.model)
+    tokenizer = AutoTokenizer.from_pretrained(spec.source.model)
     saved = export(kind, model, tokenizer, spec, take_sample(model, tokenizer, torch.device("cpu"), spec))
     assert saved is not None
     assert saved.logits_difference is not None
-    assert saved.logits_difference <= 0.1 * exporting.ROUNDING[spec.dtype]
+    assert saved.logits_difference <= 0.1 * exporting.ROUNDING[spec.compute.dtype]
     return saved.path
 
 
@@ -425,7 +425,7 @@ def test_what_two_ranks_trained_is_written_in_parts_and_loads_into_equal_logits(
     assert codes == [0, 0], [event.message for event in of_kind(events, Failed)]
     saved = of_kind(events, CheckpointSaved)
     assert [(event.kind, event.verified) for event in saved] == [(kind, "logits") for kind in kinds]
-    assert all((event.logits_difference or 0.0) < (2e-6 if spec.dtype == "fp32" else 0.02) for event in saved)
+    assert all((event.logits_difference or 0.0) < (2e-6 if spec.compute.dtype == "fp32" else 0.02) for event in saved)
     whole = spec.checkpoint_dir / kinds[-1]
     assert len(list(whole.glob("model-*-of-*.safetensors"))) > 2
     found = AutoModelForCausalLM.from_pretrained(whole)
@@ -461,4 +461,4 @@ def test_quantization_aware_training_has_a_tolerance_of_its_own(tmp_path: Path) 
     plain = job_spec(tmp_path, tiny_model(), dtype="bf16")
     quantizer = QatSpec(quantizer_name="Int8DynActInt4WeightQATQuantizer", group_size=32)
     assert exporting.explained_by_rounding(plain) == 0.1
-    assert exporting.explained_by_rounding(plain.model_copy(update={"qat": quantizer})) == pytest.approx(0.3)
+    assert exporting.explained_by_rounding(plain.changed(qat=quantizer)) == pytest.approx(0.3)

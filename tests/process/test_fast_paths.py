@@ -517,10 +517,10 @@ def test_others_are_padded_and_the_record_states_the_reason(
 def test_what_the_user_sets_comes_first(tmp_path: Path) -> None:
     spec = job_spec(tmp_path, tiny_model(), "dpo")
     assert support.why_padded(spec) == ""
-    assert support.why_padded(spec.model_copy(update={"attn_implementation": "sdpa"})) == ""
-    eager = spec.model_copy(update={"attn_implementation": "eager"})
+    assert support.why_padded(spec.changed(attn_implementation="sdpa")) == ""
+    eager = spec.changed(attn_implementation="eager")
     assert support.why_padded(eager) == "attn_implementation is 'eager'"
-    assert support.why_padded(spec.model_copy(update={"attention_mask": "always"})) == "attention_mask is 'always'"
+    assert support.why_padded(spec.changed(attention_mask="always")) == "attention_mask is 'always'"
 
 
 def test_trying_out_a_model_uses_up_no_random_numbers(tmp_path: Path) -> None:
@@ -625,7 +625,11 @@ def test_batches_on_a_cpu_are_divided_by_their_tokens(
     spec = job_spec(tmp_path, tiny_model(), "dpo", **values)
     plan = BatchPlan.of_job(spec)
     divided, found = smaller_batches.in_parts(spec, plan, rows, device)
-    assert (divided.batch_size, divided.gradient_accumulation_steps, divided.max_validation_steps) == expected
+    assert (
+        divided.data.batch_size,
+        divided.train.gradient_accumulation_steps,
+        divided.data.max_validation_steps,
+    ) == expected
     assert divided.rows_per_step == found.rows_per_step == spec.rows_per_step
     assert BatchPlan.of_job(divided) == found
 
@@ -640,7 +644,7 @@ def test_the_estimate_counts_the_tokens_of_the_largest_batch(tmp_path: Path) -> 
     assert scored == 47
     spec = job_spec(tmp_path, tiny_model(), "dpo", max_seq_length=64)
     flat = estimate(spec, Batch(4, 60, groups, scored), "cpu")
-    padded = estimate(spec.model_copy(update={"padding_free": False}), Batch(4, 60), "cpu")
+    padded = estimate(spec.changed(padding_free=False), Batch(4, 60), "cpu")
     assert flat.activations + flat.logits < 0.7 * (padded.activations + padded.logits)
 
 

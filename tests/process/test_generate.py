@@ -35,7 +35,7 @@ def work(**changes: object) -> GenerateSpec:
 
 def spec_of(root: Path) -> JobSpec:
     rows = DatasetRef(dataset_id="r", path=root / "r", sha256="", num_rows=3)
-    return JobSpec(
+    return JobSpec.of(
         **{"job_uuid": "g", "model": str(tiny_model()), "output_name": "g"},
         **{"checkpoint_dir": root, "dataset": rows, "n_epochs": 1, "batch_size": 4, "dtype": "fp32"},
         optimizer=OptimizerSpec(learning_rate=1e-3),

@@ -319,7 +319,7 @@ def held(spec: JobSpec, batch: Batch) -> Sequence[memory.Window]:
     import torch
     from peft import get_peft_model
 
-    student, teacher = loaded(spec.model), loaded(spec.reference_source.model).requires_grad_(False).eval()
+    student, teacher = loaded(spec.source.model), loaded(spec.reference_source.model).requires_grad_(False).eval()
     config = student.config
     for model in (student, teacher):
         fuse_head(model, outputs=("log_probs",))

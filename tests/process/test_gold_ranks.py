@@ -25,7 +25,7 @@ def spec_of(root: Path, ranks: int, strategy: str = "FULL_SHARD", **changes: Any
     root.mkdir(parents=True, exist_ok=True)
     method = method_of(teacher_model(root / "teacher"), hybrid=True, skip_end=False)
     spec = grpo.spec_of(root, ranks, strategy, **changes)
-    return spec.model_copy(update={"method": method})
+    return spec.changed(method=method)
 
 
 @pytest.fixture(scope="module")

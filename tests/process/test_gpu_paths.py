@@ -123,7 +123,7 @@ def test_padding_on_the_right_changes_nothing_in_causal_attention(name: str, tmp
     spec = job_spec(tmp_path, tmp_path, padding_free=False)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **ARCHITECTURES[name]), dtype=torch.float32)
-    assert passes_padding_mask(spec.model_copy(update={"attention_mask": "always"}), model, "cpu")
+    assert passes_padding_mask(spec.changed(attention_mask="always"), model, "cpu")
     assert not passes_padding_mask(spec, model, "cpu")
     ids = torch.arange(3, 27).view(2, 12)
     mask = torch.ones_like(ids)
@@ -155,7 +155,7 @@ def test_a_model_whose_attention_is_not_known_to_be_causal_gets_the_mask(config:
 def test_grouped_queries_get_the_mask_on_gpus_in_fp32_where_torch_would_hold_all_scores(tmp_path: Path) -> None:
     grouped, spec = small_llama(), job_spec(tmp_path, tmp_path, padding_free=False)
     assert passes_padding_mask(spec, grouped, "cuda")
-    assert not passes_padding_mask(spec.model_copy(update={"dtype": "bf16"}), grouped, "cuda")
+    assert not passes_padding_mask(spec.changed(dtype="bf16"), grouped, "cuda")
     plain = LlamaConfig(**SIZES, intermediate_size=48)
     assert not passes_padding_mask(spec, AutoModelForCausalLM.from_config(plain), "cuda")
 

@@ -254,7 +254,7 @@ def test_without_memory_for_the_weights_that_vllm_gets_no_descriptor_stays_open(
 def test_the_memory_check_counts_vllm_beside_the_training(tmp_path: Path, python: Path) -> None:
     with_vllm = job(tmp_path, python)
     assert isinstance(with_vllm.method, GrpoSpec)
-    plain = with_vllm.model_copy(update={"method": with_vllm.method.model_copy(update={"vllm": None})})
+    plain = with_vllm.changed(method=with_vllm.method.model_copy(update={"vllm": None}))
     batch = Batch(sequences=16, tokens=64)
     for device, beside, host in (("cpu", 3 << 30, 3 << 30), ("cuda", 768 << 20, 1 << 30)):
         ours, before = estimate(with_vllm, batch, device), estimate(plain, batch, device)

@@ -257,7 +257,7 @@ def test_an_attempt_loads_no_model_that_has_nothing_left_to_do(
     assert files_of(spec) == undisturbed[2]
     (spec.checkpoint_dir / "verdicts-2.jsonl").unlink()
     status, events = run(tmp_path / "again", spec)
-    assert (status, [(one.model, one.adapter) for one in loaded]) == (0, [(str(tiny_model()), None)])
+    assert (status, [(one.source.model, one.adapter) for one in loaded]) == (0, [(str(tiny_model()), None)])
     assert files_of(spec) == undisturbed[2]
 
 
@@ -265,7 +265,7 @@ def test_an_attempt_without_work_reports_the_same_model_with_its_adapter(
     models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     adapter = AdapterSpec(path=models[1], use="continue")
-    spec = spec_of(tmp_path, models, EXACT).model_copy(update={"model": str(tiny_model()), "adapter": adapter})
+    spec = spec_of(tmp_path, models, EXACT).changed(model=str(tiny_model()), adapter=adapter)
     (first,), (again,) = (of_kind(run(tmp_path / name, spec)[1], Prepared) for name in ("first", "again"))
     assert (again.total_parameters, again.effective) == (first.total_parameters, first.effective)
     assert first.effective["model_class"].startswith("Peft")

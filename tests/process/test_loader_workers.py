@@ -46,7 +46,7 @@ def test_batches_that_workers_prepare_are_the_same_also_after_a_resume(
     def trained(name: str, spec: JobSpec, resume_from: Path | None = None) -> tuple[list[dict[str, float]], str]:
         codes, events = ranks.run(tmp_path / f"run-{name}", spec, resume_from)
         assert codes == [0] * spec.ranks
-        assert of_kind(events, Prepared)[0].effective["dataloader_num_workers"] == spec.dataloader_num_workers
+        assert of_kind(events, Prepared)[0].effective["dataloader_num_workers"] == spec.data.dataloader_num_workers
         numbers = [
             {name: value for name, value in event.metrics.items() if name != "tokens_per_second"}
             for event in of_kind(events, Progress)
@@ -99,7 +99,7 @@ def test_workers_end_with_their_rank_and_are_no_ranks(tmp_path: Path) -> None:
 
 def test_gpus_get_two_workers_and_copies_that_do_not_wait(tmp_path: Path) -> None:
     spec = job_spec(tmp_path, tiny_model())
-    new = spec.model_copy(update={"dataloader_num_workers": None})
+    new = spec.changed(dataloader_num_workers=None)
     assert [num_workers(new, device) for device in ("cuda", "cpu", "mps")] == [2, 0, 0]
     sharded = new.model_copy(update={"ranks": 2, "sharding": ShardingSpec()})
     on_gpu, on_cpu = (_common(sharded, torch.device(device)) for device in ("cuda", "cpu"))
@@ -112,7 +112,7 @@ def test_gpus_get_two_workers_and_copies_that_do_not_wait(tmp_path: Path) -> Non
 
 def test_the_estimate_counts_workers_in_cpu_memory(tmp_path: Path) -> None:
     spec, batch = job_spec(tmp_path, tiny_model(), ranks=2, sharding=ShardingSpec()), Batch(1, 16)
-    with_workers = spec.model_copy(update={"dataloader_num_workers": 3})
+    with_workers = spec.changed(dataloader_num_workers=3)
     on_gpu, on_cpu = (
         (estimate(spec, batch, device), estimate(with_workers, batch, device)) for device in ("cuda", "cpu")
     )

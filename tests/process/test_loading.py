@@ -299,7 +299,7 @@ def test_the_isolation_of_a_model_with_weights_in_its_files_is_checked_on_two_bl
 
 
 def dtype_of(spec: JobSpec) -> torch.dtype:
-    stored = stored_dtype(spec.model, None, fetch=True)
+    stored = stored_dtype(spec.source.model, None, fetch=True)
     return loading_dtype(spec.source, WeightStorage.of(spec), load_config(spec.source), stored)
 
 

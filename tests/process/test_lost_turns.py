@@ -207,7 +207,7 @@ def refused(root: Path, spec: JobSpec) -> str:
     """The message of the preparation of a job's rows, which fails."""
     tokenizer = load_tokenizer(spec.source)
     with pytest.raises(JobFailure) as caught:
-        Preparation(spec, tokenizer, EventWriter(root / "events.jsonl"), spec.dataset).rows(spec.dataset)
+        Preparation(spec, tokenizer, EventWriter(root / "events.jsonl"), spec.data.dataset).rows(spec.data.dataset)
     assert caught.value.reason == "invalid_dataset"
     return caught.value.message
 
@@ -217,13 +217,15 @@ def test_a_job_that_is_not_to_lose_turns_fails_and_names_row_role_and_counts(tmp
     expected = "dataset 'rows': the chat template leaves out turns of 1 of 2 rows (1 system), first in row 1: "
     for _ in range(2):  # tokenized, and from the cache
         assert refused(tmp_path, spec).startswith(expected)
-    assert refused(tmp_path, spec.model_copy(update={"token_cache": None})).startswith(expected)
-    warned = spec.model_copy(update={"dropped_turns": "warn"})
-    prepared = Preparation(warned, load_tokenizer(spec.source), EventWriter(tmp_path / "events.jsonl"), spec.dataset)
-    assert lost(prepared.rows(spec.dataset).report)
-    kept = spec.model_copy(update={"model": str(tiny_model())})
-    whole = Preparation(kept, load_tokenizer(kept.source), EventWriter(tmp_path / "events.jsonl"), kept.dataset)
-    assert not whole.rows(kept.dataset).report.lost_turns
+    assert refused(tmp_path, spec.changed(token_cache=None)).startswith(expected)
+    warned = spec.changed(dropped_turns="warn")
+    prepared = Preparation(
+        warned, load_tokenizer(spec.source), EventWriter(tmp_path / "events.jsonl"), spec.data.dataset
+    )
+    assert lost(prepared.rows(spec.data.dataset).report)
+    kept = spec.changed(model=str(tiny_model()))
+    whole = Preparation(kept, load_tokenizer(kept.source), EventWriter(tmp_path / "events.jsonl"), kept.data.dataset)
+    assert not whole.rows(kept.data.dataset).report.lost_turns
 
 
 def test_thoughts_that_are_not_written_are_in_job_and_preview_and_refused(tmp_path: Path) -> None:
@@ -296,7 +298,7 @@ def test_turns_that_a_reward_models_template_leaves_out_are_counted_before_it_sc
         "the reward model's (job 'judge') chat template leaves out turns of 1 of 2 prompts (1 system), first in row 1"
     )
     with pytest.raises(JobFailure, match="the reward model's"):
-        lost_by_reward_models(spec.model_copy(update={"dropped_turns": "refuse"}), lambda: None)
+        lost_by_reward_models(spec.changed(dropped_turns="refuse"), lambda: None)
     preview(spec, PreviewSpec(), EventWriter(tmp_path / "events.jsonl"))
     (found,) = [event for event in iter_events(tmp_path / "events.jsonl") if isinstance(event, Previewed)]
     assert message in found.warnings

@@ -126,14 +126,14 @@ def mixture(path: Path) -> MixtralForCausalLM:
 
 def held(spec: JobSpec, batch: Batch) -> Sequence[memory.Window]:
     """What a real step holds, with real weights."""
-    model: Any = AutoModelForCausalLM.from_pretrained(spec.model)
+    model: Any = AutoModelForCausalLM.from_pretrained(spec.source.model)
     algorithm, config = spec.algorithm, model.config
     quantize(spec, model)
-    if spec.gradient_checkpointing:
+    if spec.compute.gradient_checkpointing:
         model.activation_checkpointing_enable(
-            activation_checkpointing_kwargs={"use_reentrant": False}, every_n_layers=spec.checkpoint_every
+            activation_checkpointing_kwargs={"use_reentrant": False}, every_n_layers=spec.compute.checkpoint_every
         )
-    if spec.padding_free:
+    if spec.compute.padding_free:
         use_rows(model, "cpu")
     add_fused_lm_head(model, outputs=("log_probs", "is_top1") if algorithm == "sft" else ("log_probs",))
     if spec.lora:
@@ -305,7 +305,7 @@ def test_whole_gradients_on_sharded_ranks_are_counted_and_chosen_where_they_fit(
     weights = 4 * trace(spec, batch, "cuda").trainable
 
     def of(gradient_sync: str, **changes: Any) -> JobSpec:
-        return spec.model_copy(update={"gradient_sync": gradient_sync, **changes})
+        return spec.changed(gradient_sync=gradient_sync, **changes)
 
     parts, whole = (estimate(of(sync), batch, "cuda") for sync in ("micro_step", "step"))
     assert estimate(of("auto"), batch, "cuda") == parts
@@ -324,9 +324,9 @@ def test_whole_gradients_on_sharded_ranks_are_counted_and_chosen_where_they_fit(
         found = check(of(sync), batch, "cuda", Capacity(limit))
         assert (found["fits"], found["gradient_sync"]) == (fits, chosen)
         assert found["gradients_bytes"] == (weights if chosen == "step" else weights // 4)
-        assert choose_gradient_sync(of(sync), found).gradient_sync == chosen
+        assert choose_gradient_sync(of(sync), found).train.gradient_sync == chosen
     assert found["nearest"]["changes"] == {"provider_options.gradient_sync": "micro_step"}
-    assert choose_gradient_sync(of("auto"), None).gradient_sync == "micro_step"
+    assert choose_gradient_sync(of("auto"), None).train.gradient_sync == "micro_step"
     assert "gradient_sync" not in check(of("auto", gradient_accumulation_steps=1), batch, "cuda", Capacity(enough))
 
 
@@ -348,7 +348,7 @@ def recipe(name: str, root: Path, **changes: Any) -> tuple[JobSpec, int, int]:
 def test_a_proposal_for_a_job_whose_batches_were_divided_sets_their_size(tmp_path: Path) -> None:
     requested = job_spec(tmp_path, tiny_model(), batch_size=4, gradient_accumulation_steps=2)
     divided, batch = requested.with_batches_of(1), Batch(1, 2000)
-    recomputed = divided.model_copy(update={"gradient_checkpointing": True})
+    recomputed = divided.changed(gradient_checkpointing=True)
     limit = int(estimate(recomputed, batch, "cpu").total * nearest_jobs.MARGIN) + 1
     sizes = {"training_config.data_config.batch_size": 1, "training_config.gradient_accumulation_steps": 8}
     for given, expected in ((requested, sizes), (divided, {}), (None, {})):
@@ -366,7 +366,7 @@ def depth(shape: dict[str, int]) -> dict[str, int]:
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_recipe_fits_the_gpus_that_it_names(name: str, tmp_path: Path) -> None:
     spec, limit, max_ranks = recipe(name, tmp_path)
-    batch = Batch(spec.batch_size, spec.max_seq_length)
+    batch = Batch(spec.data.batch_size, spec.data.max_seq_length)
     found = check(spec, batch, "cuda", Capacity(limit, 32 * GIB, max_ranks))
     assert found["fits"], found["message"]
     assert found["devices"] == found["ranks_per_machine"] == max_ranks
@@ -381,7 +381,7 @@ def test_a_recipe_is_refused_with_the_cause_of_what_exceeds_the_cpu_memory_of_a_
     spec, _, ranks = recipe("7b-2x24g", tmp_path)
     batch = Batch(1, 64)
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "config.json").write_bytes((Path(spec.model) / "config.json").read_bytes())
+    (tmp_path / "bin" / "config.json").write_bytes((Path(spec.source.model) / "config.json").read_bytes())
     (tmp_path / "bin" / "pytorch_model.bin").touch()
     assert spec.lora is not None
     assert spec.sharding is not None
@@ -389,7 +389,7 @@ def test_a_recipe_is_refused_with_the_cause_of_what_exceeds_the_cpu_memory_of_a_
     def refused(expected: str, **changes: Any) -> str:
         """The message on the largest machines that are too small."""
         # With gradients reduced at every micro step, which is not compared with the other way: half the traces.
-        changed = spec.model_copy(update={"gradient_sync": "micro_step", **changes})
+        changed = spec.changed(gradient_sync="micro_step", **changes)
         needed = estimate(changed, batch, "cuda").machine * nearest_jobs.MARGIN
         assert check(changed, batch, "cuda", Capacity(1 << 60, machine=int(needed) + 1))["fits"]
         found = check(changed, batch, "cuda", Capacity(1 << 60, machine=int(needed) - 1))
@@ -432,7 +432,7 @@ def test_each_reason_for_copies_while_loading_is_named(tmp_path: Path, monkeypat
     attention_only = LORA.model_copy(update={"mlp": False})
 
     def why(**changes: Any) -> str:
-        found = check(spec.model_copy(update=changes), batch, "cuda", Capacity(1 << 60, machine=1))
+        found = check(spec.changed(**changes), batch, "cuda", Capacity(1 << 60, machine=1))
         message: str = found["message"]
         return message
 
@@ -454,17 +454,17 @@ def stored_as(root: Path, model: Path, name: str, dtype: str) -> Path:
 def test_eight_ranks_load_a_model_of_70_billion_parameters_in_its_size_of_cpu_memory(tmp_path: Path) -> None:
     """Every rank maps the files, which are in memory once: 138 GB, where eight copies in fp32 were 2.2 TB."""
     spec, _, _ = recipe("70b-8gpu", tmp_path, algorithm_config=None)
-    model = stored_as(tmp_path, Path(spec.model), "bf16", "bfloat16")
+    model = stored_as(tmp_path, Path(spec.source.model), "bf16", "bfloat16")
     batch = Batch(1, 128)
-    full = estimate(spec.model_copy(update={"model": str(model)}), batch, "cuda")
+    full = estimate(spec.changed(model=str(model)), batch, "cuda")
     size = 2 * 68_976_648_192
     assert full.page_cache == size
     assert full.host_loading == 0
     qlora = LORA.model_copy(update={"quantize_base": True})
-    quantized = estimate(spec.model_copy(update={"model": str(model), "lora": qlora}), batch, "cuda")
+    quantized = estimate(spec.changed(model=str(model), lora=qlora), batch, "cuda")
     assert (quantized.page_cache, quantized.host_loading) == (size, 0)
     assert quantized.machine < 16 * GIB
-    whole = estimate(spec.model_copy(update={"model": str(model), "sharding": NO_SHARD}), batch, "cuda")
+    whole = estimate(spec.changed(model=str(model), sharding=NO_SHARD), batch, "cuda")
     assert whole.host_loading == 2 * size
     assert whole.machine > 16 * size
 
@@ -474,7 +474,7 @@ def test_copies_that_loading_makes_are_counted_for_every_rank(tmp_path: Path) ->
     spec = job_spec(tmp_path, model, ranks=4, sharding=ShardingSpec())
 
     def of(**changes: Any) -> MemoryEstimate:
-        return estimate(spec.model_copy(update=changes), batch, "cuda")
+        return estimate(spec.changed(**changes), batch, "cuda")
 
     in_fp32 = 2 * of().page_cache
     assert of().host_loading == 0
@@ -533,14 +533,14 @@ def test_parts_in_cpu_memory_are_not_proposed_where_it_is_too_small(tmp_path: Pa
 @pytest.mark.parametrize("name", SHAPES)
 def test_training_every_weight_does_not_fit_there_and_the_nearest_that_does_is_named(name: str, tmp_path: Path) -> None:
     spec, limit, max_ranks = recipe(name, tmp_path, algorithm_config=None)
-    batch = Batch(spec.batch_size, spec.max_seq_length)
+    batch = Batch(spec.data.batch_size, spec.data.max_seq_length)
     found = check(spec, batch, "cuda", Capacity(limit, max_ranks=max_ranks))
     assert not found["fits"]
     assert "does not fit in" in found["message"]
     assert found["machine_limit_bytes"] is None
     proposal = nearest(spec, batch, "cuda", Capacity(limit, max_ranks=max_ranks))
     assert proposal is not None
-    share = batch.sequences * proposal.spec.batch_size // spec.batch_size
+    share = batch.sequences * proposal.spec.data.batch_size // spec.data.batch_size
     again = check(proposal.spec, Batch(share, batch.tokens), "cuda", Capacity(limit, max_ranks=max_ranks))
     assert again["fits"]
     for field in proposal.changes:
@@ -556,7 +556,7 @@ def test_the_nearest_keeps_the_results_where_it_can(tmp_path: Path) -> None:
     assert list(little_less.changes) == ["training_config.efficiency_config.enable_activation_checkpointing"]
     less = nearest(spec, batch, "cpu", Capacity(int(little_less.memory.total * 1.05)))
     assert less is not None
-    assert less.spec.batch_size * less.spec.gradient_accumulation_steps == 8
+    assert less.spec.data.batch_size * less.spec.train.gradient_accumulation_steps == 8
     assert less.spec.lora is None
     assert nearest(spec, batch, "cpu", Capacity(1000)) is None
 
@@ -571,16 +571,16 @@ def test_pairs_that_are_compared_within_their_batch_keep_it(tmp_path: Path) -> N
         limit = int(estimate(spec, batch, "cpu").total * 1.09)
         found = nearest(spec, batch, "cpu", Capacity(limit, max_ranks=4))
         assert found is not None
-        assert (found.spec.batch_size, found.spec.ranks) == (micro, 2)
+        assert (found.spec.data.batch_size, found.spec.ranks) == (micro, 2)
 
 
 def test_what_trains_every_weight_is_not_advised_to_train_adapters(tmp_path: Path) -> None:
     qat = QatSpec(quantizer_name="Int4WeightOnlyQATQuantizer", group_size=32)
     spec = job_spec(tmp_path, shaped(2), qat=qat, gradient_checkpointing=True, checkpoint_every=2)
-    wanted = estimate(spec.model_copy(update={"checkpoint_every": 1}), Batch(4, 256), "cpu").total
+    wanted = estimate(spec.changed(checkpoint_every=1), Batch(4, 256), "cpu").total
     found = nearest(spec, Batch(4, 256), "cpu", Capacity(int(wanted * 1.101)))
     assert found is not None
-    assert (found.spec.checkpoint_every, found.spec.batch_size) == (1, 4)
+    assert (found.spec.compute.checkpoint_every, found.spec.data.batch_size) == (1, 4)
     assert nearest(spec, Batch(4, 256), "cpu", Capacity(1000)) is None
 
 
@@ -619,12 +619,12 @@ def test_grpo_is_proposed_nothing_that_it_refuses(tmp_path: Path, tried: list[Jo
     spec = job_spec(tmp_path, "model", "grpo", method=method, lora=LORA, max_seq_length=1024)
     assert nearest(spec, Batch(16, 1024), "cpu", Capacity(1000, max_ranks=2)) is None
     assert {one.lora.quantize_base for one in tried if one.lora} == {False}
-    assert min(one.max_seq_length for one in tried) == 512
+    assert min(one.data.max_seq_length for one in tried) == 512
     assert {one.ranks for one in tried} | {1} == ({1} if answers else {1, 2})
 
 
 def test_the_estimate_takes_no_memory(tmp_path: Path) -> None:
     spec, _, _ = recipe("70b-8gpu", tmp_path)
-    batch = Batch(spec.batch_size, spec.max_seq_length)
+    batch = Batch(spec.data.batch_size, spec.data.max_seq_length)
     assert estimate(spec, batch, "cuda").total > 17 * GIB  # an eighth of 140 GB of weights
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 6 * 2**20  # KiB

@@ -431,7 +431,7 @@ def test_a_preflight_finds_what_the_job_would(
         return
     preflight_attempt(attempt, EventWriter(events))
     (found,) = of_kind(iter_events(events), Preflighted)
-    assert any(spec.model in warning for warning in found.warnings)
+    assert any(spec.source.model in warning for warning in found.warnings)
     assert any("the warmup of 9 steps" in warning for warning in found.warnings)
     assert any("were cut to max_seq_length=64" in warning for warning in found.warnings)
     assert preview.warnings == found.warnings
@@ -444,7 +444,7 @@ def test_the_files_of_a_model_that_agree_are_left_as_they_are(tmp_path: Path, mo
     found = outcome(tmp_path, spec)
     assert not isinstance(found, JobFailure)
     warnings, export = found
-    assert not [warning for warning in warnings if spec.model in warning]
+    assert not [warning for warning in warnings if spec.source.model in warning]
     written = json.loads((export / "generation_config.json").read_text())
     assert {name: written[name] for name in values} == values
     assert AutoTokenizer.from_pretrained(export).pad_token_id == 0

@@ -93,17 +93,17 @@ def meeting(
 
 def at(root: Path, spec: JobSpec) -> JobSpec:
     """The same job with a node's own paths."""
-    rows = root / "datasets" / spec.dataset.path.name
+    rows = root / "datasets" / spec.data.dataset.path.name
     rows.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(spec.dataset.path, rows)
+    shutil.copy(spec.data.dataset.path, rows)
     paths: dict[str, Any] = {
         "checkpoint_dir": root / "checkpoints",
-        "dataset": spec.dataset.model_copy(update={"path": rows}),
+        "dataset": spec.data.dataset.model_copy(update={"path": rows}),
         "token_cache": root / "tokens",
     }
     if spec.reference is not None:
         paths["method"] = spec.method.with_reference(cache=root / "reference")
-    return spec.model_copy(update=paths)
+    return spec.changed(**paths)
 
 
 def train_apart(

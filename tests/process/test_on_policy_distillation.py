@@ -235,7 +235,7 @@ def test_rows_of_embeddings_without_a_token_are_left_out(tmp_path: Path, of_stud
     wide = teacher_model(tmp_path / "wide", rows=200)
     narrow = teacher_model(tmp_path / "narrow")
     student, teacher = (wide, narrow) if of_student else (narrow, wide)
-    spec = learning(tmp_path, teacher, n_epochs=1).model_copy(update={"model": str(student)})
+    spec = learning(tmp_path, teacher, n_epochs=1).changed(model=str(student))
     losses = metric(ended(*run(tmp_path, spec)), "loss")
     assert all(0 < loss < 100 for loss in losses)
 
@@ -292,7 +292,7 @@ def held(spec: JobSpec, batch: Batch) -> Sequence[memory.Window]:
     import torch
     from peft import get_peft_model
 
-    student, teacher = loaded(spec.model), loaded(spec.reference_source.model).requires_grad_(False).eval()
+    student, teacher = loaded(spec.source.model), loaded(spec.reference_source.model).requires_grad_(False).eval()
     config = student.config
     for model in (student, teacher):
         fuse_head(model, outputs=("log_probs",))

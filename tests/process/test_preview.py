@@ -59,7 +59,7 @@ def test_tokens_and_loss_of_rows_are_those_of_the_training(
     changes = {"max_seq_length": limit, "truncation_side": side, "train_on_input": train_on_input}
     spec = of_rows(tmp_path, "sft", SFT_ROWS, **changes)
     found = shown(tmp_path, spec)
-    dataset, report = tokenize(spec, spec.dataset, load_tokenizer(spec.source)).collect()
+    dataset, report = tokenize(spec, spec.data.dataset, load_tokenizer(spec.source)).collect()
     kept = [row for row in found.rows if row.outcome != "dropped"]
     assert [row.row for row in found.rows] == [0, 1, 2, 3]
     assert len(kept) == len(dataset) == report.kept == found.data["trained"]
@@ -79,7 +79,7 @@ def test_tokens_and_loss_of_rows_are_those_of_the_training(
 def test_tokens_of_pairs_are_those_of_the_training(tmp_path: Path, limit: int, side: str) -> None:
     spec = of_rows(tmp_path, "dpo", DPO_ROWS, max_seq_length=limit, truncation_side=side)
     found = shown(tmp_path, spec)
-    dataset, _ = tokenize(spec, spec.dataset, load_tokenizer(spec.source)).collect()
+    dataset, _ = tokenize(spec, spec.data.dataset, load_tokenizer(spec.source)).collect()
     kept = [row for row in found.rows if row.outcome != "dropped"]
     assert len(kept) == len(dataset)
     for row, trained in zip(kept, dataset, strict=True):
@@ -154,7 +154,7 @@ def test_a_warmup_that_is_not_shorter_than_the_job_is_shown(tmp_path: Path, pack
     (warmup,) = [warning for warning in shown(tmp_path, spec).warnings if warning.startswith("the warmup of 2 steps")]
     assert f"the job of {1 if packed else 2} optimizer steps" in warmup
     (tmp_path / "events.jsonl").unlink()
-    long = spec.model_copy(update={"n_epochs": 3})
+    long = spec.changed(n_epochs=3)
     assert not [warning for warning in shown(tmp_path, long).warnings if "warmup" in warning]
     (tmp_path / "events.jsonl").unlink()
     last = [warning for warning in shown(tmp_path, spec, first_row=1).warnings if "warmup" in warning]

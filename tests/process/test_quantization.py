@@ -127,11 +127,11 @@ def test_adapters_learn_over_a_base_in_4_bits_and_load_over_any(alone: Alone, al
     assert {saved.kind for saved in of_kind(events, CheckpointSaved)} == {"step", "final", "merged"}
     final = spec.checkpoint_dir / "final"
     assert {weight.dtype for weight in load_file(final / "adapter_model.safetensors").values()} == {torch.float32}
-    assert json.loads((final / "adapter_config.json").read_text())["base_model_name_or_path"] == spec.model
-    adapted = logits(PeftModel.from_pretrained(load(spec.model), final))
+    assert json.loads((final / "adapter_config.json").read_text())["base_model_name_or_path"] == spec.source.model
+    adapted = logits(PeftModel.from_pretrained(load(spec.source.model), final))
     in_4_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    over_4_bits = logits(PeftModel.from_pretrained(load(spec.model, quantization_config=in_4_bits), final))
-    learnt = (adapted - logits(load(spec.model))).abs().max()
+    over_4_bits = logits(PeftModel.from_pretrained(load(spec.source.model, quantization_config=in_4_bits), final))
+    learnt = (adapted - logits(load(spec.source.model))).abs().max()
     assert 0 < (over_4_bits - adapted).abs().max() < learnt
     merged = load(spec.checkpoint_dir / "merged")
     assert not hasattr(merged.config, "quantization_config")

@@ -96,13 +96,16 @@ def final_weights(spec: JobSpec) -> dict[str, torch.Tensor]:
 def generated(directory: Path, spec: JobSpec) -> list[str]:
     """The answers of transformers itself to the prompts of a job."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
-    assert spec.samples
+    assert spec.train.samples
     texts = []
-    for prompt in spec.samples.prompts:
+    for prompt in spec.train.samples.prompts:
         turns = [message.model_dump() for message in prompt]
         given = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         found = model.generate(
-            **given, max_new_tokens=spec.samples.max_new_tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id
+            **given,
+            max_new_tokens=spec.train.samples.max_new_tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.eos_token_id,
         )
         texts.append(tokenizer.decode(found[0, given["input_ids"].shape[1] :], skip_special_tokens=True))
     return texts
@@ -139,8 +142,8 @@ def test_two_ranks_train_what_one_process_trains(
     assert prepared.num_rows == 11
     assert prepared.effective["token_cache"].keys() == {"train_dataset", "validation_dataset"}
     kept = [path.suffix for path in (tmp_path / "tokens").iterdir() if path.suffix != ".lock"]
-    assert kept == [""] * (4 if together.packed else 2)  # each written by one of the ranks
-    assert prepared.effective["global_batch_size"] == GLOBAL_BATCH * single.gradient_accumulation_steps
+    assert kept == [""] * (4 if together.data.packed else 2)  # each written by one of the ranks
+    assert prepared.effective["global_batch_size"] == GLOBAL_BATCH * single.train.gradient_accumulation_steps
     for point in of_kind(events, Progress):
         assert len(point.rank_memory_bytes) == len(point.rank_peak_memory_bytes) == 2
         assert point.rank_peak_memory_bytes[0] == point.peak_memory_bytes
@@ -192,8 +195,8 @@ def test_whole_gradients_are_reduced_once_per_optimizer_step(ranks: Ranks, tmp_p
         effective = of_kind(events, Prepared)[0].effective
         return numbers(events), effective["gradient_sync"], calls / len(of_kind(events, Progress))
 
-    in_parts, whole = of(tmp_path / "parts", "micro_step"), of(tmp_path / "whole", "auto")
-    expected, sync, per_step = counted(tmp_path / "parts" / "run", in_parts)
+    parts, whole = of(tmp_path / "parts", "micro_step"), of(tmp_path / "whole", "auto")
+    expected, sync, per_step = counted(tmp_path / "parts" / "run", parts)
     assert (sync, per_step) == ("micro_step", 2 * UNITS)
     found, sync, per_step = counted(tmp_path / "whole" / "run", whole)
     assert (sync, per_step) == ("step", UNITS)
@@ -203,8 +206,8 @@ def test_whole_gradients_are_reduced_once_per_optimizer_step(ranks: Ranks, tmp_p
     again, sync, _ = counted(tmp_path / "again", whole, whole.checkpoint_dir / "checkpoint-2")
     assert (sync, again, weight_digests(whole)) == ("step", found[2:], digests)
     # An attempt that would choose otherwise does as its checkpoint did: every later number stays the same.
-    resumed = in_parts.model_copy(update={"gradient_sync": "auto"})
-    again, sync, _ = counted(tmp_path / "resumed", resumed, in_parts.checkpoint_dir / "checkpoint-2")
+    resumed = parts.changed(gradient_sync="auto")
+    again, sync, _ = counted(tmp_path / "resumed", resumed, parts.checkpoint_dir / "checkpoint-2")
     assert (sync, again) == ("micro_step", expected[2:])
 
 
@@ -219,7 +222,7 @@ def test_without_shards_gradients_are_reduced_once_per_optimizer_step(ranks: Ran
     # Each rank answers some of the prompts.
     before, after = sampled(events)
     assert [before[:2], after[:2]] == [("before", 0), ("after", 3)]
-    assert before[2] == generated(Path(spec.model), spec)
+    assert before[2] == generated(Path(spec.source.model), spec)
     assert after[2] == generated(spec.checkpoint_dir / "final", spec)
 
 
@@ -250,7 +253,7 @@ def test_bf16_adapters_over_a_sharded_base_are_exported_and_merged(ranks: Ranks,
     assert [found[:2] for found in sampled(events)] == [("before", 0), ("checkpoint", 3), ("after", 6)]
     # The policy is the reference still: log 2, for which bf16 has only 0.69141.
     assert of_kind(events, Progress)[0].metrics["loss"] == pytest.approx(0.693147, abs=5e-4)
-    base = AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.bfloat16)
+    base = AutoModelForCausalLM.from_pretrained(spec.source.model, dtype=torch.bfloat16)
     adapted = PeftModel.from_pretrained(base, spec.checkpoint_dir / "final").eval()
     merged = AutoModelForCausalLM.from_pretrained(spec.checkpoint_dir / "merged", dtype=torch.bfloat16).eval()
     ids = torch.arange(3, 20)[None]

@@ -400,7 +400,7 @@ def test_a_pause_at_a_step_that_is_evaluated_and_saved_anyway_changes_nothing(
 def test_after_the_last_retry_the_reason_and_the_end_of_the_traceback_are_reported(forked: World) -> None:
     forked.add("broken", "sft-full", retries=1, optimizer={"learning_rate": 1e-3}, save_steps=3)
     # Its rows are gone when it starts: the recipe raises an unforeseen error.
-    forked.spec("broken").dataset.path.unlink()
+    forked.spec("broken").data.dataset.path.unlink()
     forked.until(lambda: forked.state("broken") is JobState.failed)
     job = forked.store.get("broken")
     assert (job.attempt, job.reason) == (2, Reason.rank_failed)

@@ -104,7 +104,7 @@ class World:
 
 
 def job_spec_of() -> Any:
-    return SimpleNamespace(model="tiny", ranks=1, sharding=None, is_sharded=False)
+    return SimpleNamespace(source=SimpleNamespace(model="tiny"), ranks=1, sharding=None, is_sharded=False)
 
 
 def small(**changes: Any) -> Any:

@@ -61,7 +61,9 @@ def kept(root: Path, algorithm: str = "sft", **changes: Any) -> JobSpec:
 
 def prepare(spec: JobSpec, tokenizer: Any = None, writer: EventWriter | None = None, **options: Any) -> PreparedRows:
     writer = writer or Writer(spec.checkpoint_dir)
-    return Preparation(spec, tokenizer or tiny_tokenizer(), writer, spec.dataset, **options).rows(spec.dataset)
+    return Preparation(spec, tokenizer or tiny_tokenizer(), writer, spec.data.dataset, **options).rows(
+        spec.data.dataset
+    )
 
 
 def values(rows: Any) -> dict[str, Any]:
@@ -91,9 +93,9 @@ def test_rows_of_the_cache_and_their_report_are_those_in_memory(
     monkeypatch.setattr(cache, "_BATCH_BYTES", 20_000)  # several record batches
     monkeypatch.setattr(packing, "_CHUNK_TOKENS", 9_600)
     spec = kept(tmp_path, algorithm, **changes)
-    rows, report = tokenize(spec, spec.dataset, tiny_tokenizer()).collect()
-    rows = pack(rows, spec.max_seq_length) if spec.packed else rows
-    in_memory = prepare(spec.model_copy(update={"token_cache": None}))
+    rows, report = tokenize(spec, spec.data.dataset, tiny_tokenizer()).collect()
+    rows = pack(rows, spec.data.max_seq_length) if spec.data.packed else rows
+    in_memory = prepare(spec.changed(token_cache=None))
     found = [prepare(spec) for _ in range(2)]
     assert [one.source for one in (in_memory, *found)] == ["not kept", "computed", "cache"]
     for one in (in_memory, *found):
@@ -111,7 +113,7 @@ def test_a_tokenizer_without_a_template_has_one_also_where_its_rows_were_found(t
     spec = kept(tmp_path)
     tokenizers = [tiny_tokenizer(chat_template=False) for _ in range(3)]
     reports = [prepare(spec, tokenizer).report for tokenizer in tokenizers[:2]]
-    assert reports[0] == reports[1] == prepare(spec.model_copy(update={"token_cache": None}), tokenizers[2]).report
+    assert reports[0] == reports[1] == prepare(spec.changed(token_cache=None), tokenizers[2]).report
     assert "has no chat template" in reports[0].warnings[0]
     assert len({tokenizer.chat_template for tokenizer in tokenizers}) == 1
     assert len(entries(tmp_path)) == 1
@@ -120,9 +122,9 @@ def test_a_tokenizer_without_a_template_has_one_also_where_its_rows_were_found(t
 def test_of_the_validation_rows_as_many_are_used_as_the_job_asks_for(tmp_path: Path) -> None:
     for packed in (False, True):
         spec = kept(tmp_path, packed=packed, max_seq_length=96)
-        alone = spec.model_copy(update={"token_cache": None})
+        alone = spec.changed(token_cache=None)
         expected, found, again = (
-            Preparation(one, tiny_tokenizer(), Writer(tmp_path / "run"), one.dataset).rows(one.dataset, 5)
+            Preparation(one, tiny_tokenizer(), Writer(tmp_path / "run"), one.data.dataset).rows(one.data.dataset, 5)
             for one in (alone, spec, spec)
         )
         assert values(expected.dataset) == values(found.dataset) == values(again.dataset)
@@ -163,8 +165,8 @@ def test_what_decides_the_tokens_is_in_the_key_and_nothing_else_is(tmp_path: Pat
     spec = kept(tmp_path)
 
     def key(tokenizer: Any = None, **changes: Any) -> str | None:
-        changed = spec.model_copy(update=changes)
-        return RowKeys(changed, tokenizer or tiny_tokenizer()).of(changed.dataset)
+        changed = spec.changed(**changes)
+        return RowKeys(changed, tokenizer or tiny_tokenizer()).of(changed.data.dataset)
 
     same: list[dict[str, Any]] = [{}, {"seed": 7}, {"job_uuid": "other"}, {"batch_size": 2}, {"n_epochs": 3}]
     other: list[dict[str, Any]] = [
@@ -187,9 +189,9 @@ def test_what_decides_the_tokens_is_in_the_key_and_nothing_else_is(tmp_path: Pat
 def test_a_tokenizer_keeps_its_key_while_it_is_used(tmp_path: Path) -> None:
     spec, tokenizer = kept(tmp_path), tiny_tokenizer(chat_template=False)
     tokenizer.backend_tokenizer.enable_truncation(5)
-    before = RowKeys(spec, tokenizer).of(spec.dataset)
-    tokenize(spec, spec.dataset, tokenizer).collect()
-    assert RowKeys(spec, tokenizer).of(spec.dataset) == before
+    before = RowKeys(spec, tokenizer).of(spec.data.dataset)
+    tokenize(spec, spec.data.dataset, tokenizer).collect()
+    assert RowKeys(spec, tokenizer).of(spec.data.dataset) == before
 
 
 @pytest.mark.parametrize("template", [DATED, DATED.replace("strftime_now('%d')", "[1, 2] | random")])
@@ -278,7 +280,7 @@ def test_a_disk_that_fills_up_meanwhile_leaves_nothing_behind(tmp_path: Path, mo
     assert prepare(spec).source == "not kept"
     assert [path.suffix for path in (tmp_path / "tokens").iterdir()] == [".lock"]
     (tmp_path / "file").touch()
-    assert prepare(spec.model_copy(update={"token_cache": tmp_path / "file"})).source == "not kept"
+    assert prepare(spec.changed(token_cache=tmp_path / "file")).source == "not kept"
 
 
 def test_a_row_that_cannot_be_tokenized_leaves_no_entry(tmp_path: Path) -> None:
@@ -294,10 +296,10 @@ def test_a_row_that_cannot_be_tokenized_leaves_no_entry(tmp_path: Path) -> None:
 @contextmanager
 def another_writer(spec: JobSpec, note: str) -> Iterator[FileLock]:
     """Another process that has the lock of the job's rows."""
-    key = RowKeys(spec, tiny_tokenizer()).of(spec.dataset)
-    assert spec.token_cache is not None
-    spec.token_cache.mkdir()
-    lock = FileLock(spec.token_cache / f"{key}.lock")
+    key = RowKeys(spec, tiny_tokenizer()).of(spec.data.dataset)
+    assert spec.data.token_cache is not None
+    spec.data.token_cache.mkdir()
+    lock = FileLock(spec.data.token_cache / f"{key}.lock")
     assert lock.acquire(note)
     yield lock
     lock.release()
@@ -326,7 +328,7 @@ def test_while_another_process_writes_the_rows_this_one_waits_and_shows_its_prog
 
 def test_rows_that_another_process_has_written_meanwhile_are_used(tmp_path: Path) -> None:
     spec, done = kept(tmp_path), []
-    elsewhere = spec.model_copy(update={"token_cache": tmp_path / "elsewhere"})
+    elsewhere = spec.changed(token_cache=tmp_path / "elsewhere")
     prepare(elsewhere)
     with another_writer(spec, "7") as lock:
         waiting = threading.Thread(target=lambda: done.append(prepare(spec)))

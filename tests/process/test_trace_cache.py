@@ -24,7 +24,7 @@ from llama_stack_provider_trl.recipes.memory.trace_cache import key_of, trace
 from llama_stack_provider_trl.recipes.model.fsdp import num_shards
 from llama_stack_provider_trl.recipes.trainer import trl_patches
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
-from llama_stack_provider_trl.specs.bases import AdapterSpec
+from llama_stack_provider_trl.specs.bases import AdapterSpec, Frozen
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Prepared
 from llama_stack_provider_trl.specs.job import (
     DpoSpec,
@@ -48,18 +48,23 @@ FULL = ShardingSpec()
 GRPO = GrpoSpec(rewards=(RewardSource(name="digits", check=AnswerCheck(type="regex", pattern="[0-9]")),))
 
 
-class Recording(JobSpec):
-    """A job that notes which of its fields are read."""
+def recording(part: Frozen, **known: Any) -> Any:
+    """A copy of a job, or of a part of one, that notes which of its fields are read.
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in JobSpec.model_fields:
-            READ.add(name)
-        return super().__getattribute__(name)
+    Args:
+        known: attributes whose values are in the key.
+    """
+    kind: Any = type(part)
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whose value is in the key."""
-        return JobSpec.model_construct(**dict(self)).is_sharded
+    class Recording(kind):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            if name in known:
+                return known[name]
+            if name in kind.model_fields:
+                READ.add(name)
+            return super().__getattribute__(name)
+
+    return Recording.model_construct(**dict(part))
 
 
 READ: set[str] = set()
@@ -80,8 +85,8 @@ def refuse(*arguments: Any) -> Traced:
 
 
 def files(spec: JobSpec) -> list[Path]:
-    assert spec.token_cache is not None
-    return sorted((spec.token_cache / "traces").glob("*.json"))
+    assert spec.data.token_cache is not None
+    return sorted((spec.data.token_cache / "traces").glob("*.json"))
 
 
 def other_model(root: Path, **changes: Any) -> Path:
@@ -164,15 +169,16 @@ def one_block(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_trace_reads_no_field_that_its_key_leaves_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, one_block: Path
 ) -> None:
-    plain = job(tmp_path, name).model_copy(update={"model": str(one_block)})
-    spec = Recording.model_construct(**dict(plain))
+    plain = job(tmp_path, name).changed(model=str(one_block))
+    parts = {name: recording(getattr(plain, name)) for name in JobSpec.parts()}
+    spec = recording(plain.model_copy(update=parts), is_sharded=plain.is_sharded)
     shards = num_shards(plain)  # which is in the key
     monkeypatch.setattr(memory, "num_shards", lambda _: shards)
     READ.clear()
     trace_model(spec, BATCH, "cuda" if name in ("bf16", "padded") else "cpu")
-    assert READ
+    assert JobSpec.parts().keys() - {"lifecycle"} < READ
     assert not READ & (trace_cache._UNREAD | {"ranks", "sharding"})
-    assert JobSpec.model_fields.keys() >= trace_cache._UNREAD | trace_cache._IN_PART
+    assert plain.flat().keys() >= trace_cache._UNREAD | trace_cache._IN_PART
 
 
 def test_jobs_with_other_traces_have_other_keys(tmp_path: Path) -> None:
@@ -183,7 +189,7 @@ def test_jobs_with_other_traces_have_other_keys(tmp_path: Path) -> None:
 
 def test_whole_gradients_and_their_shards_have_one_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = job(tmp_path, "sharded and accumulating")
-    whole = spec.model_copy(update={"gradient_sync": "step"})
+    whole = spec.changed(gradient_sync="step")
     assert key_of(whole, BATCH, "cpu") == key_of(spec, BATCH, "cpu")
     of_shards = estimate(spec, BATCH, "cpu")
     monkeypatch.setattr(trace_cache, "trace_model", refuse)
@@ -343,13 +349,13 @@ def test_what_is_found_is_what_was_traced(tmp_path: Path, name: str, monkeypatch
 
 
 def test_a_model_with_code_of_its_own_is_traced_each_time(tmp_path: Path) -> None:
-    spec = job(tmp_path, "sft").model_copy(update={"trust_remote_code": True})
+    spec = job(tmp_path, "sft").changed(trust_remote_code=True)
     trace(spec, BATCH, "cpu")
     assert (key_of(spec, BATCH, "cpu"), files(spec)) == (None, [])
 
 
 def test_nothing_is_kept_where_the_job_keeps_no_rows(tmp_path: Path) -> None:
-    trace(job(tmp_path, "sft").model_copy(update={"token_cache": None}), BATCH, "cpu")
+    trace(job(tmp_path, "sft").changed(token_cache=None), BATCH, "cpu")
     assert not list(tmp_path.rglob("traces"))
 
 
@@ -472,9 +478,7 @@ def test_a_resumed_attempt_and_a_later_job_trace_nothing(tmp_path: Path, monkeyp
     saved = of_kind(events, CheckpointSaved)[0].path
     status, resumed = run(tmp_path / "second", spec, resume_from=saved)
     forget()
-    later = spec.model_copy(
-        update={"job_uuid": "later", "checkpoint_dir": tmp_path / "later", "dataset": dataset(tmp_path, _shuffled())}
-    )
+    later = spec.changed(job_uuid="later", checkpoint_dir=tmp_path / "later", dataset=dataset(tmp_path, _shuffled()))
     last = run(tmp_path / "third", later)
     assert (status, last[0], len(traced)) == (0, 0, 1)
     memory = [of_kind(one, Prepared)[0].effective["memory"] for one in (events, resumed, last[1])]

@@ -36,7 +36,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def answerer_of(root: Path, python: Path, model: Path | None = None, batch: int = 4, **changes: Any) -> VllmAnswerer:
     rows = DatasetRef(dataset_id="r", path=root / "r", sha256="", num_rows=3)
-    spec = JobSpec(
+    spec = JobSpec.of(
         **{"job_uuid": "g", "model": str(model or tiny_model()), "output_name": "g"},
         **{"checkpoint_dir": root, "dataset": rows, "n_epochs": 1, "batch_size": 4, "dtype": "fp32"},
         optimizer=OptimizerSpec(learning_rate=1e-3),

@@ -97,7 +97,7 @@ def test_the_join_token_joins_and_does_nothing_else(service: TrainingService, ag
     stranger = FakeAgent(service, "stranger", JOIN_TOKEN)
     for method, path, request in calls_as("a", "join-only-1", a.report)[1:]:
         assert "join first" in refusal(stranger.call(method, path, **request), 403), path
-    rows = order["spec"]["job"]["dataset"]["sha256"]
+    rows = order["spec"]["job"]["data"]["dataset"]["sha256"]
     for path in ("/nodes", f"/blobs/{rows}", f"{JOBS}/join-only/checkpoints", f"{JOBS}/join-only/checkpoints/final"):
         refusal(stranger.call("GET", path), 403)
     assert stranger.call("GET", "/health").ok

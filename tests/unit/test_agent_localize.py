@@ -45,29 +45,29 @@ def test_every_path_of_a_spec_becomes_the_nodes_own() -> None:
     assert "/service" not in json.dumps(found)
     assert found["run_dir"] == str(places.run_dir) == "/node/jobs/job/attempts/1"
     assert found["job"]["checkpoint_dir"] == "/node/jobs/job/checkpoints"
-    assert found["job"]["dataset"]["path"] == f"/node/datasets/{AA}.jsonl"
-    assert found["job"]["validation"]["path"] == f"/node/datasets/{BB}.jsonl"
+    assert found["job"]["data"]["dataset"]["path"] == f"/node/datasets/{AA}.jsonl"
+    assert found["job"]["data"]["validation"]["path"] == f"/node/datasets/{BB}.jsonl"
     assert found["resume_from"] == "/node/jobs/job/checkpoints/checkpoint-6"
     borrowed = "/node/jobs/job/borrowed/checkpoint-2"
     assert found["fall_back_to"] == ["/node/jobs/job/checkpoints/checkpoint-3", borrowed]
     assert found["job"]["resume_from"]["path"] == borrowed
-    assert found["job"]["token_cache"] == "/node/tokens"
-    assert found["job"]["method"]["reference"]["cache"] == "/node/reference"
+    assert found["job"]["data"]["token_cache"] == "/node/tokens"
+    assert found["job"]["train"]["method"]["reference"]["cache"] == "/node/reference"
     fetched = {"org/model": Path("/node/models/0a"), "/models/other": Path("/node/models/0b")}
     found = places.spec(models=fetched)
-    assert (found["job"]["model"], found["job"]["model_path"]) == ("org/model", "/node/models/0a")
-    assert found["job"]["method"]["reference"]["model_path"] == "/node/models/0b"
+    assert (found["job"]["source"]["model"], found["job"]["source"]["path"]) == ("org/model", "/node/models/0a")
+    assert found["job"]["train"]["method"]["reference"]["model_path"] == "/node/models/0b"
     assert order(spec=RESUMED).spec == RESUMED  # the order itself is left alone
 
 
 def test_the_spec_above_sets_every_path_that_a_spec_may_have() -> None:
     assert {".".join(names) for names in paths_of(AttemptSpec)} == {
         *("run_dir", "turn", "resume_from", "fall_back_to", "job.checkpoint_dir", "job.resume_from.path"),
-        *("job.dataset.path", "job.validation.path", "job.token_cache", "job.method.reference.cache"),
-        *("job.model_path", "job.method.reference.model_path"),
-        *("job.method.reference.cache", "job.method.reference.model_path"),  # KTO's, read as DPO's
+        *("job.data.dataset.path", "job.data.validation.path", "job.data.token_cache"),
+        *("job.source.path", "job.train.method.reference.model_path"),
+        *("job.train.method.reference.cache", "job.train.method.reference.model_path"),  # KTO's, read as DPO's
         "job.adapter.path",  # no order has one: the next test
-        *("job.method.rewards.model.path", "job.method.rewards.model.base.path"),  # nor these: the last one
+        *("job.train.method.rewards.model.path", "job.train.method.rewards.model.base.path"),  # nor these: the last one
         *(
             "job.work.from_jobs",
             "job.work.merge.output",
@@ -75,7 +75,7 @@ def test_the_spec_above_sets_every_path_that_a_spec_may_have() -> None:
             "job.work.answers.judges.adapter.path",
             "job.work.harness.roots",
             "job.work.vllm_python",
-            "job.method.vllm.python",
+            "job.train.method.vllm.python",
             "job.work.answers.vllm_python",
         ),  # nor has it work with a path: the test after that
     }
@@ -114,7 +114,7 @@ def test_an_order_whose_batches_of_answers_have_no_size_is_refused_by_the_field(
     rows = {"path": f"/service/datasets/{AA}.jsonl", "sha256": AA, "num_rows": wrong}
     changed = {"batch_size": {"batch_size": wrong}, r"dataset\.num_rows": {"dataset": rows}}
     for field, changes in changed.items():
-        with pytest.raises(InvalidRequest, match=rf"spec\.job\.{field}=.*expected a number from 1 on"):
+        with pytest.raises(InvalidRequest, match=rf"spec\.job\.data\.{field}=.*expected a number from 1 on"):
             check_order(order(spec=spec(job={**job, **changes})))
     answering["samples_per_prompt"] = wrong
     work |= answering if kind == "generate" else {}
@@ -183,7 +183,7 @@ def test_with_a_shared_file_system_checkpoints_stay_where_they_are() -> None:
     found = places.spec()
     assert found["job"]["checkpoint_dir"] == "/service/checkpoints/job"
     assert found["resume_from"] == "/service/checkpoints/job/checkpoint-6"
-    assert found["job"]["dataset"]["path"] == f"/node/datasets/{AA}.jsonl"
+    assert found["job"]["data"]["dataset"]["path"] == f"/node/datasets/{AA}.jsonl"
 
 
 @pytest.mark.parametrize(

@@ -75,15 +75,17 @@ def spec_of(request: Any, settings: Settings, **options: Any) -> JobSpec:
 
 def test_a_job_logs_and_saves_where_its_workers_meet(settings: Settings) -> None:
     spec = spec_of(sft(), settings)
-    assert spec.averaging == AveragingSpec(interval=20, outer_learning_rate=0.7, outer_momentum=0.9, nesterov=True)
-    assert (spec.logging_steps, spec.save_steps) == (20, None)
-    assert spec_of(sft(), settings, logging_steps=1).logging_steps == 1
-    assert spec_of(sft(), settings, save_steps=40).save_steps == 40
+    assert spec.train.averaging == AveragingSpec(
+        interval=20, outer_learning_rate=0.7, outer_momentum=0.9, nesterov=True
+    )
+    assert (spec.train.logging_steps, spec.train.save_steps) == (20, None)
+    assert spec_of(sft(), settings, logging_steps=1).train.logging_steps == 1
+    assert spec_of(sft(), settings, save_steps=40).train.save_steps == 40
     configured = settings.model_copy(update={"save_steps": 50})
-    assert spec_of(sft(), configured).save_steps == 60, "a default moves to the next average"
+    assert spec_of(sft(), configured).train.save_steps == 60, "a default moves to the next average"
     plain = spec_of(sft(), settings, averaging={"interval": 1, "outer_learning_rate": 1.0, "outer_momentum": 0})
-    assert plain.averaging
-    assert not plain.averaging.nesterov
+    assert plain.train.averaging
+    assert not plain.train.averaging.nesterov
     assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
 
 
@@ -154,4 +156,4 @@ def test_a_loss_scale_or_a_loss_over_all_ranks_is_refused(settings: Settings) ->
 def test_hybrid_workers_are_nodes(settings: Settings) -> None:
     hybrid = settings.model_copy(update={"sharding": HYBRID})
     spec = spec_of(sft(), hybrid, resources={"nodes": 2})
-    assert (spec.ranks, spec.nodes, spec.averaging is not None) == (4, 2, True)
+    assert (spec.ranks, spec.nodes, spec.train.averaging is not None) == (4, 2, True)

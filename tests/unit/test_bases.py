@@ -84,23 +84,26 @@ def test_a_job_that_trains_every_weight_gives_its_final_and_comes_before(
 ) -> None:
     add(store, "a", tmp_path)
     spec = spec_of(request("job:a"), store, settings)
-    assert (spec.model, spec.after) == (str(tmp_path / "out" / "a" / "final"), ("a",))
+    assert (spec.source.model, spec.after) == (str(tmp_path / "out" / "a" / "final"), ("a",))
     assert (spec.bases, spec.adapter) == ((BaseJob(job_uuid="a", checkpoint="final"),), None)
     for named in ("job:a/checkpoint-6", "job:a/a-checkpoint-6"):
         spec = spec_of(request(named, "dpo"), store, settings)
-        assert (spec.model, spec.bases[0].checkpoint) == (str(tmp_path / "out" / "a" / "checkpoint-6"), "checkpoint-6")
+        assert (spec.source.model, spec.bases[0].checkpoint) == (
+            str(tmp_path / "out" / "a" / "checkpoint-6"),
+            "checkpoint-6",
+        )
 
 
 def test_a_job_that_merges_gives_merged_and_its_adapter_where_that_is_requested(
     store: Store, settings: Settings, tmp_path: Path
 ) -> None:
     first = add(store, "a", tmp_path, lora=LORA, merge_adapter=True)
-    assert spec_of(request("job:a"), store, settings).model == str(first.checkpoint_dir / "merged")
+    assert spec_of(request("job:a"), store, settings).source.model == str(first.checkpoint_dir / "merged")
     spec = spec_of(request("job:a", "dpo"), store, settings, adapter="continue")
-    assert (spec.model, spec.lora) == ("org/base", LORA)
+    assert (spec.source.model, spec.lora) == ("org/base", LORA)
     assert spec.adapter == AdapterSpec(path=first.checkpoint_dir / "final", use="continue")
     merged = spec_of(request("job:a"), store, settings, adapter="merge")
-    assert (merged.model, merged.lora, merged.adapter and merged.adapter.use) == ("org/base", None, "merge")
+    assert (merged.source.model, merged.lora, merged.adapter and merged.adapter.use) == ("org/base", None, "merge")
 
 
 def test_a_chain_of_adapters_keeps_every_job_below_it(store: Store, settings: Settings, tmp_path: Path) -> None:
@@ -108,12 +111,12 @@ def test_a_chain_of_adapters_keeps_every_job_below_it(store: Store, settings: Se
     second = spec_of(request("job:a", name="b", algorithm_config=SAME), store, settings)
     store.add_job(second, "digest")
     third = spec_of(request("job:b", name="c"), store, settings, adapter="continue")
-    assert (third.model, third.after) == (second.model, ("b", "a"))
+    assert (third.source.model, third.after) == (second.source.model, ("b", "a"))
     store.add_job(third, "digest")
     merging = spec_of(request("job:c", name="d", algorithm_config=SAME), store, settings, adapter="merge")
     store.add_job(merging, "digest")
     last = spec_of(request("job:d", name="e"), store, settings, adapter="continue")
-    assert (last.model, last.after) == (str(merging.checkpoint_dir / "merged-base"), ("d",))
+    assert (last.source.model, last.after) == (str(merging.checkpoint_dir / "merged-base"), ("d",))
     for name in "ab":
         complete(store, name)
     with pytest.raises(JobConflict, match="c, d wait for it or use its checkpoint"):
@@ -210,7 +213,7 @@ def test_a_directory_of_peft_gives_its_base_model_and_settings(
 ) -> None:
     directory = adapter(tmp_path, use_rslora=True)
     spec = spec_of(request(str(directory)), store, settings, adapter="continue")
-    assert (spec.model, spec.lora) == ("org/base", LORA.model_copy(update={"use_rslora": True}))
+    assert (spec.source.model, spec.lora) == ("org/base", LORA.model_copy(update={"use_rslora": True}))
     assert (spec.adapter and spec.adapter.path, spec.after, spec.resources) == (directory, (), None)
     assert spec_of(request(str(directory)), store, settings, adapter="merge").lora is None
 
@@ -317,7 +320,7 @@ def test_an_adapter_that_is_continued_twice_starts(store: Store, settings: Setti
     add(store, "a", tmp_path, lora=LORA)
     for name, before in ("b", "a"), ("c", "b"), ("d", "c"):
         spec = spec_of(request(f"job:{before}", name=name), store, settings, adapter="continue")
-        assert (spec.model, spec.after) == ("org/base", (before,))
+        assert (spec.source.model, spec.after) == ("org/base", (before,))
         store.add_job(spec, "digest")
         assert spec.adapter is not None
         final = spec.adapter.path

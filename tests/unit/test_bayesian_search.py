@@ -185,7 +185,7 @@ def test_the_first_third_is_drawn_as_by_random_and_the_others_are_proposed_from_
         assert float(f"{values[LR]:.6g}") == values[LR]
         spec = world.store.get(shown["job_uuid"]).spec
         assert spec.lora is not None
-        assert (spec.optimizer.learning_rate, spec.lora.rank) == (values[LR], values[RANK])
+        assert (spec.train.optimizer.learning_rate, spec.lora.rank) == (values[LR], values[RANK])
     best = min(table, key=lambda one: one["value"])
     assert world.shown()["resources_allocated"]["search"]["best"]["job_uuid"] == best["job_uuid"]
     assert "submitted" not in world.shown()["resources_allocated"]["effective_config"]["search"]

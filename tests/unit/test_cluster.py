@@ -1134,7 +1134,7 @@ def test_a_job_on_auto_trains_in_the_dtype_of_its_node_on_a_service_without_gpus
     world.add(nodes=1, device="auto", dtype="fp32", dtype_by_device=True, resources={"labels": label})
     world.tick()
     assert world.job().devices == (f"b/{device}",)
-    assert world.orders("b")["a-1"].spec["job"]["dtype"] == dtype
+    assert world.orders("b")["a-1"].spec["job"]["compute"]["dtype"] == dtype
     assert resources(world.job())["effective_config"]["dtype"] == dtype
     store.close()
 

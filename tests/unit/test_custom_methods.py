@@ -66,9 +66,9 @@ def test_a_request_names_a_method_of_a_package_and_the_job_records_its_version_a
     )
     assert (spec.algorithm, spec.method, spec.has_pairs) == ("custom_pairs", expected, True)
     assert spec_of(None, method={"type": "robust", "flip_rate": 0.2}).method == expected
-    assert spec.optimizer.learning_rate == 1e-6
+    assert spec.train.optimizer.learning_rate == 1e-6
     focal = spec_of({"type": "focal"}, lora={"rank": 4})
-    assert (focal.algorithm, focal.has_pairs, focal.optimizer.learning_rate) == ("custom_rows", False, 2e-4)
+    assert (focal.algorithm, focal.has_pairs, focal.train.optimizer.learning_rate) == ("custom_rows", False, 2e-4)
     for body in ({"algorithm_config": {"type": "robust"}}, {"provider_options": {"method": {"type": "robust"}}}):
         assert algorithm_of(body) == "dpo"
 

@@ -49,7 +49,7 @@ def spec_of(
     rows = body.training_config.data_config.model_copy(update=data or {})
     training = body.training_config.model_copy(update={"data_config": rows})
     resolution = resolve(body.model_copy(update={"training_config": training}), given, settings)
-    spec = JobSpec(dataset=ROWS, validation=None, **with_teacher(resolution.fields, given, settings, store))
+    spec = JobSpec.of(**{**with_teacher(resolution.fields, given, settings, store), "dataset": ROWS})
     assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
     return spec
 
@@ -66,7 +66,7 @@ def test_a_method_gets_its_parameters_and_its_teacher_is_the_reference(settings:
     method = method_of(spec)
     assert (method.beta, method.temperature, method.top_p, spec.method.answer_tokens) == (0.5, 0.7, 0.9, 32)
     assert (spec.reference_source.model, spec.reference_source.revision) == ("org/teacher", "abc")
-    assert (spec.reference_source.trust_remote_code, spec.trust_remote_code) == (True, False)
+    assert (spec.reference_source.trust_remote_code, spec.source.trust_remote_code) == (True, False)
     assert (spec.sequences_per_row, spec.has_pairs, spec.after) == (1, False, ())
     plain = method_of(spec_of({}, settings))
     assert (plain.beta, plain.temperature, plain.top_p, plain.max_completion_length) == (1, 1, 1, 256)
@@ -77,7 +77,7 @@ def test_what_holds_on_one_machine_only_is_in_no_checkpoint_and_other_machines_f
 ) -> None:
     spec = spec_of({}, settings)
     here = method_of(spec).reference.model_copy(update={"model_path": Path("/cache/teacher")})
-    placed = spec.model_copy(update={"method": method_of(spec).model_copy(update={"reference": here})})
+    placed = spec.changed(method=method_of(spec).model_copy(update={"reference": here}))
     assert placed.reference_source.location == "/cache/teacher"
     assert placed.without_model_paths() == spec
     assert reference_of(spec.model_dump(mode="json"))["model"] == "org/teacher"
@@ -154,7 +154,7 @@ def test_a_distillation_stays_on_the_services_machine_where_its_teacher_is_and_i
 ) -> None:
     add(store, "large", tmp_path)
     spec = spec_of({"teacher": "job:large/checkpoint-4"}, settings, store, cancel_with=True, **options)
-    assert (spec.resources, spec.dtype_by_device, Demand.of(spec).home) == (None, False, True)
+    assert (spec.resources, spec.compute.dtype_by_device, Demand.of(spec).home) == (None, False, True)
     assert (spec.after, spec.cancel_with) == (("large",), True)
     assert not Demand.of(spec_of({}, settings, **options)).home  # another teacher is sent to the machine that trains
     with pytest.raises(InvalidRequest, match=r"resources=.* is on the service's machine only"):

@@ -6,12 +6,12 @@ import json
 from typing import Any
 
 from llama_stack_provider_trl.specs.evaluations import HIGHER_IS_BETTER, METRICS, EarlyStoppingTracker, best_step
-from llama_stack_provider_trl.specs.job import EarlyStoppingSpec, JobSpec
+from llama_stack_provider_trl.specs.job import EarlyStoppingSpec
+from tests.fakes import job_spec
 
 
 def early_stopping(**fields: Any) -> EarlyStoppingTracker:
-    defaults: dict[str, Any] = {"best_checkpoint": None, "early_stopping": None}
-    return EarlyStoppingTracker(JobSpec.model_construct(**{**defaults, **fields}), {})
+    return EarlyStoppingTracker(job_spec(**fields), {})
 
 
 def losses(*values: float) -> list[dict[str, float]]:

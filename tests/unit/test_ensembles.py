@@ -119,12 +119,12 @@ def test_members_are_what_a_single_model_would_be_and_their_jobs_come_before(
     assert (own.model, own.revision, own.trust_remote_code, own.adapter) == ("org/own", "abc", True, None)
     assert second.adapter is not None
     assert (second.model, second.adapter.path, second.lora) == (
-        adapted.model,
+        adapted.source.model,
         adapted.checkpoint_dir / "final",
         LORA,
     )
     assert (third.model, third.adapter) == (str(whole.checkpoint_dir / "checkpoint-2"), None)
-    assert spec.work.from_jobs == (adapted.checkpoint_dir / "final", Path(adapted.model), Path(third.model))
+    assert spec.work.from_jobs == (adapted.checkpoint_dir / "final", Path(adapted.source.model), Path(third.model))
     assert spec.after == ("adapted", "whole", "other")
     assert [one.checkpoint for one in spec.bases] == ["final", "final", "checkpoint-2"]
     store.add_job(spec.model_copy(update={"after": ("adapted", "whole")}), "digest")

@@ -93,7 +93,7 @@ def test_the_evaluation_is_a_job_after_it_on_its_result(
     assert found.work.answers is not None
     assert found.work.answers.checks[0].column == "expected"
     result = tune.checkpoint_dir / checkpoint
-    assert (found.adapter.path if found.adapter else Path(found.model)) == result
+    assert (found.adapter.path if found.adapter else Path(found.source.model)) == result
     assert (found.after, found.cancel_with, found.lifecycle.priority) == (("tune",), True, tune.lifecycle.priority)
     assert [one.job_uuid for one in jobs.store.chains.of_job("tune").before] == ["tune-evaluation"]
 

@@ -316,7 +316,7 @@ def test_what_a_training_calls_its_metrics_is_a_name_in_every_tracker() -> None:
 def test_trackers_are_shown_no_path_of_this_machine() -> None:
     shown = shown_config(job_spec("job-1"))
     assert shown["job_uuid"] == "job-1"
-    assert shown["optimizer.learning_rate"] == job_spec().optimizer.learning_rate
+    assert shown["optimizer.learning_rate"] == job_spec().train.optimizer.learning_rate
     assert not [value for value in shown.values() if isinstance(value, str) and "/" in value and value[0] == "/"]
 
 

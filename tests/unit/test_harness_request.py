@@ -310,10 +310,10 @@ def jobs(tmp_path: Path) -> Iterator[_Submissions]:
 
 def test_the_job_is_stored_without_rows_and_its_options_are_honoured_or_refused(jobs: _Submissions) -> None:
     spec = jobs.post(request(batch_size=9, dtype="fp32"), priority="high", nproc_per_node=1)
-    assert (spec.dataset.num_rows, spec.batch_size, spec.dtype, spec.ranks) == (0, 9, "fp32", 1)
+    assert (spec.data.dataset.num_rows, spec.data.batch_size, spec.compute.dtype, spec.ranks) == (0, 9, "fp32", 1)
     assert isinstance(spec.work, EvaluateSpec)
     assert spec.work.harness == HarnessSpec(tasks=("capitals",), roots=(EXAMPLES,))
-    assert os.path.getsize(spec.dataset.path) == 0
+    assert os.path.getsize(spec.data.dataset.path) == 0
     for options, sentence in (
         ({"nproc_per_node": 2}, r"provider_options\.nproc_per_node=2 .*tasks of a harness are measured by one process"),
         ({"resources": {"cpus": 1}}, r"provider_options\.resources=.*tasks of a harness are on the service's machine"),
@@ -326,7 +326,7 @@ def test_the_evaluation_at_the_end_of_a_training_may_measure_tasks(jobs: _Submis
     jobs.train({"harness": {"tasks": ["basics"], "seed": 3}})
     spec = jobs.store.get("tune-evaluation").spec
     assert spec.work == EvaluateSpec(harness=HarnessSpec(tasks=("basics",), roots=(EXAMPLES,), seed=3))
-    assert (spec.after, spec.dataset.num_rows) == (("tune",), 0)
+    assert (spec.after, spec.data.dataset.num_rows) == (("tune",), 0)
     with pytest.raises(InvalidRequest, match=r"provider_options\.evaluate\.harness\.tasks=\['mmlu'\]"):
         jobs.train({"harness": {"tasks": ["mmlu"]}}, job_uuid="other")
     with pytest.raises(InvalidRequest, match=r"provider_options\.evaluate\.dataset_id=None"):

@@ -12,6 +12,7 @@ from llama_stack_provider_trl.launch.base import TaskSpec
 from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
 from llama_stack_provider_trl.launch.namespaces import View
 from llama_stack_provider_trl.system.files import RunDir
+from tests.orders import nested
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_below_the_data_directory_only_what_the_specification_names_is_seen(data
         "token_cache": str(data / "tokens"),
         "method": {"reference": {"cache": str(data / "reference"), "model": "org/name"}},
     }
-    found = view(data, {"job": job, "resume_from": str(data / "checkpoints/mine/checkpoint-3")})
+    found = view(data, {"job": nested(job), "resume_from": str(data / "checkpoints/mine/checkpoint-3")})
     assert str(data) in found.covers
     assert below(data, found.write) == ["checkpoints/mine", "jobs/mine", "reference", "tokens"]
     # The checkpoint is in a directory that is writable: as a mount of its own it could not be renamed.
@@ -67,7 +68,7 @@ def test_links_that_a_training_may_have_left_in_its_checkpoint_open_nothing_to_t
         (directory / "database").symlink_to(data / "jobs.sqlite3")
         (directory / "runs").symlink_to(data / "jobs/other")
     for path in (model, cached):
-        found = view(data, {"job": {"model": str(path)}})
+        found = view(data, {"job": nested({"model": str(path)})})
         assert not {"jobs.sqlite3", "jobs/other"} & set(below(data, found.read))
 
 
@@ -93,7 +94,7 @@ def test_a_preflight_writes_tokens_and_neither_creates_nor_sees_the_checkpoint_d
         "token_cache": str(data / "tokens"),
         "method": {"reference": {"cache": str(data / "reference")}},
     }
-    found = view(data, {"job": job, "preflight": {"device": "cpu"}})
+    found = view(data, {"job": nested(job), "preflight": {"device": "cpu"}})
     assert below(data, found.write) == ["jobs/mine", "tokens"]
     assert not (data / "checkpoints").exists()
 

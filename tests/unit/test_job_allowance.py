@@ -138,7 +138,7 @@ def test_the_parts_of_all_trials_count_for_the_token_of_a_search(
 ) -> None:
     allowed = allowance(store)
     assert submitted(store, tmp_path, allowed, **search)
-    parts = {store.get(name).spec.dataset.sha256 for name in store.names() if name != "s"}
+    parts = {store.get(name).spec.data.dataset.sha256 for name in store.names() if name != "s"}
     assert len(parts) > 2
     assert allowed.rows.keys() == parts
     size = sum(blob.path.stat().st_size for blob in allowed.rows.values())
@@ -164,7 +164,7 @@ def test_rows_count_from_the_moment_their_jobs_are_stored_and_never_without_them
     assert (store.names(), store.rows.used("a")) == ([], 0)
     assert submitted(store, tmp_path, allowance(store), **search)
     specs = [store.get(name).spec for name in store.names()]
-    rows = {ref.path for spec in specs for ref in (spec.dataset, spec.validation) if ref is not None}
+    rows = {ref.path for spec in specs for ref in (spec.data.dataset, spec.data.validation) if ref is not None}
     assert len(rows) == (5 if search else 2)  # shards, and the whole dataset for validation
     assert store.rows.used("a") == sum(path.stat().st_size for path in rows)
 

@@ -208,7 +208,7 @@ def test_judges_are_what_a_model_would_be_and_their_jobs_come_before(
     assert (first.model, first.revision, first.trust_remote_code, first.adapter) == ("org/judge", "abc", True, None)
     assert second == third
     assert (second.model, second.adapter) == (
-        adapted.model,
+        adapted.source.model,
         AdapterSpec(path=adapted.checkpoint_dir / "final", use="continue"),
     )
     assert spec.work.from_jobs == (tuned.checkpoint_dir / "final", adapted.checkpoint_dir / "final")

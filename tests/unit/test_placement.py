@@ -444,10 +444,10 @@ def test_a_job_that_no_set_of_nodes_can_serve_keeps_nothing_back() -> None:
 
 def test_what_a_job_asks_for_survives_the_queue() -> None:
     spec = job_spec(resources=ResourcesSpec(nodes=2, min_nodes=1, labels={"a": "b"}, model_present=True), ranks=2)
-    assert demand(Demand.of(spec).text()) == Demand(resources=spec.resources, model=spec.model)
+    assert demand(Demand.of(spec).text()) == Demand(resources=spec.resources, model=spec.source.model)
     assert (Demand.of(job_spec()).text(), demand("")) == ("", Demand(home=True))
     plain = job_spec(resources=ResourcesSpec())
-    assert Demand.of(plain) == Demand(prefers=plain.model)
+    assert Demand.of(plain) == Demand(prefers=plain.source.model)
 
 
 def test_of_jobs_that_ask_for_the_same_only_the_first_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,16 +63,16 @@ def test_a_method_gets_its_parameters(config: Any, algorithm: str, expected: Any
     expected = expected or CpoSpec(algorithm="simpo", loss_type="simpo", beta=2.5, gamma=1.0, alpha=0.1)
     assert (spec.algorithm, spec.method) == (algorithm, expected)
     assert spec_of(None, method=config).method == expected
-    assert spec.optimizer.learning_rate == 1e-6
-    assert spec_of(config, lora={"rank": 4}).optimizer.learning_rate == 1e-5
+    assert spec.train.optimizer.learning_rate == 1e-6
+    assert spec_of(config, lora={"rank": 4}).train.optimizer.learning_rate == 1e-5
 
 
 def test_a_reward_model_gets_its_parameter_and_its_own_learning_rates() -> None:
     spec = spec_of({"type": "reward", "center_rewards_coefficient": 0.01})
     assert (spec.algorithm, spec.method) == ("reward", RewardSpec(center_rewards_coefficient=0.01))
     assert (spec.trains_reward, spec.has_pairs) == (True, True)
-    assert spec.optimizer.learning_rate == 1e-4
-    assert spec_of({"type": "reward"}, lora={"rank": 4}).optimizer.learning_rate == 1e-3
+    assert spec.train.optimizer.learning_rate == 1e-4
+    assert spec_of({"type": "reward"}, lora={"rank": 4}).train.optimizer.learning_rate == 1e-3
 
 
 def test_kto_gets_its_parameters_and_the_reference_of_dpo(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_kto_gets_its_parameters_and_the_reference_of_dpo(tmp_path: Path) -> Non
     }
     assert spec.reference_source.model == "org/reference"
     on_node = spec.method.reference.model_copy(update={"model_path": tmp_path})
-    moved = spec.model_copy(update={"method": spec.method.model_copy(update={"reference": on_node})})
+    moved = spec.changed(method=spec.method.model_copy(update={"reference": on_node}))
     assert reference_of(moved.model_dump(mode="json"))["model_path"] == str(tmp_path)
     assert moved.without_model_paths() == spec
     assert spec_of({"type": "kto"}).method == KtoSpec()

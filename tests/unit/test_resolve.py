@@ -95,43 +95,43 @@ def spec_of(request: Any, settings: Settings, **options: Any) -> JobSpec:
 
 def test_the_promised_payload_means_what_the_mission_states(settings: Settings) -> None:
     spec = spec_of(dpo(), settings)
-    assert (spec.model, spec.output_name) == ("org/base", "my-model")
+    assert (spec.source.model, spec.output_name) == ("org/base", "my-model")
     assert spec.checkpoint_dir == (settings.data_dir / "checkpoints" / "results" / "dpo-1").resolve()
     assert spec.method is not None
     assert (spec.method.beta, spec.method.reward_scale, spec.method.reward_clip) == (0.1, 1.0, 5.0)
-    assert (spec.n_epochs, spec.max_steps_per_epoch, spec.optimizer.learning_rate) == (3, 100, 5e-5)
-    assert (spec.batch_size, spec.gradient_accumulation_steps, spec.shuffle) == (4, 1, True)
+    assert (spec.train.n_epochs, spec.train.max_steps_per_epoch, spec.train.optimizer.learning_rate) == (3, 100, 5e-5)
+    assert (spec.data.batch_size, spec.train.gradient_accumulation_steps, spec.train.shuffle) == (4, 1, True)
 
 
 def test_a_dpo_call_with_only_finetuned_model_names_the_base(settings: Settings) -> None:
     spec = spec_of(dpo(model=None, finetuned_model="org/base"), settings)
-    assert (spec.model, spec.output_name) == ("org/base", "dpo-1")
+    assert (spec.source.model, spec.output_name) == ("org/base", "dpo-1")
 
 
 def test_an_epoch_is_capped_only_when_the_caller_set_a_cap(settings: Settings) -> None:
-    assert spec_of(sft(), settings).max_steps_per_epoch is None
-    assert spec_of(with_training(max_steps_per_epoch=1), settings).max_steps_per_epoch == 1
+    assert spec_of(sft(), settings).train.max_steps_per_epoch is None
+    assert spec_of(with_training(max_steps_per_epoch=1), settings).train.max_steps_per_epoch == 1
 
 
 def test_an_unset_dtype_is_the_one_that_the_device_is_fast_in(settings: Settings) -> None:
-    assert spec_of(sft(), settings).dtype == "fp32"
-    assert spec_of(sft(), Settings(data_dir=settings.data_dir, devices=("cuda:0",))).dtype == "bf16"
-    assert spec_of(with_training(dtype="bf16"), settings).dtype == "bf16"
+    assert spec_of(sft(), settings).compute.dtype == "fp32"
+    assert spec_of(sft(), Settings(data_dir=settings.data_dir, devices=("cuda:0",))).compute.dtype == "bf16"
+    assert spec_of(with_training(dtype="bf16"), settings).compute.dtype == "bf16"
 
 
 def test_the_devices_of_a_job_decide_its_dtype_where_any_node_may_run_it(settings: Settings, tmp_path: Path) -> None:
     service = settings.model_copy(update={"max_nodes": 2, "max_ranks": 2, "sharding": ShardingSpec()})
     anywhere = spec_of(sft(), service)
-    assert (anywhere.dtype, anywhere.dtype_by_device) == ("fp32", True)
-    assert [derive(anywhere, 1, device, tmp_path).job.dtype for device in ("cuda:1", "cpu", "mps")] == [
+    assert (anywhere.compute.dtype, anywhere.compute.dtype_by_device) == ("fp32", True)
+    assert [derive(anywhere, 1, device, tmp_path).job.compute.dtype for device in ("cuda:1", "cpu", "mps")] == [
         *("bf16", "fp32", "fp32")
     ]
     requested = spec_of(with_training(dtype="fp32"), service)
-    assert derive(requested, 1, "cuda:1", tmp_path).job.dtype == "fp32", "a dtype that was requested stays"
+    assert derive(requested, 1, "cuda:1", tmp_path).job.compute.dtype == "fp32", "a dtype that was requested stays"
     (tmp_path / "config.json").write_text("{}")
     for known in (spec_of(sft(), service, device="cpu"), spec_of(sft(model=str(tmp_path)), service)):
-        assert not known.dtype_by_device, "its device is known"
-    assert not spec_of(sft(), settings).dtype_by_device
+        assert not known.compute.dtype_by_device, "its device is known"
+    assert not spec_of(sft(), settings).compute.dtype_by_device
 
 
 def test_what_needs_a_gpu_can_be_had_from_a_node_by_naming_the_device(settings: Settings) -> None:
@@ -159,8 +159,8 @@ def test_a_base_in_4_bits_and_qat_are_part_of_the_job(settings: Settings) -> Non
     assert sft_lora == dpo_lora is not None
     assert sft_lora.quantize_base
     qat = spec_of(sft(algorithm_config=QAT), settings)
-    assert qat.qat == QatSpec(quantizer_name="Int8DynActInt4WeightQATQuantizer", group_size=32)
-    assert (qat.lora, qat.optimizer.learning_rate) == (None, 2e-5)
+    assert qat.train.qat == QatSpec(quantizer_name="Int8DynActInt4WeightQATQuantizer", group_size=32)
+    assert (qat.lora, qat.train.optimizer.learning_rate) == (None, 2e-5)
 
 
 def test_an_unknown_quantizer_is_answered_with_those_that_exist(settings: Settings) -> None:
@@ -174,10 +174,10 @@ def test_an_unknown_quantizer_is_answered_with_those_that_exist(settings: Settin
 
 def test_learning_rate_defaults_follow_algorithm_and_method(settings: Settings) -> None:
     no_rate = {"n_epochs": 1, "data_config": {"dataset_id": "rows", "batch_size": 2}}
-    assert spec_of(sft(), settings).optimizer.learning_rate == 2e-5
-    assert spec_of(sft(algorithm_config=LORA), settings).optimizer.learning_rate == 2e-4
-    assert spec_of(dpo(training_config=no_rate), settings).optimizer.learning_rate == 1e-6
-    assert spec_of(dpo(training_config=no_rate), settings, lora=LORA).optimizer.learning_rate == 1e-5
+    assert spec_of(sft(), settings).train.optimizer.learning_rate == 2e-5
+    assert spec_of(sft(algorithm_config=LORA), settings).train.optimizer.learning_rate == 2e-4
+    assert spec_of(dpo(training_config=no_rate), settings).train.optimizer.learning_rate == 1e-6
+    assert spec_of(dpo(training_config=no_rate), settings, lora=LORA).train.optimizer.learning_rate == 1e-5
 
 
 @pytest.mark.parametrize(
@@ -292,8 +292,8 @@ def test_what_needs_cuda_is_refused_elsewhere_with_the_nearest(settings: Setting
     with pytest.raises(InvalidRequest, match=r"dtype='fp16' .* trains on cpu; send 'bf16' \(the nearest\)"):
         resolve(with_training(dtype="fp16"), ProviderOptions(), settings)
     gpus = Settings(data_dir=settings.data_dir, devices=("cuda:0",))
-    assert spec_of(offloading, gpus).activation_offloading
-    assert spec_of(with_training(dtype="float16"), gpus).dtype == "fp16"
+    assert spec_of(offloading, gpus).compute.activation_offloading
+    assert spec_of(with_training(dtype="float16"), gpus).compute.dtype == "fp16"
 
 
 def test_flash_kernels_are_for_gpus_in_half_precision(settings: Settings) -> None:
@@ -312,30 +312,33 @@ def test_activations_are_not_offloaded_where_ranks_shard_the_model(settings: Set
     sharded = settings.model_copy(update={**gpus, "sharding": SHARDING})
     with pytest.raises(InvalidRequest, match="2 ranks shard the model"):
         spec_of(offloading, sharded)
-    assert spec_of(offloading, sharded, nproc_per_node=1).activation_offloading
+    assert spec_of(offloading, sharded, nproc_per_node=1).compute.activation_offloading
     copies = settings.model_copy(update={**gpus, "sharding": ShardingSpec(strategy="NO_SHARD")})
-    assert spec_of(offloading, copies).activation_offloading
+    assert spec_of(offloading, copies).compute.activation_offloading
 
 
 def test_every_second_block_recomputes_where_the_service_sets_it_and_the_job_does_not(settings: Settings) -> None:
     selective = settings.model_copy(update={"gradient_checkpointing": True, "checkpoint_every": 2})
-    assert spec_of(sft(), selective).checkpoint_every == 2
+    assert spec_of(sft(), selective).compute.checkpoint_every == 2
     full = with_training(efficiency_config={"enable_activation_checkpointing": True})
-    assert (spec_of(full, selective).gradient_checkpointing, spec_of(full, selective).checkpoint_every) == (True, 1)
+    assert (
+        spec_of(full, selective).compute.gradient_checkpointing,
+        spec_of(full, selective).compute.checkpoint_every,
+    ) == (True, 1)
 
 
 def test_decay_steps_of_a_schedule_that_does_not_decay_are_refused(settings: Settings) -> None:
     with pytest.raises(InvalidRequest, match=r"provider_options.lr_decay_steps=5 .* 'warmup_stable_decay'"):
         spec_of(sft(), settings, lr_scheduler="cosine", lr_decay_steps=5)
-    optimizer = spec_of(sft(), settings, lr_scheduler="warmup_stable_decay", lr_decay_steps=5).optimizer
+    optimizer = spec_of(sft(), settings, lr_scheduler="warmup_stable_decay", lr_decay_steps=5).train.optimizer
     assert (optimizer.scheduler, optimizer.decay_steps) == ("warmup_stable_decay", 5)
 
 
 def test_waves_belong_to_the_cosine_schedule(settings: Settings) -> None:
     with pytest.raises(InvalidRequest, match=r"provider_options.num_cycles=1.5 .* 'linear' .* 'cosine'"):
         spec_of(sft(), settings, num_cycles=1.5)
-    assert spec_of(sft(), settings, lr_scheduler="cosine", num_cycles=1.5).optimizer.num_cycles == 1.5
-    assert spec_of(sft(), settings, lr_scheduler="cosine").optimizer.num_cycles == 0.5
+    assert spec_of(sft(), settings, lr_scheduler="cosine", num_cycles=1.5).train.optimizer.num_cycles == 1.5
+    assert spec_of(sft(), settings, lr_scheduler="cosine").train.optimizer.num_cycles == 0.5
 
 
 @pytest.mark.parametrize("option", ["adam_beta1", "adam_beta2", "adam_epsilon"])
@@ -344,13 +347,13 @@ def test_coefficients_of_adam_are_refused_with_an_optimizer_that_has_none(settin
         spec_of(with_training(optimizer_config={"optimizer_type": "sgd"}), settings, **{option: 0.5})
     for name in ("adam", "adamw", "adamw_8bit"):
         body = with_training(optimizer_config={"optimizer_type": name})
-        default = spec_of(body, settings).optimizer
-        assert spec_of(body, settings, **{option: 0.5}).optimizer == default.model_copy(update={option: 0.5})
+        default = spec_of(body, settings).train.optimizer
+        assert spec_of(body, settings, **{option: 0.5}).train.optimizer == default.model_copy(update={option: 0.5})
 
 
 def test_moments_in_8_bits_are_refused_where_there_is_no_kernel(settings: Settings) -> None:
     body = with_training(optimizer_config={"optimizer_type": "adamw_8bit"})
-    assert spec_of(body, settings).optimizer.name == "adamw_8bit"
+    assert spec_of(body, settings).train.optimizer.name == "adamw_8bit"
     with pytest.raises(
         InvalidRequest, match=r"optimizer_type='adamw_8bit' .* its kernels are for cuda and cpu.*'adamw'"
     ):
@@ -377,7 +380,7 @@ def test_a_metric_that_evaluations_do_not_have_is_refused_with_the_nearest(setti
         spec_of(evaluated(), settings, best_checkpoint="accuracy")
     with pytest.raises(InvalidRequest, match=r"early_stopping\.metric='rewards/accuracies'"):
         spec_of(evaluated(), settings, early_stopping={"patience": 1, "metric": "rewards/accuracies"})
-    assert spec_of(evaluated(), settings, best_checkpoint="loss").best_checkpoint == "eval_loss"
+    assert spec_of(evaluated(), settings, best_checkpoint="loss").train.best_checkpoint == "eval_loss"
     with pytest.raises(
         InvalidRequest, match="no such option; the nearest is 'patience'; the options are: patience, min_d"
     ):
@@ -387,14 +390,14 @@ def test_a_metric_that_evaluations_do_not_have_is_refused_with_the_nearest(setti
 
 def test_prompts_of_samples_are_texts_or_messages(settings: Settings) -> None:
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    found = spec_of(sft(), settings, samples={"prompts": ["Hi", turns]}).samples
+    found = spec_of(sft(), settings, samples={"prompts": ["Hi", turns]}).train.samples
     assert found is not None
     assert found.max_new_tokens == 64
     assert [[(turn.role, turn.content) for turn in prompt] for prompt in found.prompts] == [
         [("user", "Hi")],
         [("system", "Be brief."), ("user", "Hi")],
     ]
-    assert spec_of(sft(), settings).samples is None
+    assert spec_of(sft(), settings).train.samples is None
 
 
 @pytest.mark.parametrize(
@@ -430,7 +433,7 @@ def test_null_false_and_empty_mean_not_requested(settings: Settings) -> None:
         data_config={"dataset_id": "rows", "batch_size": 2, "packed": False, "train_on_input": None},
     )
     quiet = quiet.model_copy(update={"hyperparam_search_config": {}, "logger_config": {}})
-    assert spec_of(quiet, settings).gradient_checkpointing is False
+    assert spec_of(quiet, settings).compute.gradient_checkpointing is False
 
 
 def test_fields_without_meaning_in_dpo_become_warnings(settings: Settings) -> None:
@@ -496,7 +499,8 @@ def test_an_option_is_placed_by_the_module_of_its_kind_and_not_where_they_meet()
     read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert read & ProviderOptions.model_fields.keys() == set()
     written = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    assert written & JobSpec.model_fields.keys() == {"lora", "method"}
+    fields = {name for kind in (JobSpec, *JobSpec.parts().values()) for name in kind.model_fields}
+    assert written & (fields - JobSpec.parts().keys()) == {"lora", "method", "dataset", "validation"}
 
 
 @pytest.mark.parametrize(
@@ -676,7 +680,7 @@ def test_averaging_and_sharded_jobs_are_on_one_service(settings: Settings) -> No
     service = settings.model_copy(update={"ranks": 2, "max_ranks": 4, "sharding": ShardingSpec()})
     averaging = {"interval": 20}
     own = {"sharding_strategy": "NO_SHARD"}
-    assert spec_of(sft(), service, averaging=averaging, fsdp_config=own).averaging is not None
+    assert spec_of(sft(), service, averaging=averaging, fsdp_config=own).train.averaging is not None
     with pytest.raises(InvalidRequest, match=r"set the provider option fsdp_config\.sharding_strategy to NO_SHARD"):
         spec_of(sft(), service, averaging=averaging)
 
@@ -725,9 +729,9 @@ def test_a_sharded_job_may_keep_its_parts_in_cpu_memory(settings: Settings) -> N
 
 def test_activations_are_recomputed_where_the_configuration_sets_it_and_the_job_does_not(settings: Settings) -> None:
     saving = settings.model_copy(update={"gradient_checkpointing": True})
-    assert spec_of(sft(), saving).gradient_checkpointing
+    assert spec_of(sft(), saving).compute.gradient_checkpointing
     unset = with_training(efficiency_config={"enable_activation_checkpointing": False})
-    assert not spec_of(unset, saving).gradient_checkpointing
+    assert not spec_of(unset, saving).compute.gradient_checkpointing
 
 
 def test_the_wait_before_retries_is_the_configuration_s(settings: Settings) -> None:
@@ -742,7 +746,7 @@ def test_a_models_own_code_runs_only_where_the_operator_has_named_it(settings: S
     local = spec_of(sft(model=str(tmp_path / "model")), trusting)
     hub = spec_of(sft(model="org/name"), trusting)
     other = spec_of(sft(model="org/other"), trusting)
-    assert [(spec.trust_remote_code, spec.revision) for spec in (local, hub, other)] == [
+    assert [(spec.source.trust_remote_code, spec.source.revision) for spec in (local, hub, other)] == [
         (True, None),
         (True, "abc123"),
         (False, None),
@@ -808,7 +812,7 @@ def test_a_directory_that_other_machines_get_is_trained_on_any_of_them(cluster: 
     (sent / "config.json").write_text("{}")
     (sent / "model.safetensors").write_bytes(b"")
     spec = spec_of(sft(model=str(sent)), cluster)
-    assert (spec.resources, spec.device, spec.dtype_by_device) == (ResourcesSpec(), "auto", True)
+    assert (spec.resources, spec.device, spec.compute.dtype_by_device) == (ResourcesSpec(), "auto", True)
     assert Demand.of(spec).prefers == str(sent), "a machine that has it comes first"
     assert spec_of(sft(model=str(sent)), cluster.model_copy(update={"max_nodes": 1})).resources is None
     trusting = cluster.model_copy(update={"trust_remote_code": (str(sent),)})
@@ -879,7 +883,7 @@ def test_no_node_can_join_a_service_on_loopback_and_the_inline_provider(settings
 
 def test_warmup_is_a_number_of_steps_or_a_share_of_them(settings: Settings) -> None:
     spec = spec_of(with_training(optimizer_config={"warmup_ratio": 0.1, "num_warmup_steps": 0}), settings)
-    assert (spec.optimizer.warmup_steps, spec.optimizer.warmup_ratio) == (0, 0.1)
+    assert (spec.train.optimizer.warmup_steps, spec.train.optimizer.warmup_ratio) == (0, 0.1)
     both = with_training(optimizer_config={"warmup_ratio": 0.1, "num_warmup_steps": 5})
     with pytest.raises(
         InvalidRequest, match=r"warmup_ratio=0\.1 .*num_warmup_steps asks for 5 steps; send one of them"

@@ -60,7 +60,7 @@ def asking(wanted: ResumeFrom, **changes: Any) -> JobSpec:
 def with_rows(spec: JobSpec, tmp_path: Path) -> JobSpec:
     path = tmp_path / "rows.jsonl"
     path.touch()
-    return spec.model_copy(update={"dataset": spec.dataset.model_copy(update={"path": path})})
+    return spec.changed(dataset=spec.data.dataset.model_copy(update={"path": path}))
 
 
 def copy_of(spec: JobSpec) -> Path:
@@ -228,7 +228,7 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused_by_name(
     digest = changes.pop("sha256", None)
     spec = asking(wanted, **changes)
     if digest:
-        spec = spec.model_copy(update={"dataset": spec.dataset.model_copy(update={"sha256": digest})})
+        spec = spec.changed(dataset=spec.data.dataset.model_copy(update={"sha256": digest}))
     with pytest.raises(InvalidRequest) as refused:
         copy_checkpoint(spec, store, tmp_path)
     assert refused.value.field == "provider_options.resume_from"

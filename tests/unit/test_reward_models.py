@@ -42,7 +42,7 @@ def spec_of(model: str, store: Store | None, settings: Settings, name: str = "ne
     given = ProviderOptions.parse(options)
     resolution = resolve(request("org/policy", "dpo", name, algorithm_config=config), given, settings)
     fields = with_reward_models(resolution.fields, given, settings, store)
-    return JobSpec(dataset=ROWS, validation=None, **fields)
+    return JobSpec.of(**{**fields, "dataset": ROWS, "validation": None})
 
 
 def test_a_job_comes_after_those_whose_reward_models_it_uses_and_keeps_their_checkpoints(
@@ -116,7 +116,7 @@ def test_a_job_with_a_reward_model_stays_on_the_services_machine(
     joined = settings.model_copy(update={"sharding": ShardingSpec(), "max_ranks": 2})
     add(store, "judge", tmp_path, **REWARD)
     spec = spec_of("job:judge", store, joined, **options)
-    assert (spec.resources, spec.dtype_by_device, Demand.of(spec).home) == (None, False, True)
+    assert (spec.resources, spec.compute.dtype_by_device, Demand.of(spec).home) == (None, False, True)
     with pytest.raises(InvalidRequest, match=r"nproc_per_node=3 .*this node has devices for 2"):
         spec_of("job:judge", store, joined, nproc_per_node=3, **options)
 

@@ -82,7 +82,7 @@ def test_rows_count_once_for_each_token_and_are_freed_with_their_last_dataset(st
 def test_rows_of_a_job_count_until_they_are_removed(store: Store, tmp_path: Path) -> None:
     path = rows(tmp_path)
     spec = job_spec("a")
-    store.add_job(spec.model_copy(update={"dataset": spec.dataset.model_copy(update={"sha256": path.stem})}), "digest")
+    store.add_job(spec.changed(dataset=spec.data.dataset.model_copy(update={"sha256": path.stem})), "digest")
     store.rows.note(path.stem, "a", 10, "one")
     assert not store.rows.release("one", path, no_dataset)
     assert (store.rows.used("a"), path.exists()) == (10, True)
@@ -101,7 +101,7 @@ def test_rows_that_a_job_reads_of_an_earlier_one_are_kept_until_it_has_ended(sto
     made = Finished(step=1, result={"dataset": {"sha256": path.stem, "num_rows": 1}})
     store.apply_events("a", 1, [ready, made], 10)
     store.transition("a", 1, store.get("a").state, JobState.completed)
-    unknown = maker.dataset.model_copy(update={"sha256": "", "num_rows": 0, "of_job": "a"})
+    unknown = maker.data.dataset.model_copy(update={"sha256": "", "num_rows": 0, "of_job": "a"})
     store.add_job(job_spec("b", checkpoint_dir=tmp_path / "b", dataset=unknown, after=("a",)), "digest")
     store.rows.note(path.stem, "a", 10, "answers")
     assert not store.rows.release("answers", path, no_dataset)

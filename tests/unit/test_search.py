@@ -307,7 +307,7 @@ def test_trials_whose_workers_have_weights_of_their_own_are_not_pruned(world: Wo
     assert found is not None
     world.submit(sft(None))
     averaging = AveragingSpec(interval=4)
-    spec = world.store.get("s").spec.model_copy(update={"averaging": averaging})
+    spec = world.store.get("s").spec.changed(averaging=averaging)
     with pytest.raises(InvalidRequest, match=r"hyperparam_search_config.pruning=.*common weights only"):
         found.trial_spec(found.trials[0], spec, spec)
 
@@ -317,13 +317,13 @@ def test_trials_that_are_evaluated_in_different_ways_are_not_compared(world: Wor
     assert found is not None
     world.submit(sft(None))
     spec = world.store.get("s").spec
-    assert spec.validation is not None
+    assert spec.data.validation is not None
     assert found.trial_spec(found.trials[0], spec, spec) == spec
     with pytest.raises(InvalidRequest, match=r"objective=.*trial 1 trains dpo and this one sft"):
-        found.trial_spec(found.trials[0], spec, spec.model_copy(update={"method": DpoSpec()}))
-    other = spec.validation.model_copy(update={"sha256": "f" * 64})
+        found.trial_spec(found.trials[0], spec, spec.changed(method=DpoSpec()))
+    other = spec.data.validation.model_copy(update={"sha256": "f" * 64})
     with pytest.raises(InvalidRequest, match=r"objective=.*evaluated on different rows"):
-        found.trial_spec(found.trials[0], spec, spec.model_copy(update={"validation": other}))
+        found.trial_spec(found.trials[0], spec, spec.changed(validation=other))
 
 
 def test_a_search_and_its_trials_are_stored_together_and_once(world: World) -> None:
@@ -332,7 +332,7 @@ def test_a_search_and_its_trials_are_stored_together_and_once(world: World) -> N
     assert world.store.names() == ["s", "s-trial-1", "s-trial-2", "s-trial-3"]
     assert sorted(world.reads) == ["held-out", "rows"]  # of all trials
     assert (world.state(), world.state(1)) == (JobState.in_progress, JobState.scheduled)
-    assert [world.store.get(f"s-trial-{n}").spec.optimizer.learning_rate for n in (1, 2, 3)] == [1e-5, 1e-4, 1e-3]
+    assert [world.store.get(f"s-trial-{n}").spec.train.optimizer.learning_rate for n in (1, 2, 3)] == [1e-5, 1e-4, 1e-3]
     with pytest.raises(JobConflict, match="made from a different request"):
         world.submit(sft(GRID))
 
@@ -356,7 +356,8 @@ def test_rows_are_split_once_for_all_trials(world: World) -> None:
     data = {"dataset_id": "rows", "batch_size": 2, "train_split_percentage": 0.5}
     world.submit(sft(RATES, training_config={"n_epochs": 1, "data_config": data}))
     parts = {
-        (job.spec.dataset.sha256, job.spec.validation and job.spec.validation.sha256) for job in world.store.list()
+        (job.spec.data.dataset.sha256, job.spec.data.validation and job.spec.data.validation.sha256)
+        for job in world.store.list()
     }
     assert len(parts) == 1
 

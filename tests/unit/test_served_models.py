@@ -31,7 +31,7 @@ class Served:
 
     def listed(self, **job: Any) -> ModelFiles:
         """What the order of a job has."""
-        given = {"model": "org/tiny", **job}
+        given = {"source": {"model": "org/tiny", **job}}
         self.news.clear()
         while (found := self.models.of_job(given)) is None:
             assert self.news.wait(60)
@@ -111,7 +111,7 @@ def test_a_directory_is_sent_too_and_a_link_out_of_it_is_not(served: Served) -> 
 
 
 def test_the_reference_of_dpo_is_listed_as_well(served: Served) -> None:
-    job = {"model": "org/tiny", "method": {"reference": {"model": "org/none"}}}
+    job = {"source": {"model": "org/tiny"}, "train": {"method": {"reference": {"model": "org/none"}}}}
     served.news.clear()
     while (found := served.models.of_job(job)) is None:
         assert served.news.wait(60)
@@ -122,7 +122,7 @@ def test_the_reference_of_dpo_is_listed_as_well(served: Served) -> None:
 def test_a_list_that_no_attempt_took_is_made_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     served.models._clock = lambda: now[0]
-    assert served.models.of_job({"model": "org/tiny"}) is None  # the job is cancelled now
+    assert served.models.of_job({"source": {"model": "org/tiny"}}) is None  # the job is cancelled now
     assert served.news.wait(60)
     blob(served, "model.safetensors").write_bytes(b"other w")
     now[0] = 100.0

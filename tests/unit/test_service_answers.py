@@ -42,8 +42,8 @@ class Service:
         self.uploads = UploadReceiver(self.store, self.digests)
         for name, work in (("ask", GENERATE), ("measure", CHECKED), ("train", None)):
             spec = job_spec(name, checkpoint_dir=root / name, min_free_bytes=1000, batch_size=2)
-            rows = spec.dataset.model_copy(update={"num_rows": 5})
-            self.store.add_job(spec.model_copy(update={"work": work, "dataset": rows}), f"digest of {name}")
+            rows = spec.data.dataset.model_copy(update={"num_rows": 5})
+            self.store.add_job(spec.changed(work=work, dataset=rows), f"digest of {name}")
             self.launch(name, 1)
 
     def launch(self, name: str, attempt: int) -> None:
@@ -296,7 +296,7 @@ def test_answers_are_taken_again_after_a_final_event_that_was_refused(service: S
 
 def test_a_file_of_answers_is_not_larger_than_the_job_can_need(service: Service) -> None:
     spec = service.spec("ask")
-    write(spec.dataset.path, b"x" * 100)
+    write(spec.data.dataset.path, b"x" * 100)
     most = module.most_bytes(spec)
     assert most == 8 * 100 + 5 * ((256 << 10) + 4 * (4 << 10))
     with pytest.raises(InvalidRequest, match=f"answers.jsonl of this job has at most {most} bytes"):

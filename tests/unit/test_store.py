@@ -126,7 +126,7 @@ def test_a_different_request_under_a_taken_name_is_a_conflict_and_changes_nothin
     store.add_job(job_spec(seed=1), "digest")
     with pytest.raises(JobConflict, match="made from a different request"):
         store.add_job(job_spec(seed=2), "other")
-    assert store.get("job-1").spec.seed == 1
+    assert store.get("job-1").spec.data.seed == 1
 
 
 def test_a_request_can_be_looked_up_before_its_rows_are_read(store: Store) -> None:

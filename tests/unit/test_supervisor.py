@@ -657,7 +657,7 @@ def trained(world: World, attempt: int) -> tuple[int, int, int | None]:
     """batch_size, gradient_accumulation_steps and max_validation_steps of an attempt."""
     path = RunDir(world.root / "jobs" / "a" / "attempts" / str(attempt)).spec
     job = AttemptSpec.model_validate_json(path.read_text()).job
-    return job.batch_size, job.gradient_accumulation_steps, job.max_validation_steps
+    return job.data.batch_size, job.train.gradient_accumulation_steps, job.data.max_validation_steps
 
 
 def test_a_job_that_runs_out_of_memory_continues_once_with_a_smaller_batch(world: World) -> None:
@@ -701,14 +701,21 @@ def test_out_of_memory_is_the_end_where_a_smaller_batch_cannot_help(
 def test_a_smaller_batch_divides_the_larger_one(size: int, smaller: int) -> None:
     found = job_spec("a", batch_size=size, gradient_accumulation_steps=3).in_smaller_parts()
     assert found is not None
-    assert (found.batch_size, found.batch_size * found.gradient_accumulation_steps) == (smaller, size * 3)
+    assert (found.data.batch_size, found.data.batch_size * found.train.gradient_accumulation_steps) == (
+        smaller,
+        size * 3,
+    )
 
 
 def test_ranks_that_chose_whole_gradients_and_ran_out_of_memory_keep_parts(world: World) -> None:
     chosen = {"ranks": 2, "sharding": ShardingSpec(), "gradient_accumulation_steps": 4, "gradient_sync": "auto"}
     smaller = job_spec("a", **{**chosen, "batch_size": 2}).in_smaller_parts()
     assert smaller is not None
-    assert (smaller.batch_size, smaller.gradient_accumulation_steps, smaller.gradient_sync) == (1, 8, "micro_step")
+    assert (smaller.data.batch_size, smaller.train.gradient_accumulation_steps, smaller.train.gradient_sync) == (
+        1,
+        8,
+        "micro_step",
+    )
     alone = job_spec("a", **{**chosen, "batch_size": 1}).in_smaller_parts()
     assert alone == job_spec("a", **{**chosen, "batch_size": 1, "gradient_sync": "micro_step"})
     for other in ({"gradient_sync": "step"}, {"gradient_accumulation_steps": 1}, {"ranks": 1}):

@@ -47,8 +47,8 @@ def test_the_job_is_written_with_its_rows_and_each_machine_gets_a_line(call: Cal
     assert (attempt.world_size, attempt.job.device, attempt.job.nodes) == (2, "cpu", 2)
     assert attempt.job.sharding is not None
     assert attempt.job.sharding.strategy == "NO_SHARD"
-    assert attempt.job.dataset.path.is_relative_to(tmp_path / "d")
-    assert attempt.job.dataset.path.read_text().count("\n") == 4
+    assert attempt.job.data.dataset.path.is_relative_to(tmp_path / "d")
+    assert attempt.job.data.dataset.path.read_text().count("\n") == 4
     assert answer["checkpoint_dir"] == str(attempt.job.checkpoint_dir) == str(tmp_path / "d" / "checkpoints" / "job")
     first, second = (row["command"] for row in answer["commands"])
     assert first.startswith(

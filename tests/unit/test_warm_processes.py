@@ -284,7 +284,7 @@ def test_a_job_that_quantizes_leaves_the_fork_for_a_new_interpreter(
     changes: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = AttemptSpec(job=job_spec(), attempt=1, run_dir=tmp_path)
-    quantizing = plain.model_copy(update={"job": plain.job.model_copy(update=changes)})
+    quantizing = plain.model_copy(update={"job": plain.job.changed(**changes)})
     assert not train.needs_cold_start(quantizing)
     monkeypatch.setattr(fork, "_prepared", fork.ForkableProcess(sys.executable, (0, 0), (0, 0), {}, None, 0, 0))
     assert train.needs_cold_start(quantizing)

@@ -29,7 +29,7 @@ class Demand(BaseModel):
         if spec.resources is None:
             return cls(home=True)
         name = "model" if spec.resources.model_present else "prefers"
-        return cls.model_validate({"resources": spec.resources, name: spec.model})
+        return cls.model_validate({"resources": spec.resources, name: spec.source.model})
 
     def text(self) -> str:
         """As `demand` reads it; what most jobs ask for is the empty string."""

@@ -40,7 +40,7 @@ def check_base(spec: JobSpec) -> None:
     Raises:
         InvalidRequest: names the job and the checkpoint.
     """
-    for directory in Base(spec.model, adapter=spec.adapter, jobs=spec.bases).checkpoints():
+    for directory in Base(spec.source.model, adapter=spec.adapter, jobs=spec.bases).checkpoints():
         if not is_whole(directory):
             named = spec.bases[0]
             value = f"job:{named.job_uuid}/{named.checkpoint}"

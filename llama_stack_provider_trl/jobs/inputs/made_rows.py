@@ -54,7 +54,7 @@ def shard_of(dataset: DatasetRef, shard: ShardSpec, store: Store | None, put: Pu
         assert store is not None
         maker = store.get(dataset.of_job).spec
         assert isinstance(maker.work, GenerateSpec)
-        refuse_more_shards(dataset.dataset_id, shard, maker.dataset.num_rows * maker.work.samples_per_prompt)
+        refuse_more_shards(dataset.dataset_id, shard, maker.data.dataset.num_rows * maker.work.samples_per_prompt)
         return dataset.model_copy(update={"shard": shard})
     try:
         return stored_shard(dataset, shard, put)
@@ -73,19 +73,19 @@ def with_known_rows(spec: JobSpec, store: Store, data_dir: Path, put: Put) -> Jo
         InvalidRequest: they are fewer than the parts into which they are divided.
         OSError: their part cannot be written.
     """
-    name = spec.dataset.of_job
+    name = spec.data.dataset.of_job
     if name is None:
         return spec
     made = (store.get(name).result or {}).get("dataset") or {}
     path = DataDir(data_dir).datasets / f"{made.get('sha256')}.jsonl"
     if not touched(path):
         raise InvalidRows(
-            f"dataset {spec.dataset.dataset_id!r}: the rows that job {name!r} has made are gone ({path}): submit that "
-            "job again under another job_uuid"
+            f"dataset {spec.data.dataset.dataset_id!r}: the rows that job {name!r} has made are gone ({path}): submit "
+            "that job again under another job_uuid"
         )
-    known = spec.dataset.model_copy(update={"path": path, **made})
+    known = spec.data.dataset.model_copy(update={"path": path, **made})
     known = stored_shard(known, known.shard, put) if known.shard is not None else known
-    return spec.model_copy(update={"dataset": known})
+    return spec.changed(dataset=known)
 
 
 def refuse_split(dataset: DatasetRef, share: float) -> None:
@@ -97,16 +97,18 @@ def refuse_split(dataset: DatasetRef, share: float) -> None:
 
 def refuse_promised(spec: JobSpec) -> None:
     """Refuse a preflight, or a preview, of rows that another job makes. Raises InvalidRequest."""
-    if spec.dataset.of_job is not None:
+    if spec.data.dataset.of_job is not None:
         hint = "its rows are made by that job: once it has completed, name the dataset that it registers"
-        raise InvalidRequest(DATASET_ID, f"job:{spec.dataset.of_job}", hint)
+        raise InvalidRequest(DATASET_ID, f"job:{spec.data.dataset.of_job}", hint)
 
 
 def refuse_unknown_rows(spec: JobSpec) -> None:
     """Refuse what needs to know the rows that another job makes. Raises InvalidRequest."""
-    if spec.validation is not None and spec.validation.of_job is not None:
+    if spec.data.validation is not None and spec.data.validation.of_job is not None:
         hint = "rows to evaluate on are known when the job is submitted: name a registered dataset"
-        raise InvalidRequest("training_config.data_config.validation_dataset_id", f"job:{spec.validation.of_job}", hint)
-    if spec.dataset.of_job is not None and spec.resume_from is not None:
-        hint = f"the rows of job {spec.dataset.of_job!r} are not known yet: name the dataset that it registers"
-        raise InvalidRequest(DATASET_ID, f"job:{spec.dataset.of_job}", hint)
+        raise InvalidRequest(
+            "training_config.data_config.validation_dataset_id", f"job:{spec.data.validation.of_job}", hint
+        )
+    if spec.data.dataset.of_job is not None and spec.resume_from is not None:
+        hint = f"the rows of job {spec.data.dataset.of_job!r} are not known yet: name the dataset that it registers"
+        raise InvalidRequest(DATASET_ID, f"job:{spec.data.dataset.of_job}", hint)

@@ -81,6 +81,6 @@ def beside_judges(spec: JobSpec, judges: list[Base]) -> tuple[JobSpec, list[Base
     work = spec.work
     if not isinstance(work, EvaluateSpec) or work.answers is None:
         return spec, judges
-    own = Base(spec.model, adapter=spec.adapter, jobs=spec.bases)
+    own = Base(spec.source.model, adapter=spec.adapter, jobs=spec.bases)
     paths = dict.fromkeys([*own.checkpoints(), *work.from_jobs])
     return spec.model_copy(update={"work": work.model_copy(update={"from_jobs": tuple(paths)})}), [own, *judges]

@@ -120,8 +120,8 @@ def _refuse_links(requested: str, checkpoint: Path) -> None:
 
 def _refuse_differences(requested: str, other: JobSpec, spec: JobSpec) -> None:
     one, another = _without_place_of_vllm(other), _without_place_of_vllm(spec)
-    pairs = [(name, getattr(one, name), getattr(another, name)) for name in _MUST_MATCH]
-    pairs.append(("dataset (its rows' sha256)", other.dataset.sha256, spec.dataset.sha256))
+    pairs = [(name, one.value(name), another.value(name)) for name in _MUST_MATCH]
+    pairs.append(("dataset (its rows' sha256)", other.data.dataset.sha256, spec.data.dataset.sha256))
     for name, theirs, ours in pairs:
         if theirs != ours:
             raise InvalidRequest(
@@ -141,7 +141,7 @@ def _without_place_of_vllm(spec: JobSpec) -> JobSpec:
     if (vllm := spec.method.answered_by_vllm) is None:
         return spec
     anywhere = VllmSpec(**vllm.model_dump(exclude={"python", "gpu_memory_utilization"}))
-    return spec.model_copy(update={"method": spec.method.model_copy(update={"vllm": anywhere})})
+    return spec.changed(method=spec.method.model_copy(update={"vllm": anywhere}))
 
 
 def _text(value: object) -> str:

@@ -86,8 +86,8 @@ def _found(
         path=job.checkpoint_dir / checkpoint,
         is_adapter=job.lora is not None,
         base=job.source,
-        max_seq_length=job.max_seq_length,
-        truncation_side=job.truncation_side,
+        max_seq_length=job.data.max_seq_length,
+        truncation_side=job.data.truncation_side,
         jobs=(own, *(job.bases if job.lora is not None else ())),
     )
     return source.model_copy(update={"model": model})

@@ -111,12 +111,12 @@ class PlannedParts:
 
     def stored(self, spec: JobSpec, directory: Path) -> JobSpec:
         """The specification with its parts, which are written to a directory. Raises OSError."""
-        dataset, validation = self.dataset, spec.validation
+        dataset, validation = self.dataset, spec.data.validation
         if self.shard is not None:
             dataset = stored_shard(dataset, self.shard, _into(directory))
         if self.share < 1.0:
             dataset, validation = split_parts(dataset, self.share, self.seed, _into(directory))
-        return spec.model_copy(update={"dataset": dataset, "validation": validation})
+        return spec.changed(dataset=dataset, validation=validation)
 
 
 def held_out_rows(dataset: DatasetRef, share: float) -> int:

@@ -111,7 +111,7 @@ def insert_predecessors(execute: Execute, spec: JobSpec) -> None:
         row = {"job_uuid": spec.job_uuid, "predecessor": name, "position": position}
         needed = dict.fromkeys(one.checkpoint for one in read if one.job_uuid == name)
         base = _BETWEEN.join(needed) or None
-        if base is None and spec.dataset.of_job == name:  # as with a checkpoint, it is needed to the job's end
+        if base is None and spec.data.dataset.of_job == name:  # as with a checkpoint, it is needed to the job's end
             base = ROWS
         execute("insert_predecessor", {**row, "cancel_with": int(spec.cancel_with), "base": base})
 

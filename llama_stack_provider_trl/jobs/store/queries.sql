@@ -52,8 +52,8 @@ ORDER BY age LIMIT :limit;
 
 -- name: select_page
 -- As select_name_page, with what a list shows; of the specs no more than that is read.
-SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.method.type'), json_extract(spec, '$.method.algorithm')) END AS algorithm,
-       CASE WHEN json_valid(spec) THEN json_extract(spec, '$.model') END AS model,
+SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.train.method.type'), json_extract(spec, '$.train.method.algorithm')) END AS algorithm,
+       CASE WHEN json_valid(spec) THEN json_extract(spec, '$.source.model') END AS model,
        priority, step, total_steps, detail, jobs.message, scheduled_at, jobs.started_at, completed_at, created_by
 FROM jobs LEFT JOIN attempts USING (job_uuid, attempt)
 WHERE age > coalesce((SELECT age FROM jobs WHERE job_uuid = :after), 0)
@@ -76,8 +76,8 @@ WITH page AS (
     ORDER BY part, CASE WHEN part IN (1, 3) THEN claim END, CASE WHEN part = 2 THEN not_before END,
              CASE WHEN part = 4 THEN -coalesce(completed_at, 0) END, age
     LIMIT :limit OFFSET :offset)
-SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.method.type'), json_extract(spec, '$.method.algorithm')) END AS algorithm,
-       CASE WHEN json_valid(spec) THEN json_extract(spec, '$.model') END AS model,
+SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.train.method.type'), json_extract(spec, '$.train.method.algorithm')) END AS algorithm,
+       CASE WHEN json_valid(spec) THEN json_extract(spec, '$.source.model') END AS model,
        priority, step, total_steps, detail, jobs.message, scheduled_at, jobs.started_at, completed_at, created_by
 FROM page JOIN jobs USING (age) LEFT JOIN attempts USING (job_uuid, attempt)
 ORDER BY part, CASE WHEN part IN (1, 3) THEN claim END, CASE WHEN part = 2 THEN not_before END,
@@ -227,7 +227,7 @@ SELECT number, trials.job_uuid, parameters, rung, pruned, resumed_attempt, state
        (SELECT json_extract(planned.prepared, '$.total_steps') FROM attempts AS planned
         WHERE planned.job_uuid = trials.job_uuid AND planned.prepared IS NOT NULL
         ORDER BY planned.attempt DESC LIMIT 1) AS planned_steps,
-       CASE WHEN json_valid(spec) THEN json_extract(spec, '$.best_checkpoint') END AS best_checkpoint
+       CASE WHEN json_valid(spec) THEN json_extract(spec, '$.train.best_checkpoint') END AS best_checkpoint
 FROM trials JOIN jobs USING (job_uuid)
 LEFT JOIN attempts ON attempts.job_uuid = jobs.job_uuid AND attempts.attempt = jobs.attempt
 WHERE search = :search ORDER BY number;
@@ -407,7 +407,7 @@ WHERE job_uuid = :job_uuid AND attempt = :attempt;
 -- name: count_tokens
 -- Before `note_tokens`. Steps that an earlier attempt did count once.
 INSERT INTO totals
-SELECT 'tokens', json_array(CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.method.algorithm'), '') ELSE '' END),
+SELECT 'tokens', json_array(CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.train.method.algorithm'), '') ELSE '' END),
        :tokens - tokens
 FROM jobs WHERE job_uuid = :job_uuid AND tokens < :tokens
 ON CONFLICT (name, labels) DO UPDATE SET value = value + excluded.value;
@@ -429,7 +429,7 @@ SELECT name, labels, value FROM totals;
 -- name: select_running
 -- What the jobs in states.ACTIVE report of themselves.
 SELECT job_uuid, CASE WHEN json_valid(spec)
-           THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.method.algorithm'), '') ELSE '' END AS algorithm,
+           THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.train.method.algorithm'), '') ELSE '' END AS algorithm,
        jobs.device AS places, step, total_steps, progress
 FROM jobs JOIN attempts USING (job_uuid, attempt)
 WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling') ORDER BY age;
@@ -703,10 +703,10 @@ DELETE FROM allocations WHERE ended_at < :oldest;
 
 -- name: select_unfinished
 -- Jobs that have not ended, one for each way to write checkpoints; rtrim leaves the directory that theirs lies in.
-SELECT min(job_uuid) AS job_uuid, json_extract(spec, '$.model') AS model, json_extract(spec, '$.revision') AS revision,
-       json_extract(spec, '$.dtype') AS dtype,
+SELECT min(job_uuid) AS job_uuid, json_extract(spec, '$.source.model') AS model, json_extract(spec, '$.source.revision') AS revision,
+       json_extract(spec, '$.compute.dtype') AS dtype,
        coalesce(json_type(spec, '$.lora'), 'null') <> 'null' AS is_adapter,
-       coalesce(json_extract(spec, '$.merge_adapter'), 0) AS merges, json_extract(spec, '$.work.kind') AS work,
+       coalesce(json_extract(spec, '$.train.merge_adapter'), 0) AS merges, json_extract(spec, '$.work.kind') AS work,
        rtrim(checkpoint_dir, replace(checkpoint_dir, '/', '')) AS directory
 FROM jobs WHERE state NOT IN ('completed', 'failed', 'cancelled') AND json_valid(spec)
 GROUP BY 2, 3, 4, 5, 6, 7, 8;

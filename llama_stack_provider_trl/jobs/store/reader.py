@@ -325,7 +325,14 @@ def unfinished(database: Database) -> Sequence[Unfinished]:
 def unfinished_job(spec: JobSpec) -> Unfinished:
     """The same of one job, which has not ended."""
     return Unfinished(
-        *(spec.job_uuid, spec.model, spec.revision, spec.dtype, spec.lora is not None, spec.merge_adapter),
+        *(
+            spec.job_uuid,
+            spec.source.model,
+            spec.source.revision,
+            spec.compute.dtype,
+            spec.lora is not None,
+            spec.train.merge_adapter,
+        ),
         work=None if spec.work is None else spec.work.kind,
         directory=f"{spec.checkpoint_dir.parent}/",
     )

@@ -86,7 +86,9 @@ class JobRecord:
     @property
     def dtype(self) -> Dtype:
         """The dtype of the current attempt; before the first one, that of the spec."""
-        return self.spec.on(self.devices[0].rpartition("/")[2]).dtype if self.devices else self.spec.dtype
+        return (
+            self.spec.on(self.devices[0].rpartition("/")[2]).compute.dtype if self.devices else self.spec.compute.dtype
+        )
 
     @property
     def status(self) -> str:

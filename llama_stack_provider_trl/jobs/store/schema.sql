@@ -247,7 +247,7 @@ WHEN NEW.state IN ('completed', 'failed', 'cancelled') AND OLD.state NOT IN ('co
 BEGIN
     INSERT INTO totals VALUES (
         'jobs_finished',
-        json_array(CASE WHEN json_valid(NEW.spec) THEN coalesce(json_extract(NEW.spec, '$.method.algorithm'), '') ELSE '' END,
+        json_array(CASE WHEN json_valid(NEW.spec) THEN coalesce(json_extract(NEW.spec, '$.train.method.algorithm'), '') ELSE '' END,
                    NEW.state, CASE NEW.state WHEN 'failed' THEN coalesce(NEW.reason, '') ELSE '' END),
         1)
     ON CONFLICT (name, labels) DO UPDATE SET value = value + 1;

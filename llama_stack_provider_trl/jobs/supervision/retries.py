@@ -64,7 +64,7 @@ class Retries:
         assert smaller is not None
         assert decided.reason is not None
         was, now = (
-            " and ".join(f"{name} {getattr(spec, name)}" for name in shrunk_settings(job.spec, smaller))
+            " and ".join(f"{name} {spec.value(name)}" for name in shrunk_settings(job.spec, smaller))
             for spec in (job.spec, smaller)
         )
         change = f"attempt {job.attempt} ran out of memory: the next ones train with {now} instead of {was}"

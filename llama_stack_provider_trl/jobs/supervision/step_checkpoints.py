@@ -26,7 +26,7 @@ def delete_superfluous(store: Store, job: JobRecord) -> None:
     if _keeps_all(job):
         return  # 10,000 of them take 0.2 s to list, for each new one
     steps = _listed(store, job)
-    metric = job.spec.best_checkpoint
+    metric = job.spec.train.best_checkpoint
     # A better one may be in progress and never be announced: the best is one that a retry would find.
     evaluations = [one for one in store.evaluations(job.job_uuid) if steps and one[0] <= steps[-1].step]
     best = best_step(metric, evaluations) if metric else None
@@ -50,13 +50,13 @@ def superfluous(
     `best` is kept in addition.
     """
     spec = job.spec
-    if spec.keep_last:
-        return [checkpoint for checkpoint in steps if checkpoint.step != best][: -spec.keep_last]
+    if spec.train.keep_last:
+        return [checkpoint for checkpoint in steps if checkpoint.step != best][: -spec.train.keep_last]
     # The planned number: a job that stopped early has fewer steps by now.
     total_steps = job.effective and job.effective["total_steps"]
     if _keeps_all(job) or not total_steps:
         return []
-    planned = spec.save_steps or total_steps // spec.n_epochs
+    planned = spec.train.save_steps or total_steps // spec.train.n_epochs
     return [checkpoint for checkpoint in steps[:-1] if checkpoint.step % planned and checkpoint.step != best]
 
 
@@ -94,7 +94,7 @@ def fallbacks(store: Store, job: JobRecord, resume_from: Path | None) -> list[Pa
 
 def _keeps_all(job: JobRecord) -> bool:
     """Whether every step checkpoint of the job is a planned one, and planned ones stay."""
-    return bool(job.spec.save_steps) and not job.spec.best_checkpoint and not job.spec.keep_last
+    return bool(job.spec.train.save_steps) and not job.spec.train.best_checkpoint and not job.spec.train.keep_last
 
 
 def _listed(store: Store, job: JobRecord) -> list[CheckpointRecord]:

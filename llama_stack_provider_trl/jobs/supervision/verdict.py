@@ -77,7 +77,7 @@ def has_shrunk(attempts: Iterable[AttemptRecord]) -> bool:
 
 def shrunk_settings(spec: JobSpec, smaller: JobSpec) -> tuple[str, ...]:
     """The fields in which a job differs from the same one in less memory (`JobSpec.in_smaller_parts`)."""
-    if smaller.batch_size == spec.batch_size:
+    if smaller.data.batch_size == spec.data.batch_size:
         return ("gradient_sync",)
     return ("batch_size", "gradient_accumulation_steps")
 

@@ -58,7 +58,7 @@ class VllmAnswerer(Answerer):
                 "model": source.location,
                 "revision": source.revision,
                 "trust_remote_code": source.trust_remote_code,
-                "dtype": str(DTYPES[self.spec.dtype]).removeprefix("torch."),
+                "dtype": str(DTYPES[self.spec.compute.dtype]).removeprefix("torch."),
                 "max_model_len": max(map(len, prompts)) + self.work.max_new_tokens,
                 "max_num_seqs": min(self._batch, MOST_AT_ONCE),
             }

@@ -45,7 +45,7 @@ def _check(attempt: AttemptSpec, writer: EventWriter, team: Replicas) -> None:
     spec, checks = attempt.job, work.answers.checks
     device = begin(attempt, writer)
     with heartbeat(writer):
-        rows = list(read_checked_rows(spec.dataset.path, checks))
+        rows = list(read_checked_rows(spec.data.dataset.path, checks))
     questions = Questions([row.messages for row in rows], lambda row, text: _checked(checks, rows[row], text))
     with closing(open_answers(spec, work.answers, questions, team)) as answers:
         is_incomplete = answers.count < len(rows)

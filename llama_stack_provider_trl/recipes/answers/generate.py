@@ -139,7 +139,7 @@ def _generate(attempt: AttemptSpec, writer: EventWriter, team: Replicas) -> None
     assert isinstance(work, GenerateSpec)
     device = begin(attempt, writer)
     with heartbeat(writer):
-        questions = Questions([example.messages for example in read_examples(spec.dataset.path, "prompts")])
+        questions = Questions([example.messages for example in read_examples(spec.data.dataset.path, "prompts")])
     with closing(open_answers(spec, work, questions, team)) as answers:
         if not answer_all(attempt, writer, work, questions, answers, device, team=team) or not team.is_first:
             return
@@ -154,8 +154,8 @@ def begin(attempt: AttemptSpec, writer: EventWriter) -> torch.device:
     spec = attempt.job
     device = choose_device(spec.device)
     writer.write(Started(pid=os.getpid(), device=str(device), versions={"torch": torch.__version__}))
-    if spec.num_threads:
-        torch.set_num_threads(spec.num_threads)
+    if spec.compute.num_threads:
+        torch.set_num_threads(spec.compute.num_threads)
     faults.reach("started")
     spec.checkpoint_dir.mkdir(parents=True, exist_ok=True)
     return device
@@ -164,7 +164,7 @@ def begin(attempt: AttemptSpec, writer: EventWriter) -> torch.device:
 def open_answers(spec: JobSpec, work: Answering, questions: Questions, team: Replicas) -> AnswerFile:
     """The answers that a job has so far. A collective."""
     total = len(questions.prompts) * work.samples_per_prompt
-    return AnswerFile(spec.checkpoint_dir / ANSWERS, spec.batch_size, total, team)
+    return AnswerFile(spec.checkpoint_dir / ANSWERS, spec.data.batch_size, total, team)
 
 
 def answer_all(
@@ -226,7 +226,7 @@ def _open_answerer(
         with_merged_base(spec, partial(need_space, spec), writer.heartbeat)
     team.of_first(None)  # the others read what it has written
     merged = with_merged_base(spec, partial(need_space, spec))
-    return VllmAnswerer(merged, work, device, spec.batch_size, writer)
+    return VllmAnswerer(merged, work, device, spec.data.batch_size, writer)
 
 
 def pauses(attempt: AttemptSpec, writer: EventWriter, step: int, team: Replicas) -> bool:
@@ -292,7 +292,7 @@ def _answer_batches(
 
 def _outlined(spec: JobSpec) -> PreTrainedModel:
     """The model as `_load` returns it, without weights."""
-    model: Any = outline(spec.source, load_config(spec.source), DTYPES[spec.dtype])
+    model: Any = outline(spec.source, load_config(spec.source), DTYPES[spec.compute.dtype])
     if spec.adapter is not None and spec.adapter.use == "continue":
         with torch.device("meta"):
             model = get_peft_model(model, PeftConfig.from_pretrained(spec.adapter.path))
@@ -303,7 +303,7 @@ def _report_prepared(
     spec: JobSpec, model: PreTrainedModel, rows: int, total: int, done: int, writer: EventWriter
 ) -> None:
     _, parameters = parameter_counts(model)
-    effective = {"model_class": type(model).__name__, "weights_dtype": spec.dtype}
+    effective = {"model_class": type(model).__name__, "weights_dtype": spec.compute.dtype}
     writer.write(
         Prepared(
             total_steps=total,

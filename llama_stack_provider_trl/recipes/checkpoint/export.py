@@ -86,7 +86,7 @@ def take_sample(
     """
     embeddings = model.get_input_embeddings().weight.shape[0]
     ids = [token for token in tokenizer(SAMPLE)["input_ids"] if token < embeddings]
-    sample = torch.tensor(ids[: min(_SAMPLE_TOKENS, spec.max_seq_length)] or [0, 0])[None]
+    sample = torch.tensor(ids[: min(_SAMPLE_TOKENS, spec.data.max_seq_length)] or [0, 0])[None]
     was_training = model.training
     model.eval()
     logits = _logits(model, sample.to(device), is_reward=spec.trains_reward)
@@ -192,7 +192,7 @@ def _write_model(
 
 
 def _dtype(spec: JobSpec) -> torch.dtype:
-    return DTYPES[spec.dtype]
+    return DTYPES[spec.compute.dtype]
 
 
 def _insufficient_memory(model: PreTrainedModel | PeftModel, spec: JobSpec, kind: Kind) -> str | None:
@@ -223,7 +223,7 @@ def _check_logits(
             else:
                 auto, _ = auto_class(is_reward=spec.trains_reward)
                 loaded, report = auto.from_pretrained(
-                    directory, output_loading_info=True, trust_remote_code=spec.trust_remote_code
+                    directory, output_loading_info=True, trust_remote_code=spec.source.trust_remote_code
                 )
                 strange = [*report["missing_keys"], *report["unexpected_keys"]]
             if strange:
@@ -232,7 +232,7 @@ def _check_logits(
                     f"a {type(loaded).__name__} loaded from its files has other weights than they hold, such as "
                     f"{', '.join(sorted(strange)[:3])}",
                 )
-            if spec.qat:
+            if spec.train.qat:
                 quantize(spec, loaded)
             found = _logits(loaded.eval(), sample.ids, is_reward=spec.trains_reward)
     except UNLOADABLE as error:
@@ -248,14 +248,14 @@ def _check_logits(
         raise _failed(
             kind,
             f"loaded from its files it gives other logits than the trained model: they differ by {difference:.2g} of "
-            f"their scale, where rounding in {spec.dtype} explains {explained:g}",
+            f"their scale, where rounding in {spec.compute.dtype} explains {explained:g}",
         )
     return difference
 
 
 def explained_by_rounding(spec: JobSpec) -> float:
     """Up to which fraction of their scale the logits of an export may differ."""
-    return ROUNDING[spec.dtype] * (_WHERE_QUANTIZED if spec.qat else 1)
+    return ROUNDING[spec.compute.dtype] * (_WHERE_QUANTIZED if spec.train.qat else 1)
 
 
 def logits_difference(expected: torch.Tensor, found: torch.Tensor, *, is_reward: bool = False) -> float:

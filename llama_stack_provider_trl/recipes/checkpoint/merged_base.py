@@ -37,7 +37,7 @@ def with_merged_base(
         return spec
     target = spec.checkpoint_dir / MERGED_BASE
     ranks.on_all_ranks(lambda: _merge(spec, target, require_space, heartbeat) if ranks.rank() == 0 else None)
-    return spec.model_copy(update={"model": str(target), "model_path": None, "revision": None})
+    return spec.changed(model=str(target), path=None, revision=None)
 
 
 def discard_merged_base(spec: JobSpec) -> None:
@@ -55,8 +55,8 @@ def _merge(spec: JobSpec, target: Path, require_space: Callable[[int], None], he
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise unusable(spec.adapter.path, f"it cannot be loaded on {spec.model}: {str(error)[:300]}") from error
-    dtype = DTYPES[spec.dtype]
+        raise unusable(spec.adapter.path, f"it cannot be loaded on {spec.source.model}: {str(error)[:300]}") from error
+    dtype = DTYPES[spec.compute.dtype]
     require_space(export_bytes(model, dtype))
     staging = target.with_name(f"{MERGED_BASE}.tmp")
     shutil.rmtree(staging, ignore_errors=True)

@@ -147,17 +147,18 @@ def tokenize(
     teacher: PreTrainedTokenizerBase | None = None,
 ) -> Tokenization:
     """Tokenize a dataset of the job for its trainer; `teacher`: of a teacher with another vocabulary."""
+    most, side = spec.data.max_seq_length, spec.data.truncation_side
     if spec.method.answer_tokens is not None:
         prompts = read_examples(dataset.path, "prompts")
         if teacher is not None:
-            return tokenize_taught_prompts(prompts, tokenizer, teacher, spec.max_seq_length, spec.method.answer_tokens)
-        return tokenize_prompts(prompts, tokenizer, spec.max_seq_length, spec.method.answer_tokens)
+            return tokenize_taught_prompts(prompts, tokenizer, teacher, most, spec.method.answer_tokens)
+        return tokenize_prompts(prompts, tokenizer, most, spec.method.answer_tokens)
     if spec.has_pairs:
-        return tokenize_dpo(read_examples(dataset.path, "dpo"), tokenizer, spec.max_seq_length, spec.truncation_side)
+        return tokenize_dpo(read_examples(dataset.path, "dpo"), tokenizer, most, side)
     if METHODS[spec.algorithm].rows == "kto":
-        return tokenize_kto(read_examples(dataset.path, "kto"), tokenizer, spec.max_seq_length, spec.truncation_side)
-    examples = read_examples(dataset.path, "sft", spec.data_format)
-    return tokenize_sft(examples, tokenizer, spec.max_seq_length, spec.train_on_input, spec.truncation_side)
+        return tokenize_kto(read_examples(dataset.path, "kto"), tokenizer, most, side)
+    examples = read_examples(dataset.path, "sft", spec.data.data_format)
+    return tokenize_sft(examples, tokenizer, most, spec.data.train_on_input, side)
 
 
 def tokenize_sft(

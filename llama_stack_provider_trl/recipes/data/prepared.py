@@ -68,8 +68,8 @@ class Preparation:
         self._progress = _Progress(writer, sum(rows.num_rows for rows in datasets if rows), clock)
         self._cache: TokenCache | None = None
         self._keys: RowKeys | None = None
-        if spec.token_cache:
-            self._cache = TokenCache(spec.token_cache, spec.lifecycle.min_free_bytes, self._wait)
+        if spec.data.token_cache:
+            self._cache = TokenCache(spec.data.token_cache, spec.lifecycle.min_free_bytes, self._wait)
             self._keys = RowKeys(spec, tokenizer, teacher)
 
     def rows(self, dataset: DatasetRef, first: int | None = None) -> PreparedRows:
@@ -84,7 +84,7 @@ class Preparation:
         """
         prepared = self._cached(dataset, first) or self._in_memory(dataset, first)
         where = f"dataset {dataset.dataset_id!r}: "
-        refuse_lost_turns(self._spec.dropped_turns, prepared.report.lost_turns, where)
+        refuse_lost_turns(self._spec.data.dropped_turns, prepared.report.lost_turns, where)
         self._progress.end(dataset.num_rows)
         if self._embeddings is not None:
             name = f"row {prepared.report.largest_id_row} of the dataset {dataset.dataset_id!r}"
@@ -97,7 +97,7 @@ class Preparation:
         if not self._cache or not self._keys or not key:
             return None
         try:
-            if self._spec.packed:
+            if self._spec.data.packed:
                 write = partial(self._write_packed, self._cache, key, dataset, first)
                 entry = self._cache.get(self._keys.packed(key, first), PACKED_COLUMNS, write)
                 rows = entry.rows
@@ -126,7 +126,7 @@ class Preparation:
         self, cache: TokenCache, key: str, dataset: DatasetRef, first: int | None, add: Add
     ) -> dict[str, Any]:
         entry = self._tokens(cache, key, dataset)
-        for table in packed_tables(_first(entry.rows, first), self._spec.max_seq_length):
+        for table in packed_tables(_first(entry.rows, first), self._spec.data.max_seq_length):
             add(table)
         return entry.notes
 
@@ -147,7 +147,7 @@ class Preparation:
             self._progress.show(tokenization.rows)
         report = self._report(_notes(tokenization))
         rows = _first(in_memory(tables), first)
-        return PreparedRows(pack(rows, self._spec.max_seq_length) if self._spec.packed else rows, report)
+        return PreparedRows(pack(rows, self._spec.data.max_seq_length) if self._spec.data.packed else rows, report)
 
     def _wait(self, note: str) -> None:
         """While another process tokenizes the same rows: `note` is the number of those that it has done."""

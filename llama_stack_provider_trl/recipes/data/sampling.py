@@ -49,12 +49,12 @@ class BatchPlan:
     @classmethod
     def of_job(cls, spec: JobSpec) -> BatchPlan:
         """The plan that the job's own fields give."""
-        return cls.of(spec.rows_per_step, spec.batch_size, spec.ranks)
+        return cls.of(spec.rows_per_step, spec.data.batch_size, spec.ranks)
 
     def applied(self, spec: JobSpec) -> JobSpec:
         """The job with the batches of this plan."""
         sizes = {"batch_size": self.batch_size, "gradient_accumulation_steps": self.accumulation_steps}
-        return spec.model_copy(update={"ranks": self.world_size, **sizes})
+        return spec.changed(ranks=self.world_size, **sizes)
 
     @property
     def accumulation_steps(self) -> int:
@@ -195,5 +195,5 @@ def epoch_of_job(spec: JobSpec, rows: int, batch_plan: BatchPlan) -> EpochSample
     Args:
         rows: that are trained on; of a packed job, sequences.
     """
-    cap = None if spec.max_steps_per_epoch is None else spec.max_steps_per_epoch * batch_plan.rows_per_step
-    return EpochSampler(rows, cap, shuffle=False, seed=spec.seed, batch_plan=batch_plan)
+    cap = None if spec.train.max_steps_per_epoch is None else spec.train.max_steps_per_epoch * batch_plan.rows_per_step
+    return EpochSampler(rows, cap, shuffle=False, seed=spec.data.seed, batch_plan=batch_plan)

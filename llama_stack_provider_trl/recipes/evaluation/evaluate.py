@@ -73,7 +73,7 @@ def _evaluate(attempt: AttemptSpec, writer: EventWriter, team: Replicas) -> None
     from ..model.loading import choose_device
 
     alone = {"ranks": 1, "sharding": None}  # as each rank computes
-    spec = attempt.job.model_copy(update={"validation": attempt.job.dataset, **alone})
+    spec = attempt.job.changed(validation=attempt.job.data.dataset, **alone)
     writer.write(Started(pid=os.getpid(), device=str(choose_device(spec.device)), versions={}))
     faults.reach("started")
     with heartbeat(writer):

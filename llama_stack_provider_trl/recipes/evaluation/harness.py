@@ -93,7 +93,7 @@ def _measure_all(
         # Tasks before weights: a faulty task is found in a second, a large model takes minutes to load.
         tasks = [*_load_tasks(work, left, {line["name"]: line["files"] for line in lines.lines()})] if left else []
         model = _MeasuredModel(spec, work, device) if left else None
-        shown = model.model if model else outline(spec.source, load_config(spec.source), DTYPES[spec.dtype])
+        shown = model.model if model else outline(spec.source, load_config(spec.source), DTYPES[spec.compute.dtype])
     writer.write(
         Prepared(
             total_steps=total,
@@ -101,7 +101,7 @@ def _measure_all(
             num_rows=sum(_rows_of(line) for line in lines.lines()) + sum(one.rows for one in tasks),
             trainable_parameters=0,
             total_parameters=parameter_counts(shown)[1],
-            effective={"model_class": type(shown).__name__, "weights_dtype": spec.dtype, "lm_eval": _version()},
+            effective={"model_class": type(shown).__name__, "weights_dtype": spec.compute.dtype, "lm_eval": _version()},
         )
     )
     faults.reach("prepared")
@@ -231,13 +231,13 @@ class _MeasuredModel:
         if work.apply_chat_template and not tokenizer.chat_template:
             raise JobFailure(
                 Reason.invalid_model,
-                f"harness.apply_chat_template: the tokenizer of {spec.model!r} has no chat template. Leave it out, or "
-                "name a model with one",
+                f"harness.apply_chat_template: the tokenizer of {spec.source.model!r} has no chat template. Leave it "
+                "out, or name a model with one",
             )
         templates.limit(tokenizer)
         in_4_bits = spec.lora is not None and spec.lora.quantize_base
         self.model = load_to_infer(spec, device, in_4_bits=in_4_bits)
-        self._lm = HFLM(pretrained=self.model, tokenizer=tokenizer, batch_size=spec.batch_size)
+        self._lm = HFLM(pretrained=self.model, tokenizer=tokenizer, batch_size=spec.data.batch_size)
 
     def measures(self, loaded: LoadedTasks) -> dict[str, Any]:
         """Measure the model on the tasks of a name. Raises JobFailure: they fail."""

@@ -81,7 +81,7 @@ class Judges:
             path = spec.checkpoint_dir / VERDICTS.format(number)
             if from_start and team.is_first:
                 path.unlink(missing_ok=True)
-            file = AnswerFile(path, spec.batch_size, total, team, "judging")
+            file = AnswerFile(path, spec.data.batch_size, total, team, "judging")
             self.all.append(Judge(number, check, model, self._files.enter_context(closing(file))))
 
     @property

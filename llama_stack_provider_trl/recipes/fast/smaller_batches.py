@@ -27,16 +27,16 @@ def in_parts(spec: JobSpec, batch_plan: BatchPlan, dataset: Dataset, device: str
     """
     if (
         device != "cpu"
-        or not spec.padding_free
+        or not spec.compute.padding_free
         or spec.method.has_batch_means
         or is_sharded(spec)
         or spec.lifecycle.oom_retry
     ):
         return spec, batch_plan
-    sizes = [size for size in range(1, spec.batch_size + 1) if spec.batch_size % size == 0]
+    sizes = [size for size in range(1, spec.data.batch_size + 1) if spec.data.batch_size % size == 0]
     tokens = _mean_tokens(dataset)
     size = max((size for size in sizes if size * tokens <= TOKENS), default=1)
-    if size == spec.batch_size:
+    if size == spec.data.batch_size:
         return spec, batch_plan
     batch_plan = BatchPlan.of(batch_plan.rows_per_step, size, batch_plan.world_size)
     return batch_plan.applied(spec.with_batches_of(size)), batch_plan

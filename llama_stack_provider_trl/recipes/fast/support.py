@@ -37,12 +37,12 @@ _ROPE_OF_BATCHES = ("dynamic", "longrope")
 
 def with_batches(spec: JobSpec) -> tuple[JobSpec, str]:
     """The job with the kind of batches that its model can be trained on, and a sentence for its record."""
-    if not spec.padding_free:
+    if not spec.compute.padding_free:
         return spec, ""
     reason = METHODS[spec.algorithm].padded_because or why_padded(spec)
     if not reason:
         return spec, "used"
-    return spec.model_copy(update={"padding_free": False}), f"not used: {reason}"
+    return spec.changed(padding_free=False), f"not used: {reason}"
 
 
 def why_padded(spec: JobSpec) -> str:
@@ -50,13 +50,13 @@ def why_padded(spec: JobSpec) -> str:
 
     The same on every rank and machine: nothing is computed with the job's own weights or on its device.
     """
-    if spec.attention_mask == "always":
+    if spec.compute.attention_mask == "always":
         return "attention_mask is 'always'"
-    if spec.attn_implementation not in (None, "sdpa"):
-        return f"attn_implementation is {spec.attn_implementation!r}"
+    if spec.compute.attn_implementation not in (None, "sdpa"):
+        return f"attn_implementation is {spec.compute.attn_implementation!r}"
     members = (member.source for member in members_of(spec.work))
     sources = dict.fromkeys([spec.source, spec.reference_source, *members])
-    return next((reason for source in sources if (reason := _unsupported(source, spec.max_seq_length))), "")
+    return next((reason for source in sources if (reason := _unsupported(source, spec.data.max_seq_length))), "")
 
 
 @cache

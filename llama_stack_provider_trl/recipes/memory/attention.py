@@ -18,7 +18,7 @@ def flash_bytes(spec: JobSpec, batch: Batch, kind: str) -> int:
     Raises:
         JobFailure: invalid_model.
     """
-    if kind != "cuda" or spec.dtype == "fp32" or not spec.padding_free:
+    if kind != "cuda" or spec.compute.dtype == "fp32" or not spec.compute.padding_free:
         return 0
     config: Any = load_config(spec.source).get_text_config()
     heads = getattr(config, "num_attention_heads", None)

@@ -105,7 +105,7 @@ def disk_bytes(spec: JobSpec, model: Traced) -> dict[str, int]:
     """Bytes on disk of one step checkpoint, `final` and `merged`."""
     step = model.trainable * 4 + _moment_bytes(spec, model) * _workers(spec) + _outer_bytes(spec, model) // 2
     final = model.trainable * 4 if spec.lora else (model.trainable + model.frozen) * _export_bytes(spec)
-    merged = (model.frozen * _export_bytes(spec)) if spec.lora and spec.merge_adapter else 0
+    merged = (model.frozen * _export_bytes(spec)) if spec.lora and spec.train.merge_adapter else 0
     return {"step_checkpoint": step, "final": final, "merged": merged}
 
 
@@ -122,7 +122,7 @@ class _Placed:
         self.shards = num_shards(spec)
         # On a CPU offloading moves nothing.
         self.offload = bool(spec.sharding and self.shards > 1 and spec.sharding.cpu_offload and not self.on_cpu)
-        self.compute = 4 if spec.dtype == "fp32" else 2
+        self.compute = 4 if spec.compute.dtype == "fp32" else 2
         self.whole_gradients = keeps_whole_gradients(spec)
         self.quantized = is_quantized(spec)
         self.is_deferred = WeightStorage.of(spec).is_deferred
@@ -225,7 +225,7 @@ class _Placed:
         gradients, gathered, at_rest = window.gradients, 0, 0
         weights = self.part(model) + (self.mapped(model) if self.shards == 1 else 0)
         optimizer = (_moment_bytes(spec, model) + _outer_bytes(spec, model)) // self.shards
-        if spec.ranks > 1 and self.shards == 1 and spec.averaging is None:
+        if spec.ranks > 1 and self.shards == 1 and spec.train.averaging is None:
             gradients += model.trainable * 4  # DDP's buckets
         if self.shards > 1:
             gradients /= 1 if self.whole_gradients else self.shards
@@ -237,7 +237,7 @@ class _Placed:
             at_rest = weights + optimizer + model.trainable * 4 // self.shards + resting
             weights, optimizer = self.constants(model), 0
             gradients = gradients if self.whole_gradients else min(gradients, model.block * 4)
-        dequantized = (2 if spec.dtype == "bf16" else 4) * model.largest_linear if self.quantized else 0
+        dequantized = (2 if spec.compute.dtype == "bf16" else 4) * model.largest_linear if self.quantized else 0
         outer = _outer_bytes(spec, model) // 2  # checkpoints hold its momentum: common weights are the model's
         copied = (model.trainable * 4 + _moment_bytes(spec, model) + outer) // self.shards
         return MemoryEstimate(
@@ -295,7 +295,7 @@ def _vllm_bytes(spec: JobSpec, model: Traced, kind: str) -> tuple[int, int]:
     if spec.method.answered_by_vllm is None:
         return 0, 0
     weights = (model.trainable if spec.lora is None else 0) + model.frozen
-    shared = weights * (4 if spec.dtype == "fp32" else 2)
+    shared = weights * (4 if spec.compute.dtype == "fp32" else 2)
     if kind == "cpu":
         taken = 2 * shared + (CPU_CACHE_GIB << 30) + _HOST_PROCESS
         return taken, taken
@@ -303,18 +303,18 @@ def _vllm_bytes(spec: JobSpec, model: Traced, kind: str) -> tuple[int, int]:
 
 
 def _moment_bytes(spec: JobSpec, model: Traced) -> int:
-    return moment_bytes(spec.optimizer.name, model.trainable, model.in_8_bits)
+    return moment_bytes(spec.train.optimizer.name, model.trainable, model.in_8_bits)
 
 
 def _workers(spec: JobSpec) -> int:
     """How many have moments of their own."""
-    return spec.ranks // num_shards(spec) if spec.averaging else 1
+    return spec.ranks // num_shards(spec) if spec.train.averaging else 1
 
 
 def _outer_bytes(spec: JobSpec, model: Traced) -> int:
     """Bytes of periodic averaging: the last common weights, and the momentum of the steps between those."""
-    return 8 * model.trainable if spec.averaging else 0
+    return 8 * model.trainable if spec.train.averaging else 0
 
 
 def _export_bytes(spec: JobSpec) -> int:
-    return 4 if spec.dtype == "fp32" else 2
+    return 4 if spec.compute.dtype == "fp32" else 2

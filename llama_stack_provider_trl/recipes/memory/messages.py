@@ -82,7 +82,7 @@ def _causes(spec: JobSpec, model: Traced, memory: MemoryEstimate) -> list[str]:
     if memory.host_offloaded > memory.host // 50:
         if spec.sharding and spec.sharding.cpu_offload:
             causes.append("Set fsdp_cpu_offload to false.")
-        if spec.activation_offloading:
+        if spec.compute.activation_offloading:
             causes.append("Set enable_activation_offloading to false.")
     if spec.lora is None and memory.host - memory.host_offloaded > memory.host // 50:
         causes.append(
@@ -104,11 +104,11 @@ def _why_copied(spec: JobSpec, model: Traced) -> str:
         return "Loading copies the experts of the model, which are one tensor in memory and several in its files."
     if spec.lora and spec.lora.use_dora:
         return (
-            f"Under use_dora each rank copies all weights where their files have another dtype than {spec.dtype}: save "
-            "the model in that dtype, or set use_dora to false."
+            f"Under use_dora each rank copies all weights where their files have another dtype than "
+            f"{spec.compute.dtype}: save the model in that dtype, or set use_dora to false."
         )
     if not is_sharded(spec):
-        held = spec.dtype if spec.lora else "fp32"
+        held = spec.compute.dtype if spec.lora else "fp32"
         return (
             f"Without sharding each rank copies all weights where their files have another dtype than {held}: use a "
             "sharding_strategy other than NO_SHARD with several ranks, or save the model in that dtype."

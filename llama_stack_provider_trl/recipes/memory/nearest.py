@@ -65,9 +65,9 @@ def nearest(spec: JobSpec, batch: Batch, device: str, capacity: Capacity) -> Pro
     most_ranks = capacity.max_ranks if capacity.max_ranks and shards else spec.ranks
 
     def proposed(candidate: _Changes) -> Proposal:
-        changed = spec.model_copy(update={name: value for change in candidate for name, value in change.fields})
-        tokens = min(batch.tokens, changed.max_seq_length)
-        sequences = max(batch.sequences * changed.batch_size // spec.batch_size, spec.sequences_per_row)
+        changed = spec.changed(**{name: value for change in candidate for name, value in change.fields})
+        tokens = min(batch.tokens, changed.data.max_seq_length)
+        sequences = max(batch.sequences * changed.data.batch_size // spec.data.batch_size, spec.sequences_per_row)
         changes = {name: value for change in candidate for name, value in change.request}
         reduced = batch.reduced(sequences, tokens)
         return Proposal(changed, changes, estimate(changed, reduced, device, capacity.baseline))
@@ -102,16 +102,16 @@ def _families(spec: JobSpec, max_ranks: int, may_offload: bool) -> Iterator[list
     same = list(_same_result(spec, max_ranks, may_offload))
     yield same
     adapters: _Changes = ()
-    if spec.lora is None and spec.qat is None:  # QAT trains every weight
+    if spec.lora is None and spec.train.qat is None:  # QAT trains every weight
         adapters = (_with_lora(spec),)
         yield [adapters, *((*adapters, *more) for more in same)]
     # A model that answers prompts, or gives rewards, trains with no base in 4 bits.
-    may_quantize = spec.qat is None and spec.method.answer_tokens is None and not spec.trains_reward
+    may_quantize = spec.train.qat is None and spec.method.answer_tokens is None and not spec.trains_reward
     if may_quantize and not (spec.lora and (spec.lora.quantize_base or spec.lora.method != "lora")):
         adapters = (_quantized(spec),)
         yield [adapters, *((*adapters, *more) for more in same)]
     most = (*adapters, *(same[-1] if same else ()))
-    length, shorter = spec.max_seq_length, []
+    length, shorter = spec.data.max_seq_length, []
     while length // 2 >= _SHORTEST and length // 2 > (
         spec.method.answer_tokens or 0
     ):  # which leaves a token for a prompt
@@ -127,25 +127,25 @@ def _same_result(spec: JobSpec, max_ranks: int, may_offload: bool) -> Iterator[_
         field = "provider_options.gradient_sync"
         made = (_Change((("gradient_sync", "micro_step"),), ((field, "micro_step"),)),)
         yield made
-    if not spec.gradient_checkpointing or spec.checkpoint_every > 1:
+    if not spec.compute.gradient_checkpointing or spec.compute.checkpoint_every > 1:
         field = "training_config.efficiency_config.enable_activation_checkpointing"
         made = (*made, _Change((("gradient_checkpointing", True), ("checkpoint_every", 1)), ((field, True),)))
         yield made
     if spec.method.has_batch_means:
         return
-    size = spec.batch_size
+    size = spec.data.batch_size
     smaller = made
     for micro in (size // parts for parts in range(2, size + 1) if size % parts == 0):
         smaller = (*made, _micro(spec.with_batches_of(micro)))
         yield smaller
     made, micro = smaller, 1 if size > 1 else size
-    accumulation = spec.gradient_accumulation_steps * (size // micro)
+    accumulation = spec.train.gradient_accumulation_steps * (size // micro)
     many = 2 * spec.ranks
     while many <= max_ranks:
         more = many // spec.ranks
         steps = accumulation // more if accumulation % more == 0 else accumulation
         sharding = spec.sharding or ShardingSpec()
-        if sharding.strategy == "NO_SHARD" or spec.activation_offloading:  # which excludes sharding
+        if sharding.strategy == "NO_SHARD" or spec.compute.activation_offloading:  # which excludes sharding
             break
         fields = (("ranks", many), ("sharding", sharding), ("gradient_accumulation_steps", steps))
         request: tuple[tuple[str, Any], ...] = (("provider_options.nproc_per_node", many),)
@@ -166,14 +166,14 @@ def _same_result(spec: JobSpec, max_ranks: int, may_offload: bool) -> Iterator[_
 def _micro(smaller: JobSpec) -> _Change:
     """A smaller micro batch and proportionally more of them, with the same global batch."""
     fields = ("batch_size", "gradient_accumulation_steps")
-    return _Change(tuple((name, getattr(smaller, name)) for name in fields), tuple(batch_fields(smaller).items()))
+    return _Change(tuple((name, smaller.value(name)) for name in fields), tuple(batch_fields(smaller).items()))
 
 
 def batch_fields(spec: JobSpec) -> dict[str, Any]:
     """The fields of a request that set a job's batches."""
     return {
-        "training_config.data_config.batch_size": spec.batch_size,
-        "training_config.gradient_accumulation_steps": spec.gradient_accumulation_steps,
+        "training_config.data_config.batch_size": spec.data.batch_size,
+        "training_config.gradient_accumulation_steps": spec.train.gradient_accumulation_steps,
     }
 
 

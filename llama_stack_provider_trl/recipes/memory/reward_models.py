@@ -17,7 +17,7 @@ from ..trainer.reward_models import storage_of
 
 def reward_sizes(spec: JobSpec) -> list[int]:
     """Bytes of the weights of each, without its adapter. Raises JobFailure: invalid_model."""
-    bytes_each = storage_of(spec.dtype).dtype.itemsize
+    bytes_each = storage_of(spec.compute.dtype).dtype.itemsize
     return [_parameters(_source(model)) * bytes_each for model in spec.method.reward_models]
 
 

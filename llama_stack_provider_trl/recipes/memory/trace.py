@@ -266,7 +266,7 @@ def trace_model(spec: JobSpec, batch: Batch, kind: str) -> Traced:
     """
     config = load_config(spec.source)
     depth = config.get_text_config().num_hidden_layers
-    shallow = _depths(depth, spec.checkpoint_every if spec.gradient_checkpointing else 1)
+    shallow = _depths(depth, spec.compute.checkpoint_every if spec.compute.gradient_checkpointing else 1)
     if depth <= shallow[1] + 2 or not _blocks_are_alike(config, spec.source, spec):
         traced = _trace(config, spec, batch, kind)
     else:
@@ -349,7 +349,7 @@ def _blocks_are_alike(config: Any, source: ModelSource, spec: JobSpec) -> bool:
 
 def _built(config: Any, source: ModelSource, spec: JobSpec) -> PreTrainedModel:
     # fp16 takes the memory of bf16, which every CPU kernel supports.
-    in_half = spec.frozen_dtype != "fp32" if spec.lora else spec.dtype != "fp32" and is_sharded(spec)
+    in_half = spec.frozen_dtype != "fp32" if spec.lora else spec.compute.dtype != "fp32" and is_sharded(spec)
     dtype = torch.bfloat16 if in_half else torch.float32
     config = copy.deepcopy(config)  # its dtype is set, and the given one has that of the files
     auto, head = auto_class(is_reward=spec.trains_reward)
@@ -379,13 +379,13 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
             model = _built(config, spec.source, spec)
             if not spec.uses_flash_kernels:  # which hold what torch's own flash kernel holds
                 set_attention(spec, model)
-            if spec.padding_free:
+            if spec.compute.padding_free:
                 use_rows(model, kind)
             if not spec.trains_reward:
                 fuse_head(model, ("log_probs",) if spec.has_pairs else ("log_probs", "is_top1"))
             blocks = _blocks(model)
             numbers = _numbers(model, blocks)
-            if spec.qat:
+            if spec.train.qat:
                 quantize(spec, model)
             trained: Any = (
                 get_peft_model(model, adapter_config(model, spec.lora, is_reward=spec.trains_reward))
@@ -395,15 +395,15 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
             if has_reference_adapter(spec):
                 trained.add_adapter(REFERENCE, copy.deepcopy(trained.peft_config["default"]))
             reference = _shallow_reference(spec, kind) if _has_other_reference(spec) else None
-        stack.enter_context(traced_attention(packed=spec.packed and not spec.uses_flash_kernels))
+        stack.enter_context(traced_attention(packed=spec.data.packed and not spec.uses_flash_kernels))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         _make_fake(trained)
         trained.train()
         if reference:
             _make_fake(reference)
-        if spec.gradient_checkpointing:
+        if spec.compute.gradient_checkpointing:
             model.activation_checkpointing_enable(
-                activation_checkpointing_kwargs=_KEEP_GRAPH, every_n_layers=spec.checkpoint_every
+                activation_checkpointing_kwargs=_KEEP_GRAPH, every_n_layers=spec.compute.checkpoint_every
             )
             if spec.lora:
                 model.enable_input_require_grads()
@@ -418,7 +418,7 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
         for weight in trained.parameters():
             live.ignore(weight)
             if weight.requires_grad:
-                if spec.gradient_accumulation_steps > 1:
+                if spec.train.gradient_accumulation_steps > 1:
                     weight.grad = torch.zeros_like(weight)
                     live.became_gradient(weight.grad)
                 weight.register_post_accumulate_grad_hook(lambda weight: live.became_gradient(weight.grad))
@@ -426,13 +426,13 @@ def _trace(config: Any, spec: JobSpec, batch: Batch, kind: str) -> Traced:
         stack.enter_context(traced_experts())
         stack.enter_context(_head_of(spec, kind, live, config))
         stack.enter_context(live)
-        if spec.activation_offloading:
+        if spec.compute.activation_offloading:
             stack.enter_context(_offloading(live))
         _step(trained, spec, batch, kind, reference, partial(live.counting, "logits"))
     shapes = [weight.shape for weight in trained.parameters() if weight.requires_grad]
     trainable = sum(shape.numel() for shape in shapes)
     total = sum(weight.numel() for weight in trained.parameters())
-    scale = 4 / (2 if spec.dtype != "fp32" and is_sharded(spec) and not spec.lora else 4)
+    scale = 4 / (2 if spec.compute.dtype != "fp32" and is_sharded(spec) and not spec.lora else 4)
     windows = tuple(replace(window, gradients=window.gradients * scale) for window in live.windows)
     return Traced(
         trainable=trainable,
@@ -451,7 +451,7 @@ def _shallow_reference(spec: JobSpec, kind: str) -> PreTrainedModel:
     config = load_config(source)
     is_shallow = _blocks_are_alike(config, source, spec)
     model = _built(with_depth(config, 2) if is_shallow else config, source, spec)
-    if spec.padding_free:
+    if spec.compute.padding_free:
         use_rows(model, kind)
     fuse_head(model, outputs=("log_probs",))
     return model.requires_grad_(False).eval()
@@ -554,7 +554,7 @@ def _distill(
             forward(teacher, read)
 
     answer_tokens = batch.sequences * method.max_completion_length
-    with torch.autocast("cpu", torch.bfloat16) if spec.dtype != "fp32" else nullcontext():
+    with torch.autocast("cpu", torch.bfloat16) if spec.compute.dtype != "fp32" else nullcontext():
         if method.uld:
             return traced_span_loss(
                 lambda: forward(model),
@@ -575,14 +575,14 @@ def _distill(
 
 
 def _inputs(model: Any, spec: JobSpec, batch: Batch, kind: str) -> dict[str, Any]:
-    if spec.padding_free:
+    if spec.compute.padding_free:
         groups = batch.groups or ((0, (batch.tokens,)),) * batch.sequences
         ids = torch.zeros(1, sum(prefix + sum(sizes) for prefix, sizes in groups), dtype=torch.long)
         scored = torch.zeros(batch.scored or ids.shape[1], dtype=torch.long)
         inputs = {"input_ids": ids, "position_ids": ids.clone(), "scored": scored}
         return {**inputs, "shift_labels": scored[None].clone(), "layout": Layout(groups)}
     ids = torch.zeros(batch.sequences, batch.tokens, dtype=torch.long)
-    if spec.packed:  # several rows in each sequence, which attention separates by their positions
+    if spec.data.packed:  # several rows in each sequence, which attention separates by their positions
         positions = torch.arange(batch.tokens) % max(1, batch.tokens // 2)
         return {"input_ids": ids, "position_ids": positions.repeat(batch.sequences, 1), "labels": ids.clone()}
     if not passes_padding_mask(spec, model, kind):
@@ -594,7 +594,7 @@ def _inputs(model: Any, spec: JobSpec, batch: Batch, kind: str) -> dict[str, Any
 
 def _score(model: Any, spec: JobSpec, batch: Batch, kind: str) -> torch.Tensor:
     inputs = _inputs(model, spec, batch, kind)
-    with torch.autocast("cpu", torch.bfloat16) if spec.dtype != "fp32" else nullcontext():
+    with torch.autocast("cpu", torch.bfloat16) if spec.compute.dtype != "fp32" else nullcontext():
         if spec.trains_reward:
             del inputs["labels"]
             rewards: torch.Tensor = model(**inputs, use_cache=False).logits

@@ -26,7 +26,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from ... import specs
-from ...specs.job import JobSpec
+from ...specs.job import JobSpec, LifecycleSpec
 from ...specs.model_source import ModelSource
 from ...system.files import atomic_write, read_regular
 from ..model.adapters import continues, has_reference_adapter
@@ -53,8 +53,8 @@ _UNREAD = frozenset(
         *("early_stopping", "best_checkpoint", "samples", "keep_last", "logging_steps", "merge_adapter"),
         "gradient_sync",  # moves no peak
         # When and where it runs.
-        *("dtype_by_device", "device", "num_threads", "lifecycle", "preflight", "after", "cancel_with", "evaluation"),
-        *("search", "pruning"),
+        *("dtype_by_device", "device", "num_threads", *LifecycleSpec.model_fields),
+        *("preflight", "after", "cancel_with", "evaluation", "search", "pruning"),
     }
 )
 """Fields of a job that no trace reads: tests/process/test_trace_cache.py records what is read."""
@@ -145,7 +145,7 @@ def _kept(spec: JobSpec, batch: Batch, kind: str, inputs: dict[str, Any]) -> Tra
 
 def directory_of(spec: JobSpec) -> Path | None:
     """Where a job's traces are kept; None: they are not."""
-    return spec.token_cache / "traces" if spec.token_cache else None
+    return spec.data.token_cache / "traces" if spec.data.token_cache else None
 
 
 def key_of(spec: JobSpec, batch: Batch, device: str) -> str | None:
@@ -164,12 +164,12 @@ def _key(spec: JobSpec, inputs: dict[str, Any]) -> str | None:
 
 def _inputs(spec: JobSpec, batch: Batch, kind: str) -> dict[str, Any]:
     """What a trace depends on, but for the models and what is installed."""
-    job = spec.model_dump(mode="json", exclude={*_UNREAD, *_IN_PART})
+    job = {name: value for name, value in spec.flat().items() if name not in _UNREAD | _IN_PART}
     if reference := job["method"].get("reference"):
         job["method"]["reference"] = {name: reference[name] for name in reference.keys() - _SOURCE}
     return {
         "job": job,
-        "accumulates": spec.gradient_accumulation_steps > 1,
+        "accumulates": spec.train.gradient_accumulation_steps > 1,
         # Where parts are when they are not used, and when they are gathered, moves no peak of a step.
         "is_sharded": is_sharded(spec),
         # These depend on the ranks that run, too, and those of an installed method on its package.

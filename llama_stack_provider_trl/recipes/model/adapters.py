@@ -63,7 +63,7 @@ def continued(spec: JobSpec, model: PreTrainedModel, config: PeftConfig, *, refe
     except (*_UNFIT, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise unusable(spec.adapter.path, f"it does not fit {spec.model!r}: {str(error)[:300]}") from error
+        raise unusable(spec.adapter.path, f"it does not fit {spec.source.model!r}: {str(error)[:300]}") from error
     for name, weight in adapted.named_parameters():
         if f".{REFERENCE}" in name:
             weight.requires_grad_(False)
@@ -81,8 +81,8 @@ def load_to_infer(spec: JobSpec, device: torch.device, *, in_4_bits: bool = Fals
         JobFailure: invalid_model.
     """
     storage = WeightStorage(
-        dtype=DTYPES[spec.dtype],
-        compute_dtype=spec.dtype,
+        dtype=DTYPES[spec.compute.dtype],
+        compute_dtype=spec.compute.dtype,
         in_4_bits=in_4_bits,
         is_quantized=in_4_bits,
         is_sharded=False,

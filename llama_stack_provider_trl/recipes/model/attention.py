@@ -34,10 +34,10 @@ def set_attention(spec: JobSpec, model: PreTrainedModel) -> None:
     Raises:
         JobFailure: invalid_request, where it is not installed, or the model does not support it.
     """
-    name = spec.attn_implementation
+    name = spec.compute.attn_implementation
     if name is None:
         return
-    if spec.uses_flash_kernels and spec.dtype == "fp32":
+    if spec.uses_flash_kernels and spec.compute.dtype == "fp32":
         problem = "flash kernels compute in bf16 or fp16, and the job's dtype is fp32"
     elif name in _PACKAGES and not _PACKAGES[name][1]():
         # transformers would fetch a kernel from a hub, which is code that the operator has not chosen.
@@ -67,13 +67,13 @@ def passes_padding_mask(spec: JobSpec, model: torch.nn.Module, kind: str) -> boo
     Args:
         kind: of the device: cuda, mps or cpu.
     """
-    if spec.padding_free:
+    if spec.compute.padding_free:
         return False
-    if spec.attention_mask == "always" or not is_causal_throughout(model) or balances_experts(model):
+    if spec.compute.attention_mask == "always" or not is_causal_throughout(model) or balances_experts(model):
         return True
     # Without a mask transformers leaves grouped keys and values to torch, whose kernels for them on cuda are flash, in
     # bf16 (on older GPUs not in fp16), and one that holds all scores.
-    return kind == "cuda" and spec.dtype != "bf16" and not spec.uses_flash_kernels and _groups_queries(model)
+    return kind == "cuda" and spec.compute.dtype != "bf16" and not spec.uses_flash_kernels and _groups_queries(model)
 
 
 def is_causal_throughout(model: torch.nn.Module) -> bool:

@@ -22,7 +22,7 @@ def check_models(spec: JobSpec, warn: Callable[[str], None] = lambda _: None) ->
         JobFailure: invalid_model, as `check_weights`, `check_adapter` and `check_stored`.
     """
     check_weights(spec.source, is_reward=spec.trains_reward, warn=warn)
-    check_stored(load_config(spec.source), spec.model, is_quantized=WeightStorage.of(spec).is_quantized)
+    check_stored(load_config(spec.source), spec.source.model, is_quantized=WeightStorage.of(spec).is_quantized)
     if spec.reference_source != spec.source:
         check_stored(load_config(spec.reference_source), spec.reference_source.model, is_quantized=False)
         check_weights(spec.reference_source, warn=warn)

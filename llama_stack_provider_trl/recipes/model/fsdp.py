@@ -36,12 +36,12 @@ def is_sharded(spec: JobSpec) -> bool:
 
 def accumulates_shards(spec: JobSpec) -> bool:
     """Whether the job accumulates gradients on ranks that shard the model: whole or in parts, by `gradient_sync`."""
-    return is_sharded(spec) and spec.gradient_accumulation_steps > 1
+    return is_sharded(spec) and spec.train.gradient_accumulation_steps > 1
 
 
 def keeps_whole_gradients(spec: JobSpec) -> bool:
     """Whether each rank holds the gradients of all weights between the micro steps of an optimizer step."""
-    return accumulates_shards(spec) and spec.gradient_sync == "step"
+    return accumulates_shards(spec) and spec.train.gradient_sync == "step"
 
 
 def num_shards(spec: JobSpec) -> int:
@@ -68,7 +68,7 @@ def fsdp_arguments(spec: JobSpec) -> dict[str, Any]:
     """
     if not is_sharded(spec) or spec.sharding is None:
         return {}
-    if spec.activation_offloading:
+    if spec.compute.activation_offloading:
         raise JobFailure(
             Reason.invalid_request,
             f"enable_activation_offloading is true, and {spec.ranks} ranks shard the model: it would move gathered "
@@ -107,7 +107,7 @@ def _mesh(spec: JobSpec) -> dict[str, Any]:
             f"HYBRID_SHARD shards within a node, and each of the {copies} nodes has one rank: every rank would hold "
             "everything. Use sharding_strategy FULL_SHARD, or NO_SHARD for plain data parallelism.",
         )
-    config = _NodesApart if spec.averaging else ParallelismConfig
+    config = _NodesApart if spec.train.averaging else ParallelismConfig
     return {"parallelism_config": config(dp_replicate_size=copies, dp_shard_size=per_node)}
 
 

@@ -103,9 +103,9 @@ class WeightStorage:
         in_4_bits = spec.lora is not None and spec.lora.quantize_base
         return cls(
             dtype=DTYPES[spec.frozen_dtype] if spec.lora else torch.float32,
-            compute_dtype=spec.dtype,
+            compute_dtype=spec.compute.dtype,
             in_4_bits=in_4_bits,
-            is_quantized=in_4_bits or spec.qat is not None,
+            is_quantized=in_4_bits or spec.train.qat is not None,
             is_sharded=is_sharded(spec),
             is_deferred=is_sharded(spec) and not (spec.lora and spec.lora.use_dora) and not spec.trains_reward,
             is_reward=spec.trains_reward,
@@ -383,9 +383,9 @@ def quantize(spec: JobSpec, model: PreTrainedModel) -> dict[str, Any] | None:
     Raises:
         JobFailure: invalid_request, where this model cannot be quantized so.
     """
-    if spec.qat:
+    if spec.train.qat:
         attention, mlp = linear_modules(model)
-        return quantization.fake_quantize(model, [*attention, *mlp], spec.qat)
+        return quantization.fake_quantize(model, [*attention, *mlp], spec.train.qat)
     return quantization.prepare_4bit_base(model) if spec.lora and spec.lora.quantize_base else None
 
 

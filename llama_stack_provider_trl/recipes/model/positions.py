@@ -17,18 +17,18 @@ def within_positions(spec: JobSpec) -> tuple[JobSpec, list[str]]:
 
     A length that the request set stays as it is: `check_length` refuses one that is too large. Reads config.json alone.
     """
-    if not spec.max_seq_length_is_default:
+    if not spec.data.max_seq_length_is_default:
         return spec, []
     members = [member.source for member in members_of(spec.work)]
     sources = [spec.source, spec.reference_source, *members]
     found = [positions for source in sources if (positions := positions_of(source)) is not None]
-    if not found or min(found) >= spec.max_seq_length:
+    if not found or min(found) >= spec.data.max_seq_length:
         return spec, []
     warning = (
-        f"max_seq_length is {min(found)}, the positions of the model, instead of the default {spec.max_seq_length}: "
-        "set the provider option max_seq_length to choose it"
+        f"max_seq_length is {min(found)}, the positions of the model, instead of the default {spec.data.max_seq_length}"
+        ": set the provider option max_seq_length to choose it"
     )
-    return spec.model_copy(update={"max_seq_length": min(found)}), [warning]
+    return spec.changed(max_seq_length=min(found)), [warning]
 
 
 def positions_of(source: ModelSource) -> int | None:

@@ -50,7 +50,7 @@ def exports(spec: JobSpec) -> tuple[Kind, ...]:
     """The kinds of export that the job writes at its end."""
     if spec.work is not None:
         return ()
-    return ("final", "merged") if spec.lora and spec.merge_adapter else ("final",)
+    return ("final", "merged") if spec.lora and spec.train.merge_adapter else ("final",)
 
 
 def write_configuration(model: PreTrainedModel, directory: Path, dtype: torch.dtype | None = None) -> None:
@@ -105,8 +105,9 @@ def try_exports(spec: JobSpec, tokenizer: PreTrainedTokenizerBase, warn: Callabl
     if fault:
         raise JobFailure(
             Reason.invalid_model,
-            f"model {spec.model!r} was saved without its weights and loaded again, as at the end of a job, and {fault}"
-            ". Correct its config.json, or name a model whose tokenizer_config.json names the right tokenizer_class.",
+            f"model {spec.source.model!r} was saved without its weights and loaded again, as at the end of a job, and "
+            f"{fault}. Correct its config.json, or name a model whose tokenizer_config.json names the "
+            "right tokenizer_class.",
         )
     for message in lacking_in_exports(spec):
         warn(message)
@@ -146,11 +147,11 @@ def _try_model(spec: JobSpec, tokenizer: PreTrainedTokenizerBase, directory: Pat
         return None
     if model.can_generate():
         model.generation_config = read_generation_config(spec.source).config
-    model.name_or_path = spec.model
+    model.name_or_path = spec.source.model
     align_special_tokens(model, tokenizer)  # as Trainer does
-    write_configuration(model, directory, DTYPES[spec.dtype])
+    write_configuration(model, directory, DTYPES[spec.compute.dtype])
     try:
-        written = AutoConfig.from_pretrained(directory, trust_remote_code=spec.trust_remote_code)
+        written = AutoConfig.from_pretrained(directory, trust_remote_code=spec.source.trust_remote_code)
         if model.can_generate():
             GenerationConfig.from_pretrained(directory)
     except UNLOADABLE as error:
@@ -163,7 +164,7 @@ def _built(spec: JobSpec, config: PreTrainedConfig, directory: Path | None = Non
     """The model of a configuration without weights, or why it cannot be built."""
     source = spec.source if directory is None else spec.source.model_copy(update={"path": directory})
     try:
-        return outline(source, config, DTYPES[spec.dtype], is_reward=spec.trains_reward)
+        return outline(source, config, DTYPES[spec.compute.dtype], is_reward=spec.trains_reward)
     except Exception as error:  # of any architecture
         return describe(error)
 
@@ -171,7 +172,7 @@ def _built(spec: JobSpec, config: PreTrainedConfig, directory: Path | None = Non
 def tokenizer_fault(directory: Path, tokenizer: PreTrainedTokenizerBase, spec: JobSpec) -> str | None:
     """How the tokenizer of a directory differs from the one that trained; None where it does not."""
     try:
-        found = AutoTokenizer.from_pretrained(directory, trust_remote_code=spec.trust_remote_code)
+        found = AutoTokenizer.from_pretrained(directory, trust_remote_code=spec.source.trust_remote_code)
     except UNLOADABLE as error:
         return f"its tokenizer cannot be loaded: {describe(error)}"
     if found.chat_template != tokenizer.chat_template:

@@ -153,7 +153,9 @@ class AnswersPrompts(PreparedDatasets, ScoresReference):
     def _seeds(self, rows: list[int]) -> list[str]:
         """Of the random numbers of each answer to the prompts of these rows."""
         count = self.spec.sequences_per_row
-        return [f"{self.spec.seed}/{self.state.global_step}/{row}/{number}" for row in rows for number in range(count)]
+        return [
+            f"{self.spec.data.seed}/{self.state.global_step}/{row}/{number}" for row in rows for number in range(count)
+        ]
 
     @contextmanager
     def _alive_at_each_forward(self, model: Any) -> Iterator[None]:

@@ -65,7 +65,7 @@ def kto_arguments(spec: JobSpec, device: torch.device) -> KTOConfig:
 
 def optimizer_class(spec: JobSpec, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The optimizer class and its arguments beyond weight decay (which Trainer sets per parameter group)."""
-    optimizer = spec.optimizer
+    optimizer = spec.train.optimizer
     shared: dict[str, Any] = {"lr": optimizer.learning_rate}
     adam_arguments = {"betas": (optimizer.adam_beta1, optimizer.adam_beta2), "eps": optimizer.adam_epsilon}
     if optimizer.name == "adamw_8bit":
@@ -101,36 +101,36 @@ def scheduler_arguments(optimizer: OptimizerSpec, total_steps: int) -> dict[str,
 
 
 def _common(spec: JobSpec, device: torch.device) -> dict[str, Any]:
-    optimizer, sharding = spec.optimizer, fsdp_arguments(spec)
+    optimizer, sharding = spec.train.optimizer, fsdp_arguments(spec)
     return {
         "output_dir": str(spec.checkpoint_dir),
-        "trust_remote_code": spec.trust_remote_code,
-        "num_train_epochs": spec.n_epochs,
-        "per_device_train_batch_size": spec.batch_size,
-        "per_device_eval_batch_size": spec.batch_size,
-        "gradient_accumulation_steps": spec.gradient_accumulation_steps,
+        "trust_remote_code": spec.source.trust_remote_code,
+        "num_train_epochs": spec.train.n_epochs,
+        "per_device_train_batch_size": spec.data.batch_size,
+        "per_device_eval_batch_size": spec.data.batch_size,
+        "gradient_accumulation_steps": spec.train.gradient_accumulation_steps,
         # The old name warns in transformers 5.23, and TRL sets it to True unless it is None.
         "gradient_checkpointing": None,
-        "activation_checkpointing": spec.gradient_checkpointing,
-        "activation_checkpointing_kwargs": {"every_n_layers": spec.checkpoint_every}
-        if spec.checkpoint_every > 1
+        "activation_checkpointing": spec.compute.gradient_checkpointing,
+        "activation_checkpointing_kwargs": {"every_n_layers": spec.compute.checkpoint_every}
+        if spec.compute.checkpoint_every > 1
         else None,
-        "activation_offloading": spec.activation_offloading,
-        "max_length": spec.max_seq_length,
+        "activation_offloading": spec.compute.activation_offloading,
+        "max_length": spec.data.max_seq_length,
         "learning_rate": optimizer.learning_rate,
         "weight_decay": optimizer.weight_decay,
         # transformers 5 reads a number below 1 as a share of all steps, rounded up.
         "warmup_steps": optimizer.warmup_steps or optimizer.warmup_ratio,
         "lr_scheduler_type": {"constant": "constant_with_warmup"}.get(optimizer.scheduler, optimizer.scheduler),
         "max_grad_norm": optimizer.max_grad_norm,
-        "bf16": spec.dtype == "bf16",
-        "fp16": spec.dtype == "fp16",
-        "seed": spec.seed,
+        "bf16": spec.compute.dtype == "bf16",
+        "fp16": spec.compute.dtype == "fp16",
+        "seed": spec.data.seed,
         "use_cpu": device.type == "cpu",
         **loader_arguments(spec, device.type),
-        "logging_steps": spec.logging_steps,
+        "logging_steps": spec.train.logging_steps,
         # With periodic averaging no step waits for other workers: `RecipeTrainer` counts those of each.
-        "average_tokens_across_devices": spec.averaging is None,
+        "average_tokens_across_devices": spec.train.averaging is None,
         # With the filter on, Trainer reports the last finite loss in place of a NaN; a NaN fails the job.
         "logging_nan_inf_filter": False,
         # Saving, evaluating and reporting are decided by `recipes.trainer.callbacks`.

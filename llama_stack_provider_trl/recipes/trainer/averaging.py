@@ -100,7 +100,7 @@ class OuterOptimizer:
 
 def workers_of(spec: JobSpec) -> Workers:
     """The workers of this attempt's ranks: without averaging all ranks are one."""
-    if spec.averaging is None:
+    if spec.train.averaging is None:
         return Workers(ranks.world_size())
     return Workers(ranks.local_world_size() if is_sharded(spec) else 1)
 

@@ -102,7 +102,9 @@ class RecipeTrainer(Trainer):
         self.workers = workers_of(spec)
         self._saver = Saver(spec, self.args.device, writer, fencing_token, self.workers)
         self._require_space = require_space
-        self.step_bytes = step_bytes(self.model, spec.optimizer, self.workers.count if spec.averaging else 0)
+        self.step_bytes = step_bytes(
+            self.model, spec.train.optimizer, self.workers.count if spec.train.averaging else 0
+        )
         """The approximate size of a step checkpoint."""
         self._own_tokens = torch.zeros((), dtype=torch.float64)
         self._restored: dict[str, Any] = {}
@@ -117,7 +119,7 @@ class RecipeTrainer(Trainer):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, which shards the model and loads its checkpoint; deferred weights are read then."""
         deferred, self._deferred = self._deferred, None
-        averaging, sharded = self.spec.averaging, is_sharded(self.spec)
+        averaging, sharded = self.spec.train.averaging, is_sharded(self.spec)
         if sharded:
             name_blocks(self.model, self.accelerator)
         apart = without_ddp(self.accelerator) if averaging and not sharded else nullcontext()
@@ -137,9 +139,9 @@ class RecipeTrainer(Trainer):
         Raises:
             JobFailure: invalid_request, where the job is too short for its warmup and decay.
         """
-        if problem := problem_of_warmup(self.spec.optimizer, num_training_steps):
+        if problem := problem_of_warmup(self.spec.train.optimizer, num_training_steps):
             self._writer.write(Warned(message=problem))
-        self.args.lr_scheduler_kwargs = scheduler_arguments(self.spec.optimizer, num_training_steps)
+        self.args.lr_scheduler_kwargs = scheduler_arguments(self.spec.train.optimizer, num_training_steps)
         return super().create_scheduler(num_training_steps, optimizer)
 
     def scoring(self) -> AbstractContextManager[None]:
@@ -151,7 +153,7 @@ class RecipeTrainer(Trainer):
     @property
     def is_common(self) -> bool:
         """Whether all ranks are to hold the same weights after the optimizer step at hand."""
-        averaging = self.spec.averaging
+        averaging = self.spec.train.averaging
         return averaging is None or averaging.meets(self.state.global_step, self.state.max_steps)
 
     def average(self) -> None:
@@ -178,7 +180,7 @@ class RecipeTrainer(Trainer):
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's: tokens of an optimizer step over the ranks that average their gradients."""
         count = super()._get_num_items_in_batch(*args, **kwargs)
-        if self.spec.averaging and torch.is_tensor(count):
+        if self.spec.train.averaging and torch.is_tensor(count):
             count = self.workers.sum_within(count)
         return count
 
@@ -243,12 +245,12 @@ class RecipeTrainer(Trainer):
         return len(dataset) - self.batch_plan.needs_filler
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
-        steps = self.spec.max_steps_per_epoch
+        steps = self.spec.train.max_steps_per_epoch
         cap = None if steps is None else steps * self.batch_plan.rows_per_step
         dataset = self.train_dataset if train_dataset is None else train_dataset
         lengths = row_lengths(dataset) if self.groups_by_length else None
         self._train_sampler = self._sampler(
-            dataset, cap, shuffle=self.spec.shuffle, batch_plan=self.batch_plan, lengths=lengths
+            dataset, cap, shuffle=self.spec.train.shuffle, batch_plan=self.batch_plan, lengths=lengths
         )
         return self._train_sampler
 
@@ -262,9 +264,9 @@ class RecipeTrainer(Trainer):
 
     def _sampler(self, dataset: Any, cap: int | None, *, shuffle: bool, **of_steps: Any) -> EpochSampler:
         world = self.args.world_size
-        multiple = world * self.spec.batch_size if world > 1 else 1
+        multiple = world * self.spec.data.batch_size if world > 1 else 1
         return self.sampler_class(
-            self.rows_of(dataset), cap, shuffle=shuffle, seed=self.spec.seed, multiple_of=multiple, **of_steps
+            self.rows_of(dataset), cap, shuffle=shuffle, seed=self.spec.data.seed, multiple_of=multiple, **of_steps
         )
 
     @property
@@ -272,18 +274,18 @@ class RecipeTrainer(Trainer):
         """Whether the rows of an optimizer step are put into batches by length. Its numbers do not depend on which
         rows share a batch, unless something is averaged over a batch."""
         spec, batch_plan = self.spec, self.batch_plan
-        has_batch_means = spec.method.has_batch_means or self.aux_loss_enabled or spec.packed
+        has_batch_means = spec.method.has_batch_means or self.aux_loss_enabled or spec.data.packed
         several = batch_plan.world_size * batch_plan.accumulation_steps > 1
         # Rank 0 gets the longest rows of every step: one worker would never see short ones.
-        return spec.group_by_length and several and not has_batch_means and spec.averaging is None
+        return spec.data.group_by_length and several and not has_batch_means and spec.train.averaging is None
 
     @property
     def gradient_sync(self) -> str | None:
         """When accumulated gradients are reduced over the ranks: `step`, as always under DDP, or `micro_step`. None:
         nothing is accumulated over several ranks."""
-        if self.spec.ranks == 1 or self.spec.gradient_accumulation_steps == 1:
+        if self.spec.ranks == 1 or self.spec.train.gradient_accumulation_steps == 1:
             return None
-        if self.spec.averaging and not is_sharded(self.spec):
+        if self.spec.train.averaging and not is_sharded(self.spec):
             return None
         return "micro_step" if self._gradient_kwargs.get("sync_each_batch") else "step"
 
@@ -469,7 +471,7 @@ class RecipeTrainer(Trainer):
         if checkpoint is None:
             return
         if self._restored.get("world_size", ranks.world_size()) != ranks.world_size():
-            seed = (self.spec.seed * 1_000_003 + self.state.global_step) * 1009 + ranks.rank()
+            seed = (self.spec.data.seed * 1_000_003 + self.state.global_step) * 1009 + ranks.rank()
             return set_seed(seed % 2**32)
         state = load_random(Path(checkpoint))
         if state is not None:

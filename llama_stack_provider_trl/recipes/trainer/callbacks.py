@@ -98,7 +98,7 @@ class JobCallback(TrainerCallback):
     ) -> None:
         """Prove that the model is sharded, and report what will be trained."""
         spec, model = self.spec, self.trainer.model
-        state.logging_steps = spec.logging_steps  # a checkpoint of another job has that job's value
+        state.logging_steps = spec.train.logging_steps  # a checkpoint of another job has that job's value
         if self.start_step >= state.max_steps:
             raise JobFailure(
                 Reason.invalid_request,
@@ -138,7 +138,7 @@ class JobCallback(TrainerCallback):
         if self._answers is None:
             return
         answers = self._answers.take_first() if kind == "before" else self._answers.take()
-        steps = self.trainer.state.max_steps / self.spec.n_epochs
+        steps = self.trainer.state.max_steps / self.spec.train.n_epochs
         self.writer.write(Sampled(kind=kind, step=step, epoch=round(step / steps, 6), answers=answers))
 
     def _sample_checkpoint(self) -> None:
@@ -191,7 +191,7 @@ class JobCallback(TrainerCallback):
             self.paused = control.should_training_stop = decision is Decision.stop
             # An evaluation that was not planned here would use random numbers that the job has planned for later.
             self._save(control, evaluate=self._is_planned(state) or self._is_evaluated(state))
-        elif (self.spec.save_steps or self.spec.averaging) and self._is_planned(state):
+        elif (self.spec.train.save_steps or self.spec.train.averaging) and self._is_planned(state):
             self._save(control)
         elif self._is_evaluated(state):
             control.should_log = control.should_evaluate = True
@@ -200,7 +200,7 @@ class JobCallback(TrainerCallback):
     def _pause_at_rung(self, state: TrainerState, control: TrainerControl) -> None:
         """Evaluate, save and end: the search compares its trials here. What was not planned uses no random numbers of
         the job, so that a trial that continues is the job that was never compared."""
-        if self.spec.validation is not None and not (self._is_planned(state) or self._is_evaluated(state)):
+        if self.spec.data.validation is not None and not (self._is_planned(state) or self._is_evaluated(state)):
             self._random = random_state.capture(self.trainer.args.device)
         self.paused = control.should_training_stop = True
         self._save(control)
@@ -231,7 +231,7 @@ class JobCallback(TrainerCallback):
         would wait forever."""
         decision = Decision.proceed
         if ranks.rank() == 0:
-            overdue = self.spec.save_steps is None and time.monotonic() - self._saved_at > SAVE_SECONDS
+            overdue = self.spec.train.save_steps is None and time.monotonic() - self._saved_at > SAVE_SECONDS
             decision = Decision.stop if self.control_file.exists() else Decision.save if overdue else Decision.proceed
         return Decision(ranks.broadcast_number(decision))
 
@@ -239,7 +239,7 @@ class JobCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         unsaved = self._last_saved < state.global_step < state.max_steps
-        at_end = self.spec.save_steps is None and self.spec.averaging is None
+        at_end = self.spec.train.save_steps is None and self.spec.train.averaging is None
         if at_end and unsaved and not self.paused and not self.stopped:
             evaluated = self.validation is not None and self.validation[0] == state.global_step
             self._save(control, evaluate=not evaluated)
@@ -254,7 +254,7 @@ class JobCallback(TrainerCallback):
     ) -> None:
         if not logs or "loss" not in logs:
             return
-        _refuse_divergence(state.global_step, logs, scaled=self.spec.dtype == "fp16")
+        _refuse_divergence(state.global_step, logs, scaled=self.spec.compute.dtype == "fp16")
         self._losses.append((state.global_step - self.last_logged, logs["loss"]))
         self.last_logged = state.global_step
         metrics = {name: float(value) for name, value in logs.items() if name != "epoch" and math.isfinite(value)}
@@ -334,17 +334,17 @@ class JobCallback(TrainerCallback):
 
     def _is_planned(self, state: TrainerState) -> bool:
         """Whether a checkpoint is planned after this step; with periodic averaging, or was since the last average."""
-        steps = self.spec.save_steps or state.max_steps // self.spec.n_epochs
-        interval = self.spec.averaging.interval if self.spec.averaging else 1
+        steps = self.spec.train.save_steps or state.max_steps // self.spec.train.n_epochs
+        interval = self.spec.train.averaging.interval if self.spec.train.averaging else 1
         return passes_multiple(state.global_step, interval, steps)
 
     def _is_evaluated(self, state: TrainerState) -> bool:
         """Whether an evaluation is planned after this step."""
-        return self.spec.eval_steps is not None and state.global_step % self.spec.eval_steps == 0
+        return self.spec.train.eval_steps is not None and state.global_step % self.spec.train.eval_steps == 0
 
     def _save(self, control: TrainerControl, evaluate: bool = True) -> None:
         control.should_log = True
-        control.should_evaluate = evaluate and self.spec.validation is not None
+        control.should_evaluate = evaluate and self.spec.data.validation is not None
         control.should_save = True
 
     def _tokens_per_second(self, logs: dict[str, float]) -> float:

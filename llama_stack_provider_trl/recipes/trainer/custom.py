@@ -158,10 +158,10 @@ def check_rows_of_jobs(spec: JobSpec) -> None:
         InvalidRows: it refuses a row.
         JobFailure: it cannot be used here.
     """
-    if spec.dataset.of_job is None or not isinstance(spec.method, CustomSpec):
+    if spec.data.dataset.of_job is None or not isinstance(spec.method, CustomSpec):
         return
     try:
-        check_custom_rows(spec.method, spec.dataset, spec.algorithm, spec.data_format)
+        check_custom_rows(spec.method, spec.data.dataset, spec.algorithm, spec.data.data_format)
     except MethodUnavailable as error:
         raise _failure(spec.method, str(error)) from error
 

@@ -34,11 +34,11 @@ def check_members(spec: JobSpec) -> None:
     """
     tokenizer = load_tokenizer(spec.source)
     for source in dict.fromkeys(member.source for member in members_of(spec.work)):
-        if source.model != spec.model and (problem := vocabulary_problem(tokenizer, source)):
+        if source.model != spec.source.model and (problem := vocabulary_problem(tokenizer, source)):
             raise JobFailure(
                 Reason.invalid_model,
-                f"models: {source.model!r} does not fit {spec.model!r}, the first one: {problem}. Name models with the "
-                "same tokenizer.",
+                f"models: {source.model!r} does not fit {spec.source.model!r}, the first one: {problem}. Name models "
+                "with the same tokenizer.",
             )
 
 

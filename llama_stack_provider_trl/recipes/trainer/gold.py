@@ -70,7 +70,7 @@ class GoldRecipe(DistillationRecipe):
             self._own,
             self._theirs,
             self._encode,
-            most=min(2 * self._most, self.spec.max_seq_length - len(prompt)),
+            most=min(2 * self._most, self.spec.data.max_seq_length - len(prompt)),
             has_ended=ids[-1] in self._ends(),
             end=None if self._uld.skip_end else self._teacher_tokenizer.eos_token_id,
         )

@@ -84,11 +84,11 @@ class GrpoRecipe(AnswersPrompts, DPOTrainer):
             raise AssertionError("a GRPO job without a GrpoSpec")
         self._grpo = spec.method
         self._rewards = Rewards(spec.method)
-        self._rows = RowsOnDemand(spec.dataset.path, checks_of(spec.method.rewards))
+        self._rows = RowsOnDemand(spec.data.dataset.path, checks_of(spec.method.rewards))
         super().__init__(spec=spec, sampling=spec.method, **arguments)
         fuse_head(self.policy, outputs=("log_probs",), temperature=spec.method.temperature)
         self.ref_model = load_reference(spec, self.args.device, self.accelerator) if is_needed(spec) else None
-        self._rewards.load_models(spec.dtype, self.args.device)
+        self._rewards.load_models(spec.compute.dtype, self.args.device)
         self._correction: Correction | None = None
         self._sampling_log_probs: dict[int, list[list[float]]] = {}
         """Of the tokens of the optimizer step's answers, by row, where vLLM chose them."""

@@ -103,7 +103,7 @@ class KtoRecipe(PreparedDatasets, ScoresReference, KTOTrainer):
         self._kto = spec.method
         padding = processing_class.pad_token_id
         padding = processing_class.eos_token_id if padding is None else padding
-        self._batches = FlatAnswers() if spec.padding_free else PaddedAnswers(spec, padding or 0)
+        self._batches = FlatAnswers() if spec.compute.padding_free else PaddedAnswers(spec, padding or 0)
         self._kl_of_step = torch.zeros(())
         self._scored: list[torch.Tensor] = []
         """Of the running evaluation: log-ratios, labels and whether it is no filler, of each batch."""
@@ -135,7 +135,7 @@ class KtoRecipe(PreparedDatasets, ScoresReference, KTOTrainer):
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         if self._kto.estimates_kl:
-            dataset = MismatchedRows(dataset, self.rows_of(dataset), self.spec.max_seq_length)
+            dataset = MismatchedRows(dataset, self.rows_of(dataset), self.spec.data.max_seq_length)
         return super()._get_dataloader(dataset, *args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:

@@ -16,8 +16,8 @@ def num_workers(spec: JobSpec, device: str) -> int:
     Args:
         device: cuda, mps or cpu.
     """
-    if spec.dataloader_num_workers is not None:
-        return spec.dataloader_num_workers
+    if spec.data.dataloader_num_workers is not None:
+        return spec.data.dataloader_num_workers
     return 2 if device == "cuda" else 0
 
 

@@ -88,7 +88,7 @@ class PairRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
 
     def batches(self, spec: JobSpec) -> FlatPairs | PaddedPairs:
         """The kind of batches that the job is trained on."""
-        return FlatPairs() if spec.padding_free else PaddedPairs(spec)
+        return FlatPairs() if spec.compute.padding_free else PaddedPairs(spec)
 
 
 def real_pairs(lengths: torch.Tensor) -> torch.Tensor:

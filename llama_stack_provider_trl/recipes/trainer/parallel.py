@@ -60,8 +60,8 @@ def exchange_of(spec: JobSpec, trainable: int, total: int, reference: int, gradi
         reference=reference,
         ranks_per_node=per_node,
         strategy=spec.sharding.strategy if spec.sharding else "NO_SHARD",
-        micro_steps=spec.gradient_accumulation_steps,
-        interval=spec.averaging.interval if spec.averaging else 1,
+        micro_steps=spec.train.gradient_accumulation_steps,
+        interval=spec.train.averaging.interval if spec.train.averaging else 1,
         keeps_whole_gradients=gradient_sync != "micro_step",
-        weight_bytes=4 if spec.dtype == "fp32" else 2,
+        weight_bytes=4 if spec.compute.dtype == "fp32" else 2,
     )

@@ -65,19 +65,20 @@ def check_vocabulary(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> None:
     if spec.method.other_vocabulary is not None:
         check_pieces(spec, tokenizer)
         return
-    if reference.model == spec.model:
+    if reference.model == spec.source.model:
         return
     if problem := vocabulary_problem(tokenizer, reference):
         if spec.method.has_teacher:
             raise JobFailure(
                 Reason.invalid_model,
-                f"algorithm_config.teacher {reference.model!r} does not fit the model {spec.model!r}: {problem}. "
-                f"{OTHER_VOCABULARY[0].upper()}{OTHER_VOCABULARY[1:]}.",
+                f"algorithm_config.teacher {reference.model!r} does not fit the model {spec.source.model!r}: {problem}"
+                f". {OTHER_VOCABULARY[0].upper()}{OTHER_VOCABULARY[1:]}.",
             )
         raise JobFailure(
             Reason.invalid_model,
-            f"reference_model {reference.model!r} does not fit the model {spec.model!r}: {problem}. Name a reference "
-            "with the same tokenizer, such as an earlier checkpoint of the model, or leave it out: the base model.",
+            f"reference_model {reference.model!r} does not fit the model {spec.source.model!r}: {problem}. Name a "
+            "reference with the same tokenizer, such as an earlier checkpoint of the model, or leave it out: the base "
+            "model.",
         )
 
 
@@ -130,10 +131,10 @@ def load_reference(spec: JobSpec, device: torch.device, accelerator: Accelerator
     storage = WeightStorage.of(spec)
     model = load_model(spec.reference_source, storage, device).requires_grad_(False).eval()
     set_attention(spec, model)
-    if spec.padding_free:
+    if spec.compute.padding_free:
         use_rows(model, device.type)
     role = "teacher" if spec.method.has_teacher else "reference"
-    check_length(model, spec.max_seq_length, f"the {role} {spec.reference_source.model!r}")
+    check_length(model, spec.data.max_seq_length, f"the {role} {spec.reference_source.model!r}")
     fuse_head(model, outputs=("log_probs",), temperature=temperature_of(spec))
     deferred = DeferredWeights(model, storage.dtype, device) if storage.is_deferred else None
     scored = frozen(spec, model).eval() if has_reference_adapter(spec) else model
@@ -216,14 +217,14 @@ class Precomputation:
             reference.location,
             commit,
             row_bytes(rows, num_rows),
-            dtype=self._spec.dtype,
+            dtype=self._spec.compute.dtype,
             weights=str(policy.dtype),
             quantization=str(getattr(policy.config, "quantization_config", None)),
             # Of batches in one sequence, too: they differ from padded ones by rounding.
-            attention="sdpa" if self._spec.padding_free else policy.config._attn_implementation,
+            attention="sdpa" if self._spec.compute.padding_free else policy.config._attn_implementation,
             device=self._trainer.args.device.type,
             # Where bf16 rounds depends on it.
-            precision="units" if is_sharded(self._spec) and self._spec.dtype != "fp32" else "autocast",
+            precision="units" if is_sharded(self._spec) and self._spec.compute.dtype != "fp32" else "autocast",
             **self._adapter_of_key(cache),
         )
 
@@ -240,11 +241,11 @@ class Precomputation:
                 self._sharding = {"sharding": describe(trainer.ref_model, spec)}
         order = pair_lengths(rows, num_rows).argsort(descending=True, stable=True).tolist()
         if world > 1:
-            order += [num_rows] * (-num_rows % (world * spec.batch_size))  # the filler
+            order += [num_rows] * (-num_rows % (world * spec.data.batch_size))  # the filler
         log_probs = torch.zeros(len(rows), 2, device=trainer.args.device)
         trainer.model.eval()
-        for start in range(ranks.rank() * spec.batch_size, len(order), world * spec.batch_size):
-            batch = order[start : start + spec.batch_size]
+        for start in range(ranks.rank() * spec.data.batch_size, len(order), world * spec.data.batch_size):
+            batch = order[start : start + spec.data.batch_size]
             inputs = trainer._prepare_inputs(trainer.data_collator([rows[number] for number in batch]))
             log_probs[batch] = trainer.reference_logps(inputs).view(2, -1).T
             self._heartbeat()

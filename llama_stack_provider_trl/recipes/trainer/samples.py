@@ -49,8 +49,8 @@ class PromptAnswers:
             found = " ".join(str(error).split())[:300]
             raise JobFailure(
                 Reason.invalid_request,
-                f"provider_options.samples: model {self._trainer.spec.model!r} cannot answer prompts while it trains "
-                f"({type(error).__name__}: {found}). Leave the option out",
+                f"provider_options.samples: model {self._trainer.spec.source.model!r} cannot answer prompts while it "
+                f"trains ({type(error).__name__}: {found}). Leave the option out",
             ) from error
 
     def take(self) -> list[Answer]:

@@ -37,9 +37,9 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
     head_outputs = ("log_probs", "is_top1")
 
     def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
-        super().__init__(spec=spec, data_collator=collate_rows if spec.padding_free else None, **arguments)
-        if not spec.padding_free:
-            self.data_collator.return_position_ids = spec.packed
+        super().__init__(spec=spec, data_collator=collate_rows if spec.compute.padding_free else None, **arguments)
+        if not spec.compute.padding_free:
+            self.data_collator.return_position_ids = spec.data.packed
 
     def compute_loss(
         self,
@@ -73,19 +73,19 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
 
     def forward_arguments(self, inputs: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
         """Arguments of a forward of `model` that scores a collated batch."""
-        if self.spec.padding_free:
+        if self.spec.compute.padding_free:
             return forward_arguments(inputs)
         # Without an attention mask transformers separates the rows of a packed sequence by their positions, and takes
         # each padding token for a row.
-        if self.spec.packed or not passes_padding_mask(self.spec, model, self.args.device.type):
+        if self.spec.data.packed or not passes_padding_mask(self.spec, model, self.args.device.type):
             inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
-        if self.spec.packed and self.spec.uses_flash_kernels:
+        if self.spec.data.packed and self.spec.uses_flash_kernels:
             inputs = in_one_sequence(inputs)
         return {**inputs, "use_cache": False, "fused_lm_head": True}
 
     def _num_tokens(self, inputs: dict[str, Any], outputs: Any) -> torch.Tensor:
         """Tokens of the batch, padding and fillers left out."""
-        if self.spec.padding_free:
+        if self.spec.compute.padding_free:
             return inputs["num_tokens"]
         fillers = ~outputs.label_mask.any(dim=1, keepdim=True)
         return inputs["attention_mask"].masked_fill(fillers, 0).sum()

@@ -147,7 +147,7 @@ def fuse_head(model: Any, outputs: tuple[str, ...], temperature: float = 1.0) ->
 def has_fast_head(spec: JobSpec, kind: str) -> bool:
     """Whether a job's head computes in `fast_head` on a kind of device: cuda, mps or cpu. For cuda TRL has Triton
     kernels, which fold a tile in one pass."""
-    return spec.padding_free and kind != "cuda"
+    return spec.compute.padding_free and kind != "cuda"
 
 
 def weighs_tokens_alike(spec: JobSpec) -> bool:

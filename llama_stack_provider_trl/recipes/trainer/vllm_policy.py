@@ -84,7 +84,7 @@ class VllmPolicy:
     def start(self, model: Any) -> None:
         """Start vLLM. Raises JobFailure: it cannot be started, or cannot load the model."""
         spec, source = self._spec, self._spec.source
-        dtype = DTYPES[spec.dtype]
+        dtype = DTYPES[spec.compute.dtype]
         self._weights = _SharedWeights(model, dtype)
         _release_cache(self._device)
         self._process.start(
@@ -93,7 +93,7 @@ class VllmPolicy:
                 "revision": source.revision,
                 "trust_remote_code": source.trust_remote_code,
                 "dtype": str(dtype).removeprefix("torch."),
-                "max_model_len": spec.max_seq_length,
+                "max_model_len": spec.data.max_seq_length,
                 "max_num_seqs": min(self._at_once, MOST_AT_ONCE),
                 "gpu_memory_utilization": self._vllm.gpu_memory_utilization,
                 **self._weights.settings,
@@ -114,7 +114,7 @@ class VllmPolicy:
             raise AssertionError("vLLM is not started")
         self._weights.write(alive)
         _release_cache(self._device)
-        self._process.reload(self._spec.model)
+        self._process.reload(self._spec.source.model)
         batch = {
             "prompts": list(prompts),
             "seeds": [random.Random(seed).getrandbits(31) for seed in seeds],

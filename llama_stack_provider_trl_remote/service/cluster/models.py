@@ -212,7 +212,7 @@ def _parsed(data: bytes) -> ModelDirectory:
 
 def _wanted(job: Mapping[str, Any]) -> Sequence[_Wanted]:
     reference = reference_of(job)
-    given = [job, reference] if reference.get("model") else [job]
+    given = [job["source"], reference] if reference.get("model") else [job["source"]]
     found = [_Wanted(one["model"], one.get("revision"), bool(one.get("trust_remote_code"))) for one in given]
     return list(dict.fromkeys(found))
 

@@ -55,7 +55,7 @@ def begin_answers(store: Store, task: NodeTaskRecord, spec: JobSpec, digests: Di
         raise NotFound(_no_file(spec, ANSWERS))
     with _opened(spec.checkpoint_dir / ANSWERS) as descriptor, os.fdopen(os.dup(descriptor), "rb") as file:
         size = os.fstat(descriptor).st_size
-        whole = whole_batches(file, spec.batch_size, spec.dataset.num_rows * answering.samples_per_prompt)
+        whole = whole_batches(file, spec.data.batch_size, spec.data.dataset.num_rows * answering.samples_per_prompt)
         if whole.size < size:
             with store.tasks.while_current(task.task_id, task.node) as is_current:
                 if not is_current:
@@ -167,11 +167,11 @@ def most_bytes(spec: JobSpec) -> int:
     """Bytes of the largest file that a job's answers can make; so a node cannot fill the disk with one."""
     answering = answering_of(spec.work)
     assert answering is not None
-    count = spec.dataset.num_rows * answering.samples_per_prompt
+    count = spec.data.dataset.num_rows * answering.samples_per_prompt
     try:
-        rows = spec.dataset.path.stat().st_size
+        rows = spec.data.dataset.path.stat().st_size
     except OSError:  # an answer's line repeats its prompt
-        rows = spec.dataset.num_rows * LINE_BYTES
+        rows = spec.data.dataset.num_rows * LINE_BYTES
     return _REPEATED * rows * answering.samples_per_prompt + count * (_LINE + _TOKEN * answering.max_new_tokens)
 
 

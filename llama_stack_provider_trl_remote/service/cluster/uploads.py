@@ -197,7 +197,7 @@ class UploadReceiver:
         target = job.spec.checkpoint_dir / name
         if not is_checkpoint_name(name, report.kind):
             raise InvalidRequest("checkpoint", name, f"expected the name of a checkpoint of the kind {report.kind}")
-        _check_files(report, code=job.spec.trust_remote_code)
+        _check_files(report, code=job.spec.source.trust_remote_code)
         staging = _staging(job, task, name)
         with self._requesting:  # one lock for both of two first requests
             requested_once = self._requested.setdefault(staging, threading.Lock())

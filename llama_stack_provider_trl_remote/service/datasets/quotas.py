@@ -155,7 +155,7 @@ class JobAllowance(Allowance):
 
     def counted(self, specs: Iterable[JobSpec]) -> dict[str, int]:
         sizes = {sha256: rows.num_bytes for sha256, rows in self.rows.items()}
-        for ref in (ref for spec in specs for ref in (spec.dataset, spec.validation)):
+        for ref in (ref for spec in specs for ref in (spec.data.dataset, spec.data.validation)):
             if ref is not None and ref.of_job is None and ref.sha256 not in sizes:
                 with suppress(FileNotFoundError):  # the job is refused when it is stored
                     sizes[ref.sha256] = ref.path.stat().st_size

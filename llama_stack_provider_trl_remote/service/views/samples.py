@@ -61,7 +61,7 @@ def side_by_side(store: Store, job_uuid: str, skip: int) -> SideBySide:
 
 
 def _prompts(spec: JobSpec) -> list[list[PromptMessage]]:
-    given = spec.samples.prompts if spec.samples else ()
+    given = spec.train.samples.prompts if spec.train.samples else ()
     return [[PromptMessage(role=turn.role, content=turn.content) for turn in prompt] for prompt in given]
 
 
