@@ -33,10 +33,10 @@ def main(arguments: list[str]) -> None:
     if arguments[:1] != ["-m"] or arguments[1] not in TRAINS or "real" in spec.parts[-4]:
         os.execv(sys.executable, [sys.executable, *arguments])
     job = json.loads(spec.read_text())["job"]
-    name, steps, home = job["job_uuid"], job["n_epochs"], Path(job["checkpoint_dir"])
+    name, steps, home = job["job_uuid"], job["train"]["n_epochs"], Path(job["checkpoint_dir"])
     events = os.open(spec.parent / "events.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     _write(events, "started", pid=os.getpid(), device=job["device"], versions={})
-    rows = job["dataset"]["num_rows"]
+    rows = job["data"]["dataset"]["num_rows"]
     _write(events, "prepared", total_steps=steps, num_rows=rows, trainable_parameters=1, total_parameters=1)
     for step in range(1, steps + 1):
         while step == steps and "held" in name and not (spec.parent / "go").exists():

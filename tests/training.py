@@ -18,6 +18,7 @@ from llama_stack_provider_trl.specs.job import (
     SampleMessage,
     SamplesSpec,
 )
+from llama_stack_provider_trl.specs.model_source import ModelSource, ReferenceSpec
 from llama_stack_provider_trl.system.files import RunDir, put_rows
 from tests.fakes import method_of
 from tests.traces import shared_traces
@@ -38,6 +39,11 @@ SAMPLES = SamplesSpec(
 def dataset(root: Path, rows: Iterable[dict[str, Any]]) -> DatasetRef:
     blob = put_rows(root / "datasets", rows)
     return DatasetRef(dataset_id="rows", path=blob.path, sha256=blob.sha256, num_rows=blob.num_rows)
+
+
+def reference_to(model: Path | str, **more: Any) -> ReferenceSpec:
+    """A reference, or a teacher, that is another model than the base model."""
+    return ReferenceSpec(source=ModelSource(model=str(model)), **more)
 
 
 def job_spec(root: Path, model: Path | str, algorithm: str = "sft", **changes: Any) -> JobSpec:

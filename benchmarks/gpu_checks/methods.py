@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llama_stack_provider_trl.specs.model_source import ModelSource
+
 from .inputs import DEEP, TEACHER, model, rows
 from .jobs import Outcome, largest_difference, problems, run, spec, train_in_one_process
 from .report import Finding
@@ -109,7 +111,10 @@ def _methods_with_answers(teacher: Path) -> dict[str, Any]:
     from llama_stack_provider_trl.specs.rewards import RewardSource
 
     letters = RewardSource(name="letters", check=AnswerCheck(type="regex", pattern="[a-m]{2}"))
-    learned: dict[str, Any] = {"reference": ReferenceSpec(model=str(teacher)), "max_completion_length": 32}
+    learned: dict[str, Any] = {
+        "reference": ReferenceSpec(source=ModelSource(model=str(teacher))),
+        "max_completion_length": 32,
+    }
     return {
         "GRPO": GrpoSpec(rewards=(letters,), num_generations=4, max_completion_length=32, beta=0.1),
         "distillation": DistillationSpec(**learned),

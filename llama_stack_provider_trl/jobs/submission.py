@@ -39,7 +39,7 @@ from .inputs.bases import find_base
 from .inputs.damaged_models import refuse_damaged
 from .inputs.harness import with_task_files
 from .inputs.made_rows import refuse_split, refuse_unknown_rows, shard_of
-from .inputs.merges import after_all, bases_of, beside_judges, jobs_of, no_rows
+from .inputs.merges import bases_of, jobs_of, no_rows
 from .inputs.resume_from import copy_checkpoint, discard_checkpoint
 from .inputs.reward_models import with_reward_models
 from .inputs.row_parts import UNLIMITED, Allowance, NewRows, PlannedParts, Put, split_parts
@@ -319,8 +319,8 @@ async def resolved(
     spec = resolution.spec(dataset, validation)
     if work is not None:
         spec = with_work(spec, work)
-    if models:
-        spec = after_all(*beside_judges(spec, models))
+    read = [job.job_uuid for job in spec.jobs_read]
+    spec = spec.model_copy(update={"after": tuple(dict.fromkeys([*read, *spec.after]))})
     refuse_unknown_rows(spec)
     return ResolvedJob(spec, [*resolution.warnings, *warnings], resolution.trackers, planned)
 

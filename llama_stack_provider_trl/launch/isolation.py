@@ -21,7 +21,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import InvalidRequest
-from ..specs.model_source import reference_of
+from ..specs.answer_files import answering_of
+from ..specs.bases import parts_of
+from ..specs.harness import HarnessSpec
+from ..specs.job import AttemptSpec, DatasetRef, ReferenceSpec, ResumeFrom
 from ..system.data_dir import DataDir
 from ..system.files import RunDir
 from ..system.process import child_environment
@@ -76,7 +79,7 @@ class Isolation:
         if not self.how:
             return None
         spec = RunDir(task.run_dir).spec
-        named = spec_paths(json.loads(spec.read_text()) if spec.exists() else {}, self.directories)
+        named = spec_paths(_attempt_in(spec), self.directories) if spec.exists() else SpecPaths()
         write = [task.run_dir, *named.write]
         for path in named.write:
             path.mkdir(parents=True, exist_ok=True)
@@ -209,44 +212,36 @@ class SpecPaths:
     write: list[Path] = field(default_factory=list)
 
 
-def spec_paths(spec: Mapping[str, Any], directories: Sequence[Path]) -> SpecPaths:
-    """Paths that the attempt of a `spec.json` reads and writes. A `model` and an adapter are texts of a client: they
-    count only where they are directories with such files, outside of those in `directories` that hold our own."""
-    found = SpecPaths()
-    job = spec.get("job") or {}
-    reference = reference_of(job)
-    data, source = job.get("data") or {}, job.get("source") or {}
-    found.write += _paths(data.get("token_cache"))
-    if not spec.get("preflight"):  # which writes nothing else
-        found.write += _paths(job.get("checkpoint_dir"), reference.get("cache"))
-    found.read += _paths(spec.get("resume_from"), *(spec.get("fall_back_to") or ()), spec.get("turn"))
-    found.read += _paths((job.get("resume_from") or {}).get("path"))
-    found.read += _paths(*((data.get(name) or {}).get("path") for name in ("dataset", "validation")))
-    for model in _paths(
-        (job.get("source") or {}).get("path"), reference.get("model_path")
-    ):  # which the agent has chosen
-        found.read += [model, *_links_of(model, directories)]
-    work, method = job.get("work") or {}, (job.get("train") or {}).get("method") or {}
-    merge = work.get("merge") or {}
-    models = [merge.get("base"), *(one.get("model") for one in merge.get("inputs") or ()), reference.get("model")]
-    for one in (
-        {**job, **(job.get("source") or {})},
-        *(work.get("members") or ()),
-        *((work.get("answers") or {}).get("judges") or ()),
-    ):
-        models += [one.get("model"), (one.get("adapter") or {}).get("path")]
-    answering = [one.get("vllm_python") for one in (work, work.get("answers") or {})]
-    for python in (*answering, (method.get("vllm") or {}).get("python")):
-        if isinstance(python, str):  # which the operator has chosen
-            found.read += _program(python)
-    for source in method.get("rewards") or ():
-        reward = source.get("model") or {}
-        models += [reward.get("path"), (reward.get("base") or {}).get("model")]
-    found.read += _paths(*((work.get("harness") or {}).get("roots") or ()))  # which the operator has named
-    for model in _paths(*models):
-        if _is_model(model, directories):
+def spec_paths(attempt: AttemptSpec, directories: Sequence[Path]) -> SpecPaths:
+    """Paths that an attempt reads and writes. Models and adapters are texts of a client: they count only where they
+    are directories with such files, outside of those in `directories` that hold our own."""
+    job, found = attempt.job, SpecPaths()
+    caches = [model.cache for _, model in parts_of(job, ReferenceSpec)]
+    # A preflight writes nothing else than tokens.
+    written = [job.data.token_cache, *([] if attempt.preflight else [job.checkpoint_dir, *caches])]
+    found.write += [path for path in written if path is not None]
+    rows = [rows.path for _, rows in parts_of(job, DatasetRef)]
+    borrowed = [other.path for _, other in parts_of(job, ResumeFrom)]
+    read = [*attempt.resume_candidates, attempt.turn, *borrowed, *rows]
+    # Which the operator has named.
+    read += [root for _, tasks in parts_of(job, HarnessSpec) for root in tasks.roots]
+    found.read += [path for path in read if path is not None]
+    answering, vllm = answering_of(job.work), job.method.answered_by_vllm
+    for python in (answering and answering.vllm_python, vllm and vllm.python):
+        found.read += _program(str(python)) if python else ()
+    for source in job.models:
+        model = Path(source.location)
+        # The agent of a node has chosen `path`.
+        if source.path is not None or (model.is_absolute() and _is_model(model, directories)):
             found.read += [model, *_links_of(model, directories)]
     return found
+
+
+def _attempt_in(spec: Path) -> AttemptSpec:
+    try:
+        return AttemptSpec.model_validate_json(spec.read_bytes())
+    except ValueError as error:
+        raise OSError(f"{spec} is no specification of an attempt: {error}") from error
 
 
 def _links_of(model: Path, directories: Sequence[Path]) -> Iterator[Path]:

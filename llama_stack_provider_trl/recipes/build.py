@@ -137,7 +137,7 @@ class BuiltTrainer:
             found["method"] = used_method(self.trainer.spec.method)
         if isinstance(self.trainer.spec.method, GrpoSpec) and (used := used_packages(self.trainer.spec.method)):
             found["reward_functions"] = used
-        if rewards := [str(model.path) for model in self.trainer.spec.method.reward_models]:
+        if rewards := [model.own.location for model in self.trainer.spec.method.reward_models]:
             found["reward_models"] = rewards
         if self.trainer.gradient_sync is not None:
             found["gradient_sync"] = self.trainer.gradient_sync

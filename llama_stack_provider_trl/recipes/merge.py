@@ -43,12 +43,13 @@ def merge_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     for left in (*job.checkpoint_dir.glob(f"*{MERGING}*"), final):  # of an attempt that was interrupted
         shutil.rmtree(left, ignore_errors=True)
     writer.write(Prepared(total_steps=1, num_rows=len(work.merge.inputs), trainable_parameters=0, total_parameters=0))
+    output = job.checkpoint_dir / MERGING
     with heartbeat(writer):
-        found = _merged(work.merge)
+        found = _merged(work.merge.model_copy(update={"output": output}))
         faults.reach("merging-final")
-        write_manifest(work.merge.output)
-        fsync_tree(work.merge.output)
-        put_in_place(work.merge.output, final)
+        write_manifest(output)
+        fsync_tree(output)
+        put_in_place(output, final)
     faults.reach("exported-final")
     writer.write(CheckpointSaved(kind="final", step=1, epoch=1, path=final, train_loss=None), durable=True)
     writer.write(Finished(step=1, result=found), durable=True)

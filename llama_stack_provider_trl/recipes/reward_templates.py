@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from ..specs.job import JobSpec
-from ..specs.model_source import ModelSource
 from ..specs.rows import Message, PromptExample
 from .data.chat import Chat, refuse_lost_turns
 from .data.embedded import check_embedded
@@ -33,14 +32,11 @@ def lost_by_reward_models(
             prompt has a token that a reward model has no embedding for.
     """
     found: list[str] = []
-    models = [model for model in spec.method.reward_models if model.path is not None and model.path.is_dir()]
+    models = [model for model in spec.method.reward_models if model.source and model.source.directory.is_dir()]
     prompts = list(rows) if models and rows is not None else None
     for model in models:
-        trusted = model.base is not None and model.base.trust_remote_code
-        own = ModelSource(model=str(model.path), trust_remote_code=trusted)
-        source = model.base if model.is_adapter and model.base is not None else own
-        tokenizer = load_tokenizer(own, model=source)
-        chat, embeddings, count = Chat(tokenizer), vocabulary_size(source), 0
+        tokenizer = load_tokenizer(model.own, model=model.model)
+        chat, embeddings, count = Chat(tokenizer), vocabulary_size(model.model), 0
         has_more_tokens = len(tokenizer) > embeddings
         for number, prompt in (
             enumerate(read_examples(spec.data.dataset.path, "prompts")) if prompts is None else prompts

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidRequest
-from ..specs.bases import MERGED_BASE, AdapterSpec, BaseJob
+from ..specs.bases import MERGED_BASE, BaseJob
 from ..specs.job import JobSpec, LoraSpec
+from ..specs.model_source import AdapterSpec, ModelSource
 from ..specs.work import MergeWork
 from .bodies import SupervisedFineTuneRequest
 from .names import JOB_UUID_PATTERN
@@ -55,26 +56,22 @@ class NamedJob:
 class Base:
     """What a job begins with."""
 
-    model: str
-    trust: dict[str, Any] = field(default_factory=dict)
+    source: ModelSource
     adapter: AdapterSpec | None = None
+    """A trained adapter of `source`; None: none."""
     lora: LoraSpec | None = None
     """Settings of an adapter that is continued."""
-    jobs: tuple[BaseJob, ...] = ()
-    """Whose checkpoints it reads: the one that the request names, and those below an adapter of it."""
 
+    @property
     def fields(self) -> dict[str, Any]:
-        return {"model": self.model, **self.trust, "adapter": self.adapter, "bases": self.jobs}
+        """Those of a JobSpec that begins with it; the settings of its adapter are a method's to choose."""
+        return {"source": self.source, "adapter": self.adapter}
 
-    def checkpoints(self) -> list[Path]:
-        """Directories of the checkpoints of jobs that it is read from."""
-        if not self.jobs:
-            return []
-        model = Path(self.model)
-        if self.adapter is None:
-            return [model]
-        ours = model.name == MERGED_BASE or len(self.jobs) > 1  # else an adapter's base is a model like any other
-        return [self.adapter.path, *([model] if ours else [])]
+    @property
+    def jobs(self) -> tuple[BaseJob, ...]:
+        """Whose checkpoints it reads: the one that the request names, and that of the model below an adapter."""
+        sources = [self.source] if self.adapter is None else [self.adapter, self.source]
+        return tuple(source.made_by for source in sources if source.made_by is not None)
 
 
 def named_base(request: Request) -> tuple[str, str | None]:
@@ -130,11 +127,11 @@ def resolve_base(request: Request, options: ProviderOptions, settings: Settings,
         base = _of_adapter(name, value, found, options, settings)
     else:
         model = resolve_base_model(name, value, settings)
-        base = Base(model, resolve_trust(model, settings))
+        base = Base(ModelSource(model=model, **resolve_trust(model, settings)))
     if options.adapter is not None and base.adapter is None:
         hint = f"{name} is a model and no adapter: leave it out, or name an adapter or a job that trained one"
         raise InvalidRequest("provider_options.adapter", options.adapter, hint)
-    if base.adapter is not None:
+    if base.adapter is not None and base.adapter.use == "merge":
         refuse_other_machines(name, value, options, settings)
     return base
 
@@ -155,8 +152,7 @@ def _of_job(name: str, value: str, named: NamedJob, options: ProviderOptions, se
         if options.adapter is not None:
             hint = f"{value} is a whole model and no adapter: leave it out"
             raise InvalidRequest("provider_options.adapter", options.adapter, hint)
-        refuse_other_machines(name, value, options, settings)
-        return Base(str(path), resolve_trust(str(path), settings), jobs=(base_job,))
+        return Base(made_source(path, base_job, settings))
     if options.adapter is None:
         raise InvalidRequest(
             name,
@@ -164,18 +160,20 @@ def _of_job(name: str, value: str, named: NamedJob, options: ProviderOptions, se
             f"job {job.job_uuid!r} trains an adapter: set the provider option adapter to 'continue' (train it further) "
             "or 'merge' (into its base model)",
         )
-    model, below = job.source.model, job.bases
+    below = ModelSource(model=job.source.model, made_by=job.source.made_by, **resolve_trust(job.source.model, settings))
     if job.adapter is not None and job.adapter.use == "merge":
-        model, below = str(job.checkpoint_dir / MERGED_BASE), ()
-    elif job.adapter is not None and Path(model).name != MERGED_BASE:
-        below = below[1:]  # without the job whose adapter it continued: this job does not read that one
+        merged = BaseJob(job_uuid=job.job_uuid, checkpoint=MERGED_BASE)
+        below = ModelSource(model=str(job.checkpoint_dir / MERGED_BASE), made_by=merged)
     return Base(
-        model,
-        resolve_trust(job.source.model, settings) if model == job.source.model else {},
-        AdapterSpec(path=path, use=options.adapter),
+        below,
+        AdapterSpec(model=str(path), use=options.adapter, made_by=base_job),
         job.lora if options.adapter == "continue" else None,
-        (base_job, *below),
     )
+
+
+def made_source(directory: Path, job: BaseJob, settings: Settings) -> ModelSource:
+    """The model that is a job's checkpoint. Raises InvalidRequest."""
+    return ModelSource(model=str(directory), made_by=job, **resolve_trust(str(directory), settings))
 
 
 def _of_merge(name: str, value: str, job: JobSpec, options: ProviderOptions, settings: Settings) -> Base:
@@ -185,10 +183,8 @@ def _of_merge(name: str, value: str, job: JobSpec, options: ProviderOptions, set
     if job.work.of_adapters or given not in ("", path) or options.adapter is not None:
         what = "an adapter: name its directory, once it is complete" if job.work.of_adapters else "a model, and `final`"
         raise InvalidRequest(name, value, f"job {job.job_uuid!r} merges, and its result is {what}")
-    refuse_other_machines(name, value, options, settings)
-    directory = str(job.checkpoint_dir / path)
     base_job = BaseJob(job_uuid=job.job_uuid, checkpoint=path)
-    return Base(directory, resolve_trust(directory, settings), jobs=(base_job,))
+    return Base(made_source(job.checkpoint_dir / path, base_job, settings))
 
 
 def checkpoint_of(name: str, value: str, named: NamedJob, *, wants_adapter: bool) -> str:
@@ -249,8 +245,9 @@ def _of_adapter(name: str, value: str, config: dict[str, Any], options: Provider
         model = resolve_base_model(name, under, settings)
     except InvalidRequest as error:
         raise InvalidRequest(name, value, f"its base model {under!r} cannot be used: {error.hint}") from error
-    adapter = AdapterSpec(path=absolute_path(name, value), use=options.adapter)
-    return Base(model, resolve_trust(model, settings), adapter, lora if options.adapter == "continue" else None)
+    adapter = AdapterSpec(model=str(absolute_path(name, value)), use=options.adapter)
+    source = ModelSource(model=model, **resolve_trust(model, settings))
+    return Base(source, adapter, lora if options.adapter == "continue" else None)
 
 
 def _lora_of(name: str, value: str, config: dict[str, Any]) -> LoraSpec:
@@ -293,7 +290,8 @@ def _lora_of(name: str, value: str, config: dict[str, Any]) -> LoraSpec:
 
 
 def refuse_other_machines(name: str, value: str | None, options: ProviderOptions, settings: Settings) -> None:
-    """Checkpoints of jobs, and adapters, are on the service's own machine, and so is a job that begins with one."""
+    """The model that an adapter is merged into is written where the job runs, and later jobs read it on the service's
+    machine. Raises InvalidRequest: the job may run elsewhere."""
     requested = {} if options.resources is None else options.resources.model_dump(exclude_unset=True)
     if options.resources is not None and requested != {"nodes": 1}:
         field_, found = "provider_options.resources", requested
@@ -301,5 +299,5 @@ def refuse_other_machines(name: str, value: str | None, options: ProviderOptions
         field_, found = "provider_options.resources.nodes", {"nodes": settings.nodes}
     else:
         return
-    hint = f"{name} {value!r} is on the service's machine only, where the job trains then: send {{'nodes': 1}}"
+    hint = f"adapter 'merge' merges {name} {value!r} on the service's machine, where the job trains then: leave it out"
     raise InvalidRequest(field_, found, hint)

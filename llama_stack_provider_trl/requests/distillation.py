@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import InvalidRequest
 from ..specs.methods import DistillationSpec, UldSpec
-from ..specs.model_source import ReferenceSpec
+from ..specs.model_source import ModelSource, ReferenceSpec
 from .answering import refuse_options
 from .bases import PREFIX
 from .bodies import DistillationConfig
@@ -40,7 +40,7 @@ def resolve_distillation(config: DistillationConfig, options: ProviderOptions, w
     given = {name: value for name in _OF_THE_CONFIG if (value := getattr(config, name)) is not None}
     if (uld := _uld(config, where)) and uld.hybrid:
         given.setdefault("beta", _HYBRID_BETA)
-    return DistillationSpec(reference=ReferenceSpec(model=config.teacher), uld=uld, **given)
+    return DistillationSpec(reference=ReferenceSpec(source=ModelSource(model=config.teacher)), uld=uld, **given)
 
 
 def _uld(config: DistillationConfig, where: str) -> UldSpec | None:
@@ -94,8 +94,8 @@ def with_model(method: DistillationSpec, settings: Settings) -> DistillationSpec
     Raises:
         InvalidRequest: it cannot be used.
     """
-    given = method.reference.model
-    if given is None or given.startswith(PREFIX):
+    given = method.teacher.model
+    if given.startswith(PREFIX):
         return method
     model = resolve_base_model(TEACHER, given, settings)
-    return method.model_copy(update={"reference": ReferenceSpec(model=model, **resolve_trust(model, settings))})
+    return method.with_reference(source=ModelSource(model=model, **resolve_trust(model, settings)))

@@ -15,6 +15,7 @@ from ..specs.job import (
     ReferenceSpec,
 )
 from ..specs.methods import METHODS, DistillationSpec, GrpoSpec, MethodSpec, SftSpec
+from ..specs.model_source import ModelSource
 from ..system.data_dir import DataDir
 from .bases import PREFIX, Base
 from .bodies import (
@@ -76,16 +77,11 @@ def resolve_method(
 def jobs_named_by(fields: dict[str, Any]) -> list[str]:
     """The jobs that a requested method names, by its resolved fields: of its reward models, and of its teacher."""
     method: MethodSpec = fields["method"]
-    teacher = (method.compared_with and method.compared_with.model) or "" if method.has_teacher else ""
+    teacher = method.teacher.model if isinstance(method, DistillationSpec) else ""
     names = [model.job_uuid for model in method.reward_models]
     if teacher.startswith(PREFIX):
         names.append(teacher.removeprefix(PREFIX).partition("/")[0])
     return names
-
-
-def stays_here(fields: dict[str, Any]) -> bool:
-    """Whether a requested method trains on this machine only, which has the checkpoints of jobs, and vLLM."""
-    return bool(jobs_named_by(fields)) or fields["method"].answered_by_vllm is not None
 
 
 def _continued(trained: LoraSpec, fields: dict[str, Any], options: ProviderOptions) -> LoraSpec:
@@ -263,8 +259,8 @@ def _reference(options: ProviderOptions, base: Base, settings: Settings) -> Refe
         fields = {"precompute": True, "cache": DataDir(settings.data_dir).reference}
     if options.reference_model is not None:
         model = resolve_base_model("provider_options.reference_model", options.reference_model, settings)
-        if model != base.model or base.adapter is not None:
-            fields |= {"model": model, **resolve_trust(model, settings)}
+        if model != base.source.model or base.adapter is not None:
+            fields["source"] = ModelSource(model=model, **resolve_trust(model, settings))
     return ReferenceSpec(**fields)
 
 

@@ -8,7 +8,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from ..documented import Documented
 from ..errors import InvalidRequest
-from ..specs.bases import AdapterUse
 from ..specs.job import (
     AttentionMask,
     AttnImplementation,
@@ -19,6 +18,7 @@ from ..specs.job import (
     PreflightMode,
     ShardingStrategy,
 )
+from ..specs.model_source import AdapterUse
 from ..specs.names import CheckedElsewhere, CheckedNames, FreeText
 from .bodies import LoraFinetuningConfig
 from .choices import nearest, problem_of

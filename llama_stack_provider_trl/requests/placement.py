@@ -11,7 +11,6 @@ from ..specs.model_files import why_not_sent
 from .bases import Base
 from .checks import NO_SAVERS
 from .choices import nearest_choice
-from .method import stays_here
 from .options import ProviderOptions
 from .settings import Request, Settings
 
@@ -74,11 +73,11 @@ def resolve_resources(
     options: ProviderOptions, settings: Settings, base: Base, method: dict[str, Any]
 ) -> tuple[ResourcesSpec | None, str]:
     """What the job asks of its nodes; None: it stays on this machine, with the reason and what to do about it."""
-    requested, model = options.resources, base.model
-    if base.jobs or base.adapter is not None:  # other requests for machines are refused (`bases`)
-        return None, "it begins with an adapter or with the result of a job, which are there; name a model's directory"
-    if stays_here(method):
-        return None, "its method reads models of jobs, or vLLM answers, which are there; name models by id or directory"
+    requested, model = options.resources, base.source.model
+    if base.adapter is not None and base.adapter.use == "merge":  # requests for machines are refused (`bases`)
+        return None, "it merges an adapter, and later jobs read the merged model there; continue the adapter instead"
+    if method["method"].answered_by_vllm is not None:
+        return None, "vLLM answers there; leave use_vllm out"
     if requested is not None and settings.sharding is None:
         hint = "this provider trains on its own machine; leave it out, or use the service (remote::trl_remote)"
         raise InvalidRequest("provider_options.resources", requested.model_dump(exclude_unset=True), hint)
@@ -108,13 +107,15 @@ def _why_here(options: ProviderOptions, settings: Settings, base: Base, method: 
         return f"it requests no other machine; send resources {_ANY_NODE}"
     if ":" in (options.device or ""):
         return "it names one of its devices"
-    models = {base.model: bool(base.trust.get("trust_remote_code"))}
-    if (reference := method["method"].compared_with) is not None and reference.model is not None:
-        models[reference.model] = reference.trust_remote_code
-    for model, has_code in models.items():
-        if Path(model).is_absolute() and (why := why_not_sent(Path(model), has_code=has_code)):
+    sources = [base.source, *([base.adapter] if base.adapter else [])]
+    if (reference := method["method"].compared_with) is not None and reference.source is not None:
+        sources.append(reference.source)
+    for source in sources:
+        if source.made_by is not None or not Path(source.model).is_absolute():
+            continue  # a job's checkpoint is sent once it is there
+        if why := why_not_sent(Path(source.model), has_code=source.trust_remote_code):
             return (
-                f"no other machine gets the directory {model}, since {why}; send resources "
+                f"no other machine gets the directory {source.model}, since {why}; send resources "
                 f"{_ANY_NODE} where other machines have it at this path"
             )
     return ""

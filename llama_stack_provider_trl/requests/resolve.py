@@ -79,7 +79,7 @@ def resolve(
     algorithm, has_adapters = method["method"].algorithm, method["lora"] is not None
     named_jobs = jobs_named_by(method)
     fields = {
-        **base.fields(),
+        **base.fields,
         **method,
         **resolve_paths(request, options, settings),
         **resolve_data(training, data, options, settings, algorithm, warnings),

@@ -161,15 +161,13 @@ class RequestedSearch(NamedTuple):
             "job_uuid": resolve_job_uuid(job_uuid),
             "output_name": job_uuid if first.output_name == first.job_uuid else first.output_name,
             "checkpoint_dir": first.checkpoint_dir.with_name(job_uuid),
-            "search": self._spec(first),
             **{"pruning": None, "cancel_with": False},
         }
         # The jobs that later trials may need are not deleted before.
         needing = () if self.submitted is None else (first, *probed)
-        changes |= {
-            name: tuple(dict.fromkeys(job for spec in needing for job in getattr(spec, name)))
-            for name in ("after", "bases")
-        }
+        changes["after"] = tuple(dict.fromkeys(name for spec in needing for name in spec.after))
+        reads = tuple(dict.fromkeys(job for spec in needing for job in spec.jobs_read))
+        changes["search"] = self._spec(first).model_copy(update={"reads": reads})
         return first.model_copy(update=changes)
 
     def _spec(self, first: JobSpec) -> SearchSpec:

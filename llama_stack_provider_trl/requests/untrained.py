@@ -10,7 +10,7 @@ from ..errors import InvalidRequest, InvalidRows
 from ..specs.answer_files import answering_of
 from ..specs.harness import HarnessSpec
 from ..specs.job import JobSpec, ShardingSpec
-from ..specs.work import MERGING, OF_JOB, EvaluateSpec, MergeWork, Work
+from ..specs.work import OF_JOB, EvaluateSpec, MergeWork, Work
 from .bases import NamedJob, is_adapter
 from .choices import no_such_field, problem_of
 from .engines import is_answered_by_vllm
@@ -31,7 +31,7 @@ _MOST_ANSWERS = 10**6
 def options_of(kind: type[GenerateRequest | EvaluateRequest | MergeRequest]) -> list[str]:
     """The provider options of a kind of jobs, sorted. A merge is one process."""
     if issubclass(kind, MergeRequest):
-        return sorted(OPTIONS)
+        return sorted([*OPTIONS, _RESOURCES])
     return sorted([*OPTIONS, _RANKS, _RESOURCES])
 
 
@@ -78,18 +78,15 @@ def for_work(
     use = "merge" if is_answered_by_vllm(work) else "continue"  # vLLM reads whole models
     chosen = {"adapter": use} if is_adapter(request, settings, named) else {}
     here: dict[str, Any] = {"ranks": 1, "nodes": 1, "max_nodes": 1}
-    only_here = work is None or isinstance(work, MergeWork) or is_answered_by_vllm(work) or _reads_others(work)
-    if only_here:  # it has no choice that a warning could name
+    if work is None or is_answered_by_vllm(work) or harness_of(work):  # it has no choice that a warning could name
         here["gpus_elsewhere"] = tuple
     if (resources := options.resources) is not None:
         given = resources.model_dump(exclude_unset=True)
         if is_answered_by_vllm(work):
             hint = "vLLM answers on the service's machine only: leave it out, or leave engine out"
             raise InvalidRequest(f"provider_options.{_RESOURCES}", given, hint)
-        if _reads_others(work):
-            hint = (
-                "ensembles, models that judge, and tasks of a harness are on the service's machine only: leave it out"
-            )
+        if harness_of(work):
+            hint = "the tasks of a harness are on the service's machine only: leave it out"
             raise InvalidRequest(f"provider_options.{_RESOURCES}", given, hint)
         if resources.nodes not in (None, 1):
             hint = "a job that does not train runs on one node: use 1"
@@ -101,13 +98,6 @@ def for_work(
     if settings.sharding is not None:
         here["sharding"] = ShardingSpec(strategy="NO_SHARD")
     return options.model_copy(update=chosen), settings.model_copy(update=here)
-
-
-def _reads_others(work: Work | None) -> bool:
-    """Whether an evaluation has other models than its own, or files of tasks: these are on the service's machine."""
-    if not isinstance(work, EvaluateSpec):
-        return False
-    return bool(work.harness or work.members or (work.answers is not None and work.answers.judges))
 
 
 def with_work(spec: JobSpec, work: Work) -> JobSpec:
@@ -128,9 +118,9 @@ def with_work(spec: JobSpec, work: Work) -> JobSpec:
     if harness_of(work) is not None:
         untrained["token_cache"] = None
     if isinstance(work, MergeWork):
-        merge = work.merge.model_copy(update={"output": spec.checkpoint_dir / MERGING})
-        work = work.model_copy(update={"merge": merge})
-        untrained |= {"lora": None, "adapter": None, "token_cache": None}
+        # The first of its inputs is what it reads, and of an adapter not the model below.
+        source = spec.source.model_copy(update={"made_by": None})
+        untrained |= {"lora": None, "adapter": None, "token_cache": None, "source": source}
     return spec.changed(**untrained, work=work)
 
 

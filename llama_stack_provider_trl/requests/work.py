@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -19,6 +19,7 @@ from ..specs.answer_checks import AnswerCheck, refuse_unusable
 from ..specs.harness import HarnessSpec
 from ..specs.merge import ADAPTER_METHODS, MODEL_METHODS, PRUNING_METHODS, MergeInput, MergeMethod, MergeSpec
 from ..specs.methods import Call
+from ..specs.model_source import ModelSource
 from ..specs.names import CheckedNames
 from ..specs.work import (
     MERGING,
@@ -189,7 +190,7 @@ class EvaluateRequest(_Kind):
             hint = "name the registered dataset with the rows, or in `harness` tasks, which have rows of their own"
             raise InvalidRequest("dataset_id", None, hint)
         if self.checks is not None:
-            return EvaluateSpec(answers=self._answering(self.checks, found), from_jobs=_checkpoints(found))
+            return EvaluateSpec(answers=self._answering(self.checks, found))
         for name in _OF_ANSWERS:
             if name in self.model_fields_set:
                 hint = "it concerns answers, and without checks none are made: leave it out, or send checks"
@@ -235,12 +236,9 @@ class EvaluateRequest(_Kind):
         models = self.models or []
         total = math.fsum(one.weight for one in models)
         members = [
-            EnsembleMember(
-                model=base.model, **base.trust, adapter=base.adapter, lora=base.lora, weight=one.weight / total
-            )
-            for one, base in zip(models, found, strict=True)
+            EnsembleMember(**_further(base), weight=one.weight / total) for one, base in zip(models, found, strict=True)
         ]
-        return EvaluateSpec(members=tuple(members), from_jobs=_checkpoints(found))
+        return EvaluateSpec(members=tuple(members))
 
     def _tasks(self, harness: Harness) -> HarnessSpec:
         for name in ("algorithm", *_OF_ROWS):
@@ -257,7 +255,7 @@ class EvaluateRequest(_Kind):
         _refuse_ignored_sampling(self.temperature, top_p=self.top_p)
         refuse_unusable(checks, "checks")
         sampling = {name: getattr(self, name) for name in ("max_new_tokens", "temperature", "top_p", "seed", "engine")}
-        models = [FurtherModel(model=base.model, **base.trust, adapter=base.adapter, lora=base.lora) for base in judges]
+        models = [FurtherModel(**_further(base)) for base in judges]
         return CheckedAnswering(**sampling, samples_per_prompt=1, checks=tuple(checks), judges=tuple(models))
 
     def with_options(self, options: ProviderOptions) -> ProviderOptions:
@@ -349,19 +347,18 @@ class MergeRequest(_Kind):
                 raise InvalidRequest(name, getattr(self, name), hint)
         if self.method == "slerp" and len(self.models) != 2:
             raise InvalidRequest("method", "slerp", f"it merges two models, {len(self.models)} are named")
-        paths = [one.model if one.adapter is None else str(one.adapter.path) for one in found]
-        inputs = zip(paths, self.models, strict=False)
+        sources = [_read_alone(base) for base in found]
+        inputs = zip(sources, self.models, strict=False)
         return MergeWork(
             merge=MergeSpec(
-                inputs=tuple(MergeInput(model=path, weight=one.weight) for path, one in inputs),
+                inputs=tuple(MergeInput(**dict(source), weight=one.weight) for source, one in inputs),
                 output=Path(MERGING),
                 method=self.method,
-                base=paths[-1] if self.base is not None else None,
+                base=sources[-1] if self.base is not None else None,
                 density=self.density,
                 seed=self.seed,
                 dtype=self.merged_dtype,
             ),
-            from_jobs=tuple(Path(path) for path, one in zip(paths, found, strict=True) if one.jobs),
             of_adapters=of_adapters,
         )
 
@@ -371,9 +368,15 @@ class MergeRequest(_Kind):
         return [*found, *([("base", self.base)] if self.base is not None else [])]
 
 
-def _checkpoints(found: Sequence[Base]) -> tuple[Path, ...]:
-    """Those of jobs that models are read from, each once."""
-    return tuple(dict.fromkeys(path for base in found for path in base.checkpoints()))
+def _further(base: Base) -> dict[str, Any]:
+    """The fields of a FurtherModel."""
+    return {**dict(base.source), "adapter": base.adapter, "lora": base.lora}
+
+
+def _read_alone(base: Base) -> ModelSource:
+    """What a merge reads: a model, or an adapter without the model below it."""
+    source = base.adapter or base.source
+    return ModelSource(**{name: getattr(source, name) for name in ModelSource.model_fields})
 
 
 def _refuse_ignored_sampling(temperature: float, **given: float) -> None:

@@ -17,14 +17,14 @@ from .adapters import PeftMethod as PeftMethod
 from .adapters import QatSpec as QatSpec
 from .adapters import Quantizer as Quantizer
 from .averaging import AveragingSpec
-from .bases import AdapterSpec, BaseJob, Frozen
+from .bases import BaseJob, Frozen, parts_of, with_parts
 from .bases import ResumeFrom as ResumeFrom
 from .methods import METHODS, MethodSpec, SftSpec
 from .methods import Algorithm as Algorithm  # parts of JobSpec
 from .methods import DpoLoss as DpoLoss
 from .methods import DpoSpec as DpoSpec
 from .methods import RowUse as RowUse
-from .model_source import ModelSource
+from .model_source import AdapterSpec, ModelSource
 from .model_source import ReferenceSpec as ReferenceSpec  # a part of JobSpec
 from .preflight import PreflightSpec
 from .search import PruningSpec, SearchSpec
@@ -291,9 +291,7 @@ class JobSpec(Frozen):
     compute: ComputeSpec = ComputeSpec()
     train: TrainSpec
     adapter: AdapterSpec | None = None
-    """A trained adapter of `model` to begin with; None: none."""
-    bases: tuple[BaseJob, ...] = ()
-    """Jobs whose checkpoints it begins with: the one that the request names, and those below an adapter of it."""
+    """A trained adapter of the base model to begin with; None: none."""
     lora: LoraSpec | None = None
     device: str = "auto"
     """auto, cpu, cuda, cuda:N or mps."""
@@ -359,13 +357,14 @@ class JobSpec(Frozen):
         """
         own = self.model_dump(mode="json", exclude=exclude)
         source, data, compute, train, lifecycle = (own.pop(part) for part in _PARTS)
-        model = {**source, "model_path": source["path"]}
-        del model["path"]
+        model_path = source.pop("path")
         job_uuid = own.pop("job_uuid")
         return {
             "job_uuid": job_uuid,
             "algorithm": self.algorithm,
-            **model,
+            **source,
+            "model_path": model_path,
+            "bases": [job.model_dump() for job in self.bases],
             **own,
             **data,
             **compute,
@@ -402,8 +401,24 @@ class JobSpec(Frozen):
 
     def without_model_paths(self) -> JobSpec:
         """The job without what holds on one machine only: how checkpoints record it."""
-        method = self.method.without_interpreter().with_reference(model_path=None)
-        return self.changed(path=None, method=method)
+        job = self.changed(method=self.method.without_interpreter())
+        return with_parts(job, ModelSource, ModelSource.without_path)
+
+    @property
+    def models(self) -> tuple[ModelSource, ...]:
+        """The models and adapters that it reads, its own first."""
+        return tuple(dict.fromkeys(source for _, source in parts_of(self, ModelSource)))
+
+    @property
+    def bases(self) -> tuple[BaseJob, ...]:
+        """Those of `jobs_read` that its models and adapters are, and not what its method compares them with."""
+        method = [job for _, job in parts_of(self.method, BaseJob)]
+        return tuple(job for job in self.jobs_read if job not in method)
+
+    @property
+    def jobs_read(self) -> tuple[BaseJob, ...]:
+        """The checkpoints of other jobs that it reads, in the order of its fields."""
+        return tuple(dict.fromkeys(job for _, job in parts_of(self, BaseJob)))
 
     @property
     def rows_per_step(self) -> int:

@@ -7,6 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from .model_source import ModelSource
+
 MergeMethod = Literal["linear", "slerp", "ties", "dare_linear", "dare_ties", "cat"]
 MODEL_METHODS: tuple[MergeMethod, ...] = ("linear", "slerp", "ties", "dare_linear", "dare_ties")
 ADAPTER_METHODS: tuple[MergeMethod, ...] = ("linear", "cat", "slerp", "ties", "dare_linear", "dare_ties")
@@ -16,14 +18,10 @@ PRUNING_METHODS: tuple[MergeMethod, ...] = ("ties", "dare_linear", "dare_ties")
 """They keep a share of each model's differences, `density`."""
 
 
-class MergeInput(BaseModel):
-    """One of the models, or adapters, that are merged."""
+class MergeInput(ModelSource):
+    """One of the models, or adapters, that are merged: a directory, or a model id of the local cache."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model: str
-    """A directory, or a model id of the local cache."""
-    weight: float = Field(allow_inf_nan=False)
+    weight: float
 
 
 class MergeSpec(BaseModel):
@@ -33,9 +31,9 @@ class MergeSpec(BaseModel):
 
     inputs: tuple[MergeInput, ...] = Field(min_length=1, max_length=64)
     output: Path
-    """A directory that does not exist."""
+    """A directory that does not exist; of a job, its name in the checkpoint directory."""
     method: MergeMethod = "linear"
-    base: str | None = None
+    base: ModelSource | None = None
     """The model from which those that are merged were trained; `ties` and `dare_*` of whole models need it."""
     density: float | None = Field(None, gt=0, le=1)
     """Share of each weight's differences that `ties` (the largest) and `dare_*` (random ones) keep."""

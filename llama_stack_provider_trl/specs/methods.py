@@ -12,8 +12,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue
 
-from .bases import BaseJob, Frozen
-from .model_source import ReferenceSpec
+from .bases import Frozen
+from .model_source import ModelSource, ReferenceSpec
 from .rewards import RewardModel, RewardSource, reward_models_of
 
 OTHER_VOCABULARY = "name a teacher with the same tokenizer, or set algorithm_config.use_uld_loss: it compares others"
@@ -92,11 +92,6 @@ class MethodParameters(Frozen):
     def reward_models(self) -> tuple[RewardModel, ...]:
         """The reward models that reward the answers."""
         return ()
-
-    @property
-    def named_jobs(self) -> tuple[BaseJob, ...]:
-        """The jobs whose checkpoints it reads: of reward models, and of a teacher."""
-        return tuple(job for model in self.reward_models for job in model.jobs)
 
     def with_reference(self, **changes: object) -> Self:
         """The same with another reference or teacher; the same where it has none."""
@@ -270,9 +265,7 @@ class DistillationSpec(MethodParameters):
 
     algorithm: Literal["distillation"] = "distillation"
     reference: ReferenceSpec
-    """The teacher, whose `model` is never None: it may be the base model itself."""
-    teacher_jobs: tuple[BaseJob, ...] = ()
-    """The job whose checkpoint the teacher is; none: it is another model."""
+    """The teacher, whose `source` is never None: it may be the base model itself."""
     max_completion_length: int = Field(256, gt=0)
     """Tokens of an answer at most."""
     temperature: float = Field(1.0, gt=0)
@@ -286,6 +279,12 @@ class DistillationSpec(MethodParameters):
     """Of a teacher with another vocabulary; `beta` is then that of `hybrid`. None: both have the same."""
 
     @property
+    def teacher(self) -> ModelSource:
+        """Where the teacher is read from."""
+        assert self.reference.source is not None
+        return self.reference.source
+
+    @property
     def has_teacher(self) -> bool:
         return True
 
@@ -296,10 +295,6 @@ class DistillationSpec(MethodParameters):
     @property
     def other_vocabulary(self) -> UldSpec | None:
         return self.uld
-
-    @property
-    def named_jobs(self) -> tuple[BaseJob, ...]:
-        return self.teacher_jobs
 
 
 class KtoSpec(MethodParameters):

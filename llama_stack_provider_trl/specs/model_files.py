@@ -16,6 +16,7 @@ from ..errors import InvalidRequest
 from ..system.model_directory import ModelDirectory
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 MOST_FILES = 10_000
 MOST_INDEX = 16 << 20
 """Bytes of an index of weights."""
@@ -69,7 +70,7 @@ def _index_of(found: ModelDirectory) -> bytes:
 
 
 def chosen_files(names: Sequence[str], read_index: Callable[[], bytes]) -> list[str]:
-    """Of the files in a model's directory those that another machine needs to train it.
+    """Of the files in the directory of a model, or an adapter, those that another machine needs to train it.
 
     Args:
         names: paths in the directory.
@@ -79,9 +80,12 @@ def chosen_files(names: Sequence[str], read_index: Callable[[], bytes]) -> list[
         NotSent.
     """
     plain = {name for name in names if _DATA.fullmatch(name)}
-    if CONFIG not in plain:
-        raise NotSent(f"it has no {CONFIG}")
-    weights = _weights(plain, names, read_index)
+    if CONFIG in plain:
+        weights = _weights(plain, names, read_index)
+    elif {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= plain:
+        weights = {ADAPTER_WEIGHTS}
+    else:
+        raise NotSent(f"it has neither {CONFIG} nor {ADAPTER_CONFIG} with {ADAPTER_WEIGHTS}")
     chosen = sorted(name for name in plain if not name.endswith(".safetensors") or name in weights)
     if len(chosen) > MOST_FILES:
         raise NotSent(f"it has {len(chosen)} files, expected at most {MOST_FILES}")

@@ -7,13 +7,12 @@ bring code of their own.
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from typing import Literal
 
 from ..errors import MethodUnavailable
 from .answer_checks import AnswerCheck
-from .bases import BaseJob, Frozen
-from .model_source import ModelSource
+from .bases import Frozen
+from .model_source import ModelName, ModelSource
 from .names import problem_of_name
 from .plugins import package_of, points_of
 
@@ -26,18 +25,29 @@ class RewardModel(Frozen):
     job_uuid: str
     checkpoint: str | None = None
     """Name of its directory; None: the job's result."""
-    path: Path | None = None
+    source: ModelSource | None = None
     """That directory; None: the job is not looked up yet."""
     is_adapter: bool = False
     """It is an adapter of `base`, with the head that was trained with it."""
     base: ModelSource | None = None
-    """What its job began with."""
+    """What its job began with, of an adapter."""
+    trained_from: ModelName | None = None
+    """The same of a whole model, which has its sizes before the job has written it."""
     max_seq_length: int = 2048
     """Of its job: longer conversations are cut, as those that it was trained on."""
     truncation_side: Literal["right", "left"] = "right"
     """Of its job. right: they lose their end; left: first the beginning of the prompt."""
-    jobs: tuple[BaseJob, ...] = ()
-    """Whose checkpoints are read: its own job, and that of the model below an adapter."""
+
+    @property
+    def own(self) -> ModelSource:
+        """Where its checkpoint is read from, once its job is looked up."""
+        assert self.source is not None
+        return self.source
+
+    @property
+    def model(self) -> ModelSource:
+        """Where the model is read from: its own checkpoint, or what an adapter is one of."""
+        return self.base or self.own
 
 
 class RewardSource(Frozen):

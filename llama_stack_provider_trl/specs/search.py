@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from .bases import Frozen
+from .bases import BaseJob, Frozen
 
 SearchMethod = Literal["grid", "random", "bayesian"]
 Direction = Literal["minimize", "maximize"]
@@ -49,6 +49,8 @@ class SearchSpec(Frozen):
     """Bayesian: trials of a generation."""
     submitted: Submitted | None = None
     """Of a Bayesian search."""
+    reads: tuple[BaseJob, ...] = ()
+    """Of a Bayesian search: the checkpoints that any of its trials may read."""
     objective: str
     """A metric of the evaluations."""
     direction: Direction

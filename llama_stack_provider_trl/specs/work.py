@@ -9,10 +9,10 @@ from pydantic import Field
 
 from .adapters import LoraSpec
 from .answer_checks import AnswerCheck
-from .bases import AdapterSpec, Frozen
+from .bases import Frozen
 from .harness import HarnessSpec
 from .merge import MergeSpec
-from .model_source import ModelSource
+from .model_source import AdapterSpec, ModelSource
 
 ANSWERS, ROWS = "answers.jsonl", "rows.jsonl"
 """Files in the checkpoint directory of a `generate` job: every answer with its row, and the dataset made of them. An
@@ -52,13 +52,9 @@ class GenerateSpec(Answering):
     """The dataset that the answers become."""
 
 
-class FurtherModel(Frozen):
+class FurtherModel(ModelSource):
     """A model that a job reads beside its own."""
 
-    model: str
-    """As in JobSpec, and so are the next two."""
-    revision: str | None = None
-    trust_remote_code: bool = False
     adapter: AdapterSpec | None = None
     """The adapter of `model` that it has; None: none."""
     lora: LoraSpec | None = None
@@ -67,7 +63,7 @@ class FurtherModel(Frozen):
     @property
     def source(self) -> ModelSource:
         """Where the model, without an adapter, is read from."""
-        return ModelSource(model=self.model, revision=self.revision, trust_remote_code=self.trust_remote_code)
+        return ModelSource(**{name: getattr(self, name) for name in ModelSource.model_fields})
 
     def as_own(self) -> dict[str, Any]:
         """The fields of a JobSpec whose own model it is."""
@@ -101,8 +97,6 @@ class EvaluateSpec(Frozen):
     members: tuple[EnsembleMember, ...] = ()
     """Not empty: SFT's measures are those of an ensemble, whose probability of each token is the weighted mean of its
     members'. The job's own model is the first of them."""
-    from_jobs: tuple[Path, ...] = ()
-    """Checkpoints of jobs that the members are; with judges, those that the job's own model and the judges are."""
 
 
 class MergeWork(Frozen):
@@ -110,9 +104,6 @@ class MergeWork(Frozen):
 
     kind: Literal["merge"] = "merge"
     merge: MergeSpec
-    """Its output is below the job's checkpoint directory."""
-    from_jobs: tuple[Path, ...] = ()
-    """Those of its inputs that are checkpoints of jobs."""
     of_adapters: bool
     """Whether the inputs are adapters, and so is the result."""
 

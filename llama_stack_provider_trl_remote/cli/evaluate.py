@@ -72,6 +72,6 @@ def _spec(options: Namespace, method: str, blob: Blob, directory: Path) -> JobSp
     resolved = resolve(request, provider_options, Settings(data_dir=directory, devices=(device,)))
     rows = DatasetRef(dataset_id="rows", path=blob.path, sha256=blob.sha256, num_rows=blob.num_rows)
     spec = resolved.spec(rows, rows)
-    if spec.reference is not None and spec.reference.model is None:
+    if spec.reference is not None and spec.reference.source is None:
         raise InvalidRequest("--reference", options.reference, "it is the model itself: name the one before training.")
     return spec

@@ -28,6 +28,7 @@ def merge(options: Namespace) -> int:
     """Merge models, and print what was written."""
     from llama_stack_provider_trl.launch.interpreter import check_interpreter
     from llama_stack_provider_trl.specs.merge import MergeInput, MergeSpec
+    from llama_stack_provider_trl.specs.model_source import ModelSource
 
     from .recipe_process import run_recipe
     from .terminal import emit, gib
@@ -37,7 +38,7 @@ def merge(options: Namespace) -> int:
         inputs=tuple(MergeInput(model=model, weight=weight) for model, weight in options.models),
         output=options.output.expanduser().absolute(),
         method=options.method,
-        base=options.base,
+        base=None if options.base is None else ModelSource(model=options.base),
         density=options.density,
         seed=options.seed,
         dtype=options.dtype,

@@ -469,13 +469,13 @@ class Agent:
 
     def _models_used(self) -> set[str]:
         """Digests or names of the models of the tasks here. Called in threads, while tasks may begin."""
-        return {used for known in list(self._tasks.values()) for used in models_used(known.order)}
+        return {used for known in list(self._tasks.values()) for used in models_used(known.paths)}
 
     def _clean(self) -> None:
         """Remove files of jobs that no attempt has used for KEEP seconds, and rows likewise; and models (`Models`)."""
         self._models.clean(self._models_used)
         ours = {known.paths.home for known in self._tasks.values()}
-        rows = {known.paths.rows(found["sha256"]) for known in self._tasks.values() for found in known.paths.datasets()}
+        rows = {known.paths.rows(found.sha256) for known in self._tasks.values() for found in known.paths.datasets()}
         for path in [*(NodeDir(self._data_dir).jobs).glob("*"), *(NodeDir(self._data_dir).datasets).glob("*")]:
             with suppress(FileNotFoundError):
                 if path not in ours | rows and time.time() - path.stat().st_mtime > KEEP:

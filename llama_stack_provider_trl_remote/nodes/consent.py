@@ -6,13 +6,13 @@ named that model, and starts as many processes as it has cores or GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from llama_stack_provider_trl.errors import TrlError
 
 from ..wire import TaskOrder
+from .localize import attempt_of
 
 OPTION = "--trust-remote-code, TRL_NODE_TRUST_REMOTE_CODE"
 
@@ -30,9 +30,12 @@ def check_consent(order: TaskOrder, trusted: Sequence[str], cpus: int) -> None:
 
     Raises:
         NoConsent: states what is missing.
+        InvalidRequest: as `attempt_of`.
     """
-    for model, revision in _models_with_code(order.spec):
-        if not any(_names(entry, model, revision) for entry in trusted):
+    attempt = attempt_of(order)
+    for source in attempt.job.models if attempt else ():
+        model, revision = source.model, source.revision or ""
+        if source.trust_remote_code and not any(_names(entry, model, revision) for entry in trusted):
             name = f"{model}@{revision}" if revision and not model.startswith("/") else model
             raise NoConsent(
                 f"the job runs code that comes with the model {name[:200]}, and this node's operator has not agreed to "
@@ -46,21 +49,6 @@ def check_consent(order: TaskOrder, trusted: Sequence[str], cpus: int) -> None:
             f"the job starts {order.ranks} processes here, and this node has {most} {what}: set `nproc_per_node` to at "
             f"most {most}"
         )
-
-
-def _models_with_code(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Model and revision of each part of a specification, at any depth, that asks for a model's own code."""
-    job = spec.get("job")
-    own = (job.get("source") or {}).get("model") if isinstance(job, dict) else None
-    left: list[Any] = [spec]
-    while left:
-        found = left.pop()
-        if isinstance(found, dict):
-            if found.get("trust_remote_code"):
-                yield str(found.get("model") or own or ""), str(found.get("revision") or "")
-            left += found.values()
-        elif isinstance(found, list | tuple):
-            left += found
 
 
 def _names(entry: str, model: str, revision: str) -> bool:

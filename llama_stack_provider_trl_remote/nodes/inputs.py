@@ -44,11 +44,11 @@ class Inputs:
     async def fetch_rows(self) -> None:
         """Fetch each dataset that is missing here or has another digest."""
         for rows in self._paths.datasets():
-            target = self._paths.rows(rows["sha256"])
+            target = self._paths.rows(rows.sha256)
             async with _fetching.setdefault(target, asyncio.Lock()):
-                if not touched(target) or await asyncio.to_thread(sha256_of, target) != rows["sha256"]:
-                    self._note_detail(f"fetches {rows['num_rows']} rows")
-                    await self._calls.rows(rows["sha256"], target)
+                if not touched(target) or await asyncio.to_thread(sha256_of, target) != rows.sha256:
+                    self._note_detail(f"fetches {rows.num_rows} rows")
+                    await self._calls.rows(rows.sha256, target)
 
     async def fetch_checkpoints(self) -> list[str]:
         """Fetch the checkpoint to resume from: the first one that is whole.
@@ -84,7 +84,7 @@ class Inputs:
         # The other job and its checkpoint may be deleted by now: the service has a copy for this job.
         identifier = path.name if path.is_relative_to(self._paths.theirs) else GIVEN
         files = await self._calls.checkpoint_files(job_uuid, identifier)
-        code = bool(self._paths.order.spec["job"]["source"].get("trust_remote_code"))
+        code = self._paths.attempt.job.source.trust_remote_code
         check_names([file["path"] for file in files], "checkpoint file", code=code)
         if await asyncio.to_thread(_is_the_same, target, files):
             return

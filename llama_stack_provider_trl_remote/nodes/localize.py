@@ -9,23 +9,26 @@ import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pydantic import BaseModel, ValidationError
+
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.requests.choices import problem_of
 from llama_stack_provider_trl.requests.names import JOB_UUID_PATTERN
-from llama_stack_provider_trl.specs.answer_files import Whole, whole_batches
+from llama_stack_provider_trl.specs.answer_files import Whole, answer_files, answering_of, whole_batches
+from llama_stack_provider_trl.specs.bases import parts_of, with_parts
 from llama_stack_provider_trl.specs.events import CHECKPOINT_PATHS
-from llama_stack_provider_trl.specs.job import ROWS
+from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef, JobSpec, ReferenceSpec, ResumeFrom
 from llama_stack_provider_trl.specs.model_files import MOST_FILES, check_model_names, files_digest
-from llama_stack_provider_trl.specs.model_source import reference_of
-from llama_stack_provider_trl.specs.work import ANSWERS
-from llama_stack_provider_trl.specs.work import ROWS as ROWS_MADE
+from llama_stack_provider_trl.specs.model_source import ModelSource
+from llama_stack_provider_trl.specs.work import EvaluateSpec
 from llama_stack_provider_trl.system.data_dir import NodeDir
 from llama_stack_provider_trl.system.files import RunDir, resolve_under
 
 from ..wire import TaskOrder
-from .models import models_of
 
 MARK = ".shared"
 """Name of the mark in a job's checkpoint directory. A node detects a shared file system by it, and an attempt whether
@@ -67,10 +70,17 @@ class PathMap:
     def checkpoint_dir(self) -> Path:
         return self.theirs if self.shared else self.home / "checkpoints"
 
+    @cached_property
+    def attempt(self) -> AttemptSpec:
+        """With the service's paths. Raises InvalidRequest; a job that was cancelled before its first order has none."""
+        found = attempt_of(self.order)
+        assert found is not None
+        return found
+
     @property
     def theirs(self) -> Path:
         """The service's path of the job's checkpoint directory."""
-        return Path(self.order.spec["job"]["checkpoint_dir"])
+        return self.attempt.job.checkpoint_dir
 
     def rows(self, sha256: str) -> Path:
         """This node's path of a dataset."""
@@ -97,62 +107,48 @@ class PathMap:
     def answer_files(self) -> tuple[str, ...]:
         """As `specs.answer_files` has them. A directory that is shared with the service is not used for them: they grow
         in place, and an attempt on a lost node may still write there."""
-        work = self._job.get("work") or {}
-        if work.get("kind") == "generate":
-            return ANSWERS, ROWS_MADE
-        return (ANSWERS,) if work.get("answers") else ()
+        return answer_files(self.attempt.job.work if self.order.spec else None)
 
     def whole_answers(self, file: BinaryIO, begin: Whole) -> Whole:
         """The whole batches of the job's file of answers."""
-        work = self._job["work"]
-        per_prompt = (work.get("answers") or work)["samples_per_prompt"]
-        total = self._job["data"]["dataset"]["num_rows"] * per_prompt
-        return whole_batches(file, self._job["data"]["batch_size"], total, begin)
+        data, answering = self.attempt.job.data, answering_of(self.attempt.job.work)
+        assert answering is not None
+        return whole_batches(file, data.batch_size, data.dataset.num_rows * answering.samples_per_prompt, begin)
 
     def resumed_from(self) -> list[str]:
         """The service's paths of the checkpoints that the attempt may resume from, the best first."""
-        spec = self.order.spec
-        return [path for path in (spec.get("resume_from"), *spec.get("fall_back_to", ())) if path]
+        return list(map(str, self.attempt.resume_candidates))
 
-    def datasets(self) -> list[dict[str, Any]]:
-        """The rows of the job, as `path` and `sha256`."""
-        data = self._job.get("data") or {}
-        return [data[name] for name in ROWS if data.get(name)]
+    def datasets(self) -> list[DatasetRef]:
+        """The rows of the job."""
+        if not self.order.spec:
+            return []
+        return [rows for _, rows in parts_of(self.attempt.job, DatasetRef)]
 
-    @property
-    def _job(self) -> dict[str, Any]:
-        """The JobSpec. Empty for a job that was cancelled before its first order: that order has no spec."""
-        job: dict[str, Any] = self.order.spec.get("job", {})
-        return job
-
-    def spec(self, resume: list[str] | None = None, models: Mapping[str, Path] | None = None) -> dict[str, Any]:
+    def spec(self, resume: list[str] | None = None, models: Mapping[str, Path] | None = None) -> AttemptSpec:
         """The AttemptSpec with this node's paths.
 
         Args:
             resume: those of `resumed_from` that are here; None: all.
             models: name -> directory of the models that are not read by their names.
         """
-        spec: dict[str, Any] = json.loads(json.dumps(self.order.spec))
-        job = spec["job"]
-        spec["run_dir"] = str(self.run_dir)
-        spec["turn"] = self.order.shared_mark if self.shared else None
-        job["checkpoint_dir"] = str(self.checkpoint_dir)
-        for rows in (job["data"][name] for name in ROWS if job["data"].get(name)):
-            rows["path"] = str(self.rows(rows["sha256"]))
-        candidates = [str(self.here(path)) for path in (self.resumed_from() if resume is None else resume)]
-        spec["resume_from"], spec["fall_back_to"] = next(iter(candidates), None), candidates[1:]
-        if (job.get("resume_from") or {}).get("path"):
-            job["resume_from"]["path"] = str(self.here(job["resume_from"]["path"]))
-        if job["data"].get("token_cache"):
-            job["data"]["token_cache"] = str(NodeDir(self.data_dir).tokens)
-        reference = reference_of(job)
-        for named, field in ((job["source"], "path"), (reference, "model_path")):
-            named.pop(field, None)
-            if (directory := (models or {}).get(named.get("model") or "")) is not None:
-                named[field] = str(directory)
-        if reference.get("cache"):
-            reference["cache"] = str(NodeDir(self.data_dir).reference)
-        return spec
+        here, node = models or {}, NodeDir(self.data_dir)
+        job = self.attempt.job.changed(checkpoint_dir=self.checkpoint_dir)
+        if job.data.token_cache:
+            job = job.changed(token_cache=node.tokens)
+        job = with_parts(job, DatasetRef, lambda rows: _with(rows, path=self.rows(rows.sha256)))
+        job = with_parts(job, ModelSource, lambda source: _with(source, path=here.get(source.model)))
+        job = with_parts(job, ResumeFrom, lambda other: _with(other, path=other.path and self.here(str(other.path))))
+        job = with_parts(job, ReferenceSpec, lambda model: _with(model, cache=model.cache and node.reference))
+        candidates = [self.here(path) for path in (self.resumed_from() if resume is None else resume)]
+        return _with(
+            self.attempt,
+            job=job,
+            run_dir=self.run_dir,
+            turn=Path(self.order.shared_mark) if self.shared and self.order.shared_mark else None,
+            resume_from=next(iter(candidates), None),
+            fall_back_to=tuple(candidates[1:]),
+        )
 
     def event(self, line: bytes) -> bytes:
         """A line of the event file with the service's paths; one without paths stays as it is, byte for byte."""
@@ -165,6 +161,10 @@ class PathMap:
         else:
             return line
         return json.dumps(event, ensure_ascii=False).encode() + b"\n"
+
+
+def _with[P: BaseModel](part: P, **changes: Any) -> P:
+    return part.model_copy(update=changes)
 
 
 def _named_answers(event: dict[str, Any]) -> dict[str, Any] | None:
@@ -188,86 +188,56 @@ def check_order(order: TaskOrder) -> None:
     _expect("task_id", order.task_id, order.task_id == wanted, wanted)
     for device in order.devices:
         _expect("devices", device, bool(_DEVICE.fullmatch(device)), "cpu, cpu:N, mps or cuda:N")
+    if (attempt := attempt_of(order)) is not None:
+        _check_spec(order, attempt)
+        _check_models(order, attempt.job)
+
+
+def attempt_of(order: TaskOrder) -> AttemptSpec | None:
+    """The specification of an order, with the service's paths; None: it has none.
+
+    Raises:
+        InvalidRequest: names the field.
+    """
     if not order.spec:
-        return
+        return None
     try:
-        _check_spec(order)
-        _check_models(order)
-    except InvalidRequest:
+        return AttemptSpec.model_validate(order.spec)
+    except ValidationError as error:
+        first = error.errors()[0]
+        _expect(".".join(["spec", *map(str, first["loc"])]), first["input"], False, problem_of(first))
         raise
-    except (AttributeError, LookupError, TypeError, ValueError) as error:  # a part of another form than read here
-        _expect("spec", error, False, "the fields of a job")
 
 
-def _check_spec(order: TaskOrder) -> None:
-    job = order.spec.get("job")
-    _expect("spec.job", job, isinstance(job, dict) and isinstance(job.get("checkpoint_dir"), str), "a job's fields")
-    assert isinstance(job, dict)
-    directory = Path(job["checkpoint_dir"])
+def _check_spec(order: TaskOrder, attempt: AttemptSpec) -> None:
+    job, directory = attempt.job, attempt.job.checkpoint_dir
     is_plain = directory.is_absolute() and ".." not in directory.parts
     _expect("spec.job.checkpoint_dir", str(directory), is_plain, "an absolute path without '..'")
-    data = job.get("data")
-    _expect("spec.job.data", data, isinstance(data, dict), "a job's rows")
-    assert isinstance(data, dict)
-    for name in ROWS:
-        rows = data.get(name)
-        digest = rows.get("sha256") if isinstance(rows, dict) else None
-        has_digest = isinstance(digest, str) and bool(_SHA256.fullmatch(digest))
-        _expect(f"spec.job.data.{name}.sha256", digest, not rows or has_digest, "64 hexadecimal digits")
-    stays = "nothing: a job that begins with an adapter trains on the service's machine"
-    _expect("spec.job.adapter", job.get("adapter"), not job.get("adapter"), stays)
-    method = (job.get("train") or {}).get("method") or {}
-    rewards = method.get("rewards") or ()
-    models = [one.get("model") for one in rewards if one.get("model")]
-    stays = "no reward model: a job that has one trains on the service's machine"
-    _expect("spec.job.train.method.rewards", models, not models, stays)
-    vllm = method.get("vllm")
-    _expect("spec.job.train.method.vllm", vllm, not vllm, "nothing: vLLM answers on the service's machine")
-    stays = "nothing, answers of one model or its evaluation: other jobs that do not train run on the service's machine"
-    _expect("spec.job.work", job.get("work"), _has_one_model(job.get("work")), stays)
-    borrowed = (job.get("resume_from") or {}).get("path")
-    _check_answering(job)
-    for path in (order.spec.get("resume_from"), *(order.spec.get("fall_back_to") or ()), borrowed):
-        given = Path(path or directory / "checkpoint-0")
+    for field, rows in parts_of(job, DatasetRef):
+        is_digest = bool(_SHA256.fullmatch(rows.sha256))
+        _expect(f"spec.job.{field}.sha256", rows.sha256, is_digest, "64 hexadecimal digits")
+    stays = "nothing, or an adapter that is continued: one that is merged is merged on the service's machine"
+    _expect("spec.job.adapter", job.adapter, job.adapter is None or job.adapter.use == "continue", stays)
+    vllm = job.method.answered_by_vllm
+    _expect("spec.job.train.method.vllm", vllm, vllm is None, "nothing: vLLM answers on the service's machine")
+    answering = answering_of(job.work)
+    python = answering and answering.vllm_python
+    _expect("spec.job.work", python, python is None, "no interpreter: vLLM answers on the service's machine")
+    tasks = isinstance(job.work, EvaluateSpec) and job.work.harness
+    _expect("spec.job.work.harness", tasks, not tasks, "nothing: tasks of a harness are on the service's machine")
+    if answering is not None:
+        _expect("spec.job.data.dataset.num_rows", job.data.dataset.num_rows, job.data.dataset.num_rows > 0, "some")
+    borrowed = [other.path for _, other in parts_of(job, ResumeFrom) if other.path is not None]
+    for given in (*([attempt.resume_from] if attempt.resume_from else []), *attempt.fall_back_to, *borrowed):
         is_step = bool(_STEP.fullmatch(given.name)) and given.is_absolute() and ".." not in given.parts
         is_step = is_step and (given.parent == directory or not given.is_relative_to(directory))
-        _expect("spec.resume_from", str(path), is_step, "the path of a step checkpoint")
+        _expect("spec.resume_from", str(given), is_step, "the path of a step checkpoint")
     mark = order.shared_mark
     _expect("shared_mark", mark, mark in ("", str(directory / MARK)), f"{MARK} in spec.job.checkpoint_dir, or nothing")
 
 
-def _has_one_model(work: Any) -> bool:
-    """Whether a job trains, or answers or evaluates with its own model alone: no path is in `work` then."""
-    if not work:
-        return True
-    if not isinstance(work, dict) or work.get("kind") not in ("generate", "evaluate"):
-        return False
-    answers = work.get("answers") or {}
-    if not isinstance(answers, dict):
-        return False
-    further = [work.get(name) for name in ("members", "from_jobs", "harness", "vllm_python")]
-    return not any([*further, answers.get("judges"), answers.get("vllm_python")])
-
-
-def _check_answering(job: dict[str, Any]) -> None:
-    """Check the numbers that whole batches of a job's answers follow from, where it answers prompts."""
-    work = job.get("work") or {}
-    name = "spec.job.work" if work.get("kind") == "generate" else "spec.job.work.answers"
-    answering = work if work.get("kind") == "generate" else work.get("answers")
-    if not answering:
-        return
-    data = job.get("data") or {}
-    numbers = {
-        f"{name}.samples_per_prompt": answering.get("samples_per_prompt"),
-        "spec.job.data.batch_size": data.get("batch_size"),
-        "spec.job.data.dataset.num_rows": (data.get("dataset") or {}).get("num_rows"),
-    }
-    for field, number in numbers.items():
-        _expect(field, number, type(number) is int and number > 0, "a number from 1 on")
-
-
-def _check_models(order: TaskOrder) -> None:
-    named = {name for name, _ in models_of(order.spec["job"])}
+def _check_models(order: TaskOrder, job: JobSpec) -> None:
+    named = {source.model for source in job.models}
     for model in order.models:
         _expect("models.model", model.model, model.model in named, "a model of the job")
         paths = [file.path for file in model.files]

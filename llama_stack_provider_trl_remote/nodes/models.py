@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-from llama_stack_provider_trl.specs.model_source import reference_of
+from llama_stack_provider_trl.specs.job import JobSpec
 from llama_stack_provider_trl.system.data_dir import NodeDir
 from llama_stack_provider_trl.system.digests import KeptDigests
 from llama_stack_provider_trl.system.files import (
@@ -35,6 +35,7 @@ from llama_stack_provider_trl.system.hub_cache import CachedCommit, cached_model
 from llama_stack_provider_trl.system.model_directory import ModelDirectory, find_model
 
 from ..wire import ModelFiles, TaskOrder
+from .localize import PathMap
 
 log = logging.getLogger(__name__)
 KEEP = 7 * 24 * 3600.0
@@ -86,6 +87,7 @@ class Models:
     async def provide(
         self,
         order: TaskOrder,
+        job: JobSpec,
         node: str,
         calls: ModelCalls,
         note_detail: Callable[[str], None],
@@ -94,6 +96,7 @@ class Models:
         """Have every model of a task on this node. Returns name -> directory of those that are not read by their names.
 
         Args:
+            job: of the order.
             node: this node's name.
             used: digests and names of models that its tasks use (`models_used`), which are not removed for another one.
                 Called in threads.
@@ -103,14 +106,15 @@ class Models:
         """
         found: dict[str, Path] = {}
         listed = {model.model: model for model in order.models}
-        for name, revision in models_of(order.spec["job"]):
+        for source in job.models:
+            name, revision = source.model, source.revision
             files = listed.get(name)
             if files is None or not files.sha256:
                 directory = await asyncio.to_thread(self._unlisted, name, revision, node, files)
             else:
                 lock = self._fetching.setdefault(files.sha256, asyncio.Lock())
                 async with lock:
-                    directory = await self._listed(order, files, revision, node, calls, note_detail, used)
+                    directory = await self._listed(order, job, files, revision, node, calls, note_detail, used)
             if directory is not None and str(directory) != name:
                 found[name] = directory
         return found
@@ -118,6 +122,7 @@ class Models:
     async def _listed(
         self,
         order: TaskOrder,
+        job: JobSpec,
         files: ModelFiles,
         revision: str | None,
         node: str,
@@ -128,7 +133,7 @@ class Models:
         note_detail(f"compares {files.model} with the service's files")
         if (here := await asyncio.to_thread(self._same, files, revision)) is None:
             here = self._root / files.sha256
-            free = int(order.spec["job"]["lifecycle"]["min_free_bytes"])
+            free = job.lifecycle.min_free_bytes
             await asyncio.to_thread(self._make_room, files, free, node, lambda: {*used(), files.sha256})
             await self._fetch(order.task_id, files, here, calls, note_detail)
         if here.parent == self._root:
@@ -302,19 +307,11 @@ class Models:
             return []
 
 
-def models_of(job: Mapping[str, Any]) -> list[tuple[str, str | None]]:
-    """Name and revision of the models that a job reads."""
-    reference = reference_of(job)
-    found = [
-        (str(one["model"]), one.get("revision")) for one in (job.get("source") or {}, reference) if one.get("model")
-    ]
-    return list(dict.fromkeys(found))
-
-
-def models_used(order: TaskOrder) -> set[str]:
+def models_used(paths: PathMap) -> set[str]:
     """Digests of the models of a task, and names of those that the service does not send, or has not listed yet."""
+    order = paths.order
     digests = {model.model: model.sha256 for model in order.models if model.sha256}
-    names = {name for name, _ in models_of(order.spec.get("job") or {})}
+    names = {source.model for source in (paths.attempt.job.models if order.spec else ())}
     return {*digests.values(), *(names - digests.keys())}
 
 

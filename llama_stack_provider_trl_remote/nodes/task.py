@@ -20,6 +20,7 @@ from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec
 from llama_stack_provider_trl.launch.ports import given_port
 from llama_stack_provider_trl.launch.torchrun import LOOPBACK
 from llama_stack_provider_trl.system.files import (
+    atomic_write,
     atomic_write_json,
     read_regular,
 )
@@ -275,7 +276,7 @@ class NodeTask:
         else:
             paths.checkpoint_dir.mkdir(parents=True, exist_ok=True)
         await inputs.fetch_answers()
-        atomic_write_json(paths.files.spec, spec)
+        atomic_write(paths.files.spec, spec.model_dump_json(indent=1).encode())
         if _STAGES.index(self.order.stage) < _STAGES.index(Stage.run):
             await self._open_listener()
         self._note_detail("")
@@ -289,7 +290,8 @@ class NodeTask:
             await self._ordered.wait()
         node = self._node
         models = node.models or Models(node.data_dir)
-        return await models.provide(self.order, node.name, node.calls, self._note_detail, node.models_used)
+        job = self.paths.attempt.job
+        return await models.provide(self.order, job, node.name, node.calls, self._note_detail, node.models_used)
 
     async def _open_listener(self) -> None:
         """Listen for the probes of the other nodes, after a restart at the port that they know."""

@@ -234,7 +234,7 @@ class Uploader:
 
         A job that ends with its best checkpoint needs the disk space."""
         directory, newest, kept = Path(shipped.event["path"]).parent, int(shipped.event["step"]), set[str]()
-        if self._paths.order.spec["job"]["train"].get("best_checkpoint"):
+        if self._paths.attempt.job.train.best_checkpoint:
             kept = await self._calls.listed_checkpoints(self._paths.order.job_uuid)
             # The supervisor may not have read the events after these yet.
             newest = max((step for name in kept if (step := _step(name)) is not None), default=0)

@@ -63,5 +63,5 @@ def test_a_student_waits_for_the_job_that_is_its_teacher_and_another_one_fails_w
         service.wait("small", "completed", timeout=200)
         found = service.status("small")["resources_allocated"]["effective_config"]
         (teacher,) = (one["path"] for one in service.status("large")["checkpoints"] if one["path"].endswith("final"))
-        assert found["method"]["reference"]["model"] == teacher
+        assert found["method"]["reference"]["source"]["model"] == teacher
         assert found["recipe"]["effective"]["memory"]["reference_bytes"] > 0

@@ -111,7 +111,7 @@ def test_a_student_is_tuned_on_answers_that_are_promised_by_the_job_before(
         assert [one["name"] for one in placed] == ["teach", "ask", "learn"]
         teach, generated, learned = (one["job_uuid"] for one in placed)
         config = service.status(generated)["resources_allocated"]["effective_config"]
-        assert config["adapter"]["path"].endswith(f"{teach}/final")
+        assert config["adapter"]["model"].endswith(f"{teach}/final")
         made = service.get(f"/datasets/{generated}").json()["metadata"]
         assert 0 < made["num_rows"] <= len(QUESTIONS)
         run = json.loads((tmp_path / "data" / "jobs" / learned / "attempts" / "1" / "spec.json").read_text())

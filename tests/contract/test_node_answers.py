@@ -132,16 +132,8 @@ def test_another_node_continues_with_what_was_sent(service: TrainingService, age
     b.report_task("measure-2", "stop")
 
 
-def test_further_models_and_nodes_of_answers_are_refused_by_name(service: TrainingService) -> None:
-    judge = {"type": "judge", "model": str(tiny_model())}
+def test_further_nodes_of_answers_are_refused_by_name(service: TrainingService) -> None:
     for kind, fields, options, sentence in (
-        ("evaluate", {"checks": [judge]}, {}, "provider_options.resources={'labels': {'kind': 'worker'}} is not"),
-        (
-            "evaluate",
-            {"checks": [judge]},
-            {},
-            "models that judge, and tasks of a harness are on the service's machine only",
-        ),
         ("generate", {"output": {"dataset_id": "x"}}, {"nodes": 2}, "provider_options.resources.nodes=2 is not"),
     ):
         body = {"job_uuid": "refused", "model": str(tiny_model()), "dataset_id": "questions", **fields}

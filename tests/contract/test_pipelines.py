@@ -96,7 +96,7 @@ def test_all_jobs_are_queued_once_with_what_they_name(tmp_path: Path) -> None:
     store = here.service.store
     assert store.get(names["next"]).spec.after == (names["tune"],)
     assert set(store.get(names["average"]).spec.after) == {names["tune"], names["next"]}
-    assert store.get(names["learn"]).spec.dataset.of_job == names["ask"]
+    assert store.get(names["learn"]).spec.data.dataset.of_job == names["ask"]
     assert placed["tune"]["evaluation"] == f"{names['tune']}-evaluation"
     before = sorted(store.names())
     trials = {f"{names['searched']}-trial-1", f"{names['searched']}-trial-2"}

@@ -112,7 +112,7 @@ def test_a_job_goes_to_a_worker_and_comes_back_with_all_that_it_made(
     order = a.wait_for("alone-1", "prepare")
     assert (order["node_rank"], order["nodes"], order["devices"], order["ranks"]) == (0, 1, ["cpu"], 1)
     assert Path(order["shared_mark"]).read_text() == "alone-1"
-    blob = service.get(f"/blobs/{order['spec']['job']['dataset']['sha256']}")
+    blob = service.get(f"/blobs/{order['spec']['job']['data']['dataset']['sha256']}")
     assert [json.loads(line) for line in blob.text.splitlines()] == QUESTIONS
     a.run("alone-1")
     events = lines(STARTED, PREPARED)

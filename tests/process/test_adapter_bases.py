@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.trainer_utils import set_seed
 
-from llama_stack_provider_trl.specs.bases import AdapterSpec
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress, Reason
 from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, LoraSpec, OptimizerSpec, ReferenceSpec, ShardingSpec
+from llama_stack_provider_trl.specs.model_source import AdapterSpec
 from tests.process.test_recipes import as_chat, load, plain_arguments
 from tests.ranks import Ranks
 from tests.required import in_full
@@ -44,7 +44,7 @@ def quick(spec: JobSpec) -> JobSpec:
 
 
 def continuing(root: Path, adapter: Path, algorithm: str = "dpo", **changes: Any) -> JobSpec:
-    fields = {"shuffle": False, "lora": LORA, "adapter": AdapterSpec(path=adapter, use="continue"), **changes}
+    fields = {"shuffle": False, "lora": LORA, "adapter": AdapterSpec(model=str(adapter), use="continue"), **changes}
     return job_spec(root, tiny_model(), algorithm, **fields)
 
 
@@ -206,7 +206,7 @@ def test_a_merged_adapter_is_peft_s_merge_with_a_fresh_adapter_on_it(
     ranks: Ranks, sft: Path, tmp_path: Path, number: int
 ) -> None:
     spec = job_spec(tmp_path / "job", tiny_model(), "dpo", shuffle=False, lora=LORA)
-    spec = spec.model_copy(update={"adapter": AdapterSpec(path=sft, use="merge")})
+    spec = spec.model_copy(update={"adapter": AdapterSpec(model=str(sft), use="merge")})
     found, final = trained(ranks, tmp_path / "job", on_two_ranks(spec) if number == 2 else spec)
     base = spec.checkpoint_dir / "merged-base"
     merged = PeftModel.from_pretrained(load(tiny_model()), sft).merge_and_unload()
@@ -222,7 +222,7 @@ def test_a_merged_adapter_is_peft_s_merge_with_a_fresh_adapter_on_it(
 
 
 def test_every_weight_can_be_trained_on_a_merged_adapter(sft: Path, tmp_path: Path) -> None:
-    spec = job_spec(tmp_path, tiny_model(), adapter=AdapterSpec(path=sft, use="merge"))
+    spec = job_spec(tmp_path, tiny_model(), adapter=AdapterSpec(model=str(sft), use="merge"))
     final = final_of(tmp_path, spec)
     assert (final / "model.safetensors").exists()
 

@@ -37,12 +37,13 @@ from llama_stack_provider_trl.specs.events import (
     iter_events,
 )
 from llama_stack_provider_trl.specs.job import AttemptSpec, DpoSpec, JobSpec, OptimizerSpec, ReferenceSpec, ShardingSpec
+from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.system.files import RunDir, put_rows
 from tests.process.test_recipes import DORA, as_chat, logged_losses, plain_arguments
 from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import tiny_model
-from tests.training import DPO_ROWS, LORA, job_spec, of_kind, run
+from tests.training import DPO_ROWS, LORA, job_spec, of_kind, reference_to, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 GLOBAL_BATCH = 4
@@ -271,7 +272,7 @@ REFERENCES = [
 def test_at_every_step_the_reference_gives_what_its_model_gives(
     ranks: Ranks, another: Path, tmp_path: Path, world: int, strategy: str, lora: Any, is_base: bool
 ) -> None:
-    dpo = DpoSpec(reference=ReferenceSpec(model=None if is_base else str(another)))
+    dpo = DpoSpec(reference=ReferenceSpec() if is_base else reference_to(another))
     spec = spec_of(
         tmp_path, world, strategy, method=dpo, lora=lora, shuffle=False, rows=DPO_ROWS, validation_rows=DPO_ROWS[4:8]
     )
@@ -301,7 +302,7 @@ def test_a_reference_with_other_tokens_is_refused_before_training(another: Path,
     cut = {name: value[:20].clone() if len(value) == config["vocab_size"] else value for name, value in weights.items()}
     save_file(cut, tmp_path / "short" / "model.safetensors", {"format": "pt"})
     for name, problem in (("renumbered", "2 tokens have another number"), ("short", "embeddings for 20 tokens")):
-        dpo = DpoSpec(reference=ReferenceSpec(model=str(tmp_path / name)))
+        dpo = DpoSpec(reference=reference_to(str(tmp_path / name)))
         _, events = run(tmp_path / "run" / name, job_spec(tmp_path / "job" / name, tiny_model(), "dpo", method=dpo))
         (failed,) = of_kind(events, Failed)
         assert failed.reason is Reason.invalid_model
@@ -312,8 +313,9 @@ def test_a_reference_with_other_tokens_is_refused_before_training(another: Path,
 # --- log-probabilities that are computed once -------------------------------------------------------------------------
 
 
-def once(root: Path, **reference: Any) -> DpoSpec:
-    return DpoSpec(reference=ReferenceSpec(precompute=True, cache=root / "reference", **reference))
+def once(root: Path, model: Path | None = None) -> DpoSpec:
+    source = None if model is None else ModelSource(model=str(model))
+    return DpoSpec(reference=ReferenceSpec(precompute=True, cache=root / "reference", source=source))
 
 
 def of_reference(events: list[Any]) -> dict[str, Any]:
@@ -399,7 +401,7 @@ def test_answers_are_reused_only_where_everything_that_decides_them_is_the_same(
     assert sources("fewer-rows", rows=DPO_ROWS[:8]) == ("computed", "cache")
     assert sources("shorter", max_seq_length=32) == ("computed", "computed")
     assert sources("bf16", dtype="bf16") == ("computed", "computed")
-    assert sources("another-model", method=once(tmp_path, model=str(another))) == ("computed", "computed")
+    assert sources("another-model", method=once(tmp_path, another)) == ("computed", "computed")
     # The same content elsewhere is the same model; other content in the same place is another.
     shutil.copytree(model, tmp_path / "copied")
     (tmp_path / "copied" / "notes.json").touch()

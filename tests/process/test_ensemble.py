@@ -61,7 +61,7 @@ LORAS = {
 
 
 def member(model: Path, weight: float, trained: Path | None = None) -> dict[str, Any]:
-    has = {"adapter": {"path": trained, "use": "continue"}, "lora": LORAS[trained.name]} if trained else {}
+    has = {"adapter": {"model": str(trained), "use": "continue"}, "lora": LORAS[trained.name]} if trained else {}
     return {"model": str(model), "weight": weight, **has}
 
 
@@ -95,7 +95,7 @@ def expected(*members: dict[str, Any]) -> dict[str, float]:
     models = []
     for one in members:
         model = AutoModelForCausalLM.from_pretrained(one["model"])
-        models.append(PeftModel.from_pretrained(model, one["adapter"]["path"]) if "adapter" in one else model)
+        models.append(PeftModel.from_pretrained(model, one["adapter"]["model"]) if "adapter" in one else model)
     total, hits, count = 0.0, 0, 0
     for ids, begin in rows():
         mean = torch.zeros(len(ids) - begin, 1064, dtype=torch.float64)

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from llama_stack_provider_trl.recipes.evaluation.evaluate import evaluate
-from llama_stack_provider_trl.specs.job import DpoSpec, OptimizerSpec, ReferenceSpec
+from llama_stack_provider_trl.specs.job import DpoSpec, OptimizerSpec
 from llama_stack_provider_trl_remote.cli.main import main
 from llama_stack_provider_trl_remote.cli.terminal import evaluation_lines
 from tests.process.forked_recipes import fork_recipes
 from tests.tiny import tiny_model
-from tests.training import DPO_ROWS, SFT_ROWS, job_spec, run
+from tests.training import DPO_ROWS, SFT_ROWS, job_spec, reference_to, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 Run = Callable[..., tuple[int, str, str]]
@@ -79,7 +79,7 @@ def test_a_model_that_was_trained_on_pairs_prefers_their_chosen_answers(tmp_path
     held_out = [{**row, "prompt": row["prompt"].replace("plus", "and")} for row in DPO_ROWS]
 
     def compared(model: Path | str, reference: Path | str) -> dict[str, float]:
-        dpo = DpoSpec(reference=ReferenceSpec(model=str(reference)))
+        dpo = DpoSpec(reference=reference_to(str(reference)))
         return evaluate(job_spec(tmp_path, model, "dpo", method=dpo, rows=held_out, validation_rows=held_out))
 
     found = compared(training.checkpoint_dir / "final", tiny_model())

@@ -327,7 +327,7 @@ CASES: dict[str, Case] = {
     OPTION + "shard.count": Case(4, ("dataset",), steps(1), around={OPTION + "shard": {"index": 0, "count": 2}}),
     OPTION + "label_smoothing": Case(0.3, ("method.label_smoothing",), losses, "dpo", FAST),
     OPTION + "reference_model": Case(
-        str(tiny_model(tied=False)), ("method.reference.model",), first_loss, "dpo", {"model": str(tiny_model())}
+        str(tiny_model(tied=False)), ("method.reference.source",), first_loss, "dpo", {"model": str(tiny_model())}
     ),
     OPTION + "precompute_reference": Case(
         True,

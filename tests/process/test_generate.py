@@ -19,9 +19,9 @@ from llama_stack_provider_trl.recipes.answers import by_transformers as transfor
 from llama_stack_provider_trl.recipes.answers.by_transformers import TransformersAnswerer
 from llama_stack_provider_trl.recipes.answers.generate import AnswerFile, Questions, _check_recorded
 from llama_stack_provider_trl.recipes.model.generation import Sampler
-from llama_stack_provider_trl.specs.bases import AdapterSpec
 from llama_stack_provider_trl.specs.events import Reason
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, OptimizerSpec
+from llama_stack_provider_trl.specs.model_source import AdapterSpec
 from llama_stack_provider_trl.specs.work import GenerateSpec
 from tests.tiny import tiny_model
 
@@ -130,7 +130,9 @@ def test_an_adapter_of_peft_answers_within_the_same_limits_and_has_to_fit(tmp_pa
     model = AutoModelForCausalLM.from_pretrained(tiny_model())
     get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["task_type"] is None
-    spec = spec_of(tmp_path).model_copy(update={"adapter": AdapterSpec(path=tmp_path / "adapter", use="continue")})
+    spec = spec_of(tmp_path).model_copy(
+        update={"adapter": AdapterSpec(model=str(tmp_path / "adapter"), use="continue")}
+    )
     answerer = TransformersAnswerer(spec, work(temperature=0, max_new_tokens=3), torch.device("cpu"))
     encoded = [answerer.encode([{"role": "user", "content": "What is a fox?"}], 0)]
     (answer,) = answerer.answer(encoded, [random.Random("x")], lambda: None)

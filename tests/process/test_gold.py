@@ -136,7 +136,7 @@ def trl_history(root: Path, method: DistillationSpec, rows: list[dict[str, str]]
     )
     trainer = Given(
         model=AutoModelForCausalLM.from_pretrained(tiny_model(), dtype="float32"),
-        teacher_model=AutoModelForCausalLM.from_pretrained(method.reference.model, dtype="float32"),
+        teacher_model=AutoModelForCausalLM.from_pretrained(method.teacher.model, dtype="float32"),
         args=arguments,
         processing_class=tiny_tokenizer(),
         train_dataset=Dataset.from_list(

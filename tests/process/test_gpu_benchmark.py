@@ -165,4 +165,8 @@ def test_the_benchmark_of_memory_measures_padded_rows_as_its_cases_are_made(tmp_
 
     tiny = memory.Shape(64, 1, 512)
     spec = memory.prepare(tmp_path, memory.Case("sft", tiny, False, False, 2, 64))
-    assert (spec.padding_free, spec.group_by_length, spec.attention_mask) == (False, False, "always")
+    assert (spec.compute.padding_free, spec.data.group_by_length, spec.compute.attention_mask) == (
+        False,
+        False,
+        "always",
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,12 @@ from llama_stack_provider_trl.recipes.trainer.reward_models import RewardScorer
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Warned
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec, TruncationSide
 from llama_stack_provider_trl.specs.methods import GrpoSpec, RewardSpec
+from llama_stack_provider_trl.specs.model_source import ModelName, ModelSource
 from llama_stack_provider_trl.specs.rewards import RewardModel, RewardSource
 from llama_stack_provider_trl.specs.rows import PreferenceExample
 from tests.process.test_grpo import LETTER, given_answers, metric
 from tests.process.test_grpo_ranks import numbers, trained, weights_of
-from tests.ranks import Ranks
-from tests.required import in_full
+from tests.ranks import Ranks, forked_ranks
 from tests.tiny import save_llama, tiny_model, tiny_tokenizer
 from tests.training import DPO_ROWS, LORA, job_spec, of_kind, run
 
@@ -61,11 +61,22 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Trained:
             path = spec.checkpoint_dir / "final"
             is_adapter = KINDS[kind] is not None
             made[kind] = RewardModel(
-                job_uuid="judge", checkpoint="final", path=path, is_adapter=is_adapter, base=spec.source
+                job_uuid="judge",
+                checkpoint="final",
+                source=ModelSource(model=str(path)),
+                is_adapter=is_adapter,
+                base=spec.source if is_adapter else None,
+                trained_from=None if is_adapter else ModelName(model=spec.source.model),
             )
         return made[kind]
 
     return train
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with forked_ranks() as ranks:
+        yield ranks
 
 
 def method_of(model: RewardModel, **changes: Any) -> GrpoSpec:
@@ -82,14 +93,14 @@ def spec_of(root: Path, method: GrpoSpec, **changes: Any) -> JobSpec:
 
 def expected_rewards(model: RewardModel) -> list[float]:
     """What transformers itself gives the answers of the first step, which are given."""
-    ours, theirs = AutoTokenizer.from_pretrained(tiny_model()), AutoTokenizer.from_pretrained(model.path)
+    ours, theirs = AutoTokenizer.from_pretrained(tiny_model()), AutoTokenizer.from_pretrained(model.own.model)
     assert len(theirs) < len(ours)
     if model.is_adapter:
         assert model.base is not None
         base = AutoModelForSequenceClassification.from_pretrained(model.base.model, num_labels=1)
-        loaded: Any = PeftModel.from_pretrained(base, model.path)
+        loaded: Any = PeftModel.from_pretrained(base, model.own.model)
     else:
-        loaded = AutoModelForSequenceClassification.from_pretrained(model.path)
+        loaded = AutoModelForSequenceClassification.from_pretrained(model.own.model)
     rewards = []
     for row in ROWS[:2]:
         turns = [{"role": "user", "content": row["prompt"]}]
@@ -108,7 +119,7 @@ def test_an_answer_has_what_the_reward_model_gives_it_by_its_own_tokenizer(
     tmp_path: Path, reward_model: Trained, monkeypatch: pytest.MonkeyPatch, kind: str, limit: int
 ) -> None:
     model = reward_model(kind).model_copy(update={"max_seq_length": limit})
-    before = {path.name: path.read_bytes() for path in (model.path or Path()).iterdir()}
+    before = {path.name: path.read_bytes() for path in model.own.directory.iterdir()}
     monkeypatch.setattr(
         GrpoRecipe, "answer", lambda self, prompts, rows: given_answers(prompts, self._grpo.num_generations)
     )
@@ -121,8 +132,8 @@ def test_an_answer_has_what_the_reward_model_gives_it_by_its_own_tokenizer(
     assert found == pytest.approx(sum(expected) / 6, rel=1e-5)
     assert metric(events, "reward")[0] == pytest.approx(2 * found + 0.5 * metric(events, "rewards/letter/mean")[0])
     assert any(value > 1e-4 for value in metric(events, "grad_norm"))
-    assert of_kind(events, Prepared)[0].effective["reward_models"] == [str(model.path)]
-    assert {path.name: path.read_bytes() for path in (model.path or Path()).iterdir()} == before
+    assert of_kind(events, Prepared)[0].effective["reward_models"] == [model.own.model]
+    assert {path.name: path.read_bytes() for path in model.own.directory.iterdir()} == before
 
 
 def scorer_of(model: RewardModel) -> RewardScorer:
@@ -135,13 +146,13 @@ def test_conversations_are_cut_as_the_pairs_that_the_reward_model_was_trained_on
 ) -> None:
     model = reward_model("whole")
     prompt, texts = [{"role": "user", "content": "What is 1 plus 1? " + "Please. " * 4}], ["It is 2.", "no " * 60]
-    tokenizer = AutoTokenizer.from_pretrained(model.path)
+    tokenizer = AutoTokenizer.from_pretrained(model.own.model)
     pairs = [PreferenceExample(prompt, *2 * ([{"role": "assistant", "content": text}],)) for text in texts]
     whole = list(encode_pairs(Chat(tokenizer), list(enumerate(pairs))))
     limit = len(whole[0][0]) + 2  # the second answer alone is longer
     counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, limit, side)
     cut = [counter.cut_pair(*ids) for ids in whole]
-    loaded: Any = AutoModelForSequenceClassification.from_pretrained(model.path).eval()
+    loaded: Any = AutoModelForSequenceClassification.from_pretrained(model.own.model).eval()
     with torch.no_grad():
         expected = [float(loaded(torch.tensor([[*one[0], *one[1]]])).logits) for one in cut if one]
     cutting = model.model_copy(update={"max_seq_length": limit, "truncation_side": side})
@@ -180,17 +191,21 @@ def test_an_answer_is_scored_at_its_end_whatever_the_template_writes_after_it(re
         assert other.score(*given).rewards == expected
 
 
+def read_from(model: RewardModel, directory: Path) -> RewardModel:
+    return model.model_copy(update={"source": model.own.model_copy(update={"path": directory})})
+
+
 def test_a_reward_model_whose_files_lack_its_head_is_refused(tmp_path: Path, reward_model: Trained) -> None:
     whole = reward_model("whole")
-    shutil.copytree(whole.path or Path(), tmp_path / "headless")
+    shutil.copytree(whole.own.directory, tmp_path / "headless")
     weights = load_file(tmp_path / "headless" / "model.safetensors")
     del weights["score.weight"]
     save_file(weights, tmp_path / "headless" / "model.safetensors", {"format": "pt"})
     with pytest.raises(JobFailure, match=r"has no weights for 1 parameters .*score\.weight: .*It is no reward model"):
-        scorer_of(whole.model_copy(update={"path": tmp_path / "headless"}))
+        scorer_of(read_from(whole, tmp_path / "headless"))
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", *in_full("NO_SHARD")])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_two_ranks_give_the_rewards_and_weights_of_one_process_and_continue_exactly(
     tmp_path: Path, reward_model: Trained, ranks: Ranks, strategy: str
 ) -> None:
@@ -216,10 +231,10 @@ def test_a_reward_model_that_cannot_be_loaded_fails_the_job_with_one_sentence(
 ) -> None:
     good = reward_model("adapter")
     bad = tmp_path / "bad"
-    shutil.copytree(good.path or Path(), bad)
+    shutil.copytree(good.own.directory, bad)
     config = json.loads((bad / "adapter_config.json").read_text())
     (bad / "adapter_config.json").write_text(json.dumps({**config, "r": 2}))
-    status, events = run(tmp_path, spec_of(tmp_path, method_of(good.model_copy(update={"path": bad}))))
+    status, events = run(tmp_path, spec_of(tmp_path, method_of(read_from(good, bad))))
     (failed,) = of_kind(events, Failed)
     assert (status, failed.reason) == (1, "invalid_model")
     assert failed.message.startswith(f"adapter {str(bad)!r}: ")
@@ -228,11 +243,11 @@ def test_a_reward_model_that_cannot_be_loaded_fails_the_job_with_one_sentence(
 
 def test_a_reward_models_adapter_without_its_head_is_refused_by_name(tmp_path: Path, reward_model: Trained) -> None:
     good = reward_model("adapter")
-    weights = load_file((good.path or Path()) / "adapter_model.safetensors")
+    weights = load_file(good.own.directory / "adapter_model.safetensors")
     (head,) = [name for name in weights if name.endswith("score.weight")]  # an export has it
     bad = tmp_path / "bad"
     for modules in (None, ["score"]):
-        shutil.copytree(good.path or Path(), bad)
+        shutil.copytree(good.own.directory, bad)
         config = json.loads((bad / "adapter_config.json").read_text())
         # To a classifier's modules_to_save PEFT adds the head by itself.
         changes = {"modules_to_save": modules, **({} if modules else {"task_type": None})}
@@ -240,16 +255,16 @@ def test_a_reward_models_adapter_without_its_head_is_refused_by_name(tmp_path: P
         kept = {name: weight for name, weight in weights.items() if name != head}
         save_file(kept, bad / "adapter_model.safetensors", metadata={"format": "pt"})
         with pytest.raises(JobFailure) as failed:
-            scorer_of(good.model_copy(update={"path": bad}))
+            scorer_of(read_from(good, bad))
         assert failed.value.reason == "invalid_model"
         assert str(failed.value).startswith(f"the adapter of the reward model {bad} has no weights for score.weight")
         shutil.rmtree(bad)
-    shutil.copytree(good.path or Path(), bad)
+    shutil.copytree(good.own.directory, bad)
     lost = next(name for name in weights if name.endswith("lora_B.weight"))
     kept = {name: weight for name, weight in weights.items() if name != lost}
     save_file(kept, bad / "adapter_model.safetensors", metadata={"format": "pt"})
     with pytest.raises(JobFailure, match=f"{bad} has no weights for {re.escape(lost)}, which would be random"):
-        scorer_of(good.model_copy(update={"path": bad}))
+        scorer_of(read_from(good, bad))
 
 
 def test_the_memory_check_counts_the_reference_that_scores_beside_the_policy(tmp_path: Path) -> None:
@@ -265,8 +280,9 @@ def test_the_memory_check_counts_the_reference_that_scores_beside_the_policy(tmp
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_memory_check_counts_reward_models(tmp_path: Path, reward_model: Trained, kind: str) -> None:
     model = reward_model(kind)
-    assert model.base is not None
-    base = AutoModelForSequenceClassification.from_pretrained(model.base.model, num_labels=1)
+    named = model.base or model.trained_from
+    assert named is not None
+    base = AutoModelForSequenceClassification.from_pretrained(named.model, num_labels=1)
     size = 4 * sum(weight.numel() for weight in base.parameters())
     with_models, without = (
         estimate(spec_of(tmp_path, method), Batch(6, 40), "cpu")

@@ -18,10 +18,10 @@ import pytest
 from llama_stack_provider_trl.jobs.inputs.task_files import read_task_files
 from llama_stack_provider_trl.recipes.evaluation import harness
 from llama_stack_provider_trl.requests.harness import Harness
-from llama_stack_provider_trl.specs.bases import AdapterSpec
 from llama_stack_provider_trl.specs.events import Evaluated, Event, Failed, Finished, Paused, Prepared, Progress, Warned
 from llama_stack_provider_trl.specs.harness import HarnessSpec
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
+from llama_stack_provider_trl.specs.model_source import AdapterSpec
 from llama_stack_provider_trl.specs.work import EvaluateSpec
 from llama_stack_provider_trl.system.files import RunDir
 from tests.ranks import Ranks
@@ -206,7 +206,7 @@ def test_an_adapter_is_measured_and_in_4_bits_where_it_was_trained_so(
     for name, lora in (("whole", LORA), ("4bit", LORA.model_copy(update={"quantize_base": True}))):
         trained = job_spec(tmp_path / name, tiny_model(), n_epochs=2, lora=lora, optimizer=FAST)
         assert run(tmp_path / name / "run", trained)[0] == 0
-        adapter = AdapterSpec(path=trained.checkpoint_dir / "final", use="continue")
+        adapter = AdapterSpec(model=str(trained.checkpoint_dir / "final"), use="continue")
         found = measured(
             tmp_path / f"{name}-measured", "likely", roots=roots, fields={"adapter": adapter, "lora": lora}
         )

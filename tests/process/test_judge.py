@@ -15,7 +15,6 @@ from llama_stack_provider_trl.recipes.answers import by_transformers as transfor
 from llama_stack_provider_trl.recipes.answers.answerer import Answered
 from llama_stack_provider_trl.recipes.evaluation import judge
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
-from llama_stack_provider_trl.specs.bases import AdapterSpec
 from llama_stack_provider_trl.specs.events import (
     Evaluated,
     Event,
@@ -28,6 +27,7 @@ from llama_stack_provider_trl.specs.events import (
     Warned,
 )
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
+from llama_stack_provider_trl.specs.model_source import AdapterSpec
 from llama_stack_provider_trl.specs.work import CheckedAnswering, EvaluateSpec, FurtherModel
 from llama_stack_provider_trl.system.files import RunDir
 from tests.ranks import Ranks
@@ -72,7 +72,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def spec_of(root: Path, models: tuple[Path, Path], *checks: dict[str, Any], **changes: Any) -> JobSpec:
     """Four answers in batches of two, judged by the adapter, and by its base for a check without a scale."""
-    adapter = AdapterSpec(path=models[1], use="continue")
+    adapter = AdapterSpec(model=str(models[1]), use="continue")
     judges = {"good": FurtherModel(model=str(tiny_model()), adapter=adapter)}
     found = [AnswerCheck.model_validate(check) for check in checks or (EXACT, SCORED, PLAIN)]
     given = [
@@ -264,7 +264,7 @@ def test_an_attempt_loads_no_model_that_has_nothing_left_to_do(
 def test_an_attempt_without_work_reports_the_same_model_with_its_adapter(
     models: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    adapter = AdapterSpec(path=models[1], use="continue")
+    adapter = AdapterSpec(model=str(models[1]), use="continue")
     spec = spec_of(tmp_path, models, EXACT).changed(model=str(tiny_model()), adapter=adapter)
     (first,), (again,) = (of_kind(run(tmp_path / name, spec)[1], Prepared) for name in ("first", "again"))
     assert (again.total_parameters, again.effective) == (first.total_parameters, first.effective)

@@ -30,13 +30,13 @@ from llama_stack_provider_trl.recipes.model.files import stored_dtype
 from llama_stack_provider_trl.recipes.model.loading import WeightStorage, load_config, loading_dtype
 from llama_stack_provider_trl.recipes.model.packing_check import check_isolation
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress
-from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, OptimizerSpec, ReferenceSpec, ShardingSpec
+from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, OptimizerSpec, ShardingSpec
 from llama_stack_provider_trl.specs.model_source import ModelSource
 from tests.loading_peak import loading_peaks
 from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import save_llama, tiny_model, tiny_tokenizer
-from tests.training import LORA, job_spec, of_kind
+from tests.training import LORA, job_spec, of_kind, reference_to
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 QLORA = LORA.model_copy(update={"quantize_base": True})
@@ -129,7 +129,7 @@ def test_a_base_that_is_quantized_when_it_is_sharded_changes_no_bit(
     pytest.importorskip("bitsandbytes")
     found = []
     for model in (models["bfloat16"], mixed(models["bfloat16"], tmp_path / "mixed")):
-        root, dpo = tmp_path / f"of-{model.name}", DpoSpec(reference=ReferenceSpec(model=str(model)))
+        root, dpo = tmp_path / f"of-{model.name}", DpoSpec(reference=reference_to(str(model)))
         spec = sharded(root, model, "dpo", lora=QLORA, method=dpo)
         codes, events = ranks.run(root / "run", spec)
         assert codes == [0, 0], [event.message for event in of_kind(events, Failed)]

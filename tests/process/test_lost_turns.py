@@ -27,6 +27,7 @@ from llama_stack_provider_trl.recipes.reward_templates import lost_by_reward_mod
 from llama_stack_provider_trl.specs.events import EventWriter, Failed, Prepared, Previewed, iter_events
 from llama_stack_provider_trl.specs.job import JobSpec, SampleMessage, SamplesSpec
 from llama_stack_provider_trl.specs.methods import GrpoSpec
+from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
 from llama_stack_provider_trl.specs.rewards import RewardModel, RewardSource
 from llama_stack_provider_trl.specs.rows import LabelledExample, PreferenceExample, PromptExample, SftExample
@@ -289,7 +290,10 @@ def test_the_preview_shows_what_would_fail_the_job(tmp_path: Path) -> None:
 
 def test_turns_that_a_reward_models_template_leaves_out_are_counted_before_it_scores(tmp_path: Path) -> None:
     path = model_with(tmp_path, WITHOUT_SYSTEM)
-    judges = [RewardModel(job_uuid="judge", path=path), RewardModel(job_uuid="later", path=tmp_path / "none")]
+    judges = [
+        RewardModel(job_uuid=name, source=ModelSource(model=str(directory)), base=ModelSource(model=str(directory)))
+        for name, directory in (("judge", path), ("later", tmp_path / "none"))
+    ]
     rewards = tuple(RewardSource(name=judge.job_uuid, model=judge) for judge in judges)
     rows = [{"prompt": [TALK[0]]}, {"prompt": [SYSTEM, TALK[0]]}]
     spec = job_spec(tmp_path, tiny_model(), "grpo", rows=rows, method=GrpoSpec(rewards=rewards))
@@ -312,7 +316,8 @@ def test_a_prompt_with_a_token_that_a_reward_model_has_no_embedding_for_is_refus
     # More than the embeddings that the model has beyond its tokenizer.
     tokenizer.add_tokens([*(f"<unused {number}>" for number in range(2000)), "<extra>"])
     tokenizer.save_pretrained(path)
-    rewards = (RewardSource(name="judge", model=RewardModel(job_uuid="judge", path=path)),)
+    judge = RewardModel(job_uuid="judge", source=ModelSource(model=str(path)), base=ModelSource(model=str(path)))
+    rewards = (RewardSource(name="judge", model=judge),)
     rows = [{"prompt": [TALK[0]]}, {"prompt": [{"role": "user", "content": "What is <extra>?"}]}]
     spec = job_spec(tmp_path, tiny_model(), "grpo", rows=rows, method=GrpoSpec(rewards=rewards))
     with pytest.raises(JobFailure, match=r"the reward model of job 'judge', row 1: .* token '<extra>'") as refused:

@@ -31,6 +31,7 @@ from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, OptimizerSpec, QatSpec, ReferenceSpec, ShardingSpec
 from llama_stack_provider_trl.specs.methods import GrpoSpec, VllmSpec
+from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.required import in_full
@@ -254,8 +255,11 @@ def test_the_reference_is_loaded_when_it_is_used(tmp_path: Path) -> None:
     larger = shaped(8, hidden_size=256, intermediate_size=512)
     size = sum(4 * weight.numel() for weight in LlamaForCausalLM(LlamaConfig.from_pretrained(larger)).parameters())
 
-    def of(device: str = "cuda", ranks: int = 1, lora: Any = None, **reference: Any) -> memory.MemoryEstimate:
-        requested = DpoSpec(reference=ReferenceSpec(**reference))
+    def of(
+        device: str = "cuda", ranks: int = 1, lora: Any = None, model_of: Path | None = None, **reference: Any
+    ) -> memory.MemoryEstimate:
+        source = None if model_of is None else ModelSource(model=str(model_of))
+        requested = DpoSpec(reference=ReferenceSpec(source=source, **reference))
         sharding = ShardingSpec() if ranks > 1 else None
         return estimate(
             job_spec(tmp_path, model, "dpo", lora=lora, method=requested, ranks=ranks, sharding=sharding), batch, device
@@ -263,15 +267,15 @@ def test_the_reference_is_loaded_when_it_is_used(tmp_path: Path) -> None:
 
     # Another model is loaded under LoRA, too; used before training, it is there without what training takes.
     assert of(lora=LORA).reference == 0
-    assert of(lora=LORA, model=str(larger)).reference == size
-    before = of(model=str(larger), precompute=True)
+    assert of(lora=LORA, model_of=larger).reference == size
+    before = of(model_of=larger, precompute=True)
     assert (before.reference, before.optimizer, before.gradients) == (size, 0, 0)
     assert of(precompute=True).reference == 0
     assert of(precompute=True).optimizer > 0
     # Ranks share it out block by block.
-    assert size // 8 < of(model=str(larger), ranks=8).reference < size // 2
+    assert size // 8 < of(model_of=larger, ranks=8).reference < size // 2
     # The policy is not sharded yet: its weights are in the files.
-    assert of("cpu", ranks=8, model=str(larger), precompute=True).weights == 0
+    assert of("cpu", ranks=8, model_of=larger, precompute=True).weights == 0
 
 
 def test_accumulated_gradients_are_there_from_the_second_micro_step_on(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from llama_stack_provider_trl.specs.merge import (
     MergeInput,
     MergeSpec,
 )
+from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.system.files import MANIFEST, write_manifest
 from llama_stack_provider_trl_remote.cli.main import main
 from tests.process.forked_recipes import fork_recipes
@@ -82,9 +83,10 @@ def adapters(tmp_path_factory: pytest.TempPathFactory, base: Path) -> list[Path]
     return made
 
 
-def spec(inputs: list[Path], weights: list[float], output: Path, **given: Any) -> MergeSpec:
+def spec(inputs: list[Path], weights: list[float], output: Path, base: str | None = None, **given: Any) -> MergeSpec:
+    source = None if base is None else ModelSource(model=base)
     named = tuple(MergeInput(model=str(path), weight=weight) for path, weight in zip(inputs, weights, strict=True))
-    return MergeSpec(inputs=named, output=output, **given)
+    return MergeSpec(inputs=named, output=output, base=source, **given)
 
 
 def values(path: Path, name: str = "model.safetensors") -> Weights:
@@ -491,6 +493,9 @@ def test_the_command_merges_and_reports(
     assert found["output"] == str(tmp_path / "merged")
     one, other, merged = values(models[0]), values(models[1]), values(tmp_path / "merged")
     assert all((merged[name] - (3 * one[name] + other[name]) / 4).abs().max() < 1e-6 for name in merged)
+    ties = [*words[:-1], str(tmp_path / "ties"), "--method", "ties", "--base", str(models[2]), "--density", "0.5"]
+    assert main([*ties, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "model"
     assert main(words) == 1
     assert capsys.readouterr().err == (
         f"trl-remote: invalid_request: {tmp_path / 'merged'} exists: name a new directory.\n"

@@ -41,7 +41,7 @@ from llama_stack_provider_trl.specs.events import (
 )
 from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec, OptimizerSpec, SampleMessage, SamplesSpec
 from llama_stack_provider_trl.specs.methods import DistillationSpec, GrpoSpec, KtoSpec, RewardSpec
-from llama_stack_provider_trl.specs.model_source import ModelSource, ReferenceSpec
+from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.specs.preflight import PreflightSpec, PreviewSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl.specs.work import GenerateSpec
@@ -49,7 +49,7 @@ from tests.process.test_export import ARCHITECTURES as EXPORTED
 from tests.process.test_export import SIZES
 from tests.required import FULL
 from tests.tiny import tiny_tokenizer
-from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, run
+from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, reference_to, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -364,7 +364,7 @@ METHODS: dict[str, Any] = {
         rewards=(RewardSource(name="regex", check=AnswerCheck(type="regex", pattern="[0-9]")),),
         max_completion_length=8,
     ),
-    "distillation": DistillationSpec(reference=ReferenceSpec(model="the model"), max_completion_length=8),
+    "distillation": DistillationSpec(reference=reference_to("the model"), max_completion_length=8),
 }
 
 
@@ -379,7 +379,7 @@ def test_a_token_without_an_embedding_is_refused_by_its_row_in_every_kind_of_row
     rows = {"rows": [fine] * 2, part: [fine, ROWS[algorithm]]}
     method = METHODS.get(algorithm)
     if algorithm == "distillation":
-        method = method.model_copy(update={"reference": ReferenceSpec(model=str(model))})
+        method = method.model_copy(update={"reference": reference_to(str(model))})
     spec = job_spec(tmp_path, model, algorithm, **rows, method=method, batch_size=1, max_seq_length=64)
     with pytest.raises(JobFailure) as caught:
         build_trainer(spec, torch.device("cpu"), EventWriter(tmp_path / "events.jsonl"))

@@ -25,16 +25,15 @@ from llama_stack_provider_trl.recipes.model.adapters import check_adapter, load_
 from llama_stack_provider_trl.recipes.model.checked import check_models
 from llama_stack_provider_trl.recipes.model.loading import WeightStorage, check_weights, load_model, load_tokenizer
 from llama_stack_provider_trl.specs.adapters import LoraSpec
-from llama_stack_provider_trl.specs.bases import AdapterSpec
 from llama_stack_provider_trl.specs.events import Failed, Reason
 from llama_stack_provider_trl.specs.job import DpoSpec
 from llama_stack_provider_trl.specs.merge import MergeSpec
-from llama_stack_provider_trl.specs.model_source import ModelSource, ReferenceSpec
+from llama_stack_provider_trl.specs.model_source import AdapterSpec, ModelSource
 from llama_stack_provider_trl.specs.preflight import PreflightSpec
 from llama_stack_provider_trl.system.model_damage import DISPENSABLE_FILES
 from tests.process.test_export import ARCHITECTURES
 from tests.tiny import tiny_model
-from tests.training import LORA, SFT_ROWS, job_spec, of_kind, run
+from tests.training import LORA, SFT_ROWS, job_spec, of_kind, reference_to, run
 
 pytestmark = pytest.mark.process
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 16060617592\n"
@@ -637,7 +636,7 @@ def test_an_adapter_of_a_kind_that_needs_values_is_compared_and_named_when_it_is
     caplog.set_level("INFO")
     check_adapter(adapter, source_of(model))
     assert f"adapter {adapter} is compared with {model} when it is loaded: SHIRA" in caplog.text
-    spec = job_spec(tmp_path, model, adapter=AdapterSpec(path=adapter, use="continue"), lora=LORA)
+    spec = job_spec(tmp_path, model, adapter=AdapterSpec(model=str(adapter), use="continue"), lora=LORA)
     load_to_infer(spec, torch.device("cpu"))
     changed_adapter(adapter, r=2)
     check_adapter(adapter, source_of(model))
@@ -650,12 +649,12 @@ def test_an_adapter_of_a_kind_that_needs_values_is_compared_and_named_when_it_is
 def test_a_reference_and_an_adapter_are_checked_with_the_job(tmp_path: Path, model: Path) -> None:
     base, adapter = tiny_model(), tmp_path / "adapter"
     check_models(job_spec(tmp_path, base))
-    reference = ReferenceSpec(model=str(configured(model, vocab_size=1025)))
+    reference = reference_to(str(configured(model, vocab_size=1025)))
     spec = job_spec(tmp_path, base, "dpo", method=DpoSpec(reference=reference))
     assert "write vocab_size 1024" in refusal(lambda: check_models(spec), model)
     adapter.mkdir()
     lora: LoraSpec = LORA
-    continued = job_spec(tmp_path, base, lora=lora, adapter=AdapterSpec(path=adapter, use="continue"))
+    continued = job_spec(tmp_path, base, lora=lora, adapter=AdapterSpec(model=str(adapter), use="continue"))
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (adapter / name).write_text(PAGE)
         assert f"{name} is a web page" in refusal(lambda: check_models(continued), adapter)

@@ -24,16 +24,15 @@ from llama_stack_provider_trl.recipes.trainer.distillation import DistillationRe
 from llama_stack_provider_trl.recipes.trainer.divergence import Divergence, head_of
 from llama_stack_provider_trl.recipes.trainer.pairs import PaddedPairs
 from llama_stack_provider_trl.recipes.trainer.trl_patches import fuse_head
-from llama_stack_provider_trl.specs.bases import AdapterSpec
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.methods import DistillationSpec
-from llama_stack_provider_trl.specs.model_source import ReferenceSpec
+from llama_stack_provider_trl.specs.model_source import AdapterSpec
 from tests.process.test_grpo import PLAIN_TRL, given_answers, metric
 from tests.process.test_memory import most
 from tests.required import FULL
 from tests.tiny import tiny_model
-from tests.training import LORA, job_spec, of_kind, run
+from tests.training import LORA, job_spec, of_kind, reference_to, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 CASES: dict[str, dict[str, Any]] = {
@@ -79,7 +78,7 @@ def teacher_model(root: Path, *, rows: int = 0, is_constant: bool = False, token
 
 
 def method_of(teacher: Path, **changes: Any) -> DistillationSpec:
-    return DistillationSpec(reference=ReferenceSpec(model=str(teacher)), **{"max_completion_length": 8, **changes})
+    return DistillationSpec(reference=reference_to(str(teacher)), **{"max_completion_length": 8, **changes})
 
 
 def spec_of(root: Path, method: DistillationSpec, rows: list[dict[str, str]], **changes: Any) -> JobSpec:
@@ -113,7 +112,7 @@ def trl_history(root: Path, method: DistillationSpec, rows: list[dict[str, str]]
     )
     trainer = Given(
         model=AutoModelForCausalLM.from_pretrained(tiny_model(), dtype="float32"),
-        teacher_model=AutoModelForCausalLM.from_pretrained(method.reference.model, dtype="float32"),
+        teacher_model=AutoModelForCausalLM.from_pretrained(method.teacher.model, dtype="float32"),
         args=arguments,
         processing_class=AutoTokenizer.from_pretrained(tiny_model()),
         train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]),
@@ -221,7 +220,7 @@ def test_a_new_adapter_is_its_base_as_the_teacher_and_a_trained_one_returns_to_i
     other = teacher_model(tmp_path / "teacher", is_constant=True)
     trained = learning(tmp_path, other, job_uuid="trained", checkpoint_dir=tmp_path / "trained", **faster)
     ended(*run(tmp_path / "first", trained))
-    adapter = AdapterSpec(path=trained.checkpoint_dir / "final", use="continue")
+    adapter = AdapterSpec(model=str(trained.checkpoint_dir / "final"), use="continue")
     back = learning(
         tmp_path, tiny_model(), job_uuid="back", checkpoint_dir=tmp_path / "back", adapter=adapter, **faster
     )
@@ -331,7 +330,7 @@ def test_the_base_model_as_the_teacher_is_loaded_on_its_own(lora: LoraSpec | Non
     from llama_stack_provider_trl.recipes.model.adapters import has_reference_adapter
     from llama_stack_provider_trl.recipes.trainer.reference import is_needed
 
-    method = DistillationSpec(reference=ReferenceSpec(model=str(tiny_model())))
+    method = DistillationSpec(reference=reference_to(str(tiny_model())))
     spec = job_spec(tmp_path, tiny_model(), "distillation", method=method, lora=lora, rows=rows_of(1))
     assert is_needed(spec)
     assert not has_reference_adapter(spec)

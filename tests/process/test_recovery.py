@@ -38,7 +38,6 @@ from llama_stack_provider_trl.specs.methods import (
     RewardSpec,
     UldSpec,
 )
-from llama_stack_provider_trl.specs.model_source import ReferenceSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl.specs.work import MERGING, EvaluateSpec, MergeWork
 from llama_stack_provider_trl.system import process
@@ -48,7 +47,7 @@ from tests.fakes import FakeClock
 from tests.forked import forked_warm_processes
 from tests.required import in_full
 from tests.tiny import tiny_model
-from tests.training import DPO_ROWS, LORA, SAMPLES, SFT_ROWS, job_spec
+from tests.training import DPO_ROWS, LORA, SAMPLES, SFT_ROWS, job_spec, reference_to
 from tests.zygote import ForkLauncher
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
@@ -63,12 +62,12 @@ GRPO = GrpoSpec(
 
 def distillation() -> DistillationSpec:
     """A function: to make the teacher takes seconds, which only a test is to take."""
-    return DistillationSpec(reference=ReferenceSpec(model=str(tiny_model(tied=False))), max_completion_length=4)
+    return DistillationSpec(reference=reference_to(str(tiny_model(tied=False))), max_completion_length=4)
 
 
 def other_vocabulary() -> DistillationSpec:
     """The same, of a teacher with another vocabulary."""
-    teacher = ReferenceSpec(model=str(tiny_model(vocabulary=330)))
+    teacher = reference_to(str(tiny_model(vocabulary=330)))
     uld = UldSpec(hybrid=True, skip_end=False)
     return DistillationSpec(reference=teacher, max_completion_length=4, beta=0.5, uld=uld)
 

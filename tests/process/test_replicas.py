@@ -22,7 +22,7 @@ from llama_stack_provider_trl.specs.events import (
     Progress,
     Started,
 )
-from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, ReferenceSpec, ShardingSpec
+from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, ShardingSpec
 from llama_stack_provider_trl.specs.work import (
     CheckedAnswering,
     EnsembleMember,
@@ -33,7 +33,7 @@ from llama_stack_provider_trl.specs.work import (
 from llama_stack_provider_trl.system.files import RunDir
 from tests.ranks import Ranks
 from tests.tiny import tiny_model
-from tests.training import DPO_ROWS, SFT_ROWS, job_spec, of_kind
+from tests.training import DPO_ROWS, SFT_ROWS, job_spec, of_kind, reference_to
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 SAMPLING: dict[str, Any] = {"max_new_tokens": 6, "temperature": 1.0, "top_p": 0.9, "seed": 7}
@@ -165,7 +165,7 @@ def test_the_measures_of_ranks_are_those_of_one_process_to_the_last_bit(
     rows = {"sft": SFT_ROWS, "dpo": DPO_ROWS}[algorithm][:11]  # the last of 6 batches is not full
     changes: dict[str, Any] = {"rows": rows, "algorithm": algorithm}
     if algorithm == "dpo":
-        changes["method"] = DpoSpec(reference=ReferenceSpec(model=str(tiny_model(tied=False))))
+        changes["method"] = DpoSpec(reference=reference_to(str(tiny_model(tied=False))))
     found = []
     for count in (1, 2, 4, 8):  # of 8 ranks, two have nothing to do
         root = tmp_path / str(count)

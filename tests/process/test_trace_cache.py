@@ -24,7 +24,7 @@ from llama_stack_provider_trl.recipes.memory.trace_cache import key_of, trace
 from llama_stack_provider_trl.recipes.model.fsdp import num_shards
 from llama_stack_provider_trl.recipes.trainer import trl_patches
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
-from llama_stack_provider_trl.specs.bases import AdapterSpec, Frozen
+from llama_stack_provider_trl.specs.bases import Frozen
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Prepared
 from llama_stack_provider_trl.specs.job import (
     DpoSpec,
@@ -35,11 +35,11 @@ from llama_stack_provider_trl.specs.job import (
     ShardingSpec,
 )
 from llama_stack_provider_trl.specs.methods import GrpoSpec, KtoSpec, OrpoSpec, RewardSpec
-from llama_stack_provider_trl.specs.model_source import ReferenceSpec
+from llama_stack_provider_trl.specs.model_source import AdapterSpec, ReferenceSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from tests import training
 from tests.tiny import tiny_model
-from tests.training import LORA, dataset, job_spec, of_kind, run
+from tests.training import LORA, dataset, job_spec, of_kind, reference_to, run
 
 pytestmark = pytest.mark.process
 BATCH = Batch(4, 24)
@@ -134,16 +134,16 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "DPO with LoRA": ("dpo", {"lora": LORA}),
     "DPO on an adapter": (
         "dpo",
-        {"lora": LORA, "adapter": AdapterSpec(path=Path("/adapter"), use="continue")},
+        {"lora": LORA, "adapter": AdapterSpec(model=str(Path("/adapter")), use="continue")},
     ),
     "DPO with another reference": (
         "dpo",
-        {"method": DpoSpec(reference=ReferenceSpec(model=str(tiny_model(tied=False))))},
+        {"method": DpoSpec(reference=reference_to(str(tiny_model(tied=False))))},
     ),
     "precomputed": ("dpo", {"method": DpoSpec(reference=ReferenceSpec(precompute=True))}),
     "precomputed by another": (
         "dpo",
-        {"method": DpoSpec(reference=ReferenceSpec(model=str(tiny_model(tied=False)), precompute=True))},
+        {"method": DpoSpec(reference=reference_to(str(tiny_model(tied=False)), precompute=True))},
     ),
     "ORPO": ("orpo", {"method": OrpoSpec()}),
     "KTO": ("kto", {"method": KtoSpec()}),
@@ -241,7 +241,7 @@ def test_another_batch_has_another_key(tmp_path: Path, batch: Batch) -> None:
 def test_another_model_under_the_same_name_has_another_key(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     path = shutil.copytree(tiny_model(), tmp_path / "model")
     trained = job_spec(tmp_path, path)
-    compared = job_spec(tmp_path, tiny_model(), "dpo", method=DpoSpec(reference=ReferenceSpec(model=str(path))))
+    compared = job_spec(tmp_path, tiny_model(), "dpo", method=DpoSpec(reference=reference_to(str(path))))
     before = [key_of(spec, BATCH, "cpu") for spec in (trained, compared)]
     shutil.rmtree(path)
     make(path)

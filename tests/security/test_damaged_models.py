@@ -181,7 +181,7 @@ def test_a_damaged_index_of_weights_is_a_sentence(model: Path, damage: str) -> N
     with pytest.raises(JobFailure) as caught:
         load_model(source_of(model), storage, CPU)
     with ExitStack() as stack, pytest.raises(JobFailure) as merged:
-        _Weights(str(model), stack)
+        _Weights(source_of(model), stack)
     for failure in (caught.value, merged.value):
         assert str(model) in failure.message
         assert len(failure.message) < 6500
@@ -191,7 +191,7 @@ def test_a_damaged_index_of_weights_is_a_sentence(model: Path, damage: str) -> N
 def test_damaged_weights_of_a_merge_are_a_sentence(model: Path, damage: str) -> None:
     (model / "model.safetensors").write_bytes(WEIGHTS[damage])
     with ExitStack() as stack, pytest.raises(JobFailure, match=r"model\.safetensors (cannot be read|is|has) "):
-        _Weights(str(model), stack)
+        _Weights(source_of(model), stack)
 
 
 @pytest.mark.parametrize("damage", ["length", "empty", "binary", "deep", "list", "zeros"])

@@ -29,12 +29,12 @@ from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation, i
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.namespaces import Confined, NotIsolated, View
 from llama_stack_provider_trl.launch.runner import Limits, RunnerStatus
-from llama_stack_provider_trl.specs.job import ShardingSpec
+from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef, ShardingSpec
 from llama_stack_provider_trl.system import process
 from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
-from tests.fakes import SHEBANG
+from tests.fakes import SHEBANG, job_spec
 from tests.forked import forked_warm_processes
 from tests.isolated import isolation
 from tests.process.test_recovery import World
@@ -113,8 +113,9 @@ class Site:
         program = self.data / f"trainer-{name}"
         program.write_text(trainer)
         program.chmod(0o755)
-        job = {"job_uuid": name, "checkpoint_dir": str(self.data / "checkpoints" / name), **spec}
-        RunDir(run_dir).spec.write_text(json.dumps({"job": job}))
+        job = job_spec(name, **{"checkpoint_dir": self.data / "checkpoints" / name, **spec})
+        attempt = AttemptSpec(job=job, attempt=1, run_dir=run_dir)
+        RunDir(run_dir).spec.write_text(attempt.model_dump_json())
         places = {
             "data": str(self.data),
             "service": self.service,
@@ -277,7 +278,7 @@ memory.unlink()
 socket.create_connection(("127.0.0.1", {server.getsockname()[1]})).close()
 print(os.path.exists(f"/proc/{{os.getpid()}}/status"))
 """
-        rows = {"path": str(site.data / "datasets/mine.jsonl")}
+        rows = DatasetRef(dataset_id="mine", path=site.data / "datasets/mine.jsonl", sha256="0" * 64, num_rows=1)
         task = site.task(f"{SHEBANG}{body}", dataset=rows, model=str(earlier))
         ran(site.launcher(), task)
     log = RunDir(task.run_dir).log.read_text().splitlines()
@@ -294,7 +295,7 @@ def test_a_job_that_names_our_own_directories_as_its_model_does_not_see_them(
     for directory in ("jobs/other/attempts/1", "jobs", "", "datasets"):
         (site.data / directory / "config.json").write_text("{}")
     named = site.data / model
-    given: dict[str, Any] = {field: str(named) if field == "model" else {"path": str(named), "use": "continue"}}
+    given: dict[str, Any] = {field: str(named) if field == "model" else {"model": str(named), "use": "continue"}}
     task = site.task(f"{SHEBANG}\nimport os\nprint(os.path.exists('{named}/config.json'))", **given)
     ran(site.launcher(), task)
     assert RunDir(task.run_dir).log.read_text() == "False\n"

@@ -30,11 +30,11 @@ from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, LimitRe
 from llama_stack_provider_trl.jobs.inputs import vocabularies
 from llama_stack_provider_trl.jobs.inputs.vocabularies import refuse_other_vocabularies
 from llama_stack_provider_trl.jobs.store.database import Database, _inherited
-from llama_stack_provider_trl.requests.bases import Base
 from llama_stack_provider_trl.specs import answer_rows
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck, refuse_unusable
 from llama_stack_provider_trl.specs.answer_rows import refuse_unchecked_rows
 from llama_stack_provider_trl.specs.job import DatasetRef
+from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.system import call_server, limited
 from llama_stack_provider_trl.system.limited import Limited, LimitExceeded
 from llama_stack_provider_trl.system.process import identify, resident_memory
@@ -415,13 +415,13 @@ def test_a_tokenizer_that_would_take_much_memory_is_left_to_the_evaluation(
     for name, content in (("small", '{"model": {"vocab": {"a": 0}}}'), ("large", f"[{'[],' * (8 << 20)}[]]")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text(content)
-        found.append(Base(model=str(tmp_path / name)))
+        found.append(ModelSource(model=str(tmp_path / name)))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 1}}}')
     before = resident_memory()
     refuse_other_vocabularies([("models.0.model", "small"), ("models.1.model", "large")], found)
     assert resident_memory() - before < 64 << 20
-    found[1] = Base(model=str(tmp_path / "other"))
+    found[1] = ModelSource(model=str(tmp_path / "other"))
     with pytest.raises(InvalidRequest, match="has another number for the token 'a'"):
         refuse_other_vocabularies([("models.0.model", "small"), ("models.1.model", "other")], found)
 

@@ -24,8 +24,12 @@ EVIL = [
     {"task_id": "other-1"},
     {"attempt": 0, "task_id": "job-0"},
     {"devices": ("../../evil",)},
-    {"spec": spec(job={"dataset": {"path": "/s", "sha256": "../../../evil", "num_rows": 1}})},
-    {"spec": spec(job={"validation": {"path": "/s", "sha256": f"{BB}/../../../evil", "num_rows": 1}})},
+    {"spec": spec(job={"dataset": {"dataset_id": "d", "path": "/s", "sha256": "../../../evil", "num_rows": 1}})},
+    {
+        "spec": spec(
+            job={"validation": {"dataset_id": "d", "path": "/s", "sha256": f"{BB}/../../../evil", "num_rows": 1}}
+        )
+    },
     {"spec": spec(job={"checkpoint_dir": "evil"})},
     {"spec": spec(job={"checkpoint_dir": "/service/../evil"})},
     {"spec": spec(resume_from="/service/checkpoints/job/../../../../evil/checkpoint-1")},
@@ -62,7 +66,10 @@ def test_an_order_that_leads_out_of_the_data_directory_is_refused(changes: dict[
 def test_what_a_service_orders_is_followed() -> None:
     checked(order())
     checked(order(spec={}))  # cancelled before it began
-    more = {"validation": {"path": "/s", "sha256": AA, "num_rows": 1}, "resume_from": {"path": "/x/3f/checkpoint-2"}}
+    more = {
+        "validation": {"dataset_id": "d", "path": "/s", "sha256": AA, "num_rows": 1},
+        "resume_from": {"job_uuid": "x", "path": "/x/3f/checkpoint-2"},
+    }
     resumed = spec(resume_from="/service/checkpoints/job/checkpoint-6", fall_back_to=["/x/3f/checkpoint-2"], job=more)
     checked(order(spec=resumed, shared_mark="/service/checkpoints/job/.shared"))
 

@@ -49,7 +49,7 @@ def settings(home: Path, **changes: Any) -> Settings:
 
 def resolved(named: str | Path, with_: Settings) -> str:
     body = {"job_uuid": "a", "model": str(named), "training_config": TRAINING}
-    return str(resolve(SupervisedFineTuneRequest.model_validate(body), ProviderOptions(), with_).fields["model"])
+    return str(resolve(SupervisedFineTuneRequest.model_validate(body), ProviderOptions(), with_).fields["source"].model)
 
 
 def test_beyond_loopback_no_path_is_taken_without_model_roots(home: Path) -> None:

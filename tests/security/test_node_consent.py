@@ -19,6 +19,8 @@ from tests.orders import order, spec
 from tests.unit.test_agent import World
 
 PINNED = {"model": "org/odd", "revision": "a1b2", "trust_remote_code": True}
+ADAPTER = {**PINNED, "use": "continue"}
+ANSWERING = {"max_new_tokens": 8, "temperature": 0.0, "top_p": 1.0, "seed": 1, "samples_per_prompt": 1, "checks": []}
 
 
 @pytest.fixture
@@ -39,12 +41,11 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
         PINNED,
         {**PINNED, "trust_remote_code": "yes"},
         {"model": "/models/odd", "trust_remote_code": True},
-        {"method": {"reference": PINNED}},
-        {"method": {"name": "distill", "reference": {**PINNED, "precompute": False}}},
-        {"work": {"kind": "evaluate", "members": [PINNED]}},
-        {"work": {"kind": "evaluate", "answers": {"judges": [{"model": PINNED}]}}},
-        {"anything": {"that": [[{"is": {"added": {"later": PINNED}}}]]}},
-        {"model": "org/base", "dpo": {"reference": {"model": None, "trust_remote_code": True}}},
+        {"method": {"algorithm": "dpo", "reference": {"source": PINNED}}},
+        {"method": {"algorithm": "distillation", "reference": {"source": PINNED}}},
+        {"work": {"kind": "evaluate", "members": [{**PINNED, "weight": 1.0}]}},
+        {"work": {"kind": "evaluate", "members": [{"model": "org/base", "weight": 1.0, "adapter": ADAPTER}]}},
+        {"work": {"kind": "evaluate", "answers": {**ANSWERING, "judges": [PINNED]}}},
     ],
 )
 def test_code_of_a_model_that_the_node_s_operator_has_not_named_is_not_run(job: dict[str, Any]) -> None:
@@ -138,7 +139,7 @@ def test_an_order_that_asks_for_code_later_changes_nothing(world: World) -> None
         await head.until(lambda: (report := head.report()) and report.observation is not None)
 
     world.run(play)
-    assert "trust_remote_code" not in (world.run_dir / "spec.json").read_text()
+    assert '"trust_remote_code": true' not in (world.run_dir / "spec.json").read_text()
 
 
 def test_the_list_of_a_node_is_its_own() -> None:

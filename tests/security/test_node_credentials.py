@@ -106,7 +106,7 @@ def test_the_join_token_joins_and_does_nothing_else(service: TrainingService, ag
 def test_a_node_reads_what_its_own_tasks_need(service: TrainingService, agents: list[FakeAgent]) -> None:
     a, b = agents
     order = give_job(service, a, "reads")
-    rows = f"/blobs/{order['spec']['job']['dataset']['sha256']}"
+    rows = f"/blobs/{order['spec']['job']['data']['dataset']['sha256']}"
     checkpoints = f"{JOBS}/reads/checkpoints"
     files = (f"{checkpoints}/final", f"{checkpoints}/final/files/config.json")
     assert [a.call("GET", path).status_code for path in (rows, checkpoints, *files)] == [200, 200, 404, 404]

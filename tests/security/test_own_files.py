@@ -22,6 +22,9 @@ from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.paths import resolve_base_model, resolve_checkpoint_dir
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.job import AttemptSpec
+from llama_stack_provider_trl.specs.methods import DpoSpec
+from llama_stack_provider_trl.specs.model_source import ModelSource, ReferenceSpec
 from llama_stack_provider_trl.system.data_dir import DATABASE, OF_A_NODE, OWN, DataDir, DataEntry, NodeDir
 from llama_stack_provider_trl.system.ownership import Ownership
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
@@ -31,6 +34,7 @@ from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import running
 from tests.contract.stack import SFT
 from tests.fake_trainer import fake_trainer
+from tests.fakes import job_spec
 from tests.security.guarded import TOKENS, Guarded
 from tests.security.mounts import mounted, tmpfs
 from tests.tiny import REPOSITORY
@@ -180,8 +184,10 @@ def test_no_request_reads_a_file_of_ours(data_dir: Path, path: str) -> None:
     for uri in (f"file://{model}/rows.jsonl", f"{model}/rows.jsonl", f"{link}/rows.jsonl"):
         with pytest.raises(InvalidRequest, match="dataset_roots"):
             registry._readable(uri)
-    spec = {"job": {"model": str(model), "method": {"reference": {"model": str(model)}}}}
-    assert not spec_paths(spec, [data_dir]).read
+    reference = ReferenceSpec(source=ModelSource(model=str(model)))
+    job = job_spec(model=str(model), method=DpoSpec(reference=reference))
+    read = spec_paths(AttemptSpec(job=job, attempt=1, run_dir=data_dir), [data_dir]).read
+    assert read == [job.data.dataset.path]
     with pytest.raises(JobConflict, match="among the own files"):
         Ownership(data_dir).check_unused(own / "sft-1")
     assert not Ownership(data_dir).is_ours(own / "sft-1")

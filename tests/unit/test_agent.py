@@ -805,7 +805,10 @@ def test_a_checkpoint_that_holds_more_than_data_is_not_fetched(
     ("changes", "text"),
     [
         ({"job": {"model": "/models/big"}}, "the model /models/big is not on node b"),
-        ({"job": {"method": {"reference": {"model": "/models/ref"}}}}, "the model /models/ref is not on node b"),
+        (
+            {"job": {"method": {"algorithm": "dpo", "reference": {"source": {"model": "/models/ref"}}}}},
+            "the model /models/ref is not on node b",
+        ),
     ],
 )
 def test_a_model_that_is_not_here_is_named(world: World, changes: Any, text: str) -> None:

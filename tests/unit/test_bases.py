@@ -10,7 +10,7 @@ import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobConflict
 from llama_stack_provider_trl.jobs.decisions.states import JobState
-from llama_stack_provider_trl.jobs.inputs.bases import check_base, find_base
+from llama_stack_provider_trl.jobs.inputs.bases import check_checkpoints, find_base
 from llama_stack_provider_trl.jobs.store.records import CheckpointRecord
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.supervision.step_checkpoints import delete_superfluous
@@ -18,9 +18,10 @@ from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, 
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
-from llama_stack_provider_trl.specs.bases import AdapterSpec, BaseJob
+from llama_stack_provider_trl.specs.bases import BaseJob
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Finished
-from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, LoraSpec, ShardingSpec
+from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, LoraSpec, ResourcesSpec, ShardingSpec
+from llama_stack_provider_trl.specs.model_source import AdapterSpec
 from llama_stack_provider_trl.system.files import write_manifest
 from tests.fakes import job_spec
 
@@ -101,7 +102,11 @@ def test_a_job_that_merges_gives_merged_and_its_adapter_where_that_is_requested(
     assert spec_of(request("job:a"), store, settings).source.model == str(first.checkpoint_dir / "merged")
     spec = spec_of(request("job:a", "dpo"), store, settings, adapter="continue")
     assert (spec.source.model, spec.lora) == ("org/base", LORA)
-    assert spec.adapter == AdapterSpec(path=first.checkpoint_dir / "final", use="continue")
+    assert spec.adapter == AdapterSpec(
+        model=str(first.checkpoint_dir / "final"),
+        use="continue",
+        made_by=BaseJob(job_uuid="a", checkpoint="final"),
+    )
     merged = spec_of(request("job:a"), store, settings, adapter="merge")
     assert (merged.source.model, merged.lora, merged.adapter and merged.adapter.use) == ("org/base", None, "merge")
 
@@ -141,10 +146,9 @@ def test_a_chain_of_adapters_keeps_every_job_below_it(store: Store, settings: Se
         ("job:l", {"adapter": "continue", "use_rslora": True}, "provider_options.use_rslora: the adapter that is"),
         (
             "job:l",
-            {"adapter": "continue", "resources": {"nodes": 2}},
-            "provider_options.resources: model 'job:l' is on",
+            {"adapter": "merge", "resources": {"cpus": 2}},
+            "provider_options.resources: adapter 'merge' merges model 'job:l' on the service's machine",
         ),
-        ("job:a", {"resources": {"cpus": 2}}, "provider_options.resources: model 'job:a' is on the service's machine"),
         (
             "org/base",
             {"reference_model": "job:a"},
@@ -163,13 +167,22 @@ def test_what_cannot_be_begun_with_is_refused_by_name(
     assert refused(request(model, algorithm), store, settings, **options).startswith(why)
 
 
-def test_one_node_may_be_requested_and_a_configured_number_is_refused(
+def test_a_job_that_begins_with_the_result_of_another_one_runs_on_any_machine_but_where_it_merges_an_adapter(
     store: Store, settings: Settings, tmp_path: Path
 ) -> None:
     add(store, "a", tmp_path)
-    several = settings.model_copy(update={"max_nodes": 4, "nodes": 2, "sharding": ShardingSpec()})
-    assert refused(request("job:a"), store, several).startswith("provider_options.resources.nodes: model 'job:a'")
-    assert spec_of(request("job:a"), store, several, resources={"nodes": 1}).resources is None
+    add(store, "l", tmp_path, lora=LORA)
+    joined = settings.model_copy(update={"max_nodes": 4, "sharding": ShardingSpec()})
+    anywhere = ResourcesSpec()
+    assert spec_of(request("job:a"), store, joined).resources == anywhere
+    assert spec_of(request("job:l"), store, joined, adapter="continue").resources == anywhere
+    assert spec_of(request("job:a"), store, joined, resources={"nodes": 2}).nodes == 2
+    assert spec_of(request("job:l"), store, joined, adapter="merge").resources is None
+    several = joined.model_copy(update={"nodes": 2})
+    assert spec_of(request("job:a"), store, several).nodes == 2
+    why = refused(request("job:l"), store, several, adapter="merge")
+    assert why.startswith("provider_options.resources.nodes: adapter 'merge' merges model 'job:l'")
+    assert spec_of(request("job:l"), store, several, adapter="merge", resources={"nodes": 1}).resources is None
 
 
 def test_settings_of_a_continued_adapter_may_be_repeated_and_not_changed(
@@ -214,7 +227,7 @@ def test_a_directory_of_peft_gives_its_base_model_and_settings(
     directory = adapter(tmp_path, use_rslora=True)
     spec = spec_of(request(str(directory)), store, settings, adapter="continue")
     assert (spec.source.model, spec.lora) == ("org/base", LORA.model_copy(update={"use_rslora": True}))
-    assert (spec.adapter and spec.adapter.path, spec.after, spec.resources) == (directory, (), None)
+    assert (spec.adapter and spec.adapter.directory, spec.after, spec.resources) == (directory, (), None)
     assert spec_of(request(str(directory)), store, settings, adapter="merge").lora is None
 
 
@@ -306,14 +319,14 @@ def test_a_base_job_is_not_deleted_before_the_last_job_that_uses_it_has_ended(
 
 def test_a_checkpoint_that_is_gone_when_the_job_starts_fails_it_by_name(tmp_path: Path) -> None:
     final = tmp_path / "final"
-    spec = job_spec("b", model=str(final), bases=(BaseJob(job_uuid="a", checkpoint="final"),))
+    spec = job_spec("b", model=str(final), made_by=BaseJob(job_uuid="a", checkpoint="final"))
     with pytest.raises(InvalidRequest, match=r"job:a/final.*is damaged or gone: train job 'a' again"):
-        check_base(spec)
+        check_checkpoints(spec)
     final.mkdir()
     (final / "model.safetensors").write_text("weights")
     write_manifest(final)
-    check_base(spec)
-    check_base(job_spec("c"))
+    check_checkpoints(spec)
+    check_checkpoints(job_spec("c"))
 
 
 def test_an_adapter_that_is_continued_twice_starts(store: Store, settings: Settings, tmp_path: Path) -> None:
@@ -323,8 +336,8 @@ def test_an_adapter_that_is_continued_twice_starts(store: Store, settings: Setti
         assert (spec.source.model, spec.after) == ("org/base", (before,))
         store.add_job(spec, "digest")
         assert spec.adapter is not None
-        final = spec.adapter.path
+        final = spec.adapter.directory
         final.mkdir(parents=True)
         (final / "adapter_model.safetensors").write_text("weights")
         write_manifest(final)
-        check_base(spec)
+        check_checkpoints(spec)

@@ -663,9 +663,10 @@ def test_the_same_request_while_it_is_stored_is_the_same_search(
 def test_jobs_that_only_some_values_need_are_kept_for_later_trials() -> None:
     search = resolve_search(sft(bayesian(), algorithm_config=LORA), ProviderOptions())
     assert search is not None
-    first = job_spec(job_uuid="s-trial-1", after=("a",), bases=())
+    first = job_spec(job_uuid="s-trial-1", after=("a",))
     base = BaseJob(job_uuid="b", checkpoint="final")
-    own = search.own_spec("s", first, [first, first.model_copy(update={"after": ("b", "a"), "bases": (base,)})])
+    second = first.changed(source=first.source.model_copy(update={"made_by": base}), after=("b", "a"))
+    own = search.own_spec("s", first, [first, second])
     assert (own.after, own.bases) == (("a", "b"), (base,))
 
 

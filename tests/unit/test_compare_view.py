@@ -33,7 +33,7 @@ def test_results_are_beside_each_other_under_the_model_or_checkpoint_that_was_me
     below = {"job_uuid": "before-tune", "checkpoint": "final"}
     within: dict[str, Any] = {
         "result": {"loss": 2.25, "rows": 8},
-        "effective_config": {"model": "org/a", "bases": [base, below]},
+        "effective_config": {"model": "org/a", "made_by": base, "bases": [base, below]},
     }
     training = {"effective_config": {"model": "org/a", "bases": []}}
     assert [(one.name, one.values) for one in measured([before, within, training])] == [
@@ -44,33 +44,37 @@ def test_results_are_beside_each_other_under_the_model_or_checkpoint_that_was_me
     ]
     assert measured([training]) == []
     of_jobs = ["/jobs/tune/checkpoint-2", "/jobs/before-tune/final"]
-    members = [{"model": of_jobs[0]}, {"model": "org/b", "adapter": {"path": of_jobs[1]}}]
-    both = {**within["effective_config"], "work": {"kind": "evaluate", "members": members, "from_jobs": of_jobs}}
+    members = [
+        {"model": of_jobs[0], "made_by": base},
+        {"model": "org/b", "adapter": {"model": of_jobs[1], "made_by": below}},
+    ]
+    both = {**within["effective_config"], "work": {"kind": "evaluate", "members": members}}
     assert measured([{**within, "effective_config": both}])[0].values == [
         "job:tune/checkpoint-2, job:before-tune/final"
     ]
-    adapter = {"model": "org/a", "bases": [], "adapter": {"path": "/adapters/a"}}
+    adapter = {"model": "org/a", "bases": [], "adapter": {"model": "/adapters/a"}}
     assert measured([{**before, "effective_config": adapter}])[0].values == ["/adapters/a"]
     assert not compared([[Setting("result.loss", "", "2.5")], [Setting("result.loss", "", "2.25")]])
 
 
 def test_judges_and_models_that_no_job_has_made_are_not_taken_for_what_was_measured() -> None:
-    judged = {"kind": "evaluate", "answers": {"judges": [{"model": "/jobs/judge/final"}]}}
+    judged = {"kind": "evaluate", "answers": {"judges": [{"model": "/jobs/judge/final", "made_by": {}}]}}
     judge = {"job_uuid": "judge", "checkpoint": "final"}
     tune = {"job_uuid": "tune", "checkpoint": "final"}
-    merge = {"inputs": [{"model": "/jobs/tune/final"}, {"model": "org/b"}], "base": "org/a"}
+    made = {"model": "/jobs/tune/final", "made_by": tune}
+    merge = {"inputs": [made, {"model": "org/b"}], "base": {"model": "org/a"}}
     members = [
         {"model": "org/a"},
-        {"model": "org/b", "adapter": {"path": "/adapters/b"}},
-        {"model": "/jobs/tune/final"},
+        {"model": "org/b", "adapter": {"model": "/adapters/b"}},
+        made,
     ]
-    cases: list[tuple[str, dict[str, Any], list[Any], list[str], str]] = [
-        ("org/a", judged, [judge], ["/jobs/judge/final"], "org/a"),
-        ("/jobs/tune/final", judged, [tune, judge], ["/jobs/tune/final", "/jobs/judge/final"], "job:tune/final"),
-        ("org/a", {"members": members}, [tune], ["/jobs/tune/final"], "job:tune/final, org/a, /adapters/b"),
-        ("org/a", {"members": members[:2]}, [], [], "org/a, /adapters/b"),
-        ("org/a", {"kind": "merge", "merge": merge}, [tune], ["/jobs/tune/final"], "job:tune/final, org/b, org/a"),
+    cases: list[tuple[dict[str, Any], dict[str, Any], list[Any], str]] = [
+        (members[0], judged, [judge], "org/a"),
+        (made, judged, [tune, judge], "job:tune/final"),
+        (members[0], {"members": members}, [tune], "job:tune/final, org/a, /adapters/b"),
+        (members[0], {"members": members[:2]}, [], "org/a, /adapters/b"),
+        (members[0], {"kind": "merge", "merge": merge}, [tune], "job:tune/final, org/b, org/a"),
     ]
-    for model, work, bases, of_jobs, expected in cases:
-        config = {"model": model, "bases": bases, "work": {**work, "from_jobs": of_jobs}}
+    for source, work, bases, expected in cases:
+        config = {**source, "bases": bases, "work": work}
         assert measured([{"result": {"loss": 2.5}, "effective_config": config}])[0].values == [expected]

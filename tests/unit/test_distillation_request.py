@@ -10,7 +10,8 @@ import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.decisions.demands import Demand
-from llama_stack_provider_trl.jobs.inputs.teachers import check_teacher, with_teacher
+from llama_stack_provider_trl.jobs.inputs.bases import check_checkpoints
+from llama_stack_provider_trl.jobs.inputs.teachers import with_teacher
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
@@ -18,7 +19,6 @@ from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.bases import BaseJob
 from llama_stack_provider_trl.specs.job import JobSpec, ShardingSpec
 from llama_stack_provider_trl.specs.methods import DistillationSpec, RewardSpec
-from llama_stack_provider_trl.specs.model_source import reference_of
 from llama_stack_provider_trl.system.files import write_manifest
 from tests.unit.test_bases import LORA, ROWS, add, complete, request
 
@@ -76,11 +76,11 @@ def test_what_holds_on_one_machine_only_is_in_no_checkpoint_and_other_machines_f
     settings: Settings,
 ) -> None:
     spec = spec_of({}, settings)
-    here = method_of(spec).reference.model_copy(update={"model_path": Path("/cache/teacher")})
-    placed = spec.changed(method=method_of(spec).model_copy(update={"reference": here}))
+    here = method_of(spec).teacher.model_copy(update={"path": Path("/cache/teacher")})
+    placed = spec.changed(method=method_of(spec).with_reference(source=here))
     assert placed.reference_source.location == "/cache/teacher"
     assert placed.without_model_paths() == spec
-    assert reference_of(spec.model_dump(mode="json"))["model"] == "org/teacher"
+    assert method_of(spec).teacher.model == "org/teacher"
 
 
 @pytest.mark.parametrize(
@@ -132,39 +132,37 @@ def test_a_distillation_comes_after_the_job_that_is_its_teacher_and_keeps_its_ch
     spec = spec_of({"teacher": "job:large"}, settings, store, after=["first"])
     assert spec.after == ("large", "first")
     method = method_of(spec)
-    assert method.reference.model == str(large.checkpoint_dir / "final")
-    assert method.teacher_jobs == (BaseJob(job_uuid="large", checkpoint="final"),)
+    assert method.teacher.model == str(large.checkpoint_dir / "final")
+    assert method.teacher.made_by == BaseJob(job_uuid="large", checkpoint="final")
     assert spec.bases == ()  # the model that it trains is no job's
     store.add_job(spec, "digest")
     assert store.chains.needed_checkpoints("large") == {"final"}
     assert store.chains.needed_checkpoints("first") == set()
     with pytest.raises(InvalidRequest, match=r"algorithm_config.teacher='job:large/final' .*is damaged or gone") as bad:
-        check_teacher(spec)
+        check_checkpoints(spec)
     assert bad.value.field == "algorithm_config.teacher"
     final = large.checkpoint_dir / "final"
     final.mkdir(parents=True)
     (final / "config.json").write_text("{}")
     write_manifest(final)
-    check_teacher(spec)
+    check_checkpoints(spec)
 
 
-@pytest.mark.parametrize("options", [{}, {"resources": {"nodes": 1}}])
-def test_a_distillation_stays_on_the_services_machine_where_its_teacher_is_and_is_cancelled_with_that_job(
+@pytest.mark.parametrize("options", [{}, {"resources": {"cpus": 2}}])
+def test_a_distillation_runs_where_its_teacher_is_sent_and_is_cancelled_with_the_job_that_makes_it(
     store: Store, settings: Settings, tmp_path: Path, options: Any
 ) -> None:
     add(store, "large", tmp_path)
     spec = spec_of({"teacher": "job:large/checkpoint-4"}, settings, store, cancel_with=True, **options)
-    assert (spec.resources, spec.compute.dtype_by_device, Demand.of(spec).home) == (None, False, True)
+    assert not Demand.of(spec).home
+    assert str(tmp_path / "out" / "large" / "checkpoint-4") in [source.model for source in spec.models]
     assert (spec.after, spec.cancel_with) == (("large",), True)
-    assert not Demand.of(spec_of({}, settings, **options)).home  # another teacher is sent to the machine that trains
-    with pytest.raises(InvalidRequest, match=r"resources=.* is on the service's machine only"):
-        spec_of({"teacher": "job:large"}, settings, store, resources={"cpus": 2})
 
 
 def test_the_merged_checkpoint_of_an_adapter_is_a_teacher(store: Store, settings: Settings, tmp_path: Path) -> None:
     add(store, "merging", tmp_path, lora=LORA, merge_adapter=True)
     spec = spec_of({"teacher": "job:merging"}, settings, store)
-    assert method_of(spec).reference.model == str(tmp_path / "out" / "merging" / "merged")
+    assert method_of(spec).teacher.model == str(tmp_path / "out" / "merging" / "merged")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.inputs import vocabularies
-from llama_stack_provider_trl.jobs.inputs.merges import after_all, bases_of
+from llama_stack_provider_trl.jobs.inputs.merges import bases_of
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.submission import keep_rows, submit
 from llama_stack_provider_trl.jobs.supervision.attempts import Attempts
@@ -24,7 +24,7 @@ from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.requests.untrained import evaluation_after, with_work
 from llama_stack_provider_trl.requests.work import EvaluateRequest, MergeRequest
 from llama_stack_provider_trl.specs.bases import BaseJob
-from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, LoraSpec
+from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef, JobSpec, LoraSpec
 from llama_stack_provider_trl.specs.work import EvaluateSpec
 from llama_stack_provider_trl_remote.service.jobs.pipeline_steps import resolved, steps_of
 from tests.fakes import FakeLauncher, job_spec
@@ -107,26 +107,28 @@ def test_members_are_what_a_single_model_would_be_and_their_jobs_come_before(
         "adapted",
         tmp_path,
         **{"model": str(whole.checkpoint_dir / "final"), "lora": LORA, "after": ("whole",)},
-        bases=(BaseJob(job_uuid="whole", checkpoint="final"),),
+        made_by=BaseJob(job_uuid="whole", checkpoint="final"),
     )
     settings = settings.model_copy(update={"trust_remote_code": ("org/own@abc",)})
     body = request({"model": "org/own", "weight": 3}, "job:adapted", {"model": "job:whole/checkpoint-2", "weight": 0})
     found = bases_of(body, settings, store)
-    spec = after_all(with_work(job_spec("e", after=("other",)), body.work(found)), found)
+    spec = with_work(job_spec("e"), body.work(found))
     assert isinstance(spec.work, EvaluateSpec)
     own, second, third = spec.work.members
     assert [one.weight for one in spec.work.members] == [0.75, 0.25, 0]
     assert (own.model, own.revision, own.trust_remote_code, own.adapter) == ("org/own", "abc", True, None)
     assert second.adapter is not None
-    assert (second.model, second.adapter.path, second.lora) == (
+    assert (second.model, second.adapter.directory, second.lora) == (
         adapted.source.model,
         adapted.checkpoint_dir / "final",
         LORA,
     )
     assert (third.model, third.adapter) == (str(whole.checkpoint_dir / "checkpoint-2"), None)
-    assert spec.work.from_jobs == (adapted.checkpoint_dir / "final", Path(adapted.source.model), Path(third.model))
-    assert spec.after == ("adapted", "whole", "other")
-    assert [one.checkpoint for one in spec.bases] == ["final", "final", "checkpoint-2"]
+    assert [(job.job_uuid, job.checkpoint) for job in spec.jobs_read] == [
+        ("whole", "final"),
+        ("adapted", "final"),
+        ("whole", "checkpoint-2"),
+    ]
     store.add_job(spec.model_copy(update={"after": ("adapted", "whole")}), "digest")
     assert store.chains.needed_checkpoints("whole") == {"final", "checkpoint-2"}
 
@@ -206,13 +208,17 @@ def test_an_ensemble_reads_all_its_members_and_starts_with_whole_checkpoints_onl
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
     given = [{"model": name, "weight": 0.5} for name in members]
-    given[1]["adapter"] = {"path": str(adapter), "use": "continue"}
-    work = EvaluateSpec.model_validate({"members": given, "from_jobs": [str(adapter)]})
+    given[1]["adapter"] = {
+        "model": str(adapter),
+        "use": "continue",
+        "made_by": {"job_uuid": "a", "checkpoint": "final"},
+    }
+    work = EvaluateSpec.model_validate({"members": given})
     spec = job_spec("e", model=members[0], work=work)
-    read = spec_paths({"job": spec.model_dump(mode="json")}, [tmp_path / "data"]).read
+    read = spec_paths(AttemptSpec(job=spec, attempt=1, run_dir=tmp_path), [tmp_path / "data"]).read
     assert {Path(name) for name in (*members, str(adapter))} <= set(read)
     attempts = Attempts(None, None, tmp_path, None, None, None)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match=r"models=.*this checkpoint is damaged or gone"):
+    with pytest.raises(InvalidRequest, match=r"models='job:a/final'.*is damaged or gone"):
         attempts.start(type("Job", (), {"spec": spec})(), None)  # type: ignore[arg-type]
 
 

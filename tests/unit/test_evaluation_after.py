@@ -93,7 +93,7 @@ def test_the_evaluation_is_a_job_after_it_on_its_result(
     assert found.work.answers is not None
     assert found.work.answers.checks[0].column == "expected"
     result = tune.checkpoint_dir / checkpoint
-    assert (found.adapter.path if found.adapter else Path(found.source.model)) == result
+    assert (found.adapter.directory if found.adapter else Path(found.source.model)) == result
     assert (found.after, found.cancel_with, found.lifecycle.priority) == (("tune",), True, tune.lifecycle.priority)
     assert [one.job_uuid for one in jobs.store.chains.of_job("tune").before] == ["tune-evaluation"]
 
@@ -120,7 +120,7 @@ def test_its_judge_may_be_the_result_of_another_job_and_not_of_the_job_itself(jo
     first, second, found = (jobs.store.get(name).spec for name in ("tune", "next", "next-evaluation"))
     assert found.after == ("next", "tune")
     assert isinstance(found.work, EvaluateSpec)
-    assert found.work.from_jobs == (second.checkpoint_dir / "final", first.checkpoint_dir / "final")
+    assert [job.job_uuid for job in found.jobs_read] == [second.job_uuid, first.job_uuid]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.answer_rows import refuse_unchecked_rows
-from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, ShardingSpec
+from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef, JobSpec, ShardingSpec
 from llama_stack_provider_trl.specs.methods import GrpoSpec, VllmSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource, checks_of
 from llama_stack_provider_trl.specs.rows import check_rows
@@ -215,7 +215,7 @@ def test_checkpoints_do_not_record_where_the_interpreter_of_vllm_is() -> None:
 
 
 def test_a_training_that_is_isolated_reads_the_interpreter_of_vllm() -> None:
-    spec = spec_of({"rewards": [EXACT], "use_vllm": True}).model_dump(mode="json")
-    assert Path("/vllm/python") in spec_paths({"job": spec}, []).read
-    spec["train"]["method"]["vllm"] = None
-    assert Path("/vllm/python") not in spec_paths({"job": spec}, []).read
+    attempt = AttemptSpec(job=spec_of({"rewards": [EXACT], "use_vllm": True}), attempt=1, run_dir=Path("/run"))
+    assert Path("/vllm/python") in spec_paths(attempt, []).read
+    without = attempt.model_copy(update={"job": spec_of({"rewards": [EXACT]})})
+    assert Path("/vllm/python") not in spec_paths(without, []).read

@@ -29,9 +29,10 @@ from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.requests.work import EvaluateRequest
 from llama_stack_provider_trl.specs.harness import HarnessSpec, Unusable, check_tasks, final_event, tasks_of
-from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, JobSpec, RowUse, ShardingSpec
+from llama_stack_provider_trl.specs.job import AttemptSpec, DataFormat, DatasetRef, JobSpec, RowUse, ShardingSpec
 from llama_stack_provider_trl.specs.work import EvaluateSpec
 from llama_stack_provider_trl.system.installed import version_for
+from tests.fakes import job_spec
 from tests.tiny import REPOSITORY
 
 EXAMPLES = REPOSITORY / "examples" / "harness"
@@ -273,8 +274,9 @@ def test_too_many_tasks_and_too_long_names_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_training_sees_the_directories_of_its_tasks(tmp_path: Path) -> None:
-    work = EvaluateSpec(harness=HarnessSpec(tasks=("a",), roots=(tmp_path / "tasks",))).model_dump(mode="json")
-    assert tmp_path / "tasks" in spec_paths({"job": {"work": work}}, [tmp_path]).read
+    work = EvaluateSpec(harness=HarnessSpec(tasks=("a",), roots=(tmp_path / "tasks",)))
+    attempt = AttemptSpec(job=job_spec(work=work), attempt=1, run_dir=tmp_path)
+    assert tmp_path / "tasks" in spec_paths(attempt, [tmp_path]).read
 
 
 class _Submissions:

@@ -11,8 +11,12 @@ import pytest
 from llama_stack_provider_trl.launch.base import TaskSpec
 from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
 from llama_stack_provider_trl.launch.namespaces import View
+from llama_stack_provider_trl.specs.job import AttemptSpec, DpoSpec, ReferenceSpec
+from llama_stack_provider_trl.specs.model_source import ModelSource
+from llama_stack_provider_trl.specs.preflight import PreflightSpec
+from llama_stack_provider_trl.specs.work import GenerateSpec
 from llama_stack_provider_trl.system.files import RunDir
-from tests.orders import nested
+from tests.fakes import job_spec
 
 
 @pytest.fixture
@@ -21,10 +25,12 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def view(data: Path, spec: dict[str, Any], **environ: str) -> View:
+def view(data: Path, job: dict[str, Any], environ: dict[str, str] | None = None, **attempt: Any) -> View:
+    """The view of a task; `job`, `attempt`: fields of its specification."""
     task = TaskSpec("mine-1", data / "jobs" / "mine", ("cpu",), python="/usr/bin/python3")
-    RunDir(task.run_dir).spec.write_text(json.dumps(spec))
-    found = Isolation("root", "", (data,)).view(task, environ)
+    spec = AttemptSpec(job=job_spec("mine", **job), attempt=1, run_dir=task.run_dir, **attempt)
+    RunDir(task.run_dir).spec.write_text(spec.model_dump_json())
+    found = Isolation("root", "", (data,)).view(task, environ or {})
     assert found is not None
     assert View.from_json(json.loads(json.dumps(found.to_json()))) == found
     return found
@@ -47,11 +53,16 @@ def test_below_the_data_directory_only_what_the_specification_names_is_seen(data
     job = {
         "model": str(data / "checkpoints/first/final"),
         "checkpoint_dir": str(data / "checkpoints/mine"),
-        "dataset": {"path": str(data / "datasets/rows.jsonl")},
+        "dataset": {
+            "dataset_id": "rows",
+            "path": data / "datasets/rows.jsonl",
+            "sha256": "0" * 64,
+            "num_rows": 1,
+        },
         "token_cache": str(data / "tokens"),
-        "method": {"reference": {"cache": str(data / "reference"), "model": "org/name"}},
+        "method": DpoSpec(reference=ReferenceSpec(cache=data / "reference", source=ModelSource(model="org/name"))),
     }
-    found = view(data, {"job": nested(job), "resume_from": str(data / "checkpoints/mine/checkpoint-3")})
+    found = view(data, job, resume_from=data / "checkpoints/mine/checkpoint-3")
     assert str(data) in found.covers
     assert below(data, found.write) == ["checkpoints/mine", "jobs/mine", "reference", "tokens"]
     # The checkpoint is in a directory that is writable: as a mount of its own it could not be renamed.
@@ -68,7 +79,7 @@ def test_links_that_a_training_may_have_left_in_its_checkpoint_open_nothing_to_t
         (directory / "database").symlink_to(data / "jobs.sqlite3")
         (directory / "runs").symlink_to(data / "jobs/other")
     for path in (model, cached):
-        found = view(data, {"job": nested({"model": str(path)})})
+        found = view(data, {"model": str(path)})
         assert not {"jobs.sqlite3", "jobs/other"} & set(below(data, found.read))
 
 
@@ -77,7 +88,7 @@ def test_a_cache_behind_a_symbolic_link_is_writable(data: Path) -> None:
     (home / ".cache").mkdir(parents=True)
     disk.mkdir()
     (home / ".cache" / "huggingface").symlink_to(disk)
-    assert str(disk) in view(data, {}, HOME=str(home)).write
+    assert str(disk) in view(data, {}, {"HOME": str(home)}).write
 
 
 def test_without_home_the_cache_of_the_user_is_writable(data: Path) -> None:
@@ -92,22 +103,22 @@ def test_a_preflight_writes_tokens_and_neither_creates_nor_sees_the_checkpoint_d
     job = {
         "checkpoint_dir": str(data / "checkpoints/mine"),
         "token_cache": str(data / "tokens"),
-        "method": {"reference": {"cache": str(data / "reference")}},
+        "method": DpoSpec(reference=ReferenceSpec(cache=data / "reference")),
     }
-    found = view(data, {"job": nested(job), "preflight": {"device": "cpu"}})
+    found = view(data, job, preflight=PreflightSpec(device="cpu"))
     assert below(data, found.write) == ["jobs/mine", "tokens"]
     assert not (data / "checkpoints").exists()
 
 
 def test_caches_stay_writable_also_where_the_data_directory_is_the_home_directory(data: Path) -> None:
     (data / "hf").mkdir()
-    found = view(data, {}, HOME=str(data), HF_HOME=str(data / "hf"))
+    found = view(data, {}, {"HOME": str(data), "HF_HOME": str(data / "hf")})
     assert below(data, found.write) == [".cache", "hf", "jobs/mine"]
 
 
 def test_device_locks_are_hidden_although_their_directory_is_in_the_environment(data: Path) -> None:
     locks = data.with_name("locks")
-    found = view(data, {}, TRL_LOCK_DIR=str(locks))
+    found = view(data, {}, {"TRL_LOCK_DIR": str(locks)})
     assert str(locks) in found.covers
     assert str(locks) not in (*found.read, *found.write)
 
@@ -116,10 +127,15 @@ def test_a_symbolic_link_below_the_data_directory_is_kept_and_its_target_seen(da
     disk = data.with_name("disk")
     (disk / "checkpoints").mkdir(parents=True)
     (data / "checkpoints").symlink_to(disk / "checkpoints")
-    found = view(data, {"job": {"checkpoint_dir": str(data / "checkpoints/mine")}})
+    found = view(data, {"checkpoint_dir": data / "checkpoints/mine"})
     assert str(disk / "checkpoints") in found.covers
     assert str(disk / "checkpoints/mine") in found.write
     assert found.links == ((str(data / "checkpoints"), str(disk / "checkpoints")),)
+
+
+def generated_by(python: Path) -> GenerateSpec:
+    sampling = {"max_new_tokens": 4, "temperature": 1.0, "top_p": 1.0, "seed": 1, "samples_per_prompt": 1}
+    return GenerateSpec(output_dataset_id="d", engine="vllm", vllm_python=python, **sampling)
 
 
 @pytest.mark.parametrize("is_link", [False, True])
@@ -130,7 +146,7 @@ def test_a_job_sees_the_prefix_of_its_other_interpreter_below_a_hidden_directory
         (data / path).touch()
     (data / "link").symlink_to(data / "conda/bin/python")
     python = data / ("link" if is_link else "conda/bin/python")
-    found = view(data, {"job": {"work": {"vllm_python": str(python)}}})
+    found = view(data, {"work": generated_by(python)})
     assert "conda" in below(data, found.read)
-    found = view(data, {"job": {"work": {"vllm_python": str(data / "tools/bin/python")}}})
+    found = view(data, {"work": generated_by(data / "tools/bin/python")})
     assert below(data, found.read) == ["tools/bin/python"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, ServiceRefusal, ServiceUnreachable
-from llama_stack_provider_trl.jobs.inputs.merges import after_all, bases_of, beside_judges
+from llama_stack_provider_trl.jobs.inputs.merges import bases_of
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.supervision.attempts import Attempts
 from llama_stack_provider_trl.launch.isolation import spec_paths
@@ -20,9 +20,10 @@ from llama_stack_provider_trl.requests.untrained import with_work
 from llama_stack_provider_trl.requests.work import EvaluateRequest
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.answer_rows import read_checked_rows
-from llama_stack_provider_trl.specs.bases import AdapterSpec, BaseJob
-from llama_stack_provider_trl.specs.job import JobSpec
+from llama_stack_provider_trl.specs.bases import BaseJob
+from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec
 from llama_stack_provider_trl.specs.judging import default_template, filled, read_verdict
+from llama_stack_provider_trl.specs.model_source import AdapterSpec
 from llama_stack_provider_trl.specs.work import EvaluateSpec
 from llama_stack_provider_trl.system.files import put_rows
 from llama_stack_provider_trl_remote import answer_lines as lines_module
@@ -198,10 +199,9 @@ def test_judges_are_what_a_model_would_be_and_their_jobs_come_before(
     own = job_spec(
         "e",
         model=str(tuned.checkpoint_dir / "final"),
-        after=("tuned", "other"),
-        bases=(BaseJob(job_uuid="tuned", checkpoint="final"),),
+        made_by=BaseJob(job_uuid="tuned", checkpoint="final"),
     )
-    spec = after_all(*beside_judges(with_work(own, body.work(found)), found))
+    spec = with_work(own, body.work(found))
     assert isinstance(spec.work, EvaluateSpec)
     assert spec.work.answers is not None
     first, second, third = spec.work.answers.judges
@@ -209,22 +209,25 @@ def test_judges_are_what_a_model_would_be_and_their_jobs_come_before(
     assert second == third
     assert (second.model, second.adapter) == (
         adapted.source.model,
-        AdapterSpec(path=adapted.checkpoint_dir / "final", use="continue"),
+        AdapterSpec(
+            model=str(adapted.checkpoint_dir / "final"),
+            use="continue",
+            made_by=BaseJob(job_uuid="adapted", checkpoint="final"),
+        ),
     )
-    assert spec.work.from_jobs == (tuned.checkpoint_dir / "final", adapted.checkpoint_dir / "final")
-    assert (spec.after, [one.job_uuid for one in spec.bases]) == (("tuned", "adapted", "other"), ["tuned", "adapted"])
+    assert [one.job_uuid for one in spec.jobs_read] == ["tuned", "adapted"]
     store.add_job(spec.model_copy(update={"after": ("tuned", "adapted")}), "digest")
     assert store.chains.needed_checkpoints("adapted") == {"final"}
     assert store.chains.needed_checkpoints("tuned") == {"final"}
     starts_with_whole_checkpoints_only(spec, tmp_path)
     judged = request({**JUDGE, "model": "job:adapted"})
-    alone = after_all(*beside_judges(with_work(job_spec("e"), judged.work(found[1:2])), found[1:2]))
+    alone = with_work(job_spec("e"), judged.work(found[1:2]))
     starts_with_whole_checkpoints_only(alone, tmp_path)  # its own model is of no job
 
 
 def starts_with_whole_checkpoints_only(spec: JobSpec, root: Path) -> None:
     attempts = Attempts(None, None, root, None, None, None)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match=r"models=.*this checkpoint is damaged or gone"):
+    with pytest.raises(InvalidRequest, match=r"(model|checks)=.*is damaged or gone"):
         attempts.start(type("Job", (), {"spec": spec})(), None)  # type: ignore[arg-type]
 
 
@@ -242,9 +245,9 @@ def test_a_job_sees_the_files_of_its_judges(tmp_path: Path) -> None:
     (adapter / "adapter_config.json").write_text("{}")
     body = request({**JUDGE, "model": judge})
     work = body.work(bases_of(body, Settings(data_dir=tmp_path / "data", devices=("cpu",)), None))  # type: ignore[arg-type]
-    spec = job_spec("e", work=work).model_dump(mode="json")
-    spec["work"]["answers"]["judges"][0]["adapter"] = {"path": str(adapter), "use": "continue"}
-    assert {Path(judge), adapter} <= set(spec_paths({"job": spec}, [tmp_path / "data"]).read)
+    spec = job_spec("e", work=work, adapter=AdapterSpec(model=str(adapter), use="continue"))
+    read = spec_paths(AttemptSpec(job=spec, attempt=1, run_dir=tmp_path), [tmp_path / "data"]).read
+    assert {Path(judge), adapter} <= set(read)
 
 
 def test_a_pipeline_names_its_jobs_as_judges_and_its_names_follow_from_them() -> None:

@@ -47,7 +47,7 @@ def test_another_machine_gets_data_and_the_weights_that_are_loaded() -> None:
 @pytest.mark.parametrize(
     ("names", "reason"),
     [
-        (["model.safetensors"], "it has no config.json"),
+        (["model.safetensors"], "it has neither config.json nor adapter_config.json with adapter_model.safetensors"),
         (["config.json"], "it has neither model.safetensors nor model.safetensors.index.json"),
         (["config.json", "pytorch_model.bin"], "its weights are in pytorch_model.bin, a format that can run code"),
         (["config.json", "model.safetensors.index.json", "model-1.safetensors"], "model-2.safetensors, which its"),

@@ -14,7 +14,7 @@ import pytest
 from llama_stack_provider_trl.errors import InvalidRequest, ServiceUnreachable
 from llama_stack_provider_trl.specs.model_files import files_digest
 from llama_stack_provider_trl_remote.nodes import models as module
-from llama_stack_provider_trl_remote.nodes.localize import check_order
+from llama_stack_provider_trl_remote.nodes.localize import PathMap, check_order
 from llama_stack_provider_trl_remote.nodes.models import KEEP, KEEP_PARTS, ModelMissing, Models, models_used
 from llama_stack_provider_trl_remote.wire import ModelFile, ModelFiles, TaskOrder
 from tests.fake_head import FakeHead, away
@@ -47,7 +47,8 @@ class Node:
     def provide(self, *models: ModelFiles, used: tuple[str, ...] = (), **job: Any) -> dict[str, Path]:
         requested = order(spec=spec(job=job), models=models)
         check_order(requested)
-        given = self.models.provide(requested, "b", self.head, self.details.append, lambda: used)
+        job_asked = PathMap(requested, self.root / "node").attempt.job
+        given = self.models.provide(requested, job_asked, "b", self.head, self.details.append, lambda: used)
         return asyncio.run(given)
 
 
@@ -161,8 +162,9 @@ def test_a_model_that_a_task_begins_with_while_room_is_made_for_another_one_stay
 
     monkeypatch.setattr(module, "free_bytes", full)
     requested = order(spec=spec(job={"model": "org/two"}), models=(second,))
+    job = PathMap(requested, node.root / "node").attempt.job
     with pytest.raises(OSError, match="takes"):
-        asyncio.run(node.models.provide(requested, "b", node.head, node.details.append, lambda: tuple(used)))
+        asyncio.run(node.models.provide(requested, job, "b", node.head, node.details.append, lambda: tuple(used)))
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == FILES
 
 
@@ -192,11 +194,11 @@ def test_a_fetched_model_that_a_task_has_found_by_its_name_stays(node: Node) -> 
     directory = node.provide(wanted)["org/model"]
     by_name = order(spec=spec(job={"model": "org/model"}), models=(gone,))
     assert node.provide(gone, model="org/model") == {"org/model": directory}
-    assert models_used(by_name) == {"org/model"}
-    assert models_used(order(models=(wanted,))) == {wanted.sha256}
-    assert models_used(order(spec={})) == set()
+    assert models_used(PathMap(by_name, node.root)) == {"org/model"}
+    assert models_used(PathMap(order(models=(wanted,)), node.root)) == {wanted.sha256}
+    assert models_used(PathMap(order(spec={}), node.root)) == set()
     node.now = directory.stat().st_mtime + KEEP + 120
-    node.models.clean(lambda: models_used(by_name))
+    node.models.clean(lambda: models_used(PathMap(by_name, node.root)))
     assert directory.is_dir()
     node.models.clean(tuple)
     assert not directory.exists()

@@ -19,10 +19,11 @@ from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.preference import REQUESTED
 from llama_stack_provider_trl.requests.resolve import Resolution, resolve
 from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.bases import with_parts
 from llama_stack_provider_trl.specs.custom import ALGORITHMS
 from llama_stack_provider_trl.specs.job import Algorithm, DatasetRef, JobSpec
 from llama_stack_provider_trl.specs.methods import METHODS, CpoSpec, KtoSpec, OrpoSpec, RewardSpec
-from llama_stack_provider_trl.specs.model_source import reference_of
+from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.specs.rows import LabelledExample, check_rows, parse_row
 from llama_stack_provider_trl_remote.service.http.bodies import PreflightBody
 from tests.tiny import REPOSITORY
@@ -84,9 +85,8 @@ def test_kto_gets_its_parameters_and_the_reference_of_dpo(tmp_path: Path) -> Non
         name: value for name, value in given.items() if name != "type"
     }
     assert spec.reference_source.model == "org/reference"
-    on_node = spec.method.reference.model_copy(update={"model_path": tmp_path})
-    moved = spec.changed(method=spec.method.model_copy(update={"reference": on_node}))
-    assert reference_of(moved.model_dump(mode="json"))["model_path"] == str(tmp_path)
+    moved = with_parts(spec, ModelSource, lambda source: source.model_copy(update={"path": tmp_path}))
+    assert moved.reference_source.directory == moved.source.directory == tmp_path
     assert moved.without_model_paths() == spec
     assert spec_of({"type": "kto"}).method == KtoSpec()
     assert spec_of({"type": "kto", "loss_type": "apo_zero_unpaired"}).method == KtoSpec(loss_type="apo_zero_unpaired")

@@ -35,6 +35,7 @@ from llama_stack_provider_trl.specs.job import (
     ShardingSpec,
     derive,
 )
+from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.system.files import put_rows
 from llama_stack_provider_trl_remote.service.http.bodies import SupervisedFineTuneBody
 
@@ -265,9 +266,9 @@ def test_a_reference_model_is_trusted_by_its_own_name(settings: Settings, tmp_pa
         for options in ({}, {"reference_model": "org/base"}, {"reference_model": "org/other"})
     ]
     assert references[0] == references[1] == ReferenceSpec()
-    assert references[2] == ReferenceSpec(model="org/other", revision="abc", trust_remote_code=True)
+    assert references[2] == ReferenceSpec(source=ModelSource(model="org/other", revision="abc", trust_remote_code=True))
     local = spec_of(dpo(), trusting, reference_model=str(tmp_path)).method.reference
-    assert local == ReferenceSpec(model=str(tmp_path), trust_remote_code=True)
+    assert local == ReferenceSpec(source=ModelSource(model=str(tmp_path), trust_remote_code=True))
 
 
 def test_a_misspelt_field_is_answered_with_the_nearest_one(settings: Settings) -> None:

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from llama_stack_provider_trl.specs.methods import DpoSpec
+from llama_stack_provider_trl.specs.model_source import ModelSource, ReferenceSpec
 from llama_stack_provider_trl_remote.service.cluster.models import ServedModels
 from llama_stack_provider_trl_remote.service.http.errors import Conflict, NotFound
 from llama_stack_provider_trl_remote.wire import ModelFiles
+from tests.fakes import job_spec
 from tests.orders import write
 from tests.unit.test_model_files import COMMIT, snapshot
 
@@ -31,7 +34,7 @@ class Served:
 
     def listed(self, **job: Any) -> ModelFiles:
         """What the order of a job has."""
-        given = {"source": {"model": "org/tiny", **job}}
+        given = job_spec(**{"model": "org/tiny", **job})
         self.news.clear()
         while (found := self.models.of_job(given)) is None:
             assert self.news.wait(60)
@@ -111,7 +114,7 @@ def test_a_directory_is_sent_too_and_a_link_out_of_it_is_not(served: Served) -> 
 
 
 def test_the_reference_of_dpo_is_listed_as_well(served: Served) -> None:
-    job = {"source": {"model": "org/tiny"}, "train": {"method": {"reference": {"model": "org/none"}}}}
+    job = job_spec(model="org/tiny", method=DpoSpec(reference=ReferenceSpec(source=ModelSource(model="org/none"))))
     served.news.clear()
     while (found := served.models.of_job(job)) is None:
         assert served.news.wait(60)
@@ -122,7 +125,7 @@ def test_the_reference_of_dpo_is_listed_as_well(served: Served) -> None:
 def test_a_list_that_no_attempt_took_is_made_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     served.models._clock = lambda: now[0]
-    assert served.models.of_job({"source": {"model": "org/tiny"}}) is None  # the job is cancelled now
+    assert served.models.of_job(job_spec(model="org/tiny")) is None  # the job is cancelled now
     assert served.news.wait(60)
     blob(served, "model.safetensors").write_bytes(b"other w")
     now[0] = 100.0

@@ -1,14 +1,31 @@
-"""Finds the job that a request names as its base, and checks its checkpoint when the job starts."""
+"""Finds the job that a request names as its base, and checks the checkpoints that a job reads when it starts."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ...errors import InvalidRequest, JobNotFound
-from ...requests.bases import Base, NamedJob, base_job_of
+from ...requests.bases import PREFIX, NamedJob, base_job_of
+from ...requests.distillation import TEACHER
 from ...requests.settings import Request
+from ...specs.bases import parts_of
 from ...specs.job import JobSpec
+from ...specs.model_source import ModelSource
 from ...system.files import is_whole
 from ..decisions.states import JobState
 from ..store.store import Store
+
+_REQUESTED = {
+    "source": "model",
+    "adapter": "model",
+    "train.method.reference": TEACHER,
+    "train.method.rewards": "algorithm_config.rewards",
+    "work.merge.base": "base",
+    "work.merge": "models",
+    "work.members": "models",
+    "work.answers.judges": "checks",
+}
+"""Beginning of a field of a JobSpec -> the field of a request that it is resolved from."""
 
 
 def find_base(request: Request, store: Store) -> NamedJob | None:
@@ -34,15 +51,14 @@ def find_base(request: Request, store: Store) -> NamedJob | None:
     return NamedJob(job.spec, job.state is JobState.completed, names)
 
 
-def check_base(spec: JobSpec) -> None:
-    """Return if the checkpoint that a job begins with is complete on disk.
+def check_checkpoints(spec: JobSpec) -> None:
+    """Return if the checkpoints of other jobs that a job reads are complete on disk.
 
     Raises:
-        InvalidRequest: names the job and the checkpoint.
+        InvalidRequest: names the field of the request, the job and the checkpoint.
     """
-    for directory in Base(spec.source.model, adapter=spec.adapter, jobs=spec.bases).checkpoints():
-        if not is_whole(directory):
-            named = spec.bases[0]
-            value = f"job:{named.job_uuid}/{named.checkpoint}"
-            hint = f"{directory} is damaged or gone: train job {named.job_uuid!r} again, or name another checkpoint"
-            raise InvalidRequest("model", value, hint)
+    for field, source in parts_of(spec, ModelSource):
+        if (made := source.made_by) is not None and not is_whole(Path(source.model)):
+            name = next((name for begin, name in _REQUESTED.items() if field.startswith(begin)), field)
+            hint = f"{source.model} is damaged or gone: train job {made.job_uuid!r} again, or name another checkpoint"
+            raise InvalidRequest(name, f"{PREFIX}{made.job_uuid}/{made.checkpoint}", hint)

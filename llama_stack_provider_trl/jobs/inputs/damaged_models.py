@@ -42,15 +42,16 @@ def refuse_damaged(field: str, value: str | None, fields: Mapping[str, Any]) -> 
     Raises:
         InvalidRequest: names the field and the file.
     """
-    model, adapter = Path(fields["model"]), fields.get("adapter")
-    if fields.get("bases") or not model.is_absolute():
+    source, adapter = fields["source"], fields["adapter"]
+    model = Path(source.model)
+    if source.made_by or (adapter and adapter.made_by) or not model.is_absolute():
         return
     tokenizer = tokenizer_files(_beginning(model, TOKENIZER_CONFIG), is_fast=_is_there(model, FAST_TOKENIZER))
     problems = [*_problems(model, (*CONFIG_FILES, *tokenizer)), *_problems_of_weights(model)]
     if adapter is not None:
-        problems += _problems(adapter.path, ADAPTER_FILES)
+        problems += _problems(adapter.directory, ADAPTER_FILES)
         read = (ADAPTER_WEIGHTS,) if adapter.use == "continue" else (ADAPTER_WEIGHTS, ADAPTER_PICKLE)
-        if not any(_is_there(adapter.path, name) for name in read):
+        if not any(_is_there(adapter.directory, name) for name in read):
             problems.append(f"the adapter's directory has no {' or '.join(read)}: name one that PEFT has saved")
     if problems:
         raise InvalidRequest(field, value, problems[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import InvalidRequest, StoreError
@@ -12,9 +11,9 @@ from ...requests.settings import Settings
 from ...requests.untrained import for_work
 from ...requests.work import NO_ROWS, EvaluateRequest, MergeRequest
 from ...specs.bases import BaseJob
-from ...specs.job import DatasetRef, JobSpec
-from ...specs.work import EvaluateSpec, MergeWork, Work
-from ...system.files import is_whole, put_lines
+from ...specs.job import DatasetRef
+from ...specs.work import MergeWork, Work
+from ...system.files import put_lines
 from ..store.store import Store
 from .bases import find_base
 from .vocabularies import refuse_other_vocabularies
@@ -37,19 +36,10 @@ def bases_of(request: MergeRequest | EvaluateRequest, settings: Settings, store:
             raise InvalidRequest(field, model, error.hint) from error
     if isinstance(request, MergeRequest):
         if not any(one.adapter for one in found):
-            refuse_other_vocabularies(names, found, hint="merge models with the same tokenizer")
+            refuse_other_vocabularies(names, [one.source for one in found], hint="merge models with the same tokenizer")
     elif request.models is not None:
-        refuse_other_vocabularies(names, found)
+        refuse_other_vocabularies(names, [one.source for one in found])
     return found
-
-
-def after_all(spec: JobSpec, found: list[Base]) -> JobSpec:
-    """The job, which comes after all jobs that make one of its models, and needs their checkpoints."""
-    jobs = jobs_of(spec.work, found)
-    names = [job.job_uuid for job in jobs]
-    return spec.model_copy(
-        update={"bases": tuple(jobs), "after": tuple(dict.fromkeys([*names, *spec.after]))},
-    )
 
 
 def jobs_of(work: Work | None, found: list[Base]) -> list[BaseJob]:
@@ -65,22 +55,3 @@ def no_rows(directory: Path) -> DatasetRef:
     except OSError as error:
         raise StoreError(f"{directory} cannot be written: {error}") from error
     return DatasetRef(dataset_id=NO_ROWS, path=blob.path, sha256=blob.sha256, num_rows=0)
-
-
-def check_checkpoints(paths: Sequence[Path]) -> None:
-    """Return if the checkpoints that the models of a job are, are complete on disk. Raises InvalidRequest."""
-    for path in paths:
-        if not is_whole(path):
-            hint = "this checkpoint is damaged or gone: train its job again, or name another checkpoint"
-            raise InvalidRequest("models", str(path), hint)
-
-
-def beside_judges(spec: JobSpec, judges: list[Base]) -> tuple[JobSpec, list[Base]]:
-    """The job, which needs the checkpoints of its own model and of its judges, and all these models. Of a job without
-    judges, both as they are."""
-    work = spec.work
-    if not isinstance(work, EvaluateSpec) or work.answers is None:
-        return spec, judges
-    own = Base(spec.source.model, adapter=spec.adapter, jobs=spec.bases)
-    paths = dict.fromkeys([*own.checkpoints(), *work.from_jobs])
-    return spec.model_copy(update={"work": work.model_copy(update={"from_jobs": tuple(paths)})}), [own, *judges]

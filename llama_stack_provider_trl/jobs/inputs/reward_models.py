@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from ...errors import InvalidRequest, JobNotFound
-from ...requests.bases import PREFIX, NamedJob, checkpoint_of, refuse_other_machines
+from ...requests.bases import PREFIX, NamedJob, checkpoint_of
 from ...requests.options import ProviderOptions
 from ...requests.settings import Settings
 from ...specs.bases import BaseJob
-from ...specs.job import JobSpec
 from ...specs.methods import GrpoSpec
+from ...specs.model_source import ModelName, ModelSource
 from ...specs.rewards import RewardModel, RewardSource, reward_models_of
-from ...system.files import is_whole
 from ..decisions.states import JobState
 from ..store.store import Store
 
@@ -23,7 +21,7 @@ FIELD = "algorithm_config.rewards"
 def with_reward_models(
     fields: dict[str, Any], options: ProviderOptions, settings: Settings, store: Store | None
 ) -> dict[str, Any]:
-    """The fields of a job with what the reward models are that its rewards name, after whose jobs it comes.
+    """The fields of a job with what the reward models are that its rewards name.
 
     Args:
         store: the jobs that there are; None: there are none.
@@ -38,23 +36,7 @@ def with_reward_models(
         source if source.model is None else _found(number, source, fields["job_uuid"], options, settings, store)
         for number, source in enumerate(method.rewards)
     )
-    names = [job.job_uuid for model in reward_models_of(rewards) for job in model.jobs]
-    return {
-        **fields,
-        "method": method.model_copy(update={"rewards": rewards}),
-        "after": tuple(dict.fromkeys([*names, *fields["after"]])),
-    }
-
-
-def check_reward_models(spec: JobSpec) -> None:
-    """Return if the reward models of a job are complete on disk. Raises InvalidRequest."""
-    for model in spec.method.reward_models:
-        # Below an adapter there may be a checkpoint of another job.
-        bases = [Path(model.base.model)] if model.is_adapter and model.base and len(model.jobs) > 1 else []
-        for directory in [*([model.path] if model.path else []), *bases]:
-            if not is_whole(directory):
-                hint = f"{directory} is damaged or gone: train job {model.job_uuid!r} again, or name another one"
-                raise InvalidRequest(FIELD, f"{PREFIX}{model.job_uuid}", hint)
+    return {**fields, "method": method.model_copy(update={"rewards": rewards})}
 
 
 def _found(
@@ -77,18 +59,22 @@ def _found(
     if job.work is not None or job.search is not None or not job.trains_reward:
         hint = f"job {job.job_uuid!r} trains no reward model: name a job of the type 'reward'"
         raise InvalidRequest(field, value, hint)
-    refuse_other_machines(field, value, options, settings)
     checkpoint = checkpoint_of(field, value, named, wants_adapter=job.lora is not None)
-    own = BaseJob(job_uuid=job.job_uuid, checkpoint=checkpoint)
+    is_adapter = job.lora is not None
+    own = ModelSource(
+        model=str(job.checkpoint_dir / checkpoint),
+        trust_remote_code=job.source.trust_remote_code,
+        made_by=BaseJob(job_uuid=job.job_uuid, checkpoint=checkpoint),
+    )
     model = RewardModel(
         job_uuid=job.job_uuid,
         checkpoint=checkpoint,
-        path=job.checkpoint_dir / checkpoint,
-        is_adapter=job.lora is not None,
-        base=job.source,
+        source=own,
+        is_adapter=is_adapter,
+        base=job.source if is_adapter else None,
+        trained_from=None if is_adapter else ModelName(**job.source.model_dump(include=set(ModelName.model_fields))),
         max_seq_length=job.data.max_seq_length,
         truncation_side=job.data.truncation_side,
-        jobs=(own, *(job.bases if job.lora is not None else ())),
     )
     return source.model_copy(update={"model": model})
 

@@ -1,20 +1,17 @@
-"""Finds the job whose result is the teacher of a distillation, and checks it when the distillation starts."""
+"""Finds the job whose result is the teacher of a distillation."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from ...errors import InvalidRequest
-from ...requests.bases import PREFIX, Base, is_adapter, resolve_base
+from ...requests.bases import PREFIX, is_adapter, resolve_base
 from ...requests.bodies import SupervisedFineTuneRequest
 from ...requests.distillation import TEACHER
 from ...requests.options import ProviderOptions
 from ...requests.settings import Settings
-from ...specs.job import JobSpec
 from ...specs.methods import OTHER_VOCABULARY, DistillationSpec
-from ...specs.model_source import ReferenceSpec
-from ...system.files import is_whole
+from ...specs.model_source import ModelSource
 from ..store.store import Store
 from .bases import find_base
 from .vocabularies import refuse_other_vocabularies
@@ -23,7 +20,7 @@ from .vocabularies import refuse_other_vocabularies
 def with_teacher(
     fields: dict[str, Any], options: ProviderOptions, settings: Settings, store: Store | None
 ) -> dict[str, Any]:
-    """The fields of a job with what its teacher is, after whose job it comes.
+    """The fields of a job with what its teacher is.
 
     Args:
         store: the jobs that there are; None: there are none.
@@ -34,35 +31,19 @@ def with_teacher(
     method = fields["method"]
     if not isinstance(method, DistillationSpec):
         return fields
-    value, reference = method.reference.model or "", method.reference
-    found = Base(value, {"revision": reference.revision, "trust_remote_code": reference.trust_remote_code})
-    if value.startswith(PREFIX):
-        found = _of_job(value, fields["job_uuid"], options, settings, store)
-        teacher = ReferenceSpec(model=found.model, **found.trust)
-        names = [job.job_uuid for job in found.jobs]
-        fields = {
-            **fields,
-            "method": method.model_copy(update={"reference": teacher, "teacher_jobs": found.jobs}),
-            "after": tuple(dict.fromkeys([*names, *fields["after"]])),
-        }
+    teacher, own = method.teacher, fields["source"]
+    named = [("model", own.model), (TEACHER, teacher.model)]
+    if teacher.model.startswith(PREFIX):
+        teacher = _of_job(teacher.model, fields["job_uuid"], options, settings, store)
+        fields = {**fields, "method": method.with_reference(source=teacher)}
     if method.uld is None:
-        own = Base(fields["model"], {"revision": fields.get("revision")})
-        named = [("model", fields["model"]), (TEACHER, value)]
-        refuse_other_vocabularies(named, [own, found], hint=OTHER_VOCABULARY)
+        refuse_other_vocabularies(named, [own, teacher], hint=OTHER_VOCABULARY)
     return fields
 
 
-def check_teacher(spec: JobSpec) -> None:
-    """Return if the teacher that another job has made is complete on disk. Raises InvalidRequest."""
-    if not isinstance(spec.method, DistillationSpec) or not spec.method.teacher_jobs:
-        return
-    named, model = spec.method.teacher_jobs[0], spec.method.reference.model
-    if model is None or not is_whole(Path(model)):
-        hint = f"{model} is damaged or gone: train job {named.job_uuid!r} again, or name another teacher"
-        raise InvalidRequest(TEACHER, f"{PREFIX}{named.job_uuid}/{named.checkpoint}", hint)
-
-
-def _of_job(value: str, job_uuid: str, options: ProviderOptions, settings: Settings, store: Store | None) -> Base:
+def _of_job(
+    value: str, job_uuid: str, options: ProviderOptions, settings: Settings, store: Store | None
+) -> ModelSource:
     training = {"n_epochs": 1, "data_config": {"dataset_id": "none", "batch_size": 1}}
     given = {"job_uuid": job_uuid, "model": value, "training_config": training}
     request = SupervisedFineTuneRequest.model_validate(given)
@@ -75,7 +56,7 @@ def _of_job(value: str, job_uuid: str, options: ProviderOptions, settings: Setti
             )
             raise InvalidRequest(TEACHER, value, hint)
         # Where it trains: a checkpoint of a job is on the service's machine only.
-        return resolve_base(request, ProviderOptions(resources=options.resources), settings, named)
+        return resolve_base(request, ProviderOptions(resources=options.resources), settings, named).source
     except InvalidRequest as error:
         field = TEACHER if error.field == "model" else error.field
         raise InvalidRequest(field, error.value, error.hint) from error

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...errors import InvalidRequest
-from ...requests.bases import Base
+from ...specs.model_source import ModelSource
 from ...system.limited import Limited, LimitExceeded
 from ...system.model_directory import ModelDirectory, find_model
 
@@ -32,7 +32,7 @@ _LIMITS = Limited(seconds=20, memory=1 << 30)
 
 def refuse_other_vocabularies(
     named: Sequence[tuple[str, str]],
-    found: Sequence[Base],
+    found: Sequence[ModelSource],
     hint: str = "name models with the same tokenizer",
 ) -> None:
     """Refuse models that give a token another number than the first one does, or lack it, or have further ones.
@@ -46,7 +46,7 @@ def refuse_other_vocabularies(
         InvalidRequest: names the field, and both models.
         LimitReached: too many requests are checked.
     """
-    directories = [find_model(os.environ, base.model, base.trust.get("revision")) for base in found]
+    directories = [find_model(os.environ, source.model, source.revision) for source in found]
     here = [(name, directory) for name, directory in zip(named, directories, strict=True) if directory is not None]
     if len(set(directories) - {None}) < 2:
         return

@@ -96,7 +96,7 @@ def insert_predecessors(execute: Execute, spec: JobSpec) -> None:
     Raises:
         InvalidRequest: one of these jobs does not exist, or can never complete.
     """
-    read = (*spec.bases, *spec.method.named_jobs)
+    read = spec.jobs_read
     for position, name in enumerate(spec.after):
         found = execute("select_state", {"job_uuid": name}).fetchone()
         if found is None:

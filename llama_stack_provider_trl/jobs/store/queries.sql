@@ -572,8 +572,7 @@ WHERE node = :node AND job_uuid = :job_uuid AND gone = 0 AND stage <> 'stop'
 -- name: select_current_task_with_rows
 SELECT 1 FROM tasks JOIN jobs USING (job_uuid, attempt)
 WHERE node = :node AND gone = 0 AND stage <> 'stop' AND state IN ('launching', 'in_progress', 'pausing', 'cancelling')
-  AND :sha256 IN (json_extract(task_order, '$.spec.job.dataset.sha256'),
-                  json_extract(task_order, '$.spec.job.validation.sha256'));
+  AND EXISTS (SELECT 1 FROM json_tree(task_order, '$.spec.job') WHERE key = 'sha256' AND value = :sha256);
 
 -- name: select_taken
 SELECT job_uuid, places FROM tasks WHERE gone = 0;

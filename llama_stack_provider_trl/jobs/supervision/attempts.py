@@ -10,7 +10,6 @@ from pathlib import Path
 
 from ...launch.base import Launcher, MasterPorts, TaskSpec
 from ...specs.job import derive
-from ...specs.work import EvaluateSpec, MergeWork
 from ...system.data_dir import DataDir
 from ...system.files import (
     Blob,
@@ -24,11 +23,8 @@ from ...system.files import (
 )
 from ...system.ownership import Ownership
 from ..decisions.placement import is_remote, nodes_of
-from ..inputs.bases import check_base
+from ..inputs.bases import check_checkpoints
 from ..inputs.made_rows import with_known_rows
-from ..inputs.merges import check_checkpoints
-from ..inputs.reward_models import check_reward_models
-from ..inputs.teachers import check_teacher
 from ..store.records import JobRecord
 from ..store.store import Store
 from .step_checkpoints import fallbacks, resume_point
@@ -85,18 +81,12 @@ class Attempts:
         """Start the task of a recorded attempt. May be repeated.
 
         Raises:
-            InvalidRequest: the checkpoint that the job begins with is damaged or gone.
+            InvalidRequest: a checkpoint of another job that it reads is damaged or gone.
             InvalidRows: the rows that another job has made are gone.
             JobConflict: the job's checkpoint directory belongs to another data directory.
             OSError: nothing was started.
         """
-        match job.spec.work:
-            case MergeWork(from_jobs=paths) | EvaluateSpec(from_jobs=[_, *_] as paths):
-                check_checkpoints(paths)
-            case _:
-                check_base(job.spec)
-                check_reward_models(job.spec)
-                check_teacher(job.spec)
+        check_checkpoints(job.spec)
         self._check_disk(job)
         self._ownership.check_unused(job.spec.checkpoint_dir)
         self._ownership.claim(job.spec.checkpoint_dir, job.job_uuid)

@@ -295,7 +295,7 @@ def _outlined(spec: JobSpec) -> PreTrainedModel:
     model: Any = outline(spec.source, load_config(spec.source), DTYPES[spec.compute.dtype])
     if spec.adapter is not None and spec.adapter.use == "continue":
         with torch.device("meta"):
-            model = get_peft_model(model, PeftConfig.from_pretrained(spec.adapter.path))
+            model = get_peft_model(model, PeftConfig.from_pretrained(spec.adapter.directory))
     return model
 
 

@@ -51,7 +51,7 @@ def merge(spec: MergeSpec) -> dict[str, Any]:
     if spec.output.exists():
         raise _refusal(f"{spec.output} exists: name a new directory")
     with ExitStack() as stack:
-        inputs = [_Weights(one.model, stack) for one in spec.inputs]
+        inputs = [_Weights(one, stack) for one in spec.inputs]
         kinds = {one.kind for one in inputs}
         if len(kinds) > 1:
             adapter = next(one for one in inputs if one.kind == "adapter")
@@ -68,14 +68,14 @@ def merge(spec: MergeSpec) -> dict[str, Any]:
 class _Weights:
     """The weights of a model, or adapter, in its safetensors files."""
 
-    def __init__(self, given: str, stack: ExitStack) -> None:
-        self.given = given
+    def __init__(self, given: ModelSource, stack: ExitStack) -> None:
+        self.given = given.model
         self.directory = _directory(given)
         self.kind = "adapter" if (self.directory / _ADAPTER_CONFIG).is_file() else "model"
         if self.kind == "adapter":
             check_adapter_files(self.directory)
         else:
-            source = ModelSource(model=given, path=self.directory)
+            source = given.model_copy(update={"path": self.directory})
             check_files(source, CONFIG_FILES)
             check_tokenizer_files(source)
             whole_weights(source)
@@ -86,7 +86,7 @@ class _Weights:
                 found = outlines(path)
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except (OSError, KeyError, SafetensorError) as error:
-                raise _invalid(given, f"{path.name} cannot be read ({error})", "save it again") from error
+                raise _invalid(self.given, f"{path.name} cannot be read ({error})", "save it again") from error
             self.outlines |= found
             self._files |= dict.fromkeys(found, file)
 
@@ -380,8 +380,8 @@ def _scale(config: Mapping[str, Any]) -> float:
     return float(config.get("lora_alpha", rank)) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _directory(given: str) -> Path:
-    path = Path(given).expanduser()
+def _directory(source: ModelSource) -> Path:
+    given, path = source.model, Path(source.location).expanduser()
     if path.is_dir():
         return path
     for name in (CONFIG_NAME, _ADAPTER_CONFIG):

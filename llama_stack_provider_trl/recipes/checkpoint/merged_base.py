@@ -49,13 +49,14 @@ def _merge(spec: JobSpec, target: Path, require_space: Callable[[int], None], he
     assert spec.adapter is not None
     if is_whole(target):
         return
-    check_adapter(spec.adapter.path, spec.source)
+    check_adapter(spec.adapter.directory, spec.source)
     try:
-        model = load_adapter(spec, spec.adapter.path)
+        model = load_adapter(spec, spec.adapter.directory)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise unusable(spec.adapter.path, f"it cannot be loaded on {spec.source.model}: {str(error)[:300]}") from error
+        problem = f"it cannot be loaded on {spec.source.model}: {str(error)[:300]}"
+        raise unusable(spec.adapter.directory, problem) from error
     dtype = DTYPES[spec.compute.dtype]
     require_space(export_bytes(model, dtype))
     staging = target.with_name(f"{MERGED_BASE}.tmp")

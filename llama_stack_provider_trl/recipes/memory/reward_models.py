@@ -23,10 +23,11 @@ def reward_sizes(spec: JobSpec) -> list[int]:
 
 def _source(model: RewardModel) -> ModelSource:
     """What has the sizes of a reward model: its own files, once its job has written them, else what that began with."""
-    assert model.base is not None
-    if model.is_adapter or model.path is None or not (model.path / "config.json").is_file():
+    if model.base is not None:
         return model.base
-    return ModelSource(model=str(model.path), trust_remote_code=model.base.trust_remote_code)
+    if model.trained_from is None or (model.own.directory / "config.json").is_file():
+        return model.own
+    return ModelSource(**dict(model.trained_from))
 
 
 @lru_cache(maxsize=16)

@@ -153,7 +153,7 @@ def loads_reference(spec: JobSpec) -> bool:
         return False
     if spec.reference is None:
         return True  # of GRPO's KL divergence
-    return not precomputes(spec) or is_sharded(spec) or spec.reference.model is not None
+    return not precomputes(spec) or is_sharded(spec) or spec.reference.source is not None
 
 
 def is_quantized(spec: JobSpec) -> bool:
@@ -285,7 +285,7 @@ def _depths(depth: int, period: int) -> tuple[int, int]:
 
 
 def _has_other_reference(spec: JobSpec) -> bool:
-    return spec.reference is not None and spec.reference.model is not None
+    return spec.reference is not None and spec.reference.source is not None
 
 
 def _sizes(source: ModelSource, spec: JobSpec) -> Traced:

@@ -58,10 +58,10 @@ _UNREAD = frozenset(
     }
 )
 """Fields of a job that no trace reads: tests/process/test_trace_cache.py records what is read."""
-_IN_PART = frozenset({"model", "revision", "model_path", "adapter", "gradient_accumulation_steps", "ranks", "sharding"})
+_IN_PART = frozenset(
+    {"model", "revision", "model_path", "made_by", "adapter", "gradient_accumulation_steps", "ranks", "sharding"}
+)
 """Fields of which `_inputs` or `_content` give what it reads."""
-_SOURCE = frozenset({"model", "revision", "trust_remote_code", "model_path", "cache"})
-"""The same of a reference."""
 _ENVIRONMENT = ("PYTORCH_", "TRANSFORMERS_", "USE_HUB_KERNELS")
 """Beginnings of variables that the libraries read when they compute."""
 _INSTALLED = (".dist-info", ".egg-info", ".egg-link", ".pth")
@@ -166,7 +166,7 @@ def _inputs(spec: JobSpec, batch: Batch, kind: str) -> dict[str, Any]:
     """What a trace depends on, but for the models and what is installed."""
     job = {name: value for name, value in spec.flat().items() if name not in _UNREAD | _IN_PART}
     if reference := job["method"].get("reference"):
-        job["method"]["reference"] = {name: reference[name] for name in reference.keys() - _SOURCE}
+        job["method"]["reference"] = {"precompute": reference["precompute"]}
     return {
         "job": job,
         "accumulates": spec.train.gradient_accumulation_steps > 1,
@@ -187,7 +187,7 @@ def _inputs(spec: JobSpec, batch: Batch, kind: str) -> dict[str, Any]:
 
 def _sources(spec: JobSpec) -> list[ModelSource]:
     """The models that are traced: that of the job, and another one that is its reference."""
-    return [spec.source, *([spec.reference_source] if spec.reference and spec.reference.model else [])]
+    return [spec.source, *([spec.reference_source] if spec.reference and spec.reference.source else [])]
 
 
 def _content(spec: JobSpec) -> list[Any] | None:

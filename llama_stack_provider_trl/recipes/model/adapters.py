@@ -41,7 +41,7 @@ def continues(spec: JobSpec) -> bool:
 
 def has_reference_adapter(spec: JobSpec) -> bool:
     """Whether the reference is the adapter as it was in the beginning."""
-    own = spec.reference is not None and spec.reference.model is None
+    own = spec.reference is not None and spec.reference.source is None
     return continues(spec) and (own or spec.method.kl_weight > 0)
 
 
@@ -63,7 +63,7 @@ def continued(spec: JobSpec, model: PreTrainedModel, config: PeftConfig, *, refe
     except (*_UNFIT, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise unusable(spec.adapter.path, f"it does not fit {spec.source.model!r}: {str(error)[:300]}") from error
+        raise unusable(spec.adapter.directory, f"it does not fit {spec.source.model!r}: {str(error)[:300]}") from error
     for name, weight in adapted.named_parameters():
         if f".{REFERENCE}" in name:
             weight.requires_grad_(False)
@@ -88,12 +88,12 @@ def load_to_infer(spec: JobSpec, device: torch.device, *, in_4_bits: bool = Fals
         is_sharded=False,
     )
     if spec.adapter is not None:
-        check_adapter(spec.adapter.path, spec.source)
+        check_adapter(spec.adapter.directory, spec.source)
     model: Any = load_model(spec.source, storage, device)
     if in_4_bits:
         quantize(spec, model)
     if spec.adapter is not None:
-        model = continued(spec, model, PeftConfig.from_pretrained(spec.adapter.path), reference=False)
+        model = continued(spec, model, PeftConfig.from_pretrained(spec.adapter.directory), reference=False)
     return model.eval()
 
 
@@ -118,13 +118,13 @@ def read_weights(spec: JobSpec, model: PeftModel, names: Sequence[str] = ()) -> 
     """
     assert spec.adapter is not None
     names = names or tuple(model.peft_config)
-    check_adapter_files(spec.adapter.path)
+    check_adapter_files(spec.adapter.directory)
     try:
-        found = load_file(spec.adapter.path / ADAPTER_WEIGHTS)
+        found = load_file(spec.adapter.directory / ADAPTER_WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise unusable(spec.adapter.path, f"its weights cannot be read: {error}") from error
+        raise unusable(spec.adapter.directory, f"its weights cannot be read: {error}") from error
     expected = get_peft_model_state_dict(model, adapter_name=names[0], save_embedding_layers=False)
-    _compare(spec.adapter.path, _shapes(found), _shapes(expected))
+    _compare(spec.adapter.directory, _shapes(found), _shapes(expected))
     for adapter in names:
         set_peft_model_state_dict(model, found, adapter_name=adapter)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...specs.job import JobSpec
-from ...specs.model_source import ModelSource
 from ...specs.work import CheckedAnswering, EvaluateSpec, members_of
 from .adapters import check_adapter, continues
 from .loading import WeightStorage, check_weights, load_config
@@ -27,19 +26,16 @@ def check_models(spec: JobSpec, warn: Callable[[str], None] = lambda _: None) ->
         check_stored(load_config(spec.reference_source), spec.reference_source.model, is_quantized=False)
         check_weights(spec.reference_source, warn=warn)
     for reward in spec.method.reward_models:
-        if reward.path is None or reward.base is None or not reward.path.is_dir():
+        if reward.source is None or not reward.source.directory.is_dir():
             continue  # another job makes it
+        check_weights(reward.model, is_reward=True, has_head=not reward.is_adapter, warn=warn)
         if reward.is_adapter:
-            check_weights(reward.base, is_reward=True, warn=warn)
-            check_adapter(reward.path, reward.base, is_reward=True)
-        else:
-            own = ModelSource(model=str(reward.path), trust_remote_code=reward.base.trust_remote_code)
-            check_weights(own, is_reward=True, has_head=True, warn=warn)
+            check_adapter(reward.source.directory, reward.model, is_reward=True)
     answers = spec.work.answers if isinstance(spec.work, EvaluateSpec) else None
     judges = answers.judges if isinstance(answers, CheckedAnswering) else ()
     if spec.adapter is not None:
-        check_adapter(spec.adapter.path, spec.source, lora=spec.lora if continues(spec) else None)
+        check_adapter(spec.adapter.directory, spec.source, lora=spec.lora if continues(spec) else None)
     for further in (*members_of(spec.work), *judges):
         check_weights(further.source, warn=warn)
         if further.adapter is not None:
-            check_adapter(further.adapter.path, further.source)
+            check_adapter(further.adapter.directory, further.source)

@@ -52,7 +52,7 @@ def is_needed(spec: JobSpec) -> bool:
     """Whether the reference is a model of its own, rather than the policy without its adapter."""
     if spec.method.kl_weight:
         return spec.lora is None
-    return spec.reference is not None and (spec.lora is None or spec.reference.model is not None)
+    return spec.reference is not None and (spec.lora is None or spec.reference.source is not None)
 
 
 def check_vocabulary(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -231,11 +231,11 @@ class Precomputation:
     def _adapter_of_key(self, cache: LogProbCache) -> dict[str, str]:
         """The adapter of the reference, by its content; keys of references without one have no such entry."""
         adapter = self._spec.adapter
-        return {"adapter": cache.content(adapter.path)} if adapter and has_reference_adapter(self._spec) else {}
+        return {"adapter": cache.content(adapter.directory)} if adapter and has_reference_adapter(self._spec) else {}
 
     def _score(self, rows: Dataset, num_rows: int) -> torch.Tensor | None:
         trainer, spec, world = self._trainer, self._spec, ranks.world_size()
-        if trainer.ref_model is None and (is_sharded(spec) or spec.reference.model):
+        if trainer.ref_model is None and (is_sharded(spec) or spec.reference.source):
             trainer.ref_model = load_reference(spec, trainer.args.device, trainer.accelerator)
             if is_sharded(spec):
                 self._sharding = {"sharding": describe(trainer.ref_model, spec)}

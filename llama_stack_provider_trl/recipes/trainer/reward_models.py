@@ -15,7 +15,6 @@ from torch.nn.utils.rnn import pad_sequence
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import Dtype
-from ...specs.model_source import ModelSource
 from ...specs.rewards import RewardModel
 from ...specs.rows import Message
 from ..data.chat import Chat
@@ -52,18 +51,13 @@ class RewardScorer:
     """
 
     def __init__(self, spec: RewardModel, dtype: Dtype, device: torch.device) -> None:
-        assert spec.path is not None
-        assert spec.base is not None
         self._spec, self._device = spec, device
-        check_adapter_files(spec.path)
-        own = ModelSource(model=str(spec.path), trust_remote_code=spec.base.trust_remote_code)
-        self._tokenizer = load_tokenizer(own, model=spec.base if spec.is_adapter else own)
+        check_adapter_files(spec.own.directory)
+        self._tokenizer = load_tokenizer(spec.own, model=spec.model)
         self._chat = Chat(self._tokenizer)
         with torch.random.fork_rng():  # a head that is read from an adapter begins at random
-            model = load_model(
-                spec.base if spec.is_adapter else own, storage_of(dtype, has_head=not spec.is_adapter), device
-            )
-            scorer: Any = _with_adapter(model, spec, spec.path) if spec.is_adapter else model
+            model = load_model(spec.model, storage_of(dtype, has_head=not spec.is_adapter), device)
+            scorer: Any = _with_adapter(model, spec, spec.own.directory) if spec.is_adapter else model
         model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
         self._embeddings = int(model.get_input_embeddings().weight.shape[0])
         self._model = scorer.to(device).requires_grad_(False).eval()

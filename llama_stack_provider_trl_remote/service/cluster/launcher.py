@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from llama_stack_provider_trl.jobs.decisions.placement import is_remote
 from llama_stack_provider_trl.jobs.decisions.placement import place as placed
@@ -21,7 +20,7 @@ from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec
 from llama_stack_provider_trl.launch.devices import CORE
 from llama_stack_provider_trl.launch.torchrun import common_threads
 from llama_stack_provider_trl.specs.events import Failed, Finished, Paused, iter_events
-from llama_stack_provider_trl.specs.job import AttemptSpec
+from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec
 from llama_stack_provider_trl.system.files import RunDir, atomic_write
 
 from ...nodes.localize import MARK
@@ -89,7 +88,7 @@ class ClusterLauncher:
         mark.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(mark, task.task_id.encode(), mode=0o644)  # a node may read it as another user
         remove_results(spec.job)
-        self._order(task, spec.model_dump(mode="json"), mark)
+        self._order(task, spec, mark)
 
     def poll(self, task: TaskSpec) -> Observation:
         """See `Launcher.poll`. Moves an attempt to its next state, all nodes of it together."""
@@ -139,13 +138,13 @@ class ClusterLauncher:
         if not is_remote(task.devices):
             return self._local.cancel(task)
         if not self._store.tasks.of_attempt(task.task_id):
-            self._order(task, {})  # for the record: it is stopped before an agent can fetch it
+            self._order(task, None)  # for the record: it is stopped before an agent can fetch it
         self._stop(task.task_id, Observation(TaskState.exited, detail="it was ordered to end"), cancelled=True)
 
-    def _order(self, task: TaskSpec, spec: dict[str, Any], mark: Path | None = None) -> None:
+    def _order(self, task: TaskSpec, spec: AttemptSpec | None, mark: Path | None = None) -> None:
         """Record an order for each node, unless there is one."""
         job_uuid, _, attempt = task.task_id.rpartition("-")
-        models = self._models.of_job(spec["job"]) if self._models and spec else ()
+        models = self._models.of_job(spec.job) if self._models and spec else ()
         by_node: dict[str, list[str]] = {}
         for place in task.devices:
             by_node.setdefault(place.rpartition("/")[0] or self._cluster.head, []).append(place)
@@ -162,7 +161,7 @@ class ClusterLauncher:
                 ranks=task.ranks,
                 threads=threads,
                 devices=tuple(place.rpartition("/")[2] for place in places),
-                spec=spec,
+                spec={} if spec is None else spec.model_dump(mode="json"),
                 ports=self._ports,
                 time_limit=task.time_limit,
                 hang_timeout=task.hang_timeout,
@@ -205,8 +204,7 @@ class ClusterLauncher:
 
     def _order_models(self, parts: Sequence[ReportedPart]) -> None:
         """Add the files of the job's models to the orders, once these are listed: the same ones on every node."""
-        job = parts[0].order.spec["job"]
-        models = self._models.of_job(job) if self._models else ()
+        models = self._models.of_job(_job_of(parts[0])) if self._models else ()
         if models is None:
             return
         listed = {"awaits_models": False, "models": models}
@@ -244,12 +242,7 @@ class ClusterLauncher:
         that a replacement gains nothing. Free devices that waiting jobs before it get are none for it. Ranks of several
         nodes cannot train without each other, and end themselves."""
         (first, *others) = parts
-        if (
-            self._has_pools
-            or others
-            or first.record.stage != Stage.run
-            or not first.order.spec["job"]["lifecycle"]["failover"]
-        ):
+        if self._has_pools or others or first.record.stage != Stage.run or not _job_of(first).lifecycle.failover:
             return False
         queued = self._store.tasks.job_as_queued(first.record.job_uuid)
         waiting = [*self._store.queue(), queued]
@@ -306,7 +299,7 @@ class ClusterLauncher:
         is_waiting = starts or TaskState.waiting in states or states == {TaskState.unknown}
         detail, alone = progress_detail(parts, stage), self._cluster.presence.seconds_alone()
         if starts and parts[0].order.awaits_models and self._models is not None:
-            detail = f"{self._cluster.head}: {self._models.progress(parts[0].order.spec['job'])}"
+            detail = f"{self._cluster.head}: {self._models.progress(_job_of(parts[0]))}"
         if alone > CALL_DUE and any(not one.gone and one.node in ABSENT for one in seen):
             detail = (
                 f"left alone: all other machines are {silent_since(alone)}, possibly because of this machine's network"
@@ -332,3 +325,7 @@ class ClusterLauncher:
 
 def _has_final_event(run_dir: Path) -> bool:
     return any(isinstance(event, Finished | Failed | Paused) for event in iter_events(RunDir(run_dir).events))
+
+
+def _job_of(part: ReportedPart) -> JobSpec:
+    return JobSpec.model_validate(part.order.spec["job"])

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from llama_stack_provider_trl.specs.job import JobSpec
 from llama_stack_provider_trl.specs.model_files import NotSent, files_digest, sent_files
-from llama_stack_provider_trl.specs.model_source import reference_of
 from llama_stack_provider_trl.system.data_dir import read_own
 from llama_stack_provider_trl.system.digests import KeptDigests
 from llama_stack_provider_trl.system.files import atomic_write_json, private_directory
@@ -71,8 +71,8 @@ class ServedModels:
         """Model that is being listed -> bytes that were read, of so many."""
         self._roots: dict[str, ModelDirectory] = {}
 
-    def of_job(self, job: Mapping[str, Any]) -> tuple[ModelFiles, ...] | None:
-        """The files of the models of a job specification, as JSON has it; None: they are still being listed."""
+    def of_job(self, job: JobSpec) -> tuple[ModelFiles, ...] | None:
+        """The files of the models of a job; None: they are still being listed."""
         listings = [self._listing_of(wanted) for wanted in _wanted(job)]
         if not all(listing.done() for listing in listings):
             return None
@@ -93,13 +93,13 @@ class ServedModels:
                 listing.add_done_callback(lambda _: self._listed())
             return listing
 
-    def progress(self, job: Mapping[str, Any]) -> str:
+    def progress(self, job: JobSpec) -> str:
         """What is done for `of_job` at the moment, for the job's status."""
         for wanted in _wanted(job):
             if counted := self._read.get(wanted):
                 read, size = counted
                 return f"computes the digests of {wanted.model} ({100 * read // max(size, 1)} % of {_gib(size)})"
-        return f"computes the digests of {job.get('model')}"
+        return f"computes the digests of {job.source.model}"
 
     def open(self, sha256: str, name: str, expected: str) -> tuple[Opener, int]:
         """A function that opens a file of a listed model, and its size.
@@ -210,10 +210,8 @@ def _parsed(data: bytes) -> ModelDirectory:
     return ModelDirectory(Path(record["root"]), str(record["inside"]), str(record["commit"]))
 
 
-def _wanted(job: Mapping[str, Any]) -> Sequence[_Wanted]:
-    reference = reference_of(job)
-    given = [job["source"], reference] if reference.get("model") else [job["source"]]
-    found = [_Wanted(one["model"], one.get("revision"), bool(one.get("trust_remote_code"))) for one in given]
+def _wanted(job: JobSpec) -> Sequence[_Wanted]:
+    found = [_Wanted(source.model, source.revision, source.trust_remote_code) for source in job.models]
     return list(dict.fromkeys(found))
 
 

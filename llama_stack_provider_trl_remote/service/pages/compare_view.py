@@ -56,15 +56,20 @@ def _read(config: Mapping[str, Any]) -> str:
     """What a job that does not train has read: checkpoints of jobs, or what the request named."""
     named = [f"job:{base['job_uuid']}/{base['checkpoint']}" for base in config.get("bases") or ()]
     work = config.get("work") or {}
-    merge, of_jobs = work.get("merge") or {}, work.get("from_jobs") or ()
-    if several := [*(work.get("members") or ()), *(merge.get("inputs") or ())]:
-        given = dict.fromkeys([*map(_given, several), *([merge["base"]] if merge.get("base") else [])])
-        return ", ".join([*named, *(one for one in given if one not in of_jobs)])
+    merge, several = work.get("merge") or {}, work.get("members") or ()
+    if several or merge:
+        models = [*several, *(merge.get("inputs") or ()), *([merge["base"]] if merge.get("base") else [])]
+        read = dict.fromkeys(_given(model) for model in models if not _is_of_job(model))
+        return ", ".join([*named, *read])
     # The others are below its adapter, or judges.
-    is_of_job = not (work.get("answers") or {}).get("judges") or _given(config) in of_jobs
-    return named[0] if named and is_of_job else _given(config)
+    return named[0] if named and _is_of_job(config) else _given(config)
 
 
 def _given(config: Mapping[str, Any]) -> str:
     """The model, or the adapter, in the fields of a job or of one of its models."""
-    return str((config.get("adapter") or {}).get("path") or config.get("model") or "")
+    return str((config.get("adapter") or config).get("model") or "")
+
+
+def _is_of_job(config: Mapping[str, Any]) -> bool:
+    """Whether that is another job's checkpoint."""
+    return bool((config.get("adapter") or config).get("made_by"))
