@@ -25,6 +25,7 @@ from ..specs.answer_files import answering_of
 from ..specs.bases import parts_of
 from ..specs.harness import HarnessSpec
 from ..specs.job import AttemptSpec, DatasetRef, ReferenceSpec, ResumeFrom
+from ..specs.model_source import ModelName
 from ..system.data_dir import DataDir
 from ..system.files import RunDir
 from ..system.process import child_environment
@@ -229,10 +230,10 @@ def spec_paths(attempt: AttemptSpec, directories: Sequence[Path]) -> SpecPaths:
     answering, vllm = answering_of(job.work), job.method.answered_by_vllm
     for python in (answering and answering.vllm_python, vllm and vllm.python):
         found.read += _program(str(python)) if python else ()
-    for source in job.models:
-        model = Path(source.location)
-        # The agent of a node has chosen `path`.
-        if source.path is not None or (model.is_absolute() and _is_model(model, directories)):
+    chosen = {str(source.path) for source in job.models if source.path is not None}  # by the agent of a node
+    for location in dict.fromkeys(model.location for _, model in parts_of(job, ModelName)):
+        model = Path(location)
+        if location in chosen or (model.is_absolute() and _is_model(model, directories)):
             found.read += [model, *_links_of(model, directories)]
     return found
 

@@ -375,8 +375,7 @@ def _further(base: Base) -> dict[str, Any]:
 
 def _read_alone(base: Base) -> ModelSource:
     """What a merge reads: a model, or an adapter without the model below it."""
-    source = base.adapter or base.source
-    return ModelSource(**{name: getattr(source, name) for name in ModelSource.model_fields})
+    return (base.adapter or base.source).alone()
 
 
 def _refuse_ignored_sampling(temperature: float, **given: float) -> None:

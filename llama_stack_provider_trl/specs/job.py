@@ -322,12 +322,12 @@ class JobSpec(Frozen):
 
     @staticmethod
     def parts() -> dict[str, type[Frozen]]:
-        """Its parts, whose fields `flat` has beside its own."""
+        """Its parts, whose fields `of`, `changed` and `value` take beside its own."""
         return _PARTS
 
     @classmethod
     def of(cls, **fields: Any) -> JobSpec:
-        """A job of its own fields, and of those of its parts, by their names in `flat`."""
+        """A job of its own fields, and of those of its parts, by their names."""
         rest = dict(fields)
         for part, kind in _PARTS.items():
             if own := {name: rest.pop(name) for name in kind.model_fields if name in rest}:
@@ -343,21 +343,23 @@ class JobSpec(Frozen):
         return self.model_copy(update=rest)
 
     def value(self, name: str) -> Any:
-        """One of its fields, or of those of its parts, by its name in `flat`."""
+        """One of its fields, or of those of its parts, by its name."""
         for part, kind in _PARTS.items():
             if name in kind.model_fields:
                 return getattr(getattr(self, part), name)
         return getattr(self, name)
 
     def flat(self, exclude: Any = None) -> dict[str, Any]:
-        """All fields as JSON has them, those of its parts beside its own: what statuses and trackers show.
+        """All fields as JSON has them, those of its parts but `lifecycle` beside its own: what statuses and trackers
+        show.
 
         Args:
             exclude: as for pydantic's `model_dump`.
         """
         own = self.model_dump(mode="json", exclude=exclude)
-        source, data, compute, train, lifecycle = (own.pop(part) for part in _PARTS)
+        source, data, compute, train = (own.pop(part) for part in _PARTS if part != "lifecycle")
         model_path = source.pop("path")
+        del source["made_by"]  # one of `bases`
         job_uuid = own.pop("job_uuid")
         return {
             "job_uuid": job_uuid,
@@ -369,7 +371,6 @@ class JobSpec(Frozen):
             **data,
             **compute,
             **train,
-            **lifecycle,
         }
 
     def on(self, device: str) -> JobSpec:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from ..errors import InvalidRequest
+from ..system.model_damage import ADAPTER_FILES, ADAPTER_WEIGHTS
 from ..system.model_directory import ModelDirectory
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 MOST_FILES = 10_000
 MOST_INDEX = 16 << 20
 """Bytes of an index of weights."""
@@ -82,10 +82,10 @@ def chosen_files(names: Sequence[str], read_index: Callable[[], bytes]) -> list[
     plain = {name for name in names if _DATA.fullmatch(name)}
     if CONFIG in plain:
         weights = _weights(plain, names, read_index)
-    elif {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= plain:
+    elif plain.issuperset(ADAPTER_FILES):
         weights = {ADAPTER_WEIGHTS}
     else:
-        raise NotSent(f"it has neither {CONFIG} nor {ADAPTER_CONFIG} with {ADAPTER_WEIGHTS}")
+        raise NotSent(f"it has neither {CONFIG} nor {' with '.join(ADAPTER_FILES)}")
     chosen = sorted(name for name in plain if not name.endswith(".safetensors") or name in weights)
     if len(chosen) > MOST_FILES:
         raise NotSent(f"it has {len(chosen)} files, expected at most {MOST_FILES}")

@@ -11,7 +11,7 @@ AdapterUse = Literal["continue", "merge"]
 
 
 class ModelName(Frozen):
-    """A model that is named, and not read."""
+    """A model that is named; of one that is no ModelSource at most the configuration is read."""
 
     model: str
     """An absolute local path or a model id."""
@@ -19,6 +19,11 @@ class ModelName(Frozen):
     """Branch, tag or commit of a model id; None: the default branch."""
     trust_remote_code: bool = False
     """Run the code that comes with the model."""
+
+    @property
+    def location(self) -> str:
+        """What its files are read from."""
+        return self.model
 
 
 class ModelSource(ModelName):
@@ -31,13 +36,17 @@ class ModelSource(ModelName):
 
     @property
     def location(self) -> str:
-        """What the files are read from. `model` stays the name that messages and checkpoints have."""
+        """As above. `model` stays the name that messages and checkpoints have."""
         return self.model if self.path is None else str(self.path)
 
     @property
     def directory(self) -> Path:
         """`location` of a model, or an adapter, that is no model id."""
         return Path(self.location)
+
+    def alone(self) -> ModelSource:
+        """The source without what a part of a job adds to it."""
+        return ModelSource(**{name: getattr(self, name) for name in ModelSource.model_fields})
 
     def without_path(self) -> Self:
         """The source without what holds on one machine only."""

@@ -63,7 +63,7 @@ class FurtherModel(ModelSource):
     @property
     def source(self) -> ModelSource:
         """Where the model, without an adapter, is read from."""
-        return ModelSource(**{name: getattr(self, name) for name in ModelSource.model_fields})
+        return self.alone()
 
     def as_own(self) -> dict[str, Any]:
         """The fields of a JobSpec whose own model it is."""

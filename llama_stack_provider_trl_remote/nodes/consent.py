@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama_stack_provider_trl.errors import TrlError
+from llama_stack_provider_trl.specs.bases import parts_of
+from llama_stack_provider_trl.specs.model_source import ModelName
 
 from ..wire import TaskOrder
 from .localize import attempt_of
@@ -33,9 +35,9 @@ def check_consent(order: TaskOrder, trusted: Sequence[str], cpus: int) -> None:
         InvalidRequest: as `attempt_of`.
     """
     attempt = attempt_of(order)
-    for source in attempt.job.models if attempt else ():
-        model, revision = source.model, source.revision or ""
-        if source.trust_remote_code and not any(_names(entry, model, revision) for entry in trusted):
+    for _, named in parts_of(attempt, ModelName) if attempt else ():
+        model, revision = named.model, named.revision or ""
+        if named.trust_remote_code and not any(_names(entry, model, revision) for entry in trusted):
             name = f"{model}@{revision}" if revision and not model.startswith("/") else model
             raise NoConsent(
                 f"the job runs code that comes with the model {name[:200]}, and this node's operator has not agreed to "

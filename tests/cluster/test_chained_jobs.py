@@ -57,7 +57,7 @@ def completed(bed: Bed, job_uuid: str) -> Json:
 
 def weights_of(bed: Bed, job_uuid: str) -> dict[str, str]:
     """sha256 of the weights of its result on the service's machine, by name."""
-    final = bed.machines[0].data_dir / "checkpoints" / job_uuid / job_uuid / "final"
+    (final,) = (bed.machines[0].data_dir / "checkpoints").glob(f"**/{job_uuid}/final")
     found = {file.name: sha256_of(file) for file in final.glob("*.safetensors")}
     assert found
     return found
@@ -97,3 +97,60 @@ def test_a_node_fetches_the_adapter_the_rows_and_the_teacher_of_a_job(bed: Bed) 
         assert weights_of(bed, name) == weights_of(bed, plain)
         stay()
     bed.nothing_is_left()
+
+
+def of_each_kind(prefix: str, options: Json) -> list[tuple[str, Json]]:
+    """Jobs that read models of other jobs, with their routes: a merge, an ensemble, an evaluation with a judge, and
+    GRPO with a reward model."""
+    teacher, adapter = {"model": "job:teacher-1"}, {"model": "job:adapter-1"}
+    scale = {"scale": [1, 5], "at_least": 3, "max_new_tokens": 8}
+    judge = {"type": "judge", "name": "good", "model": "job:teacher-1", **scale}
+    judged = {"model": "job:adapter-1", "dataset_id": "questions", "checks": [judge], "max_new_tokens": 8}
+    algorithm = {
+        "type": "grpo",
+        "rewards": [{"model": "job:judge-1"}],
+        "num_generations": 2,
+        "max_completion_length": 4,
+    }
+    rewarded = job(f"{prefix}-rewarded", str(tiny_model()), "questions", algorithm, **options)
+    others: dict[str, tuple[str, Json]] = {
+        "merged": ("merge", {"models": [teacher, {"model": str(tiny_model())}]}),
+        "averaged": ("evaluate", {"models": [teacher, adapter], "dataset_id": "questions", "dtype": "fp32"}),
+        "judged": ("evaluate", {**judged, "dtype": "fp32"}),
+    }
+    return [
+        *(
+            (f"/post-training/{kind}", {**body, "job_uuid": f"{prefix}-{name}", "provider_options": options})
+            for name, (kind, body) in others.items()
+        ),
+        (DPO, rewarded),
+    ]
+
+
+def test_a_node_merges_measures_judges_and_rewards_with_models_of_jobs(bed: Bed) -> None:
+    prepared(bed)
+    with_questions(bed)
+    submit(bed, SFT, job("adapter-1", str(tiny_model()), "questions", LORA))
+    submit(bed, SFT, job("teacher-1", str(tiny_model()), "questions", None))
+    submit(bed, DPO, job("judge-1", str(tiny_model()), "pairs", {"type": "reward"}))
+    for route, body in of_each_kind("plain", {}):
+        submit(bed, route, body)
+    expected = {name: completed(bed, f"plain-{name}") for name in ("merged", "averaged", "judged", "rewarded")}
+    bed.machine("a").join(bed.machines[0], "--label", "rack=7")
+    ready(bed, "a")
+    for route, body in of_each_kind("moved", {"resources": WORKERS}):
+        submit(bed, route, body)
+    for name, plain in expected.items():
+        found = completed(bed, f"moved-{name}")
+        assert machines_of(bed, found)[0].name == "a"
+        assert without_paths(found["result"]) == without_paths(plain["result"])
+        if name in ("merged", "rewarded"):
+            assert weights_of(bed, f"moved-{name}") == weights_of(bed, f"plain-{name}")
+    bed.nothing_is_left()
+
+
+def without_paths(result: Json | None) -> Json | None:
+    """A result without the place of its answers."""
+    if result is None or "answers" not in result:
+        return result
+    return {**result, "answers": {**result["answers"], "path": ""}}

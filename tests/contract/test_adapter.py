@@ -91,7 +91,7 @@ def test_provider_options_reach_the_service_and_are_refused_there_by_name(stack:
     body["training_config"]["n_epochs"] = 1000
     stack.submit(SFT, body, options={"seed": 7, "priority": "high", "max_seq_length": 96})
     effective = stack.status("options")["resources_allocated"]["effective_config"]
-    assert (effective["seed"], effective["max_seq_length"], effective["priority"]) == (7, 96, 1)
+    assert (effective["seed"], effective["max_seq_length"], effective["lifecycle"]["priority"]) == (7, 96, 1)
     assert stack.post(SFT, body, options={"seed": 8}).status_code == 409
     answer = stack.post(SFT, sft("refused", "options"), options={"sead": 7})
     assert answer.status_code == 400

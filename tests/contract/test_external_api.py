@@ -103,7 +103,7 @@ def test_options_of_the_header_count_and_a_job_that_is_sent_again_is_the_same_or
     assert stack.submit(SFT, body, options=options) == "tuned"
     assert stack.submit(SFT, body, options=options) == "tuned"
     effective = stack.wait("tuned", "completed", timeout=30)["resources_allocated"]["effective_config"]
-    assert (effective["seed"], effective["priority"], effective["algorithm"]) == (7, 1, "sft")
+    assert (effective["seed"], effective["lifecycle"]["priority"], effective["algorithm"]) == (7, 1, "sft")
     assert "job 'tuned' exists already" in sentence(stack.post(SFT, body, options={"seed": 8}), 409)
     refused = sentence(stack.post(SFT, sft("untuned", questions), options={"sead": 7}), 400)
     assert "provider_options.sead=7 is not supported: there is no such option" in refused

@@ -20,6 +20,7 @@ from tests.unit.test_agent import World
 
 PINNED = {"model": "org/odd", "revision": "a1b2", "trust_remote_code": True}
 ADAPTER = {**PINNED, "use": "continue"}
+JUDGE = {"job_uuid": "judge", "checkpoint": "final", "source": {"model": "/service/checkpoints/judge/final"}}
 ANSWERING = {"max_new_tokens": 8, "temperature": 0.0, "top_p": 1.0, "seed": 1, "samples_per_prompt": 1, "checks": []}
 
 
@@ -46,6 +47,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
         {"work": {"kind": "evaluate", "members": [{**PINNED, "weight": 1.0}]}},
         {"work": {"kind": "evaluate", "members": [{"model": "org/base", "weight": 1.0, "adapter": ADAPTER}]}},
         {"work": {"kind": "evaluate", "answers": {**ANSWERING, "judges": [PINNED]}}},
+        # Of a reward model that is not there yet, this one's configuration gives the sizes.
+        {"method": {"algorithm": "grpo", "rewards": [{"name": "judge", "model": {**JUDGE, "trained_from": PINNED}}]}},
     ],
 )
 def test_code_of_a_model_that_the_node_s_operator_has_not_named_is_not_run(job: dict[str, Any]) -> None:

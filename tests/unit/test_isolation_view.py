@@ -12,8 +12,10 @@ from llama_stack_provider_trl.launch.base import TaskSpec
 from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
 from llama_stack_provider_trl.launch.namespaces import View
 from llama_stack_provider_trl.specs.job import AttemptSpec, DpoSpec, ReferenceSpec
-from llama_stack_provider_trl.specs.model_source import ModelSource
+from llama_stack_provider_trl.specs.methods import GrpoSpec
+from llama_stack_provider_trl.specs.model_source import ModelName, ModelSource
 from llama_stack_provider_trl.specs.preflight import PreflightSpec
+from llama_stack_provider_trl.specs.rewards import RewardModel, RewardSource
 from llama_stack_provider_trl.specs.work import GenerateSpec
 from llama_stack_provider_trl.system.files import RunDir
 from tests.fakes import job_spec
@@ -108,6 +110,17 @@ def test_a_preflight_writes_tokens_and_neither_creates_nor_sees_the_checkpoint_d
     found = view(data, job, preflight=PreflightSpec(device="cpu"))
     assert below(data, found.write) == ["jobs/mine", "tokens"]
     assert not (data / "checkpoints").exists()
+
+
+def test_a_preflight_sees_the_model_whose_sizes_a_reward_model_will_have(data: Path) -> None:
+    small = data / "checkpoints/first/final"
+    small.mkdir(parents=True)
+    (small / "config.json").write_text("{}")
+    written = ModelSource(model=str(data / "checkpoints/judge/final"))
+    judge = RewardModel(job_uuid="judge", source=written, trained_from=ModelName(model=str(small)))
+    method = GrpoSpec(rewards=(RewardSource(name="judge", model=judge),))
+    found = view(data, {"method": method}, preflight=PreflightSpec(device="cpu"))
+    assert "checkpoints/first/final" in below(data, found.read)
 
 
 def test_caches_stay_writable_also_where_the_data_directory_is_the_home_directory(data: Path) -> None:

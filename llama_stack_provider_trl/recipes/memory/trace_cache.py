@@ -26,7 +26,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from ... import specs
-from ...specs.job import JobSpec, LifecycleSpec
+from ...specs.job import JobSpec
 from ...specs.model_source import ModelSource
 from ...system.files import atomic_write, read_regular
 from ..model.adapters import continues, has_reference_adapter
@@ -53,14 +53,12 @@ _UNREAD = frozenset(
         *("early_stopping", "best_checkpoint", "samples", "keep_last", "logging_steps", "merge_adapter"),
         "gradient_sync",  # moves no peak
         # When and where it runs.
-        *("dtype_by_device", "device", "num_threads", *LifecycleSpec.model_fields),
+        *("dtype_by_device", "device", "num_threads", "lifecycle"),
         *("preflight", "after", "cancel_with", "evaluation", "search", "pruning"),
     }
 )
 """Fields of a job that no trace reads: tests/process/test_trace_cache.py records what is read."""
-_IN_PART = frozenset(
-    {"model", "revision", "model_path", "made_by", "adapter", "gradient_accumulation_steps", "ranks", "sharding"}
-)
+_IN_PART = frozenset({"model", "revision", "model_path", "adapter", "gradient_accumulation_steps", "ranks", "sharding"})
 """Fields of which `_inputs` or `_content` give what it reads."""
 _ENVIRONMENT = ("PYTORCH_", "TRANSFORMERS_", "USE_HUB_KERNELS")
 """Beginnings of variables that the libraries read when they compute."""
