@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import http.client
-import threading
+import multiprocessing
 import time
 from contextlib import suppress
-from typing import Self
+from multiprocessing.connection import Connection
+from typing import NamedTuple, Self
 
 import psutil
 
@@ -17,71 +18,97 @@ PAUSE = 0.1
 TIMEOUT = 30.0
 
 
+class _Watched(NamedTuple):
+    seconds: list[float]
+    """Of each call."""
+    unanswered: int
+    """Calls that were refused, or not answered within TIMEOUT."""
+    largest_rss: int
+
+
 class Monitor:
     """Calls `GET /v1/health` on a new connection ten times a second, and reads the memory of the service's process.
+
+    It is a process of its own: in a thread beside the clients that attack, its calls would wait for their interpreter.
 
     Args:
         token: of its caller; None: without one.
     """
 
     def __init__(self, service: Guarded, token: str | None = None) -> None:
-        self._port = service.port
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self._process = psutil.Process(service.pid)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="monitor")
-        self.seconds: list[float] = []
-        self.unanswered = 0
-        """Calls that were refused, or not answered within TIMEOUT."""
-        self.first_rss = self.largest_rss = self._rss()
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self.first_rss = _rss(psutil.Process(service.pid))
+        self._watched = _Watched([], 0, self.first_rss)
+        spawned = multiprocessing.get_context("spawn")
+        self._connection, theirs = spawned.Pipe()
+        arguments = (theirs, service.port, headers, service.pid)
+        self._process = spawned.Process(target=_watch, args=arguments, name="monitor", daemon=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._process.start()
+        self._connection.recv()  # it watches
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
+        self._connection.send(None)
+        self._watched = self._connection.recv()
+        self._process.join()
+
+    @property
+    def unanswered(self) -> int:
+        return self._watched.unanswered
+
+    @property
+    def largest_rss(self) -> int:
+        return max(self.first_rss, self._watched.largest_rss)
 
     @property
     def slowest(self) -> float:
-        return max(self.seconds, default=0.0)
+        return max(self._watched.seconds, default=0.0)
 
     @property
     def p99(self) -> float:
-        return sorted(self.seconds)[int(len(self.seconds) * 0.99)] if self.seconds else 0.0
+        seconds = sorted(self._watched.seconds)
+        return seconds[int(len(seconds) * 0.99)] if seconds else 0.0
 
     def rows(self) -> dict[str, object]:
+        calls = len(self._watched.seconds)
         return {
-            "`GET /v1/health`: calls, p99, slowest": f"{len(self.seconds)}, {self.p99:.3f} s, {self.slowest:.2f} s",
+            "`GET /v1/health`: calls, p99, slowest": f"{calls}, {self.p99:.3f} s, {self.slowest:.2f} s",
             "`GET /v1/health`: not answered": self.unanswered,
             "memory of the service: before, at most": f"{self.first_rss >> 20} MiB, {self.largest_rss >> 20} MiB",
         }
 
-    def _watch(self) -> None:
-        while not self._over.wait(PAUSE):
-            began = time.monotonic()
-            try:
-                answered = self._call() == 200
-            except (OSError, http.client.HTTPException):
-                answered = False
-            self.seconds.append(time.monotonic() - began)
-            self.unanswered += not answered
-            with suppress(psutil.Error):
-                self.largest_rss = max(self.largest_rss, self._rss())
 
-    def _call(self) -> int:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=TIMEOUT)
+def _watch(connection: Connection, port: int, headers: dict[str, str], pid: int) -> None:
+    process, seconds, unanswered, largest_rss = psutil.Process(pid), [], 0, 0
+    connection.send(None)
+    while not connection.poll(PAUSE):
+        began = time.monotonic()
         try:
-            connection.request("GET", "/v1/health", headers=self._headers)
-            with connection.getresponse() as answer:
-                answer.read()
-                return answer.status
-        finally:
-            connection.close()
+            answered = _call(port, headers) == 200
+        except (OSError, http.client.HTTPException):
+            answered = False
+        seconds.append(time.monotonic() - began)
+        unanswered += not answered
+        with suppress(psutil.Error):
+            largest_rss = max(largest_rss, _rss(process))
+    connection.send(_Watched(seconds, unanswered, largest_rss))
 
-    def _rss(self) -> int:
-        return int(self._process.memory_info().rss)
+
+def _call(port: int, headers: dict[str, str]) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)
+    try:
+        connection.request("GET", "/v1/health", headers=headers)
+        with connection.getresponse() as answer:
+            answer.read()
+            return answer.status
+    finally:
+        connection.close()
+
+
+def _rss(process: psutil.Process) -> int:
+    return int(process.memory_info().rss)
 
 
 def table(rows: dict[str, object]) -> str:
