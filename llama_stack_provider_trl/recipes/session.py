@@ -121,7 +121,7 @@ def _prepare(
         spec = with_merged_base(spec, require_space)
         built = build_trainer(spec, device, writer, batch_plan, FencingToken.of(attempt), require_space)
         trainer = built.trainer
-        resume_from = _checkpoint_to_resume(attempt, writer, trainer.disks)
+        resume_from = _checkpoint_to_resume(attempt, writer, trainer.saver.disks)
         start_step = trainer.restore(resume_from) if resume_from else 0
         effective = built.effective()
     _show_progress(trainer, run_dir)
@@ -152,13 +152,13 @@ def _answers(spec: JobSpec, built: BuiltTrainer, writer: EventWriter) -> PromptA
 
 
 def _checkpoint_to_resume(attempt: AttemptSpec, writer: EventWriter, disks: Disks) -> Path | None:
-    found, given = first_undamaged(attempt.resume_candidates, writer, disks), attempt.job.resume_from
-    if found is None and given is not None:
+    checkpoint, requested = first_undamaged(attempt.resume_candidates, writer, disks), attempt.job.resume_from
+    if checkpoint is None and requested is not None:
         raise JobFailure(
             Reason.invalid_request,
-            f"checkpoint {given.checkpoint} of job {given.job_uuid!r} is damaged: name another",
+            f"checkpoint {requested.checkpoint} of job {requested.job_uuid!r} is damaged: name another",
         )
-    return found
+    return checkpoint
 
 
 def _check_room(run: Run) -> None:
@@ -166,7 +166,7 @@ def _check_room(run: Run) -> None:
     spec, trainer = run.spec, run.trainer
     needed = trainer.step_bytes
     # At the end of a job a step checkpoint and the exports are on the disk together.
-    if trainer.disks.sees_first:
+    if trainer.saver.disks.sees_first:
         run.require_space(needed + sum(bytes_needed(trainer.model, spec, kind) for kind in exports(spec)))
 
 
@@ -186,10 +186,10 @@ def _train(run: Run) -> None:
     try:
         with _without_casts(run):
             run.trainer.train(resume_from_checkpoint=str(run.resume_from) if run.resume_from else None)
-        run.trainer.end_saving()
+        run.trainer.saver.finish()
         run.callback.malloc.end()
     except BaseException:
-        run.trainer.abandon_saving()
+        run.trainer.saver.abandon()
         raise
 
 
@@ -218,7 +218,9 @@ def _load_best(run: Run) -> dict[str, Any]:
         return last
     checkpoint = run.spec.checkpoint_dir / f"checkpoint-{step}"
     is_there = bool(ranks.broadcast_number(checkpoint.is_dir()))
-    is_there = is_there and first_undamaged([checkpoint], run.writer, trainer.disks, on_first_only=True) is not None
+    is_there = (
+        is_there and first_undamaged([checkpoint], run.writer, trainer.saver.disks, on_first_only=True) is not None
+    )
     if is_there:
         trainer.load_weights(checkpoint)
     what = f"{checkpoint.name}, the best by {run.spec.train.best_checkpoint} ({best['value']:.6g})"
@@ -241,7 +243,7 @@ def _export(run: Run, fields: dict[str, Any]) -> None:
             sample = take_sample(model, tokenizer, torch.device("cpu"), spec)
         began = time.monotonic()
         saved = export(
-            kind, model, tokenizer, spec, sample, run.writer.heartbeat, trainer.fencing_token, run.require_space
+            kind, model, tokenizer, spec, sample, run.writer.heartbeat, trainer.saver.fencing_token, run.require_space
         )
         if saved is not None:
             if saved.unchecked_reason:

@@ -5,8 +5,10 @@ CI compares one divergence for 20 steps and the others in few; `TRL_TESTS=full` 
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from llama_stack_provider_trl.recipes.model.loading import adapter_config
 from llama_stack_provider_trl.recipes.trainer.distillation import DistillationRecipe
 from llama_stack_provider_trl.recipes.trainer.divergence import Divergence, head_of
 from llama_stack_provider_trl.recipes.trainer.pairs import PaddedPairs
-from llama_stack_provider_trl.recipes.trainer.trl_patches import fuse_head
+from llama_stack_provider_trl.recipes.trainer.trl_patches import computing_heads, fuse_head
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.methods import DistillationSpec
@@ -334,3 +336,21 @@ def test_the_base_model_as_the_teacher_is_loaded_on_its_own(lora: LoraSpec | Non
     spec = job_spec(tmp_path, tiny_model(), "distillation", method=method, lora=lora, rows=rows_of(1))
     assert is_needed(spec)
     assert not has_reference_adapter(spec)
+
+
+def test_what_a_head_computed_with_is_freed_when_the_head_is_trl_s_again() -> None:
+    """A cycle of references would keep the teacher's states of every micro batch until Python collects cycles."""
+
+    class Compare:
+        def __call__(self, own: Any, targets: Any) -> Any: ...
+
+    compare = Compare()
+    kept = weakref.ref(compare)
+    gc.disable()
+    try:
+        with computing_heads(compare):
+            pass
+        del compare
+        assert kept() is None
+    finally:
+        gc.enable()

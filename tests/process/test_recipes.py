@@ -292,7 +292,7 @@ def test_all_ranks_keep_memory_by_rank_0_s_estimate_for_those_of_their_machine(
     monkeypatch.setattr(callbacks.ranks, "broadcast_number", lambda number: text.append(number) or 5)
     monkeypatch.setattr(callbacks.ranks, "local_world_size", lambda: 3)
     trainer: Any = SimpleNamespace(
-        args=SimpleNamespace(device=torch.device(device)), notes={}, _total_train_tokens=0.0, state=None
+        args=SimpleNamespace(device=torch.device(device)), notes={}, num_tokens=0.0, state=None
     )
     callbacks.JobCallback(
         job_spec(tmp_path, tiny_model()), NullEventWriter(), trainer, tmp_path / "control", memory

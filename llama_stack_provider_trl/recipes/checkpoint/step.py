@@ -209,8 +209,9 @@ class Saver:
             )
             self.writer.write(Warned(message=message))
 
-    def close(self) -> None:
-        """After `wait`: free the memory of the copy."""
+    def finish(self) -> None:
+        """After the last checkpoint: wait for it as `wait` does, and free the memory of the copy."""
+        self.wait()
         self._copy.close()
 
     def abandon(self) -> None:

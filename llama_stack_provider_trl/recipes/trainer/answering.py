@@ -9,32 +9,34 @@ from __future__ import annotations
 import random
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from peft import PeftConfig
+from peft import PeftConfig, PeftModel, get_peft_model
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.trainer_utils import set_seed
+from trl.trainer.utils import disable_dropout_in_model
 
 from ... import faults
 from ...specs.job import JobSpec
 from ..model.fsdp import is_sharded, reshard
 from ..model.generation import Sampler, Sampling, answer_ends, answer_ids
 from .pairs import PaddedPairs, set_adapter_dropout
-from .reference import NoReference
 from .samples import undisturbed
 from .scoring import ScoresReference
-from .trl_patches import PreparedDatasets
+from .trl_patches import offloaded_activations
 
 
 def collate_prompts(prompts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Prompts as they are, without fillers: they are answered before they become tensors."""
     real = [prompt for prompt in prompts if prompt["row"]]
-    found = {"prompts": [list(prompt["prompt_ids"]) for prompt in real], "rows": [prompt["row"][0] for prompt in real]}
+    batch = {"prompts": [list(prompt["prompt_ids"]) for prompt in real], "rows": [prompt["row"][0] for prompt in real]}
     if prompts and "teacher_ids" in prompts[0]:
-        found["teacher_prompts"] = [list(prompt["teacher_ids"]) for prompt in real]
-    return found
+        batch["teacher_prompts"] = [list(prompt["teacher_ids"]) for prompt in real]
+    return batch
 
 
 def filler_of(pad: int) -> list[int]:
@@ -50,20 +52,43 @@ def padded_answers(prompts: list[list[int]], answers: list[list[int]], pad: int)
     scored = [torch.tensor([0] * len(prompt) + [1] * len(answer)) for prompt, answer in pairs]
     return {
         "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad),
-        "attention_mask": pad_sequence([torch.ones_like(one) for one in ids], batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(sequence) for sequence in ids], batch_first=True),
         "completion_mask": pad_sequence(scored, batch_first=True),
     }
 
 
-class AnswersPrompts(PreparedDatasets, ScoresReference):
-    """A mixin before `trl.DPOTrainer`: it trains on answers to prompts. Datasets have the columns prompt_ids and row.
+def as_policy(
+    spec: JobSpec, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, adapters: PeftConfig | None
+) -> PreTrainedModel | PeftModel:
+    """The model that a job trains, prepared as TRL's trainers prepare theirs: with new adapters, if there are any, and
+    without dropout but that of adapters."""
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    for config in (model.config.get_text_config(), model.generation_config):
+        config.pad_token_id = tokenizer.pad_token_id
+    if adapters is not None:
+        set_seed(spec.data.seed)  # adapters begin at random
+        model = get_peft_model(model, adapters)
+    if is_peft_model(model) and spec.compute.gradient_checkpointing:
+        model.enable_input_require_grads()
+    model.add_model_tags(["trl", spec.algorithm])
+    disable_dropout_in_model(model)
+    if spec.lora:
+        set_adapter_dropout(model, spec.lora.dropout)
+    return model
+
+
+class AnswersPrompts(ScoresReference):
+    """Trains on answers to prompts. Datasets have the columns prompt_ids and row.
 
     Args:
         spec: of a method that answers prompts.
         sampling: how tokens are chosen.
+        model: whose weights are trained, or to which `peft_config` adds adapters.
     """
 
     head_outputs = ()  # its head is that of the method
+    loss_is_scaled_for_ga = False  # Trainer takes the mean over micro steps
     answer_vocabulary: int | None = None
     """How many tokens, by their numbers, answers consist of; None: all that the model has a logit for."""
     _tokens_of_step = 0
@@ -71,7 +96,14 @@ class AnswersPrompts(PreparedDatasets, ScoresReference):
     _micro_steps = 1
 
     def __init__(
-        self, *, spec: JobSpec, sampling: Sampling, peft_config: PeftConfig | None = None, **arguments: Any
+        self,
+        *,
+        spec: JobSpec,
+        sampling: Sampling,
+        model: PreTrainedModel | PeftModel,
+        processing_class: PreTrainedTokenizerBase,
+        peft_config: PeftConfig | None = None,
+        **arguments: Any,
     ) -> None:
         if spec.method.answer_tokens is None:
             raise AssertionError("a method that answers no prompts")
@@ -79,20 +111,23 @@ class AnswersPrompts(PreparedDatasets, ScoresReference):
         self._batches = PaddedPairs(spec)
         super().__init__(
             spec=spec,
-            ref_model=None if peft_config else NoReference(),
-            peft_config=peft_config,
+            model=as_policy(spec, model, processing_class, peft_config),
+            processing_class=processing_class,
             data_collator=collate_prompts,
             **arguments,
         )
-        if spec.lora:
-            set_adapter_dropout(self.model, spec.lora.dropout)
+        self._offloading: AbstractContextManager[Any] = nullcontext()
+        if spec.compute.activation_offloading:
+            self._offloading = offloaded_activations(self.model)
+        config = self.policy.config.get_text_config()
+        self.router_aux_loss_coef = getattr(config, "router_aux_loss_coef", 0.0)
+        self.aux_loss_enabled = hasattr(config, "output_router_logits") and self.router_aux_loss_coef != 0.0
         self.alive: Callable[[], None] = self._writer.heartbeat
         """Called while prompts are answered and answers are rewarded."""
 
-    @property
-    def policy(self) -> Any:
-        """The model that is trained, without PEFT's wrapper."""
-        return self.model.get_base_model() if is_peft_model(self.model) else self.model
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self._offloading:
+            return super().training_step(*args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Trainer's, which sees all batches of an optimizer step before the first of them is computed: they are
@@ -129,11 +164,11 @@ class AnswersPrompts(PreparedDatasets, ScoresReference):
             return []
         model, count = self.accelerator.unwrap_model(self.model), self.spec.sequences_per_row
         seeds = self._seeds(rows)
-        given = [prompt for prompt in prompts for _ in range(count)]
+        repeated = [prompt for prompt in prompts for _ in range(count)]
         with undisturbed(model, self.args.device), self._precision(), self._alive_at_each_forward(model):
-            found = answer_ids(
+            answers = answer_ids(
                 model,
-                given or [self._filler],
+                repeated or [self._filler],
                 Sampler(
                     self._sampling,
                     [random.Random(seed) for seed in seeds or [""]],
@@ -148,7 +183,7 @@ class AnswersPrompts(PreparedDatasets, ScoresReference):
             )
             if sharded:
                 reshard(model)
-        return found if given else []
+        return answers if repeated else []
 
     def _seeds(self, rows: list[int]) -> list[str]:
         """Of the random numbers of each answer to the prompts of these rows."""
@@ -186,7 +221,7 @@ class AnswersPrompts(PreparedDatasets, ScoresReference):
     def _count_tokens(self, inputs: dict[str, torch.Tensor], mask: torch.Tensor) -> None:
         """Count the tokens that were trained on, of all ranks. A collective."""
         is_real = mask.any(dim=1)
-        self._total_train_tokens += self.accelerator.reduce((inputs["attention_mask"].sum(dim=1) * is_real).sum())
+        self.add_tokens(self.accelerator.reduce((inputs["attention_mask"].sum(dim=1) * is_real).sum()))
 
     @property
     def _parts(self) -> int:

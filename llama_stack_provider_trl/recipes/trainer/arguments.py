@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import TrainingArguments
 from trl import DPOConfig, KTOConfig, RewardConfig, SFTConfig
 
 from ...errors import JobFailure
@@ -23,7 +24,7 @@ from .loader import loader_arguments
 def sft_arguments(spec: JobSpec, device: torch.device) -> SFTConfig:
     """Arguments for TRL's SFTTrainer; its datasets are tokenized already (`recipes.data.prepare`)."""
     return SFTConfig(
-        **_common(spec, device),
+        **_of_trl(spec, device),
         dataset_kwargs={"skip_prepare_dataset": True},
         packing=False,
         loss_type="nll",
@@ -33,29 +34,27 @@ def sft_arguments(spec: JobSpec, device: torch.device) -> SFTConfig:
 def pair_arguments(spec: JobSpec, device: torch.device) -> DPOConfig:
     """Arguments for TRL's DPOTrainer; our trainers on pairs compute their losses from the JobSpec itself."""
     return DPOConfig(
-        **_common(spec, device),
+        **_of_trl(spec, device),
         loss_type=["sigmoid"],  # TRL's loss, which is never called
         disable_dropout=True,
         precompute_ref_log_probs=False,
     )
 
 
-def prompt_arguments(spec: JobSpec, device: torch.device) -> DPOConfig:
-    """Arguments for TRL's DPOTrainer whose rows are prompts, which `recipes.trainer.answering` answers and collates."""
-    arguments = pair_arguments(spec, device)
-    arguments.remove_unused_columns = False
-    return arguments
+def prompt_arguments(spec: JobSpec, device: torch.device) -> TrainingArguments:
+    """Arguments for Trainer, whose rows are prompts, which `recipes.trainer.answering` answers and collates."""
+    return TrainingArguments(**_of_trainer(spec, device), remove_unused_columns=False)
 
 
 def reward_arguments(spec: JobSpec, device: torch.device) -> RewardConfig:
     """Arguments for TRL's RewardTrainer; `recipes.trainer.reward` collates pairs and computes the loss."""
-    return RewardConfig(**_common(spec, device), disable_dropout=True, remove_unused_columns=False)
+    return RewardConfig(**_of_trl(spec, device), disable_dropout=True, remove_unused_columns=False)
 
 
 def kto_arguments(spec: JobSpec, device: torch.device) -> KTOConfig:
     """Arguments for TRL's KTOTrainer; `recipes.trainer.kto` pairs rows, collates them and computes the loss."""
     return KTOConfig(
-        **_common(spec, device),
+        **_of_trl(spec, device),
         loss_type="apo_zero_unpaired",  # never called; with the other one TRL refuses a batch_size of 1
         disable_dropout=True,
         remove_unused_columns=False,
@@ -100,23 +99,32 @@ def scheduler_arguments(optimizer: OptimizerSpec, total_steps: int) -> dict[str,
     return {"num_decay_steps": decay}
 
 
-def _common(spec: JobSpec, device: torch.device) -> dict[str, Any]:
+def _of_trl(spec: JobSpec, device: torch.device) -> dict[str, Any]:
+    """Arguments of all trainers of TRL that are used here."""
+    return {
+        **_of_trainer(spec, device),
+        "trust_remote_code": spec.source.trust_remote_code,
+        # The old name of activation_checkpointing. It warns in transformers 5.23, and TRL sets it to True unless it is
+        # None.
+        "gradient_checkpointing": None,
+        "activation_offloading": spec.compute.activation_offloading,
+        "max_length": spec.data.max_seq_length,
+    }
+
+
+def _of_trainer(spec: JobSpec, device: torch.device) -> dict[str, Any]:
+    """Arguments of Trainer."""
     optimizer, sharding = spec.train.optimizer, fsdp_arguments(spec)
     return {
         "output_dir": str(spec.checkpoint_dir),
-        "trust_remote_code": spec.source.trust_remote_code,
         "num_train_epochs": spec.train.n_epochs,
         "per_device_train_batch_size": spec.data.batch_size,
         "per_device_eval_batch_size": spec.data.batch_size,
         "gradient_accumulation_steps": spec.train.gradient_accumulation_steps,
-        # The old name warns in transformers 5.23, and TRL sets it to True unless it is None.
-        "gradient_checkpointing": None,
         "activation_checkpointing": spec.compute.gradient_checkpointing,
         "activation_checkpointing_kwargs": {"every_n_layers": spec.compute.checkpoint_every}
         if spec.compute.checkpoint_every > 1
         else None,
-        "activation_offloading": spec.compute.activation_offloading,
-        "max_length": spec.data.max_seq_length,
         "learning_rate": optimizer.learning_rate,
         "weight_decay": optimizer.weight_decay,
         # transformers 5 reads a number below 1 as a share of all steps, rounded up.

@@ -85,7 +85,7 @@ class JobCallback(TrainerCallback):
         self.last_logged = self._last_saved = start_step
         self.validation: tuple[int, float] | None = None
         self._losses: list[tuple[int, float]] = []
-        self._tokens = float(trainer._total_train_tokens)
+        self._tokens = float(trainer.num_tokens)
         self._busy_since: float | None = None
         self._random: dict[str, Any] | None = None
         self._saved_at = time.monotonic()
@@ -129,8 +129,8 @@ class JobCallback(TrainerCallback):
             )
         )
         faults.reach("prepared")
-        given = spec.resume_from
-        if self.resumed_from is None or (given is not None and self.resumed_from == given.path):
+        requested = spec.resume_from
+        if self.resumed_from is None or (requested is not None and self.resumed_from == requested.path):
             self.sample("before", self.start_step)  # a checkpoint of the job itself came with samples
 
     def sample(self, kind: Literal["before", "checkpoint", "after"], step: int) -> None:
@@ -181,7 +181,7 @@ class JobCallback(TrainerCallback):
         if not self.trainer.is_common:  # nothing is decided or saved while each worker has weights of its own
             return faults.reach(f"step-{state.global_step}")
         self.trainer.average()
-        self.trainer.check_saving()
+        self.trainer.saver.check()
         decision = self.decide()
         if state.global_step >= state.max_steps:
             control.should_log = True
@@ -211,10 +211,10 @@ class JobCallback(TrainerCallback):
         is_sharded = self.trainer.ref_model is not None and fsdp.is_sharded(self.spec)
         reference = parameter_counts(self.trainer.ref_model)[1] if is_sharded else 0
         exchange = parallel.exchange_of(self.spec, trainable, total, reference, self.trainer.gradient_sync)
-        found = check.conclude(exchange)
-        if not found.helps:
+        verdict = check.conclude(exchange)
+        if not verdict.helps:
             advice = "train on one node, on a faster link, or with more rows per step (gradient_accumulation_steps)"
-            self.writer.write(Warned(message=f"{found.reason}: {advice}"))
+            self.writer.write(Warned(message=f"{verdict.reason}: {advice}"))
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -298,7 +298,7 @@ class JobCallback(TrainerCallback):
         """Save the best model so far, and stop early where the job requests it. Rank 0 decides for all."""
         is_best = self.early_stopping.is_best(metrics, self.checkpoint_fields(state))
         should_stop = self.early_stopping.should_stop(metrics, state.global_step)
-        is_best, should_stop = (bool(ranks.broadcast_number(found)) for found in (is_best, should_stop))
+        is_best, should_stop = (bool(ranks.broadcast_number(own)) for own in (is_best, should_stop))
         if state.global_step >= state.max_steps:
             return  # the job ends with this step
         if should_stop:
@@ -317,7 +317,7 @@ class JobCallback(TrainerCallback):
         self._saved_at = time.monotonic()
         state.log_history.clear()  # it is in the event file; each checkpoint would hold all of it
         if self.paused:
-            self.trainer.finish_saving()
+            self.trainer.saver.wait()
 
     def checkpoint_fields(self, state: TrainerState) -> dict[str, Any]:
         """The fields of a checkpoint event that describe the progress of training."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from trl import DPOTrainer
 
 from ...specs.job import JobSpec
 from ...specs.methods import DistillationSpec
@@ -23,7 +22,7 @@ from .reference import load_reference
 from .trl_patches import fuse_head
 
 
-class DistillationRecipe(AnswersPrompts, DPOTrainer):
+class DistillationRecipe(AnswersPrompts):
     """Trains on one answer to each prompt. Datasets have the columns prompt_ids and row."""
 
     def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
@@ -38,8 +37,8 @@ class DistillationRecipe(AnswersPrompts, DPOTrainer):
 
     def collate_answers(self, batches: list[dict[str, Any]], answers: list[list[list[int]]]) -> int:
         ends = self._ends()
-        given = [ids for of_batch in answers for ids in of_batch]
-        own = [len(given), sum(map(len, given)), sum(ids[-1] not in ends for ids in given)]
+        of_rank = [ids for of_batch in answers for ids in of_batch]
+        own = [len(of_rank), sum(map(len, of_rank)), sum(ids[-1] not in ends for ids in of_rank)]
         number, tokens, unended = (sum(counts) for counts in zip(*ranks.gather_all(own), strict=True))
         of_answers = {"completions/mean_length": tokens, "completions/clipped_ratio": unended}
         self.add_metrics(

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ...specs.job import DpoSpec, JobSpec
-from .pairs import PairRecipe, real_pairs
+from .pairs import PairRecipe, real_pairs, reward_metrics
 from .reference import is_needed, load_reference, precomputes
 from .scoring import ScoresReference
 
@@ -135,16 +135,8 @@ class DpoRecipe(ScoresReference, PairRecipe):
     ) -> None:
         method = self.spec.method
         scale = method.reward_scale * method.beta if isinstance(method, DpoSpec) else 1.0
-        chosen, rejected = (scale * part for part in logratios.chunk(2))
-        chosen_logps, rejected_logps = logps.chunk(2)
-        values = {
-            "rewards/chosen": chosen,
-            "rewards/rejected": rejected,
-            "rewards/margins": chosen - rejected,
-            "rewards/accuracies": (chosen > rejected).float(),
-            "logps/chosen": chosen_logps,
-            "logps/rejected": rejected_logps,
-        }
+        values = reward_metrics(scale * logratios)
+        values["logps/chosen"], values["logps/rejected"] = logps.chunk(2)
         sums = torch.stack([(value * real).sum() for value in values.values()] + [num_tokens.float()])
         *sums, all_tokens = self.over_ranks(sums)
         self.add_metrics(dict(zip(values, sums, strict=True)), num_pairs)

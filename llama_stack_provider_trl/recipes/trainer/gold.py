@@ -121,12 +121,13 @@ class GoldRecipe(DistillationRecipe):
 
         def compare(own: Head, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             side = _side(own, inputs, self._uld.student_temperature)
-            found = self._distance.between(side, other, spans) * weights.to(own.hidden.device)
-            parts.copy_(found[1:].detach().sum(dim=1))
-            last = torch.tensor([end - 1 for _, end, _, _ in spans], dtype=torch.long, device=found.device)
+            distances = self._distance.between(side, other, spans) * weights.to(own.hidden.device)
+            parts.copy_(distances[1:].detach().sum(dim=1))
+            last = torch.tensor([end - 1 for _, end, _, _ in spans], dtype=torch.long, device=distances.device)
             if len(own.hidden) != len(side.tokens):  # heads leave out what is not scored on GPUs only
                 last = _scored(inputs).nonzero()[:, 0][last]
-            losses = found.new_zeros(len(own.hidden)).index_add(0, last, found[0] * self._uld.distillation_weight)
+            weighted = distances[0] * self._uld.distillation_weight
+            losses = distances.new_zeros(len(own.hidden)).index_add(0, last, weighted)
             return losses, torch.zeros_like(targets, dtype=torch.bool)
 
         with computing_heads(compare):
@@ -141,11 +142,11 @@ class GoldRecipe(DistillationRecipe):
 def _numbered(aligned: list[Aligned], answers: list[list[int]]) -> torch.Tensor:
     """The spans of a micro batch, by the numbers of the tokens of all its answers, and the number of each one's answer;
     shape (spans, 5)."""
-    found, own, theirs = [], 0, 0
-    for number, (each, ids) in enumerate(zip(aligned, answers, strict=True)):
-        found += [(own + a, own + b, theirs + c, theirs + d, number) for a, b, c, d in each.spans]
-        own, theirs = own + len(ids), theirs + len(each.teacher_ids)
-    return torch.tensor(found, dtype=torch.long).view(-1, 5)
+    numbered, own, theirs = [], 0, 0
+    for number, (answer, ids) in enumerate(zip(aligned, answers, strict=True)):
+        numbered += [(own + a, own + b, theirs + c, theirs + d, number) for a, b, c, d in answer.spans]
+        own, theirs = own + len(ids), theirs + len(answer.teacher_ids)
+    return torch.tensor(numbered, dtype=torch.long).view(-1, 5)
 
 
 def _mean_weights(answers: list[int]) -> torch.Tensor:

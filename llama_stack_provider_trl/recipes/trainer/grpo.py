@@ -12,7 +12,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from trl import DPOTrainer
 
 from ...specs.answer_rows import RowsOnDemand
 from ...specs.events import Warned
@@ -56,9 +55,9 @@ def _behind_prompts(values: Sequence[list[float]], mask: torch.Tensor) -> torch.
     Args:
         mask: 1 for the answers' tokens, shape (answers, tokens).
     """
-    found = torch.zeros(mask.shape)
-    found[mask.bool()] = torch.tensor([value for of_answer in values for value in of_answer])
-    return found
+    of_tokens = torch.zeros(mask.shape)
+    of_tokens[mask.bool()] = torch.tensor([value for of_answer in values for value in of_answer])
+    return of_tokens
 
 
 class Group(NamedTuple):
@@ -76,7 +75,7 @@ class Group(NamedTuple):
     """Answers of which a reward model reads no token, of each source."""
 
 
-class GrpoRecipe(AnswersPrompts, DPOTrainer):
+class GrpoRecipe(AnswersPrompts):
     """Trains on answers to prompts, which ranks divide. Datasets have the columns prompt_ids and row."""
 
     def __init__(self, *, spec: JobSpec, **arguments: Any) -> None:
@@ -122,8 +121,8 @@ class GrpoRecipe(AnswersPrompts, DPOTrainer):
         prompts = [prompt for inputs in batches for prompt in inputs["prompts"] for _ in range(count)]
         sampled = self._vllm.answer(prompts, self._seeds(rows), self._ends(), self.alive)
         of_rows = {row: sampled[number * count : (number + 1) * count] for number, row in enumerate(rows)}
-        self._sampling_log_probs = {row: [one.log_probs for one in answers] for row, answers in of_rows.items()}
-        return [[one.ids for row in inputs["rows"] for one in of_rows[row]] for inputs in batches]
+        self._sampling_log_probs = {row: [answer.log_probs for answer in answers] for row, answers in of_rows.items()}
+        return [[answer.ids for row in inputs["rows"] for answer in of_rows[row]] for inputs in batches]
 
     def collate_answers(self, batches: list[dict[str, Any]], answers: list[list[list[int]]]) -> int:
         own = [
@@ -139,7 +138,7 @@ class GrpoRecipe(AnswersPrompts, DPOTrainer):
         for inputs, ids in zip(batches, answers, strict=True):
             prompts = [prompt for prompt in inputs["prompts"] for _ in range(self._grpo.num_generations)]
             of_rows = [advantages[row] for row in inputs["rows"]]
-            sampling = [given for row in inputs["rows"] for given in self._sampling_log_probs.get(row, ())]
+            sampling = [of_answer for row in inputs["rows"] for of_answer in self._sampling_log_probs.get(row, ())]
             inputs.clear()
             inputs.update(self._collated(prompts, ids), advantages=torch.cat(of_rows or [torch.zeros(1)]))
             if self._correction is not None:
@@ -214,8 +213,8 @@ class GrpoRecipe(AnswersPrompts, DPOTrainer):
     def _reference_log_probs(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Of each token of the answers, by the model as it began; shape (answers, tokens)."""
         with self.as_reference() as model:
-            found: torch.Tensor = model(**self._batches.forward_arguments(model, inputs)).log_probs
-        return found.float()
+            log_probs: torch.Tensor = model(**self._batches.forward_arguments(model, inputs)).log_probs
+        return log_probs.float()
 
     def _note_rewards(self, groups: Sequence[Group], rewards: torch.Tensor, weighted: torch.Tensor) -> None:
         """Add the answers of an optimizer step, of all ranks, to the metrics, under TRL's names.

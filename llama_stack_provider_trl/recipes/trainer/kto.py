@@ -51,10 +51,10 @@ class PaddedAnswers(PaddedPairs):
 
     def collate(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[str, Any]:
         """The inputs of a batch of prompts and answers."""
-        found = self._collate(
+        batch = self._collate(
             [{"prompt_ids": prompt, "completion_ids": answer, "label": False} for prompt, answer in rows]
         )
-        return {name: value for name, value in found.items() if name != "label"}
+        return {name: value for name, value in batch.items() if name != "label"}
 
 
 class MismatchedRows(torch.utils.data.Dataset[dict[str, Any]]):
@@ -73,10 +73,10 @@ class MismatchedRows(torch.utils.data.Dataset[dict[str, Any]]):
         return len(self._rows)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        row, other = pair_of_number(number, self._num_rows)
-        found = dict(self._rows[row])
-        free = self._limit - len(found["prompt_ids"]) if found["completion_ids"] else 0
-        return {**found, "other_ids": self._rows[other]["completion_ids"][:free]}
+        number_of_row, number_of_other = pair_of_number(number, self._num_rows)
+        row = dict(self._rows[number_of_row])
+        free = self._limit - len(row["prompt_ids"]) if row["completion_ids"] else 0
+        return {**row, "other_ids": self._rows[number_of_other]["completion_ids"][:free]}
 
 
 @contextmanager
@@ -125,13 +125,13 @@ class KtoRecipe(PreparedDatasets, ScoresReference, KTOTrainer):
 
     def _collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The inputs of a batch, and under `mismatched` those of its prompts with other answers."""
-        found = self._batches.collate([(row["prompt_ids"], row["completion_ids"]) for row in rows])
-        found["label"] = torch.tensor([row["label"] for row in rows])
-        found["real"] = torch.tensor([float(bool(row["completion_ids"])) for row in rows])
-        found["row_tokens"] = torch.tensor([len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows])
+        batch = self._batches.collate([(row["prompt_ids"], row["completion_ids"]) for row in rows])
+        batch["label"] = torch.tensor([row["label"] for row in rows])
+        batch["real"] = torch.tensor([float(bool(row["completion_ids"])) for row in rows])
+        batch["row_tokens"] = torch.tensor([len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows])
         if self._kto.estimates_kl:
-            found["mismatched"] = self._batches.collate([(row["prompt_ids"], row["other_ids"]) for row in rows])
-        return found
+            batch["mismatched"] = self._batches.collate([(row["prompt_ids"], row["other_ids"]) for row in rows])
+        return batch
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         if self._kto.estimates_kl:
@@ -209,16 +209,12 @@ class KtoRecipe(PreparedDatasets, ScoresReference, KTOTrainer):
                 self.add_metrics({"kl": self._kl_of_step * num_rows}, num_rows)
             self.add_tokens(num_tokens.long())
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log the metrics since the last call; those of a label that no row had are left out."""
-        mode = "train" if self.model.training else "eval"
-        sums = self._metric_sums[mode]
-        means = {name: float(total / count) for name, (total, count) in sums.items() if count > 0}
-        for name in sums.keys() - means.keys():
-            del sums[name]
+    def means(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """The metrics that are logged; those of a label that no row had are left out."""
+        means = super().means({name: pair for name, pair in sums.items() if pair[1] > 0})
         if "rewards/chosen" in means and "rewards/rejected" in means:
-            self._metrics[mode]["rewards/margins"] = [means["rewards/chosen"] - means["rewards/rejected"]]
-        super().log(logs, start_time)
+            means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+        return means
 
 
 def _kl(sums: torch.Tensor) -> torch.Tensor:

@@ -91,6 +91,17 @@ class PairRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
         return FlatPairs() if spec.compute.padding_free else PaddedPairs(spec)
 
 
+def reward_metrics(rewards: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What is reported of the rewards of answers, chosen then rejected, shape (2 * pairs,); by name, shape (pairs,)."""
+    chosen, rejected = rewards.chunk(2)
+    return {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": (chosen > rejected).float(),
+    }
+
+
 def real_pairs(lengths: torch.Tensor) -> torch.Tensor:
     """1 for each pair, 0 for a filler, which has no completions; shape (pairs,).
 

@@ -111,7 +111,7 @@ class ReferenceFreeRecipe(PairRecipe):
         if self.averages:
             logps = logps / lengths.clamp(min=1)
         # A filler has no answers: any log-probability below 0 keeps its gradient, which counts 0 times, finite.
-        losses, found = self._checked_losses(logps.where(real.repeat(2) > 0, -1.0), lengths.clamp(min=1))
+        losses, metrics = self._checked_losses(logps.where(real.repeat(2) > 0, -1.0), lengths.clamp(min=1))
         losses = losses * real
         chosen_loss, chosen_tokens = -self.chosen_log_probs(outputs, inputs).sum(), self.chosen_tokens(inputs).sum()
         num_pairs, all_tokens = self.accelerator.reduce(torch.stack([real.sum(), chosen_tokens.float()]))
@@ -129,16 +129,16 @@ class ReferenceFreeRecipe(PairRecipe):
             self.add_evaluation(weight * chosen_loss, chosen_tokens, part="chosen")
         if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss
-        self._note(logps.detach(), {name: value.detach() for name, value in found.items()}, real, num_pairs)
+        self._note(logps.detach(), {name: value.detach() for name, value in metrics.items()}, real, num_pairs)
         sums = torch.stack([chosen_loss.detach().float(), (self._batches.num_tokens(inputs) * real).sum().float()])
         all_chosen, num_tokens = self.accelerator.reduce(sums)
         self.add_metrics({"nll_loss": all_chosen}, all_tokens)
         if self.model.training:
-            self._total_train_tokens += num_tokens.long()
+            self.add_tokens(num_tokens.long())
         return loss
 
     def _note(
-        self, logps: torch.Tensor, found: dict[str, torch.Tensor], real: torch.Tensor, num_pairs: torch.Tensor
+        self, logps: torch.Tensor, metrics: dict[str, torch.Tensor], real: torch.Tensor, num_pairs: torch.Tensor
     ) -> None:
         chosen, rejected = logps.chunk(2)
         values = {
@@ -148,7 +148,7 @@ class ReferenceFreeRecipe(PairRecipe):
             "rewards/accuracies": (chosen > rejected).float(),
             "logps/chosen": chosen,
             "logps/rejected": rejected,
-            **found,
+            **metrics,
         }
         sums = self.accelerator.reduce(torch.stack([(value * real).sum() for value in values.values()]))
         self.add_metrics(dict(zip(values, sums, strict=True)), num_pairs)

@@ -89,12 +89,12 @@ def check_pieces(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Pie
         JobFailure: invalid_model, naming the model whose tokens cannot be compared.
     """
     theirs = load_tokenizer(spec.reference_source)
-    found = []
-    for name, source, each in (
+    pieces_of_both = []
+    for name, source, own in (
         ("model", spec.source, tokenizer),
         ("algorithm_config.teacher", spec.reference_source, theirs),
     ):
-        pieces, problem = pieces_of(each), ""
+        pieces, problem = pieces_of(own), ""
         if pieces is None:
             problem = "its tokens are not known to write bytes, as those of byte-level tokenizers and of SentencePiece "
             problem += "ones that fall back to bytes are"
@@ -103,8 +103,8 @@ def check_pieces(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[Pie
         if pieces is None or problem:
             hint = "name another one: use_uld_loss compares the bytes of tokens"
             raise JobFailure(Reason.invalid_model, f"{name} {source.model!r}: {problem}; {hint}.")
-        found.append(pieces)
-    return found[0], found[1], theirs
+        pieces_of_both.append(pieces)
+    return pieces_of_both[0], pieces_of_both[1], theirs
 
 
 def vocabulary_problem(tokenizer: PreTrainedTokenizerBase, source: ModelSource) -> str:
@@ -200,9 +200,9 @@ class Precomputation:
         """Log-probabilities in CPU memory, shape (rows, 2), and their source; None where the job is to stop."""
         num_rows = self._trainer.rows_of(rows)
         key = self._key(self._cache, rows, num_rows) if self._cache else None
-        found = self._cache.find(key, num_rows) if self._cache and key else None
-        if ranks.broadcast_number(int(found is not None)):
-            kept = torch.zeros(num_rows, 2) if found is None else found
+        cached = self._cache.find(key, num_rows) if self._cache and key else None
+        if ranks.broadcast_number(int(cached is not None)):
+            kept = torch.zeros(num_rows, 2) if cached is None else cached
             return broadcast(kept.to(self._trainer.args.device)).cpu(), "cache"
         values = self._score(rows, num_rows)
         if values is not None and self._cache and key and self._cache.store(key, values):

@@ -14,6 +14,7 @@ from ...specs.job import JobSpec
 from ...specs.methods import RewardSpec
 from ..model.attention import passes_padding_mask
 from .base import RecipeTrainer
+from .pairs import reward_metrics
 from .trl_patches import PreparedDatasets
 
 
@@ -78,16 +79,10 @@ class RewardRecipe(PreparedDatasets, RecipeTrainer, RewardTrainer):
 
     def _note(self, rewards: torch.Tensor, real: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
         """Add a batch to the metrics; returns its pairs, over all ranks."""
-        chosen, rejected = rewards.chunk(2)
-        values = {
-            "rewards/chosen": chosen,
-            "rewards/rejected": rejected,
-            "rewards/margins": chosen - rejected,
-            "rewards/accuracies": (chosen > rejected).float(),
-        }
+        values = reward_metrics(rewards)
         sums = torch.stack([*((value * real).sum() for value in values.values()), real.sum(), num_tokens.float()])
         *totals, num_pairs, all_tokens = self.accelerator.reduce(sums)
         self.add_metrics(dict(zip(values, totals, strict=True)), num_pairs)
         if self.model.training:
-            self._total_train_tokens += all_tokens.long()
+            self.add_tokens(all_tokens.long())
         return num_pairs

@@ -46,11 +46,11 @@ class PromptAnswers:
         try:
             return self.take()
         except (TypeError, ValueError, AttributeError, LookupError) as error:
-            found = " ".join(str(error).split())[:300]
+            text = " ".join(str(error).split())[:300]
             raise JobFailure(
                 Reason.invalid_request,
                 f"provider_options.samples: model {self._trainer.spec.source.model!r} cannot answer prompts while it "
-                f"trains ({type(error).__name__}: {found}). Leave the option out",
+                f"trains ({type(error).__name__}: {text}). Leave the option out",
             ) from error
 
     def take(self) -> list[Answer]:
@@ -109,8 +109,8 @@ class _Forward:
             all_tokens: these and all before, which are computed where the model keeps nothing.
         """
         ids = torch.tensor([new if self._past is not None else all_tokens], device=self._device)
-        given = {} if self._past is None else {"past_key_values": self._past}
-        output = self._model(input_ids=ids, use_cache=True, **given, **self._arguments)
+        past = {} if self._past is None else {"past_key_values": self._past}
+        output = self._model(input_ids=ids, use_cache=True, **past, **self._arguments)
         self._past = getattr(output, "past_key_values", None)
         return output.logits[0, -1]
 

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -27,6 +28,7 @@ RELEASES = {"trl": ((1, 16), (1, 17)), "transformers": ((5, 23), (6, 0))}
 """Library -> its first minor release with the names below, and the first without, as in pyproject.toml. The arguments
 of transformers 5.17 lack activation_checkpointing."""
 OVERRIDDEN = (
+    "_get_dataloader",
     "_get_eval_sampler",
     "_get_num_items_in_batch",
     "_get_output_dir",
@@ -41,19 +43,13 @@ OVERRIDDEN = (
     "_save_rng_state",
     "_save_scaler",
 )
-"""Methods of `transformers.Trainer` that `RecipeTrainer` overrides."""
-OVERRIDDEN_DPO = ("_compute_loss", "_get_num_items_in_batch", "_prepare_dataset")
-"""Methods of `trl.DPOTrainer` that `PairRecipe` and its subclasses override."""
+"""Methods of `transformers.Trainer` that `RecipeTrainer` and its subclasses override."""
+OVERRIDDEN_DPO = ("_compute_loss", "_prepare_dataset")
+"""Methods of `trl.DPOTrainer` itself that `PairRecipe` and its subclasses override."""
 OVERRIDDEN_REWARD = ("_prepare_dataset",)
-"""Methods of `trl.RewardTrainer` that `RewardRecipe` overrides."""
-OVERRIDDEN_KTO = (
-    "_compute_loss",
-    "_get_dataloader",
-    "_get_num_items_in_batch",
-    "_get_train_sampler",
-    "_prepare_dataset",
-)
-"""Methods of `trl.KTOTrainer` that `KtoRecipe` overrides."""
+"""Methods of `trl.RewardTrainer` itself that `RewardRecipe` overrides."""
+OVERRIDDEN_KTO = ("_compute_loss", "_prepare_dataset")
+"""Methods of `trl.KTOTrainer` itself that `KtoRecipe` overrides."""
 
 
 def require_releases() -> None:
@@ -66,10 +62,10 @@ def require_releases() -> None:
     import trl
 
     for library, (first, end) in RELEASES.items():
-        found = {"trl": trl, "transformers": transformers}[library].__version__
-        if not first <= _minor(found) < end:
+        installed = {"trl": trl, "transformers": transformers}[library].__version__
+        if not first <= _minor(installed) < end:
             expected = f"{'.'.join(map(str, first))} and later, before {'.'.join(map(str, end))}"
-            raise _mismatch(f"{library} {found} is installed, and the recipes are written for {library} {expected}")
+            raise _mismatch(f"{library} {installed} is installed, and the recipes are written for {library} {expected}")
     overridden = (
         (transformers.Trainer, OVERRIDDEN),
         (trl.DPOTrainer, OVERRIDDEN_DPO),
@@ -171,22 +167,20 @@ def fast_head(
 
     folding = utils._ChunkedLogProbFunction
 
-    class Head:
-        @staticmethod
-        def apply(
-            hidden: Any, weight: Any, bias: Any, targets: Any, temperature: float, chunk: int, cap: Any, *more: Any
-        ) -> Any:
-            scale, outputs = more
-            if cap is not None or set(outputs) - {"log_probs", "is_top1"}:
-                return folding.apply(hidden, weight, bias, targets, temperature, chunk, cap, *more)
-            keep = torch.is_grad_enabled()
-            with counting():
-                found, top1 = head.LogProbs.apply(
-                    hidden, weight, bias, targets, scale / temperature, "is_top1" in outputs, keep, alike
-                )
-            return found, None, None, None, top1
+    def compute(
+        hidden: Any, weight: Any, bias: Any, targets: Any, temperature: float, chunk: int, cap: Any, *more: Any
+    ) -> Any:
+        scale, outputs = more
+        if cap is not None or set(outputs) - {"log_probs", "is_top1"}:
+            return folding.apply(hidden, weight, bias, targets, temperature, chunk, cap, *more)
+        keep = torch.is_grad_enabled()
+        with counting():
+            log_probs, top1 = head.LogProbs.apply(
+                hidden, weight, bias, targets, scale / temperature, "is_top1" in outputs, keep, alike
+            )
+        return log_probs, None, None, None, top1
 
-    with patch.object(utils, "_ChunkedLogProbFunction", Head):
+    with patch.object(utils, "_ChunkedLogProbFunction", SimpleNamespace(apply=compute)):
         yield
 
 
@@ -203,18 +197,16 @@ def computing_heads(compute: Callable[[Head, torch.Tensor], tuple[torch.Tensor, 
 
     from ..fast.head import Head
 
-    class Computing:
-        @staticmethod
-        def apply(
-            hidden: Any, weight: Any, bias: Any, targets: Any, temperature: float, chunk: int, cap: Any, *more: Any
-        ) -> Any:
-            scale, _ = more
-            kind = hidden.device.type
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-            found, top1 = compute(Head(hidden, weight, bias, scale / temperature, cap, dtype), targets)
-            return found, None, None, None, top1
+    def call(
+        hidden: Any, weight: Any, bias: Any, targets: Any, temperature: float, chunk: int, cap: Any, *more: Any
+    ) -> Any:
+        scale, _ = more
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        log_probs, top1 = compute(Head(hidden, weight, bias, scale / temperature, cap, dtype), targets)
+        return log_probs, None, None, None, top1
 
-    with patch.object(utils, "_ChunkedLogProbFunction", Computing):
+    with patch.object(utils, "_ChunkedLogProbFunction", SimpleNamespace(apply=call)):
         yield
 
 
@@ -229,7 +221,7 @@ def divergence_of_hidden(
     """
     import trl.kernels.chunked_divergence as kernels
 
-    found: tuple[torch.Tensor, torch.Tensor] = kernels.ChunkedDivergenceFunction.apply(
+    of_tokens: tuple[torch.Tensor, torch.Tensor] = kernels.ChunkedDivergenceFunction.apply(
         own.hidden,
         own.weight,
         own.bias,
@@ -243,14 +235,27 @@ def divergence_of_hidden(
         teacher.scale,
         teacher.cap,
     )
-    return found
+    return of_tokens
 
 
 def keep_allocator_cache(trainer: Any) -> None:
     """Have activation offloading leave the GPU allocator's cache alone. TRL empties it at each micro step where
     bitsandbytes is imported, as under QLoRA."""
-    offloading = getattr(trainer, "maybe_activation_offload_context", None)
-    if offloading is not None and hasattr(offloading, "device_module"):
+    _keep_cache(getattr(trainer, "maybe_activation_offload_context", None))
+
+
+def offloaded_activations(model: Any) -> AbstractContextManager[Any]:
+    """While this is open, forwards move activations to CPU memory until the backward pass, as TRL's trainers have it
+    under `activation_offloading`."""
+    from trl.models import get_act_offloading_ctx_manager
+
+    offloading: AbstractContextManager[Any] = get_act_offloading_ctx_manager(model=model)
+    _keep_cache(offloading)
+    return offloading
+
+
+def _keep_cache(offloading: Any) -> None:
+    if hasattr(offloading, "device_module"):
         offloading.device_module = _WithCache(offloading.device_module)
 
 

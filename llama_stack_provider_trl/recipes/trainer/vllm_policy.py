@@ -123,10 +123,10 @@ class VllmPolicy:
             "max_tokens": self._most,
             "ends": ends,
         }
-        found = self._process.answer(batch, alive)
+        reply = self._process.answer(batch, alive)
         self._process.sleep()
         return [
-            ScoredAnswer(ids, log_probs) for ids, log_probs in zip(found["answers"], found["log_probs"], strict=True)
+            ScoredAnswer(ids, log_probs) for ids, log_probs in zip(reply["answers"], reply["log_probs"], strict=True)
         ]
 
 

@@ -1,0 +1,42 @@
+"""Trainer with the job that it trains: what the parts of `recipes.trainer.base.RecipeTrainer` share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Trainer
+
+from ...specs.events import EventWriter
+from ...specs.job import JobSpec
+from ..data.sampling import BatchPlan
+from ..distributed import ranks
+from ..model.adapters import continues, read_weights
+from ..model.fsdp import sharding_on_any_device
+from ..model.quantization import keep_adapters_in_fp32
+from .averaging import OuterOptimizer, workers_of
+from .trl_patches import keep_allocator_cache
+
+
+class JobTrainer(Trainer):
+    """A recipe's trainer, before the trainer of TRL that the recipe also derives from, if it does.
+
+    Args:
+        spec: as this attempt's ranks train it.
+        batch_plan: the batches of each optimizer step.
+        arguments: of TRL's trainer, or of Trainer.
+    """
+
+    outer: OuterOptimizer | None = None
+    """With periodic averaging, from the first step on."""
+
+    def __init__(self, *, spec: JobSpec, batch_plan: BatchPlan, writer: EventWriter, **arguments: Any) -> None:
+        with sharding_on_any_device():
+            super().__init__(**arguments)
+        ranks.extend_timeouts()
+        keep_allocator_cache(self)
+        if spec.lora and spec.lora.quantize_base:
+            keep_adapters_in_fp32(self.model)
+            if continues(spec):
+                read_weights(spec, self.model)  # TRL has rounded them to bf16
+        self.spec, self.batch_plan, self._writer = spec, batch_plan, writer
+        self.workers = workers_of(spec)
