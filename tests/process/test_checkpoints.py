@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -23,6 +24,8 @@ from llama_stack_provider_trl.recipes.checkpoint import export as exporting
 from llama_stack_provider_trl.recipes.checkpoint import optimizer_state, random_state, shards
 from llama_stack_provider_trl.recipes.checkpoint import step as checkpoints
 from llama_stack_provider_trl.recipes.data.sampling import BatchPlan, EpochSampler
+from llama_stack_provider_trl.recipes.trainer.metrics import TrainingMetrics
+from llama_stack_provider_trl.recipes.trainer.step_checkpoints import StepCheckpoints
 from llama_stack_provider_trl.specs.events import (
     CheckpointDamaged,
     CheckpointSaved,
@@ -531,3 +534,22 @@ def test_a_step_takes_the_same_rows_under_every_batch_plan(world_size: int, batc
     assert len(found) == 3 * slots + -(-2 // together) * together  # an epoch's last step takes no more than it must
     assert sampler.position(4 + 2) == (1, 12)
     assert batch_plan.accumulation_steps * together == slots >= 6
+
+
+def test_a_resumed_job_counts_more_tokens_than_a_float32_can(tmp_path: Path) -> None:
+    trained = 2**24
+    state = {"num_tokens": float(trained), "rows_per_step": 2}
+    (tmp_path / "recipe_state.json").write_text(json.dumps(state))
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 7}))
+    trainer: Any = SimpleNamespace(
+        num_tokens=0,
+        outer=None,
+        batch_plan=SimpleNamespace(rows_per_step=2),
+        spec=SimpleNamespace(resume_from=None),
+        notes={},
+        _chooses_gradient_sync=False,
+    )
+    assert StepCheckpoints.restore(trainer, tmp_path) == 7
+    for _ in range(3):
+        TrainingMetrics.add_tokens(trainer, torch.tensor(1))
+    assert float(trainer.num_tokens) == trained + 3

@@ -7,7 +7,7 @@ CI compares one loss for 20 steps and the others in few; `TRL_TESTS=full` compar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +16,11 @@ import pytest
 
 from llama_stack_provider_trl.recipes.data.pieces import pieces_of
 from llama_stack_provider_trl.recipes.fast.support import with_batches
-from llama_stack_provider_trl.recipes.memory import trace as memory
 from llama_stack_provider_trl.recipes.memory.trace import Batch, trace_model
 from llama_stack_provider_trl.recipes.memory.trace_cache import trace
-from llama_stack_provider_trl.recipes.model.loading import adapter_config
 from llama_stack_provider_trl.recipes.trainer import uld
 from llama_stack_provider_trl.recipes.trainer.alignment import Aligned
-from llama_stack_provider_trl.recipes.trainer.divergence import head_of
-from llama_stack_provider_trl.recipes.trainer.gold import NOTHING_COMPARED, GoldRecipe, _side
-from llama_stack_provider_trl.recipes.trainer.pairs import PaddedPairs
-from llama_stack_provider_trl.recipes.trainer.trl_patches import computing_heads, fuse_head
+from llama_stack_provider_trl.recipes.trainer.gold import NOTHING_COMPARED, GoldRecipe
 from llama_stack_provider_trl.recipes.trainer.uld import UniversalDistance, Vocabularies
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress, Warned
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
@@ -33,7 +28,16 @@ from llama_stack_provider_trl.specs.methods import DistillationSpec, UldSpec
 from tests.process import test_on_policy_distillation as same
 from tests.process.test_grpo import PLAIN_TRL, metric
 from tests.process.test_memory import most
-from tests.process.test_on_policy_distillation import MORE, ended, loaded, rows_of, spec_of
+from tests.process.test_on_policy_distillation import (
+    MORE,
+    answered,
+    built,
+    ended,
+    held,
+    loaded,
+    rows_of,
+    spec_of,
+)
 from tests.required import FULL, in_full
 from tests.tiny import EOS, VOCABULARY, tiny_model, tiny_tokenizer
 from tests.training import LORA, of_kind, run
@@ -311,56 +315,35 @@ def test_what_is_traced_is_what_a_real_step_holds(tmp_path: Path, name: str, lor
     traced = trace(spec, batch, "cpu")
     assert traced.reference is not None
     assert traced.reference.frozen == sum(weight.numel() for weight in loaded(spec.reference_source.model).parameters())
-    assert 0.99 < most(traced.windows) / most(held(spec, batch)) < 1.05
+    of_step = held(sharing_most(spec), partial(spans_of_tokens, spec, batch))
+    assert 0.99 < most(traced.windows) / most(of_step) < 1.05
 
 
-def held(spec: JobSpec, batch: Batch) -> Sequence[memory.Window]:
-    """What the loss of the recipe holds with real weights, of answers of full length."""
+def sharing_most(spec: JobSpec) -> Any:
+    """The trainer of a job, with as many tokens of both vocabularies as can be."""
     import torch
-    from peft import get_peft_model
 
-    student, teacher = loaded(spec.source.model), loaded(spec.reference_source.model).requires_grad_(False).eval()
-    config = student.config
-    for model in (student, teacher):
-        fuse_head(model, outputs=("log_probs",))
-    if spec.lora:
-        student = get_peft_model(student, adapter_config(student, spec.lora))
-    student.train()
-    live = memory._LiveMemory(1.0)
-    for weight in (*student.parameters(), *teacher.parameters()):
-        live.ignore(weight)
-        if weight.requires_grad:
-            weight.register_post_accumulate_grad_hook(lambda weight: live.became_gradient(weight.grad))
-    assert isinstance(spec.method, DistillationSpec)
-    assert spec.method.uld is not None
-    answer, batches = spec.method.max_completion_length, PaddedPairs(spec)
-
-    def inputs(tokens: int) -> dict[str, Any]:
-        mask = torch.zeros(batch.sequences, tokens, dtype=torch.long)
-        mask[:, -answer:] = 1
-        padded = torch.ones_like(mask)
-        padded[-1, -1] = 0
-        return {"input_ids": torch.ones_like(mask), "attention_mask": padded, "completion_mask": mask}
-
-    sizes = config.vocab_size, teacher.config.vocab_size
-    vocabularies = Vocabularies(sizes)
-    if spec.method.uld.hybrid:
+    trainer, uld_spec = built(spec), spec.method.uld  # type: ignore[union-attr]
+    if uld_spec.hybrid:
         pairs = [(number, number) for number in range(FEWER)]
-        vocabularies = Vocabularies.of(sizes, pairs, torch.device("cpu"))
-    with memory._head_of(spec, "cpu", live, config), live:
-        read, own = inputs(batch.tokens + answer), inputs(batch.tokens)
-        distance = UniversalDistance(spec.method.uld, spec.method.beta, vocabularies)
-        other = _side(head_of(lambda: teacher(**batches.forward_arguments(teacher, read)), copied=False), read, 1.0)
-        spans = [(at, at + 1, at, at + 1) for at in range(batch.sequences * answer)]
+        vocabularies = Vocabularies.of((VOCABULARY, FEWER), pairs, torch.device("cpu"))
+        trainer._distance = UniversalDistance(uld_spec, spec.method.beta, vocabularies)
+    return trainer
 
-        def compare(head: Any, targets: Any) -> Any:
-            found = distance.between(_side(head, own, 1.0), other, spans)[0]
-            scored = (own["completion_mask"][:, 1:].flatten() != 0).nonzero()[:, 0]
-            return found.new_zeros(len(targets)).index_add(0, scored, found), torch.zeros_like(targets) != 0
 
-        with computing_heads(compare):
-            student(**batches.forward_arguments(student, own)).log_probs.sum().backward()
-    return live.windows
+def spans_of_tokens(spec: JobSpec, batch: Batch) -> dict[str, Any]:
+    """A batch of answers, each token a span of its own. The teacher's sequences are longer by an answer."""
+    import torch
+
+    sequences, answer = batch.sequences, spec.method.answer_tokens
+    assert answer is not None
+    read = answered(sequences, batch.tokens + answer, answer)
+    spans = [(at, at + 1, at, at + 1, at // answer) for at in range(sequences * answer)]
+    return {
+        **answered(sequences, batch.tokens, answer),
+        **{f"teacher_{name}": tensor for name, tensor in read.items()},
+        "spans": torch.tensor(spans),
+    }
 
 
 def test_the_memory_of_a_large_vocabulary_is_that_of_a_tile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

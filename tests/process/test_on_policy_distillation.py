@@ -9,7 +9,8 @@ import gc
 import json
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,8 @@ from llama_stack_provider_trl.recipes.memory import trace as memory
 from llama_stack_provider_trl.recipes.memory.trace import Batch
 from llama_stack_provider_trl.recipes.memory.trace_cache import trace
 from llama_stack_provider_trl.recipes.model.generation import Sampler
-from llama_stack_provider_trl.recipes.model.loading import adapter_config
 from llama_stack_provider_trl.recipes.trainer.distillation import DistillationRecipe
-from llama_stack_provider_trl.recipes.trainer.divergence import Divergence, head_of
-from llama_stack_provider_trl.recipes.trainer.pairs import PaddedPairs
-from llama_stack_provider_trl.recipes.trainer.trl_patches import computing_heads, fuse_head
+from llama_stack_provider_trl.recipes.trainer.trl_patches import computing_heads
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.methods import DistillationSpec
@@ -279,7 +277,9 @@ def test_what_is_traced_is_what_a_real_step_holds(tmp_path: Path, name: str, lor
     traced = trace(spec, batch, "cpu")
     assert traced.reference is not None
     assert traced.reference.frozen == sum(weight.numel() for weight in loaded(spec.reference_source.model).parameters())
-    assert 0.99 < most(traced.windows) / most(held(spec, batch)) < 1.05
+    assert spec.method.answer_tokens is not None
+    of_step = held(built(spec), partial(answered, batch.sequences, batch.tokens, spec.method.answer_tokens))
+    assert 0.99 < most(traced.windows) / most(of_step) < 1.05
 
 
 def loaded(path: str) -> Any:
@@ -288,35 +288,36 @@ def loaded(path: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype="float32")
 
 
-def held(spec: JobSpec, batch: Batch) -> Sequence[memory.Window]:
-    """What the loss of the recipe holds with real weights, of answers of full length."""
+def built(spec: JobSpec) -> Any:
+    """The trainer of a job, on a CPU."""
     import torch
-    from peft import get_peft_model
 
-    student, teacher = loaded(spec.source.model), loaded(spec.reference_source.model).requires_grad_(False).eval()
-    config = student.config
-    for model in (student, teacher):
-        fuse_head(model, outputs=("log_probs",))
-    if spec.lora:
-        student = get_peft_model(student, adapter_config(student, spec.lora))
-    student.train()
+    from llama_stack_provider_trl.recipes.build import build_trainer
+
+    return build_trainer(spec, torch.device("cpu")).trainer
+
+
+def answered(sequences: int, tokens: int, answer_tokens: int) -> dict[str, Any]:
+    """A batch of prompts with answers."""
+    import torch
+
+    scored = torch.zeros(sequences, tokens, dtype=torch.long)
+    scored[:, -answer_tokens:] = 1
+    attended = torch.ones_like(scored)
+    attended[-1, -1] = 0  # without any padding attention gets no mask
+    return {"input_ids": torch.ones_like(scored), "attention_mask": attended, "completion_mask": scored}
+
+
+def held(trainer: Any, batch: Callable[[], dict[str, Any]]) -> Sequence[memory.Window]:
+    """What a step of a trainer holds, with real weights."""
     live = memory._LiveMemory(1.0)
-    for weight in (*student.parameters(), *teacher.parameters()):
+    for weight in (*trainer.model.parameters(), *trainer.ref_model.parameters()):
         live.ignore(weight)
         if weight.requires_grad:
             weight.register_post_accumulate_grad_hook(lambda weight: live.became_gradient(weight.grad))
-    mask = torch.zeros(batch.sequences, batch.tokens, dtype=torch.long)
-    mask[:, -spec.method.answer_tokens :] = 1  # type: ignore[operator]
-    batches = PaddedPairs(spec)
-    with memory._head_of(spec, "cpu", live, config), live:
-        padded = torch.ones_like(mask)
-        padded[-1, -1] = 0
-        inputs = {"input_ids": torch.ones_like(mask), "attention_mask": padded, "completion_mask": mask}
-        assert isinstance(spec.method, DistillationSpec)
-        divergence = Divergence(spec.method.beta, spec.method.temperature, mask[:, 1:].flatten() != 0)
-        head = head_of(lambda: teacher(**batches.forward_arguments(teacher, inputs)), copied=False)
-        with divergence.in_head(head):
-            student(**batches.forward_arguments(student, inputs)).log_probs.sum().backward()
+    trainer.current_gradient_accumulation_steps = 1  # as Trainer's loop sets it
+    with memory._head_of(trainer.spec, "cpu", live, trainer.policy.config), live:
+        trainer.training_step(trainer.model, batch())
     return live.windows
 
 

@@ -27,7 +27,8 @@ def traced_divergence_loss(
     temperature: float,
     copied: bool,
 ) -> torch.Tensor:
-    """The loss of `recipes.trainer.distillation` on fake tensors, of which none has values to choose positions by.
+    """The loss of `recipes.trainer.distillation` on fake tensors, of which none has values to choose positions by. What
+    the teacher has computed is freed before the backward pass, as there.
 
     Args:
         forward: of the model that is trained; returns what a fused head gives.

@@ -1,4 +1,4 @@
-"""The base of all our trainers: Trainer, with a part of ours for each topic."""
+"""The base of all our trainers: Trainer, with a class of ours for each topic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from .trl_patches import fast_head, fuse_head, has_fast_head, weighs_tokens_alik
 
 
 class RecipeTrainer(StepCheckpoints, DataOrder, Optimization, TrainingMetrics):
-    """A recipe derives from this, and then from a trainer of TRL where it uses one. Arguments: of the parts."""
+    """What the trainers of all methods have. Those on a trainer of TRL derive from that, too, after this.
+
+    Args:
+        arguments: of the classes for each topic.
+    """
 
     ref_model: torch.nn.Module | None = None
     """The model that DPO's policy is compared with, where it is not the policy itself."""

@@ -10,7 +10,7 @@ from .job_trainer import JobTrainer
 
 
 class DataOrder(JobTrainer):
-    """A part of `RecipeTrainer`."""
+    """A trainer with our samplers."""
 
     sampler_class: type[EpochSampler] = EpochSampler
     _train_sampler: EpochSampler

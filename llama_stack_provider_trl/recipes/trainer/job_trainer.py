@@ -1,4 +1,4 @@
-"""Trainer with the job that it trains: what the parts of `recipes.trainer.base.RecipeTrainer` share."""
+"""Trainer with the job that it trains: what the classes share that `recipes.trainer.base` puts together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .trl_patches import keep_allocator_cache
 
 
 class JobTrainer(Trainer):
-    """A recipe's trainer, before the trainer of TRL that the recipe also derives from, if it does.
+    """The trainer of a job. Where a trainer of TRL comes after it in the bases, it extends that.
 
     Args:
         spec: as this attempt's ranks train it.

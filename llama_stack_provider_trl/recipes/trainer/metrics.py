@@ -18,7 +18,7 @@ type Mode = Literal["train", "eval"]
 
 
 class TrainingMetrics(JobTrainer):
-    """A part of `RecipeTrainer`."""
+    """A trainer with sums as metrics."""
 
     evaluation_sums: dict[str, list[torch.Tensor]]
     """Sum and count of each batch of an evaluation, by part of the loss."""

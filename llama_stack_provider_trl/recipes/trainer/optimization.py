@@ -19,14 +19,14 @@ from .metrics import TrainingMetrics
 
 
 class Optimization(TrainingMetrics):
-    """A part of `RecipeTrainer`.
+    """A trainer with our optimizers, sharding and periodic averaging.
 
     Args:
         deferred: the model's weights, where they stay in their files until it is sharded.
     """
 
     _momentum_of: Path | None = None
-    """The checkpoint that training resumes from."""
+    """The step checkpoint that has the momentum of outer steps; None: training begins without one."""
 
     def __init__(self, *, deferred: DeferredWeights | None = None, **arguments: Any) -> None:
         super().__init__(**arguments)

@@ -32,7 +32,7 @@ _SCALER = "scaler.json"
 
 
 class StepCheckpoints(DataOrder, Optimization):
-    """A part of `RecipeTrainer`.
+    """A trainer that saves its state and resumes from it.
 
     Args:
         chooses_gradient_sync: the job leaves `gradient_sync` to the recipe: `spec` has what its memory permits.
@@ -65,7 +65,7 @@ class StepCheckpoints(DataOrder, Optimization):
         """The approximate size of a step checkpoint."""
         self._require_space, self._chooses_gradient_sync = require_space, chooses_gradient_sync
         self._restored: dict[str, Any] = {}
-        """`_STATE` of the checkpoint that training resumes from."""
+        """The content of `_STATE` in the checkpoint that training resumes from."""
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Start to write `checkpoint-N` in a staging directory; the event follows when it is complete in its place.
@@ -156,7 +156,8 @@ class StepCheckpoints(DataOrder, Optimization):
                 f"{checkpoint} was trained with {rows} rows per optimizer step, this job takes "
                 f"{self.batch_plan.rows_per_step}: choose batch_size x gradient_accumulation_steps x ranks = {rows}",
             )
-        self.num_tokens += self._restored["num_tokens"]
+        # As an integer: a float would make the count one of float32, which skips numbers beyond 2 ** 24.
+        self.num_tokens += int(self._restored["num_tokens"])
         may_choose = self._chooses_gradient_sync and accumulates_shards(self.spec)
         if may_choose and self._has_same_ranks and self._restored.get("gradient_sync") != "step":
             # Sums in another order round differently: every later number would differ from an uninterrupted job's.

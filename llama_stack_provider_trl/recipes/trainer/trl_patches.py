@@ -206,6 +206,7 @@ def computing_heads(compute: Callable[[Head, torch.Tensor], tuple[torch.Tensor, 
         log_probs, top1 = compute(Head(hidden, weight, bias, scale / temperature, cap, dtype), targets)
         return log_probs, None, None, None, top1
 
+    # No class: its reference cycles would keep what `compute` holds, a teacher's states, until they are collected.
     with patch.object(utils, "_ChunkedLogProbFunction", SimpleNamespace(apply=call)):
         yield
 
