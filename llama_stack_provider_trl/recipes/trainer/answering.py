@@ -126,6 +126,7 @@ class AnswersPrompts(ScoresReference):
         """Called while prompts are answered and answers are rewarded."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Trainer's, with activations in CPU memory where the job offloads them."""
         with self._offloading:
             return super().training_step(*args, **kwargs)
 

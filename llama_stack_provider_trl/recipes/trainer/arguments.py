@@ -24,7 +24,7 @@ from .loader import loader_arguments
 def sft_arguments(spec: JobSpec, device: torch.device) -> SFTConfig:
     """Arguments for TRL's SFTTrainer; its datasets are tokenized already (`recipes.data.prepare`)."""
     return SFTConfig(
-        **_of_trl(spec, device),
+        **_trl_arguments(spec, device),
         dataset_kwargs={"skip_prepare_dataset": True},
         packing=False,
         loss_type="nll",
@@ -34,7 +34,7 @@ def sft_arguments(spec: JobSpec, device: torch.device) -> SFTConfig:
 def pair_arguments(spec: JobSpec, device: torch.device) -> DPOConfig:
     """Arguments for TRL's DPOTrainer; our trainers on pairs compute their losses from the JobSpec itself."""
     return DPOConfig(
-        **_of_trl(spec, device),
+        **_trl_arguments(spec, device),
         loss_type=["sigmoid"],  # TRL's loss, which is never called
         disable_dropout=True,
         precompute_ref_log_probs=False,
@@ -43,18 +43,18 @@ def pair_arguments(spec: JobSpec, device: torch.device) -> DPOConfig:
 
 def prompt_arguments(spec: JobSpec, device: torch.device) -> TrainingArguments:
     """Arguments for Trainer, whose rows are prompts, which `recipes.trainer.answering` answers and collates."""
-    return TrainingArguments(**_of_trainer(spec, device), remove_unused_columns=False)
+    return TrainingArguments(**_trainer_arguments(spec, device), remove_unused_columns=False)
 
 
 def reward_arguments(spec: JobSpec, device: torch.device) -> RewardConfig:
     """Arguments for TRL's RewardTrainer; `recipes.trainer.reward` collates pairs and computes the loss."""
-    return RewardConfig(**_of_trl(spec, device), disable_dropout=True, remove_unused_columns=False)
+    return RewardConfig(**_trl_arguments(spec, device), disable_dropout=True, remove_unused_columns=False)
 
 
 def kto_arguments(spec: JobSpec, device: torch.device) -> KTOConfig:
     """Arguments for TRL's KTOTrainer; `recipes.trainer.kto` pairs rows, collates them and computes the loss."""
     return KTOConfig(
-        **_of_trl(spec, device),
+        **_trl_arguments(spec, device),
         loss_type="apo_zero_unpaired",  # never called; with the other one TRL refuses a batch_size of 1
         disable_dropout=True,
         remove_unused_columns=False,
@@ -99,10 +99,10 @@ def scheduler_arguments(optimizer: OptimizerSpec, total_steps: int) -> dict[str,
     return {"num_decay_steps": decay}
 
 
-def _of_trl(spec: JobSpec, device: torch.device) -> dict[str, Any]:
-    """Arguments of all trainers of TRL that are used here."""
+def _trl_arguments(spec: JobSpec, device: torch.device) -> dict[str, Any]:
+    """Arguments for each of TRL's trainers."""
     return {
-        **_of_trainer(spec, device),
+        **_trainer_arguments(spec, device),
         "trust_remote_code": spec.source.trust_remote_code,
         # The old name of activation_checkpointing. It warns in transformers 5.23, and TRL sets it to True unless it is
         # None.
@@ -112,8 +112,8 @@ def _of_trl(spec: JobSpec, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _of_trainer(spec: JobSpec, device: torch.device) -> dict[str, Any]:
-    """Arguments of Trainer."""
+def _trainer_arguments(spec: JobSpec, device: torch.device) -> dict[str, Any]:
+    """Arguments for Trainer."""
     optimizer, sharding = spec.train.optimizer, fsdp_arguments(spec)
     return {
         "output_dir": str(spec.checkpoint_dir),

@@ -29,7 +29,7 @@ def no_recomputation(model: torch.nn.Module) -> Iterator[None]:
 
 
 class ScoresReference(RecipeTrainer):
-    """A mixin for methods with a reference, over batches with `forward_arguments` and `log_probs`."""
+    """A trainer of a method with a reference, over batches with `forward_arguments` and `log_probs`."""
 
     _batches: Any
 
