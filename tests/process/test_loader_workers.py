@@ -17,7 +17,7 @@ import torch
 from llama_stack_provider_trl.launch.runner import _more_than
 from llama_stack_provider_trl.recipes.memory.estimate import estimate
 from llama_stack_provider_trl.recipes.memory.trace import Batch
-from llama_stack_provider_trl.recipes.trainer.arguments import _common
+from llama_stack_provider_trl.recipes.trainer.arguments import _trainer_arguments
 from llama_stack_provider_trl.recipes.trainer.loader import num_workers
 from llama_stack_provider_trl.specs.events import Prepared, Progress
 from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec, ShardingSpec
@@ -102,7 +102,7 @@ def test_gpus_get_two_workers_and_copies_that_do_not_wait(tmp_path: Path) -> Non
     new = spec.changed(dataloader_num_workers=None)
     assert [num_workers(new, device) for device in ("cuda", "cpu", "mps")] == [2, 0, 0]
     sharded = new.model_copy(update={"ranks": 2, "sharding": ShardingSpec()})
-    on_gpu, on_cpu = (_common(sharded, torch.device(device)) for device in ("cuda", "cpu"))
+    on_gpu, on_cpu = (_trainer_arguments(sharded, torch.device(device)) for device in ("cuda", "cpu"))
     assert (on_gpu["dataloader_num_workers"], on_gpu["dataloader_pin_memory"]) == (2, True)
     assert on_gpu["accelerator_config"]["non_blocking"] is True
     assert on_gpu["accelerator_config"]["gradient_accumulation_kwargs"] == {"sync_each_batch": True}
