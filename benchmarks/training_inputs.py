@@ -103,8 +103,9 @@ def conversational_rows(algorithm: Algorithm) -> Iterator[dict[str, Any]]:
 
     source = data_file(algorithm)
     if algorithm == "dpo":
-        for pair in read_examples(source, "dpo"):
-            yield {"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected}
+        for example in read_examples(source, "dpo"):
+            for pair in example.written_out():
+                yield {"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected}
         return
     for example in read_examples(source, "sft"):
         turns, requested = example.messages, example.prompt_turns

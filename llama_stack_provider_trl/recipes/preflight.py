@@ -275,6 +275,7 @@ def _data(report: DataReport, lengths: torch.Tensor) -> dict[str, Any]:
     ordered = lengths.sort().values
     return {
         "num_rows": report.num_rows,
+        "examples": report.examples,
         "trained": report.kept,
         "truncated": report.truncated,
         "dropped": report.dropped,

@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import batched, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import JobFailure
-from ..specs.events import EventWriter, Finished, Previewed, PreviewedRow, Reason
+from ..specs.events import MOST_SHOWN, EventWriter, Finished, Previewed, PreviewedRow, Reason
 from ..specs.job import JobSpec
 from ..specs.methods import METHODS
 from ..specs.preflight import PreviewSpec
@@ -60,11 +60,23 @@ class _MaskedPart:
 
 @dataclass(frozen=True)
 class _MaskedRow:
+    """An example: a row, or one of the sequences or pairs that are made of it."""
+
     parts: list[_MaskedPart]
     length: int
     """Tokens that count against the limit, before the cut."""
     dropped: str = ""
     """Why; empty: it is trained on."""
+
+
+class _Place(NamedTuple):
+    """Which example of the dataset it is."""
+
+    row: int
+    example: int
+    """Of those of its row, from 0."""
+    examples: int
+    """Of its row."""
 
 
 @dataclass
@@ -129,7 +141,7 @@ def _shortened(text: str) -> str:
 
 
 def preview(spec: JobSpec, request: PreviewSpec, writer: EventWriter) -> None:
-    """Write the event with the requested rows, and the counts of those that follow them.
+    """Write the event with the examples of the requested rows, and the counts of those that follow them.
 
     Raises:
         JobFailure: what would fail the job on these rows; invalid_request, there are none.
@@ -148,17 +160,21 @@ def preview(spec: JobSpec, request: PreviewSpec, writer: EventWriter) -> None:
     kept: list[int] = []
     texts = _Texts(tokenizer)
     left = _SHOWN_TOKENS
-    for row in _rows(spec, request.first_row, chat, counter, taught):
-        if len(shown) < request.rows:
-            shown.append(_shown(row, request.first_row + len(shown), counter, texts, left))
-            left -= len(shown[-1].ids)
-        lengths.append(row.length)
-        if not row.dropped:
-            kept.append(min(row.length, spec.data.max_seq_length))
-    if not lengths:
+    for number, examples in enumerate(_rows(spec, request.first_row, chat, counter, taught)):
+        for example, one in enumerate(examples):
+            if number < request.rows and len(shown) < MOST_SHOWN:
+                place = _Place(request.first_row + number, example, len(examples))
+                shown.append(_shown(one, place, counter, texts, left))
+                left -= len(shown[-1].ids)
+            lengths.append(one.length)
+            if not one.dropped:
+                kept.append(min(one.length, spec.data.max_seq_length))
+    unit = METHODS[spec.algorithm].unit
+    if not counter.rows:
         found = f"the dataset has {spec.data.dataset.num_rows} rows and none at {request.first_row}"
         raise JobFailure(Reason.invalid_request, f"{found}: rows are counted from 0, send a smaller first_row")
-    unit = METHODS[spec.algorithm].unit
+    if not lengths:
+        raise JobFailure(Reason.invalid_dataset, counter.nothing_left(unit))
     lost = _lost_by_reward_models(spec, request.first_row, counter.rows, writer)
     largest = f"row {request.first_row + counter.largest_id_row} of the dataset {spec.data.dataset.dataset_id!r}"
     try:
@@ -196,36 +212,41 @@ def _warmup(spec: JobSpec, counter: TruncationCounter, kept: Sequence[int]) -> l
     ones the steps are known where all were read.
 
     Args:
-        kept: tokens of each row that is trained on.
+        kept: tokens of each example that is trained on.
     """
     unread = spec.data.dataset.num_rows - counter.rows
     if not kept or (spec.data.packed and unread):
         return []
-    rows = len(best_fit(kept, spec.data.max_seq_length)) if spec.data.packed else len(kept) + unread
-    steps = epoch_of_job(spec, rows, BatchPlan.of_job(spec)).steps_per_epoch * spec.train.n_epochs
+    more = unread * counter.examples // counter.rows  # as many of each row as of those that were read
+    examples = len(best_fit(kept, spec.data.max_seq_length)) if spec.data.packed else len(kept) + more
+    steps = epoch_of_job(spec, examples, BatchPlan.of_job(spec)).steps_per_epoch * spec.train.n_epochs
     return [*filter(None, [problem_of_warmup(spec.train.optimizer, steps)])]
 
 
 def _rows(
     spec: JobSpec, first: int, chat: Chat, counter: TruncationCounter, taught: Chat | None
-) -> Iterator[_MaskedRow]:
-    """The rows from `first` on, until there are enough for the counts."""
+) -> Iterator[list[_MaskedRow]]:
+    """The examples of each row from `first` on, until there are enough for the counts."""
     read = enumerate(read_examples(spec.data.dataset.path, spec.algorithm, spec.data.data_format))
     tokens = 0
     for chunk in batched(islice(read, first, first + _MOST_ROWS), _CHUNK):
         if METHODS[spec.algorithm].rows == "kto":
-            rows = [_answer(prompt, ids, counter) for prompt, ids, _ in encode_labelled(chat, chunk)]  # type: ignore[arg-type]
+            labelled = counter.read(encode_labelled(chat, chunk))  # type: ignore[arg-type]
+            rows = [[_answer(prompt, ids, counter)] for prompt, ids, _ in labelled]
         elif spec.method.answer_tokens is not None:
             own = [ids for _, ids in encode_chats(chat, chunk)]  # type: ignore[arg-type]
             theirs = [ids for _, ids in encode_chats(taught, chunk)] if taught else own  # type: ignore[arg-type]
-            rows = [_prompt(*ids, spec.method.answer_tokens, counter) for ids in zip(own, theirs, strict=True)]
+            both = counter.read(zip(own, theirs, strict=True))
+            rows = [[_prompt(*ids, spec.method.answer_tokens, counter)] for ids in both]
         elif not spec.has_pairs:
-            encoded = SftEncoder(chat, spec.data.train_on_input).encode(chunk)  # type: ignore[arg-type]
-            rows = [_sft_row(ids, labels, counter) for ids, labels in encoded]
+            encoder = SftEncoder(chat, spec.data.trained, spec.data.reasoning)
+            encoded = counter.read(encoder.encode(chunk))  # type: ignore[arg-type]
+            rows = [[_sft_row(ids, labels, counter) for ids, labels in sequences] for sequences in encoded]
         else:
-            rows = [_pair(*ids, counter) for ids in encode_pairs(chat, chunk)]  # type: ignore[arg-type]
+            pairs = counter.read(encode_pairs(chat, chunk))  # type: ignore[arg-type]
+            rows = [[_pair(*ids, counter) for ids in row] for row in pairs]
         yield from rows
-        tokens += sum(row.length for row in rows)
+        tokens += sum(one.length for examples in rows for one in examples)
         if tokens >= _MOST_TOKENS:
             return
 
@@ -285,7 +306,7 @@ def _answer(prompt: list[int], answer: list[int], counter: TruncationCounter) ->
     return _MaskedRow(parts_kept, length)
 
 
-def _shown(row: _MaskedRow, number: int, counter: TruncationCounter, texts: _Texts, most: int) -> PreviewedRow:
+def _shown(row: _MaskedRow, place: _Place, counter: TruncationCounter, texts: _Texts, most: int) -> PreviewedRow:
     ids = [token for part in row.parts for token in part.ids][:most]
     kept = "".join(_marks(len(part.ids), part.kept) for part in row.parts)
     lost = kept.count("0")
@@ -296,7 +317,9 @@ def _shown(row: _MaskedRow, number: int, counter: TruncationCounter, texts: _Tex
         found = "1 token does" if lost == 1 else f"{lost} tokens do"
         outcome, reason = "cut", f"{found} not fit into max_seq_length={counter.limit}"
     return PreviewedRow(
-        row=number,
+        row=place.row,
+        example=place.example,
+        examples=place.examples,
         tokens=len(kept),
         outcome=outcome,  # type: ignore[arg-type]
         reason=reason,
@@ -319,9 +342,10 @@ def _data(spec: JobSpec, counter: TruncationCounter, lengths: Sequence[int]) -> 
     return {
         "num_rows": spec.data.dataset.num_rows,
         "read": counter.rows,
+        "examples": counter.examples,
         "trained": counter.kept,
         "truncated": counter.truncated,
-        "dropped": counter.rows - counter.kept,
+        "dropped": counter.dropped,
         "total_tokens": counter.total_tokens,
         "trained_tokens": counter.trained_tokens,
         "longest_before_cut": counter.longest,

@@ -54,7 +54,7 @@ def resolve_data(
         "gradient_accumulation_steps": training.gradient_accumulation_steps or 1,
         "max_validation_steps": resolve_max_validation_steps(training, data, warnings),
         "shuffle": data.shuffle,
-        "train_on_input": resolve_train_on_input(data, algorithm),
+        **resolve_trained(data, options, algorithm),
         "packed": resolve_packed(data, algorithm),
         "max_seq_length": options.max_seq_length or settings.max_seq_length,
         "max_seq_length_is_default": options.max_seq_length is None,
@@ -85,11 +85,20 @@ def resolve_data_format(data: DataConfig, is_sft: bool, warnings: list[str]) -> 
     )
 
 
-def resolve_train_on_input(data: DataConfig, algorithm: Algorithm) -> bool:
-    if data.train_on_input and METHODS[algorithm].rows != "sft":
-        hint = f"{METHODS[algorithm].title} trains completions only; set false"
-        raise InvalidRequest("training_config.data_config.train_on_input", True, hint)
-    return bool(data.train_on_input)
+def resolve_trained(data: DataConfig, options: ProviderOptions, algorithm: Algorithm) -> dict[str, Any]:
+    """What the loss of SFT covers."""
+    field, is_sft = "training_config.data_config.train_on_input", METHODS[algorithm].rows == "sft"
+    if data.train_on_input and not is_sft:
+        raise InvalidRequest(field, True, f"{METHODS[algorithm].title} trains completions only; set false")
+    for name in ("train_on", "reasoning"):
+        value = getattr(options, name)
+        if not is_sft and value != type(options).model_fields[name].default:
+            hint = f"{METHODS[algorithm].title} trains whole answers, as its rows have them; leave it out"
+            raise InvalidRequest(f"provider_options.{name}", value, hint)
+    if data.train_on_input and options.train_on not in ("assistant", "all"):
+        raise InvalidRequest(field, True, f"provider_options.train_on is {options.train_on!r}: send one of both")
+    is_all = bool(data.train_on_input) or options.train_on == "all"
+    return {"train_on_input": is_all, "train_on": options.train_on, "reasoning": options.reasoning}
 
 
 def resolve_packed(data: DataConfig, algorithm: Algorithm) -> bool:

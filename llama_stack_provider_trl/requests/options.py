@@ -16,7 +16,9 @@ from ..specs.job import (
     PeftMethod,
     Prefetch,
     PreflightMode,
+    ReasoningUse,
     ShardingStrategy,
+    TrainOn,
 )
 from ..specs.model_source import AdapterUse
 from ..specs.names import CheckedElsewhere, CheckedNames, FreeText
@@ -234,6 +236,11 @@ class ProviderOptions(Documented, CheckedNames):
     dropped_turns: DroppedTurns = "warn"
     """Where the chat template leaves out turns of rows, or text of trained answers: `warn`, or `refuse`, which fails
     the job."""
+    train_on: TrainOn = "assistant"
+    """SFT: the loss is on every answer (`assistant`), on `all` tokens, on the last answer (`last_turn`), or on that
+    without its thoughts (`final_answer`)."""
+    reasoning: ReasoningUse = "keep"
+    """SFT: thoughts of answers are kept in the rows (`keep`), or left out of them (`drop`)."""
     group_by_length: bool = True
     """The rows of an optimizer step are put into micro batches and ranks by length, which saves padding."""
     padding_free: bool = True

@@ -24,7 +24,7 @@ from .methods import METHODS, CustomSpec, MethodSpec
 from .names import problem_of_name
 from .plugins import damaged_packages, package_of, points_of
 from .row_files import parse_line
-from .rows import Example, parse_row
+from .rows import Example, PreferenceExample, PreferencePair, parse_row
 
 log = logging.getLogger(__name__)
 GROUP = "llama_stack_provider_trl.trainers"
@@ -53,8 +53,8 @@ class CustomMethod:
     trainer: str
     """`package.module:Class`, a subclass of one in `recipes.trainer.custom`; imported where a job is trained."""
     check_row: Callable[[Any, Any], str | None] | None = None
-    """From an example (`specs.rows`) and the fields, why the row cannot be trained on; None: it can. A ValidationError
-    of pydantic refuses the row, too. For what the shape of a row does not show."""
+    """From an SftExample or a PreferencePair (`specs.rows`) and the fields, why the row cannot be trained on; None: it
+    can. A ValidationError of pydantic refuses the row, too. For what the shape of a row does not show."""
 
 
 @dataclass(frozen=True)
@@ -173,12 +173,17 @@ def check_custom_rows(
     with open(dataset.path, encoding="utf-8") as file, without_training_libraries():
         for index, line in enumerate(file):
             example = parse_row(parse_line(line), index, use, data_format)
-            if (problem := _problem_of(found, check, example, parameters, index)) is not None:
-                raise InvalidRows(f"dataset {dataset.dataset_id!r}, row {index}: {problem}")
+            for one in example.written_out() if isinstance(example, PreferenceExample) else [example]:
+                if (problem := _problem_of(found, check, one, parameters, index)) is not None:
+                    raise InvalidRows(f"dataset {dataset.dataset_id!r}, row {index}: {problem}")
 
 
 def _problem_of(
-    found: InstalledMethod, check: Callable[[Any, Any], str | None], example: Example, fields: Any, index: int
+    found: InstalledMethod,
+    check: Callable[[Any, Any], str | None],
+    example: Example | PreferencePair,
+    fields: Any,
+    index: int,
 ) -> str | None:
     with reported(f"method {found.name!r} of {found.package} {found.version} failed on row {index}"):
         try:

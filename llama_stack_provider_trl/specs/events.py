@@ -117,7 +117,7 @@ class Prepared(_Event):
     resumed_from: UsablePath | None = Field(None, json_schema_extra=_CHECKPOINT)
     """That checkpoint. Where the one given to the attempt is damaged, it is an earlier one."""
     num_rows: Count
-    """Rows that are trained on, without the dropped ones."""
+    """Rows that are trained on, or the pairs or sequences that are made of them, without the dropped ones."""
     tokens_seen: Count | None = None
     """Tokens of the steps in that checkpoint, as `Progress` counts them; other jobs may have done them."""
     trainable_parameters: Count
@@ -149,12 +149,22 @@ class Preflighted(_Event):
     warnings: Annotated[list[Message], Field(max_length=1000)]
 
 
+MOST_SHOWN = 100
+"""Examples that a preview shows."""
+
+
 class PreviewedRow(BaseModel):
-    """A row, or a pair, as it is trained: one id, text and mark per token, of which the last ones may be left out."""
+    """A row as it is trained, or one of the pairs or sequences that are made of it: one id, text and mark per token, of
+    which the last ones may be left out."""
 
     model_config = ConfigDict(frozen=True)
 
     row: Count
+    """Its number in the dataset, from 0."""
+    example: Count = 0
+    """Which pair or sequence of its row, from 0."""
+    examples: Count = 1
+    """Pairs or sequences that are made of its row."""
     tokens: Count
     """Before the cut; of a pair, all of prompt, chosen and rejected."""
     outcome: Literal["trained", "cut", "dropped"]
@@ -179,7 +189,8 @@ class Previewed(_Event):
     max_seq_length: Count
     data: Tree
     """Counts of the rows that were read, and a histogram of their lengths before the cut."""
-    rows: Annotated[list[PreviewedRow], Field(max_length=100)]
+    rows: Annotated[list[PreviewedRow], Field(max_length=MOST_SHOWN)]
+    """One for each pair or sequence of the requested rows."""
     warnings: Annotated[list[Message], Field(max_length=1000)]
 
 

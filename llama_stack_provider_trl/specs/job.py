@@ -36,6 +36,8 @@ SchedulerName = Literal["linear", "cosine", "constant", "warmup_stable_decay"]
 DataFormat = Literal["instruct", "dialog"]
 TruncationSide = Literal["right", "left"]
 DroppedTurns = Literal["warn", "refuse"]
+TrainOn = Literal["assistant", "all", "last_turn", "final_answer"]
+ReasoningUse = Literal["keep", "drop"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 PreflightMode = Literal["refuse", "warn", "off"]
 AttnImplementation = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
@@ -195,20 +197,30 @@ class DataSpec(Frozen):
     dropped_turns: DroppedTurns = "warn"
     """Where a chat template leaves out turns, or text of trained answers: warn, a warning; refuse, the job fails before
     its model is loaded."""
+    train_on_input: bool = False
+    """SFT: False, the loss covers what `train_on` says; True, every token."""
+    train_on: TrainOn = "assistant"
+    """SFT: what the loss covers. assistant: every answer. all: every token. last_turn: the last answer. final_answer:
+    the last answer without its thoughts."""
+    reasoning: ReasoningUse = "keep"
+    """SFT: thoughts of answers are kept in the rows, or dropped before anything is written."""
     token_cache: Path | None = None
     """Directory of tokenized rows, and of traces of its memory check, for other jobs, too; None: in memory only."""
     dataloader_num_workers: int | None = Field(None, ge=0)
     """Processes per rank that prepare batches; None: 2 on cuda, else 0."""
     group_by_length: bool = True
     """Put the rows of an optimizer step into batches by length: less padding, the same numbers up to rounding."""
-    train_on_input: bool = False
-    """SFT: False, the loss covers assistant tokens; True, every token."""
     packed: bool = False
     """SFT: several rows in a sequence of `max_seq_length` tokens, none of which sees another; `batch_size` counts
     sequences. The rows of an evaluation are packed too, which does not change its numbers."""
     max_validation_steps: int | None = Field(None, gt=0)
     """Batches per evaluation; None: the whole validation dataset."""
     seed: int = 42
+
+    @property
+    def trained(self) -> TrainOn:
+        """What the loss of SFT covers."""
+        return "all" if self.train_on_input else self.train_on
 
 
 class ComputeSpec(Frozen):

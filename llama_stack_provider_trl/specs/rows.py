@@ -14,19 +14,22 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from ..errors import InvalidRows
 from ..system.json_rows import STAND_INS
 from ..system.texts import DuplicateKey, parse_json
 from .job import DataFormat, RowUse
 from .methods import METHODS
+from .tool_calls import Tool, faults_of, read_calls, read_tools
 
-Message = dict[str, str]
-"""One turn: `role` (system, user, assistant or tool) and `content`."""
+Message = dict[str, Any]
+"""One turn: `role` (system, user, assistant or tool) and `content`, text. Where the row has them: of an assistant turn
+`reasoning` (text), `tool_calls` (`tool_calls.ToolCall`) and `weight` (0: no loss); of a tool's result `tool_call_id`
+and `name`; of the first turn `tools`, which the conversation may call."""
 
 ROLES = {
     "system": "system",
@@ -41,20 +44,40 @@ ROLES = {
     "bard": "assistant",
     "tool": "tool",
     "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "ipython": "tool",
+    "function_call": "assistant",
+    "tool_call": "assistant",
 }
 """Role names as found in chat and ShareGPT datasets -> the four that chat templates know."""
 
+CALL_ROLES = ("function_call", "tool_call")
+"""Roles of ShareGPT whose text is a call."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message that some chat templates render beside `content`."""
-_TOOLS = ("tools", "functions")
-"""Columns with the tools that a conversation may call, which some chat templates render."""
-_NO_TOOLS = ("[]", "{}", "null")
-"""No tools, as the text that tables have."""
+"""Keys of an assistant message with what the model thinks before its answer."""
+_CALLS = ("tool_calls", "function_call")
+_PARTS = ("text", "image", "image_url", "audio", "input_audio", "video", "video_url", "file")
+"""Types of the parts of a content."""
+_WEIGHTS = ("weight", "train")
+TOOLS = ("tools", "functions")
+"""Columns with the tools that a conversation may call."""
+SYSTEM = "system"
+"""Column with the text of a system turn before the conversation."""
+_AROUND = (SYSTEM, *TOOLS)
+_MORE_KEYS = frozenset(("reasoning", "tool_calls", "weight", "tool_call_id", "name", "tools"))
 _LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from)['"]\s*:""")
 _LIKELY_PROMPTS = ("question", "instruction", "input", "query", "context", "user", "prompts", "problem", "post")
 """Columns in which other datasets of pairs have the prompt."""
 _SPEAKERS = re.compile(r"\s*(human|user|system|assistant)\s*:", re.IGNORECASE)
+_DIALOG_IN_TEXT = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+"""Begins a turn in Nectar's prompts, of which the last one is the assistant's and empty."""
+_NUMBER = re.compile(r"-?\d{1,15}(\.\d{1,15})?")
+_COMPLETION_SCORES = ("overall_score", "fine-grained_score", "fine_grained_score")
+"""Keys with the score of an answer in UltraFeedback: the first one that all answers of a row have is read."""
 _NAMES_SHOWN = 12
+_MESSAGES = "a list of {role, content} messages"
 UNREAD = "columns never read: "
 """How the warning about these begins."""
 
@@ -70,12 +93,33 @@ class SftExample:
 
 
 @dataclass(frozen=True, slots=True)
-class PreferenceExample:
+class PreferencePair:
     """One preference pair: the prompt stands once, `chosen` and `rejected` are assistant turns."""
 
     prompt: list[Message]
     chosen: list[Message]
     rejected: list[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceExample:
+    """The preference pairs of a row, which have the same prompt."""
+
+    prompt: list[Message]
+    answers: list[list[Message]]
+    """Assistant turns of each answer, each answer once."""
+    pairs: list[tuple[int, int]]
+    """Chosen and rejected, as indexes into `answers`. None: no answer of the row is better than another."""
+
+    @classmethod
+    def of(cls, prompt: list[Message], chosen: list[Message], *rejected: list[Message]) -> PreferenceExample:
+        """One answer that is better than others."""
+        return cls(prompt, [chosen, *rejected], [(0, number) for number in range(1, len(rejected) + 1)])
+
+    def written_out(self) -> Iterator[PreferencePair]:
+        """Each pair on its own."""
+        for chosen, rejected in self.pairs:
+            yield PreferencePair(self.prompt, self.answers[chosen], self.answers[rejected])
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +157,17 @@ class _Notes:
 
     scalars: Counter[str] = field(default_factory=Counter)
     message_keys: set[str] = field(default_factory=set)
+    pairs: int = 0
     identical: int = 0
+    """Pairs with the same answer twice."""
+    equal_scores: int = 0
+    """Rows whose chosen answer has the score of a rejected one."""
+    pairless: int = 0
+    """Rows of which no answer is better than another."""
     repeating: int = 0
     """Rows with an answer whose text begins with that of its prompt."""
+    calls: Counter[str] = field(default_factory=Counter)
+    """Calls that do not fit the schemas of their tools, by what is wrong."""
 
 
 class _Row:
@@ -131,28 +183,57 @@ class _Row:
 
     def text(self, column: str) -> str:
         """The column's text; blank text is refused."""
-        text = self.plain(self.values[column], column, column)
+        return self.text_of(self.values[column], column)
+
+    def text_of(self, value: Any, where: str) -> str:
+        """A value as text; blank text is refused."""
+        text = self.plain(value, where, where)
         if not text or text.isspace():
-            raise self.refuse(column, "blank text", "text")
+            raise self.refuse(where, "blank text", "text")
         return text
 
     def turns(self, column: str, role: str) -> list[Message]:
         """A column that holds text (one turn of `role`) or a list of messages, possibly as JSON text."""
-        value = self.values[column]
+        return self.turns_of(self.values[column], column, role)
+
+    def turns_of(self, value: Any, where: str, role: str) -> list[Message]:
+        """Text (one turn of `role`) or a list of messages, possibly as JSON text."""
         if isinstance(value, list) or (isinstance(value, str) and _LOOKS_LIKE_MESSAGES.match(value)):
-            return self.messages(column)
-        return [{"role": role, "content": self.text(column)}]
+            return self.messages_of(value, where)
+        return [{"role": role, "content": self.text_of(value, where)}]
 
     def messages(self, column: str) -> list[Message]:
         """A column that holds a list of messages, or its JSON text."""
-        value = self.values[column]
-        if isinstance(value, str):
-            value = self._parsed(column, value)
+        return self.messages_of(self.values[column], column)
+
+    def messages_of(self, value: Any, where: str) -> list[Message]:
+        """A list of messages, or its JSON text."""
+        value = self.parsed(value, where, _MESSAGES)
         if not isinstance(value, list):
-            raise self.refuse(column, _kind(value), "a list of {role, content} messages")
+            raise self.refuse(where, _kind(value), _MESSAGES)
         if not value:
-            raise self.refuse(column, "an empty list", "at least one message")
-        return [_ordinary(message) or self._message(message, column, turn) for turn, message in enumerate(value)]
+            raise self.refuse(where, "an empty list", "at least one message")
+        return [_ordinary(message) or self._message(message, where, turn) for turn, message in enumerate(value)]
+
+    def parsed(self, value: Any, where: str, expected: str) -> Any:
+        """The value, or what its JSON text has."""
+        return self._parsed(where, value, expected) if isinstance(value, str) else value
+
+    def items(self, column: str, what: str) -> list[Any]:
+        """A column that holds a list, or its JSON text."""
+        value = self.parsed(self.values[column], column, f"a list of {what}")
+        if not isinstance(value, list):
+            raise self.refuse(column, _kind(value), f"a list of {what}")
+        return value
+
+    def number(self, value: Any, where: str) -> float:
+        """A number, or its text, as cells of CSV files are."""
+        if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+            return float(value)
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if not is_number and not (isinstance(value, float) and math.isfinite(value)):
+            raise self.refuse(where, _kind(value), "a number")
+        return cast(float, value)
 
     def plain(self, value: Any, column: str, where: str) -> str:
         """`value` as text: text as it stands, a number or a boolean as JSON writes it."""
@@ -160,7 +241,7 @@ class _Row:
             if not isinstance(value, (int, float)) or value in (math.inf, -math.inf) or value != value:
                 expected = "text" if _stand_in(value) is None else "text: write the value as text"
                 raise self.refuse(where, _kind(value), expected)
-            self.notes.scalars[column] += 1
+            self.notes.scalars[column.partition(",")[0]] += 1
             # pandas makes floats of a column of integers with gaps: 42 arrives as 42.0.
             whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
             return json.dumps(int(value) if whole else value)
@@ -168,7 +249,7 @@ class _Row:
             raise self.refuse(where, "half of a UTF-16 surrogate pair", "valid Unicode text")
         return value
 
-    def _parsed(self, column: str, text: str) -> Any:
+    def _parsed(self, column: str, text: str, expected: str) -> Any:
         try:
             return parse_json(text)
         except DuplicateKey as error:
@@ -178,8 +259,7 @@ class _Row:
             if isinstance(error, json.JSONDecodeError):
                 at = f"{error.msg} at character {error.pos}"
             found = f"text that is not JSON ({at})"
-            expected = "a list of {role, content} messages, or its JSON text (json.dumps, not str)"
-            raise self.refuse(column, found, expected) from error
+            raise self.refuse(column, found, f"{expected}, or its JSON text (json.dumps, not str)") from error
 
     def _message(self, message: Any, column: str, turn: int) -> Message:
         where = f"{column}, turn {turn}"
@@ -187,27 +267,69 @@ class _Row:
             raise self.refuse(where, _kind(message), "an object with role and content")
         message = {key: value for key, value in message.items() if not _absent(value)}
         role_key, content_key = ("from", "value") if "from" in message else ("role", "content")
-        self._note_extra_keys(message, {role_key, content_key}, where)
         role = self._role(message, role_key, where)
-        content = self._content(message.get(content_key), column, f"{where} ({role})")
-        if role in ("user", "assistant") and (not content or content.isspace()):
-            raise self.refuse(f"{where} ({role})", "blank text", "text")
-        return {"role": role, "content": content}
+        where = f"{where} ({role})"
+        self._note_extra_keys(message, {role_key, content_key}, role, where)
+        found: Message = {"role": role, "content": ""}
+        if message[role_key] in CALL_ROLES:
+            found["tool_calls"] = read_calls(message.get(content_key), where, self.refuse)
+            message = {key: value for key, value in message.items() if key != content_key}
+        found |= self._beside(message, role, where)
+        content = message.get(content_key)
+        if role == "tool" and isinstance(content, (Mapping, list)) and not _is_parts(content):
+            try:
+                found["content"] = self.plain(json.dumps(content, ensure_ascii=False), column, where)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise self.refuse(where, f"a result that is no JSON ({error})", "text, or values of JSON") from error
+        elif not (found.get("tool_calls") and (_absent(content) or content == [])):
+            found["content"] = self._content(content, column, where)
+        needs_text = role == "user" or (role == "assistant" and not found.get("tool_calls"))
+        if needs_text and (not found["content"] or found["content"].isspace()):
+            raise self.refuse(where, "blank text", "text")
+        return found
 
-    def _note_extra_keys(self, message: Mapping[str, Any], read: set[str], where: str) -> None:
-        for key in ("tool_calls", "function_call"):
+    def _beside(self, message: Mapping[str, Any], role: str, where: str) -> Message:
+        """What a message has beside its role and content."""
+        found: Message = {}
+        if role == "assistant":
+            for key in _CALLS:
+                if calls := read_calls(message.get(key), f"{where}, {key}", self.refuse):
+                    if "tool_calls" in found:
+                        raise self.refuse(where, f"{key} beside tool_calls", "the calls once")
+                    found["tool_calls"] = calls
+            thoughts = {key: message[key] for key in _REASONING if message.get(key) not in (None, "")}
+            texts = {self.plain(text, key, f"{where}, {key}") for key, text in thoughts.items()}
+            if len(texts) > 1:
+                raise self.refuse(where, f"different texts in {' and '.join(thoughts)}", "the reasoning once")
+            if texts and not (text := texts.pop()).isspace():
+                found["reasoning"] = text
+        elif role == "tool":
+            for key in ("tool_call_id", "name"):
+                if message.get(key) not in (None, ""):
+                    found[key] = self.plain(message[key], key, f"{where}, {key}")
+        for key in _WEIGHTS:
+            if key in message and self._weight(message[key], key, role, where) == 0 and role == "assistant":
+                found["weight"] = 0
+        return found
+
+    def _weight(self, value: Any, key: str, role: str, where: str) -> int:
+        is_right = value in (0, 1) and (key == "train" or not isinstance(value, bool))
+        if not is_right:
+            expected = "0, no loss on this turn, or 1" if key == "weight" else "true, or false: no loss on this turn"
+            raise self.refuse(where, f"{key} {_shown(value)}", expected)
+        if value and role != "assistant":
+            raise self.refuse(where, f"{key} {_shown(value)}", f"no {key}: the loss is on assistant turns alone")
+        return int(value)
+
+    def _note_extra_keys(self, message: Mapping[str, Any], read: set[str], role: str, where: str) -> None:
+        read = {*read, *_WEIGHTS}
+        if role == "assistant":
+            read |= {*_CALLS, *_REASONING}
+        if role == "tool":
+            read |= {"tool_call_id", "name"}
+        for key in () if role == "assistant" else _CALLS:
             if message.get(key):
-                raise self.refuse(where, f"{key}, which no recipe renders", "the call written out as text in content")
-        for key in _REASONING:
-            if message.get(key):
-                raise self.refuse(where, f"{key}, which no recipe renders", "the reasoning as text in content, or none")
-        weight = message.get("weight")
-        if weight is not None and (weight != 1 or isinstance(weight, bool)):
-            expected = (
-                "1, or no weight: the loss is on every assistant turn of a conversation; write the turns that are "
-            )
-            expected += "context only as a prompt (prompt and completion)"
-            raise self.refuse(where, f"weight {_shown(weight)}", expected)
+                raise self.refuse(where, key, "calls in assistant turns")
         self.notes.message_keys |= {key for key in message if key not in read}
 
     def _role(self, message: Mapping[str, Any], key: str, where: str) -> str:
@@ -237,6 +359,14 @@ class _Row:
         raise self.refuse(where, found, 'text, or parts {"type": "text", "text": ...}')
 
 
+def _is_parts(content: Any) -> bool:
+    """Whether a content consists of parts, or of one, as multimodal messages have them; else it is a tool's result."""
+    parts = content if isinstance(content, list) else [content]
+    return bool(parts) and all(
+        isinstance(part, str) or (isinstance(part, Mapping) and part.get("type") in _PARTS) for part in parts
+    )
+
+
 def _ordinary(message: Any) -> Message | None:
     """The message if it is plain text under a known role, as nearly all are; the general way is 3 times slower."""
     if type(message) is not dict or len(message) != 2:
@@ -245,14 +375,16 @@ def _ordinary(message: Any) -> Message | None:
         role, content = message["from"], message.get("value")
     else:
         role, content = message.get("role"), message.get("content")
-    if type(role) is not str or role not in ROLES or type(content) is not str or not content or content.isspace():
+    if type(role) is not str or role not in ROLES or role in CALL_ROLES:
+        return None
+    if type(content) is not str or not content or content.isspace():
         return None
     return {"role": ROLES[role], "content": content} if content.isascii() or _is_unicode(content) else None
 
 
 def _read_prompt_completion(row: _Row) -> SftExample:
     prompt = _prompt(row, "prompt")
-    return _prompted(prompt, _completion(row, prompt))
+    return _prompted(prompt, _completion(row, prompt, "tool"))
 
 
 def _read_labelled(row: _Row) -> LabelledExample:
@@ -271,10 +403,25 @@ def _label(row: _Row) -> bool:
     raise row.refuse("label", _kind(label), f"true (desirable) or false{hint}")
 
 
-def _completion(row: _Row, prompt: list[Message]) -> list[Message]:
+def _read_labelled_conversation(row: _Row) -> LabelledExample:
+    messages = row.messages("messages")
+    turns = len(messages)
+    while turns and messages[turns - 1]["role"] == "assistant":
+        turns -= 1
+    if turns == len(messages):
+        found = f"a conversation that ends in {_article(messages[-1]['role'])} turn"
+        raise row.refuse("messages", found, "assistant turns at its end, which the label is about")
+    if not turns:
+        raise row.refuse("messages", "assistant turns only", "a turn before them that asks for an answer")
+    prompt, completion = messages[:turns], messages[turns:]
+    row.notes.repeating += _repeats(prompt, completion)
+    return LabelledExample(prompt, completion, _label(row))
+
+
+def _completion(row: _Row, prompt: list[Message], *others: str) -> list[Message]:
     completion = _without_prompt(prompt, row.turns("completion", "assistant"))
     row.notes.repeating += _repeats(prompt, completion)
-    return _answer(row, "completion", completion)
+    return _answer(row, "completion", completion, *others)
 
 
 def _read_instruction(row: _Row) -> SftExample:
@@ -337,32 +484,179 @@ def _read_text(row: _Row) -> SftExample:
     return SftExample(None, None, row.text("text"))
 
 
+_Answer = tuple[str, list[Message]]
+"""Where an answer is, for messages, and its turns."""
+
+
 def _read_preference(row: _Row) -> PreferenceExample:
     prompt = _prompt(row, "prompt")
-    chosen = _without_prompt(prompt, row.turns("chosen", "assistant"))
-    rejected = _without_prompt(prompt, row.turns("rejected", "assistant"))
-    shared = _shared_turns(chosen, rejected)
+    chosen = ("chosen", _without_prompt(prompt, row.turns("chosen", "assistant")))
+    rejected = [
+        (where, _without_prompt(prompt, row.turns_of(value, where, "assistant"))) for where, value in _rejected(row)
+    ]
+    _check_scores(row, len(rejected))
+    shared = _shared_turns([turns for _, turns in (chosen, *rejected)])
     if shared[-len(prompt) :] == prompt:  # the conversations carry more context, such as a system turn
-        return _pair(row, shared, chosen[len(shared) :], rejected[len(shared) :])
+        return _behind(row, shared, shared, chosen, rejected)
     if shared and shared[0]["role"] == "assistant" and shared[-1]["role"] != "assistant":  # and more turns
-        return _pair(row, prompt + shared, chosen[len(shared) :], rejected[len(shared) :])
-    return _pair(row, prompt, chosen, rejected)
+        return _behind(row, prompt + shared, shared, chosen, rejected)
+    return _better(row, prompt, chosen, rejected)
 
 
 def _read_implicit_preference(row: _Row) -> PreferenceExample:
-    for column in ("chosen", "rejected"):
-        value = row.values[column]
+    of_rejected = _rejected(row)
+    for where, value in (("chosen", row.values["chosen"]), *of_rejected):
         if isinstance(value, str) and not _LOOKS_LIKE_MESSAGES.match(value):
             expected = "a conversation as a list of messages, since there is no column prompt"
-            raise row.refuse(column, _kind(value), expected + _likely_prompt(row))
-    chosen, rejected = row.messages("chosen"), row.messages("rejected")
-    shared = _shared_turns(chosen, rejected)
+            raise row.refuse(where, _kind(value), expected + _likely_prompt(row))
+    chosen = ("chosen", row.messages("chosen"))
+    rejected = [(where, row.messages_of(value, where)) for where, value in of_rejected]
+    _check_scores(row, len(rejected))
+    shared = _shared_turns([turns for _, turns in (chosen, *rejected)])
     if not shared:
-        expected = "the same leading turns in both (they are the prompt), or a prompt column"
+        expected = f"the same leading turns in {'both' if len(rejected) == 1 else 'all'} (they are the prompt)"
         found = "a first turn that differs from that of rejected"
-        raise row.refuse("chosen", found, expected + _likely_prompt(row))
+        raise row.refuse("chosen", found, f"{expected}, or a prompt column{_likely_prompt(row)}")
     _refuse_open_answer(row, "chosen", shared)
-    return _pair(row, shared, chosen[len(shared) :], rejected[len(shared) :])
+    return _behind(row, shared, shared, chosen, rejected)
+
+
+def _rejected(row: _Row) -> list[tuple[str, Any]]:
+    """The rejected answers: text, a list of messages, or a list of several such."""
+    value = row.values["rejected"]
+    if not isinstance(value, list) or not value or any(isinstance(one, Mapping) for one in value):
+        return [("rejected", value)]
+    return [(f"rejected, answer {number}", one) for number, one in enumerate(value)]
+
+
+def _check_scores(row: _Row, count: int) -> None:
+    """Refuse scores by which a rejected answer is the better one. They have no other use.
+
+    Args:
+        count: rejected answers.
+    """
+    if "score_chosen" not in row.values or "score_rejected" not in row.values:
+        return
+    chosen, value = row.number(row.values["score_chosen"], "score_chosen"), row.values["score_rejected"]
+    values = value if isinstance(value, list) else [value]
+    if len(values) != count:
+        raise row.refuse("score_rejected", f"{len(values)} scores", f"{count}, one for each rejected answer")
+    best = max(row.number(score, "score_rejected") for score in values)
+    if best > chosen:
+        expected = "a score that is not below that of a rejected answer: swap the answers, or correct the scores"
+        raise row.refuse("score_chosen", f"{_shown(chosen)} where score_rejected is {_shown(best)}", expected)
+    row.notes.equal_scores += best == chosen
+
+
+def _read_openai_preference(row: _Row) -> PreferenceExample:
+    prompt = _openai_prompt(row)
+    chosen, *rejected = ((name, row.messages(name)) for name in ("preferred_output", "non_preferred_output"))
+    return _better(row, prompt, chosen, rejected)
+
+
+def _openai_prompt(row: _Row) -> list[Message]:
+    expected = "an object with messages"
+    given = row.parsed(row.values["input"], "input", expected)
+    if not isinstance(given, Mapping) or _absent(given.get("messages")):
+        raise row.refuse("input", _kind(given), expected)
+    read = {"messages", "parallel_tool_calls", *TOOLS}
+    row.notes.message_keys |= {f"input.{key}" for key, value in given.items() if key not in read and not _absent(value)}
+    prompt = row.messages_of(given["messages"], "input.messages")
+    _refuse_open_answer(row, "input.messages", prompt)
+    if tools := _tools(row, given, "input."):
+        give_tools(row, prompt, tools)
+    return prompt
+
+
+def _read_input_prompt(row: _Row) -> PromptExample:
+    value = row.values["input"]
+    return PromptExample(_openai_prompt(row) if isinstance(value, Mapping) else _prompt(row, "input"))
+
+
+def _read_ultrafeedback(row: _Row) -> PreferenceExample:
+    """Answers in objects, each with its score."""
+    found = _answer_objects(row, "completions", "response")
+    objects = [one for _, one in found]
+    key = next((key for key in _COMPLETION_SCORES if all(not _absent(one.get(key)) for one in objects)), None)
+    if key is None:
+        expected = f"a score of each answer, under the same key: {' or '.join(_COMPLETION_SCORES)}"
+        raise row.refuse("completions", "answers without a score", expected)
+    _note_unread(row, objects, {"response", *_COMPLETION_SCORES})
+    scores = [row.number(one[key], f"{where}, {key}") for where, one in found]
+    prompt = [{"role": "user", "content": row.text("instruction")}]
+    return _best_of(row, prompt, [(where, one["response"]) for where, one in found], scores)
+
+
+def _read_nectar(row: _Row) -> PreferenceExample:
+    """Answers in objects, each with its rank."""
+    found = _answer_objects(row, "answers", "answer")
+    _note_unread(row, [one for _, one in found], {"answer", "rank"})
+    ranks = [row.number(one.get("rank"), f"{where}, rank") for where, one in found]
+    prompt = _dialog_in_text(row, "prompt") or _prompt(row, "prompt")
+    return _best_of(row, prompt, [(where, one["answer"]) for where, one in found], [-rank for rank in ranks])
+
+
+def _dialog_in_text(row: _Row, column: str) -> list[Message] | None:
+    """The turns of a text such as "Human: Hi\n\nAssistant: "; None: it has another form."""
+    text = row.values[column]
+    if not isinstance(text, str):
+        return None
+    before, *parts = _DIALOG_IN_TEXT.split(text.strip())
+    speakers, contents = parts[::2], parts[1::2]
+    if before or speakers[:1] != ["Human"] or speakers[-1:] != ["Assistant"] or contents[-1].strip():
+        return None
+    turns = [
+        {"role": "user" if speaker == "Human" else "assistant", "content": content.strip()}
+        for speaker, content in zip(speakers[:-1], contents[:-1], strict=True)
+    ]
+    return row.messages_of(turns, column)
+
+
+def _ranked_reader(column: str, sign: int) -> Callable[[_Row], PreferenceExample]:
+    """Of rows with two lists: the answers, and numbers, of which the highest (sign 1) or lowest (-1) is the best."""
+
+    def read(row: _Row) -> PreferenceExample:
+        answers, numbers = row.items("responses", "answers"), row.items(column, "numbers")
+        if len(numbers) != len(answers):
+            raise row.refuse(column, f"{len(numbers)} numbers", f"{len(answers)}, one for each of responses")
+        values = [sign * row.number(value, f"{column}, number {number}") for number, value in enumerate(numbers)]
+        found = [(f"responses, answer {number}", answer) for number, answer in enumerate(answers)]
+        return _best_of(row, _prompt(row, "prompt"), found, values)
+
+    return read
+
+
+def _answer_objects(row: _Row, column: str, key: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """The objects of a column that holds a list of answers, and where each is."""
+    found = [(f"{column}, answer {number}", one) for number, one in enumerate(row.items(column, "objects"))]
+    for where, one in found:
+        if not isinstance(one, Mapping) or _absent(one.get(key)):
+            raise row.refuse(where, _kind(one), f"an object with {key}")
+    return found
+
+
+def _note_unread(row: _Row, objects: Sequence[Mapping[str, Any]], read: set[str]) -> None:
+    row.notes.message_keys |= {
+        key for one in objects for key, value in one.items() if key not in read and not _absent(value)
+    }
+
+
+def _best_of(
+    row: _Row, prompt: list[Message], given: Sequence[tuple[str, Any]], values: Sequence[float]
+) -> PreferenceExample:
+    """The best of several answers, the first of those that are equally good, against each that is less good.
+
+    Args:
+        given: where each answer is, and its text or messages.
+        values: how good each is.
+    """
+    answers = [(where, _without_prompt(prompt, row.turns_of(value, where, "assistant"))) for where, value in given]
+    best = max(values, default=0.0)
+    worse = [answer for answer, value in zip(answers, values, strict=True) if value < best]
+    if worse:
+        return _better(row, prompt, answers[values.index(best)], worse)
+    row.notes.pairless += 1
+    return PreferenceExample(prompt, [], [])
 
 
 def _likely_prompt(row: _Row) -> str:
@@ -382,7 +676,7 @@ def _single_turn(row: _Row, prompt: str, completion: str) -> SftExample:
 
 
 def _prompted(prompt: list[Message], completion: list[Message]) -> SftExample:
-    return SftExample(prompt + completion, len(prompt))
+    return SftExample([*prompt, *completion], len(prompt))
 
 
 def _prompt(row: _Row, column: str) -> list[Message]:
@@ -396,19 +690,36 @@ def _refuse_open_answer(row: _Row, column: str, prompt: list[Message]) -> None:
         raise row.refuse(column, "a prompt that ends in an assistant turn", "one that asks for an answer")
 
 
-def _answer(row: _Row, column: str, turns: list[Message]) -> list[Message]:
-    """Return the turns if all are assistant turns: only those may be trained as an answer."""
-    other = next((turn["role"] for turn in turns if turn["role"] != "assistant"), None)
+def _answer(row: _Row, column: str, turns: list[Message], *others: str) -> list[Message]:
+    """Return the turns if all are assistant turns: only those may be trained as an answer.
+
+    Args:
+        others: roles of turns that may stand between them.
+    """
+    roles = [turn["role"] for turn in turns]
+    other = next((role for role in roles if role != "assistant" and role not in others), None)
+    other = other or (roles[-1] if roles and roles[-1] != "assistant" else None)
     if other is not None:
         expected = "assistant turns that follow the prompt (its own turns may be repeated in front, unchanged)"
         raise row.refuse(column, f"{_article(other)} turn", expected)
     return turns
 
 
-def _pair(row: _Row, prompt: list[Message], chosen: list[Message], rejected: list[Message]) -> PreferenceExample:
-    row.notes.identical += chosen == rejected
-    row.notes.repeating += _repeats(prompt, chosen) or _repeats(prompt, rejected)
-    return PreferenceExample(prompt, _answer(row, "chosen", chosen), _answer(row, "rejected", rejected))
+def _behind(
+    row: _Row, prompt: list[Message], shared: list[Message], chosen: _Answer, rejected: Sequence[_Answer]
+) -> PreferenceExample:
+    """As `_better`, of answers that begin with turns that they share."""
+    first, *others = ((where, turns[len(shared) :]) for where, turns in (chosen, *rejected))
+    return _better(row, prompt, first, others)
+
+
+def _better(row: _Row, prompt: list[Message], chosen: _Answer, rejected: Sequence[_Answer]) -> PreferenceExample:
+    """An answer that is better than others."""
+    first, *others = (_answer(row, where, turns) for where, turns in (chosen, *rejected))
+    row.notes.pairs += len(others)
+    row.notes.identical += others.count(first)
+    row.notes.repeating += _repeats(prompt, first) or any(_repeats(prompt, answer) for answer in others)
+    return PreferenceExample.of(prompt, first, *others)
 
 
 def _repeats(prompt: list[Message], answer: list[Message]) -> bool:
@@ -421,14 +732,14 @@ def _without_prompt(prompt: list[Message], turns: list[Message]) -> list[Message
     return turns[len(prompt) :] if len(turns) > len(prompt) and turns[: len(prompt)] == prompt else turns
 
 
-def _shared_turns(chosen: list[Message], rejected: list[Message]) -> list[Message]:
-    """The leading turns that both have; the last turn of each is never shared, so that something is left to compare."""
+def _shared_turns(answers: Sequence[list[Message]]) -> list[Message]:
+    """The leading turns that all have; the last turn of each is never shared, so that something is left to compare."""
+    first, *others = answers
+    most = min(map(len, answers)) - 1
     count = 0
-    for one, other in zip(chosen[:-1], rejected[:-1], strict=False):
-        if one != other:
-            break
+    while count < most and all(other[count] == first[count] for other in others):
         count += 1
-    return chosen[:count]
+    return first[:count]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -447,6 +758,11 @@ class RowShape:
     @property
     def name(self) -> str:
         return " + ".join(self.columns)
+
+    @property
+    def read_beside(self) -> tuple[str, ...]:
+        """Columns that are read where a row has them; a plain text is written by no chat template."""
+        return self.optional if self.columns == ("text",) else (*self.optional, *_AROUND)
 
 
 ROW_SHAPES: tuple[RowShape, ...] = (
@@ -494,15 +810,52 @@ ROW_SHAPES: tuple[RowShape, ...] = (
         ("prompt", "chosen", "rejected"),
         "dpo",
         None,
-        "text or message lists; chosen and rejected may repeat the prompt's turns in front",
+        "text or message lists, rejected also a list of several; all may repeat the prompt's turns in front",
         _read_preference,
+        ("score_chosen", "score_rejected"),
     ),
     RowShape(
         ("chosen", "rejected"),
         "dpo",
         None,
-        "two conversations; the turns they have in common at the start are the prompt",
+        "conversations, rejected also a list of several; the turns that all have in common at the start are the prompt",
         _read_implicit_preference,
+        ("score_chosen", "score_rejected"),
+    ),
+    RowShape(
+        ("input", "preferred_output", "non_preferred_output"),
+        "dpo",
+        None,
+        "OpenAI's: input is {messages}, the outputs are lists of assistant messages",
+        _read_openai_preference,
+    ),
+    RowShape(
+        ("instruction", "completions"),
+        "dpo",
+        None,
+        "UltraFeedback's: a list of {response, overall_score or fine-grained_score}",
+        _read_ultrafeedback,
+    ),
+    RowShape(
+        ("prompt", "answers"),
+        "dpo",
+        None,
+        "Nectar's: a list of {answer, rank}, rank 1 is the best",
+        _read_nectar,
+    ),
+    RowShape(
+        ("prompt", "responses", "scores"),
+        "dpo",
+        None,
+        "a list of texts or message lists, and a number for each, the highest is the best",
+        _ranked_reader("scores", 1),
+    ),
+    RowShape(
+        ("prompt", "responses", "ranks"),
+        "dpo",
+        None,
+        "a list of texts or message lists, and a number for each, the lowest is the best",
+        _ranked_reader("ranks", -1),
     ),
     RowShape(
         ("prompt", "completion", "label"),
@@ -510,6 +863,13 @@ ROW_SHAPES: tuple[RowShape, ...] = (
         None,
         "text or message lists, and whether the completion is desirable: true or false",
         _read_labelled,
+    ),
+    RowShape(
+        ("messages", "label"),
+        "kto",
+        None,
+        "a message list, and whether the assistant turns at its end are desirable; those before them are the prompt",
+        _read_labelled_conversation,
     ),
     RowShape(
         ("chat_completion_input",),
@@ -527,7 +887,7 @@ ROW_SHAPES: tuple[RowShape, ...] = (
         _read_instruction_prompt,
         ("input",),
     ),
-    RowShape(("input",), "prompts", None, "text: a user turn", _prompt_reader("input")),
+    RowShape(("input",), "prompts", None, "text: a user turn; or OpenAI's {messages}", _read_input_prompt),
     RowShape(("question",), "prompts", None, "text: a user turn", _prompt_reader("question")),
     *(
         RowShape(
@@ -541,7 +901,7 @@ ROW_SHAPES: tuple[RowShape, ...] = (
     ),
 )
 """Every accepted shape. A row that fits several is read by the first of the requested `data_format`, else the first."""
-COLUMNS = frozenset(column for shape in ROW_SHAPES for column in (*shape.columns, *shape.optional))
+COLUMNS = frozenset(column for shape in ROW_SHAPES for column in (*shape.columns, *shape.read_beside))
 """All columns that are read."""
 
 
@@ -582,15 +942,70 @@ def _parse(
     if not isinstance(row, Mapping):
         raise InvalidRows(f"found {_kind(row)}, expected an object with named columns", row=index)
     values = {column: value for column, value in row.items() if not _absent(value)}
-    for column in _TOOLS:
-        if values.get(column) and values[column] not in _NO_TOOLS:
-            found = f"column {column}: found {_kind(values[column])}, which no recipe renders"
-            raise InvalidRows(f"{found}: write the tools out as text in a system message", row=index)
     columns = frozenset(values)
     shape = _choose(columns, use, data_format)
     if shape is None:
         raise InvalidRows(_no_shape(row, columns, use), row=index)
-    return shape, columns, shape.read(_Row(index, values, notes))
+    reader = _Row(index, values, notes)
+    example = shape.read(reader)
+    if not columns.isdisjoint(_AROUND):
+        example = _with_around(reader, example, shape)
+    return shape, columns, example
+
+
+def _with_around(row: _Row, example: Example, shape: RowShape) -> Example:
+    """The example with the system turn and the tools that are columns of their own."""
+    tools = _tools(row, row.values)
+    system = row.text(SYSTEM) if SYSTEM in shape.read_beside and SYSTEM in row.values else ""
+    if isinstance(example, SftExample) and example.messages is None:
+        if tools:
+            raise row.refuse("tools", "tools beside a plain text", "messages, which a chat template writes with them")
+        return example
+    messages = example.prompt if isinstance(example, PreferenceExample | LabelledExample) else example.messages
+    assert messages is not None
+    if system:
+        if messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+            if isinstance(example, SftExample) and example.prompt_turns is not None:
+                example = replace(example, prompt_turns=example.prompt_turns + 1)
+        elif messages[0]["content"] != system:
+            raise row.refuse(SYSTEM, "another text than that of the first turn, a system turn", "the system turn once")
+    if tools:
+        give_tools(row, messages, tools)
+    return example
+
+
+def _tools(row: _Row, values: Mapping[str, Any], within: str = "") -> list[Tool]:
+    """The tools of a row, or of an object in it, whose name and a dot are `within`."""
+    found: list[Tool] = []
+    for column in TOOLS:
+        if not _absent(values.get(column)):
+            tools = read_tools(values[column], f"{within}{column}", row.refuse)
+            if tools and found and tools != found:
+                raise row.refuse(f"{within}{column}", f"other tools than those in {within}tools", "the tools once")
+            found = found or tools
+    return found
+
+
+def give_tools(row: _Row, messages: list[Message], tools: list[Tool]) -> None:
+    """Put the tools of a conversation where renderers find them, and count calls that do not fit them."""
+    if messages[0].get("tools", tools) != tools:
+        raise row.refuse("tools", "other tools than those beside the messages", "the tools once")
+    messages[0] = {**messages[0], "tools": tools}
+    for message in messages:
+        row.notes.calls.update(faults_of(message.get("tool_calls", ()), tools))
+
+
+def is_plain(messages: Sequence[Message]) -> bool:
+    """Whether no turn has more than a role and a content."""
+    return all(_MORE_KEYS.isdisjoint(message) for message in messages)
+
+
+def holds_pairs(row: Mapping[str, Any]) -> bool:
+    """Whether a row has preference pairs, by its columns. One that SFT reads, too, has `chosen` and `rejected`."""
+    columns = frozenset(column for column, value in row.items() if not _absent(value))
+    is_pair = _choose(columns, "dpo", None) is not None
+    return is_pair and ({"chosen", "rejected"} <= columns or _choose(columns, "sft", None) is None)
 
 
 def _rows_of(use: RowUse) -> RowUse:
@@ -626,12 +1041,22 @@ def _list_within(row: Mapping[str, Any], use: RowUse) -> str:
 
 def _lacking(columns: frozenset[str], use: RowUse) -> str:
     """Which column a row lacks where it has all others of a shape; empty: it lacks more."""
-    rest = [
-        set(shape.columns) - columns
+    lacks_one = [
+        shape
         for shape in ROW_SHAPES
-        if shape.use == _rows_of(use) and not columns.isdisjoint(shape.columns)
+        if shape.use == _rows_of(use)
+        and not columns.isdisjoint(shape.columns)
+        and len(set(shape.columns) - columns) == 1
     ]
-    lacking = dict.fromkeys(column for missing in rest if len(missing) == 1 for column in missing)
+    # The longest ones have the most in common with the row.
+    longest = max((len(shape.columns) for shape in lacks_one), default=0)
+    lacking = dict.fromkeys(
+        column
+        for shape in lacks_one
+        if len(shape.columns) == longest
+        for column in shape.columns
+        if column not in columns
+    )
     return f". Missing or empty in this row: {' or '.join(lacking)}" if lacking else ""
 
 
@@ -676,7 +1101,7 @@ _Seen = Counter[tuple[RowShape, frozenset[str]]]
 
 def _warnings(seen: _Seen, notes: _Notes, use: RowUse, data_format: DataFormat | None) -> list[str]:
     warnings = []
-    unread = {column for shape, columns in seen for column in columns.difference(shape.columns, shape.optional)}
+    unread = {column for shape, columns in seen for column in columns.difference(shape.columns, shape.read_beside)}
     if unread and use != "grpo":  # rewards get whole rows
         warnings.append(f"{UNREAD}{_listed(unread)}")
     if notes.message_keys:
@@ -686,6 +1111,9 @@ def _warnings(seen: _Seen, notes: _Notes, use: RowUse, data_format: DataFormat |
     if notes.scalars:
         counts = _listed(f"{column} ({count})" for column, count in notes.scalars.items())
         warnings.append(f"numbers or booleans where text is expected, read as their JSON text: {counts}")
+    if notes.calls:
+        counts = _listed(f"{fault} ({count})" for fault, count in notes.calls.items())
+        warnings.append(f"tool calls that do not fit their tools: {counts}")
     if notes.repeating:
         warnings.append(
             f"{notes.repeating} of {seen.total()} rows have an answer that begins with its prompt's text, which is "
@@ -693,7 +1121,16 @@ def _warnings(seen: _Seen, notes: _Notes, use: RowUse, data_format: DataFormat |
         )
     if notes.identical:
         warnings.append(
-            f"{notes.identical} of {seen.total()} pairs have identical chosen and rejected answers: no signal"
+            f"{notes.identical} of {notes.pairs} pairs have identical chosen and rejected answers: no signal"
+        )
+    if notes.equal_scores:
+        warnings.append(
+            f"{notes.equal_scores} of {seen.total()} rows have the same score for chosen and rejected answers: no "
+            "preference is known, and they are trained as the columns have it"
+        )
+    if notes.pairless:
+        warnings.append(
+            f"{notes.pairless} of {seen.total()} rows make no pair: no preference, since no answer is better"
         )
     return warnings
 

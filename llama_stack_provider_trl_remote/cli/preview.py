@@ -44,7 +44,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield "+ the loss covers it, x cut or dropped; one line for each run of tokens"
     for row in found["rows"]:
         outcome = f", {row['outcome']}: {row['reason']}" if row["outcome"] != "trained" else ""
-        yield f"row {row['row']}: {row['tokens']} tokens{outcome}"
+        example = f", {row['example'] + 1} of {row['examples']}" if row["examples"] > 1 else ""
+        yield f"row {row['row']}{example}: {row['tokens']} tokens{outcome}"
         marks = [_MARKS[pair] for pair in zip(row["kept"], row["trained"], strict=True)]
         begin = 0
         for name, length in row["parts"].items():
@@ -57,7 +58,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         if len(row["ids"]) < row["tokens"]:
             yield f"    ({row['tokens'] - len(row['ids'])} more tokens)"
     counts = f"{data['trained']} trained, {data['truncated']} of them cut to {found['max_seq_length']} tokens"
-    yield f"{data['read']} of {data['num_rows']} rows read: {counts}, {data['dropped']} dropped"
+    made = f", which make {data['examples']} examples" if data["examples"] != data["read"] else ""
+    yield f"{data['read']} of {data['num_rows']} rows read{made}: {counts}, {data['dropped']} dropped"
     yield f"{data['trained_tokens']} of {data['total_tokens']} tokens in the loss; longest {data['longest_before_cut']}"
     for bucket in data["histogram"]:
         yield f"  up to {bucket['up_to']:>7} tokens: {bucket['rows']}"

@@ -108,9 +108,12 @@ def preflight_lines(found: dict[str, Any]) -> list[str]:
     parts = {name: size for name in PARTS if (size := memory.get(f"{name}_bytes"))}
     beside = f", and {gib(memory['host_bytes'])} of CPU memory" if memory["host_bytes"] else ""
     per = f"each of {memory['devices']} {memory['device']} devices" if memory["devices"] > 1 else memory["device"]
+    total = data["num_rows"]
+    if data["examples"] != total:
+        total = f"{data['examples']} examples made of {total} rows"
     lengths = "  ".join(f"<={bucket['up_to']}: {bucket['rows']}" for bucket in data["histogram"])
     return [
-        f"rows    {data['trained']} of {data['num_rows']}, {data['truncated']} truncated, {data['dropped']} dropped",
+        f"rows    {data['trained']} of {total}, {data['truncated']} truncated, {data['dropped']} dropped",
         f"tokens  {lengths}  (median {data['median_tokens']}, longest {data['max_tokens']})",
         f"steps   {steps['total_steps']} = {steps['epochs']} epochs x {steps['steps_per_epoch']}, "
         f"global batch {steps['global_batch']}",

@@ -434,6 +434,8 @@ OPTION_ASKS: dict[str, Try] = {
     "max_seq_length": Try(77),
     "truncation_side": Try("left"),
     "dropped_turns": Try("refuse"),
+    "train_on": Try("last_turn"),
+    "reasoning": Try("drop"),
     "lr_scheduler": Try("cosine"),
     "lr_decay_steps": Try(3, options={"lr_scheduler": "warmup_stable_decay"}),
     "num_cycles": Try(1.5, options={"lr_scheduler": "cosine"}),

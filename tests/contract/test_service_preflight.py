@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import requests
 
 from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl_remote import TrlClient
+from llama_stack_provider_trl_remote.cli.terminal import preflight_lines
 from tests.contract.payloads import PAIRS, QUESTIONS, promised, sft
 from tests.contract.service import JOBS, TrainingService, refusal, running_service
 from tests.contract.stack import SFT, Json, poll
@@ -165,6 +168,29 @@ def test_trl_remote_previews_a_dataset(service: TrainingService) -> None:
     assert lines[1].startswith("row 0: 25 tokens, cut: 1 token does not fit into max_seq_length=24")
     assert [line[2] for line in lines[2:5]] == [" ", "+", "x"]
     assert "8 trained, 7 of them cut to 24 tokens" in done.stdout
+
+
+def test_the_pairs_of_a_row_are_counted_and_shown_under_its_number(service: TrainingService) -> None:
+    rows = [{"prompt": "1 + 1?", "chosen": "Two.", "rejected": ["Three.", "No."]}] * 4
+    service.register("several", rows)
+    words = ["datasets", "preview", "several", "--model", str(tiny_model()), "--method", "dpo", "--rows", "1"]
+    command = [sys.executable, "-m", "llama_stack_provider_trl_remote", *words, "--url", service.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    heads = [line.partition(":")[0] for line in done.stdout.splitlines() if line.startswith("row ")]
+    assert heads == ["row 0, 1 of 2", "row 0, 2 of 2"]
+    assert "4 of 4 rows read, which make 8 examples: 8 trained" in done.stdout
+    assert "note    4 rows make 8 pairs" in done.stdout
+    found = requested(service, promised("any", "several"))
+    assert [found["data"][name] for name in ("num_rows", "examples", "trained", "dropped")] == [4, 8, 8, 0]
+    assert found["steps"]["total_steps"] == found["steps"]["epochs"] * -(-8 // found["steps"]["global_batch"])
+    assert preflight_lines(found)[0] == "rows    8 of 8 examples made of 4 rows, 0 truncated, 0 dropped"
+    url, own = f"{service.url}/data", {"Origin": service.url}
+    (token,) = set(re.findall(r'name="form_token" value="(\w+)"', requests.get(url, timeout=30).text))
+    form = {"form_token": token, "dataset": "several", "model": str(tiny_model()), "method": "dpo", "rows": "1"}
+    page = requests.post(url, form, headers=own, timeout=60).text
+    assert "Of 4 rows, 4 were read from row 0 on. They make 8 examples." in page
+    assert [*re.findall(r"<h3>(.*?) <", page)] == ["Row 0, 1 of 2", "Row 0, 2 of 2"]
 
 
 def test_trl_remote_previews_labelled_answers(service: TrainingService) -> None:

@@ -109,7 +109,7 @@ def answers_of(tokenizer: Any, prompt: list[Any], answer: dict[str, str]) -> Ite
     """What each method trains of an answer, but for dialogs: the answer as text."""
     (row,), _ = prepare(tokenizer, SftExample([*prompt, answer], len(prompt)))
     yield "".join(trained(tokenizer, row))
-    (pair,), _ = tokenize_dpo([PreferenceExample(prompt, [answer], [answer])], tokenizer, 1024).collect()
+    (pair,), _ = tokenize_dpo([PreferenceExample.of(prompt, [answer], [answer])], tokenizer, 1024).collect()
     yield tokenizer.decode(pair["chosen_ids"])
     yield tokenizer.decode(pair["rejected_ids"])
     (labelled,), _ = tokenize_kto([LabelledExample(prompt, [answer], True)], tokenizer, 1024).collect()

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRows, JobFailure
+from llama_stack_provider_trl.recipes.data.chat import Chat
 from llama_stack_provider_trl.recipes.data.prepare import (
     DataReport,
+    TruncationCounter,
     read_examples,
     tokenize_dpo,
     tokenize_kto,
@@ -114,12 +116,14 @@ def test_answers_are_found_where_a_template_drops_earlier_thoughts(chatml: Any) 
     chatml.chat_template = THINKING
     talk = [dict(message) for message in TALK]
     talk[3]["content"] = "<think>\nhm\n</think>\n\nBerlin."
-    dataset, _ = prepare(chatml, SftExample(talk, None))
-    assert trained(chatml, dataset[0]) == [
-        "Two, I think. 😊<|im_end|>\n",
-        "Berlin.<|im_end|>\n",
-        "<think>\n\n</think>\n\nBye.<|im_end|>\n",
+    dataset, report = prepare(chatml, SftExample(talk, None))
+    # Each as generation writes it: without its thought the second could not be generated.
+    assert [trained(chatml, row) for row in dataset] == [
+        ["<think>\n\n</think>\n\nTwo, I think. 😊<|im_end|>\n"],
+        ["<think>\nhm\n</think>\n\nBerlin.<|im_end|>\n"],
+        ["<think>\n\n</think>\n\nBye.<|im_end|>\n"],
     ]
+    assert any(warning.startswith("1 rows are trained as several sequences") for warning in report.warnings)
 
 
 def test_tool_results_are_not_trained_where_a_template_drops_the_thoughts_before_them(chatml: Any) -> None:
@@ -131,7 +135,10 @@ def test_tool_results_are_not_trained_where_a_template_drops_the_thoughts_before
         {"role": "assistant", "content": f"{thought}Warm."},
     ]
     dataset, _ = prepare(chatml, SftExample([TALK[0], *calls, *TALK[4:]], None))
-    assert trained(chatml, dataset[0]) == ["call<|im_end|>\n", "Warm.<|im_end|>\n", "Bye.<|im_end|>\n"]
+    assert [trained(chatml, row) for row in dataset] == [
+        [f"{thought}call<|im_end|>\n", f"{thought}Warm.<|im_end|>\n"],
+        ["Bye.<|im_end|>\n"],
+    ]
 
 
 def test_a_template_that_ends_the_last_turn_differently_trains_no_header(chatml: Any) -> None:
@@ -302,7 +309,7 @@ def test_an_answer_that_the_template_itself_writes_elsewhere_is_no_answer(chatml
     for tokenized in (
         lambda: tokenize_sft([SftExample(TALK[:1] + reply, 1)], chatml, 1024),
         lambda: tokenize_sft([SftExample(TALK[:1] + reply, None)], chatml, 1024, train_on_input=True),
-        lambda: tokenize_dpo([PreferenceExample(TALK[:1], reply, reply)], chatml, 1024),
+        lambda: tokenize_dpo([PreferenceExample.of(TALK[:1], reply, reply)], chatml, 1024),
         lambda: tokenize_kto([LabelledExample(TALK[:1], reply, True)], chatml, 1024),
     ):
         with pytest.raises(JobFailure, match=r"row 0: .*leaves out the answer's text"):
@@ -346,7 +353,7 @@ def test_the_loss_covers_no_prompt_that_is_written_differently_before_an_answer(
     (text,) = trained(chatml, dataset[0])
     assert text.strip() == "Pomme.<|im_end|>"
     assert sum("writes the prompt differently" in warning for warning in report.warnings) == 1
-    (pair,), _ = tokenize_dpo([PreferenceExample(prompt, chosen, rejected)], chatml, 1024).collect()
+    (pair,), _ = tokenize_dpo([PreferenceExample.of(prompt, chosen, rejected)], chatml, 1024).collect()
     assert chatml.decode(pair["chosen_ids"]).strip() == "Pomme.<|im_end|>"
     assert chatml.decode(pair["rejected_ids"]).strip() == "Prune.<|im_end|>"
     assert pair["prompt_ids"] + pair["chosen_ids"] == dataset[0]["input_ids"]
@@ -387,7 +394,10 @@ def test_turns_that_the_template_leaves_out_are_counted_by_role(
         prepare(chatml, SftExample(turns, answer), SftExample(plain, 1))[1],
         prepare(chatml, SftExample(turns, None), SftExample(plain, None), train_on_input=True)[1],
         tokenize_dpo(
-            [PreferenceExample(turns[:-1], turns[-1:], plain[1:]), PreferenceExample(plain[:1], plain[1:], turns[-1:])],
+            [
+                PreferenceExample.of(turns[:-1], turns[-1:], plain[1:]),
+                PreferenceExample.of(plain[:1], plain[1:], turns[-1:]),
+            ],
             chatml,
             1024,
         ).collect()[1],
@@ -440,7 +450,7 @@ def test_a_template_that_does_not_end_answers_in_eos_is_a_warning(qwen: Any) -> 
     assert "not in the tokenizer's eos_token '<|endoftext|>'" in report.warnings[0]
 
 
-PAIR = PreferenceExample(TALK[:1], [TALK[1]], [{"role": "assistant", "content": "Three."}])
+PAIR = PreferenceExample.of(TALK[:1], [TALK[1]], [{"role": "assistant", "content": "Three."}])
 
 
 def test_a_pair_has_its_prompt_once_and_answers_with_their_end(chatml: Any) -> None:
@@ -457,10 +467,10 @@ def test_a_pair_has_its_prompt_once_and_answers_with_their_end(chatml: Any) -> N
 
 def test_cut_and_dropped_pairs_are_counted(chatml: Any) -> None:
     words = "word " * 100
-    same_start = PreferenceExample(
+    same_start = PreferenceExample.of(
         TALK[:1], [{"role": "assistant", "content": words + "a"}], [{"role": "assistant", "content": words + "b"}]
     )
-    long_prompt = PreferenceExample([{"role": "user", "content": words}], PAIR.chosen, PAIR.rejected)
+    long_prompt = PreferenceExample.of([{"role": "user", "content": words}], *PAIR.answers)
     dataset, report = tokenize_dpo([PAIR, same_start, long_prompt], chatml, 60).collect()
     assert (report.num_rows, report.kept, report.truncated, report.dropped) == (3, 2, 1, 1)
     assert len(dataset[1]["prompt_ids"] + dataset[1]["chosen_ids"]) == 60
@@ -469,10 +479,30 @@ def test_cut_and_dropped_pairs_are_counted(chatml: Any) -> None:
         tokenize_dpo([PAIR], chatml, 5).collect()
 
 
+@pytest.mark.parametrize(("unit", "made"), [("pair", "pair"), ("row", "sequence")])
+def test_rows_of_which_several_examples_are_made_are_counted_beside_them(chatml: Any, unit: str, made: str) -> None:
+    counter, chat = TruncationCounter(None, None, 4), Chat(chatml)
+    lengths = [(1, 2), (3, 4, 5), (9,)]  # of sequences whose first token is not trained
+    for number, row in enumerate(counter.read(lengths)):
+        for length in row:
+            counter.cut_row([number] * length, [number] * length)
+    report = counter.report(unit, chat)
+    assert (report.num_rows, report.examples, report.kept, report.dropped) == (3, 6, 5, 1)
+    assert (report.truncated, report.largest_id, report.largest_id_row) == (2, 2, 2)
+    chat.lost.add(["system"], 1)
+    assert counter.warnings(unit, chat) == [
+        f"3 rows make 6 {made}s",
+        "the chat template leaves out turns of 1 of 3 rows (1 system), first in row 1: the model does not see them. "
+        "Put their text into user turns, or correct the template",
+        f"2 of 6 {made}s were cut to max_seq_length=4 tokens and lack the end of the answer (the longest has 9)",
+        f"1 of 6 {made}s were dropped: within max_seq_length=4 tokens nothing is left to train on",
+    ]
+
+
 def test_cut_on_the_left_pairs_lose_the_beginning_of_their_prompt_before_they_lose_an_answer(chatml: Any) -> None:
     words = {"role": "user", "content": "word " * 100}
-    long_prompt = PreferenceExample([words], PAIR.chosen, PAIR.rejected)
-    all_long = PreferenceExample([words], [{**words, "role": "assistant"}], PAIR.rejected)
+    long_prompt = PreferenceExample.of([words], *PAIR.answers)
+    all_long = PreferenceExample.of([words], [{**words, "role": "assistant"}], PAIR.answers[1])
     pairs = [PAIR, long_prompt, all_long]
     whole, _ = tokenize_dpo(pairs, chatml, 1024).collect()
     dataset, report = tokenize_dpo(pairs, chatml, 60, "left").collect()

@@ -35,7 +35,7 @@ def chatml() -> Any:
 def pair_of(tokenizer: Any, prompt: list[Any], chosen: str, rejected: str) -> tuple[list[str], DataReport]:
     """Prompt, chosen and rejected as texts."""
     found, report = tokenize_dpo(
-        [PreferenceExample(prompt, answer(chosen), answer(rejected))], tokenizer, 1024
+        [PreferenceExample.of(prompt, answer(chosen), answer(rejected))], tokenizer, 1024
     ).collect()
     (row,) = found
     return [tokenizer.decode(row[name]) for name in ("prompt_ids", "chosen_ids", "rejected_ids")], report

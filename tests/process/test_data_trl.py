@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,7 +63,7 @@ def assert_same_sft(tokenizer: Any, examples: list[SftExample], limit: int) -> N
 
 def assert_same_dpo(tokenizer: Any, pairs: list[PreferenceExample], limit: int) -> None:
     ours, report = tokenize_dpo(pairs, tokenizer, limit).collect()
-    rows = [{"prompt": p.prompt, "chosen": p.chosen, "rejected": p.rejected} for p in pairs]
+    rows = [asdict(pair) for example in pairs for pair in example.written_out()]
     theirs = prepared_by_trl("DPOTrainer", rows, tokenizer, limit)
     assert report.dropped == len(pairs) - len(theirs)
     for our, row in zip(ours, theirs, strict=True):
@@ -94,7 +95,7 @@ def test_a_dialog_of_one_answer_is_trained_like_prompt_and_completion(tokenizer:
 
 def test_preference_ids_equal_trls_under_every_template(tokenizer: Any) -> None:
     pairs = [
-        PreferenceExample(prompt, [{"role": "assistant", "content": one}], [{"role": "assistant", "content": other}])
+        PreferenceExample.of(prompt, [{"role": "assistant", "content": one}], [{"role": "assistant", "content": other}])
         for prompt in (TALK[:1], TALK[:3])
         for one, other in zip(COMPLETIONS, reversed(COMPLETIONS), strict=True)
     ]
@@ -116,5 +117,5 @@ def test_the_real_rows_equal_trls_with_qwens_tokenizer() -> None:
     assert_same_sft(qwen, list(read_examples(data / "instruct_999.jsonl", "sft"))[:100], 256)
     pairs = list(read_examples(data / "preference_300.jsonl", "dpo"))
     with open(data / "preference_300.jsonl", encoding="utf-8") as file:
-        assert [pair.chosen for pair in pairs] == [json.loads(line)["chosen"] for line in file]
+        assert [pair.answers[0] for pair in pairs] == [json.loads(line)["chosen"] for line in file]
     assert_same_dpo(qwen, pairs[:60], 512)

@@ -147,8 +147,8 @@ def test_conversations_are_cut_as_the_pairs_that_the_reward_model_was_trained_on
     model = reward_model("whole")
     prompt, texts = [{"role": "user", "content": "What is 1 plus 1? " + "Please. " * 4}], ["It is 2.", "no " * 60]
     tokenizer = AutoTokenizer.from_pretrained(model.own.model)
-    pairs = [PreferenceExample(prompt, *2 * ([{"role": "assistant", "content": text}],)) for text in texts]
-    whole = list(encode_pairs(Chat(tokenizer), list(enumerate(pairs))))
+    pairs = [PreferenceExample.of(prompt, *2 * ([{"role": "assistant", "content": text}],)) for text in texts]
+    whole = [ids for (ids,) in encode_pairs(Chat(tokenizer), list(enumerate(pairs)))]
     limit = len(whole[0][0]) + 2  # the second answer alone is longer
     counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, limit, side)
     cut = [counter.cut_pair(*ids) for ids in whole]

@@ -67,14 +67,14 @@ def test_answers_that_are_left_out_of_a_prompt_are_counted(chatml: Any) -> None:
 def test_turns_of_the_rejected_answer_alone_are_counted(chatml: Any) -> None:
     chatml.chat_template = _WITHOUT.replace("ROLES", "['tool']")
     rejected = [TALK[1], TOOL, TALK[3]]
-    pairs = [PreferenceExample(TALK[:1], TALK[1:2], TALK[1:2]), PreferenceExample(TALK[:1], TALK[1:2], rejected)]
+    pairs = [PreferenceExample.of(TALK[:1], TALK[1:2], TALK[1:2]), PreferenceExample.of(TALK[:1], TALK[1:2], rejected)]
     (warning,) = lost(tokenize_dpo(pairs, chatml, 1024).collect()[1])
     assert "1 of 2 pairs (1 tool), first in row 1" in warning
 
 
 def test_turns_of_a_prompt_are_counted_once_for_both_answers(chatml: Any) -> None:
     chatml.chat_template = _WITHOUT.replace("ROLES", "['tool', 'system']")
-    pair = PreferenceExample([SYSTEM, TALK[0]], [TALK[1], TOOL, TALK[3]], [TALK[1], TOOL, TALK[5]])
+    pair = PreferenceExample.of([SYSTEM, TALK[0]], [TALK[1], TOOL, TALK[3]], [TALK[1], TOOL, TALK[5]])
     (warning,) = lost(tokenize_dpo([pair], chatml, 1024).collect()[1])
     assert "1 of 1 pairs (1 system, 2 tool)" in warning
 
@@ -142,7 +142,7 @@ def test_text_of_a_trained_answer_that_is_not_written_is_counted(
         tokenize_sft([plain, SftExample(talk, None)], chatml, 1024, train_on_input=True).collect(),
         tokenize_kto([LabelledExample(TALK[:1], [turn], True) for turn in (TALK[1], talk[1])], chatml, 1024).collect(),
         tokenize_dpo(
-            [PreferenceExample(TALK[:1], [turn], TALK[5:]) for turn in (TALK[1], talk[1])], chatml, 1024
+            [PreferenceExample.of(TALK[:1], [turn], TALK[5:]) for turn in (TALK[1], talk[1])], chatml, 1024
         ).collect(),
     ):
         found = unwritten(report)
@@ -154,11 +154,10 @@ def test_text_of_a_trained_answer_that_is_not_written_is_counted(
             assert "first in row 1)" in warning
 
 
-def test_thoughts_of_earlier_answers_are_counted_where_they_are_trained(chatml: Any) -> None:
+def test_thoughts_of_earlier_answers_are_trained_in_sequences_of_their_own(chatml: Any) -> None:
     chatml.chat_template = (_TEMPLATES / "qwen3.jinja").read_text()
     talk = [TALK[0], THOUGHT, TALK[2], THOUGHT]
-    (warning,) = unwritten(tokenize_sft([SftExample(talk, None)], chatml, 1024).collect()[1])
-    assert "of 1 answers" in warning
+    assert not unwritten(tokenize_sft([SftExample(talk, None)], chatml, 1024).collect()[1])
     assert not unwritten(tokenize_sft([SftExample(talk, 3)], chatml, 1024).collect()[1])
     assert not unwritten(tokenize_prompts([PromptExample(talk[:3])], chatml, 1024, 8).collect()[1])
 
@@ -178,7 +177,7 @@ def test_pairs_that_the_template_makes_equal_are_counted(chatml: Any) -> None:
     chatml.chat_template = (_TEMPLATES / "deepseekv3.jinja").read_text()
     other = {**THOUGHT, "content": THOUGHT["content"].replace("One", "1")}
     pairs = [([THOUGHT], [other]), ([THOUGHT], [THOUGHT]), ([THOUGHT], TALK[5:])]
-    examples = [PreferenceExample(TALK[:1], *answers) for answers in pairs]
+    examples = [PreferenceExample.of(TALK[:1], *answers) for answers in pairs]
     expected = "1 of 3 pairs have different answers that the chat template writes as the same tokens: no signal"
     assert expected in tokenize_dpo(examples, chatml, 1024).collect()[1].warnings
     chatml.chat_template = CHATML

@@ -12,7 +12,7 @@ from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.data.packing import IGNORED
 from llama_stack_provider_trl.recipes.data.prepare import TruncationCounter, tokenize
 from llama_stack_provider_trl.recipes.model.loading import load_tokenizer
-from llama_stack_provider_trl.recipes.preview import _MaskedPart, _MaskedRow, _shown, _Texts, preview
+from llama_stack_provider_trl.recipes.preview import _MaskedPart, _MaskedRow, _Place, _shown, _Texts, preview
 from llama_stack_provider_trl.specs.events import EventWriter, Previewed, iter_events
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
@@ -141,7 +141,7 @@ def test_the_parts_of_a_pair_are_read_apart(tmp_path: Path) -> None:
     begun, rest = tokenizer("日")["input_ids"][:1], tokenizer("日")["input_ids"][1:]
     parts = [_MaskedPart("chosen", begun, {0}, {0}), _MaskedPart("rejected", rest, {0}, {0})]
     counter = TruncationCounter(None, None, 100)
-    row = _shown(_MaskedRow(parts, 3), 0, counter, _Texts(tokenizer), 100)
+    row = _shown(_MaskedRow(parts, 3), _Place(0, 0, 1), counter, _Texts(tokenizer), 100)
     assert "日" not in row.texts
     assert len(row.texts) == len(row.ids) == len(begun + rest)
 

@@ -45,7 +45,7 @@ PREFLIGHT = {
     "message": HOSTILE,
     "warnings": [HOSTILE],
     "data": {
-        **dict.fromkeys(("num_rows", "trained", "truncated", "dropped", "median_tokens", "max_tokens"), 1),
+        **dict.fromkeys(("num_rows", "examples", "trained", "truncated", "dropped", "median_tokens", "max_tokens"), 1),
         "histogram": [{"up_to": 64, "rows": 1}],
     },
     "steps": {"total_steps": 1, "epochs": 1, "steps_per_epoch": 1, "global_batch": 1},
@@ -54,7 +54,9 @@ PREFLIGHT = {
 }
 PREVIEW = {
     "data": {
-        **dict.fromkeys(("num_rows", "trained", "truncated", "dropped", "read", "trained_tokens", "total_tokens"), 1),
+        **dict.fromkeys(
+            ("num_rows", "examples", "trained", "truncated", "dropped", "read", "trained_tokens", "total_tokens"), 1
+        ),
         "longest_before_cut": 1,
         "histogram": [],
     },
@@ -63,6 +65,8 @@ PREVIEW = {
     "rows": [
         {
             "row": 0,
+            "example": 0,
+            "examples": 2,
             "tokens": 1,
             "outcome": HOSTILE,
             "reason": HOSTILE,

@@ -153,6 +153,14 @@ def test_a_package_is_found_when_it_is_installed_and_gone_when_it_is_removed(sit
         find_method("later")
 
 
+def test_a_method_checks_each_pair_of_a_row(site: Path, tmp_path: Path) -> None:
+    method = spec_of({"type": "robust"}).method
+    rows = [{"prompt": "a", "chosen": "b", "rejected": ["c", other]} for other in "db"]
+    check_custom_rows(method, dataset(tmp_path, rows[:1]), "custom_pairs", None)
+    with pytest.raises(InvalidRows, match="dataset 'rows', row 1: chosen and rejected are the same answer"):
+        check_custom_rows(method, dataset(tmp_path, rows), "custom_pairs", None)
+
+
 def test_a_method_checks_rows_and_a_refused_one_is_named(site: Path, tmp_path: Path) -> None:
     method = spec_of({"type": "robust"}).method
     pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b", "rejected": "b"}]

@@ -102,7 +102,9 @@ def test_the_answer_of_a_preflight_has_every_part_of_the_estimate() -> None:
 def test_a_preflight_shows_every_part_that_has_memory_and_the_rest_beside_them() -> None:
     estimate = MemoryEstimate(**{name: (number + 1) << 30 for number, name in enumerate(PARTS)}, host=1 << 40)
     memory = {"device": "cuda", "devices": 1, "estimate_bytes": estimate.total, "limit_bytes": 1 << 36}
-    counts = dict.fromkeys(("trained", "num_rows", "truncated", "dropped", "median_tokens", "max_tokens"), 1)
+    counts = dict.fromkeys(
+        ("trained", "num_rows", "examples", "truncated", "dropped", "median_tokens", "max_tokens"), 1
+    )
     steps = dict.fromkeys(("total_steps", "epochs", "steps_per_epoch", "global_batch"), 1)
     found = {
         **{"fits": True, "message": "The job fits.", "warnings": [], "steps": steps},
@@ -126,7 +128,9 @@ def test_a_preflight_shows_every_part_that_has_memory_and_the_rest_beside_them()
 def test_a_preflight_shows_the_cpu_memory_of_a_machine(limit: int | None, expected: str) -> None:
     estimate = MemoryEstimate(*[0] * 9, machine=48 << 30, page_cache=130 << 30)
     memory = {"device": "cuda", "devices": 8, "estimate_bytes": 0, "limit_bytes": 1, **estimate.shown()}
-    counts = dict.fromkeys(("trained", "num_rows", "truncated", "dropped", "median_tokens", "max_tokens"), 1)
+    counts = dict.fromkeys(
+        ("trained", "num_rows", "examples", "truncated", "dropped", "median_tokens", "max_tokens"), 1
+    )
     found = {
         **{"message": "The job fits.", "warnings": [], "data": {**counts, "histogram": []}},
         "steps": dict.fromkeys(("total_steps", "epochs", "steps_per_epoch", "global_batch"), 1),

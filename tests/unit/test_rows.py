@@ -11,7 +11,18 @@ import pytest
 
 from llama_stack_provider_trl.errors import InvalidRows
 from llama_stack_provider_trl.specs.job import RowUse
-from llama_stack_provider_trl.specs.rows import ROLES, ROW_SHAPES, PreferenceExample, SftExample, check_rows, parse_row
+from llama_stack_provider_trl.specs.rows import (
+    CALL_ROLES,
+    ROLES,
+    ROW_SHAPES,
+    LabelledExample,
+    PreferenceExample,
+    PromptExample,
+    SftExample,
+    check_rows,
+    holds_pairs,
+    parse_row,
+)
 from tests.tiny import REPOSITORY, shared_dir
 
 NAN = float("nan")
@@ -84,7 +95,7 @@ def test_every_dialog_shape_keeps_every_turn(row: dict[str, Any]) -> None:
     assert parse_row(row, 0, "sft") == SftExample(DIALOG, None)
 
 
-@pytest.mark.parametrize(("name", "role"), ROLES.items())
+@pytest.mark.parametrize(("name", "role"), [(name, role) for name, role in ROLES.items() if name not in CALL_ROLES])
 def test_role_names_of_other_tools_are_mapped(name: str, role: str) -> None:
     turns = [{"from": name, "value": "a"}, {"from": "gpt", "value": "b"}]
     example = parse_row({"conversations": turns}, 0, "sft")
@@ -110,8 +121,8 @@ def test_scalars_are_read_as_their_json_text_and_the_report_lists_it(value: Any,
     assert warnings == ["numbers or booleans where text is expected, read as their JSON text: answer (2)"]
 
 
-PAIR = PreferenceExample([QUESTION], [ANSWER], [WORSE])
-LONG_PAIR = PreferenceExample(DIALOG[:-1], [assistant("Yes.")], [assistant("No.")])
+PAIR = PreferenceExample.of([QUESTION], [ANSWER], [WORSE])
+LONG_PAIR = PreferenceExample.of(DIALOG[:-1], [assistant("Yes.")], [assistant("No.")])
 LONG = {"chosen": DIALOG, "rejected": [*DIALOG[:-1], assistant("No.")]}
 
 
@@ -148,6 +159,149 @@ def test_identical_answers_are_counted() -> None:
     assert report.warnings == ["2 of 3 pairs have identical chosen and rejected answers: no signal"]
 
 
+BAD = assistant("Go away.")
+SEVERAL = PreferenceExample.of([QUESTION], [ANSWER], [WORSE], [BAD])
+BETTER = "Because.", "No idea.", "Go away."
+SPEAKS = "\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Why?\n\nAssistant: "
+CONTEXT = [user("Hi"), assistant("Hello!"), QUESTION]
+
+
+def scored(key: str, *scores: Any) -> list[dict[str, Any]]:
+    return [{"response": text, key: score} for text, score in zip(BETTER, scores, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("row", "example"),
+    [
+        ({"prompt": "Why?", "chosen": "Because.", "rejected": ["No idea.", "Go away."]}, SEVERAL),
+        ({"prompt": "Why?", "chosen": "Because.", "rejected": ["No idea."]}, PAIR),
+        ({"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [[WORSE], "Go away."]}, SEVERAL),
+        ({"prompt": "Why?", "chosen": [QUESTION, ANSWER], "rejected": [[QUESTION, WORSE], [QUESTION, BAD]]}, SEVERAL),
+        ({"chosen": [QUESTION, ANSWER], "rejected": [[QUESTION, WORSE], json.dumps([QUESTION, BAD])]}, SEVERAL),
+        (
+            {"chosen": DIALOG, "rejected": [[*DIALOG[:-1], WORSE], [*DIALOG[:-1], BAD]]},
+            PreferenceExample.of(DIALOG[:-1], DIALOG[-1:], [WORSE], [BAD]),
+        ),
+        (
+            {"prompt": "Why?", "chosen": DIALOG[1:], "rejected": [[*DIALOG[1:-1], WORSE], [*DIALOG[1:-1], BAD]]},
+            PreferenceExample.of(DIALOG[1:-1], DIALOG[-1:], [WORSE], [BAD]),
+        ),
+        ({"input": {"messages": [QUESTION]}, "preferred_output": [ANSWER], "non_preferred_output": [WORSE]}, PAIR),
+        (
+            {
+                "input": json.dumps({"messages": CONTEXT, "tools": [], "parallel_tool_calls": True}),
+                "preferred_output": json.dumps([ANSWER]),
+                "non_preferred_output": [WORSE],
+            },
+            PreferenceExample.of(CONTEXT, [ANSWER], [WORSE]),
+        ),
+        ({"instruction": "Why?", "completions": scored("overall_score", 7, 5.5, 2)}, SEVERAL),
+        ({"instruction": "Why?", "completions": scored("fine-grained_score", "4.5", "4.25", 2)}, SEVERAL),
+        ({"instruction": "Why?", "completions": json.dumps(scored("fine_grained_score", 3, 2, 1))}, SEVERAL),
+        (
+            {"instruction": "Why?", "completions": scored("overall_score", 5, 5, 2)},
+            PreferenceExample.of([QUESTION], [ANSWER], [BAD]),
+        ),
+        (
+            {
+                "prompt": "Why?",
+                "answers": [{"answer": text, "rank": rank} for text, rank in zip(BETTER[::-1], (3, 2, 1), strict=True)],
+            },
+            PreferenceExample.of([QUESTION], [ANSWER], [BAD], [WORSE]),
+        ),
+        (
+            {"prompt": SPEAKS, "answers": [{"answer": "Because.", "rank": 1.0}, {"answer": "No idea.", "rank": 2.0}]},
+            PreferenceExample.of(CONTEXT, [ANSWER], [WORSE]),
+        ),
+        ({"prompt": "Why?", "responses": [*BETTER], "scores": [0.5, 0.25, -1]}, SEVERAL),
+        ({"prompt": "Why?", "responses": [*BETTER], "ranks": [0, 1, 1]}, SEVERAL),
+        ({"prompt": [QUESTION], "responses": [[QUESTION, ANSWER], [WORSE]], "ranks": [1, 2]}, PAIR),
+    ],
+    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
+)
+def test_preferences_are_read_as_other_datasets_write_them(row: dict[str, Any], example: PreferenceExample) -> None:
+    assert parse_row(row, 0, "dpo") == example
+    for method in ("orpo", "simpo", "reward"):
+        assert parse_row(row, 0, method) == example
+    assert check_rows([row], "dpo").warnings == []
+    assert holds_pairs(row)
+    assert [(pair.chosen, pair.rejected) for pair in example.written_out()] == [
+        (example.answers[0], answer) for answer in example.answers[1:]
+    ]
+
+
+def test_a_row_without_a_better_answer_makes_no_pair_and_is_counted() -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "Why?", "responses": ["So.", "Because."], "scores": [3, 3]},
+        {"instruction": "Why?", "completions": []},
+        {"prompt": "Why?", "answers": [{"answer": "So.", "rank": 1}]},
+        {"prompt": "Why?", "chosen": "Because.", "rejected": ["Because.", "No."]},
+    ]
+    assert parse_row(rows[0], 0, "dpo") == PreferenceExample([QUESTION], [], [])
+    assert check_rows(rows, "dpo").warnings == [
+        "1 of 2 pairs have identical chosen and rejected answers: no signal",
+        "3 of 4 rows make no pair: no preference, since no answer is better",
+    ]
+
+
+def test_scores_of_a_pair_are_compared_and_equal_ones_are_counted() -> None:
+    pair = {"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."}
+    several = {**pair, "rejected": ["No idea.", "Go away."]}
+    rows: list[dict[str, Any]] = [
+        {**pair, "score_chosen": 8, "score_rejected": "7.5"},
+        {**pair, "score_chosen": 8, "score_rejected": 8.0},
+        {**several, "score_chosen": 8.0, "score_rejected": [8, 1]},
+        {**pair, "score_chosen": 8.0, "score_rejected": NAN},
+        {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, WORSE], "score_chosen": 1, "score_rejected": 1},
+    ]
+    assert parse_row(rows[0], 0, "dpo") == PAIR
+    assert check_rows(rows, "dpo").warnings == [
+        "3 of 5 rows have the same score for chosen and rejected answers: no preference is known, and they are "
+        "trained as the columns have it"
+    ]
+
+
+def test_what_is_not_read_of_answers_with_scores_is_named() -> None:
+    completions = [{**one, "model": "m", "critique": "c"} for one in scored("overall_score", 2, 1)]
+    row = {"source": "s", "instruction": "Why?", "completions": completions}
+    assert check_rows([row], "dpo").warnings == [
+        "columns never read: source",
+        "message keys never read: critique, model",
+    ]
+    openai = {"input": {"messages": [QUESTION], "n": 1}, "preferred_output": [ANSWER], "non_preferred_output": [WORSE]}
+    assert check_rows([openai], "dpo").warnings == ["message keys never read: input.n"]
+
+
+def test_a_label_of_a_conversation_is_about_the_assistant_turns_at_its_end() -> None:
+    row = {"messages": [*CONTEXT, ANSWER, BAD], "label": False}
+    assert parse_row(row, 0, "kto") == LabelledExample(CONTEXT, [ANSWER, BAD], False)
+    assert check_rows([row], "kto").warnings == []
+    for messages, found in (
+        (
+            CONTEXT,
+            "column messages: found a conversation that ends in a user turn, expected assistant turns at its end",
+        ),
+        ([ANSWER], "column messages: found assistant turns only, expected a turn before them that asks for an answer"),
+    ):
+        with pytest.raises(InvalidRows, match=re.escape(f"row 0: {found}")):
+            check_rows([{"messages": messages, "label": True}], "kto")
+    with pytest.raises(InvalidRows, match="column label: found a number 1, expected true"):
+        check_rows([{"messages": DIALOG, "label": 1}], "kto")
+
+
+def test_rows_that_sft_reads_too_hold_pairs_only_as_chosen_and_rejected() -> None:
+    assert holds_pairs({"messages": DIALOG, "prompt": "Why?", "chosen": "A.", "rejected": "B."})
+    assert not holds_pairs({"prompt": "Why?", "completion": "So.", "answers": ["So."]})
+    assert not holds_pairs({"prompt": "Why?", "completion": "So.", "chosen": "A.", "rejected": None})
+
+
+def test_prompts_are_read_of_rows_of_preferences_too() -> None:
+    openai = {"input": {"messages": CONTEXT}, "preferred_output": [ANSWER], "non_preferred_output": [WORSE]}
+    assert parse_row(openai, 0, "prompts") == PromptExample(CONTEXT)
+    ultrafeedback = {"instruction": "Why?", "completions": scored("overall_score", 2, 1)}
+    assert parse_row(ultrafeedback, 0, "grpo") == PromptExample([QUESTION])
+
+
 BOTH = {"prompt": "Why?", "completion": "Because.", "messages": DIALOG}
 
 
@@ -169,32 +323,30 @@ def test_columns_and_message_keys_that_are_not_read_are_named() -> None:
     rows: list[dict[str, Any]] = [
         {
             "id": 7,
-            "system": "Be brief.",
+            "context": "Be brief.",
             "messages": [QUESTION, {**ANSWER, "weight": 1, "name": "bot", "tool_calls": None}],
         },
         {"id": NAN, "score": None, "instruction": "Why?", "input": "", "output": "Because.", "text": "Why? Because."},
     ]
     assert check_rows(rows, "sft").warnings == [
-        "columns never read: id, system, text",
-        "message keys never read: name, weight",
+        "columns never read: context, id, text",
+        "message keys never read: name",
     ]
 
 
 SFT_ERRORS: list[tuple[Any, str]] = [
     (
-        {"messages": [QUESTION, {**ANSWER, "weight": 0}]},
-        "column messages, turn 1: found weight 0, expected 1, or no weight: the loss is on every assistant turn of "
-        "a conversation; write the turns that are context only as a prompt (prompt and completion)",
+        {"messages": [QUESTION, {**ANSWER, "weight": 0.5}]},
+        "column messages, turn 1 (assistant): found weight 0.5, expected 0, no loss on this turn, or 1",
     ),
     (
-        {"messages": [QUESTION, {**ANSWER, "reasoning_content": "Let me think."}]},
-        "column messages, turn 1: found reasoning_content, which no recipe renders, expected the reasoning as text "
-        "in content, or none",
+        {"messages": [QUESTION, {**ANSWER, "reasoning_content": "Let me think.", "thinking": "Hm."}]},
+        "column messages, turn 1 (assistant): found different texts in reasoning_content and thinking, expected the "
+        "reasoning once",
     ),
     (
-        {"messages": DIALOG, "tools": [{"name": "search"}]},
-        "column tools: found a list [{'name': 'search'}], which no recipe renders: write the tools out as text in "
-        "a system message",
+        {"messages": DIALOG, "tools": [{"description": "finds"}]},
+        "column tools, tool 0: found no name, expected a tool",
     ),
     (
         {"prompt": "Why?"},
@@ -255,7 +407,7 @@ SFT_ERRORS: list[tuple[Any, str]] = [
     ),
     (
         {"messages": [QUESTION, {**ANSWER, "tool_calls": [{"id": "1"}]}]},
-        "column messages, turn 1: found tool_calls, which no recipe renders",
+        "column messages, turn 1 (assistant), tool_calls, call 0: found no name, expected a call",
     ),
     (
         {"chat_completion_input": [QUESTION, ANSWER], "expected_answer": "x"},
@@ -287,6 +439,94 @@ DPO_ERRORS: list[tuple[Any, str]] = [
         {"prompt": "Why?", "completion": "Because."},
         "These columns are SFT's: was POST /v1/post-training/supervised-fine-tune meant?",
     ),
+    ({"prompt": "Why?", "chosen": "A.", "rejected": []}, "column rejected: found an empty list, expected at least one"),
+    (
+        {"prompt": "Why?", "chosen": "A.", "rejected": ["B.", ""]},
+        "column rejected, answer 1: found blank text, expected text",
+    ),
+    (
+        {"prompt": "Why?", "chosen": "A.", "rejected": ["B.", None]},
+        "column rejected, answer 1: found null, expected text",
+    ),
+    (
+        {"prompt": "Why?", "chosen": "A.", "rejected": ["B.", [QUESTION, BAD, QUESTION]]},
+        "column rejected, answer 1: found a user turn, expected assistant turns that follow the prompt",
+    ),
+    (
+        {"chosen": [QUESTION, ANSWER], "rejected": [[QUESTION, WORSE], "No."]},
+        "column rejected, answer 1: found text 'No.', expected a conversation as a list of messages",
+    ),
+    (
+        {"chosen": [QUESTION, ANSWER], "rejected": [[QUESTION, WORSE], [user("What?"), BAD]]},
+        "column chosen: found a first turn that differs from that of rejected, expected the same leading turns in all",
+    ),
+    (
+        {"prompt": "Why?", "chosen": "A.", "rejected": "B.", "score_chosen": 2, "score_rejected": 7.5},
+        "column score_chosen: found 2 where score_rejected is 7.5, expected a score that is not below that of a "
+        "rejected answer: swap the answers, or correct the scores",
+    ),
+    (
+        {"prompt": "Why?", "chosen": "A.", "rejected": "B.", "score_chosen": True, "score_rejected": 1},
+        "column score_chosen: found a boolean True, expected a number",
+    ),
+    (
+        {"prompt": "Why?", "chosen": "A.", "rejected": "B.", "score_chosen": 1.5, "score_rejected": 10**400},
+        "column score_chosen: found 1.5 where score_rejected is 1000",
+    ),
+    (
+        {"prompt": "Why?", "chosen": "A.", "rejected": ["B.", "C."], "score_chosen": 2, "score_rejected": 1},
+        "column score_rejected: found 1 scores, expected 2, one for each rejected answer",
+    ),
+    (
+        {"input": {"messages": []}, "preferred_output": [ANSWER], "non_preferred_output": [WORSE]},
+        "column input.messages: found an empty list, expected at least one message",
+    ),
+    (
+        {"input": [QUESTION], "preferred_output": [ANSWER], "non_preferred_output": [WORSE]},
+        "column input: found a list [{'role': 'user', 'content': 'Why?'}], expected an object with messages",
+    ),
+    (
+        {
+            "input": {"messages": [QUESTION], "tools": [{"type": "function"}]},
+            "preferred_output": [ANSWER],
+            "non_preferred_output": [WORSE],
+        },
+        "column input.tools, tool 0: found no name, expected a tool",
+    ),
+    (
+        {"input": {"messages": [QUESTION]}, "preferred_output": [ANSWER], "non_preferred_output": [QUESTION]},
+        "column non_preferred_output: found a user turn, expected assistant turns",
+    ),
+    (
+        {"input": {"messages": [QUESTION]}, "preferred_output": [ANSWER]},
+        ". Missing or empty in this row: non_preferred",
+    ),
+    (
+        {"instruction": "Why?", "completions": [{"response": "A.", "overall_score": 1}, {"response": "B."}]},
+        "column completions: found answers without a score, expected a score of each answer, under the same key: "
+        "overall_score or fine-grained_score or fine_grained_score",
+    ),
+    (
+        {"instruction": "Why?", "completions": [{"response": "A.", "overall_score": "good"}]},
+        "column completions, answer 0, overall_score: found text 'good', expected a number",
+    ),
+    (
+        {"instruction": "Why?", "completions": ["A."]},
+        "column completions, answer 0: found text 'A.', expected an object",
+    ),
+    ({"instruction": "Why?", "completions": 3}, "column completions: found a number 3, expected a list of objects"),
+    (
+        {"prompt": "Why?", "answers": [{"answer": "A.", "rank": 1}, {"answer": "B."}]},
+        "column answers, answer 1, rank: found null, expected a number",
+    ),
+    (
+        {"prompt": "Why?", "responses": ["A.", "B."], "scores": [1]},
+        "column scores: found 1 numbers, expected 2, one for each of responses",
+    ),
+    (
+        {"prompt": "Why?", "responses": ["A.", "B."], "ranks": [1, float("inf")]},
+        "column ranks, number 1: found a number inf, expected a number",
+    ),
 ]
 
 
@@ -303,6 +543,19 @@ def test_a_bad_preference_row_is_refused_by_number_and_reason(row: Any, message:
     rows = [{"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."}] * 4
     with pytest.raises(InvalidRows, match=rf"^row 4: .*{re.escape(message)}"):
         check_rows([*rows, row], "dpo")
+
+
+@pytest.mark.parametrize(
+    ("row", "lacking"),
+    [
+        ({"prompt": "Why?", "chosen": "So."}, "rejected"),
+        ({"prompt": "Why?", "responses": ["A.", "B."]}, "scores or ranks"),
+        ({"instruction": "Why?"}, "completions"),
+    ],
+)
+def test_the_column_is_named_that_the_closest_shape_lacks(row: dict[str, Any], lacking: str) -> None:
+    with pytest.raises(InvalidRows, match=rf"\. Missing or empty in this row: {lacking}$"):
+        check_rows([row], "dpo")
 
 
 def test_an_empty_dataset_is_refused() -> None:

@@ -3,7 +3,7 @@
 from pydantic import BaseModel, Field
 
 from llama_stack_provider_trl.specs.custom import CustomMethod
-from llama_stack_provider_trl.specs.rows import PreferenceExample
+from llama_stack_provider_trl.specs.rows import PreferencePair
 
 
 class RobustFields(BaseModel):
@@ -18,7 +18,7 @@ class FocalFields(BaseModel):
     """0: the cross entropy. The higher, the less a token counts that the model is sure of."""
 
 
-def check_pair(pair: PreferenceExample, fields: RobustFields) -> str | None:
+def check_pair(pair: PreferencePair, fields: RobustFields) -> str | None:
     if pair.chosen == pair.rejected:
         return "chosen and rejected are the same answer, of which nothing can be learned: leave the row out"
     return None

@@ -35,6 +35,8 @@ _MUST_MATCH = (
         "optimizer",
         "data_format",
         "train_on_input",
+        "train_on",
+        "reasoning",
         "packed",
     ),
     *("max_seq_length", "truncation_side", "shuffle", "seed", "max_steps_per_epoch"),

@@ -14,8 +14,10 @@ from jinja2 import TemplateError
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import DroppedTurns
-from ...specs.rows import Message
+from ...specs.rows import Message, is_plain
+from ...specs.tool_calls import Tool
 from .endings import Endings, Examples
+from .forms import THINK, Forms
 from .marks import CLOSE, OPEN, common_prefix, marked_texts, markings, unmarked, visible
 from .templates import rendered
 
@@ -171,10 +173,14 @@ class Chat:
         self.tokenizer = tokenizer
         self.template_warning: str | None = None
         """The warning that the default template was given."""
+        self.forms = Forms(self._applied)
+        """What the template takes of turns beside their content."""
+        self.expanded = 0
+        """Rows of which several sequences were made, each with the turns before an answer as inference has them."""
         self.has_rendered = False
         """Whether a conversation was rendered, and the tokenizer has a template for it."""
         self.diverged = 0
-        """Rows whose prompt the template writes differently when the answer follows."""
+        """Examples whose prompt the template writes differently when the answer follows."""
         self.two_prompts = 0
         """Pairs whose prompt the template writes differently for each answer."""
         self.unplaced_turns = 0
@@ -227,17 +233,7 @@ class Chat:
         Raises:
             JobFailure: the template refuses the conversation, or leaves out the answer.
         """
-        self.template_warning = ensure_chat_template(self.tokenizer) or self.template_warning
-        self.has_rendered = True
-        try:
-            text = self._render(messages, add_generation_prompt)
-        except (TemplateError, TypeError, ValueError) as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise JobFailure(
-                Reason.invalid_dataset,
-                f"row {row}: the model's chat template refuses the turns {roles}: {error}. "
-                "Change the row, or the template in the model's tokenizer files",
-            ) from error
+        text = self.written(messages, row, add_generation_prompt=add_generation_prompt)
         unwritten = self.unwritten_turns(messages, text, add_generation_prompt)
         if not add_generation_prompt and _last_answer(messages) in unwritten:
             raise _left_out(row)
@@ -250,6 +246,39 @@ class Chat:
             and not self._is_whole(messages, turn, text, add_generation_prompt)
         ]
         return Rendered(text, unwritten, partly)
+
+    def written(self, messages: Sequence[Message], row: int, *, add_generation_prompt: bool = False) -> str:
+        """As `render`, without a look at what is written.
+
+        Raises:
+            JobFailure: the template refuses the conversation, or writes no tools.
+        """
+        self.template_warning = ensure_chat_template(self.tokenizer) or self.template_warning
+        self.has_rendered = True
+        self._refuse_unwritten_tools(messages, row)
+        try:
+            return self._render(messages, add_generation_prompt)
+        except (TemplateError, TypeError, ValueError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise JobFailure(
+                Reason.invalid_dataset,
+                f"row {row}: the model's chat template refuses the turns {roles}: {error}. "
+                "Change the row, or the template in the model's tokenizer files",
+            ) from error
+
+    def _refuse_unwritten_tools(self, messages: Sequence[Message], row: int) -> None:
+        what = ""
+        if messages and messages[0].get("tools") and not self.forms.writes_tools:
+            what = "tools"
+        elif any("tool_calls" in message for message in messages) and self.forms.calls is None:
+            what = "tool calls and their results"
+        if what:
+            raise JobFailure(
+                Reason.invalid_dataset,
+                f"row {row}: the model's chat template writes no {what}, and the row has them. Train a model whose "
+                "template does, correct the template in the model's tokenizer files, or write them out as text in the "
+                "messages",
+            )
 
     def unwritten_turns(self, messages: Sequence[Message], text: str, add_generation_prompt: bool) -> list[int]:
         """Turns whose content the template does not write (what an answer thought before may rightly be missing).
@@ -271,6 +300,10 @@ class Chat:
             if not is_written:
                 unwritten.append(turn)
         return unwritten
+
+    def writes_turn(self, messages: Sequence[Message], turn: int, text: str) -> bool:
+        """Whether a turn is written before the header of an answer, where its content is not in the text as it is."""
+        return self._is_written(messages, turn, text, True)
 
     def _is_written(self, messages: Sequence[Message], turn: int, text: str, add_generation_prompt: bool) -> bool:
         """Whether marks in a turn's content are written, or its last word, where the template refuses all marks."""
@@ -323,30 +356,35 @@ class Chat:
         except (TemplateError, TypeError, ValueError):
             return None
 
-    def warnings(self, unit: str, total: int) -> Iterator[str]:
+    def warnings(self, example: str, examples: int) -> Iterator[str]:
         """What a user should know of the template, beside the turns that it leaves out and the ends of answers.
 
         Args:
-            unit: what a row is called.
-            total: rows that were read.
+            example: what a sequence or pair is called.
+            examples: those that were made of the rows.
         """
         if self.template_warning:
             yield self.template_warning
         if self.diverged:
             yield (
-                f"{self.diverged} of {total} {unit}s: the chat template writes the prompt differently when the "
+                f"{self.diverged} of {examples} {example}s: the chat template writes the prompt differently when the "
                 "answer follows; the loss starts where they diverge, or, where that is within the prompt's last turn, "
                 "at the answer's own text"
             )
         if self.two_prompts:
             yield (
-                f"{self.two_prompts} of {total} {unit}s: the chat template writes the prompt differently for each "
-                "answer; both are trained after the prompt that generation has"
+                f"{self.two_prompts} of {examples} {example}s: the chat template writes the prompt differently for "
+                "each answer; both are trained after the prompt that generation has"
+            )
+        if self.expanded:
+            yield (
+                f"{self.expanded} rows are trained as several sequences, one for each answer that the chat template "
+                "writes differently when other turns follow (such as without its thoughts)"
             )
         if self.equal_answers:
             yield (
-                f"{self.equal_answers} of {total} {unit}s have different answers that the chat template writes as the "
-                "same tokens: no signal"
+                f"{self.equal_answers} of {examples} {example}s have different answers that the chat template writes "
+                "as the same tokens: no signal"
             )
         if self.trained_headers.count:
             yield (
@@ -361,7 +399,30 @@ class Chat:
             )
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        return rendered(self.tokenizer, messages, add_generation_prompt=add_generation_prompt)
+        if is_plain(messages) and not self._takes_thoughts_apart(messages):
+            return rendered(self.tokenizer, messages, add_generation_prompt=add_generation_prompt)
+        tools = {"tools": messages[0]["tools"]} if messages[0].get("tools") else {}
+        turns = self.forms.of(messages)
+        return rendered(self.tokenizer, turns, add_generation_prompt=add_generation_prompt, **tools)
+
+    def _takes_thoughts_apart(self, messages: Sequence[Message]) -> bool:
+        """Whether a thought in a content goes under a key of its own: gpt-oss."""
+        template = self.tokenizer.chat_template
+        return (
+            isinstance(template, str)
+            and "<|channel|>analysis" in template
+            and any(THINK in message["content"] for message in messages if message["role"] == "assistant")
+        )
+
+    def _applied(
+        self, turns: list[dict[str, Any]], *, add_generation_prompt: bool = False, tools: list[Tool] | None = None
+    ) -> str | None:
+        """What the template writes of turns in a form of its own; None: it refuses them."""
+        self.template_warning = ensure_chat_template(self.tokenizer) or self.template_warning
+        try:
+            return rendered(self.tokenizer, turns, add_generation_prompt=add_generation_prompt, tools=tools)
+        except (TemplateError, TypeError, ValueError):
+            return None
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
         """Ids of rendered texts: the template has already written the special tokens."""

@@ -257,7 +257,7 @@ class Endings:
 
 
 def _with_marks(messages: Sequence[Message]) -> list[Message]:
-    return [{"role": message["role"], "content": _TURN + message["content"]} for message in messages]
+    return [{**message, "content": _TURN + message["content"]} for message in messages]
 
 
 def _last_written(message: Message, text: str) -> int | None:

@@ -13,6 +13,7 @@ import tokenizers
 import transformers
 
 from ...specs import rows as row_shapes
+from ...specs import tool_calls
 from ...specs.job import DatasetRef, JobSpec
 from ...specs.methods import METHODS
 from .chat import call_tokenizer, default_chat_template
@@ -26,7 +27,7 @@ _VARYING = re.compile(r"strftime_now|lipsum|\|\s*random\b")
 
 def _digest_of_code() -> str:
     """Digest of the modules that turn rows into tokens: what another release has cached is not used."""
-    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(row_shapes.__file__)]
+    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(row_shapes.__file__), Path(tool_calls.__file__)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
@@ -58,7 +59,8 @@ class RowKeys:
             rows=rows.sha256,
             algorithm=METHODS[spec.algorithm].rows,
             data_format=spec.data.data_format if is_sft else None,
-            train_on_input=spec.data.train_on_input and is_sft,
+            train_on=spec.data.trained if is_sft else None,
+            reasoning=spec.data.reasoning if is_sft else None,
             max_seq_length=spec.data.max_seq_length,
             truncation_side=spec.data.truncation_side,
             answer=spec.method.answer_tokens,

@@ -27,7 +27,7 @@ class Marking:
     def put_into(self, messages: Sequence[Message], turn: int) -> list[Message]:
         """The conversation with this turn."""
         before, between, after = self.parts
-        marked: Message = {"role": self.role, "content": f"{before}{OPEN}{between}{CLOSE}{after}"}
+        marked: Message = {**messages[turn], "content": f"{before}{OPEN}{between}{CLOSE}{after}"}
         return [*messages[:turn], marked, *messages[turn + 1 :]]
 
     def is_in(self, marked: str) -> bool:
@@ -88,7 +88,7 @@ def markings(message: Message) -> list[Marking]:
 
 def visible(message: Message) -> str:
     """What a template has to write of a turn: templates leave out what an answer thought before."""
-    content = message["content"]
+    content: str = message["content"]
     return (content.rpartition("</think>")[2] if message["role"] == "assistant" else content).strip()
 
 
@@ -100,7 +100,7 @@ def marked_texts(message: Message) -> list[tuple[Message, int]]:
     found: list[tuple[Message, int]] = []
     for is_around in (True, False):
         texts = [_marked(piece, is_around) if number % 2 == 0 else piece for number, piece in enumerate(pieces)]
-        found.append(({"role": message["role"], "content": "".join(texts)}, count))
+        found.append(({**message, "content": "".join(texts)}, count))
     return found
 
 

@@ -25,7 +25,7 @@ from datasets import Dataset, concatenate_datasets
 
 from ...errors import InvalidRows, JobFailure
 from ...specs.events import Reason
-from ...specs.job import DataFormat, DatasetRef, JobSpec, RowUse, TruncationSide
+from ...specs.job import DataFormat, DatasetRef, JobSpec, ReasoningUse, RowUse, TrainOn, TruncationSide
 from ...specs.methods import METHODS
 from ...specs.row_files import parse_line
 from ...specs.rows import Example, LabelledExample, PreferenceExample, PromptExample, SftExample, parse_row
@@ -43,14 +43,17 @@ _CHUNK = 1000
 
 @dataclass(frozen=True, slots=True)
 class DataReport:
-    """Counts of the rows by outcome. `num_rows` = `kept` + `dropped`."""
+    """Counts of a dataset, and of what its rows are trained as by outcome. `examples` = `kept` + `dropped`."""
 
     num_rows: int
+    """Of the dataset."""
+    examples: int
+    """Sequences or pairs that were made of the rows: one of most rows, of some shapes several."""
     kept: int
     truncated: int
-    """Kept rows (or pairs) that were cut to `max_seq_length`."""
+    """Kept examples that were cut to `max_seq_length`."""
     dropped: int
-    """Rows whose loss would be empty: after the cut (or, rarely, by the template) no trained token is left."""
+    """Examples whose loss would be empty: after the cut (or, rarely, by the template) no trained token is left."""
     total_tokens: int
     """Tokens of all kept sequences after the cut; a pair counts prompt + chosen and prompt + rejected."""
     trained_tokens: int
@@ -115,21 +118,21 @@ class Tokenization:
     columns: tuple[str, ...]
     chat: Chat
     unit: str
-    """What a row is called in messages."""
+    """What an example is called in messages."""
     counter: TruncationCounter
     teacher: Chat | None = None
     """Of a teacher with another vocabulary, which reads the rows, too."""
 
     @property
     def rows(self) -> int:
-        """Rows that have been read so far, dropped ones included."""
+        """Rows of the dataset that have been read so far."""
         return self.counter.rows
 
     def report(self) -> DataReport:
         """The report on all rows, when they have been read.
 
         Raises:
-            JobFailure: invalid_dataset, if no row is left to train on.
+            JobFailure: invalid_dataset, if nothing is left to train on.
         """
         return self.counter.report(self.unit, self.chat, self.teacher)
 
@@ -158,7 +161,8 @@ def tokenize(
     if METHODS[spec.algorithm].rows == "kto":
         return tokenize_kto(read_examples(dataset.path, "kto"), tokenizer, most, side)
     examples = read_examples(dataset.path, "sft", spec.data.data_format)
-    return tokenize_sft(examples, tokenizer, most, spec.data.train_on_input, side)
+    data = spec.data
+    return tokenize_sft(examples, tokenizer, most, data.train_on_input, side, data.train_on, data.reasoning)
 
 
 def tokenize_sft(
@@ -167,13 +171,17 @@ def tokenize_sft(
     max_seq_length: int,
     train_on_input: bool = False,
     side: TruncationSide = "right",
+    train_on: TrainOn = "assistant",
+    reasoning: ReasoningUse = "keep",
 ) -> Tokenization:
     """Tokenize for `SFTTrainer`, a part at a time, with `dataset_kwargs={"skip_prepare_dataset": True}`.
 
     Args:
         tokenizer: one without a chat template is given `DEFAULT_CHAT_TEMPLATE`, so that checkpoints carry it.
         max_seq_length: tokens; longer sequences are cut.
-        train_on_input: the loss covers every token instead of the answers alone.
+        train_on_input: the loss covers every token, whatever `train_on` is.
+        train_on: what the loss covers.
+        reasoning: whether thoughts are left out of the rows.
         side: right, sequences lose their end; left, their beginning, but for a `bos_token`.
 
     Returns:
@@ -183,10 +191,18 @@ def tokenize_sft(
         JobFailure: `invalid_dataset` if the template refuses a row or no row is left, `invalid_model` if a chat is to
             be rendered and the tokenizer has neither a template nor an `eos_token`.
     """
-    encoder = SftEncoder(Chat(tokenizer), train_on_input)
+    encoder = SftEncoder(Chat(tokenizer), "all" if train_on_input else train_on, reasoning)
     counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
     tables = (
-        table([cut for ids, labels in encoder.encode(chunk) if (cut := counter.cut_row(ids, labels))], SFT_COLUMNS)
+        table(
+            [
+                cut
+                for sequences in counter.read(encoder.encode(chunk))
+                for ids, labels in sequences
+                if (cut := counter.cut_row(ids, labels))
+            ],
+            SFT_COLUMNS,
+        )
         for chunk in batched(enumerate(examples), _CHUNK)
     )
     return Tokenization(tables, SFT_COLUMNS, encoder.chat, "row", counter)
@@ -207,12 +223,15 @@ def tokenize_dpo(
 
     Returns:
         Tables with the columns `prompt_ids`, `chosen_ids` and `rejected_ids`, cut so that the prompt with either answer
-        has at most `max_seq_length` tokens; after the last one, the report on their rows.
+        has at most `max_seq_length` tokens, in the order of rows and their pairs; after the last one, the report.
     """
     chat = Chat(tokenizer)
     counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
     tables = (
-        table([cut for ids in encode_pairs(chat, chunk) if (cut := counter.cut_pair(*ids))], DPO_COLUMNS)
+        table(
+            [cut for row in counter.read(encode_pairs(chat, chunk)) for ids in row if (cut := counter.cut_pair(*ids))],
+            DPO_COLUMNS,
+        )
         for chunk in batched(enumerate(pairs), _CHUNK)
     )
     return Tokenization(tables, DPO_COLUMNS, chat, "pair", counter)
@@ -234,7 +253,11 @@ def tokenize_kto(
     counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
     tables = (
         table(
-            [(*cut, label) for *ids, label in encode_labelled(chat, chunk) if (cut := counter.cut_answer(*ids))],
+            [
+                (*cut, label)
+                for *ids, label in counter.read(encode_labelled(chat, chunk))
+                if (cut := counter.cut_answer(*ids))
+            ],
             KTO_COLUMNS,
         )
         for chunk in batched(enumerate(rows), _CHUNK)
@@ -258,7 +281,10 @@ def tokenize_prompts(
     chat = Chat(tokenizer)
     counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length)
     tables = (
-        table([(ids, [row]) for row, ids in encode_chats(chat, chunk) if counter.keeps(ids, answer)], PROMPT_COLUMNS)
+        table(
+            [(ids, [row]) for row, ids in counter.read(encode_chats(chat, chunk)) if counter.keeps(ids, answer)],
+            PROMPT_COLUMNS,
+        )
         for chunk in batched(enumerate(prompts), _CHUNK)
     )
     return Tokenization(tables, PROMPT_COLUMNS, chat, "prompt", counter)
@@ -281,7 +307,8 @@ def tokenize_taught_prompts(
     counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length)
 
     def rows(chunk: Sequence[tuple[int, PromptExample]]) -> Iterator[tuple[list[int], list[int], list[int]]]:
-        for (row, ids), (_, theirs) in zip(encode_chats(chat, chunk), encode_chats(other, chunk), strict=True):
+        read = zip(encode_chats(chat, chunk), encode_chats(other, chunk), strict=True)
+        for (row, ids), (_, theirs) in counter.read(read):
             if counter.keeps(ids if theirs else [], answer, len(theirs)):
                 yield ids, [row], theirs
 
@@ -321,6 +348,9 @@ class TruncationCounter:
     limit: int
     side: TruncationSide = "right"
     rows: int = 0
+    """Rows of the dataset that were read."""
+    examples: int = 0
+    """Sequences or pairs that were made of them."""
     kept: int = 0
     truncated: int = 0
     identical: int = 0
@@ -333,6 +363,12 @@ class TruncationCounter:
     eos_trained: bool = False
     example_end: list[int] = field(default_factory=list)
     """The last trained ids of the first sequence that was not cut."""
+
+    def read[Row](self, rows: Iterable[Row]) -> Iterator[Row]:
+        """The rows, each counted before it is taken: the examples that are cut next are counted as made of it."""
+        for row in rows:
+            self.rows += 1
+            yield row
 
     def cut_row(self, ids: list[int], labels: list[int]) -> tuple[list[int], list[int]] | None:
         """The row, cut; None if it is dropped. The first label never counts: nothing predicts the first token."""
@@ -398,7 +434,7 @@ class TruncationCounter:
         return values[:head] + values[len(values) - limit + head :]
 
     def _count(self, length: int) -> None:
-        self.rows += 1
+        self.examples += 1
         self.longest = max(self.longest, length)
 
     def _keep(self, tokens: int, trained: int, cut: bool, answer: list[int], *ids: list[int]) -> None:
@@ -420,12 +456,13 @@ class TruncationCounter:
             JobFailure: nothing is left to train on.
         """
         if not self.kept:
-            raise JobFailure(Reason.invalid_dataset, self._nothing_left(unit))
+            raise JobFailure(Reason.invalid_dataset, self.nothing_left(unit))
         return DataReport(
             num_rows=self.rows,
+            examples=self.examples,
             kept=self.kept,
             truncated=self.truncated,
-            dropped=self.rows - self.kept,
+            dropped=self.dropped,
             total_tokens=self.total_tokens,
             trained_tokens=self.trained_tokens,
             max_tokens=self.longest,
@@ -436,22 +473,46 @@ class TruncationCounter:
         )
 
     def warnings(self, unit: str, chat: Chat, teacher: Chat | None = None) -> list[str]:
-        """What a user should know of the rows so far."""
-        lost = self.lost_turns(unit, chat, teacher)
-        return [*chat.warnings(unit, self.rows), *lost, *self._end_warnings(chat), *self._cut_warnings(unit)]
+        """What a user should know of the rows so far.
+
+        Args:
+            unit: what an example is called.
+        """
+        lost, example = self.lost_turns(unit, chat, teacher), self._example(unit)
+        made = [f"{self.rows} rows make {self.examples} {example}s"] if self.examples != self.rows else []
+        of_chat = chat.warnings(example, self.examples)
+        return [*made, *of_chat, *lost, *self._end_warnings(chat), *self._cut_warnings(example)]
 
     def lost_turns(self, unit: str, chat: Chat, teacher: Chat | None = None) -> list[str]:
         """Sentences on chat templates that do not write all turns, or all text of the answers."""
-        found = [chat.lost.message(unit, self.rows), chat.lost_texts.message(unit, self.rows)]
+        row = self._row(unit)
+        found = [chat.lost.message(row, self.rows), chat.lost_texts.message(row, self.rows)]
         if teacher is not None:
-            found.append(teacher.lost.message(unit, self.rows, "the teacher's"))
+            found.append(teacher.lost.message(row, self.rows, "the teacher's"))
         return [message for message in found if message]
 
-    def _nothing_left(self, unit: str) -> str:
+    @property
+    def dropped(self) -> int:
+        """Examples that were not kept."""
+        return self.examples - self.kept
+
+    def _row(self, unit: str) -> str:
+        """What a row is called in messages. Where each row is one example, both have the name of an example."""
+        return unit if self.examples == self.rows else "row"
+
+    def _example(self, unit: str) -> str:
+        """What an example is called in messages."""
+        return "sequence" if self.examples != self.rows and unit == "row" else unit
+
+    def nothing_left(self, unit: str) -> str:
+        """Why there is nothing to train on."""
         if not self.rows:
             return "the dataset is empty: expected at least one row"
+        if not self.examples:
+            return f"the {self.rows} rows make no {unit}: expected a row of which an answer is better than another"
+        unit = self._example(unit)
         return (
-            f"none of the {self.rows} {unit}s has a token left to train on within max_seq_length={self.limit}: "
+            f"none of the {self.examples} {unit}s has a token left to train on within max_seq_length={self.limit}: "
             f"raise max_seq_length (the longest {unit} has {self.longest} tokens) or shorten the prompts"
         )
 
@@ -466,13 +527,13 @@ class TruncationCounter:
     def _cut_warnings(self, unit: str) -> Iterator[str]:
         if self.truncated:
             yield (
-                f"{self.truncated} of {self.rows} {unit}s were cut to max_seq_length={self.limit} tokens and lack "
+                f"{self.truncated} of {self.examples} {unit}s were cut to max_seq_length={self.limit} tokens and lack "
                 f"{'the end of the answer' if self.side == 'right' else 'their beginning'} "
                 f"(the longest has {self.longest})"
             )
-        if self.kept < self.rows:
+        if self.dropped:
             yield (
-                f"{self.rows - self.kept} of {self.rows} {unit}s were dropped: within max_seq_length={self.limit} "
+                f"{self.dropped} of {self.examples} {unit}s were dropped: within max_seq_length={self.limit} "
                 "tokens nothing is left to train on"
             )
         if self.identical:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 from ...errors import JobFailure
 from ...specs.events import Reason
-from ...specs.rows import Message
+from ...specs.rows import Message, is_plain
 from .chat import Chat, TokenIndex
 from .marks import common_prefix, unmarked, visible
 from .places import ContentPlace, find_content
+from .turns import trained_turn
 
 Span = tuple[int, int, bool]
 """First and last character, and whether the end is exact; if not, the token around the end is outside the span."""
@@ -49,6 +51,12 @@ class _RenderedRow(NamedTuple):
         """Whether an answer has the template write the prompt differently."""
         return not all(text.startswith(self.before) for text in self.texts)
 
+    def of(self, group: Sequence[int]) -> _RenderedRow:
+        """The row with some of its answers."""
+        answers = [self.answers[number] for number in group]
+        texts = [self.texts[number] for number in group]
+        return self._replace(answers=answers, texts=texts, ended=[self.ended[number] for number in group])
+
 
 def split_rows(
     chat: Chat,
@@ -63,19 +71,57 @@ def split_rows(
         answers: of each row the turns of each answer.
         numbers: of each row, for messages.
     """
+    groups = [[range(len(of_row))] for of_row in answers]
+    return (split for (split,) in split_groups(chat, prompts, answers, numbers, groups))
+
+
+def split_groups(
+    chat: Chat,
+    prompts: Sequence[Sequence[Message]],
+    answers: Sequence[Sequence[Sequence[Message]]],
+    numbers: Sequence[int],
+    groups: Sequence[Sequence[Sequence[int]]],
+) -> Iterator[list[SplitRow]]:
+    """As `split_rows`, of rows whose answers are trained in several groups, such as pairs. Each answer is rendered and
+    tokenized once, and each group is split as if its row had its answers only.
+
+    Args:
+        groups: of each row the answers of each group, as indexes.
+    """
     rows = [_rendered(chat, *row) for row in zip(numbers, prompts, answers, strict=True)]
-    plain = [row for row in rows if not row.diverges]
-    headers = iter(chat.tokenize([row.before for row in plain]))
-    sequences = iter(chat.tokenize([text for row in plain for text in row.ended]))
+    headers = iter(chat.tokenize([row.before for row in rows]))
+    sequences = iter(chat.tokenize([text for row in rows if not row.diverges for text in row.ended]))
     indexed = iter(chat.tokenize_with_index([text for row in rows if row.diverges for text in row.ended]))
-    for row in rows:
-        if row.diverges:
-            yield _split_diverging(chat, row, [next(indexed) for _ in row.texts])
-        else:
-            yield _split_plain(chat, next(headers), [next(sequences) for _ in row.texts])
+    for row, of_row in zip(rows, groups, strict=True):
+        header = next(headers)
+        found = [next(indexed) if row.diverges else (next(sequences), None) for _ in row.texts]
+        yield [_split(chat, row.of(group), header, [found[n] for n in group]) for group in of_row]
+
+
+def _by_turns(chat: Chat, number: int, prompt: Sequence[Message], answers: Sequence[Sequence[Message]]) -> _RenderedRow:
+    """A row with tool calls or thoughts: each answer behind exactly what generation has before it."""
+    before, ended = "", []
+    for place, answer in enumerate(answers):
+        talk = [*prompt, *answer]
+        found = [
+            trained_turn(chat, talk, len(prompt) + turn, number, count=not place and not turn)
+            for turn in range(len(answer))
+        ]
+        before = found[0].before
+        for earlier, later in pairwise(found):
+            if not later.before.startswith(earlier.text):
+                raise JobFailure(
+                    Reason.invalid_dataset,
+                    f"row {number}: an answer has several turns, of which the model's chat template writes the first "
+                    "otherwise when others follow. Expected one assistant turn in each answer",
+                )
+        ended.append(found[-1].text)
+    return _RenderedRow(number, prompt, answers, before, ended, ended)
 
 
 def _rendered(chat: Chat, number: int, prompt: Sequence[Message], answers: Sequence[Sequence[Message]]) -> _RenderedRow:
+    if not is_plain(prompt) or not all(map(is_plain, answers)):
+        return _by_turns(chat, number, prompt, answers)
     talks = [[*prompt, *answer] for answer in answers]
     found = [chat.render_whole(talk, number, trained_from=len(prompt)) for talk in talks]
     before = chat.render(prompt, number, add_generation_prompt=True)
@@ -94,6 +140,14 @@ def _rendered(chat: Chat, number: int, prompt: Sequence[Message], answers: Seque
     return row
 
 
+def _split(
+    chat: Chat, row: _RenderedRow, header: list[int], found: Sequence[tuple[list[int], TokenIndex | None]]
+) -> SplitRow:
+    if row.diverges:
+        return _split_diverging(chat, row, header, [(ids, index) for ids, index in found if index is not None])
+    return _split_plain(chat, header, [ids for ids, _ in found])
+
+
 def _split_plain(chat: Chat, header: list[int], sequences: list[list[int]]) -> SplitRow:
     """The template writes what it writes in generation, then the answer. Tokens may still span the border."""
     length = min(common_prefix(header, ids) for ids in sequences)
@@ -101,7 +155,9 @@ def _split_plain(chat: Chat, header: list[int], sequences: list[list[int]]) -> S
     return SplitRow(sequences[0][:length], [ids[length:] for ids in sequences])
 
 
-def _split_diverging(chat: Chat, row: _RenderedRow, found: Sequence[tuple[list[int], TokenIndex]]) -> SplitRow:
+def _split_diverging(
+    chat: Chat, row: _RenderedRow, header: list[int], found: Sequence[tuple[list[int], TokenIndex]]
+) -> SplitRow:
     """Mistral's templates write the system turn into the last user turn, and only where that is the last turn: then the
     prompt is what they write before the answer. Where that depends on the answer, the prompt is that of generation."""
     chat.diverged += 1
@@ -116,7 +172,6 @@ def _split_diverging(chat: Chat, row: _RenderedRow, found: Sequence[tuple[list[i
         length = min(common_prefix(sequences[0][:length], ids) for ids in sequences)
         return SplitRow(sequences[0][:length], [ids[length:] for ids in sequences])
     chat.two_prompts += 1
-    (header,) = chat.tokenize([row.before])
     return SplitRow(header, [ids[index(start, False) :] for (ids, index), start in zip(found, starts, strict=True)])
 
 

@@ -2,37 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from ...specs.rows import LabelledExample, PreferenceExample, PromptExample, SftExample
-from .chat import Chat, call_tokenizer
+from ...specs.job import ReasoningUse, TrainOn
+from ...specs.rows import LabelledExample, PreferenceExample, PromptExample, SftExample, is_plain
+from .chat import Chat, TokenIndex, call_tokenizer
+from .forms import END_THINK, without_thought
 from .packing import IGNORED
-from .spans import answer_spans, split_rows
+from .spans import answer_spans, split_groups, split_rows
+from .turns import TrainedText, trained_numbers, trained_texts
 
 Encoded = tuple[list[int], list[int]]
 """Token ids and labels of one sequence, not yet cut."""
+EncodedPair = tuple[list[int], list[int], list[int]]
+"""Prompt, chosen and rejected ids of one pair, not yet cut."""
 
 
 class SftEncoder:
-    """Encodes numbered examples, a chunk at a time."""
+    """Encodes numbered examples, a chunk at a time.
 
-    def __init__(self, chat: Chat, train_on_input: bool) -> None:
-        self.chat, self.train_on_input = chat, train_on_input
+    Args:
+        train_on: what the loss covers.
+        reasoning: whether thoughts are trained, and seen, or left out of the rows.
+    """
 
-    def encode(self, chunk: Sequence[tuple[int, SftExample]]) -> list[Encoded]:
-        encoded: dict[int, Encoded] = {}
+    def __init__(self, chat: Chat, train_on: TrainOn = "assistant", reasoning: ReasoningUse = "keep") -> None:
+        self.chat, self.train_on, self.reasoning = chat, train_on, reasoning
+
+    def encode(self, chunk: Sequence[tuple[int, SftExample]]) -> list[list[Encoded]]:
+        """The sequences of each example: one, or one for each answer."""
+        if self.reasoning == "drop":
+            chunk = [(row, _without_thoughts(example)) for row, example in chunk]
+        encoded: dict[int, list[Encoded]] = {}
         for kind, encode in self._kinds():
-            rows = {row: example for row, example in chunk if kind(example)}
+            rows = {row: example for row, example in chunk if row not in encoded and kind(example)}
             encoded |= zip(rows, encode(rows) if rows else (), strict=True)
         return [encoded[row] for row, _ in chunk]
 
-    def _kinds(self) -> list[tuple[Callable[[SftExample], bool], Callable[[dict[int, SftExample]], list[Encoded]]]]:
+    def _kinds(
+        self,
+    ) -> list[tuple[Callable[[SftExample], bool], Callable[[dict[int, SftExample]], Iterable[list[Encoded]]]]]:
+        """The first kind that an example is of encodes it."""
         return [
-            (lambda example: example.messages is None, self._texts),
-            (lambda example: example.messages is not None and self.train_on_input, self._whole_chats),
-            (lambda example: example.prompt_turns is not None and not self.train_on_input, self._answers),
-            (lambda example: _is_dialog(example) and not self.train_on_input, self._dialogs),
+            (lambda example: example.messages is None, lambda rows: _alone(self._texts(rows))),
+            (lambda _: self.train_on == "all", lambda rows: _alone(self._whole_chats(rows))),
+            (self._is_by_turns, self._turns),
+            (lambda example: example.prompt_turns is not None, lambda rows: _alone(self._answers(rows))),
+            (lambda _: True, lambda rows: _alone(self._dialogs(rows))),
         ]
+
+    def _is_by_turns(self, example: SftExample) -> bool:
+        messages = example.messages or []
+        if self.train_on != "assistant" or not is_plain(messages):
+            return True
+        # What an answer thought is left out by many templates once other turns follow.
+        return any(END_THINK in turn["content"] for turn in messages[:-1] if turn["role"] == "assistant")
+
+    def _turns(self, rows: dict[int, SftExample]) -> Iterator[list[Encoded]]:
+        texts = [self._trained_texts(row, example) for row, example in rows.items()]
+        flat = [one for found in texts for one in found]
+        indexed = iter(self.chat.tokenize_with_index([one.text for one in flat]))
+        befores = iter(self.chat.tokenize([one.text[:begin] for one in flat for begin in one.begins]))
+        for found in texts:
+            yield [
+                sequence
+                for one in found
+                for sequence in self._encoded(one, *next(indexed), [next(befores) for _ in one.begins])
+            ]
+
+    def _encoded(
+        self, one: TrainedText, ids: list[int], index: TokenIndex, befores: list[list[int]]
+    ) -> Iterator[Encoded]:
+        """One sequence; where a token of it spans the border before an answer, which none does at inference, one for
+        each answer, with the tokens of both sides."""
+        if any(ids[: len(before)] != before for before in befores):
+            parts = [one.text[begin:end] for begin, (_, end) in zip(one.begins, one.spans, strict=True)]
+            answers = self.chat.tokenize_with_index(parts)
+            if not any(_begins_with_space(self.chat, part, own) for part, (own, _) in zip(parts, answers, strict=True)):
+                for before, (own, place), begin, (start, _) in zip(
+                    befores, answers, one.begins, one.spans, strict=True
+                ):
+                    untrained = len(before) + place(start - begin, False)
+                    yield before + own, [IGNORED] * untrained + (before + own)[untrained:]
+                return
+        labels = [IGNORED] * len(ids)
+        for start, end in one.spans:
+            trained = slice(index(start, False), index(end, True))
+            labels[trained] = ids[trained]
+        yield ids, labels
+
+    def _trained_texts(self, row: int, example: SftExample) -> list[TrainedText]:
+        messages, first = example.messages or [], example.prompt_turns or 0
+        turns = list(trained_numbers(messages, first))
+        if self.train_on in ("last_turn", "final_answer"):
+            turns = turns[-1:]
+        if not turns:  # counted as dropped: it has no loss
+            return [TrainedText(self.chat.written(messages, row), [], [])]
+        return trained_texts(self.chat, messages, turns, row, without_thoughts=self.train_on == "final_answer")
 
     def _texts(self, rows: dict[int, SftExample]) -> list[Encoded]:
         eos = self.chat.tokenizer.eos_token_id
@@ -71,16 +138,17 @@ class SftEncoder:
         return encoded
 
 
-def encode_pairs(
-    chat: Chat, chunk: Sequence[tuple[int, PreferenceExample]]
-) -> Iterator[tuple[list[int], list[int], list[int]]]:
-    """Prompt, chosen and rejected ids of each pair, not yet cut."""
-    prompts, answers = [pair.prompt for _, pair in chunk], [(pair.chosen, pair.rejected) for _, pair in chunk]
-    split = split_rows(chat, prompts, answers, [row for row, _ in chunk])
-    for (prompt, (chosen, rejected)), (_, pair) in zip(split, chunk, strict=True):
-        # Pairs that are equal in their rows have their own warning.
-        chat.equal_answers += chosen == rejected and pair.chosen != pair.rejected
-        yield prompt, chosen, rejected
+def encode_pairs(chat: Chat, chunk: Sequence[tuple[int, PreferenceExample]]) -> Iterator[list[EncodedPair]]:
+    """The pairs of each row, in the order of its `pairs`."""
+    rows = [(row, example) for row, example in chunk if example.pairs]
+    prompts, answers = [example.prompt for _, example in rows], [example.answers for _, example in rows]
+    split = split_groups(chat, prompts, answers, [row for row, _ in rows], [example.pairs for _, example in rows])
+    for _, example in chunk:
+        found = [(prompt, chosen, rejected) for prompt, (chosen, rejected) in (next(split) if example.pairs else ())]
+        for (_, chosen, rejected), pair in zip(found, example.written_out(), strict=True):
+            # Pairs that are equal in their rows have their own warning.
+            chat.equal_answers += chosen == rejected and pair.chosen != pair.rejected
+        yield found
 
 
 def encode_labelled(
@@ -99,5 +167,17 @@ def encode_chats(chat: Chat, chunk: Sequence[tuple[int, PromptExample]]) -> Iter
     return zip((row for row, _ in chunk), chat.tokenize(texts), strict=True)
 
 
-def _is_dialog(example: SftExample) -> bool:
-    return example.messages is not None and example.prompt_turns is None
+def _begins_with_space(chat: Chat, text: str, ids: list[int]) -> bool:
+    """Whether a tokenizer puts a space before a text, as it does before a whole one (SentencePiece)."""
+    first = chat.tokenizer.convert_ids_to_tokens(ids[:1])
+    return bool(first) and first[0].startswith("\u2581") and not text.startswith(" ")
+
+
+def _alone(encoded: list[Encoded]) -> list[list[Encoded]]:
+    return [[one] for one in encoded]
+
+
+def _without_thoughts(example: SftExample) -> SftExample:
+    if example.messages is None:
+        return example
+    return replace(example, messages=[without_thought(message) for message in example.messages])

@@ -118,11 +118,14 @@ class RowCounts(BaseModel):
 
     num_rows: int
     """Of the dataset."""
+    examples: int
+    """Pairs or sequences that are made of the rows: one of most rows, of some shapes several."""
     trained: int
-    """Rows that are trained on."""
+    """Of those, the ones that are trained on."""
     truncated: int
-    """Of those, rows that are cut to `max_seq_length`."""
+    """Of those that are trained on, the ones that are cut to `max_seq_length`."""
     dropped: int
+    """Of the examples, the ones that are not trained on."""
     total_tokens: int
     """After the cut."""
     trained_tokens: int
@@ -131,7 +134,7 @@ class RowCounts(BaseModel):
     """The smallest `max_seq_length` at which no row is cut."""
     median_tokens: int
     histogram: list[dict[str, int]]
-    """Rows of more than half of `up_to` tokens, and at most `up_to`."""
+    """Examples, as `rows`, of more than half of `up_to` tokens, and at most `up_to`."""
 
 
 class DataVerdict(RowCounts):

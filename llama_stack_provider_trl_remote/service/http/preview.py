@@ -18,7 +18,7 @@ class PreviewBody(PreflightBody):
     first_row: int = Field(0, ge=0, le=2**53)
     """The first row to show, counted from 0. Counts and histogram begin there, too."""
     rows: int = Field(10, ge=1, le=100)
-    """Rows to show; of 8000 tokens in all, further rows have counts only."""
+    """Rows to show; of 8000 tokens and 100 pairs or sequences in all, further ones have counts only."""
 
 
 class PreviewCounts(RowCounts):

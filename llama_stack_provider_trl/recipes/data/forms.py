@@ -1,0 +1,213 @@
+"""The form in which a chat template takes what a turn has beside its content: calls, thoughts, tools.
+
+Templates disagree: arguments as an object or as JSON text, the content beside calls as "", None or absent, thoughts
+under one of three keys or as `<think>` in the content, ids of nine characters (Mistral). What a template takes is found
+by rendering one conversation in each form: right is the one that writes the name, the keys and the values, and no text
+that is escaped twice (transformers#45419, Qwen3#1894).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import count, product
+from typing import Any, Literal, NamedTuple
+
+from ...specs.rows import Message
+from ...specs.tool_calls import Tool, as_text
+
+Apply = Callable[..., str | None]
+"""(messages in a template's form, add_generation_prompt, tools) -> text; None: the template refuses them."""
+
+THINK, END_THINK = "<think>", "</think>"
+_KEYS = ("reasoning_content", "reasoning", "thinking")
+_NAME, _KEY, _VALUE = "zqname", "zqkey", "zqvalue"
+_QUESTION: Message = {"role": "user", "content": "zqquestion"}
+_PARAMETERS = {"type": "object", "properties": {_KEY: {"type": "string", "description": "zqtext"}}, "required": [_KEY]}
+_TOOL: Tool = {
+    "type": "function",
+    "function": {"name": "zqtool", "description": "zqdescription", "parameters": _PARAMETERS},
+}
+
+
+class CallForm(NamedTuple):
+    """How a template takes calls."""
+
+    has_text: bool
+    """Arguments are JSON text; else an object."""
+    blank: Literal["", "none", "absent"]
+    """What stands for a content that is not there."""
+    has_nine: bool
+    """Ids of calls and results have nine digits, whatever the row has."""
+
+
+class Forms:
+    """What one chat template takes.
+
+    Args:
+        apply: what it writes.
+    """
+
+    def __init__(self, apply: Apply) -> None:
+        self._apply = apply
+
+    def of(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Messages in the template's form."""
+        calls = self.calls or CallForm(False, "", False)
+        return [_turn(self._with_thought(message), calls) for message in _with_ids(messages, calls.has_nine)]
+
+    @cached_property
+    def calls(self) -> CallForm | None:
+        """None: the template writes no calls, or not as they are."""
+        for has_nine, has_text, blank in product((False, True), (False, True), ("", "none", "absent")):
+            form = CallForm(has_text, blank, has_nine)  # type: ignore[arg-type]
+            if self._writes_calls(form):
+                return form
+        return None
+
+    @cached_property
+    def writes_tools(self) -> bool:
+        """Whether the template writes the tools of a conversation."""
+        text = self._apply([_QUESTION], add_generation_prompt=True, tools=[_TOOL])
+        return text is not None and "zqtool" in text
+
+    @cached_property
+    def thought_key(self) -> str | None:
+        """The key under which the template takes what a turn thinks; None: it takes it in the content."""
+        for key in _KEYS:
+            text = self._apply([_QUESTION, {"role": "assistant", "content": "zqanswer", key: "zqthought"}])
+            if text is not None and text.count("zqthought") == 1 and "zqanswer" in text:
+                return key
+        return None
+
+    def _writes_calls(self, form: CallForm) -> bool:
+        call = {"name": _NAME, "arguments": {_KEY: _VALUE}}
+        messages = _with_ids(
+            [
+                _QUESTION,
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": "zqresult", "name": _NAME},
+            ],
+            form.has_nine,
+        )
+        text = self._apply([_turn(message, form) for message in messages])
+        if text is None or any(part not in text for part in (_NAME, _KEY, _VALUE, "zqresult")):
+            return False
+        return f"'{_KEY}'" not in text and f'{_KEY}\\"' not in text
+
+    @cached_property
+    def splits_content(self) -> bool:
+        """Whether a thought in a content is written as under its key; gpt-oss has `<think>` in the answer."""
+        if self.thought_key is None:
+            return True
+        turn = {"role": "assistant", "content": "zqanswer", self.thought_key: "zqthought"}
+        text = self._apply([_QUESTION, {"role": "assistant", "content": as_content("zqthought", "zqanswer")}])
+        return text is None or THINK not in text or THINK in (self._apply([_QUESTION, turn]) or "")
+
+    @cached_property
+    def opens_thought(self) -> bool:
+        """Whether generation begins within a thought, which the template writes for no turn (DeepSeek): so the template
+        gets answers alone, as at inference, and the thought of a trained turn is put behind `<think>`."""
+        text = self._apply([_QUESTION], add_generation_prompt=True)
+        return self.thought_key is None and text is not None and text.rstrip().endswith(THINK)
+
+    @cached_property
+    def writes_content_first(self) -> bool:
+        """Whether the template writes the content of a turn before its calls, where a thought in it belongs."""
+        if self.calls is None:
+            return False
+        turn = {
+            "role": "assistant",
+            "content": "zqanswer",
+            "tool_calls": [{"name": _NAME, "arguments": {_KEY: _VALUE}}],
+        }
+        text = self._apply(
+            [_turn(message, self.calls) for message in _with_ids([_QUESTION, turn], self.calls.has_nine)]
+        )
+        return text is not None and -1 < text.find("zqanswer") < text.find(_NAME)
+
+    def _with_thought(self, message: Message) -> Message:
+        thought, content = message.get("reasoning"), message["content"]
+        if message["role"] != "assistant" or (thought is None and THINK not in content):
+            return message
+        if thought is None and (self.opens_thought or not self.splits_content):
+            thought, content = split_thought(message)
+        if thought is None:
+            return message
+        message = {key: value for key, value in message.items() if key != "reasoning"}
+        if self.thought_key is not None:
+            return {**message, "content": content, self.thought_key: thought}
+        if self.opens_thought or (message.get("tool_calls") and not self.writes_content_first):
+            return {**message, "content": content}
+        return {**message, "content": as_content(thought, content)}
+
+
+def split_thought(message: Message) -> tuple[str | None, str]:
+    """What a turn thinks, under its key or as `<think>` at the beginning of its content, and the rest of that."""
+    if "reasoning" in message:
+        return message["reasoning"], message["content"]
+    before, opened, rest = message["content"].partition(THINK)
+    thought, end, content = rest.partition(END_THINK)
+    if message["role"] != "assistant" or not opened or not end or before.strip():
+        return None, message["content"]
+    return thought.strip("\n"), content.lstrip("\n")
+
+
+def without_thought(message: Message) -> Message:
+    """The turn without what it thinks."""
+    thought, content = split_thought(message)
+    if thought is None:
+        return message
+    return {**{key: value for key, value in message.items() if key != "reasoning"}, "content": content}
+
+
+def as_content(thought: str, content: str) -> str:
+    """A thought and what follows it as one text, as Qwen3's template writes them."""
+    return f"{THINK}\n{thought.strip(chr(10))}\n{END_THINK}\n\n{content.lstrip(chr(10))}"
+
+
+def _turn(message: Message, form: CallForm) -> dict[str, Any]:
+    turn = {key: value for key, value in message.items() if key not in ("tools", "weight")}
+    calls = turn.get("tool_calls")
+    if not calls:
+        return turn
+    if not turn["content"] and form.blank:
+        turn |= {"content": None}
+        if form.blank == "absent":
+            del turn["content"]
+    turn["tool_calls"] = [
+        {
+            "type": "function",
+            "function": {
+                "name": call["name"],
+                "arguments": as_text(call["arguments"]) if form.has_text else call["arguments"],
+            },
+            **({"id": call["id"]} if "id" in call else {}),
+        }
+        for call in calls
+    ]
+    return turn
+
+
+def _with_ids(messages: Sequence[Message], has_nine: bool) -> Sequence[Message]:
+    """The messages with ids of nine digits; a result without an id has that of the first call that waits for one."""
+    if not has_nine:
+        return messages
+    numbers, waiting, new = count(), list[str](), dict[str, str]()
+    found = []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            named = []
+            for call in calls:
+                identifier = f"{next(numbers):09d}"
+                new[call.get("id", identifier)] = identifier
+                waiting.append(identifier)
+                named.append({**call, "id": identifier})
+            message = {**message, "tool_calls": named}
+        elif message["role"] == "tool":
+            identifier = new.get(message.get("tool_call_id", ""), "") or (waiting[0] if waiting else "0" * 9)
+            if identifier in waiting:
+                waiting.remove(identifier)
+            message = {**message, "tool_call_id": identifier}
+        found.append(message)
+    return found

@@ -1,0 +1,211 @@
+"""Trained turns, each behind exactly what inference renders before it.
+
+A turn with tool calls, thoughts or a weight is trained in the text that the chat template writes for the turns before
+it and the header of an answer, followed by the turn. Where the template writes a turn in the same way when others
+follow, several turns share a sequence; where it does not (Qwen3 and gpt-oss leave out the thoughts of earlier turns),
+each has one of its own. So what is trained and what inference sees cannot differ: the rest is refused by the turn's
+number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ...errors import JobFailure
+from ...specs.events import Reason
+from ...specs.rows import Message
+from ...specs.tool_calls import texts_of
+from .chat import Chat
+from .forms import END_THINK, THINK, split_thought, without_thought
+from .marks import CLOSE, OPEN, common_prefix, visible
+from .places import find_content
+
+Span = tuple[int, int]
+"""First and last character."""
+
+
+class TrainedText(NamedTuple):
+    """What a template writes, and what of it is trained."""
+
+    text: str
+    spans: list[Span]
+    begins: list[int]
+    """Where each span's answer begins: what is before it inference renders, and tokenizes alone."""
+
+
+class TrainedTurn(NamedTuple):
+    """One answer in the text that ends with it."""
+
+    before: str
+    """What inference renders before the answer."""
+    text: str
+    """The same with the answer, and what the template writes to end it."""
+    start: int
+    """First trained character."""
+
+
+def trained_texts(
+    chat: Chat, messages: Sequence[Message], turns: Sequence[int], row: int, *, without_thoughts: bool = False
+) -> list[TrainedText]:
+    """The sequences of a conversation.
+
+    Args:
+        turns: numbers of the trained turns.
+        without_thoughts: what a turn thinks carries no loss.
+
+    Raises:
+        JobFailure: invalid_dataset; the template refuses the conversation, writes a turn otherwise than inference
+            does, or leaves out a part of it.
+    """
+    found: list[TrainedText] = []
+    for turn in turns:
+        one = trained_turn(chat, messages, turn, row, without_thoughts=without_thoughts)
+        span = (one.start, len(one.text))
+        last = found[-1] if found else None
+        if last is not None and one.before.startswith(last.text[: last.spans[-1][1]]):
+            found[-1] = TrainedText(one.text, [*last.spans, span], [*last.begins, len(one.before)])
+        else:
+            found.append(TrainedText(one.text, [span], [len(one.before)]))
+    chat.expanded += len(found) > 1
+    return found
+
+
+def trained_turn(
+    chat: Chat, messages: Sequence[Message], turn: int, row: int, *, without_thoughts: bool = False, count: bool = True
+) -> TrainedTurn:
+    """One answer, with errors as `trained_texts`.
+
+    Args:
+        count: count the turns before it that the template leaves out.
+    """
+    message, talk = messages[turn], messages[: turn + 1]
+    after = chat.written(talk, row)
+    if turn:
+        before = chat.written(messages[:turn], row, add_generation_prompt=True)
+    else:
+        place = find_content(chat.render_part, talk, turn, after)
+        if place is None or message.get("tool_calls"):
+            raise _failure(row, turn, "is an answer before any question", "a turn before it, or weight 0")
+        before = after[: place.start]
+    cut = 0 if message.get("tool_calls") else len(after) - chat.endings.of(talk, after)
+    if after.startswith(before):
+        text = after
+    else:
+        header = before.removeprefix(chat.render_part(messages[:turn]) or before)
+        answer = _within_thought(chat, messages, turn, header, after) or _rewritten(chat, messages, turn, header, after)
+        text = before + answer
+        if not answer:
+            raise _failure(
+                row,
+                turn,
+                "is written otherwise in a conversation than in generation, by the model's chat template",
+                "a template that writes an answer behind what it writes for add_generation_prompt",
+            )
+    text = text[: len(text) - cut]
+    segment = text[len(before) :]
+    _check_written(chat, message, segment, row, turn)
+    if count:
+        _count_lost(chat, messages[:turn], before, row)
+    start = len(before)
+    if without_thoughts:
+        start += _after_thought(message, segment)
+    return TrainedTurn(before, text, start)
+
+
+def _within_thought(chat: Chat, messages: Sequence[Message], turn: int, header: str, after: str) -> str:
+    """What follows the header of an answer where generation begins within a thought, and the template does not write
+    the turn so: the row's thought, or none, `</think>`, and the answer (DeepSeek, Nemotron). Empty: it is not so."""
+    plain = chat.render_part(messages[:turn]) or ""
+    opening, think, space = header.rpartition(THINK)
+    if not think or not after.startswith(plain + opening):
+        return ""
+    answer = after[len(plain + opening) :]
+    if answer.startswith(THINK):  # closed at once, in the template's own way
+        return answer.removeprefix(THINK).removeprefix(space)
+    thought, _ = split_thought(messages[turn])
+    answer = answer.removeprefix(END_THINK).lstrip("\n")
+    return f"{(thought or '').strip(chr(10))}{space}{END_THINK}{space * 2}{answer}"
+
+
+def _rewritten(chat: Chat, messages: Sequence[Message], turn: int, header: str, after: str) -> str:
+    """What follows the header of an answer where the template writes the turns before it otherwise once there is an
+    answer, as gpt-oss leaves out the thought before a call. Empty: where the header is, is not known."""
+    other: Message = {"role": "assistant", "content": OPEN + CLOSE}
+    marked = chat.render_part([*messages[:turn], other])
+    if not header or marked is None:
+        return ""
+    at = after.rfind(header, 0, common_prefix(after, marked))
+    return after[at + len(header) :] if at >= 0 else ""
+
+
+def _check_written(chat: Chat, message: Message, segment: str, row: int, turn: int) -> None:
+    for call in message.get("tool_calls", ()):
+        lost = next((text for text in (call["name"], *texts_of(call["arguments"])) if not _is_in(text, segment)), None)
+        if lost is not None:
+            raise _failure(
+                row,
+                turn,
+                f"calls {call['name']!r}, which the model's chat template does not write as it is in this turn",
+                "one call in a turn, and no content beside it, as most of such templates require",
+            )
+    if message.get("tool_calls") and not (segment.strip()[-1:] in (">", "]") or _ends(chat, segment)):
+        chat.endings.open += 1
+    thought, content = split_thought(message)
+    # A thought that the template leaves out of the last turn is not trained, which the job's dropped_turns decides on.
+    chat.lost_texts.add(int(thought is not None and not _is_in(thought, segment)), row)
+    if content.strip() and not _is_in(content.strip(), segment):
+        raise _failure(
+            row,
+            turn,
+            "has a content that the model's chat template does not write as it is",
+            "another template, or calls without content beside them",
+        )
+
+
+def _ends(chat: Chat, segment: str) -> bool:
+    return any(segment.rstrip().endswith(str(token)) for token in chat.tokenizer.all_special_tokens)
+
+
+def _count_lost(chat: Chat, messages: Sequence[Message], text: str, row: int) -> None:
+    lost = []
+    for turn, message in enumerate(messages):
+        content = visible(without_thought(message))
+        if content and not _is_in(content, text) and not chat.writes_turn(messages, turn, text):
+            lost.append(message["role"])
+        for call in message.get("tool_calls", ()):
+            if not _is_in(call["name"], text):
+                found = f"calls {call['name']!r}, which the model's chat template does not write"
+                raise _failure(row, turn, found, "one call in a turn")
+    chat.lost.add(lost, row)
+
+
+def _after_thought(message: Message, segment: str) -> int:
+    """Where in a turn the thought has ended: behind its tag, or before the content."""
+    thought, content = split_thought(message)
+    if not thought:
+        return 0
+    at = segment.rfind(END_THINK)
+    if at >= 0:
+        end = at + len(END_THINK)
+        return end + len(segment[end:]) - len(segment[end:].lstrip("\n"))
+    at = segment.rfind(content.strip()) if content.strip() else -1
+    return max(at, 0)
+
+
+def _is_in(text: str, written: str) -> bool:
+    """Whether a text is written, as it is or within JSON."""
+    text = text.strip()
+    return text in written or json.dumps(text, ensure_ascii=False)[1:-1] in written
+
+
+def _failure(row: int, turn: int, found: str, expected: str) -> JobFailure:
+    return JobFailure(Reason.invalid_dataset, f"row {row}, turn {turn}: it {found}. Expected {expected}")
+
+
+def trained_numbers(messages: Sequence[Message], first: int) -> Iterator[int]:
+    """The turns of a conversation that are trained: answers from `first` on, without those of weight 0."""
+    for number, message in enumerate(messages):
+        if number >= first and message["role"] == "assistant" and message.get("weight") != 0:
+            yield number

@@ -1,0 +1,358 @@
+"""Tool calls, thoughts and weights under the templates of known model families: trained is what inference sees."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+
+from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.recipes.data.chat import Chat
+from llama_stack_provider_trl.recipes.data.forms import as_content
+from llama_stack_provider_trl.recipes.data.packing import IGNORED
+from llama_stack_provider_trl.recipes.data.prepare import tokenize_dpo, tokenize_kto, tokenize_prompts, tokenize_sft
+from llama_stack_provider_trl.recipes.data.tokenize import SftEncoder
+from llama_stack_provider_trl.specs.events import Prepared, Progress
+from llama_stack_provider_trl.specs.rows import SftExample, parse_row
+from tests.required import FULL
+from tests.tiny import tiny_model, tiny_tokenizer
+from tests.training import job_spec, of_kind, run
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+_TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+MISTRAL = (
+    "{{ bos_token or '' }}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{% if tools and loop.index0 == messages | length - 1 or (tools and messages[-1]['role'] != 'user' and "
+    "not messages[loop.index0 + 1:] | selectattr('role', 'equalto', 'user') | list) %}"
+    "{{ '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}"
+    "{{ '[INST] ' + m['content'] + '[/INST]' }}"
+    "{% elif m['tool_calls'] %}{{ '[TOOL_CALLS] [' }}{% for call in m['tool_calls'] %}"
+    "{% if call['id'] | length != 9 %}{{ raise_exception('Tool call IDs should be 9 characters long!') }}{% endif %}"
+    "{{ '{\"name\": \"' + call['function']['name'] + '\", \"arguments\": ' + call['function']['arguments'] | tojson "
+    "+ ', \"id\": \"' + call['id'] + '\"}' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}"
+    "{{ ']' + eos_token }}"
+    "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + eos_token }}"
+    "{% elif m['role'] == 'tool' %}"
+    "{{ '[TOOL_RESULTS] {\"content\": ' + m['content'] }}"
+    "{{ ', \"call_id\": \"' + m['tool_call_id'] + '\"}[/TOOL_RESULTS]' }}"
+    "{% elif m['role'] == 'system' %}{{ '[SYSTEM] ' + m['content'] + '[/SYSTEM]' }}{% endif %}{% endfor %}"
+)
+"""By Mistral 7B v0.3's: tools before the last question, ids of nine characters, no header of an answer."""
+SPECIAL = re.compile("<[|\uff5c][^<>]+[|\uff5c]>" r"|\[/?[A-Z_]+\]|<(?:start|end)_of_turn>")
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln \\"Deutz\\""}'}}
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "How warm is it?"},
+    {"role": "assistant", "content": None, "reasoning_content": "I look it up.", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": '{"t": 7}'},
+    {"role": "assistant", "content": "Seven degrees.", "reasoning_content": "It says 7."},
+    {"role": "user", "content": "Thanks."},
+    {"role": "assistant", "content": "Bye."},
+]
+ROW = {"messages": TALK, "tools": [TOOL]}
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln \\"Deutz\\""}}\n</tool_call><|im_end|>\n'
+WRITTEN: dict[str, list[list[str]]] = {
+    "llama3_1": [
+        [
+            '{"name": "weather", "parameters": {"city": "Köln \\"Deutz\\""}}<|eot_id|>',
+            "<think>\nIt says 7.\n</think>\n\nSeven degrees.<|eot_id|>",
+            "Bye.<|eot_id|>",
+        ]
+    ],
+    "qwen2_5": [
+        [
+            f"<think>\nI look it up.\n</think>\n\n\n{HERMES}",
+            "<think>\nIt says 7.\n</think>\n\nSeven degrees.<|im_end|>\n",
+            "Bye.<|im_end|>\n",
+        ]
+    ],
+    "qwen3": [
+        [
+            f"<think>\nI look it up.\n</think>\n\n{HERMES}",
+            "<think>\nIt says 7.\n</think>\n\nSeven degrees.<|im_end|>\n",
+        ],
+        ["<think>\n\n</think>\n\nBye.<|im_end|>\n"],
+    ],
+    "glm4moe": [
+        [
+            "\n<think>I look it up.</think>\n<tool_call>weather\n<arg_key>city</arg_key>\n"
+            '<arg_value>Köln "Deutz"</arg_value>\n</tool_call>',
+            "\n<think>It says 7.</think>\nSeven degrees.",
+        ],
+        ["\n<think></think>\nBye."],
+    ],
+    "gptoss": [
+        [
+            "<|channel|>analysis<|message|>I look it up.<|end|><|start|>assistant to=functions.weather<|channel|>"
+            'commentary json<|message|>{"city": "Köln \\"Deutz\\""}<|call|>',
+            "<|channel|>analysis<|message|>It says 7.<|end|><|start|>assistant<|channel|>final<|message|>"
+            "Seven degrees.<|return|>",
+        ],
+        ["<|channel|>final<|message|>Bye.<|return|>"],
+    ],
+    "deepseekv3": [
+        [
+            "I look it up.\n</think>\n\n"
+            "<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>weather\n"
+            '```json\n{"city": "Köln \\"Deutz\\""}\n```'
+            "<\uff5ctool▁call▁end\uff5c><\uff5ctool▁calls▁end\uff5c><\uff5cend▁of▁sentence\uff5c>"
+        ],
+        ["Seven degrees.<\uff5cend▁of▁sentence\uff5c>", "\n</think>\n\nBye.<\uff5cend▁of▁sentence\uff5c>"],
+    ],
+    "mistral": [
+        [
+            '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Köln \\"Deutz\\""}, "id": "000000000"}]</s>',
+            " <think>\nIt says 7.\n</think>\n\nSeven degrees.</s>",
+        ],
+        [" Bye.</s>"],
+    ],
+}
+"""What is trained of `ROW`, by sequence; DeepSeek-V3's template writes calls and no tools."""
+ENDS = {
+    **dict.fromkeys(("qwen2_5", "qwen3"), "<|im_end|>"),
+    "llama3_1": "<|eot_id|>",
+    "gptoss": "<|return|>",
+    "deepseekv3": "<\uff5cend▁of▁sentence\uff5c>",
+    "mistral": "</s>",
+}
+
+
+def tokenizer_of(name: str) -> Any:
+    """The template of a family, and its tokens."""
+    tokenizer = tiny_tokenizer()
+    text = MISTRAL if name == "mistral" else (_TEMPLATES / f"{name}.jinja").read_text()
+    tokens = dict.fromkeys(SPECIAL.findall(text))
+    tokenizer.add_special_tokens({"additional_special_tokens": [*tokens]})
+    if name in ENDS:
+        tokenizer.add_special_tokens({"eos_token": ENDS[name]})
+    tokenizer.chat_template = text
+    return tokenizer
+
+
+def row_for(name: str, row: dict[str, Any] = ROW) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != "tools" or name != "deepseekv3"}
+
+
+def example_of(row: dict[str, Any]) -> SftExample:
+    example = parse_row(row, 0, "sft")
+    assert isinstance(example, SftExample)
+    return example
+
+
+def runs(tokenizer: Any, ids: list[int], labels: list[int]) -> list[str]:
+    found: list[list[int]] = [[]]
+    for token, label in zip(ids, labels, strict=True):
+        if label == IGNORED:
+            found.append([])
+        else:
+            found[-1].append(token)
+    return [tokenizer.decode(part) for part in found if part]
+
+
+def trained(tokenizer: Any, row: dict[str, Any], **options: Any) -> list[list[str]]:
+    ((*sequences,),) = SftEncoder(Chat(tokenizer), **options).encode([(0, example_of(row))])
+    return [runs(tokenizer, *sequence) for sequence in sequences]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_trained_of_calls_and_thoughts_is_as_written_out(name: str) -> None:
+    found = trained(tokenizer_of(name), row_for(name))
+    assert [*chain(*found)] == [*chain(*WRITTEN[name])]
+    # A token of the tiny vocabulary spans the border behind Llama's header: then each answer has its own sequence.
+    assert len(found) == len(WRITTEN[name]) or name == "llama3_1"
+
+
+def test_a_template_without_tools_is_refused_by_what_it_lacks() -> None:
+    for name, what in (("gemma3", "writes no tools"), ("phi3", "writes no tools"), ("deepseekv3", "writes no tools")):
+        with pytest.raises(JobFailure, match=rf"row 0: .*{what}"):
+            trained(tokenizer_of(name), ROW)
+    for name in ("gemma3", "deepseek_r1_distill"):
+        with pytest.raises(JobFailure, match=r"row 0: .*writes no tool calls and their results"):
+            trained(tokenizer_of(name), {"messages": TALK})
+
+
+def test_calls_beside_content_that_a_template_drops_are_refused_by_the_turn() -> None:
+    talk = [*TALK[1:2], {**TALK[2], "reasoning_content": None, "tool_calls": [CALL, {**CALL, "id": "c2"}]}]
+    with pytest.raises(JobFailure, match=r"row 0: .*refuses the turns user, assistant: This model only"):
+        trained(tokenizer_of("llama3_1"), {"messages": talk})
+    other = {**CALL, "id": "c2", "function": {"name": "news", "arguments": {}}}
+    talk[1] = {**talk[1], "tool_calls": [CALL, other]}
+    with pytest.raises(JobFailure, match=r"row 0, turn 1: it calls 'news', which the model's chat template does not"):
+        trained(tokenizer_of("gptoss"), {"messages": talk})
+
+
+def _generated(generator: random.Random) -> dict[str, Any]:
+    """A conversation with calls and thoughts, as a chat service records it."""
+    words = ["one", "zwei", "trois 3", "</tag>", '"quoted"', "{x}", "a\nb", "ö 😊", "\\n"]
+    text = lambda: " ".join(generator.choices(words, k=generator.randint(1, 4))) + "."  # noqa: E731
+    talk: list[dict[str, Any]] = [{"role": "system", "content": text()}] if generator.random() < 0.5 else []
+    for number in range(generator.randint(1, 3)):
+        talk.append({"role": "user", "content": text()})
+        for step in range(generator.choice((0, 0, 1, 2))):
+            arguments: dict[str, Any] = {"city": text()}
+            if generator.random() < 0.5:
+                arguments |= {"days": generator.randint(1, 9), "units": {"of": [text(), True]}}
+            call = {
+                "id": f"call_{number}_{step}",
+                "type": "function",
+                "function": {"name": "weather", "arguments": json.dumps(arguments, ensure_ascii=False)},
+            }
+            turn = {"role": "assistant", "content": generator.choice(("", None)), "tool_calls": [call]}
+            if generator.random() < 0.5:
+                turn["reasoning_content"] = text()
+            talk += [turn, {"role": "tool", "tool_call_id": call["id"], "content": json.dumps(text())}]
+        answer = {"role": "assistant", "content": text()}
+        if generator.random() < 0.5:
+            answer["reasoning_content"] = text()
+        talk.append(answer)
+    return {"messages": talk, "tools": [TOOL]}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_each_trained_turn_follows_what_inference_renders(name: str) -> None:
+    """Against transformers alone, with messages as a client of a chat service sends them."""
+    tokenizer, generator = tokenizer_of(name), random.Random(name)
+    proven, refused = 0, list[str]()
+    for _ in range(200 if FULL else 40):
+        row = row_for(name, _generated(generator))
+        if not any({"tool_calls", "reasoning_content"} & message.keys() for message in row["messages"]):
+            continue
+        try:
+            ((*sequences,),) = SftEncoder(Chat(tokenizer)).encode([(0, example_of(row))])
+        except JobFailure as error:
+            refused.append(str(error))
+            continue
+        begins = []
+        for ids, labels in sequences:
+            for at, label in enumerate(labels):
+                if label != IGNORED and (not at or labels[at - 1] == IGNORED):
+                    begins.append(ids[:at])
+        answers = [turn for turn, message in enumerate(row["messages"]) if message["role"] == "assistant"]
+        assert len(begins) == len(answers)
+        for turn, begin in zip(answers, begins, strict=True):
+            text = tokenizer.apply_chat_template(
+                _sent(name, row["messages"][:turn]), tools=row.get("tools"), add_generation_prompt=True, tokenize=False
+            )
+            assert tokenizer.decode(begin) == text
+            assert begin == tokenizer(text, add_special_tokens=False)["input_ids"]
+            proven += 1
+    assert proven > 20
+    assert all(message.startswith("row 0") for message in refused)
+
+
+def _sent(name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages in the form that the documentation of each family asks for."""
+    found, ids = [], [message["tool_calls"][0]["id"] for message in messages if message.get("tool_calls")]
+    for message in messages:
+        message = dict(message)
+        if message.get("tool_calls"):
+            (call,) = message["tool_calls"]
+            function = dict(call["function"])
+            if name != "deepseekv3":
+                function["arguments"] = json.loads(function["arguments"])
+            identifier = f"{ids.index(call['id']):09d}" if name == "mistral" else call["id"]
+            message |= {"content": "", "tool_calls": [{**call, "id": identifier, "function": function}]}
+        elif name == "mistral" and message["role"] == "tool":
+            message["tool_call_id"] = f"{ids.index(message['tool_call_id']):09d}"
+        # Templates that know no thoughts get them in the text, where they write it before a call.
+        if name in ("llama3_1", "qwen2_5", "mistral", "deepseekv3"):
+            thought = message.pop("reasoning_content", "")
+            is_written = name == "qwen2_5" or (name != "deepseekv3" and not message.get("tool_calls"))
+            if thought and is_written:
+                message["content"] = as_content(thought, message["content"])
+        found.append(message)
+    return found
+
+
+def test_weights_and_options_choose_what_is_trained() -> None:
+    tokenizer = tokenizer_of("qwen3")
+    talk = [dict(message) for message in TALK]
+    talk[4]["weight"] = 0
+    call, answer, bye = *WRITTEN["qwen3"][0], *WRITTEN["qwen3"][1]
+    assert trained(tokenizer, {**ROW, "messages": talk}) == [[call], [bye]]
+    assert trained(tokenizer, ROW, train_on="last_turn") == [[bye]]
+    assert trained(tokenizer, {**ROW, "messages": TALK[:5]}, train_on="last_turn") == [[answer]]
+    assert trained(tokenizer, {**ROW, "messages": TALK[:5]}, train_on="final_answer") == [
+        ["Seven degrees.<|im_end|>\n"]
+    ]
+    without = "<think>\n\n</think>\n\n"
+    assert trained(tokenizer, {**ROW, "messages": TALK[:5]}, reasoning="drop") == [
+        [f"{without}{HERMES}"],
+        [f"{without}Seven degrees.<|im_end|>\n"],
+    ]
+    (((ids, labels),),) = SftEncoder(Chat(tokenizer), "all").encode([(0, example_of(ROW))])
+    assert ids == labels
+
+
+def test_rows_without_a_trained_turn_are_dropped_and_counted() -> None:
+    tokenizer = tokenizer_of("qwen3")
+    silent = [TALK[1], {"role": "assistant", "content": "No.", "weight": 0}]
+    _, report = tokenize_sft([example_of(ROW), example_of({"messages": silent})], tokenizer, 1024).collect()
+    assert (report.num_rows, report.kept, report.dropped) == (2, 2, 1)
+    with pytest.raises(JobFailure, match="none of the 1"):
+        tokenize_sft([example_of({"messages": silent})], tokenizer, 1024).collect()
+
+
+def test_pairs_labelled_answers_and_prompts_have_calls_and_tools_too() -> None:
+    tokenizer = tokenizer_of("qwen3")
+    prompt, call = TALK[:2], {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    before = tokenizer.apply_chat_template(prompt, tools=[TOOL], add_generation_prompt=True, tokenize=False)
+    pair: Any = parse_row({"prompt": prompt, "chosen": [call], "rejected": "No idea.", "tools": [TOOL]}, 0, "dpo")
+    (row,) = tokenize_dpo([pair], tokenizer, 1024).collect()[0]
+    assert tokenizer.decode(row["prompt_ids"]) == before
+    assert tokenizer.decode(row["chosen_ids"]) == f"<think>\n\n</think>\n\n{HERMES}"
+    assert tokenizer.decode(row["rejected_ids"]) == "<think>\n\n</think>\n\nNo idea.<|im_end|>\n"
+    labelled: Any = parse_row({"prompt": prompt, "completion": [call], "label": True, "tools": [TOOL]}, 0, "kto")
+    (row,) = tokenize_kto([labelled], tokenizer, 1024).collect()[0]
+    assert tokenizer.decode(row["prompt_ids"]) == before
+    assert tokenizer.decode(row["completion_ids"]) == f"<think>\n\n</think>\n\n{HERMES}"
+    question: Any = parse_row({"prompt": prompt, "tools": [TOOL]}, 0, "prompts")
+    (row,) = tokenize_prompts([question], tokenizer, 2048, 8).collect()[0]
+    assert tokenizer.decode(row["prompt_ids"]) == before
+    openai: Any = parse_row(
+        {
+            "input": {"messages": prompt, "tools": [TOOL]},
+            "preferred_output": [call],
+            "non_preferred_output": [{"role": "assistant", "content": "No idea."}],
+        },
+        0,
+        "dpo",
+    )
+    assert openai == pair
+
+
+def test_a_thought_in_the_content_of_gpt_oss_is_its_analysis() -> None:
+    talk = [TALK[1], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nYes."}]
+    ((text,),) = trained(tokenizer_of("gptoss"), {"messages": talk, "tools": [TOOL]})
+    assert text == (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
+    )
+
+
+def test_a_job_trains_on_calls(tmp_path: Path) -> None:
+    """With a sequence for each answer: rows are rows, and steps are made of sequences."""
+    rows = [{**ROW, "messages": [*TALK[:-1], {"role": "assistant", "content": f"Bye {n}."}]} for n in range(8)]
+    shutil.copytree(tiny_model(), model := tmp_path / "model")
+    (model / "chat_template.jinja").write_text((_TEMPLATES / "qwen3.jinja").read_text())
+    status, events = run(tmp_path / "run", job_spec(tmp_path, model, rows=rows, batch_size=4, max_seq_length=1024))
+    assert status == 0
+    (prepared,) = of_kind(events, Prepared)
+    assert prepared.num_rows == 16
+    assert len(of_kind(events, Progress)) == 4
