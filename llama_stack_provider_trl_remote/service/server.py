@@ -38,9 +38,9 @@ _THREADS = 4
 _GRACE = 5
 """Seconds that requests under way have to end when the service stops."""
 KEEP_ALIVE = 75
-"""Seconds that a connection without a request stays open: more than pollers wait between two calls, and than clients and
-proxies keep theirs (httpx 5 s, proxies 60 s). What reuses a connection at the moment of its end gets a reset instead of
-an answer: with uvicorn's 5 s that met a client that polled every 5 s. When connections are short, idle ones end first."""
+"""Seconds that a connection without a request stays open: more than pollers wait between two calls, and than clients
+and proxies keep theirs (httpx 5 s, proxies 60 s). What reuses a connection in the moment of its end gets a reset in
+place of an answer, which uvicorn's 5 s would mean for polls every 5 s. When connections are short, idle ones end."""
 
 
 def serve(settings: ServiceSettings, config: Path | None = None) -> int:
