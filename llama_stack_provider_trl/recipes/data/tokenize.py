@@ -63,25 +63,25 @@ class SftEncoder:
         texts = [self._trained_texts(row, example) for row, example in rows.items()]
         flat = [one for found in texts for one in found]
         indexed = iter(self.chat.tokenize_with_index([one.text for one in flat]))
-        befores = iter(self.chat.tokenize([one.text[:begin] for one in flat for begin in one.begins]))
+        prefixes = iter(self.chat.tokenize([one.text[:begin] for one in flat for begin in one.begins]))
         for found in texts:
             yield [
                 sequence
                 for one in found
-                for sequence in self._encoded(one, *next(indexed), [next(befores) for _ in one.begins])
+                for sequence in self._encoded(one, *next(indexed), [next(prefixes) for _ in one.begins])
             ]
 
     def _encoded(
-        self, one: TrainedText, ids: list[int], index: TokenIndex, befores: list[list[int]]
+        self, one: TrainedText, ids: list[int], index: TokenIndex, prefixes: list[list[int]]
     ) -> Iterator[Encoded]:
         """One sequence; where a token of it spans the border before an answer, which none does at inference, one for
         each answer, with the tokens of both sides."""
-        if any(ids[: len(before)] != before for before in befores):
+        if any(ids[: len(before)] != before for before in prefixes):
             parts = [one.text[begin:end] for begin, (_, end) in zip(one.begins, one.spans, strict=True)]
             answers = self.chat.tokenize_with_index(parts)
             if not any(_begins_with_space(self.chat, part, own) for part, (own, _) in zip(parts, answers, strict=True)):
                 for before, (own, place), begin, (start, _) in zip(
-                    befores, answers, one.begins, one.spans, strict=True
+                    prefixes, answers, one.begins, one.spans, strict=True
                 ):
                     untrained = len(before) + place(start - begin, False)
                     yield before + own, [IGNORED] * untrained + (before + own)[untrained:]
