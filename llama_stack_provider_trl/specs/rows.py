@@ -956,14 +956,14 @@ def _parse(
 def _with_around(row: _Row, example: Example, shape: RowShape) -> Example:
     """The example with the system turn and the tools that are columns of their own."""
     tools = _tools(row, row.values)
-    system = row.text(SYSTEM) if SYSTEM in shape.read_beside and SYSTEM in row.values else ""
+    system = row.plain(row.values.get(SYSTEM, ""), SYSTEM, SYSTEM) if SYSTEM in shape.read_beside else ""
     if isinstance(example, SftExample) and example.messages is None:
         if tools:
             raise row.refuse("tools", "tools beside a plain text", "messages, which a chat template writes with them")
         return example
     messages = example.prompt if isinstance(example, PreferenceExample | LabelledExample) else example.messages
     assert messages is not None
-    if system:
+    if system and not system.isspace():
         if messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system})
             if isinstance(example, SftExample) and example.prompt_turns is not None:

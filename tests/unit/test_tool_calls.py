@@ -1,0 +1,160 @@
+"""Tools and calls as datasets write them are the same conversation."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.errors import InvalidRows
+from llama_stack_provider_trl.specs.rows import SftExample, check_rows, parse_row
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "Warm?", "parameters": SCHEMA}}
+FUNCTION = TOOL["function"]
+CALL = {"name": "weather", "arguments": {"city": "Köln"}}
+USER, ANSWER = {"role": "user", "content": "Warm?"}, {"role": "assistant", "content": "7."}
+RESULT = {"role": "tool", "content": "7"}
+TALK: list[dict[str, Any]] = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT, ANSWER]
+EXPECTED = SftExample([{**USER, "tools": [TOOL]}, *TALK[1:]], None)
+
+ARGUMENTS = json.dumps(CALL["arguments"])
+CALLS: dict[str, dict[str, Any]] = {
+    "openai": {"content": None, "tool_calls": [{"type": "function", "function": {**CALL, "arguments": ARGUMENTS}}]},
+    "objects": {"content": "", "tool_calls": [{"type": "function", "function": CALL}]},
+    "without an envelope": {"tool_calls": [CALL]},
+    "text": {"tool_calls": json.dumps([CALL])},
+    "encoded twice": {"tool_calls": [{**CALL, "arguments": json.dumps(ARGUMENTS)}]},
+    "merged by a table": {"tool_calls": [{**CALL, "arguments": {"city": "Köln", "days": None}, "id": None}]},
+    "one old call": {"function_call": {**CALL, "arguments": ARGUMENTS}},
+    "parameters": {"tool_calls": [{"name": "weather", "parameters": CALL["arguments"]}]},
+    "llama stack": {
+        "tool_calls": [{"tool_name": "weather", "arguments": CALL["arguments"], "arguments_json": ARGUMENTS}]
+    },
+}
+TOOLS: dict[str, Any] = {
+    "objects": [TOOL],
+    "text": json.dumps([TOOL]),
+    "texts": [json.dumps(TOOL)],
+    "one": TOOL,
+    "functions": [FUNCTION],
+    "merged by a table": [{**TOOL, "function": {**TOOL["function"], "strict": None}}],  # type: ignore[dict-item]
+    "llama stack": [
+        {"tool_name": "weather", "description": "Warm?", "parameters": {"city": {"param_type": "string"}}},
+    ],
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_every_kind_are_one_conversation(name: str) -> None:
+    row = {"messages": [USER, {"role": "assistant", **CALLS[name]}, RESULT, ANSWER], "tools": [TOOL]}
+    assert parse_row(row, 0, "sft") == EXPECTED
+    assert check_rows([row], "sft").warnings == []
+
+
+@pytest.mark.parametrize("name", TOOLS)
+@pytest.mark.parametrize("column", ["tools", "functions"])
+def test_tools_of_every_kind_are_the_same(name: str, column: str) -> None:
+    assert parse_row({"messages": TALK, column: TOOLS[name]}, 0, "sft") == EXPECTED
+
+
+def test_sharegpt_writes_calls_and_results_as_turns() -> None:
+    talk = [
+        {"from": "human", "value": "Warm?"},
+        {"from": "function_call", "value": json.dumps(CALL)},
+        {"from": "observation", "value": "7"},
+        {"from": "gpt", "value": "7."},
+    ]
+    assert parse_row({"conversations": talk, "tools": json.dumps([FUNCTION])}, 0, "sft") == EXPECTED
+
+
+def test_ids_and_names_of_results_are_kept() -> None:
+    talk = [USER, {"role": "assistant", "tool_calls": [{**CALL, "id": "c1"}]}]
+    talk += [{"role": "tool", "content": {"t": 7}, "tool_call_id": "c1", "name": "weather"}, ANSWER]
+    example = parse_row({"messages": talk}, 0, "sft")
+    assert isinstance(example, SftExample)
+    assert example.messages is not None
+    assert example.messages[1]["tool_calls"] == [{**CALL, "id": "c1"}]
+    assert example.messages[2] == {"role": "tool", "content": '{"t": 7}', "tool_call_id": "c1", "name": "weather"}
+
+
+def test_nulls_in_text_are_the_rows_own() -> None:
+    call = {"name": "weather", "arguments": '{"city": null}'}
+    example = parse_row({"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}, 0, "sft")
+    assert isinstance(example, SftExample)
+    assert example.messages is not None
+    assert example.messages[1]["tool_calls"][0]["arguments"] == {"city": None}
+
+
+def test_weights_and_thoughts_are_read_under_each_of_their_names() -> None:
+    for key, value, found in (
+        ("weight", 0, {"weight": 0}),
+        ("weight", 1, {}),
+        ("train", False, {"weight": 0}),
+        ("reasoning_content", "Hm.", {"reasoning": "Hm."}),
+        ("reasoning", "Hm.", {"reasoning": "Hm."}),
+        ("thinking", "Hm.", {"reasoning": "Hm."}),
+        ("thinking", "", {}),
+    ):
+        example = parse_row({"messages": [USER, {**ANSWER, key: value}]}, 0, "sft")
+        assert example == SftExample([USER, {**ANSWER, **found}], None)
+
+
+def test_a_system_column_is_the_first_turn() -> None:
+    system = {"role": "system", "content": "Be brief."}
+    for row, turns in (
+        ({"messages": [USER, ANSWER], "system": "Be brief."}, None),
+        ({"messages": [system, USER, ANSWER], "system": "Be brief."}, None),
+        ({"instruction": "Warm?", "output": "7.", "system": "Be brief."}, 2),
+    ):
+        assert parse_row(row, 0, "sft") == SftExample([system, USER, ANSWER], turns)
+    for blank in ("", " ", None):
+        assert parse_row({"messages": [USER, ANSWER], "system": blank}, 0, "sft") == SftExample([USER, ANSWER], None)
+    with pytest.raises(InvalidRows, match="column system: found another text than that of the first turn"):
+        parse_row({"messages": [system, USER, ANSWER], "system": "Be long."}, 0, "sft")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"tool_calls": [{**CALL, "arguments": "{city: 1}"}]},
+            "turn 1 (assistant), tool_calls, call 0 (weather): found",
+        ),
+        ({"tool_calls": [{**CALL, "arguments": [1]}]}, "found [1], expected arguments as an object, or its JSON text"),
+        ({"tool_calls": [{**CALL, "confidence": 1}]}, "found the keys confidence, expected a call"),
+        ({"tool_calls": [{**CALL, "args": {}}]}, "found arguments and args, expected arguments once"),
+        ({"tool_calls": [{"type": "code_interpreter"}]}, "found a call of type 'code_interpreter'"),
+        ({"tool_calls": ["weather"]}, "found text that is not JSON"),
+        (
+            {"tool_calls": [CALL], "function_call": CALL},
+            "found function_call beside tool_calls, expected the calls once",
+        ),
+        ({"tool_calls": [{"name": "\ud800", "arguments": {}}]}, "found half of a UTF-16 surrogate pair"),
+    ],
+)
+def test_what_is_no_call_is_refused_by_its_place(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRows, match=re.escape(message)):
+        parse_row({"messages": [USER, {"role": "assistant", **change}]}, 0, "sft")
+
+
+def test_calls_and_weights_of_other_turns_are_refused() -> None:
+    for change, found in (({"tool_calls": [CALL]}, "tool_calls"), ({"weight": 1}, "weight 1")):
+        with pytest.raises(InvalidRows, match=rf"turn 0 \(user\): found {found}"):
+            parse_row({"messages": [{**USER, **change}, ANSWER]}, 0, "sft")
+
+
+def test_calls_that_do_not_fit_their_tools_are_counted() -> None:
+    calls = [{"name": "news", "arguments": {}}, {"name": "weather", "arguments": {"days": 1}}]
+    rows = [{"messages": [USER, {"role": "assistant", "tool_calls": calls}], "tools": [TOOL]}]
+    assert check_rows(rows, "sft").warnings == [
+        "tool calls that do not fit their tools: a required argument missing (1), a tool that is not listed (1), "
+        "an argument that is not in the schema (1)"
+    ]
+
+
+def test_tools_beside_a_plain_text_are_refused() -> None:
+    with pytest.raises(InvalidRows, match="found tools beside a plain text"):
+        parse_row({"text": "So.", "tools": [TOOL]}, 0, "sft")
