@@ -156,6 +156,11 @@ def _question(row: Mapping[str, Any], index: int, has_answer: bool) -> tuple[lis
         raise InvalidRows(
             f"{found}, and a check expects the row's own answer, since it names no other reference", row=index
         )
+    if messages[-1].get("tool_calls"):
+        raise InvalidRows(
+            "its own answer is a tool call, and a check expects text: name another reference, or leave such rows out",
+            row=index,
+        )
     turns = example.prompt_turns
     if turns is None:
         turns = len(messages) - 1

@@ -269,12 +269,14 @@ class _Row:
         role_key, content_key = ("from", "value") if "from" in message else ("role", "content")
         role = self._role(message, role_key, where)
         where = f"{where} ({role})"
-        self._note_extra_keys(message, {role_key, content_key}, role, where)
+        self._note_extra_keys(message, {role_key, content_key}, role, where, turn == 0)
         found: Message = {"role": role, "content": ""}
         if message[role_key] in CALL_ROLES:
             found["tool_calls"] = read_calls(message.get(content_key), where, self.refuse)
             message = {key: value for key, value in message.items() if key != content_key}
         found |= self._beside(message, role, where)
+        if turn == 0 and (tools := read_tools(message.get("tools"), f"{where}, tools", self.refuse)):
+            found["tools"] = tools  # of rows that a job has generated
         content = message.get(content_key)
         if role == "tool" and isinstance(content, (Mapping, list)) and not _is_parts(content):
             try:
@@ -321,8 +323,10 @@ class _Row:
             raise self.refuse(where, f"{key} {_shown(value)}", f"no {key}: the loss is on assistant turns alone")
         return int(value)
 
-    def _note_extra_keys(self, message: Mapping[str, Any], read: set[str], role: str, where: str) -> None:
-        read = {*read, *_WEIGHTS}
+    def _note_extra_keys(
+        self, message: Mapping[str, Any], read: set[str], role: str, where: str, is_first: bool
+    ) -> None:
+        read = {*read, *_WEIGHTS, *(("tools",) if is_first else ())}
         if role == "assistant":
             read |= {*_CALLS, *_REASONING}
         if role == "tool":
