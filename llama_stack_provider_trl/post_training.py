@@ -24,7 +24,7 @@ from .launch.warm_processes import WarmProcesses
 from .requests.options import ProviderOptions
 from .requests.settings import Request
 from .specs.custom import log_unusable_methods
-from .specs.job import DataFormat, DatasetRef, RowUse
+from .specs.job import DataFormat, DatasetRef, RowNames, RowUse
 from .stack.compat import read_rows
 from .stack.protocol import SubmittingCalls, answers_clearly
 from .stack.responses import (
@@ -136,9 +136,9 @@ class TrlPostTraining(SubmittingCalls):
         return PostTrainingJob(job_uuid=request.job_uuid)
 
     async def _dataset(
-        self, dataset_id: str, use: RowUse, data_format: DataFormat | None
+        self, dataset_id: str, use: RowUse, data_format: DataFormat | None, names: RowNames | None = None
     ) -> tuple[DatasetRef, list[str]]:
         rows = await read_rows(self.deps, dataset_id)
         # In a thread: 10,000 rows take a third of a second, and other requests should not wait for them.
         directory = DataDir(self.settings.data_dir).datasets
-        return await in_work_thread(keep_rows, directory, dataset_id, rows, use, data_format)
+        return await in_work_thread(keep_rows, directory, dataset_id, rows, use, data_format, names)

@@ -24,7 +24,7 @@ from ..requests.untrained import EVALUATE, evaluation_after, for_work, harness_o
 from ..specs.answer_files import answering_of
 from ..specs.answer_rows import refuse_unchecked_rows
 from ..specs.custom_limits import refuse_custom_rows
-from ..specs.job import DataFormat, DatasetRef, JobSpec, RowUse
+from ..specs.job import DataFormat, DatasetRef, JobSpec, RowNames, RowUse
 from ..specs.methods import CustomSpec, GrpoSpec, MethodSpec
 from ..specs.rewards import checks_of
 from ..specs.row_verdicts import check_within
@@ -87,7 +87,7 @@ class Datasets(Protocol):
     """Finds the rows of a dataset id, checked for their use and stored under their digest, with warnings."""
 
     def __call__(
-        self, dataset_id: str, use: RowUse, data_format: DataFormat | None
+        self, dataset_id: str, use: RowUse, data_format: DataFormat | None, names: RowNames | None = None, /
     ) -> Awaitable[tuple[DatasetRef, list[str]]]: ...
 
 
@@ -179,12 +179,14 @@ async def submit_search(
     new_rows: NewRows,
 ) -> bool:
     """Submit a search, and its trials as jobs. As `_submit`: each trial is checked as a request of its own."""
-    known: dict[tuple[str, RowUse, DataFormat | None], tuple[DatasetRef, list[str]]] = {}
+    known: dict[tuple[str, RowUse, DataFormat | None, str], tuple[DatasetRef, list[str]]] = {}
 
-    async def rows(dataset_id: str, use: RowUse, data_format: DataFormat | None) -> tuple[DatasetRef, list[str]]:
-        key = dataset_id, use, data_format
+    async def rows(
+        dataset_id: str, use: RowUse, data_format: DataFormat | None, names: RowNames | None = None
+    ) -> tuple[DatasetRef, list[str]]:
+        key = dataset_id, use, data_format, "" if names is None else names.model_dump_json()
         if key not in known:
-            known[key] = await datasets(*key)
+            known[key] = await _rows_of(datasets, dataset_id, use, data_format, names)
         return known[key]
 
     splits: dict[Split, tuple[DatasetRef, DatasetRef]] = {}
@@ -284,7 +286,7 @@ async def resolved(
     use: RowUse = "prompts" if answering is not None else resolution.fields["method"].algorithm
     data_format: DataFormat | None = resolution.fields["data_format"]
     if harness_of(work) is None:
-        dataset, warnings = await datasets(resolution.dataset_id, use, data_format)
+        dataset, warnings = await _rows_of(datasets, resolution.dataset_id, use, data_format, resolution.names)
     else:
         dataset, warnings = await in_work_thread(no_rows, DataDir(settings.data_dir).datasets), []
     if isinstance(answering, CheckedAnswering):
@@ -293,7 +295,9 @@ async def resolved(
     await _check_custom(resolution, dataset, use)
     method = resolution.fields["method"]
     if isinstance(method, GrpoSpec) and dataset.of_job is None:  # the training reads rows that another job makes
-        await in_work_thread(refuse_unchecked_rows, dataset, checks_of(method.rewards))
+        checks = checks_of(method.rewards)
+        _refuse_names(resolution.names, bool(checks))
+        await in_work_thread(refuse_unchecked_rows, dataset, checks)
     planned: PlannedParts | None = None
     holds_out = resolution.validation_dataset_id is None and resolution.train_share < 1.0
     if put is None and dataset.of_job is None and (resolution.shard is not None or holds_out):
@@ -303,7 +307,9 @@ async def resolved(
         dataset = await in_work_thread(shard_of, dataset, resolution.shard, store, put or put_lines)
     validation = None
     if resolution.validation_dataset_id is not None:
-        validation, more = await datasets(resolution.validation_dataset_id, use, data_format)
+        validation, more = await _rows_of(
+            datasets, resolution.validation_dataset_id, use, data_format, resolution.names
+        )
         await _check_custom(resolution, validation, use)
         warnings = [*warnings, *(f"validation dataset: {warning}" for warning in more)]
     elif holds_out and planned is None:
@@ -349,13 +355,30 @@ def _resolution(
     return resolution, work
 
 
+async def _rows_of(
+    datasets: Datasets, dataset_id: str, use: RowUse, data_format: DataFormat | None, names: RowNames | None
+) -> tuple[DatasetRef, list[str]]:
+    if names is None:
+        return await datasets(dataset_id, use, data_format)
+    return await datasets(dataset_id, use, data_format, names)
+
+
+def _refuse_names(names: RowNames | None, has_checks: bool) -> None:
+    """Refuse names where checks read whole rows by their own. Raises InvalidRequest."""
+    if has_checks and names is not None:
+        name = "columns" if names.columns else "roles"
+        hint = "the checks of a reward read rows under the names of shapes: rename them in the dataset"
+        raise InvalidRequest(f"provider_options.{name}", getattr(names, name), hint)
+
+
 async def _check_custom(resolution: Resolution, dataset: DatasetRef, use: RowUse) -> None:
     """Have a custom method check the rows that are known. Raises InvalidRequest."""
     method: MethodSpec | None = resolution.fields["method"]
     if not isinstance(method, CustomSpec) or dataset.of_job is not None:
         return  # the training checks rows that another job makes
     try:
-        await in_work_thread(refuse_custom_rows, method, dataset, use, resolution.fields["data_format"])
+        named = dataset.model_copy(update={"names": resolution.names})
+        await in_work_thread(refuse_custom_rows, method, named, use, resolution.fields["data_format"])
     except MethodUnavailable as error:
         raise InvalidRequest("algorithm_config.type", method.type, str(error)) from error
 
@@ -401,6 +424,7 @@ def keep_rows(
     rows: Sequence[dict[str, Any]],
     use: RowUse,
     data_format: DataFormat | None,
+    names: RowNames | None = None,
 ) -> tuple[DatasetRef, list[str]]:
     """Check rows, and store them under their digest: what a job trains on cannot change under it.
 
@@ -414,7 +438,7 @@ def keep_rows(
     warnings: list[str] = []
 
     def check(path: Path) -> None:
-        verdict = check_within(_ROW_CHECKS, path, use, data_format)
+        verdict = check_within(_ROW_CHECKS, path, use, data_format, names)
         if verdict["error"] is not None:
             raise InvalidRows(verdict["error"])
         warnings.extend(verdict["warnings"])
@@ -425,5 +449,5 @@ def keep_rows(
         raise InvalidRows(f"dataset {dataset_id!r}, {error}") from error
     except OSError as error:
         raise StoreError(f"dataset {dataset_id!r} cannot be stored: {error}") from error
-    ref = DatasetRef(dataset_id=dataset_id, path=blob.path, sha256=blob.sha256, num_rows=blob.num_rows)
+    ref = DatasetRef(dataset_id=dataset_id, path=blob.path, sha256=blob.sha256, num_rows=blob.num_rows, names=names)
     return ref, warnings

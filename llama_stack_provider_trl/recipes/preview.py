@@ -203,7 +203,9 @@ def preview(spec: JobSpec, request: PreviewSpec, writer: EventWriter) -> None:
 
 def _lost_by_reward_models(spec: JobSpec, first: int, count: int, writer: EventWriter) -> list[str]:
     """A sentence for each reward model whose chat template leaves out turns of the rows that were read."""
-    read = islice(enumerate(read_examples(spec.data.dataset.path, "prompts")), first, first + count)
+    read = islice(
+        enumerate(read_examples(spec.data.dataset.path, "prompts", names=spec.data.dataset.names)), first, first + count
+    )
     return lost_by_reward_models(spec.changed(dropped_turns="warn"), writer.heartbeat, read)
 
 
@@ -227,7 +229,9 @@ def _rows(
     spec: JobSpec, first: int, chat: Chat, counter: TruncationCounter, taught: Chat | None
 ) -> Iterator[list[_MaskedRow]]:
     """The examples of each row from `first` on, until there are enough for the counts."""
-    read = enumerate(read_examples(spec.data.dataset.path, spec.algorithm, spec.data.data_format))
+    read = enumerate(
+        read_examples(spec.data.dataset.path, spec.algorithm, spec.data.data_format, spec.data.dataset.names)
+    )
     tokens = 0
     for chunk in batched(islice(read, first, first + _MOST_ROWS), _CHUNK):
         if METHODS[spec.algorithm].rows == "kto":

@@ -39,7 +39,9 @@ def lost_by_reward_models(
         chat, embeddings, count = Chat(tokenizer), vocabulary_size(model.model), 0
         has_more_tokens = len(tokenizer) > embeddings
         for number, prompt in (
-            enumerate(read_examples(spec.data.dataset.path, "prompts")) if prompts is None else prompts
+            enumerate(read_examples(spec.data.dataset.path, "prompts", names=spec.data.dataset.names))
+            if prompts is None
+            else prompts
         ):
             count += 1
             turns = [*prompt.messages, _ANSWER]

@@ -17,11 +17,13 @@ from ..specs.job import (
     Prefetch,
     PreflightMode,
     ReasoningUse,
+    RowNames,
     ShardingStrategy,
     TrainOn,
 )
 from ..specs.model_source import AdapterUse
 from ..specs.names import CheckedElsewhere, CheckedNames, FreeText
+from ..specs.rows import COLUMNS, ROLES
 from .bodies import LoraFinetuningConfig
 from .choices import nearest, problem_of
 
@@ -236,6 +238,11 @@ class ProviderOptions(Documented, CheckedNames):
     dropped_turns: DroppedTurns = "warn"
     """Where the chat template leaves out turns of rows, or text of trained answers: `warn`, or `refuse`, which fails
     the job."""
+    columns: dict[str, str] = Field({}, max_length=64)
+    """Names of the dataset's columns, under those of row shapes: `{"prompt": "question"}` reads `question` as
+    `prompt`."""
+    roles: dict[str, str | list[str]] = Field({}, max_length=4)
+    """Names of roles in the dataset's messages, under system, user, assistant and tool: `{"assistant": "agent"}`."""
     train_on: TrainOn = "assistant"
     """SFT: the loss is on every answer (`assistant`), on `all` tokens, on the last answer (`last_turn`), or on that
     without its thoughts (`final_answer`)."""
@@ -319,6 +326,38 @@ class ProviderOptions(Documented, CheckedNames):
     """Where the estimated memory does not fit: `refuse` fails the job before it loads its model, `warn`, `off`."""
     device: str | None = None
     """One of the provider's devices, such as `cuda:1`; left out: the first free one."""
+
+    @field_validator("columns")
+    @classmethod
+    def _check_columns(cls, columns: dict[str, str]) -> dict[str, str]:
+        for own, name in columns.items():
+            if own not in COLUMNS:
+                raise ValueError(f"{own!r} is no column of a row shape, expected one of {', '.join(sorted(COLUMNS))}")
+            if not name.strip():
+                raise ValueError(f"{own!r} has no name, expected that of a column of the dataset")
+        return columns
+
+    @field_validator("roles")
+    @classmethod
+    def _check_roles(cls, roles: dict[str, str | list[str]]) -> dict[str, str | list[str]]:
+        known = dict[str, str]()
+        for own, names in roles.items():
+            if own not in (expected := sorted(set(ROLES.values()))):
+                raise ValueError(f"{own!r} is no role, expected one of {', '.join(expected)}")
+            for name in [names] if isinstance(names, str) else names:
+                if known.setdefault(name, own) != own:
+                    raise ValueError(f"{name!r} is there for {known[name]} and for {own}: name it once")
+        return roles
+
+    @property
+    def row_names(self) -> RowNames | None:
+        """What the rows of the datasets are read by; None: by the names of shapes and roles."""
+        if not self.columns and not self.roles:
+            return None
+        roles = {
+            name: own for own, names in self.roles.items() for name in ([names] if isinstance(names, str) else names)
+        }
+        return RowNames(columns=self.columns, roles=roles)
 
     @classmethod
     def parse(cls, value: Any) -> ProviderOptions:

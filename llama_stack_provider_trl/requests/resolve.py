@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..specs.job import DatasetRef, JobSpec, ShardSpec
+from ..specs.job import DatasetRef, JobSpec, RowNames, ShardSpec
 from .answering import check_answers
 from .averaging import resolve_averaging
 from .bases import NamedJob, resolve_base
@@ -43,9 +43,15 @@ class Resolution:
     """Share of the rows to train on; the others are held out for validation."""
     shard: ShardSpec | None = None
     """The part of the rows that the job has; None: all."""
+    names: RowNames | None = None
+    """What the rows are read by; None: by the names of shapes and roles."""
 
     def spec(self, dataset: DatasetRef, validation: DatasetRef | None) -> JobSpec:
-        return JobSpec.of(**{**self.fields, "dataset": dataset, "validation": validation})
+        named = {
+            name: ref and ref.model_copy(update={"names": self.names})
+            for name, ref in (("dataset", dataset), ("validation", validation))
+        }
+        return JobSpec.of(**{**self.fields, **named})
 
 
 def resolve(
@@ -92,4 +98,5 @@ def resolve(
     check_answers(fields, data)
     check_vllm_ranks(fields)
     share, shard = resolve_train_share(data), resolve_shard(options)
-    return Resolution(data.dataset_id, data.validation_dataset_id, fields, warnings, trackers, share, shard)
+    ids = data.dataset_id, data.validation_dataset_id
+    return Resolution(*ids, fields, warnings, trackers, share, shard, options.row_names)

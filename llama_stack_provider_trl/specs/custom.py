@@ -172,7 +172,7 @@ def check_custom_rows(
     parameters = found.parameters(method.parameters)
     with open(dataset.path, encoding="utf-8") as file, without_training_libraries():
         for index, line in enumerate(file):
-            example = parse_row(parse_line(line), index, use, data_format)
+            example = parse_row(parse_line(line), index, use, data_format, dataset.names)
             for one in example.written_out() if isinstance(example, PreferenceExample) else [example]:
                 if (problem := _problem_of(found, check, one, parameters, index)) is not None:
                     raise InvalidRows(f"dataset {dataset.dataset_id!r}, row {index}: {problem}")

@@ -61,6 +61,15 @@ class ShardSpec(Frozen):
     count: int = Field(gt=0)
 
 
+class RowNames(Frozen):
+    """Names in a dataset for what its rows are read by."""
+
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Column of a shape -> column of the dataset."""
+    roles: dict[str, str] = Field(default_factory=dict)
+    """Role in the dataset's messages -> system, user, assistant or tool."""
+
+
 class DatasetRef(Frozen):
     """A dataset as a content-addressed NDJSON file: one JSON object per line, absent values left out."""
 
@@ -73,6 +82,8 @@ class DatasetRef(Frozen):
     are then decided when an attempt starts (`jobs.inputs.made_rows`)."""
     shard: ShardSpec | None = None
     """The part of the rows of `of_job` that is meant; None: all."""
+    names: RowNames | None = None
+    """Other names than those of shapes and roles."""
 
 
 class OptimizerSpec(Frozen):

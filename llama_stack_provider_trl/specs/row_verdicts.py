@@ -11,7 +11,7 @@ from ..system.limited import Limited, LimitExceeded
 from .row_files import read_ndjson
 
 if TYPE_CHECKING:
-    from .job import DataFormat, RowUse
+    from .job import DataFormat, RowNames, RowUse
 
 
 class RowsVerdict(TypedDict):
@@ -23,7 +23,7 @@ class RowsVerdict(TypedDict):
     """The first invalid row and its fault; None: all rows are valid."""
 
 
-def check_file(path: Path, use: RowUse, data_format: DataFormat | None) -> RowsVerdict:
+def check_file(path: Path, use: RowUse, data_format: DataFormat | None, names: RowNames | None = None) -> RowsVerdict:
     """Check an NDJSON file, a row at a time. A process that serves requests calls `check_within`.
 
     Raises:
@@ -34,13 +34,15 @@ def check_file(path: Path, use: RowUse, data_format: DataFormat | None) -> RowsV
 
     try:
         with open(path, "rb") as file:
-            report = check_rows(read_ndjson(file), use, data_format)
+            report = check_rows(read_ndjson(file), use, data_format, names)
     except InvalidRows as error:
         return RowsVerdict(num_rows=0, warnings=[], error=str(error))
     return RowsVerdict(num_rows=report.num_rows, warnings=report.warnings, error=None)
 
 
-def check_within(limits: Limited, path: Path, use: RowUse, data_format: DataFormat | None) -> RowsVerdict:
+def check_within(
+    limits: Limited, path: Path, use: RowUse, data_format: DataFormat | None, names: RowNames | None = None
+) -> RowsVerdict:
     """`check_file` in another process, in 5 ms and the time of its rows.
 
     Raises:
@@ -49,7 +51,7 @@ def check_within(limits: Limited, path: Path, use: RowUse, data_format: DataForm
         OSError: the file cannot be read, or there can be no further process.
     """
     try:
-        (verdict,) = limits.call(_verdict, path, use, data_format, before=_load)
+        (verdict,) = limits.call(_verdict, path, use, data_format, names, before=_load)
     except LimitExceeded as error:
         raise InvalidRows(
             f"checking it takes more than {limits.seconds} s or {limits.memory >> 20} MiB of memory: split long rows, "
@@ -61,8 +63,8 @@ def check_within(limits: Limited, path: Path, use: RowUse, data_format: DataForm
     return found
 
 
-def _verdict(path: Path, use: RowUse, data_format: DataFormat | None) -> Iterator[RowsVerdict]:
-    yield check_file(path, use, data_format)
+def _verdict(path: Path, use: RowUse, data_format: DataFormat | None, names: RowNames | None) -> Iterator[RowsVerdict]:
+    yield check_file(path, use, data_format, names)
 
 
 def _load() -> None:

@@ -22,7 +22,7 @@ from typing import Any, cast
 from ..errors import InvalidRows
 from ..system.json_rows import STAND_INS
 from ..system.texts import DuplicateKey, parse_json
-from .job import DataFormat, RowUse
+from .job import DataFormat, RowNames, RowUse
 from .methods import METHODS
 from .tool_calls import Tool, faults_of, read_calls, read_tools
 
@@ -155,6 +155,15 @@ class RowsReport:
 class _Notes:
     """Counts for warnings, over all rows."""
 
+    names: RowNames | None = None
+    columns: dict[str, str] = field(init=False)
+    """Column of a shape -> column of the dataset."""
+    roles: dict[str, str] = field(init=False)
+    """Role in messages -> one of the four."""
+    named: set[str] = field(default_factory=set)
+    """Columns of `columns` that some row has."""
+    used_roles: set[str] = field(default_factory=set)
+    """Roles of `names` that some message has."""
     scalars: Counter[str] = field(default_factory=Counter)
     message_keys: set[str] = field(default_factory=set)
     pairs: int = 0
@@ -168,6 +177,10 @@ class _Notes:
     """Rows with an answer whose text begins with that of its prompt."""
     calls: Counter[str] = field(default_factory=Counter)
     """Calls that do not fit the schemas of their tools, by what is wrong."""
+
+    def __post_init__(self) -> None:
+        self.columns = self.names.columns if self.names else {}
+        self.roles = {**ROLES, **self.names.roles} if self.names else ROLES
 
 
 class _Row:
@@ -213,7 +226,10 @@ class _Row:
             raise self.refuse(where, _kind(value), _MESSAGES)
         if not value:
             raise self.refuse(where, "an empty list", "at least one message")
-        return [_ordinary(message) or self._message(message, where, turn) for turn, message in enumerate(value)]
+        own = self.notes.names is None or not self.notes.names.roles
+        return [
+            (own and _ordinary(message)) or self._message(message, where, turn) for turn, message in enumerate(value)
+        ]
 
     def parsed(self, value: Any, where: str, expected: str) -> Any:
         """The value, or what its JSON text has."""
@@ -271,7 +287,7 @@ class _Row:
         where = f"{where} ({role})"
         self._note_extra_keys(message, {role_key, content_key}, role, where, turn == 0)
         found: Message = {"role": role, "content": ""}
-        if message[role_key] in CALL_ROLES:
+        if self.notes.roles is ROLES and message[role_key] in CALL_ROLES:
             found["tool_calls"] = read_calls(message.get(content_key), where, self.refuse)
             message = {key: value for key, value in message.items() if key != content_key}
         found |= self._beside(message, role, where)
@@ -338,8 +354,9 @@ class _Row:
 
     def _role(self, message: Mapping[str, Any], key: str, where: str) -> str:
         role = message.get(key)
-        if isinstance(role, str) and role in ROLES:
-            return ROLES[role]
+        if isinstance(role, str) and role in self.notes.roles:
+            self.notes.used_roles.add(role)
+            return self.notes.roles[role]
         found = f"no {key}" if role is None else f"{key} {_shown(role)}"
         like = role.strip().lower() if isinstance(role, str) else ""
         raise self.refuse(where, found, f"{like!r}" if like in ROLES else f"one of {', '.join(ROLES)}")
@@ -909,31 +926,45 @@ COLUMNS = frozenset(column for shape in ROW_SHAPES for column in (*shape.columns
 """All columns that are read."""
 
 
-def parse_row(row: Mapping[str, Any], index: int, use: RowUse, data_format: DataFormat | None = None) -> Example:
+def parse_row(
+    row: Mapping[str, Any],
+    index: int,
+    use: RowUse,
+    data_format: DataFormat | None = None,
+    names: RowNames | None = None,
+) -> Example:
     """Read one row.
 
     Args:
         index: the row's number, from 0, for the error message.
         data_format: which shape to read where the row fits an instruct and a dialog shape; ignored for pairs.
+        names: of its columns and roles, where they are not those of shapes.
 
     Raises:
         InvalidRows: the row fits no shape, or one of its columns cannot be read.
     """
-    return _parse(row, index, use, data_format, _Notes())[2]
+    return _parse(row, index, use, data_format, _Notes(names))[2]
 
 
-def check_rows(rows: Iterable[Mapping[str, Any]], use: RowUse, data_format: DataFormat | None = None) -> RowsReport:
+def check_rows(
+    rows: Iterable[Mapping[str, Any]],
+    use: RowUse,
+    data_format: DataFormat | None = None,
+    names: RowNames | None = None,
+) -> RowsReport:
     """Read every row, keep none: a stream is checked in constant memory (10,000 rows take about 0.1 s).
 
     Raises:
         InvalidRows: at the first bad row, or if there is no row at all.
     """
-    notes, seen = _Notes(), _Seen()
+    notes, seen = _Notes(names), _Seen()
     for index, row in enumerate(rows):
         shape, columns, _ = _parse(row, index, use, data_format, notes)
         seen[shape, columns] += 1
     if not seen:
         raise InvalidRows("the dataset is empty: expected at least one row")
+    if lacking := {*notes.columns.values()} - notes.named:
+        raise InvalidRows(f"no row has the column {_listed(lacking)}, which the option columns names: correct it")
     shapes: Counter[str] = Counter()
     for (shape, _), count in seen.items():
         shapes[shape.name] += count
@@ -946,15 +977,34 @@ def _parse(
     if not isinstance(row, Mapping):
         raise InvalidRows(f"found {_kind(row)}, expected an object with named columns", row=index)
     values = {column: value for column, value in row.items() if not _absent(value)}
+    if notes.columns:
+        values = _renamed(values, index, notes)
     columns = frozenset(values)
     shape = _choose(columns, use, data_format)
     if shape is None:
-        raise InvalidRows(_no_shape(row, columns, use), row=index)
+        lacking = sorted({*notes.columns.values()} - {column for column, value in row.items() if not _absent(value)})
+        hint = f". This row lacks {_listed(lacking)}, which the option columns names" if lacking else ""
+        raise InvalidRows(_no_shape(values if notes.columns else row, columns, use) + hint, row=index)
     reader = _Row(index, values, notes)
     example = shape.read(reader)
     if not columns.isdisjoint(_AROUND):
         example = _with_around(reader, example, shape)
     return shape, columns, example
+
+
+def _renamed(values: dict[str, Any], index: int, notes: _Notes) -> dict[str, Any]:
+    """The row under the names of shapes. A column that is read under another name keeps no name of its own."""
+    theirs = {*notes.columns.values()}
+    notes.named |= theirs & values.keys()
+    renamed = {column: value for column, value in values.items() if column not in theirs}
+    for own, name in notes.columns.items():
+        if name not in values:
+            continue
+        if own in renamed:
+            found = f"it is there beside column {name}, which the option columns reads as {own}"
+            raise InvalidRows(f"column {own}: {found}: leave one of them out", row=index)
+        renamed[own] = values[name]
+    return renamed
 
 
 def _with_around(row: _Row, example: Example, shape: RowShape) -> Example:
@@ -1110,6 +1160,8 @@ def _warnings(seen: _Seen, notes: _Notes, use: RowUse, data_format: DataFormat |
         warnings.append(f"{UNREAD}{_listed(unread)}")
     if notes.message_keys:
         warnings.append(f"message keys never read: {_listed(notes.message_keys)}")
+    if notes.names and (unused := notes.names.roles.keys() - notes.used_roles):
+        warnings.append(f"the option roles names roles that no message has: {_listed(unused)}")
     if _rows_of(use) == "sft" and data_format is not None:
         warnings += _format_warnings(seen, data_format)
     if notes.scalars:

@@ -21,7 +21,15 @@ from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, 
 from llama_stack_provider_trl.requests.choices import problem_of
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.settings import Settings
-from llama_stack_provider_trl.specs.job import AttemptSpec, DataFormat, DatasetRef, RowUse, ShardingSpec, derive
+from llama_stack_provider_trl.specs.job import (
+    AttemptSpec,
+    DataFormat,
+    DatasetRef,
+    RowNames,
+    RowUse,
+    ShardingSpec,
+    derive,
+)
 from llama_stack_provider_trl.system.files import RunDir, atomic_write
 from llama_stack_provider_trl.system.process import usable_cpus
 
@@ -195,13 +203,15 @@ async def _job(options: Namespace, directory: Path, nodes: int) -> ResolvedJob:
     files = {"training": options.data, "validation": options.validation}
     ids = request.training_config.data_config
 
-    async def rows(dataset_id: str, use: RowUse, data_format: DataFormat | None) -> tuple[DatasetRef, list[str]]:
+    async def rows(
+        dataset_id: str, use: RowUse, data_format: DataFormat | None, names: RowNames | None = None
+    ) -> tuple[DatasetRef, list[str]]:
         is_validation = ids is not None and dataset_id == ids.validation_dataset_id != ids.dataset_id
         file = files["validation" if is_validation else "training"]
         if file is None:
             raise InvalidRequest("--validation", None, f"name the rows of validation_dataset_id {dataset_id!r}.")
         found = await asyncio.to_thread(lambda: list(read_row_file(Path(file))))
-        return await asyncio.to_thread(keep_rows, directory / "datasets", dataset_id, found, use, data_format)
+        return await asyncio.to_thread(keep_rows, directory / "datasets", dataset_id, found, use, data_format, names)
 
     if options.validation and (ids is None or not ids.validation_dataset_id):
         raise InvalidRequest("--validation", options.validation, "the request names no validation_dataset_id.")

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from llama_stack_provider_trl.config import TrlConfig
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.post_training import TrlPostTraining
-from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
+from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowNames, RowUse
 from llama_stack_provider_trl.system.offload import serving
 
 from ..service.datasets.blobs import Blobs
@@ -77,9 +77,9 @@ class ExternalTrl(TrlPostTraining):
         await asyncio.to_thread(self.registered.delete, dataset_id)
 
     async def _dataset(
-        self, dataset_id: str, use: RowUse, data_format: DataFormat | None
+        self, dataset_id: str, use: RowUse, data_format: DataFormat | None, names: RowNames | None = None
     ) -> tuple[DatasetRef, list[str]]:
         # Our registry comes first. Datasets that are not in it are looked up in the server's own registry, if any.
         if await asyncio.to_thread(self.registered.holds, dataset_id):
-            return await self.registered.fetch(dataset_id, use, data_format)
-        return await super()._dataset(dataset_id, use, data_format)
+            return await self.registered.fetch(dataset_id, use, data_format, names)
+        return await super()._dataset(dataset_id, use, data_format, names)

@@ -434,6 +434,8 @@ OPTION_ASKS: dict[str, Try] = {
     "max_seq_length": Try(77),
     "truncation_side": Try("left"),
     "dropped_turns": Try("refuse"),
+    "columns": Try({"text": "note"}),
+    "roles": Try({"user": "customer"}),
     "train_on": Try("last_turn"),
     "reasoning": Try("drop"),
     "lr_scheduler": Try("cosine"),

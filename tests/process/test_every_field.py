@@ -372,6 +372,8 @@ ELSEWHERE: dict[str, str] = {
     ALGORITHM + "gamma": "noted, without meaning in DPO: tests/contract/test_api_table.py",
     OPTION + "samples.prompts": "changes nothing in the training: tests/process/test_samples.py, test_resolve.py",
     OPTION + "samples.max_new_tokens": "changes nothing in the training: tests/process/test_samples.py",
+    OPTION + "columns": "needs other rows: tests/unit/test_row_names.py, tests/contract/test_other_names.py",
+    OPTION + "roles": "needs other rows: tests/unit/test_row_names.py, tests/contract/test_other_names.py",
     OPTION + "train_on": "needs conversations: tests/process/test_tool_templates.py",
     OPTION + "reasoning": "needs thoughts: tests/process/test_tool_templates.py",
     OPTION + "dropped_turns": "fails a job before it trains: tests/process/test_lost_turns.py",

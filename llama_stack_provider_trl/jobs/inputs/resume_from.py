@@ -124,6 +124,7 @@ def _refuse_differences(requested: str, other: JobSpec, spec: JobSpec) -> None:
     one, another = _without_place_of_vllm(other), _without_place_of_vllm(spec)
     pairs = [(name, one.value(name), another.value(name)) for name in _MUST_MATCH]
     pairs.append(("dataset (its rows' sha256)", other.data.dataset.sha256, spec.data.dataset.sha256))
+    pairs.append(("columns and roles", other.data.dataset.names, spec.data.dataset.names))
     for name, theirs, ours in pairs:
         if theirs != ours:
             raise InvalidRequest(

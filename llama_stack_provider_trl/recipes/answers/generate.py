@@ -139,7 +139,8 @@ def _generate(attempt: AttemptSpec, writer: EventWriter, team: Replicas) -> None
     assert isinstance(work, GenerateSpec)
     device = begin(attempt, writer)
     with heartbeat(writer):
-        questions = Questions([example.messages for example in read_examples(spec.data.dataset.path, "prompts")])
+        examples = read_examples(spec.data.dataset.path, "prompts", names=spec.data.dataset.names)
+        questions = Questions([example.messages for example in examples])
     with closing(open_answers(spec, work, questions, team)) as answers:
         if not answer_all(attempt, writer, work, questions, answers, device, team=team) or not team.is_first:
             return

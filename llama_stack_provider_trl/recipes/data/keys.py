@@ -57,6 +57,7 @@ class RowKeys:
         return _digest(
             **self._inputs,
             rows=rows.sha256,
+            names=rows.names.model_dump() if rows.names else None,
             algorithm=METHODS[spec.algorithm].rows,
             data_format=spec.data.data_format if is_sft else None,
             train_on=spec.data.trained if is_sft else None,

@@ -25,7 +25,7 @@ from datasets import Dataset, concatenate_datasets
 
 from ...errors import InvalidRows, JobFailure
 from ...specs.events import Reason
-from ...specs.job import DataFormat, DatasetRef, JobSpec, ReasoningUse, RowUse, TrainOn, TruncationSide
+from ...specs.job import DataFormat, DatasetRef, JobSpec, ReasoningUse, RowNames, RowUse, TrainOn, TruncationSide
 from ...specs.methods import METHODS
 from ...specs.row_files import parse_line
 from ...specs.rows import Example, LabelledExample, PreferenceExample, PromptExample, SftExample, parse_row
@@ -70,32 +70,38 @@ class DataReport:
 
 
 @overload
-def read_examples(path: Path, use: Literal["sft"], data_format: DataFormat | None = None) -> Iterator[SftExample]: ...
+def read_examples(
+    path: Path, use: Literal["sft"], data_format: DataFormat | None = None, names: RowNames | None = None
+) -> Iterator[SftExample]: ...
 
 
 @overload
 def read_examples(
-    path: Path, use: Literal["dpo"], data_format: DataFormat | None = None
+    path: Path, use: Literal["dpo"], data_format: DataFormat | None = None, names: RowNames | None = None
 ) -> Iterator[PreferenceExample]: ...
 
 
 @overload
 def read_examples(
-    path: Path, use: Literal["kto"], data_format: DataFormat | None = None
+    path: Path, use: Literal["kto"], data_format: DataFormat | None = None, names: RowNames | None = None
 ) -> Iterator[LabelledExample]: ...
 
 
 @overload
 def read_examples(
-    path: Path, use: Literal["prompts"], data_format: DataFormat | None = None
+    path: Path, use: Literal["prompts"], data_format: DataFormat | None = None, names: RowNames | None = None
 ) -> Iterator[PromptExample]: ...
 
 
 @overload
-def read_examples(path: Path, use: RowUse, data_format: DataFormat | None = None) -> Iterator[Example]: ...
+def read_examples(
+    path: Path, use: RowUse, data_format: DataFormat | None = None, names: RowNames | None = None
+) -> Iterator[Example]: ...
 
 
-def read_examples(path: Path, use: RowUse, data_format: DataFormat | None = None) -> Iterator[Example]:
+def read_examples(
+    path: Path, use: RowUse, data_format: DataFormat | None = None, names: RowNames | None = None
+) -> Iterator[Example]:
     """The examples of an NDJSON file, one at a time.
 
     Raises:
@@ -107,7 +113,7 @@ def read_examples(path: Path, use: RowUse, data_format: DataFormat | None = None
                 row = parse_line(line)
             except json.JSONDecodeError as error:
                 raise InvalidRows(f"not JSON ({error.msg} at character {error.pos})", row=index) from error
-            yield parse_row(row, index, use, data_format)
+            yield parse_row(row, index, use, data_format, names)
 
 
 @dataclass(frozen=True)
@@ -152,15 +158,15 @@ def tokenize(
     """Tokenize a dataset of the job for its trainer; `teacher`: of a teacher with another vocabulary."""
     most, side = spec.data.max_seq_length, spec.data.truncation_side
     if spec.method.answer_tokens is not None:
-        prompts = read_examples(dataset.path, "prompts")
+        prompts = read_examples(dataset.path, "prompts", names=dataset.names)
         if teacher is not None:
             return tokenize_taught_prompts(prompts, tokenizer, teacher, most, spec.method.answer_tokens)
         return tokenize_prompts(prompts, tokenizer, most, spec.method.answer_tokens)
     if spec.has_pairs:
-        return tokenize_dpo(read_examples(dataset.path, "dpo"), tokenizer, most, side)
+        return tokenize_dpo(read_examples(dataset.path, "dpo", names=dataset.names), tokenizer, most, side)
     if METHODS[spec.algorithm].rows == "kto":
-        return tokenize_kto(read_examples(dataset.path, "kto"), tokenizer, most, side)
-    examples = read_examples(dataset.path, "sft", spec.data.data_format)
+        return tokenize_kto(read_examples(dataset.path, "kto", names=dataset.names), tokenizer, most, side)
+    examples = read_examples(dataset.path, "sft", spec.data.data_format, dataset.names)
     data = spec.data
     return tokenize_sft(examples, tokenizer, most, data.train_on_input, side, data.train_on, data.reasoning)
 

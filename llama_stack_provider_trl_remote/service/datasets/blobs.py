@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
 from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation
-from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
+from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowNames, RowUse
 from llama_stack_provider_trl.specs.row_verdicts import RowsVerdict, check_within
 from llama_stack_provider_trl.system.data_dir import DataDir, expect_directory, read_own
 from llama_stack_provider_trl.system.files import atomic_write_json, touched
@@ -158,10 +158,15 @@ class Blobs:
             return answer["sha256"], answer["num_rows"]
 
     async def checked(
-        self, dataset_id: str, sha256: str, use: RowUse, data_format: DataFormat | None
+        self,
+        dataset_id: str,
+        sha256: str,
+        use: RowUse,
+        data_format: DataFormat | None,
+        names: RowNames | None = None,
     ) -> tuple[DatasetRef, list[str]]:
-        """A stored file that fits a use, with warnings. It is checked once: the verdict is kept beside
-        it.
+        """A stored file that fits a use, with warnings. It is checked once: the verdict is kept beside it, unless the
+        rows are read under names of the request.
 
         Raises:
             InvalidRows: naming the first bad row.
@@ -171,10 +176,11 @@ class Blobs:
         # One check at a time: a repeated POST, of a client that has waited too long, reuses the first one's verdict.
         lock = self._checking.setdefault((caller_name(), kept), asyncio.Lock())
         async with lock:
-            verdict = await in_work_thread(_read_verdict, kept)
+            verdict = await in_work_thread(_read_verdict, kept) if names is None else None
             if verdict is None:
-                verdict = await self._check(path, use, data_format)
-                await in_work_thread(self._keep_verdict, kept, verdict)
+                verdict = await self._check(path, use, data_format, names)
+                if names is None:
+                    await in_work_thread(self._keep_verdict, kept, verdict)
         if verdict["error"] is not None:
             raise InvalidRows(f"dataset {dataset_id!r}, {verdict['error']}")
         ref = DatasetRef(dataset_id=dataset_id, path=path, sha256=sha256, num_rows=verdict["num_rows"])
@@ -192,10 +198,13 @@ class Blobs:
         if num_rows > self._settings.max_rows:
             raise self._too_many()
 
-    async def _check(self, path: Path, use: RowUse, data_format: DataFormat | None) -> RowsVerdict:
+    async def _check(
+        self, path: Path, use: RowUse, data_format: DataFormat | None, names: RowNames | None
+    ) -> RowsVerdict:
         if (await asyncio.to_thread(path.stat)).st_size <= _SMALL:
-            return await in_work_thread(check_within, self._small, path, use, data_format)
-        answer = await self._child(Path("/"), "check", str(path), use, data_format or "", read=[path])
+            return await in_work_thread(check_within, self._small, path, use, data_format, names)
+        named = "" if names is None else names.model_dump_json()
+        answer = await self._child(Path("/"), "check", str(path), use, data_format or "", named, read=[path])
         if "num_rows" not in answer:  # a failure of the reader, and no verdict about the rows: not to be kept
             raise InvalidRows(answer["error"])
         return RowsVerdict(num_rows=answer["num_rows"], warnings=answer["warnings"], error=answer["error"])

@@ -1,6 +1,6 @@
 """Reads datasets in a process of its own with a memory limit, so that neither size nor libraries affect the service.
 
-    python -m llama_stack_provider_trl_remote.service.datasets.reader check FILE ALGORITHM DATA_FORMAT MEMORY_MB
+    python -m llama_stack_provider_trl_remote.service.datasets.reader check FILE ALGORITHM DATA_FORMAT NAMES MEMORY_MB
     python -m llama_stack_provider_trl_remote.service.datasets.reader convert URI DIRECTORY MAX_ROWS MAX_MB \
         MIN_FREE_MB MEMORY_MB [FD]
 
@@ -28,6 +28,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from llama_stack_provider_trl.errors import InvalidRows
 from llama_stack_provider_trl.specs import row_files
+from llama_stack_provider_trl.specs.job import RowNames
 from llama_stack_provider_trl.specs.row_files import Row
 from llama_stack_provider_trl.specs.row_verdicts import check_file
 from llama_stack_provider_trl.system.files import free_bytes, put_rows
@@ -159,9 +160,10 @@ def main(arguments: list[str]) -> None:
     memory_mb = 0
     try:
         match arguments:
-            case ["check", path, use, data_format, memory]:
+            case ["check", path, use, data_format, named, memory]:
                 limit_memory((memory_mb := int(memory)) << 20)
-                answer: Any = check_file(Path(path), use, data_format or None)  # type: ignore[arg-type]
+                names = RowNames.model_validate_json(named) if named else None
+                answer: Any = check_file(Path(path), use, data_format or None, names)  # type: ignore[arg-type]
             case ["convert", uri, directory, max_rows, max_mb, min_free_mb, memory, *file]:
                 _limit_written(int(max_mb) << 20)
                 limit_memory((memory_mb := int(memory)) << 20)

@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, JobConflict, StoreError
-from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
+from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowNames, RowUse
 from llama_stack_provider_trl.specs.names import STORED
 from llama_stack_provider_trl.specs.work import OF_JOB
 from llama_stack_provider_trl.system.beneath import open_beneath, path_of
@@ -287,7 +287,9 @@ class DatasetRegistry:
         if not is_known:
             raise _unknown(dataset_id)
 
-    async def fetch(self, dataset_id: str, use: RowUse, data_format: DataFormat | None) -> tuple[DatasetRef, list[str]]:
+    async def fetch(
+        self, dataset_id: str, use: RowUse, data_format: DataFormat | None, names: RowNames | None = None
+    ) -> tuple[DatasetRef, list[str]]:
         """The rows of a registered dataset for a job.
 
         Raises:
@@ -306,16 +308,21 @@ class DatasetRegistry:
         if not await self._blobs.holds(entry.sha256):
             hint = f"its rows ({entry.sha256}) are gone: register it again, with its rows"
             raise InvalidRequest(FIELD, dataset_id, hint)
-        return await self.fetch_blob(dataset_id, entry.sha256, use, data_format)
+        return await self.fetch_blob(dataset_id, entry.sha256, use, data_format, names)
 
     async def fetch_blob(
-        self, dataset_id: str, sha256: str, use: RowUse, data_format: DataFormat | None
+        self,
+        dataset_id: str,
+        sha256: str,
+        use: RowUse,
+        data_format: DataFormat | None,
+        names: RowNames | None = None,
     ) -> tuple[DatasetRef, list[str]]:
         """The result of `fetch`, for a digest."""
         if not await self._blobs.holds(sha256):
             hint = f"its rows ({sha256}) are not stored here: send them with PUT /v1/blobs/{sha256}"
             raise InvalidRequest(FIELD, dataset_id, hint)
-        return await self._blobs.checked(dataset_id, sha256, use, data_format)
+        return await self._blobs.checked(dataset_id, sha256, use, data_format, names)
 
     async def _entry(self, body: RegisterDataset, stored: StoredRows | None, held: HeldRows) -> Entry:
         assert body.dataset_id is not None

@@ -9,7 +9,7 @@ from llama_stack_provider_trl.jobs.inputs.merges import no_rows
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.submission import Datasets
 from llama_stack_provider_trl.requests.data import rows_job_of
-from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowUse
+from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowNames, RowUse
 from llama_stack_provider_trl.system.offload import in_work_thread
 
 from ..datasets.blobs import Blobs
@@ -32,13 +32,15 @@ class RowSources:
         """
         uploaded = digests or {}
 
-        async def rows(dataset_id: str, use: RowUse, data_format: DataFormat | None) -> tuple[DatasetRef, list[str]]:
+        async def rows(
+            dataset_id: str, use: RowUse, data_format: DataFormat | None, names: RowNames | None = None
+        ) -> tuple[DatasetRef, list[str]]:
             if rows_job_of(dataset_id) and (promised := await in_work_thread(promised_rows, dataset_id, use, store)):
                 return promised, []
             if dataset_id in uploaded:
-                found = await self._datasets.fetch_blob(dataset_id, uploaded[dataset_id], use, data_format)
+                found = await self._datasets.fetch_blob(dataset_id, uploaded[dataset_id], use, data_format, names)
             else:
-                found = await self._datasets.fetch(dataset_id, use, data_format)
+                found = await self._datasets.fetch(dataset_id, use, data_format, names)
             # A job writes its rows again, as parts of them or as tokens.
             size = found[0].path.stat().st_size
             await in_work_thread(self._space.require, Use.ordered, self._blobs.directory, size)
@@ -46,7 +48,9 @@ class RowSources:
 
         return rows
 
-    async def none(self, dataset_id: str, use: RowUse, data_format: DataFormat | None) -> tuple[DatasetRef, list[str]]:
+    async def none(
+        self, dataset_id: str, use: RowUse, data_format: DataFormat | None, names: RowNames | None = None
+    ) -> tuple[DatasetRef, list[str]]:
         """The rows of a job that reads none."""
         await in_work_thread(self._space.require, Use.ordered, self._blobs.directory)
         return await in_work_thread(no_rows, self._blobs.directory), []
