@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
 from llama_stack_provider_trl.specs.row_files import ROW_READERS, Row
-from llama_stack_provider_trl.specs.rows import holds_pairs
 from llama_stack_provider_trl.system.files import Blob, put_rows
 
 from .client import ServiceClient
@@ -89,4 +88,7 @@ def name_by_content(stem: str, blob: Blob) -> str:
 def has_preferences(blob: Blob) -> bool:
     """Whether stored rows are pairs for DPO, by the first of them."""
     with open(blob.path, "rb") as rows:
+        # Not at the top: commands that read no rows start without pydantic.
+        from llama_stack_provider_trl.specs.rows import holds_pairs
+
         return holds_pairs(json.loads(rows.readline()))

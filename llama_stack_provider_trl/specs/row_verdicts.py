@@ -40,6 +40,13 @@ def check_file(path: Path, use: RowUse, data_format: DataFormat | None, names: R
     return RowsVerdict(num_rows=report.num_rows, warnings=report.warnings, error=None)
 
 
+def names_of(text: str) -> RowNames | None:
+    """Names of columns and roles, from their JSON text; empty: none."""
+    from .job import RowNames
+
+    return RowNames.model_validate_json(text) if text else None
+
+
 def check_within(
     limits: Limited, path: Path, use: RowUse, data_format: DataFormat | None, names: RowNames | None = None
 ) -> RowsVerdict:

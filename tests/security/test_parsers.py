@@ -82,6 +82,7 @@ JSON = {
     "specs.row_files._parsed": PROGRAM,
     "specs.row_files.read_ndjson": "called by the functions in ROWS",
     "specs.rows._Row._parsed": "called by the functions in ROWS",
+    "specs.tool_calls._decoded": "called by the functions in ROWS",
     "stack.external._is_object": "a header, which the HTTP server bounds",
     "remote.service.cluster.launcher.ClusterLauncher._conclude": OURS,
     "remote.service.cluster.logs._difference": OURS,

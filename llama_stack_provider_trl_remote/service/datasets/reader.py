@@ -28,9 +28,8 @@ from urllib.parse import parse_qsl, urlsplit
 
 from llama_stack_provider_trl.errors import InvalidRows
 from llama_stack_provider_trl.specs import row_files
-from llama_stack_provider_trl.specs.job import RowNames
 from llama_stack_provider_trl.specs.row_files import Row
-from llama_stack_provider_trl.specs.row_verdicts import check_file
+from llama_stack_provider_trl.specs.row_verdicts import check_file, names_of
 from llama_stack_provider_trl.system.files import free_bytes, put_rows
 from llama_stack_provider_trl.system.process import die_with_parent, limit_memory
 
@@ -162,8 +161,7 @@ def main(arguments: list[str]) -> None:
         match arguments:
             case ["check", path, use, data_format, named, memory]:
                 limit_memory((memory_mb := int(memory)) << 20)
-                names = RowNames.model_validate_json(named) if named else None
-                answer: Any = check_file(Path(path), use, data_format or None, names)  # type: ignore[arg-type]
+                answer: Any = check_file(Path(path), use, data_format or None, names_of(named))  # type: ignore[arg-type]
             case ["convert", uri, directory, max_rows, max_mb, min_free_mb, memory, *file]:
                 _limit_written(int(max_mb) << 20)
                 limit_memory((memory_mb := int(memory)) << 20)
