@@ -179,6 +179,20 @@ def test_what_is_trained_of_calls_and_thoughts_is_as_written_out(name: str) -> N
     assert len(found) == len(WRITTEN[name]) or name == "llama3_1"
 
 
+@pytest.mark.parametrize("written", ["arguments", "arguments | tojson"])
+def test_arguments_are_written_as_json_once(written: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (m['content'] or '') }}"
+        "{% for call in m['tool_calls'] or [] %}"
+        f"{{{{ call['function']['name'] }}}} {{{{ call['function'].{written} }}}}"
+        "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    talk = [TALK[1], {"role": "assistant", "tool_calls": [CALL]}]
+    assert trained(tokenizer, {"messages": talk}) == [['weather {"city": "Köln \\"Deutz\\""}<|im_end|>\n']]
+
+
 def test_a_template_without_tools_is_refused_by_what_it_lacks() -> None:
     for name, what in (("gemma3", "writes no tools"), ("phi3", "writes no tools"), ("deepseekv3", "writes no tools")):
         with pytest.raises(JobFailure, match=rf"row 0: .*{what}"):
