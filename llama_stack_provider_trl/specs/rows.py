@@ -315,7 +315,10 @@ class _Row:
                     if "tool_calls" in found:
                         raise self.refuse(where, f"{key} beside tool_calls", "the calls once")
                     found["tool_calls"] = calls
-            thoughts = {key: message[key] for key in _REASONING if message.get(key) not in (None, "")}
+            thoughts = {key: message[key] for key in _REASONING if message.get(key)}
+            for key, value in thoughts.items():
+                if not isinstance(value, str):
+                    raise self.refuse(f"{where}, {key}", _kind(value), "text")
             texts = {self.plain(text, key, f"{where}, {key}") for key, text in thoughts.items()}
             if len(texts) > 1:
                 raise self.refuse(where, f"different texts in {' and '.join(thoughts)}", "the reasoning once")
@@ -989,6 +992,17 @@ def _parse(
     example = shape.read(reader)
     if not columns.isdisjoint(_AROUND):
         example = _with_around(reader, example, shape)
+    answers = (
+        example.answers
+        if isinstance(example, PreferenceExample)
+        else [example.completion]
+        if isinstance(example, LabelledExample)
+        else []
+    )
+    if any("weight" in turn for answer in answers for turn in answer):
+        raise reader.refuse(
+            "of an answer", "weight 0", "no weight: answers of pairs and labelled ones are trained whole"
+        )
     return shape, columns, example
 
 
@@ -1019,7 +1033,10 @@ def _with_around(row: _Row, example: Example, shape: RowShape) -> Example:
     assert messages is not None
     if system and not system.isspace():
         if messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": system})
+            # Tools that lie beside the messages stay with the first turn.
+            tools_beside = {key: messages[0][key] for key in ("tools",) if key in messages[0]}
+            messages[0] = {key: value for key, value in messages[0].items() if key not in tools_beside}
+            messages.insert(0, {"role": "system", "content": system, **tools_beside})
             if isinstance(example, SftExample) and example.prompt_turns is not None:
                 example = replace(example, prompt_turns=example.prompt_turns + 1)
         elif messages[0]["content"] != system:

@@ -43,7 +43,7 @@ def read_tools(value: Any, where: str, refuse: Refuse) -> list[Tool]:
 
 def _tool(value: Any, where: str, refuse: Refuse) -> Tool:
     expected = 'a tool: {"type": "function", "function": {"name": ..., "parameters": a JSON schema}}'
-    tool = without_nulls(_decoded(value, where, refuse, expected))
+    tool = _without_nulls(_decoded(value, where, refuse, expected), where, refuse)
     if not isinstance(tool, dict):
         raise refuse(where, _shown(value), expected)
     if tool.get("type", "function") != "function" and ("function" in tool or not {*tool} & {*_NAMES}):
@@ -130,7 +130,7 @@ def _arguments(value: Any, where: str, refuse: Refuse) -> dict[str, Any]:
     if not isinstance(decoded, Mapping):
         raise refuse(where, _shown(value), expected)
     # Tables merge the keys of all rows: what others have is null here. Text has only its own.
-    return dict(decoded) if isinstance(value, str) else without_nulls(dict(decoded))
+    return dict(decoded) if isinstance(value, str) else _without_nulls(dict(decoded), where, refuse)
 
 
 def _numbered(values: Sequence[Any], where: str) -> Iterator[tuple[Any, str]]:
@@ -155,6 +155,13 @@ def _decoded(value: Any, where: str, refuse: Refuse, expected: str) -> Any:
         return parse_json(value)
     except (ValueError, RecursionError) as error:
         raise refuse(where, f"text that is not JSON ({error}): {_shown(value)}", expected) from error
+
+
+def _without_nulls(value: Any, where: str, refuse: Refuse) -> Any:
+    try:
+        return without_nulls(value)
+    except RecursionError as error:
+        raise refuse(where, "values nested too deeply", "at most a few hundred levels") from error
 
 
 def without_nulls(value: Any) -> Any:

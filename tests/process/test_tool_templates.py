@@ -315,6 +315,42 @@ def test_weights_and_options_choose_what_is_trained() -> None:
     assert ids == labels
 
 
+def test_results_between_the_answers_of_a_completion_are_not_trained() -> None:
+    turns = [("assistant", "call f"), ("tool", "RESULT"), ("assistant", "done")]
+    row = {"prompt": TALK[1:2], "completion": [{"role": role, "content": content} for role, content in turns]}
+    found = trained(tokenizer_of("qwen2_5"), row)
+    assert [*chain(*found)] == ["call f<|im_end|>\n", "done<|im_end|>\n"]
+
+
+def test_a_call_like_the_one_before_it_is_looked_for_too() -> None:
+    calls = [{"name": "add", "arguments": {"a": number}} for number in (1, 2)]
+    talk = [TALK[1], {"role": "assistant", "tool_calls": calls}]
+    with pytest.raises(JobFailure, match=r"row 0, turn 1: it calls 'add', which"):
+        trained(tokenizer_of("gptoss"), {"messages": talk})
+
+
+def test_an_answer_behind_another_one_under_one_header_is_refused_where_it_cannot_be_divided() -> None:
+    talk = [
+        TALK[1],
+        {"role": "assistant", "content": "First.", "weight": 0},
+        {"role": "assistant", "content": "Second."},
+    ]
+    with pytest.raises(JobFailure, match=r"row 0, turn 2: it is written otherwise"):
+        trained(tokenizer_of("gemma4"), {"messages": talk})
+
+
+def test_a_final_answer_has_no_thought_before_a_call() -> None:
+    talk = TALK[1:3]
+    ((text,),) = trained(tokenizer_of("gptoss"), {"messages": talk, "tools": [TOOL]}, train_on="final_answer")
+    assert "I look it up." not in text
+    assert text.endswith('{"city": "Köln \\"Deutz\\""}<|call|>')
+
+
+def test_an_answer_that_mentions_the_end_of_a_thought_is_trained_as_before() -> None:
+    talk = [TALK[1], {"role": "assistant", "content": "Use </think> to end it."}, *TALK[5:]]
+    assert trained(tokenizer_of("qwen3"), {"messages": talk})
+
+
 def test_rows_without_a_trained_turn_are_dropped_and_counted() -> None:
     tokenizer = tokenizer_of("qwen3")
     silent = [TALK[1], {"role": "assistant", "content": "No.", "weight": 0}]

@@ -155,6 +155,34 @@ def test_calls_that_do_not_fit_their_tools_are_counted() -> None:
     ]
 
 
+def test_tools_beside_messages_stay_under_a_system_column() -> None:
+    row = {"input": {"messages": [USER], "tools": [TOOL]}, "system": "Be brief."}
+    row |= {"preferred_output": [ANSWER], "non_preferred_output": [{**ANSWER, "content": "8."}]}
+    example: Any = parse_row(row, 0, "dpo")
+    assert example.prompt == [{"role": "system", "content": "Be brief.", "tools": [TOOL]}, USER]
+
+
+def test_weights_in_the_answers_of_pairs_and_labelled_ones_are_refused() -> None:
+    silent = {**ANSWER, "weight": 0}
+    for use, row in (
+        ("dpo", {"prompt": "Warm?", "chosen": [silent], "rejected": "8."}),
+        ("kto", {"messages": [USER, silent], "label": True}),
+    ):
+        with pytest.raises(InvalidRows, match="found weight 0, expected no weight"):
+            parse_row(row, 0, use)  # type: ignore[arg-type]
+
+
+def test_flags_are_no_thoughts_and_deep_values_are_refused() -> None:
+    assert parse_row({"messages": [USER, {**ANSWER, "thinking": False}]}, 0, "sft") == SftExample([USER, ANSWER], None)
+    with pytest.raises(InvalidRows, match="thinking: found a boolean True, expected text"):
+        parse_row({"messages": [USER, {**ANSWER, "thinking": True}]}, 0, "sft")
+    deep: Any = 1
+    for _ in range(990):
+        deep = {"a": deep}
+    with pytest.raises(InvalidRows, match=r"nested too deeply|no JSON"):
+        parse_row({"messages": [USER, {"role": "assistant", "tool_calls": [{**CALL, "arguments": deep}]}]}, 0, "sft")
+
+
 def test_tools_beside_a_plain_text_are_refused() -> None:
     with pytest.raises(InvalidRows, match="found tools beside a plain text"):
         parse_row({"text": "So.", "tools": [TOOL]}, 0, "sft")

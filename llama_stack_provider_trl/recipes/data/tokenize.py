@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...specs.job import ReasoningUse, TrainOn
 from ...specs.rows import LabelledExample, PreferenceExample, PromptExample, SftExample, is_plain
 from .chat import Chat, TokenIndex, call_tokenizer
-from .forms import END_THINK, without_thought
+from .forms import END_THINK, split_thought, without_thought
 from .packing import IGNORED
 from .spans import answer_spans, split_groups, split_rows
 from .turns import TrainedText, trained_numbers, trained_texts
@@ -56,8 +56,12 @@ class SftEncoder:
         messages = example.messages or []
         if self.train_on != "assistant" or not is_plain(messages):
             return True
+        if example.prompt_turns is not None and any(
+            turn["role"] != "assistant" for turn in messages[example.prompt_turns :]
+        ):
+            return True  # results of tools between the answers
         # What an answer thought is left out by many templates once other turns follow.
-        return any(END_THINK in turn["content"] for turn in messages[:-1] if turn["role"] == "assistant")
+        return any(END_THINK in turn["content"] and split_thought(turn)[0] is not None for turn in messages[:-1])
 
     def _turns(self, rows: dict[int, SftExample]) -> Iterator[list[Encoded]]:
         texts = [self._trained_texts(row, example) for row, example in rows.items()]

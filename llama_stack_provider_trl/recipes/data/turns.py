@@ -137,13 +137,19 @@ def _rewritten(chat: Chat, messages: Sequence[Message], turn: int, header: str, 
     if not header or marked is None:
         return ""
     at = after.rfind(header, 0, common_prefix(after, marked))
-    return after[at + len(header) :] if at >= 0 else ""
+    between = marked[at + len(header) : marked.find(OPEN)]
+    # Gemma 4 writes several answers behind one header: that of an earlier one is none of this turn's.
+    if at < 0 or any(visible(message) in between for message in messages[:turn] if visible(message)):
+        return ""
+    return after[at + len(header) :]
 
 
 def _check_written(chat: Chat, message: Message, segment: str, row: int, turn: int) -> None:
+    end = 0
     for call in message.get("tool_calls", ()):
-        lost = next((text for text in (call["name"], *texts_of(call["arguments"])) if not _is_in(text, segment)), None)
-        if lost is not None:
+        at = segment.find(call["name"], end)  # in their order: two calls may be alike
+        end = at + len(call["name"])
+        if at < 0 or not all(_is_in(text, segment[end:]) for text in texts_of(call["arguments"])):
             raise _failure(
                 row,
                 turn,
@@ -183,15 +189,17 @@ def _count_lost(chat: Chat, messages: Sequence[Message], text: str, row: int) ->
 
 def _after_thought(message: Message, segment: str) -> int:
     """Where in a turn the thought has ended: behind its tag, or before the content."""
-    thought, content = split_thought(message)
+    thought, _ = split_thought(message)
     if not thought:
         return 0
-    at = segment.rfind(END_THINK)
-    if at >= 0:
-        end = at + len(END_THINK)
-        return end + len(segment[end:]) - len(segment[end:].lstrip("\n"))
-    at = segment.rfind(content.strip()) if content.strip() else -1
-    return max(at, 0)
+    at = segment.find(thought.strip())
+    if at < 0:
+        return 0
+    end = at + len(thought.strip())
+    rest = segment[end:].lstrip("\n")
+    if rest.startswith(END_THINK):
+        return len(segment) - len(rest.removeprefix(END_THINK).lstrip("\n"))
+    return end
 
 
 def _is_in(text: str, written: str) -> bool:
