@@ -992,18 +992,18 @@ def _parse(
     example = shape.read(reader)
     if not columns.isdisjoint(_AROUND):
         example = _with_around(reader, example, shape)
-    answers = (
-        example.answers
-        if isinstance(example, PreferenceExample)
-        else [example.completion]
-        if isinstance(example, LabelledExample)
-        else []
-    )
-    if any("weight" in turn for answer in answers for turn in answer):
-        raise reader.refuse(
-            "of an answer", "weight 0", "no weight: answers of pairs and labelled ones are trained whole"
-        )
+    _refuse_weights(reader, example)
     return shape, columns, example
+
+
+def _refuse_weights(row: _Row, example: Example) -> None:
+    if isinstance(example, PreferenceExample):
+        answers = example.answers
+    else:
+        answers = [example.completion] if isinstance(example, LabelledExample) else []
+    if any("weight" in turn for answer in answers for turn in answer):
+        expected = "no weight: answers of pairs and labelled ones are trained whole"
+        raise row.refuse("of an answer", "weight 0", expected)
 
 
 def _renamed(values: dict[str, Any], index: int, notes: _Notes) -> dict[str, Any]:
