@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from llama_stack_provider_trl.errors import InvalidRows, ServiceUnreachable, StoreError
 from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
+from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.stack.compat import read_rows, request_user
 from llama_stack_provider_trl.stack.protocol import SubmittingCalls, answers_clearly
 from llama_stack_provider_trl.stack.responses import (
@@ -75,7 +76,8 @@ class TrlRemotePostTraining(SubmittingCalls):
         """Upload the rows of a request that the service lacks. Returns dataset id -> digest."""
         data = request.training_config.data_config
         named = (data.dataset_id, data.validation_dataset_id) if data is not None else ()
-        names = [name for name in dict.fromkeys(named) if name is not None]
+        mixture = ProviderOptions.parse(self._trl_options()).mixture or []
+        names = [name for name in dict.fromkeys([*named, *(one.dataset_id for one in mixture)]) if name is not None]
         return {name: await self._upload(name) for name in names if await self._is_ours(name)}
 
     async def _is_ours(self, dataset_id: str) -> bool:

@@ -14,7 +14,10 @@ from weakref import WeakValueDictionary
 
 from ..errors import InvalidRequest, InvalidRows, MethodUnavailable, StoreError
 from ..requests.bases import Base, NamedJob, named_base
+from ..requests.data import DATASET_ID
 from ..requests.engines import with_engine
+from ..requests.mixture import FIELD as MIXTURE
+from ..requests.mixture import NamedDataset
 from ..requests.options import ProviderOptions
 from ..requests.resolve import Resolution, resolve
 from ..requests.search import RequestedSearch, RequestedTrial, in_trial, resolve_search
@@ -23,6 +26,7 @@ from ..requests.trackers import TrackerChoice
 from ..requests.untrained import EVALUATE, evaluation_after, for_work, harness_of, in_its_terms, with_work
 from ..specs.answer_files import answering_of
 from ..specs.answer_rows import refuse_unchecked_rows
+from ..specs.bases import parts_of
 from ..specs.custom_limits import refuse_custom_rows
 from ..specs.job import DataFormat, DatasetRef, JobSpec, RowNames, RowUse
 from ..specs.methods import CustomSpec, GrpoSpec, MethodSpec
@@ -70,8 +74,8 @@ class ResolvedJob(NamedTuple):
     warnings: list[str]
     trackers: tuple[TrackerChoice, ...]
     """They get its points."""
-    parts: PlannedParts | None = None
-    """Parts of its dataset that are not stored yet; None: its rows are stored."""
+    parts: tuple[PlannedParts, ...] = ()
+    """Of each of its datasets the parts, which are not stored yet; empty: its rows are stored."""
 
 
 class Split(NamedTuple):
@@ -220,9 +224,7 @@ async def submit_search(
 
 
 def _new(job: ResolvedJob, digest: str) -> NewJob:
-    needed = [
-        ref.path for ref in (job.spec.data.dataset, job.spec.data.validation) if ref is not None and ref.of_job is None
-    ]
+    needed = [ref.path for _, ref in parts_of(job.spec, DatasetRef) if ref.of_job is None]
     if job.spec.resume_from is not None and job.spec.resume_from.path is not None:
         needed.append(job.spec.resume_from.path)
     return NewJob(job.spec, digest, job.warnings, needed, job.trackers)
@@ -286,49 +288,83 @@ async def resolved(
     use: RowUse = "prompts" if answering is not None else resolution.fields["method"].algorithm
     data_format: DataFormat | None = resolution.fields["data_format"]
     if harness_of(work) is None:
-        dataset, warnings = await _rows_of(datasets, resolution.dataset_id, use, data_format, resolution.names)
+        refs, warnings = await _rows_of_all(datasets, resolution.datasets, use, data_format)
     else:
-        dataset, warnings = await in_work_thread(no_rows, DataDir(settings.data_dir).datasets), []
+        refs, warnings = [await in_work_thread(no_rows, DataDir(settings.data_dir).datasets)], []
     if isinstance(answering, CheckedAnswering):
-        await in_work_thread(refuse_unchecked_rows, dataset, answering.checks)
+        await in_work_thread(refuse_unchecked_rows, refs[0], answering.checks)
         warnings = [message for message in warnings if not message.startswith(UNREAD)]  # which checks may read
-    await _check_custom(resolution, dataset, use)
+    for ref, of in zip(refs, resolution.datasets, strict=True):
+        await _check_custom(resolution, ref, of.names, use)
     method = resolution.fields["method"]
-    if isinstance(method, GrpoSpec) and dataset.of_job is None:  # the training reads rows that another job makes
+    if isinstance(method, GrpoSpec) and refs[0].of_job is None:  # the training reads rows that another job makes
         checks = checks_of(method.rewards)
         _refuse_names(resolution.names, bool(checks))
-        await in_work_thread(refuse_unchecked_rows, dataset, checks)
-    planned: PlannedParts | None = None
-    holds_out = resolution.validation_dataset_id is None and resolution.train_share < 1.0
-    if put is None and dataset.of_job is None and (resolution.shard is not None or holds_out):
-        share = resolution.train_share if holds_out else 1.0
-        planned = PlannedParts(dataset, resolution.shard, share, resolution.fields["seed"])
-    elif resolution.shard is not None:
-        dataset = await in_work_thread(shard_of, dataset, resolution.shard, store, put or put_lines)
-    validation = None
+        await in_work_thread(refuse_unchecked_rows, refs[0], checks)
+    held_out: DatasetRef | None = None
     if resolution.validation_dataset_id is not None:
-        validation, more = await _rows_of(
-            datasets, resolution.validation_dataset_id, use, data_format, resolution.names
-        )
-        await _check_custom(resolution, validation, use)
+        held_out, more = await _rows_of(datasets, resolution.validation_dataset_id, use, data_format, resolution.names)
+        await _check_custom(resolution, held_out, resolution.names, use)
         warnings = [*warnings, *(f"validation dataset: {warning}" for warning in more)]
-    elif holds_out and planned is None:
-        refuse_split(dataset, resolution.train_share)
-        split = Split(dataset.sha256, resolution.train_share, resolution.fields["seed"])
-        splits = {} if splits is None else splits
-        if split not in splits:
-            splits[split] = await in_work_thread(split_rows, dataset, split.share, split.seed, put or put_lines)
-        dataset, validation = splits[split]
-    if planned is not None:
-        dataset, held_out = planned.counted()
-        validation = validation or held_out
-    spec = resolution.spec(dataset, validation)
+    parts, planned = await _parts_of(refs, resolution, store, {} if splits is None else splits, put)
+    if held_out is not None:
+        parts[0] = parts[0][0], held_out
+    spec = resolution.spec(*parts[0], *parts[1:])
     if work is not None:
         spec = with_work(spec, work)
     read = [job.job_uuid for job in spec.jobs_read]
     spec = spec.model_copy(update={"after": tuple(dict.fromkeys([*read, *spec.after]))})
     refuse_unknown_rows(spec)
     return ResolvedJob(spec, [*resolution.warnings, *warnings], resolution.trackers, planned)
+
+
+async def _rows_of_all(
+    datasets: Datasets, named: Sequence[NamedDataset], use: RowUse, data_format: DataFormat | None
+) -> tuple[list[DatasetRef], list[str]]:
+    """The rows of each dataset of a job, and warnings about them."""
+    refs, warnings = list[DatasetRef](), list[str]()
+    for number, one in enumerate(named):
+        try:
+            ref, more = await _rows_of(datasets, one.dataset_id, use, data_format, one.names)
+        except InvalidRows:
+            raise
+        except InvalidRequest as error:
+            if number == 0 or error.field != DATASET_ID:
+                raise
+            raise InvalidRequest(f"{MIXTURE}.{number}.dataset_id", error.value, error.hint) from error
+        refs.append(ref)
+        warnings += [f"dataset {one.dataset_id!r}: {message}" if len(named) > 1 else message for message in more]
+    return refs, warnings
+
+
+async def _parts_of(
+    refs: Sequence[DatasetRef],
+    resolution: Resolution,
+    store: Store | None,
+    splits: dict[Split, tuple[DatasetRef, DatasetRef]],
+    put: Put | None,
+) -> tuple[list[tuple[DatasetRef, DatasetRef | None]], tuple[PlannedParts, ...]]:
+    """Of each dataset what is trained on and what is held out, and these parts where they are not stored yet."""
+    share = resolution.train_share if resolution.validation_dataset_id is None else 1.0
+    seed, shard = resolution.fields["seed"], resolution.shard
+    if put is None and refs[0].of_job is None and (shard is not None or share < 1.0):
+        planned = tuple(PlannedParts(ref, shard, share, seed) for ref in refs)
+        return [one.counted() for one in planned], planned
+    parts: list[tuple[DatasetRef, DatasetRef | None]] = []
+    for ref in refs:
+        if shard is not None:
+            ref = await in_work_thread(shard_of, ref, shard, store, put or put_lines)
+        if share == 1.0:
+            parts.append((ref, None))
+            continue
+        refuse_split(ref, share)
+        split = Split(ref.sha256, share, seed)
+        if split not in splits:
+            splits[split] = await in_work_thread(split_rows, ref, share, seed, put or put_lines)
+        one, other = splits[split]
+        own = {"dataset_id": ref.dataset_id}
+        parts.append((one.model_copy(update=own), other.model_copy(update=own)))
+    return parts, ()
 
 
 def _resolution(
@@ -371,13 +407,13 @@ def _refuse_names(names: RowNames | None, has_checks: bool) -> None:
         raise InvalidRequest(f"provider_options.{name}", getattr(names, name), hint)
 
 
-async def _check_custom(resolution: Resolution, dataset: DatasetRef, use: RowUse) -> None:
+async def _check_custom(resolution: Resolution, dataset: DatasetRef, names: RowNames | None, use: RowUse) -> None:
     """Have a custom method check the rows that are known. Raises InvalidRequest."""
     method: MethodSpec | None = resolution.fields["method"]
     if not isinstance(method, CustomSpec) or dataset.of_job is not None:
         return  # the training checks rows that another job makes
     try:
-        named = dataset.model_copy(update={"names": resolution.names})
+        named = dataset.model_copy(update={"names": names})
         await in_work_thread(refuse_custom_rows, method, named, use, resolution.fields["data_format"])
     except MethodUnavailable as error:
         raise InvalidRequest("algorithm_config.type", method.type, str(error)) from error

@@ -18,6 +18,7 @@ from ..specs.methods import CustomSpec, GrpoSpec
 from .checkpoint.fencing import FencingToken
 from .checkpoint.step import need_space
 from .data.lengths import num_rows
+from .data.mixed import MixedRows, training_rows, validation_rows
 from .data.prepare import DataReport, with_filler
 from .data.prepared import Preparation
 from .data.prompts import encode_prompts
@@ -65,6 +66,8 @@ class TrainingData:
     validation: Dataset | None
     report: DataReport
     validation_report: DataReport | None
+    mixed: MixedRows
+    """The datasets that are trained on, and of a mixture, what an epoch takes of each."""
     packing: dict[str, int] | None
     """Of a packed job: rows and sequences."""
     sources: dict[str, str]
@@ -149,6 +152,8 @@ class BuiltTrainer:
                 found["group_by_length"] = "not used: the rows of each worker are taken without regard to their length"
         if data.packing:
             found["packing"] = data.packing
+        if mixture := data.mixed.described():
+            found["mixture"] = mixture
         if data.sources:
             found["token_cache"] = data.sources
         if self.memory:
@@ -204,7 +209,7 @@ def build_trainer(
         None, [*prompts.lost_turns, *data.warnings, *lost, *_slow_dtype(spec.compute.dtype, device), no_triton, *others]
     ):
         writer.write(Warned(message=message))
-    memory = before_training(spec, batch_plan, data.train, device, writer, requested)
+    memory = before_training(spec, batch_plan, data.train, device, writer, requested, data.mixed.mixture)
     chooses_gradient_sync, spec = spec.train.gradient_sync == "auto", choose_gradient_sync(spec, memory)
     if batch_plan.needs_filler:
         data = data.with_filler()
@@ -219,6 +224,8 @@ def build_trainer(
         model=policy.continued or policy.model,
         deferred=policy.deferred,
         args=arguments(spec, device),
+        mixture=data.mixed.mixture,
+        source_names=data.mixed.names,
         train_dataset=data.train,
         eval_dataset=data.validation,
         processing_class=tokenizer,
@@ -235,25 +242,30 @@ def load_data(spec: JobSpec, tokenizer: PreTrainedTokenizerBase, writer: EventWr
         spec,
         tokenizer,
         writer,
-        spec.data.dataset,
-        spec.data.validation,
+        *(ref for one in spec.data.mixed for ref in (one.dataset, one.validation)),
         teacher=teacher,
         embeddings=vocabulary_size(spec.source),
     )
-    train, validation = preparation.rows(spec.data.dataset), None
-    sources = {"train_dataset": train.source}
-    if spec.data.validation is not None:
-        steps = spec.data.max_validation_steps
-        validation = preparation.rows(spec.data.validation, None if steps is None else steps * spec.data.batch_size)
-        sources["validation_dataset"] = validation.source
+    train, steps = training_rows(preparation, spec.data), spec.data.max_validation_steps
+    validation = validation_rows(preparation, spec.data, None if steps is None else steps * spec.data.batch_size)
     return TrainingData(
         train=train.dataset,
         validation=validation.dataset if validation else None,
         report=train.report,
         validation_report=validation.report if validation else None,
+        mixed=train,
         packing={"rows": num_rows(train.dataset), "sequences": len(train.dataset)} if spec.data.packed else None,
-        sources=sources if spec.data.token_cache else {},
+        sources=_sources(train, validation) if spec.data.token_cache else {},
     )
+
+
+def _sources(train: MixedRows, validation: MixedRows | None) -> dict[str, str]:
+    found = dict[str, str]()
+    for use, rows in (("train_dataset", train), ("validation_dataset", validation)):
+        if rows is not None:
+            several = len(rows.names) > 1
+            found |= {f"{use} {name}" if several else use: source for name, source in rows.found.items()}
+    return found
 
 
 def load_policy(spec: JobSpec, device: torch.device, warn: Callable[[str], None] = lambda _: None) -> Policy:

@@ -22,6 +22,8 @@ from ..system.files import free_bytes
 from ..system.fork import imported_memory
 from ..system.process import allocated_memory, available_memory, limit_memory, machine_memory, resident_memory
 from .data.lengths import histogram, lengths_before_packing, row_lengths
+from .data.mixed import training_rows
+from .data.mixture import Mixture
 from .data.prepare import DataReport
 from .data.prepared import Preparation
 from .data.prompts import encode_prompts
@@ -56,16 +58,22 @@ class StepPlan:
     batch: Batch
 
 
-def plan_steps(spec: JobSpec, lengths: torch.Tensor | Sequence[int], batch_plan: BatchPlan | None = None) -> StepPlan:
+def plan_steps(
+    spec: JobSpec,
+    lengths: torch.Tensor | Sequence[int],
+    batch_plan: BatchPlan | None = None,
+    mixture: Mixture | None = None,
+) -> StepPlan:
     """Compute the steps that the trainer will do with a job's rows.
 
     Args:
         lengths: tokens of each row that is trained on; of a pair, those of its longer half; of a packed job, of each
             sequence.
         batch_plan: the batches of each optimizer step; None: those that the job's own fields give.
+        mixture: of the datasets that they are of; None: there is one.
     """
     batch_plan = batch_plan or BatchPlan.of_job(spec)
-    epoch = epoch_of_job(spec, len(lengths), batch_plan)
+    epoch = epoch_of_job(spec, len(lengths), batch_plan, mixture)
     steps = epoch.steps_per_epoch
     return StepPlan(
         spec.train.n_epochs,
@@ -153,6 +161,7 @@ def before_training(
     device: torch.device,
     writer: EventWriter | None,
     requested: JobSpec | None = None,
+    mixture: Mixture | None = None,
 ) -> dict[str, Any] | None:
     """Check the memory of a job before it loads its model; returns the result for its record.
 
@@ -161,13 +170,15 @@ def before_training(
         batch_plan: the batches of each optimizer step.
         dataset: prepared rows, packed where the job packs them, without a filler.
         requested: as in `check`.
+        mixture: as in `plan_steps`.
 
     Raises:
         JobFailure: does_not_fit, unless the job's option `preflight` is warn or off.
     """
     if spec.preflight == "off" or ranks.rank() != 0:  # the other ranks end with rank 0
         return None
-    batch = _with_groups(plan_steps(spec, row_lengths(dataset), batch_plan).batch, spec, dataset)
+    planned = plan_steps(spec, row_lengths(dataset), batch_plan, mixture)
+    batch = _with_groups(planned.batch, spec, dataset)
     here = spec.ranks * ranks.local_world_size() // ranks.world_size()
     try:
         capacity = Capacity(device_limit(device, here), machine_memory(), baseline=_baseline(device.type))
@@ -234,13 +245,14 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
         spec.train.samples, tokenizer, positions_of(spec.source), spec.data.dropped_turns, embeddings
     )
     teacher = load_teacher_tokenizer(spec)
-    preparation = Preparation(spec, tokenizer, writer, spec.data.dataset, teacher=teacher, embeddings=embeddings)
-    prepared = preparation.rows(spec.data.dataset)
+    refs = [one.dataset for one in spec.data.mixed]
+    preparation = Preparation(spec, tokenizer, writer, *refs, teacher=teacher, embeddings=embeddings)
+    prepared = training_rows(preparation, spec.data)
     try_exports(spec, tokenizer, notes.append)
     lost = lost_by_reward_models(spec, writer.heartbeat)
     requested = spec
     spec, batch_plan = in_parts(spec, BatchPlan.of_job(spec), prepared.dataset, request.device)
-    planned = plan_steps(spec, row_lengths(prepared.dataset), batch_plan)
+    planned = plan_steps(spec, row_lengths(prepared.dataset), batch_plan, prepared.mixture)
     warmup = problem_of_warmup(spec.train.optimizer, planned.total_steps)
     planned = replace(planned, batch=_with_groups(planned.batch, spec, prepared.dataset))
     capacity = Capacity(
@@ -255,7 +267,7 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
         Preflighted(
             fits=memory["fits"] and disk["fits"],
             message=" ".join(filter(None, [memory.get("message"), disk.pop("message")])) or "The job fits.",
-            data=_data(prepared.report, lengths_before_packing(prepared.dataset)),
+            data=_data(prepared.report, lengths_before_packing(prepared.dataset), prepared.described()),
             steps={
                 "epochs": planned.epochs,
                 "steps_per_epoch": planned.steps_per_epoch,
@@ -271,7 +283,7 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     writer.write(Finished(step=0), durable=True)
 
 
-def _data(report: DataReport, lengths: torch.Tensor) -> dict[str, Any]:
+def _data(report: DataReport, lengths: torch.Tensor, mixture: list[dict[str, Any]]) -> dict[str, Any]:
     ordered = lengths.sort().values
     return {
         "num_rows": report.num_rows,
@@ -285,6 +297,7 @@ def _data(report: DataReport, lengths: torch.Tensor) -> dict[str, Any]:
         "median_tokens": int(ordered[len(ordered) // 2]),
         "max_tokens": int(ordered[-1]),
         "histogram": histogram(lengths),
+        **({"mixture": mixture} if mixture else {}),
     }
 
 

@@ -136,6 +136,67 @@ class Shard(Documented, CheckedNames):
         return self
 
 
+class MixtureEntry(Documented, CheckedNames):
+    """A dataset of a mixture, and how much of an epoch it has: each of its rows once, where neither is set."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dataset_id: str = Field(max_length=200)
+    """Its id, as in `data_config`, which names the first one."""
+    weight: float | None = Field(None, gt=0, le=10**6)
+    """Share of an epoch, in proportion to the other weights. An epoch then has as many rows as all datasets."""
+    rows: int | None = Field(None, gt=0, le=10**9)
+    """Rows of an epoch: fewer than there are, others in the next; more, and rows are taken several times."""
+    columns: dict[str, str] = Field({}, max_length=64)
+    """As the option `columns`, for this dataset. Default: that option's."""
+    roles: dict[str, str | list[str]] = Field({}, max_length=4)
+    """As the option `roles`, for this dataset. Default: that option's."""
+
+    @field_validator("columns")
+    @classmethod
+    def _check_columns(cls, columns: dict[str, str]) -> dict[str, str]:
+        return _checked_columns(columns)
+
+    @field_validator("roles")
+    @classmethod
+    def _check_roles(cls, roles: dict[str, str | list[str]]) -> dict[str, str | list[str]]:
+        return _checked_roles(roles)
+
+    @model_validator(mode="after")
+    def _check_share(self) -> MixtureEntry:
+        if self.weight is not None and self.rows is not None:
+            raise ValueError("it has a weight and rows: send one of them")
+        return self
+
+
+def _checked_columns(columns: dict[str, str]) -> dict[str, str]:
+    for own, name in columns.items():
+        if own not in COLUMNS:
+            raise ValueError(f"{own!r} is no column of a row shape, expected one of {', '.join(sorted(COLUMNS))}")
+        if not name.strip():
+            raise ValueError(f"{own!r} has no name, expected that of a column of the dataset")
+    return columns
+
+
+def _checked_roles(roles: dict[str, str | list[str]]) -> dict[str, str | list[str]]:
+    known = dict[str, str]()
+    for own, names in roles.items():
+        if own not in (expected := sorted(set(ROLES.values()))):
+            raise ValueError(f"{own!r} is no role, expected one of {', '.join(expected)}")
+        for name in [names] if isinstance(names, str) else names:
+            if known.setdefault(name, own) != own:
+                raise ValueError(f"{name!r} is there for {known[name]} and for {own}: name it once")
+    return roles
+
+
+def row_names(columns: dict[str, str], roles: dict[str, str | list[str]]) -> RowNames | None:
+    """What rows are read by; None: by the names of shapes and roles."""
+    if not columns and not roles:
+        return None
+    by_name = {name: own for own, names in roles.items() for name in ([names] if isinstance(names, str) else names)}
+    return RowNames(columns=columns, roles=by_name)
+
+
 SAMPLE_ROLES = ("system", "user", "assistant", "tool")
 SAMPLE_CHARACTERS = 32_000
 """Of all prompts together."""
@@ -198,6 +259,7 @@ _BLOCKS: dict[str, type[Documented]] = {
     "averaging": Averaging,
     "early_stopping": EarlyStopping,
     "fsdp_config": FsdpOptions,
+    "mixture": MixtureEntry,
     "resources": Resources,
     "samples": Samples,
     "shard": Shard,
@@ -243,6 +305,8 @@ class ProviderOptions(Documented, CheckedNames):
     `prompt`."""
     roles: dict[str, str | list[str]] = Field({}, max_length=4)
     """Names of roles in the dataset's messages, under system, user, assistant and tool: `{"assistant": "agent"}`."""
+    mixture: list[MixtureEntry] | None = Field(None, min_length=1, max_length=64)
+    """Datasets to train on together, that of `data_config` first: [{dataset_id, weight or rows, columns, roles}]."""
     train_on: TrainOn = "assistant"
     """SFT: the loss is on every answer (`assistant`), on `all` tokens, on the last answer (`last_turn`), or on that
     without its thoughts (`final_answer`)."""
@@ -330,34 +394,17 @@ class ProviderOptions(Documented, CheckedNames):
     @field_validator("columns")
     @classmethod
     def _check_columns(cls, columns: dict[str, str]) -> dict[str, str]:
-        for own, name in columns.items():
-            if own not in COLUMNS:
-                raise ValueError(f"{own!r} is no column of a row shape, expected one of {', '.join(sorted(COLUMNS))}")
-            if not name.strip():
-                raise ValueError(f"{own!r} has no name, expected that of a column of the dataset")
-        return columns
+        return _checked_columns(columns)
 
     @field_validator("roles")
     @classmethod
     def _check_roles(cls, roles: dict[str, str | list[str]]) -> dict[str, str | list[str]]:
-        known = dict[str, str]()
-        for own, names in roles.items():
-            if own not in (expected := sorted(set(ROLES.values()))):
-                raise ValueError(f"{own!r} is no role, expected one of {', '.join(expected)}")
-            for name in [names] if isinstance(names, str) else names:
-                if known.setdefault(name, own) != own:
-                    raise ValueError(f"{name!r} is there for {known[name]} and for {own}: name it once")
-        return roles
+        return _checked_roles(roles)
 
     @property
     def row_names(self) -> RowNames | None:
         """What the rows of the datasets are read by; None: by the names of shapes and roles."""
-        if not self.columns and not self.roles:
-            return None
-        roles = {
-            name: own for own, names in self.roles.items() for name in ([names] if isinstance(names, str) else names)
-        }
-        return RowNames(columns=self.columns, roles=roles)
+        return row_names(self.columns, self.roles)
 
     @classmethod
     def parse(cls, value: Any) -> ProviderOptions:

@@ -20,6 +20,7 @@ from .data import resolve_data, resolve_data_config, resolve_shard, resolve_trai
 from .engines import check_vllm_ranks
 from .lifecycle import resolve_lifecycle
 from .method import jobs_named_by, resolve_method
+from .mixture import NamedDataset, resolve_datasets, with_rows
 from .options import ProviderOptions
 from .paths import resolve_paths
 from .placement import on_reserved_cores, resolve_placement, with_sharding
@@ -33,7 +34,8 @@ from .training import resolve_training
 class Resolution:
     """A valid request; only its data is missing."""
 
-    dataset_id: str
+    datasets: tuple[NamedDataset, ...]
+    """To train on, at least one."""
     validation_dataset_id: str | None
     fields: dict[str, Any]
     warnings: list[str] = field(default_factory=list)
@@ -44,14 +46,19 @@ class Resolution:
     shard: ShardSpec | None = None
     """The part of the rows that the job has; None: all."""
     names: RowNames | None = None
-    """What the rows are read by; None: by the names of shapes and roles."""
+    """What the rows of `validation_dataset_id` are read by; None: by the names of shapes and roles."""
 
-    def spec(self, dataset: DatasetRef, validation: DatasetRef | None) -> JobSpec:
-        named = {
-            name: ref and ref.model_copy(update={"names": self.names})
-            for name, ref in (("dataset", dataset), ("validation", validation))
-        }
-        return JobSpec.of(**{**self.fields, **named})
+    def spec(
+        self, dataset: DatasetRef, validation: DatasetRef | None, *others: tuple[DatasetRef, DatasetRef | None]
+    ) -> JobSpec:
+        """The job.
+
+        Args:
+            validation: rows of `validation_dataset_id`, or held out of `dataset`; None: none.
+            others: the other datasets of a mixture, each with what is held out of it.
+        """
+        rows = with_rows(self.datasets, [(dataset, validation), *others], self.names)
+        return JobSpec.of(**self.fields, **rows)
 
 
 def resolve(
@@ -98,5 +105,5 @@ def resolve(
     check_answers(fields, data)
     check_vllm_ranks(fields)
     share, shard = resolve_train_share(data), resolve_shard(options)
-    ids = data.dataset_id, data.validation_dataset_id
-    return Resolution(*ids, fields, warnings, trackers, share, shard, options.row_names)
+    datasets = resolve_datasets(data, options, algorithm)
+    return Resolution(datasets, data.validation_dataset_id, fields, warnings, trackers, share, shard, options.row_names)

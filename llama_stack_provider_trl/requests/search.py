@@ -123,7 +123,7 @@ class Probe(NamedTuple):
 
     def refuse_other_rows(self, resolved: JobSpec, first: JobSpec) -> None:
         """Later trials train as the first one does, on its rows. Raises InvalidRequest."""
-        same = ("dataset", "validation", "algorithm", "data_format")
+        same = ("dataset", "validation", "share", "mixed_with", "algorithm", "data_format")
         is_split = getattr(self.trial.request.training_config.data_config, "validation_dataset_id", None) is None
         if any(resolved.value(name) != first.value(name) for name in (*same, *(("seed",) if is_split else ()))):
             hint = "it decides on the rows or the method of a trial, which all of a bayesian search have in common"
@@ -217,10 +217,15 @@ class RequestedSearch(NamedTuple):
         if resolved.algorithm != first.algorithm:
             hint = f"trial 1 trains {first.algorithm} and this one {resolved.algorithm}, which cannot be compared by it"
             raise in_trial(trial, InvalidRequest(f"{FIELD}.objective", self.config.objective, hint))
-        if first.data.validation is None or resolved.data.validation.sha256 != first.data.validation.sha256:
+        if _held_out(resolved) != _held_out(first):
             hint = "trials would be evaluated on different rows: name one validation_dataset_id"
             raise in_trial(trial, InvalidRequest(f"{FIELD}.objective", self.config.objective, hint))
         return resolved.model_copy(update={"pruning": self.pruning})
+
+
+def _held_out(spec: JobSpec) -> list[str | None]:
+    """The digests of the rows that a job is evaluated on."""
+    return [one.validation.sha256 if one.validation else None for one in spec.data.mixed]
 
 
 def resolve_search(request: Request, options: ProviderOptions) -> RequestedSearch | None:

@@ -86,6 +86,24 @@ class DatasetRef(Frozen):
     """Other names than those of shapes and roles."""
 
 
+class ShareSpec(Frozen):
+    """How much of an epoch a dataset of a mixture has: each of its rows once where neither field is set."""
+
+    weight: float | None = Field(None, gt=0)
+    """In proportion to the weights of the others, of as many rows as all of them have together."""
+    rows: int | None = Field(None, gt=0)
+    """Rows of an epoch."""
+
+
+class MixedDataset(Frozen):
+    """One of the datasets that a job is trained on, when there are several."""
+
+    dataset: DatasetRef
+    validation: DatasetRef | None = None
+    """Rows of it that are held out; None: none."""
+    share: ShareSpec = ShareSpec()
+
+
 class OptimizerSpec(Frozen):
     name: OptimizerName = "adamw"
     learning_rate: float = Field(gt=0)
@@ -195,6 +213,10 @@ class DataSpec(Frozen):
 
     dataset: DatasetRef
     validation: DatasetRef | None = None
+    share: ShareSpec = ShareSpec()
+    """How much of an epoch `dataset` has, in a mixture."""
+    mixed_with: tuple[MixedDataset, ...] = ()
+    """The other datasets of a mixture; empty: there is one dataset."""
     data_format: DataFormat | None = None
     """Which shape to read where a row carries both; a row with only one shape is read by that one."""
     batch_size: int = Field(gt=0)
@@ -232,6 +254,11 @@ class DataSpec(Frozen):
     def trained(self) -> TrainOn:
         """What the loss of SFT covers."""
         return "all" if self.train_on_input else self.train_on
+
+    @property
+    def mixed(self) -> tuple[MixedDataset, ...]:
+        """All datasets that are trained on, in their order, with what they hold out."""
+        return MixedDataset(dataset=self.dataset, validation=self.validation, share=self.share), *self.mixed_with
 
 
 class ComputeSpec(Frozen):

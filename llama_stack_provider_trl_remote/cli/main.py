@@ -227,6 +227,10 @@ def _train(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--learning-rate", type=_rate_of_learning, metavar="LR", help="peak (that of the method)")
     command.add_argument("--max-seq-length", type=_positive, metavar="N", help="tokens of a row (the service's)")
+    command.add_argument("--mix", action="append", metavar="FILE", help="further rows to train on; repeat it")
+    command.add_argument(
+        "--weights", type=_weights, metavar="W,W", help="with --mix: shares of an epoch, DATA's first (by their rows)"
+    )
     command.add_argument("--eval-data", metavar="FILE", help="rows to evaluate on before checkpoints and at the end")
     _placement(command)
     _following(command)
@@ -453,6 +457,13 @@ def _span(text: str) -> float:
 
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",")]
+
+
+def _weights(text: str) -> list[float]:
+    values = [float(word) for word in text.split(",")]
+    if not all(0 < value < float("inf") for value in values):
+        raise argparse.ArgumentTypeError(f"{text}: expected numbers above 0, such as 3,1")
+    return values
 
 
 def _number(text: str) -> int:

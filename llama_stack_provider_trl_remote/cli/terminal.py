@@ -115,6 +115,7 @@ def preflight_lines(found: dict[str, Any]) -> list[str]:
     return [
         f"rows    {data['trained']} of {total}, {data['truncated']} truncated, {data['dropped']} dropped",
         f"tokens  {lengths}  (median {data['median_tokens']}, longest {data['max_tokens']})",
+        *(f"mixture {of['rows_per_epoch']} per epoch of {of['rows']}: {of['dataset_id']}" for of in data["mixture"]),
         f"steps   {steps['total_steps']} = {steps['epochs']} epochs x {steps['steps_per_epoch']}, "
         f"global batch {steps['global_batch']}",
         f"memory  {gib(memory['estimate_bytes'])} of {gib(memory['limit_bytes'])} on {per}: "

@@ -6,6 +6,7 @@ import asyncio
 import re
 import secrets
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -35,7 +36,9 @@ async def train(client: ServiceClient, options: Namespace) -> int:
     _check_pull(options)
     model = model_at(options.model, client.url)
     with ExitStack() as files:
-        files_given = [Path(file) for file in (options.data, options.eval_data) if file is not None]
+        trained_on = [options.data, *(options.mix or [])]
+        _check_weights(options, trained_on)
+        files_given = [Path(file) for file in (*trained_on, options.eval_data) if file is not None]
         blobs = [await asyncio.to_thread(files.enter_context, stored_rows(file)) for file in files_given]
         for file, blob in zip(files_given, blobs, strict=True):
             if not blob.num_rows:
@@ -46,7 +49,9 @@ async def train(client: ServiceClient, options: Namespace) -> int:
             for file, blob in zip(files_given, blobs, strict=True)
         ]
     job_uuid = options.job or _new_name(f"{method}-{files_given[0].stem}")
-    body = training_request(options, method, model, job_uuid, *(dataset.dataset_id for dataset in datasets))
+    ids = [dataset.dataset_id for dataset in datasets]
+    validation_id = ids.pop() if options.eval_data is not None else None
+    body = training_request(options, method, model, job_uuid, ids, validation_id)
     if not (options.json or options.detach):
         show_lines(*(f"{dataset.dataset_id}: {dataset.num_rows} rows" for dataset in datasets))
     return await _submit_and_follow(client, body, options, "sft" if method == "sft" else "dpo")
@@ -146,11 +151,11 @@ def training_request(
     method: str,
     model: str,
     job_uuid: str,
-    dataset_id: str,
+    dataset_ids: Sequence[str],
     validation_dataset_id: str | None = None,
 ) -> dict[str, Any]:
     """The body of the call that `train`'s options describe. What they leave out, the service decides."""
-    data = {"dataset_id": dataset_id, "batch_size": options.batch_size, "shuffle": True}
+    data = {"dataset_id": dataset_ids[0], "batch_size": options.batch_size, "shuffle": True}
     training = {
         "n_epochs": options.epochs,
         "max_steps_per_epoch": options.max_steps,
@@ -162,6 +167,11 @@ def training_request(
     given: dict[str, Any] = _placement(options)
     if options.merge:
         given["merge_adapter"] = True
+    if len(dataset_ids) > 1:
+        weights = options.weights or [None] * len(dataset_ids)
+        given["mixture"] = [
+            {"dataset_id": name, **_set({"weight": weight})} for name, weight in zip(dataset_ids, weights, strict=True)
+        ]
     if options.max_seq_length:
         given["max_seq_length"] = options.max_seq_length
     if method != "sft" and lora:
@@ -230,6 +240,12 @@ def model_at(name: str, url: str) -> str:
             "--model", name, "there is no such directory: name a model's directory, or an id (org/name)."
         )
     return name
+
+
+def _check_weights(options: Namespace, files: list[str]) -> None:
+    if options.weights is not None and (len(options.weights) != len(files) or len(files) == 1):
+        hint = f"expected one for each of {', '.join(files)}, or --mix with further rows."
+        raise InvalidRequest("--weights", ",".join(f"{weight:g}" for weight in options.weights), hint)
 
 
 def _lora(options: Namespace) -> dict[str, Any] | None:

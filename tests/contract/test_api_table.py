@@ -333,7 +333,7 @@ def spec_of(resolution: Resolution) -> JobSpec:
         return DatasetRef(dataset_id=dataset_id, path=Path("/rows.jsonl"), sha256="0" * 64, num_rows=8)
 
     validation = resolution.validation_dataset_id
-    return resolution.spec(ref(resolution.dataset_id), ref(validation) if validation else None)
+    return resolution.spec(ref(resolution.datasets[0].dataset_id), ref(validation) if validation else None)
 
 
 def _all_of(resolution: Resolution) -> tuple[Any, ...]:
@@ -436,6 +436,7 @@ OPTION_ASKS: dict[str, Try] = {
     "dropped_turns": Try("refuse"),
     "columns": Try({"text": "note"}),
     "roles": Try({"user": "customer"}),
+    "mixture": Try([{"dataset_id": "rows", "rows": 3}]),
     "train_on": Try("last_turn"),
     "reasoning": Try("drop"),
     "lr_scheduler": Try("cosine"),

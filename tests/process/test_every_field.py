@@ -21,7 +21,7 @@ from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.inputs.row_parts import stored_shard
 from llama_stack_provider_trl.jobs.submission import split_rows
 from llama_stack_provider_trl.requests import bodies as requests
-from llama_stack_provider_trl.requests.options import FsdpOptions, ProviderOptions
+from llama_stack_provider_trl.requests.options import FsdpOptions, MixtureEntry, ProviderOptions
 from llama_stack_provider_trl.requests.resolve import Resolution, resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.averaging import AveragingSpec
@@ -374,6 +374,10 @@ ELSEWHERE: dict[str, str] = {
     OPTION + "samples.max_new_tokens": "changes nothing in the training: tests/process/test_samples.py",
     OPTION + "columns": "needs other rows: tests/unit/test_row_names.py, tests/contract/test_other_names.py",
     OPTION + "roles": "needs other rows: tests/unit/test_row_names.py, tests/contract/test_other_names.py",
+    **{
+        f"{OPTION}mixture.{field}": "several datasets: tests/process/test_mixtures.py, tests/unit/test_mixture_request.py"
+        for field in MixtureEntry.model_fields
+    },
     OPTION + "train_on": "needs conversations: tests/process/test_tool_templates.py",
     OPTION + "reasoning": "needs thoughts: tests/process/test_tool_templates.py",
     OPTION + "dropped_turns": "fails a job before it trains: tests/process/test_lost_turns.py",
@@ -466,7 +470,7 @@ def job(call: str, fields: Json, root: Path) -> JobSpec:
         return dataset(root, ROWS[dataset_id]).model_copy(update={"dataset_id": dataset_id})
 
     validation = found.validation_dataset_id
-    rows = ref(found.dataset_id)
+    rows = ref(found.datasets[0].dataset_id)
     if found.shard is not None:
         rows = stored_shard(rows, found.shard)
     if found.train_share < 1.0:

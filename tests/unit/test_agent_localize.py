@@ -18,11 +18,19 @@ from llama_stack_provider_trl.specs.model_source import ModelSource, ReferenceSp
 from llama_stack_provider_trl_remote.nodes.localize import PathMap, check_order
 from tests.orders import AA, BB, order, spec
 
+CC, DD = "c" * 64, "d" * 64
+
 RESUMED = spec(
     resume_from="/service/checkpoints/job/checkpoint-6",
     fall_back_to=["/service/checkpoints/job/checkpoint-3", "/service/jobs/job/resume/3f/checkpoint-2"],
     job={
         "validation": {"dataset_id": "v", "path": f"/service/datasets/{BB}.jsonl", "sha256": BB, "num_rows": 1},
+        "mixed_with": [
+            {
+                name: {"dataset_id": "w", "path": f"/service/datasets/{digest}.jsonl", "sha256": digest, "num_rows": 1}
+                for name, digest in (("dataset", CC), ("validation", DD))
+            }
+        ],
         "resume_from": {"job_uuid": "other", "path": "/service/jobs/job/resume/3f/checkpoint-2"},
         "token_cache": "/service/tokens",
         "method": DpoSpec(
@@ -46,6 +54,9 @@ def test_every_path_of_a_spec_becomes_the_nodes_own() -> None:
     assert found["job"]["checkpoint_dir"] == "/node/jobs/job/checkpoints"
     assert found["job"]["data"]["dataset"]["path"] == f"/node/datasets/{AA}.jsonl"
     assert found["job"]["data"]["validation"]["path"] == f"/node/datasets/{BB}.jsonl"
+    (other,) = found["job"]["data"]["mixed_with"]
+    assert other["dataset"]["path"] == f"/node/datasets/{CC}.jsonl"
+    assert other["validation"]["path"] == f"/node/datasets/{DD}.jsonl"
     assert found["resume_from"] == "/node/jobs/job/checkpoints/checkpoint-6"
     borrowed = "/node/jobs/job/borrowed/checkpoint-2"
     assert found["fall_back_to"] == ["/node/jobs/job/checkpoints/checkpoint-3", borrowed]
@@ -63,6 +74,7 @@ def test_the_spec_above_sets_every_path_that_a_spec_may_have() -> None:
     assert {".".join(names) for names in paths_of(AttemptSpec)} == {
         *("run_dir", "turn", "resume_from", "fall_back_to", "job.checkpoint_dir", "job.resume_from.path"),
         *("job.data.dataset.path", "job.data.validation.path", "job.data.token_cache"),
+        *("job.data.mixed_with.dataset.path", "job.data.mixed_with.validation.path"),
         *("job.source.path", "job.train.method.reference.source.path", "job.train.method.reference.cache"),
         *("job.adapter.path", "job.train.method.rewards.model.source.path"),
         *("job.train.method.rewards.model.base.path", "job.work.merge.inputs.path", "job.work.merge.base.path"),

@@ -108,7 +108,7 @@ def test_a_preflight_shows_every_part_that_has_memory_and_the_rest_beside_them()
     steps = dict.fromkeys(("total_steps", "epochs", "steps_per_epoch", "global_batch"), 1)
     found = {
         **{"fits": True, "message": "The job fits.", "warnings": [], "steps": steps},
-        **{"data": {**counts, "histogram": []}, "disk": {"needed_bytes": 0, "free_bytes": 0}},
+        **{"data": {**counts, "histogram": [], "mixture": []}, "disk": {"needed_bytes": 0, "free_bytes": 0}},
     }
     (line,) = [
         text for text in preflight_lines({**found, "memory": {**memory, **estimate.shown()}}) if "memory" in text
@@ -132,7 +132,7 @@ def test_a_preflight_shows_the_cpu_memory_of_a_machine(limit: int | None, expect
         ("trained", "num_rows", "examples", "truncated", "dropped", "median_tokens", "max_tokens"), 1
     )
     found = {
-        **{"message": "The job fits.", "warnings": [], "data": {**counts, "histogram": []}},
+        **{"message": "The job fits.", "warnings": [], "data": {**counts, "histogram": [], "mixture": []}},
         "steps": dict.fromkeys(("total_steps", "epochs", "steps_per_epoch", "global_batch"), 1),
         "disk": {"needed_bytes": 0, "free_bytes": 0},
     }

@@ -370,7 +370,7 @@ def test_train_takes_every_method_that_needs_only_rows_and_names_what_serves_the
     }
     for method in cli.TRAINED:
         words = ["train", "rows.jsonl", "--model", "org/name", "--method", method, "--lora-r", "4"]
-        body = training_request(cli.parser().parse_args(words), method, "org/name", "job", "rows")
+        body = training_request(cli.parser().parse_args(words), method, "org/name", "job", ["rows"])
         assert algorithm_of(body) == METHODS[method].call
         options = ProviderOptions.parse(body.pop("provider_options", None))
         kind = SupervisedFineTuneRequest if method == "sft" else PreferenceOptimizeRequest

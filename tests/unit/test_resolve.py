@@ -501,7 +501,7 @@ def test_an_option_is_placed_by_the_module_of_its_kind_and_not_where_they_meet()
     assert read & ProviderOptions.model_fields.keys() == set()
     written = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     fields = {name for kind in (JobSpec, *JobSpec.parts().values()) for name in kind.model_fields}
-    assert written & (fields - JobSpec.parts().keys()) == {"lora", "method", "dataset", "validation"}
+    assert written & (fields - JobSpec.parts().keys()) == {"lora", "method"}
 
 
 @pytest.mark.parametrize(

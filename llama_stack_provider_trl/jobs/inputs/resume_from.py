@@ -125,6 +125,7 @@ def _refuse_differences(requested: str, other: JobSpec, spec: JobSpec) -> None:
     pairs = [(name, one.value(name), another.value(name)) for name in _MUST_MATCH]
     pairs.append(("dataset (its rows' sha256)", other.data.dataset.sha256, spec.data.dataset.sha256))
     pairs.append(("columns and roles", other.data.dataset.names, spec.data.dataset.names))
+    pairs.append(("mixture (rows, names and share of each dataset)", _mixture(other), _mixture(spec)))
     for name, theirs, ours in pairs:
         if theirs != ours:
             raise InvalidRequest(
@@ -137,6 +138,13 @@ def _refuse_differences(requested: str, other: JobSpec, spec: JobSpec) -> None:
             f"that job takes {other.rows_per_step} rows per optimizer step and this one {spec.rows_per_step}: choose "
             f"batch_size x gradient_accumulation_steps x nproc_per_node = {other.rows_per_step}",
         )
+
+
+def _mixture(spec: JobSpec) -> list[object]:
+    return [
+        (one.dataset.sha256, one.dataset.names and one.dataset.names.model_dump(), one.share.model_dump())
+        for one in spec.data.mixed
+    ]
 
 
 def _without_place_of_vllm(spec: JobSpec) -> JobSpec:

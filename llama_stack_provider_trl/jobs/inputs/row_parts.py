@@ -6,7 +6,7 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,14 +109,29 @@ class PlannedParts:
             part.model_copy(update={"num_rows": held_out}),
         )
 
-    def stored(self, spec: JobSpec, directory: Path) -> JobSpec:
-        """The specification with its parts, which are written to a directory. Raises OSError."""
-        dataset, validation = self.dataset, spec.data.validation
+    def stored(self, directory: Path) -> tuple[DatasetRef, DatasetRef | None]:
+        """What is trained on and what is held out, which are written to a directory. Raises OSError."""
+        dataset, held_out = self.dataset, None
         if self.shard is not None:
             dataset = stored_shard(dataset, self.shard, _into(directory))
         if self.share < 1.0:
-            dataset, validation = split_parts(dataset, self.share, self.seed, _into(directory))
-        return spec.changed(dataset=dataset, validation=validation)
+            dataset, held_out = split_parts(dataset, self.share, self.seed, _into(directory))
+        return dataset, held_out
+
+
+def with_stored_parts(spec: JobSpec, planned: Sequence[PlannedParts], directory: Path) -> JobSpec:
+    """The specification with the parts of each of its datasets, which are written to a directory. Raises OSError."""
+    mixed = []
+    for one, parts in zip(spec.data.mixed, planned, strict=True):
+        dataset, held_out = parts.stored(directory)
+        rows = {"path": dataset.path, "sha256": dataset.sha256, "num_rows": dataset.num_rows}
+        validation = one.validation
+        if held_out is not None and validation is not None:
+            held = {"path": held_out.path, "sha256": held_out.sha256, "num_rows": held_out.num_rows}
+            validation = validation.model_copy(update=held)
+        mixed.append(one.model_copy(update={"dataset": one.dataset.model_copy(update=rows), "validation": validation}))
+    first, *others = mixed
+    return spec.changed(dataset=first.dataset, validation=first.validation, mixed_with=tuple(others))
 
 
 def held_out_rows(dataset: DatasetRef, share: float) -> int:

@@ -281,7 +281,8 @@ class Proposals:
                 fields = with_teacher(fields, trial.options, self._settings, self._store)
             except InvalidRequest as error:
                 raise in_trial(trial, error) from error
-            spec = replace(resolution, fields=fields).spec(own.data.dataset, own.data.validation)
+            others = [(one.dataset, one.validation) for one in own.data.mixed_with]
+            spec = replace(resolution, fields=fields).spec(own.data.dataset, own.data.validation, *others)
             # Its rows are those of the search, which are kept as long as its record is.
             digest = f"{resolving.digest}:{trial.number}"
             job = NewJob(spec, digest, resolution.warnings, (), resolution.trackers)

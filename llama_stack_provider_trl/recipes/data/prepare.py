@@ -34,7 +34,17 @@ from .packing import IGNORED, pack
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 from .chat import Chat
-from .tables import DPO_COLUMNS, KTO_COLUMNS, PROMPT_COLUMNS, SFT_COLUMNS, TAUGHT_COLUMNS, in_memory, table
+from .tables import (
+    DPO_COLUMNS,
+    KTO_COLUMNS,
+    PROMPT_COLUMNS,
+    SFT_COLUMNS,
+    SOURCE,
+    TAUGHT_COLUMNS,
+    in_memory,
+    table,
+    with_source,
+)
 from .tokenize import SftEncoder, encode_chats, encode_labelled, encode_pairs
 
 _CHUNK = 1000
@@ -342,7 +352,7 @@ def with_filler(dataset: Dataset) -> Dataset:
         filler = in_memory([table([(first["prompt_ids"][:2], [])], PROMPT_COLUMNS)])
     else:
         filler = in_memory([table([(first["prompt_ids"][:2] or first["chosen_ids"][:2], [], [])], DPO_COLUMNS)])
-    return concatenate_datasets([dataset, filler])
+    return concatenate_datasets([dataset, with_source(filler, 0) if SOURCE in first else filler])
 
 
 @dataclass(slots=True)

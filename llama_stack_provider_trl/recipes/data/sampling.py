@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Sampler
 
 from ...specs.job import JobSpec
+from .mixture import Mixture
 
 _BLOCK = 1 << 16
 """Rows whose numbers are Python objects at a time."""
@@ -87,6 +88,7 @@ class EpochSampler(Sampler[int]):
             with index `num_rows`, the filler row (`recipes.data.prepare.with_filler`).
         batch_plan: the batches of each optimizer step; every step but an epoch's last is filled up to its slots. None:
             there are no optimizer steps, as in an evaluation.
+        mixture: of the datasets that the rows are of; None: there is one, of which an epoch takes each row once.
         lengths: of each row, in tokens: the rows of a step are taken longest first, so that those of a batch, and of
             the batches that ranks compute at the same time, are padded least. None: in the epoch's order.
     """
@@ -100,11 +102,14 @@ class EpochSampler(Sampler[int]):
         seed: int,
         multiple_of: int = 1,
         batch_plan: BatchPlan | None = None,
+        mixture: Mixture | None = None,
         lengths: torch.Tensor | Sequence[int] | None = None,
     ) -> None:
         self._lengths = None if lengths is None else torch.as_tensor(lengths)
         self.num_rows, self.shuffle, self.seed = num_rows, shuffle, seed
-        self.rows_per_epoch = num_rows if rows_per_epoch is None else min(num_rows, rows_per_epoch)
+        self._mixture = mixture.capped(rows_per_epoch) if mixture else None
+        most = self._mixture.rows_per_epoch if self._mixture else num_rows
+        self.rows_per_epoch = most if rows_per_epoch is None else min(most, rows_per_epoch)
         self.rows_per_step = batch_plan.rows_per_step if batch_plan else max(1, self.rows_per_epoch)
         self._fillers_per_step = batch_plan.slots_per_step - batch_plan.rows_per_step if batch_plan else 0
         full_steps, rest = divmod(self.rows_per_epoch, self.rows_per_step)
@@ -157,23 +162,28 @@ class EpochSampler(Sampler[int]):
                     yield block[step.start : step.stop]
 
     def _rows(self) -> torch.Tensor:
+        mixed = None
+        if self._mixture is not None:
+            mixed = self._mixture.rows(self.epoch, self.seed, shuffle=self.shuffle)
         if not self.shuffle:
-            return torch.arange(self.rows_per_epoch)
+            return torch.arange(self.rows_per_epoch) if mixed is None else mixed
         # On the CPU, so that the numbers do not depend on the training device.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        return torch.randperm(self.num_rows, generator=generator)[: self.rows_per_epoch]
+        order = torch.randperm(self.num_rows if mixed is None else len(mixed), generator=generator)
+        return order[: self.rows_per_epoch] if mixed is None else mixed[order]
 
 
 class MismatchingSampler(EpochSampler):
     """Pairs each row of an optimizer step with another one of the same step, whose answer its prompt does not have.
 
     In the order of the dataset each row gets the one before it, and the first one the last: every answer once. Which
-    ranks and micro steps the rows are in changes nothing. An evaluation is one such step. Yields `number_of_pair`.
+    ranks and micro steps the rows are in changes nothing. A row that a mixture has twice in a step gets the same other
+    one each time. An evaluation is one such step. Yields `number_of_pair`.
     """
 
     def _steps(self) -> Iterator[list[int]]:
         for of_step in super()._steps():
-            ordered = sorted(of_step)
+            ordered = sorted(set(of_step))
             before = dict(zip(ordered, [ordered[-1], *ordered[:-1]], strict=True))
             yield [number_of_pair(row, before[row], self.num_rows) for row in of_step]
 
@@ -189,11 +199,12 @@ def pair_of_number(number: int, num_rows: int) -> tuple[int, int]:
     return row, other
 
 
-def epoch_of_job(spec: JobSpec, rows: int, batch_plan: BatchPlan) -> EpochSampler:
+def epoch_of_job(spec: JobSpec, rows: int, batch_plan: BatchPlan, mixture: Mixture | None = None) -> EpochSampler:
     """An epoch of a job in the given order, by which its steps are planned.
 
     Args:
         rows: that are trained on; of a packed job, sequences.
+        mixture: of the datasets that they are of; None: there is one.
     """
     cap = None if spec.train.max_steps_per_epoch is None else spec.train.max_steps_per_epoch * batch_plan.rows_per_step
-    return EpochSampler(rows, cap, shuffle=False, seed=spec.data.seed, batch_plan=batch_plan)
+    return EpochSampler(rows, cap, shuffle=False, seed=spec.data.seed, batch_plan=batch_plan, mixture=mixture)

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import pyarrow as pa
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset, Features, List, Value, concatenate_datasets
 from datasets.table import InMemoryTable
 
 SFT_COLUMNS = ("input_ids", "labels")
@@ -18,6 +19,8 @@ TAUGHT_COLUMNS = (*PROMPT_COLUMNS, "teacher_ids")
 """The last one: of a teacher with another vocabulary, the prompt as it reads it."""
 DPO_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
 KTO_COLUMNS = ("prompt_ids", "completion_ids", "label")
+SOURCE = "source"
+"""A number: that of the dataset which a row is of, in a mixture."""
 COLUMNS = {"sft": SFT_COLUMNS, "dpo": DPO_COLUMNS, "kto": KTO_COLUMNS, "prompts": PROMPT_COLUMNS}
 """By `specs.methods.Method.rows`."""
 
@@ -42,3 +45,9 @@ def in_memory(tables: Iterable[pa.Table]) -> Dataset:
     """Tables of the same columns, at least one, as a dataset."""
     # Without a fingerprint datasets would compute one from all ids.
     return Dataset(InMemoryTable(pa.concat_tables(tables)), fingerprint=uuid4().hex)
+
+
+def with_source(dataset: Dataset, number: int) -> Dataset:
+    """The rows with the column `SOURCE`, which has this number."""
+    column = pa.table({SOURCE: pa.array(np.full(len(dataset), number, dtype=np.int32))})
+    return concatenate_datasets([dataset, in_memory([column])], axis=1)

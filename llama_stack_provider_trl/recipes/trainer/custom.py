@@ -73,10 +73,10 @@ class CustomRowTrainer(SftRecipe):
             log_probs: of the tokens, given those before them; 0 where the loss covers none, whose result is not used.
         """
 
-    def summed_loss(self, outputs: Any) -> torch.Tensor:
+    def losses_of_tokens(self, outputs: Any) -> torch.Tensor:
         losses = self.token_losses(outputs.log_probs)
         _check_shape(self, "loss", losses, tuple(outputs.log_probs.shape))
-        return losses.where(outputs.label_mask, 0.0).sum()
+        return losses.where(outputs.label_mask, 0.0)
 
 
 _TRAINERS: dict[Rows, tuple[type[RecipeTrainer], str]] = {

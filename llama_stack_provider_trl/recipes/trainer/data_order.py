@@ -50,7 +50,12 @@ class DataOrder(JobTrainer):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         lengths = row_lengths(dataset) if self.groups_by_length else None
         self._train_sampler = self._sampler(
-            dataset, cap, shuffle=self.spec.train.shuffle, batch_plan=self.batch_plan, lengths=lengths
+            dataset,
+            cap,
+            shuffle=self.spec.train.shuffle,
+            batch_plan=self.batch_plan,
+            mixture=self.mixture,
+            lengths=lengths,
         )
         return self._train_sampler
 

@@ -91,6 +91,7 @@ class DpoRecipe(ScoresReference, PairRecipe):
         else:
             loss = losses.sum() * self.accelerator.num_processes / num_pairs.clamp(min=1)
             self.add_evaluation(losses.sum(), real.sum())
+        self.add_source_losses(losses, real, inputs.get("sources"))
         if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss
         num_tokens = (self._batches.num_tokens(inputs) * real).sum()

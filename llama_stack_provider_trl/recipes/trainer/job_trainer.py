@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import Trainer
 
 from ...specs.events import EventWriter
 from ...specs.job import JobSpec
+from ..data.mixture import Mixture
 from ..data.sampling import BatchPlan
 from ..distributed import ranks
 from ..model.adapters import continues, read_weights
@@ -23,13 +25,24 @@ class JobTrainer(Trainer):
     Args:
         spec: as this attempt's ranks train it.
         batch_plan: the batches of each optimizer step.
+        mixture: what an epoch takes of each dataset; None: each row of one dataset once.
+        source_names: the ids of the datasets that are trained on.
         arguments: of TRL's trainer, or of Trainer.
     """
 
     outer: OuterOptimizer | None = None
     """With periodic averaging, from the first step on."""
 
-    def __init__(self, *, spec: JobSpec, batch_plan: BatchPlan, writer: EventWriter, **arguments: Any) -> None:
+    def __init__(
+        self,
+        *,
+        spec: JobSpec,
+        batch_plan: BatchPlan,
+        writer: EventWriter,
+        mixture: Mixture | None = None,
+        source_names: Sequence[str] = (),
+        **arguments: Any,
+    ) -> None:
         with sharding_on_any_device():
             super().__init__(**arguments)
         ranks.extend_timeouts()
@@ -39,4 +52,5 @@ class JobTrainer(Trainer):
             if continues(spec):
                 read_weights(spec, self.model)  # TRL has rounded them to bf16
         self.spec, self.batch_plan, self._writer = spec, batch_plan, writer
+        self.mixture, self.source_names = mixture, tuple(source_names)
         self.workers = workers_of(spec)

@@ -107,6 +107,8 @@ class KtoRecipe(PreparedDatasets, ScoresReference, KTOTrainer):
         self._kl_of_step = torch.zeros(())
         self._scored: list[torch.Tensor] = []
         """Of the running evaluation: log-ratios, labels and whether it is no filler, of each batch."""
+        self._sources: list[int] = []
+        """Of the running evaluation of a mixture: the numbers of the datasets of the rows."""
         self._kl_sums: list[torch.Tensor] = []
         """Of the running evaluation: the sum of the mismatched log-ratios of each batch, and their number."""
         if self._kto.estimates_kl:
@@ -166,13 +168,16 @@ class KtoRecipe(PreparedDatasets, ScoresReference, KTOTrainer):
         logratios = logps - self.score_reference(inputs)
         labels, real = inputs["label"], inputs["real"]
         kl = self._kl_of_step.to(logps.device) if self.model.training else 0.0
-        loss = (kto_loss(logratios, labels, kl, self._kto) * real).sum()
+        losses, sources = kto_loss(logratios, labels, kl, self._kto) * real, inputs.get("sources")
+        loss = losses.sum()
         if self.model.training:
+            self.add_source_losses(losses, real, sources)
             # The mean over the rows of the whole step, for any batch plan. Gradients are averaged over ranks and micro
             # steps afterwards.
             loss = loss * self.accelerator.num_processes * self.current_gradient_accumulation_steps / self.rows_of_step
         else:  # the loss follows when the KL divergence is known
             self._scored.append(torch.stack([logratios.detach().float(), labels.float(), real]))
+            self._sources.extend(sources or ())
             if self._kto.estimates_kl:
                 self._kl_sums.append(self._mismatched_sums(inputs))
         if self.aux_loss_enabled:  # mixture of experts: keeps the router balanced
@@ -182,7 +187,7 @@ class KtoRecipe(PreparedDatasets, ScoresReference, KTOTrainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, with `eval_loss` as the mean over all rows, whose KL divergence is estimated over all of them."""
-        self._scored, self._kl_sums = [], []
+        self._scored, self._kl_sums, self._sources = [], [], []
         output = Trainer.evaluation_loop(self, *args, **kwargs)
         kl = torch.zeros((), device=self.args.device)
         if self._kl_sums:
@@ -192,6 +197,7 @@ class KtoRecipe(PreparedDatasets, ScoresReference, KTOTrainer):
         losses = kto_loss(logratios, labels > 0, kl, self._kto) * real
         total, count = self.accelerator.reduce(torch.stack([losses.sum(), real.sum()]))
         output.metrics["eval_loss"] = float(total / count.clamp(min=1))
+        output.metrics.update(self.evaluated_sources(losses, real, self._sources or None))
         return output
 
     def _note(self, logps: torch.Tensor, logratios: torch.Tensor, inputs: dict[str, Any]) -> None:

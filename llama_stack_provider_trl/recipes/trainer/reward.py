@@ -74,6 +74,7 @@ class RewardRecipe(PreparedDatasets, RecipeTrainer, RewardTrainer):
         else:
             loss = losses.sum() / num_pairs.clamp(min=1)
             self.add_evaluation(losses.sum(), real.sum())
+        self.add_source_losses(losses, real, inputs.get("sources"))
         loss = loss * self.accelerator.num_processes  # gradients are averaged over ranks
         return (loss, {"logits": rewards}) if return_outputs else loss
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,11 +51,13 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
     ) -> torch.Tensor:
         """Sum of the negative log-probabilities of the trained tokens, over `num_items_in_batch` of them."""
         router = {"output_router_logits": True} if self.aux_loss_enabled else {}
+        sources, scored = inputs.pop("sources", None), inputs.pop("scored_tokens", ())
         with self.scoring():
             outputs = model(**self.forward_arguments(inputs, self.model), **router)
         trained = outputs.label_mask.sum()
         count = trained if num_items_in_batch is None else num_items_in_batch
-        summed = self.summed_loss(outputs)
+        losses = self.losses_of_tokens(outputs)
+        summed = losses.sum()
         loss = summed / torch.as_tensor(count).clamp(min=1)
         if num_items_in_batch is not None:
             loss = loss * self.workers.size  # the count is over all ranks whose gradients are averaged
@@ -63,13 +66,34 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
         if not self.model.training:
             self.add_evaluation(summed, trained)
+        if sources is not None:
+            self.add_source_losses(*self._losses_of_rows(losses, outputs.label_mask, scored), sources)
         self._note(torch.stack([outputs.is_top1.sum(), trained, self._num_tokens(inputs, outputs)]))
         return loss
 
-    def summed_loss(self, outputs: Any) -> torch.Tensor:
-        """Sum of the losses of a batch's trained tokens."""
-        loss: torch.Tensor = -outputs.log_probs.sum()
+    def losses_of_tokens(self, outputs: Any) -> torch.Tensor:
+        """Loss of each token, 0 where it covers none, in the shape of the log-probabilities."""
+        loss: torch.Tensor = -outputs.log_probs
         return loss
+
+    def _losses_of_rows(
+        self, losses: torch.Tensor, mask: torch.Tensor, scored: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of the losses of each row's trained tokens, and their number, each of shape (rows,).
+
+        Args:
+            losses: of tokens.
+            mask: which of them are trained, same shape.
+            scored: trained tokens of each row.
+        """
+        counts = torch.tensor(scored, device=losses.device)
+        if self.spec.compute.padding_free:
+            of_tokens = losses[0, : sum(scored)]
+        elif len(losses) == len(scored):
+            return losses.sum(dim=1), counts
+        else:  # packed sequences, which flash kernels get as one
+            of_tokens = losses[mask]
+        return torch.stack([part.sum() for part in of_tokens.split(list(scored))]), counts
 
     def forward_arguments(self, inputs: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
         """Arguments of a forward of `model` that scores a collated batch."""

@@ -12,7 +12,8 @@ from pathlib import Path
 from llama_stack_provider_trl.errors import LimitReached, QuotaReached, TrlError
 from llama_stack_provider_trl.jobs.inputs.row_parts import Allowance
 from llama_stack_provider_trl.jobs.store.datasets import IsRegistered, RowOwners
-from llama_stack_provider_trl.specs.job import JobSpec
+from llama_stack_provider_trl.specs.bases import parts_of
+from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec
 from llama_stack_provider_trl.system.files import Blob
 from llama_stack_provider_trl.system.offload import in_work_thread
 
@@ -155,8 +156,8 @@ class JobAllowance(Allowance):
 
     def counted(self, specs: Iterable[JobSpec]) -> dict[str, int]:
         sizes = {sha256: rows.num_bytes for sha256, rows in self.rows.items()}
-        for ref in (ref for spec in specs for ref in (spec.data.dataset, spec.data.validation)):
-            if ref is not None and ref.of_job is None and ref.sha256 not in sizes:
+        for ref in (ref for spec in specs for _, ref in parts_of(spec, DatasetRef)):
+            if ref.of_job is None and ref.sha256 not in sizes:
                 with suppress(FileNotFoundError):  # the job is refused when it is stored
                     sizes[ref.sha256] = ref.path.stat().st_size
         return sizes

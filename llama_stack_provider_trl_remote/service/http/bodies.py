@@ -137,8 +137,18 @@ class RowCounts(BaseModel):
     """Examples, as `rows`, of more than half of `up_to` tokens, and at most `up_to`."""
 
 
+class MixturePart(BaseModel):
+    dataset_id: str
+    rows: int
+    """That can be trained on; of a packed job, sequences."""
+    rows_per_epoch: int
+    """Of these, in an epoch; more: some of them several times."""
+
+
 class DataVerdict(RowCounts):
     max_tokens: int
+    mixture: list[MixturePart] = []
+    """Of a job with the option `mixture`: its datasets."""
 
 
 class StepsVerdict(BaseModel):

@@ -196,6 +196,10 @@ def _fields(request: Json) -> list[_Field]:
         for one in given
         if isinstance(one, dict)
     ]
+    options = request.get("provider_options")
+    mixture = options.get("mixture") if isinstance(options, Mapping) else None
+    mixed = [one for one in mixture if isinstance(one, dict)] if isinstance(mixture, list) else []
+    several += [(f"provider_options.mixture.{_ROWS}", one, _ROWS) for one in mixed]
     return [(field, holder, key) for field, holder, key in [*single, *several] if key in holder]
 
 

@@ -6,11 +6,12 @@ import asyncio
 import os
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
 
 from llama_stack_provider_trl.errors import JobFailure
-from llama_stack_provider_trl.jobs.inputs.row_parts import PlannedParts
+from llama_stack_provider_trl.jobs.inputs.row_parts import PlannedParts, with_stored_parts
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.launch.gpus import gpu_of
 from llama_stack_provider_trl.specs.events import Failed, Preflighted, Previewed, Reason, iter_events
@@ -52,22 +53,22 @@ class Preflights:
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True, exist_ok=True)  # a task that is ending may still write there
 
-    async def run(self, spec: JobSpec, parts: PlannedParts | None = None) -> Preflighted:
+    async def run(self, spec: JobSpec, parts: Sequence[PlannedParts] = ()) -> Preflighted:
         """Run a preflight. Raises JobFailure, OSError: see `_run`."""
         return await self._run(spec, self._requested(spec), Preflighted, parts)
 
-    async def preview(self, spec: JobSpec, preview: PreviewSpec, parts: PlannedParts | None = None) -> Previewed:
+    async def preview(self, spec: JobSpec, preview: PreviewSpec, parts: Sequence[PlannedParts] = ()) -> Previewed:
         """Run a preflight that reports rows as they are trained. Raises JobFailure, OSError: see `_run`."""
         requested = self._requested(spec).model_copy(update={"preview": preview})
         return await self._run(spec, requested, Previewed, parts)
 
     async def _run[Result: (Preflighted, Previewed)](
-        self, spec: JobSpec, requested: PreflightSpec, kind: type[Result], parts: PlannedParts | None
+        self, spec: JobSpec, requested: PreflightSpec, kind: type[Result], parts: Sequence[PlannedParts]
     ) -> Result:
         """Run a task for its result.
 
         Args:
-            parts: of the dataset, which are copied into the directory of the task, and go with it.
+            parts: of each dataset, which are copied into the directory of the task, and go with it.
 
         Raises:
             JobFailure: the job could not even begin, or the time is over.
@@ -117,13 +118,14 @@ class Preflights:
         return gpu.memory_bytes if gpu else None
 
     def _start(
-        self, task: TaskSpec, spec: JobSpec, requested: PreflightSpec, parts: PlannedParts | None = None
+        self, task: TaskSpec, spec: JobSpec, requested: PreflightSpec, parts: Sequence[PlannedParts] = ()
     ) -> None:
         task.run_dir.mkdir(parents=True)
-        if parts is not None:
+        if parts:
             # Twice: a part of a shard is a copy of a copy.
-            self._space.require(Use.ordered, task.run_dir, 2 * parts.dataset.path.stat().st_size)
-            spec = parts.stored(spec, task.run_dir / _ROWS)
+            size = sum(of.dataset.path.stat().st_size for of in parts)
+            self._space.require(Use.ordered, task.run_dir, 2 * size)
+            spec = with_stored_parts(spec, parts, task.run_dir / _ROWS)
         attempt = AttemptSpec(job=spec, attempt=1, run_dir=task.run_dir, preflight=requested)
         atomic_write(RunDir(task.run_dir).spec, attempt.model_dump_json().encode())
         self._launcher.start(task)

@@ -1,0 +1,104 @@
+"""The tokenized datasets of a mixture as one, whose rows know the dataset that they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from datasets import Dataset, concatenate_datasets
+
+from ...errors import JobFailure
+from ...specs.events import Reason
+from ...specs.job import DatasetRef, DataSpec
+from .lengths import num_rows
+from .mixture import Mixture, apportioned, mixture_of
+from .prepare import DataReport
+from .prepared import Preparation, PreparedRows
+from .tables import with_source
+
+_GREATEST = ("max_tokens", "largest_id")
+"""Of a report: what is not summed."""
+
+
+@dataclass(frozen=True)
+class MixedRows:
+    """The rows of a job's datasets, one dataset after another."""
+
+    dataset: Dataset
+    report: DataReport
+    """On all of them."""
+    names: tuple[str, ...]
+    """The ids of the datasets."""
+    parts: tuple[PreparedRows, ...]
+    mixture: Mixture | None = None
+    """What an epoch takes of each; None: each row of one dataset once."""
+
+    @property
+    def found(self) -> dict[str, str]:
+        """Dataset -> whether its rows were in the cache (`PreparedRows.source`)."""
+        return {name: part.source for name, part in zip(self.names, self.parts, strict=True)}
+
+    def described(self) -> list[dict[str, Any]]:
+        """The mixture for the job's record: of each dataset the rows that can be trained on, and what an epoch takes of
+        them; of a packed job, in sequences."""
+        if self.mixture is None:
+            return []
+        of_epoch = zip(self.names, self.mixture.sizes, self.mixture.counts, strict=True)
+        return [{"dataset_id": name, "rows": rows, "rows_per_epoch": count} for name, rows, count in of_epoch]
+
+
+def training_rows(preparation: Preparation, data: DataSpec) -> MixedRows:
+    """Tokenize what a job is trained on.
+
+    Raises:
+        JobFailure: as `Preparation.rows`; invalid_request, an epoch takes no row of a dataset.
+    """
+    refs, shares = [one.dataset for one in data.mixed], [one.share for one in data.mixed]
+    rows = _joined(refs, [preparation.rows(ref) for ref in refs])
+    if len(refs) == 1 and shares[0].rows is None:
+        return rows
+    counts = [num_rows(part.dataset) for part in rows.parts]
+    mixture = mixture_of(shares, counts, [len(part.dataset) for part in rows.parts] if data.packed else None)
+    for ref, count, share in zip(refs, mixture.counts, shares, strict=True):
+        if not count:
+            found = f"dataset {ref.dataset_id!r} has weight {share.weight:g}, which is none of the {sum(counts)} rows"
+            raise JobFailure(Reason.invalid_request, f"{found} of an epoch: raise it, or leave the dataset out")
+    return replace(rows, mixture=mixture)
+
+
+def validation_rows(preparation: Preparation, data: DataSpec, most: int | None) -> MixedRows | None:
+    """Tokenize what a job is evaluated on; None: nothing.
+
+    Args:
+        most: rows that are used, of several datasets in proportion to their sizes; None: all.
+    """
+    refs = [one.validation for one in data.mixed if one.validation is not None]
+    if not refs:
+        return None
+    firsts: list[int | None] = [most] * len(refs)
+    if most is not None and len(refs) > 1:
+        firsts = [max(1, share) for share in apportioned([ref.num_rows for ref in refs], most)]
+    return _joined(refs, [preparation.rows(ref, first) for ref, first in zip(refs, firsts, strict=True)])
+
+
+def _joined(refs: Sequence[DatasetRef], parts: Sequence[PreparedRows]) -> MixedRows:
+    names = tuple(ref.dataset_id for ref in refs)
+    if len(parts) == 1:
+        return MixedRows(parts[0].dataset, parts[0].report, names, tuple(parts))
+    rows = concatenate_datasets([with_source(part.dataset, number) for number, part in enumerate(parts)])
+    return MixedRows(rows, _combined(names, [part.report for part in parts]), names, tuple(parts))
+
+
+def _combined(names: Sequence[str], reports: Sequence[DataReport]) -> DataReport:
+    """One report on all datasets, whose messages name theirs."""
+    largest = max(reports, key=lambda report: report.largest_id)
+    values: dict[str, Any] = {}
+    for field in fields(DataReport):
+        found = [getattr(report, field.name) for report in reports]
+        if field.name in ("warnings", "lost_turns"):
+            named = zip(names, found, strict=True)
+            values[field.name] = [f"dataset {name!r}: {message}" for name, of in named for message in of]
+        else:
+            values[field.name] = max(found) if field.name in _GREATEST else sum(found)
+    return DataReport(**{**values, "largest_id_row": largest.largest_id_row})
