@@ -375,7 +375,7 @@ ELSEWHERE: dict[str, str] = {
     OPTION + "columns": "needs other rows: tests/unit/test_row_names.py, tests/contract/test_other_names.py",
     OPTION + "roles": "needs other rows: tests/unit/test_row_names.py, tests/contract/test_other_names.py",
     **{
-        f"{OPTION}mixture.{field}": "several datasets: tests/process/test_mixtures.py, tests/unit/test_mixture_request.py"
+        f"{OPTION}mixture.{field}": "several datasets: tests/process/test_mixtures.py, unit/test_mixture_request.py"
         for field in MixtureEntry.model_fields
     },
     OPTION + "train_on": "needs conversations: tests/process/test_tool_templates.py",
