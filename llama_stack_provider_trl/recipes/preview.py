@@ -1,32 +1,43 @@
-"""Shows rows as they are trained: their tokens, which of them the loss covers, and what is cut or dropped.
-
-The tokens, masks and cuts are those of `recipes.data`, which trainings use.
+"""Shows rows as they are trained: their tokens, which of them the loss covers, what is cut or dropped, and whether
+inference has the same before each trained turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import batched, islice
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import JobFailure
-from ..specs.events import MOST_SHOWN, EventWriter, Finished, Previewed, PreviewedRow, Reason
+from ..specs.events import (
+    MOST_SHOWN,
+    MOST_TURNS,
+    EventWriter,
+    Finished,
+    InferenceCounts,
+    Previewed,
+    PreviewedRow,
+    PreviewedTurn,
+    Reason,
+)
 from ..specs.job import JobSpec
 from ..specs.methods import METHODS
 from ..specs.preflight import PreviewSpec
 from ..specs.schedules import problem_of_warmup
 from .data.chat import Chat
 from .data.embedded import check_embedded
+from .data.forms import split_thought
+from .data.inferred import ComparedTurn, Inference
 from .data.lengths import histogram
-from .data.packing import IGNORED, best_fit
+from .data.packing import best_fit
 from .data.pieces import Pieces, pieces_of
 from .data.prepare import TruncationCounter, read_examples
 from .data.prompts import encode_prompts
 from .data.sampling import BatchPlan, epoch_of_job
-from .data.tokenize import SftEncoder, encode_chats, encode_labelled, encode_pairs
+from .masked_rows import MaskedRow, RowReader
 from .model.loading import load_teacher_tokenizer, load_tokenizer, vocabulary_size
 from .model.positions import positions_of, within_positions
 from .model.saving import lacking_in_exports
@@ -39,34 +50,17 @@ _MOST_ROWS = 2000
 """Rows that are tokenized for the counts and the histogram."""
 _MOST_TOKENS = 1_000_000
 """Tokens after which no further rows are."""
-_CHUNK = 50
+_MOST_INFERRED = 4_000_000
+"""Tokens that inference renders, after which no further turns are compared: a long conversation has each turn before
+all that follow it."""
+_MOST_REASONS = 100
+"""Differences that are shown with the rows."""
 _SHOWN_TOKENS = 8000
 """Tokens of all rows that are shown: of further rows there are counts only."""
 _MOST_PARTS = 8
 """Tokens that are tried for one character."""
 _LONGEST_TEXT = 24
 """Characters of a token: long ones are runs of spaces."""
-
-
-@dataclass(frozen=True)
-class _MaskedPart:
-    """A part of a row, with the positions of its tokens that are kept and trained."""
-
-    name: str
-    ids: list[int]
-    kept: set[int]
-    trained: set[int]
-
-
-@dataclass(frozen=True)
-class _MaskedRow:
-    """An example: a row, or one of the sequences or pairs that are made of it."""
-
-    parts: list[_MaskedPart]
-    length: int
-    """Tokens that count against the limit, before the cut."""
-    dropped: str = ""
-    """Why; empty: it is trained on."""
 
 
 class _Place(NamedTuple):
@@ -77,6 +71,58 @@ class _Place(NamedTuple):
     """Of those of its row, from 0."""
     examples: int
     """Of its row."""
+
+    def of(self, turn: ComparedTurn) -> str:
+        """How a message names a turn."""
+        pair = f", pair {self.example}" if self.examples > 1 and turn.part in ("chosen", "rejected") else ""
+        part = f" ({turn.part})" if turn.part != "sequence" else ""
+        return f"row {self.row}{pair}, turn {turn.turn}{part}"
+
+
+@dataclass
+class _Compared:
+    """Counts turns that were compared with inference."""
+
+    equal: int = 0
+    different: int = 0
+    cut: int = 0
+    first_different: str = ""
+    reasons: int = 0
+    """Differences that are shown with their rows."""
+
+    def add(self, row: MaskedRow, place: _Place) -> None:
+        """Count the turns of an example."""
+        for turn in row.turns:
+            if not turn.difference:
+                self.equal += not row.is_cut
+                self.cut += row.is_cut
+                continue
+            self.different += 1
+            self.first_different = self.first_different or (
+                f"{place.of(turn)}: {turn.difference}. Expected the tokens of inference, with the loss behind them: "
+                "correct the model's chat template, or change the row"
+            )
+
+    def shown(self, row: MaskedRow) -> list[PreviewedTurn]:
+        """The first turns of an example."""
+        found = []
+        for turn in row.turns[:MOST_TURNS]:
+            reason = turn.difference if self.reasons < _MOST_REASONS else ""
+            self.reasons += bool(reason)
+            outcome = "different" if turn.difference else "cut" if row.is_cut else "equal"
+            found.append(PreviewedTurn(turn=turn.turn, part=turn.part, outcome=outcome, reason=reason))  # type: ignore[arg-type]
+        return found
+
+    def counts(self, not_compared: int) -> InferenceCounts:
+        """The counts of all examples."""
+        return InferenceCounts(
+            turns=self.equal + self.different + self.cut,
+            equal=self.equal,
+            different=self.different,
+            cut=self.cut,
+            not_compared=not_compared,
+            first_different=self.first_different,
+        )
 
 
 @dataclass
@@ -146,6 +192,21 @@ def preview(spec: JobSpec, request: PreviewSpec, writer: EventWriter) -> None:
     Raises:
         JobFailure: what would fail the job on these rows; invalid_request, there are none.
     """
+    writer.write(examined(spec, request, writer.heartbeat), durable=True)
+    writer.write(Finished(step=0), durable=True)
+
+
+def examined(spec: JobSpec, request: PreviewSpec, alive: Callable[[], object], *, every_row: bool = False) -> Previewed:
+    """Rows as they are trained, with the counts of the requested ones and those that follow them.
+
+    Args:
+        alive: is called from time to time.
+        every_row: read all rows and compare all turns, and raise where the job would fail on them; else as many as
+            there is time for, and a failure that other rows may avert is a warning.
+
+    Raises:
+        JobFailure: as `preview`.
+    """
     spec, notes = within_positions(spec)
     tokenizer = load_tokenizer(spec.source, warn=notes.append)
     notes += lacking_in_exports(spec)
@@ -155,16 +216,21 @@ def preview(spec: JobSpec, request: PreviewSpec, writer: EventWriter) -> None:
     counter = TruncationCounter(
         tokenizer.eos_token_id, tokenizer.bos_token_id, spec.data.max_seq_length, spec.data.truncation_side
     )
+    inference = Inference(chat, None if every_row else _MOST_INFERRED)
     shown: list[PreviewedRow] = []
     lengths: list[int] = []
     kept: list[int] = []
-    texts = _Texts(tokenizer)
+    texts, compared = _Texts(tokenizer), _Compared()
     left = _SHOWN_TOKENS
-    for number, examples in enumerate(_rows(spec, request.first_row, chat, counter, taught)):
+    limits = (None, None) if every_row else (_MOST_ROWS, _MOST_TOKENS)
+    reader = RowReader(spec, chat, taught, counter, inference)
+    for number, examples in enumerate(reader.read(request.first_row, *limits)):
+        alive()
         for example, one in enumerate(examples):
+            place = _Place(request.first_row + number, example, len(examples))
+            compared.add(one, place)
             if number < request.rows and len(shown) < MOST_SHOWN:
-                place = _Place(request.first_row + number, example, len(examples))
-                shown.append(_shown(one, place, counter, texts, left))
+                shown.append(_shown(one, place, counter, texts, compared, left))
                 left -= len(shown[-1].ids)
             lengths.append(one.length)
             if not one.dropped:
@@ -173,40 +239,39 @@ def preview(spec: JobSpec, request: PreviewSpec, writer: EventWriter) -> None:
     if not counter.rows:
         found = f"the dataset has {spec.data.dataset.num_rows} rows and none at {request.first_row}"
         raise JobFailure(Reason.invalid_request, f"{found}: rows are counted from 0, send a smaller first_row")
-    if not lengths:
+    if not lengths or (every_row and not kept):
         raise JobFailure(Reason.invalid_dataset, counter.nothing_left(unit))
-    lost = _lost_by_reward_models(spec, request.first_row, counter.rows, writer)
+    lost = _lost_by_reward_models(spec, request.first_row, counter.rows, alive)
     largest = f"row {request.first_row + counter.largest_id_row} of the dataset {spec.data.dataset.dataset_id!r}"
     try:
         check_embedded([counter.largest_id], vocabulary_size(spec.source), tokenizer, largest)
     except JobFailure as error:
+        if every_row:
+            raise
         lost.append(f"the job fails: {error.message}")
     if spec.data.dropped_turns == "refuse" and [*prompts.lost_turns, *counter.lost_turns(unit, chat, taught), *lost]:
         lost.append("with dropped_turns 'refuse' the job fails for what a chat template leaves out")
-    writer.write(
-        Previewed(
-            max_seq_length=spec.data.max_seq_length,
-            data=_data(spec, counter, lengths),
-            rows=shown,
-            warnings=[
-                *notes,
-                *prompts.lost_turns,
-                *counter.warnings(unit, chat, taught),
-                *lost,
-                *_warmup(spec, counter, kept),
-            ],
-        ),
-        durable=True,
+    return Previewed(
+        max_seq_length=spec.data.max_seq_length,
+        data=_data(spec, counter, lengths),
+        rows=shown,
+        inference=compared.counts(inference.left_out),
+        warnings=[
+            *notes,
+            *prompts.lost_turns,
+            *counter.warnings(unit, chat, taught),
+            *lost,
+            *_warmup(spec, counter, kept),
+        ],
     )
-    writer.write(Finished(step=0), durable=True)
 
 
-def _lost_by_reward_models(spec: JobSpec, first: int, count: int, writer: EventWriter) -> list[str]:
+def _lost_by_reward_models(spec: JobSpec, first: int, count: int, alive: Callable[[], object]) -> list[str]:
     """A sentence for each reward model whose chat template leaves out turns of the rows that were read."""
     read = islice(
         enumerate(read_examples(spec.data.dataset.path, "prompts", names=spec.data.dataset.names)), first, first + count
     )
-    return lost_by_reward_models(spec.changed(dropped_turns="warn"), writer.heartbeat, read)
+    return lost_by_reward_models(spec.changed(dropped_turns="warn"), alive, read)
 
 
 def _warmup(spec: JobSpec, counter: TruncationCounter, kept: Sequence[int]) -> list[str]:
@@ -225,92 +290,9 @@ def _warmup(spec: JobSpec, counter: TruncationCounter, kept: Sequence[int]) -> l
     return [*filter(None, [problem_of_warmup(spec.train.optimizer, steps)])]
 
 
-def _rows(
-    spec: JobSpec, first: int, chat: Chat, counter: TruncationCounter, taught: Chat | None
-) -> Iterator[list[_MaskedRow]]:
-    """The examples of each row from `first` on, until there are enough for the counts."""
-    read = enumerate(
-        read_examples(spec.data.dataset.path, spec.algorithm, spec.data.data_format, spec.data.dataset.names)
-    )
-    tokens = 0
-    for chunk in batched(islice(read, first, first + _MOST_ROWS), _CHUNK):
-        if METHODS[spec.algorithm].rows == "kto":
-            labelled = counter.read(encode_labelled(chat, chunk))  # type: ignore[arg-type]
-            rows = [[_answer(prompt, ids, counter)] for prompt, ids, _ in labelled]
-        elif spec.method.answer_tokens is not None:
-            own = [ids for _, ids in encode_chats(chat, chunk)]  # type: ignore[arg-type]
-            theirs = [ids for _, ids in encode_chats(taught, chunk)] if taught else own  # type: ignore[arg-type]
-            both = counter.read(zip(own, theirs, strict=True))
-            rows = [[_prompt(*ids, spec.method.answer_tokens, counter)] for ids in both]
-        elif not spec.has_pairs:
-            encoder = SftEncoder(chat, spec.data.trained, spec.data.reasoning)
-            encoded = counter.read(encoder.encode(chunk))  # type: ignore[arg-type]
-            rows = [[_sft_row(ids, labels, counter) for ids, labels in sequences] for sequences in encoded]
-        else:
-            pairs = counter.read(encode_pairs(chat, chunk))  # type: ignore[arg-type]
-            rows = [[_pair(*ids, counter) for ids in row] for row in pairs]
-        yield from rows
-        tokens += sum(one.length for examples in rows for one in examples)
-        if tokens >= _MOST_TOKENS:
-            return
-
-
-def _sft_row(ids: list[int], labels: list[int], counter: TruncationCounter) -> _MaskedRow:
-    if counter.cut_row(ids, labels) is None:
-        why = f"within max_seq_length={counter.limit} tokens nothing is left to train on"
-        if len(labels) - 1 - labels[1:].count(IGNORED) <= 0:
-            why = "the loss covers none of its tokens"
-        return _MaskedRow([_MaskedPart("sequence", ids, set(), set())], len(ids), why)
-    kept = counter.cut([*range(len(ids))], ids, counter.limit)
-    # Nothing predicts the first token.
-    trained = {position for position in kept[1:] if labels[position] != IGNORED}
-    return _MaskedRow([_MaskedPart("sequence", ids, {*kept}, trained)], len(ids))
-
-
-def _prompt(ids: list[int], theirs: list[int], answer: int, counter: TruncationCounter) -> _MaskedRow:
-    """A prompt, also as a teacher reads it: the longer one decides whether it is dropped."""
-    longest = max(ids, theirs, key=len)
-    if counter.keeps(longest if ids and theirs else [], answer):
-        return _MaskedRow([_MaskedPart("prompt", ids, {*range(len(ids))}, set())], len(longest))
-    why = f"within max_seq_length={counter.limit} tokens it leaves fewer than the {answer} of an answer"
-    return _MaskedRow([_MaskedPart("prompt", ids, set(), set())], len(longest), why)
-
-
-def _pair(prompt: list[int], chosen: list[int], rejected: list[int], counter: TruncationCounter) -> _MaskedRow:
-    length = len(prompt) + max(len(chosen), len(rejected))
-    found = counter.cut_pair(prompt, chosen, rejected)
-    if found is None:
-        parts = [("prompt", prompt), ("chosen", chosen), ("rejected", rejected)]
-        why = f"within max_seq_length={counter.limit} tokens the prompt leaves none for an answer"
-        if not chosen or not rejected:
-            why = "an answer has no token"
-        return _MaskedRow([_MaskedPart(name, ids, set(), set()) for name, ids in parts], length, why)
-    kept = [{*counter.cut([*range(len(prompt))], prompt, len(found[0]))}, *({*range(len(one))} for one in found[1:])]
-    return _MaskedRow(
-        [
-            _MaskedPart("prompt", prompt, kept[0], set()),
-            _MaskedPart("chosen", chosen, kept[1], kept[1]),
-            _MaskedPart("rejected", rejected, kept[2], kept[2]),
-        ],
-        length,
-    )
-
-
-def _answer(prompt: list[int], answer: list[int], counter: TruncationCounter) -> _MaskedRow:
-    length = len(prompt) + len(answer)
-    found = counter.cut_answer(prompt, answer)
-    if found is None:
-        why = f"within max_seq_length={counter.limit} tokens the prompt leaves none for the answer"
-        if not answer:
-            why = "the answer has no token"
-        parts = [("prompt", prompt), ("completion", answer)]
-        return _MaskedRow([_MaskedPart(name, ids, set(), set()) for name, ids in parts], length, why)
-    kept, trained = {*counter.cut([*range(len(prompt))], prompt, len(found[0]))}, {*range(len(found[1]))}
-    parts_kept = [_MaskedPart("prompt", prompt, kept, set()), _MaskedPart("completion", answer, trained, trained)]
-    return _MaskedRow(parts_kept, length)
-
-
-def _shown(row: _MaskedRow, place: _Place, counter: TruncationCounter, texts: _Texts, most: int) -> PreviewedRow:
+def _shown(
+    row: MaskedRow, place: _Place, counter: TruncationCounter, texts: _Texts, compared: _Compared, most: int
+) -> PreviewedRow:
     ids = [token for part in row.parts for token in part.ids][:most]
     kept = "".join(_marks(len(part.ids), part.kept) for part in row.parts)
     lost = kept.count("0")
@@ -334,7 +316,24 @@ def _shown(row: _MaskedRow, place: _Place, counter: TruncationCounter, texts: _T
         trained="".join(_marks(len(part.ids), part.trained) for part in row.parts)[:most],
         kept=kept[:most],
         special="".join("1" if token in texts.special else "0" for token in ids),
+        turns=compared.shown(row),
+        **_composition(row, texts.tokenizer),
     )
+
+
+def _composition(row: MaskedRow, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What the row of an example has beside its texts."""
+    messages = row.messages
+    thoughts = [thought for message in messages if (thought := split_thought(message)[0])]
+    written = [tokenizer.decode(part.ids, clean_up_tokenization_spaces=False) for part in row.parts] if thoughts else []
+    return {
+        "roles": [message["role"] for message in messages[:MOST_TURNS]],
+        "tools": len(messages[0].get("tools", ())) if messages else 0,
+        "tool_calls": sum(len(message.get("tool_calls", ())) for message in messages),
+        "thoughts": len(thoughts),
+        "thoughts_kept": sum(any(thought.strip() in text for text in written) for thought in thoughts),
+        "untrained_answers": sum(message.get("weight") == 0 for message in messages),
+    }
 
 
 def _marks(length: int, marked: set[int]) -> str:

@@ -153,6 +153,26 @@ MOST_SHOWN = 100
 """Examples that a preview shows."""
 
 
+MOST_TURNS = 50
+"""Turns that a preview shows of an example: of longer conversations the counts have the others."""
+
+
+class PreviewedTurn(BaseModel):
+    """A trained turn of a row, or an answer, compared with what inference has before it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    turn: Count
+    """Its number in the row's conversation, from 0; of an answer, behind the turns of its prompt."""
+    part: Name
+    """The part of the row that has it."""
+    outcome: Literal["equal", "different", "cut"]
+    """equal: the tokens before it are those of inference, and the loss begins behind them. cut: they are, but the row
+    is cut or dropped, so that not all of it is trained."""
+    reason: Message = ""
+    """The first token that differs, with both texts; of 100 turns at most."""
+
+
 class PreviewedRow(BaseModel):
     """A row as it is trained, or one of the pairs or sequences that are made of it: one id, text and mark per token, of
     which the last ones may be left out."""
@@ -180,6 +200,38 @@ class PreviewedRow(BaseModel):
     """0: the token is cut, or its row dropped."""
     special: Annotated[str, Field(pattern="^[01]*$", max_length=10_000)]
     """1: a special token of the tokenizer."""
+    turns: Annotated[list[PreviewedTurn], Field(max_length=MOST_TURNS)] = []
+    """Its first trained turns, or its answers, and whether inference has the same before them."""
+    roles: Annotated[list[Name], Field(max_length=MOST_TURNS)] = []
+    """Of the first turns of its row; empty: it is a text."""
+    tools: Count = 0
+    """Tools that its row offers."""
+    tool_calls: Count = 0
+    """Calls in its row."""
+    thoughts: Count = 0
+    """Answers of its row that have a thought."""
+    thoughts_kept: Count = 0
+    """Of these thoughts, the ones that are among its tokens; the job, or the chat template, leaves out the others."""
+    untrained_answers: Count = 0
+    """Answers of its row that have weight 0."""
+
+
+class InferenceCounts(BaseModel):
+    """Trained turns, or answers, of all rows that were read, compared with inference: `equal` + `different` + `cut`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    turns: Count
+    """Trained turns of SFT; answers of pairs, labelled ones, and prompts that are answered while the job trains."""
+    equal: Count
+    """What is trained before them is what inference renders, token by token."""
+    different: Count
+    cut: Count
+    """Equal, in rows that are cut to `max_seq_length` or dropped."""
+    not_compared: Count = 0
+    """Further turns: inference would render too many tokens for a preview."""
+    first_different: Message = ""
+    """The first row and turn that differ, as a sentence; empty: none does."""
 
 
 class Previewed(_Event):
@@ -191,6 +243,7 @@ class Previewed(_Event):
     """Counts of the rows that were read, and a histogram of their lengths before the cut."""
     rows: Annotated[list[PreviewedRow], Field(max_length=MOST_SHOWN)]
     """One for each pair or sequence of the requested rows."""
+    inference: InferenceCounts
     warnings: Annotated[list[Message], Field(max_length=1000)]
 
 

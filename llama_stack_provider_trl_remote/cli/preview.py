@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
+from llama_stack_provider_trl.specs.previewed import composition_sentence, inference_sentence, turn_sentence
+
 from ..client import ServiceClient
 from ..trl_client import preview_request
 from .terminal import emit
@@ -17,7 +19,7 @@ _MARKS = {("1", "1"): "+", ("1", "0"): " ", ("0", "0"): "x"}
 
 
 async def preview(client: ServiceClient, options: Namespace) -> int:
-    """Print rows of a dataset: their tokens, the loss, what is cut or dropped."""
+    """Print rows of a dataset: their tokens, the loss, what is cut or dropped, what inference has before each turn."""
     found = await preview_request(client, _body(client, options))
     emit(options, found, *_lines(found))
     return 0
@@ -57,10 +59,16 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
                 yield f"  {mark} {''.join(row['texts'][at] for at in run)!r}"
         if len(row["ids"]) < row["tokens"]:
             yield f"    ({row['tokens'] - len(row['ids'])} more tokens)"
+        if composition := composition_sentence(row):
+            yield f"  {composition}"
+        yield from (f"  {turn_sentence(turn)}" for turn in row["turns"])
     counts = f"{data['trained']} trained, {data['truncated']} of them cut to {found['max_seq_length']} tokens"
     made = f", which make {data['examples']} examples" if data["examples"] != data["read"] else ""
     yield f"{data['read']} of {data['num_rows']} rows read{made}: {counts}, {data['dropped']} dropped"
     yield f"{data['trained_tokens']} of {data['total_tokens']} tokens in the loss; longest {data['longest_before_cut']}"
     for bucket in data["histogram"]:
         yield f"  up to {bucket['up_to']:>7} tokens: {bucket['rows']}"
+    yield inference_sentence(found["inference"])
+    if first := found["inference"]["first_different"]:
+        yield f"first   {first}"
     yield from (f"note    {warning}" for warning in found["warnings"])

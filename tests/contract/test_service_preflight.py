@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ from llama_stack_provider_trl_remote.cli.terminal import preflight_lines
 from tests.contract.payloads import PAIRS, QUESTIONS, promised, sft
 from tests.contract.service import JOBS, TrainingService, refusal, running_service
 from tests.contract.stack import SFT, Json, poll
-from tests.tiny import tiny_model
+from tests.tiny import CHATML, tiny_model
 
 pytestmark = pytest.mark.contract
 
@@ -135,6 +137,8 @@ def test_a_preview_shows_rows_as_they_are_trained_and_queues_nothing(service: Tr
     found = answer.json()
     assert [row["row"] for row in found["rows"]] == [2, 3, 4]
     assert found["data"]["read"] == len(PAIRS) - 2
+    assert found["inference"]["turns"] == found["inference"]["equal"] == 2 * (len(PAIRS) - 2)
+    assert [turn["part"] for turn in found["rows"][0]["turns"]] == ["chosen", "rejected"]
     assert [*found["rows"][0]["parts"]] == ["prompt", "chosen", "rejected"]
     assert service.get(JOBS).json()["data"] == before
     assert not list((service.data_dir / "preflights").iterdir())
@@ -167,6 +171,8 @@ def test_trl_remote_previews_a_dataset(service: TrainingService) -> None:
     lines = done.stdout.splitlines()
     assert lines[1].startswith("row 0: 25 tokens, cut: 1 token does not fit into max_seq_length=24")
     assert [line[2] for line in lines[2:5]] == [" ", "+", "x"]
+    assert lines[5:7] == ["  user assistant", "  turn 1: as at inference, but its row is cut or dropped"]
+    assert "1 of 8 trained turns are as at inference, 0 differ, 7 more are in rows that are cut or dropped" in lines
     assert "8 trained, 7 of them cut to 24 tokens" in done.stdout
 
 
@@ -191,6 +197,32 @@ def test_the_pairs_of_a_row_are_counted_and_shown_under_its_number(service: Trai
     page = requests.post(url, form, headers=own, timeout=60).text
     assert "Of 4 rows, 4 were read from row 0 on. They make 8 examples." in page
     assert [*re.findall(r"<h3>(.*?) <", page)] == ["Row 0, 1 of 2", "Row 0, 2 of 2"]
+    assert "16 of 16 trained turns are as at inference, 0 differ." in page
+    assert "<p>user assistant assistant</p>" in page
+    assert page.count("turn 1 (rejected): as at inference") == 2
+
+
+def test_a_turn_that_is_not_as_at_inference_is_named_by_the_api_the_command_and_the_page(
+    service: TrainingService, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_model(), model := tmp_path / "numbered")
+    template = "{{ 'Turns: ' + messages | length | string + '\n' }}" + CHATML
+    (model / "chat_template.jinja").write_text(template)
+    body = {**sft("any", "questions"), "model": str(model)}
+    found = service.post(PREVIEW, body).json()
+    assert found["inference"]["different"] == found["inference"]["turns"] == len(QUESTIONS)
+    first = found["inference"]["first_different"]
+    assert first.startswith("row 0, turn 1: token 5 is ' 2' ")
+    words = ["datasets", "preview", "questions", "--model", str(model), "--rows", "1"]
+    command = [sys.executable, "-m", "llama_stack_provider_trl_remote", *words, "--url", service.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert f"first   {first}" in done.stdout.splitlines()
+    assert "  turn 1: not as at inference: token 5 is ' 2' " in done.stdout
+    url, own = f"{service.url}/data", {"Origin": service.url}
+    (token,) = set(re.findall(r'name="form_token" value="(\w+)"', requests.get(url, timeout=30).text))
+    form = {"form_token": token, "dataset": "questions", "model": str(model), "rows": "1"}
+    page = html.unescape(requests.post(url, form, headers=own, timeout=60).text)
+    assert f'<p class="problem">{first}</p>' in page
 
 
 def test_trl_remote_previews_labelled_answers(service: TrainingService) -> None:

@@ -11,8 +11,9 @@ import pytest
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.data.packing import IGNORED
 from llama_stack_provider_trl.recipes.data.prepare import TruncationCounter, tokenize
+from llama_stack_provider_trl.recipes.masked_rows import MaskedPart, MaskedRow
 from llama_stack_provider_trl.recipes.model.loading import load_tokenizer
-from llama_stack_provider_trl.recipes.preview import _MaskedPart, _MaskedRow, _Place, _shown, _Texts, preview
+from llama_stack_provider_trl.recipes.preview import _Compared, _Place, _shown, _Texts, preview
 from llama_stack_provider_trl.specs.events import EventWriter, Previewed, iter_events
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
@@ -139,9 +140,9 @@ def test_a_character_of_the_text_that_decoders_write_for_broken_ones_is_shown_as
 def test_the_parts_of_a_pair_are_read_apart(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(of_rows(tmp_path, "dpo", DPO_ROWS).source)
     begun, rest = tokenizer("日")["input_ids"][:1], tokenizer("日")["input_ids"][1:]
-    parts = [_MaskedPart("chosen", begun, {0}, {0}), _MaskedPart("rejected", rest, {0}, {0})]
+    parts = [MaskedPart("chosen", begun, {0}, {0}), MaskedPart("rejected", rest, {0}, {0})]
     counter = TruncationCounter(None, None, 100)
-    row = _shown(_MaskedRow(parts, 3), _Place(0, 0, 1), counter, _Texts(tokenizer), 100)
+    row = _shown(MaskedRow(parts, 3), _Place(0, 0, 1), counter, _Texts(tokenizer), _Compared(), 100)
     assert "日" not in row.texts
     assert len(row.texts) == len(row.ids) == len(begun + rest)
 

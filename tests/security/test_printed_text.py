@@ -75,8 +75,15 @@ PREVIEW = {
             "parts": {HOSTILE: 1, "b": 0},
             "ids": [1],
             "texts": [HOSTILE],
+            "turns": [{"turn": HOSTILE, "part": HOSTILE, "outcome": "different", "reason": HOSTILE}],
+            "roles": [HOSTILE],
+            **dict.fromkeys(("tools", "tool_calls", "thoughts", "thoughts_kept", "untrained_answers"), HOSTILE),
         }
     ],
+    "inference": {
+        **dict.fromkeys(("turns", "equal", "different", "cut", "not_compared"), HOSTILE),
+        "first_different": HOSTILE,
+    },
 }
 NODE = {
     "node": HOSTILE,

@@ -399,11 +399,15 @@ class Chat:
             )
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        if is_plain(messages) and not self._takes_thoughts_apart(messages):
-            return rendered(self.tokenizer, messages, add_generation_prompt=add_generation_prompt)
-        tools = {"tools": messages[0]["tools"]} if messages[0].get("tools") else {}
-        turns = self.forms.of(messages)
+        turns, tools = self.as_taken(messages)
         return rendered(self.tokenizer, turns, add_generation_prompt=add_generation_prompt, **tools)
+
+    def as_taken(self, messages: Sequence[Message]) -> tuple[Sequence[dict[str, Any]], dict[str, Any]]:
+        """A conversation in the form that the template takes, and its tools as an option of rendering."""
+        if is_plain(messages) and not self._takes_thoughts_apart(messages):
+            return messages, {}
+        tools = {"tools": messages[0]["tools"]} if messages[0].get("tools") else {}
+        return self.forms.of(messages), tools
 
     def _takes_thoughts_apart(self, messages: Sequence[Message]) -> bool:
         """Whether a thought in a content goes under a key of its own: gpt-oss."""

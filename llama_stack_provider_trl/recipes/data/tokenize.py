@@ -33,7 +33,7 @@ class SftEncoder:
     def encode(self, chunk: Sequence[tuple[int, SftExample]]) -> list[list[Encoded]]:
         """The sequences of each example: one, or one for each answer."""
         if self.reasoning == "drop":
-            chunk = [(row, _without_thoughts(example)) for row, example in chunk]
+            chunk = [(row, without_thoughts(example)) for row, example in chunk]
         encoded: dict[int, list[Encoded]] = {}
         for kind, encode in self._kinds():
             rows = {row: example for row, example in chunk if row not in encoded and kind(example)}
@@ -181,7 +181,8 @@ def _alone(encoded: list[Encoded]) -> list[list[Encoded]]:
     return [[one] for one in encoded]
 
 
-def _without_thoughts(example: SftExample) -> SftExample:
+def without_thoughts(example: SftExample) -> SftExample:
+    """The row without what its answers think."""
     if example.messages is None:
         return example
     return replace(example, messages=[without_thought(message) for message in example.messages])

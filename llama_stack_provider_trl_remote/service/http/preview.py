@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from llama_stack_provider_trl.specs.events import PreviewedRow
+from llama_stack_provider_trl.specs.events import InferenceCounts, PreviewedRow
 
 from .bodies import PreflightBody, RowCounts
 
@@ -31,5 +31,7 @@ class PreviewCounts(RowCounts):
 class PreviewResponse(BaseModel):
     max_seq_length: int
     data: PreviewCounts
+    inference: InferenceCounts
+    """Of the same rows: whether what is trained is what inference renders."""
     rows: list[PreviewedRow]
     warnings: list[str]

@@ -7,12 +7,14 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
+from llama_stack_provider_trl.specs.previewed import inference_sentence
+
 from ..dependencies import DatasetsDep, JobChecksDep
 from ..http.preview import PreviewBody
 from ..security.access import USERS, USERS_FORM, CurrentCaller
 from .job_form import job_of, validated
 from .login import checked_form
-from .preview_view import left_out, parts_of
+from .preview_view import left_out, parts_of, sentences_of
 from .rendering import page
 from .route import PageRoute, problem_of
 
@@ -42,8 +44,9 @@ async def preview_page(
         algorithm, batch_size = ("dpo", "2") if method == "kto" else (method, "1")
         body = {**job_of({**fields, "batch_size": batch_size}), "algorithm": algorithm, **window}
         found = await checks.preview(validated(PreviewBody, body))
-        shown = [(row, parts_of(row)) for row in found.rows]
-        values |= {"result": found, "shown": shown, "left_out": left_out(found.rows)}
+        shown = [(row, parts_of(row), *sentences_of(row)) for row in found.rows]
+        inference = inference_sentence(found.inference.model_dump())
+        values |= {"result": found, "shown": shown, "left_out": left_out(found.rows), "inference": inference}
     except Exception as error:
         status, values["problem"] = await problem_of(request, error)
     return page(request, "data.html", status, **values, **await _form(registry, fields))

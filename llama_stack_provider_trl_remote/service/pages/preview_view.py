@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from llama_stack_provider_trl.specs.events import PreviewedRow
+from llama_stack_provider_trl.specs.previewed import composition_sentence, turn_sentence
 
 _SHOWN = {"\n": "↵\n", "\r": "␍", "\t": "⇥", "": "∅"}
 """Characters that a reader would not see -> what stands for them."""
@@ -36,6 +37,12 @@ def parts_of(row: PreviewedRow) -> list[ShownPart]:
         if tokens:
             found.append(ShownPart(name, tokens))
     return found
+
+
+def sentences_of(row: PreviewedRow) -> tuple[str, list[str]]:
+    """What a row has beside its texts, and whether inference has the same before each of its trained turns."""
+    values = row.model_dump()
+    return composition_sentence(values), [turn_sentence(turn) for turn in values["turns"]]
 
 
 def _kind(trained: str, special: str, kept: str) -> str:
