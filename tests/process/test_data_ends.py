@@ -329,10 +329,17 @@ def test_templates_of_published_models_are_trained_whole(template: str) -> None:
     prompts, answers = [TALK[:1], TALK[:3]], [[TALK[1:2]], [TALK[3:4]]]
     try:
         texts = [chat.render([*prompt, *answer], 0) for prompt, (answer,) in zip(prompts, answers, strict=True)]
+        before = [chat.render(prompt, 0, add_generation_prompt=True) for prompt in prompts]
     except JobFailure:
         pytest.skip("it takes no plain text")
-    for split, text in zip(split_rows(chat, prompts, answers, [0, 1]), texts, strict=True):
-        assert [[*split.prompt, *split.answers[0]]] == chat.tokenize([text])
+    for split, text, begun in zip(split_rows(chat, prompts, answers, [0, 1]), texts, before, strict=True):
+        if begun.rstrip().endswith("<think>"):  # the answer has the end of an empty thought
+            assert [split.prompt] == chat.tokenize([begun])
+            thought, end, answer = tokenizer.decode(split.answers[0]).partition("</think>")
+            assert (thought.strip(), end) == ("", "</think>")
+            assert text.endswith(answer.lstrip())
+        else:
+            assert [[*split.prompt, *split.answers[0]]] == chat.tokenize([text])
     ends_nothing = "[gMASK]" in template  # of GLM-4.5, the only one
     assert [warning.partition(" that ends")[0] for warning in chat.endings.warnings()] == [
         "the chat template writes nothing"

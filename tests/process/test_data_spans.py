@@ -108,13 +108,14 @@ def test_answers_that_both_change_the_prompt_keep_the_prompt_that_both_have(chat
 _THINKS_IN_GENERATION = CHATML.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
 
 
-def test_an_answer_without_the_thought_that_generation_opens_leaves_the_prompt_before_it(chatml: Any) -> None:
+def test_an_answer_without_the_thought_that_generation_opens_has_an_empty_one(chatml: Any) -> None:
     chatml.chat_template = _THINKS_IN_GENERATION
     texts, _ = pair_of(chatml, [USER], "Apple.", "<think>\nRed?\n</think>\n\nApple.")
-    assert texts[0].endswith("<|im_start|>assistant\n")
-    assert texts[1:] == ["Apple.<|im_end|>\n", "<think>\nRed?\n</think>\n\nApple.<|im_end|>\n"]
-    dataset, _ = prepare(chatml, SftExample([USER, *answer("Apple.")], 1))
-    assert trained(chatml, dataset[0]) == ["Apple.<|im_end|>\n"]
+    assert texts[0].endswith("<|im_start|>assistant\n<think>\n")
+    assert texts[1:] == ["\n</think>\n\nApple.<|im_end|>\n", "Red?\n</think>\n\nApple.<|im_end|>\n"]
+    dataset, report = prepare(chatml, SftExample([USER, *answer("Apple.")], 1))
+    assert trained(chatml, dataset[0]) == ["\n</think>\n\nApple.<|im_end|>\n"]
+    assert "1 answers have no thought, and the chat template begins one in generation" in report.warnings[0]
 
 
 # A note behind the last user turn, which is written once the answer is there.
@@ -184,7 +185,7 @@ def test_the_end_of_a_thought_that_generation_opens_is_trained(chatml: Any) -> N
         dataset, _ = prepare(chatml, SftExample([USER, *answer("Apple.")], turns))
         assert trained(chatml, dataset[0]) == ["</think>Apple.<|im_end|>\n"]
     texts, report = pair_of(chatml, [USER], "<think>Red?</think>Apple.", "No.")
-    assert texts[0].endswith("<|im_start|>assistant\n<think>")
+    assert texts[0].endswith("<|im_start|>assistant\n<think>\n")
     assert texts[1:] == ["Red?</think>Apple.<|im_end|>\n", "</think>No.<|im_end|>\n"]
     assert not any("differently for each answer" in warning for warning in report.warnings)
 
@@ -197,4 +198,4 @@ def test_no_part_of_a_header_is_taken_for_the_beginning_of_the_answer(chatml: An
     )
     for turns in (1, None):
         dataset, _ = prepare(chatml, SftExample([USER, *answer("<think>Red?</think>Apple.")], turns))
-        assert trained(chatml, dataset[0]) == ["Apple.<|im_end|>\n"]
+        assert trained(chatml, dataset[0]) == ["Red?\n</think>\n\nApple.<|im_end|>\n"]

@@ -107,6 +107,8 @@ def test_what_an_answer_thought_before_is_no_lost_turn(chatml: Any) -> None:
 
 THOUGHT = {"role": "assistant", "content": "<think>\nOne and one.\n</think>\n\nTwo."}
 _TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+WITHOUT = CHATML.replace("message['content'] +", "message['content'].split('</think>')[-1] +")
+"""Leaves out thoughts, and begins none in generation."""
 
 
 def unwritten(report: DataReport) -> list[str]:
@@ -116,12 +118,14 @@ def unwritten(report: DataReport) -> list[str]:
 @pytest.mark.parametrize(
     ("template", "content", "is_whole"),
     [
-        ("deepseek_r1_distill", THOUGHT["content"], False),
-        ("deepseekv3", THOUGHT["content"], False),
-        ("deepseek_r1_distill", "use the tag </think> in HTML", False),
+        ("deepseek_r1_distill", THOUGHT["content"], True),
+        ("deepseekv3", THOUGHT["content"], True),
+        ("deepseek_r1_distill", "use the tag </think> in HTML", True),
         ("deepseek_r1_distill", "<think></think>Two.", True),
         ("deepseek_r1_distill", "<think>Two.", True),
-        ("deepseek_r1_distill", "<think>Two</think>Two.", False),  # the thought is in the answer's text, too
+        ("deepseek_r1_distill", "<think>Two</think>Two.", True),
+        ("without", "<think>Two</think>Two.", False),  # the thought is in the answer's text, too
+        ("without", THOUGHT["content"], False),
         ("qwen3", "  <think>One and one.</think>Two.\n", True),  # written with other white space
         ("qwen3", "Hm. <think>One</think> Two <think>three</think> four", False),
         ("glm4moe", "Hm. <think>One</think> Two <think>three</think> four", False),
@@ -133,7 +137,7 @@ def unwritten(report: DataReport) -> list[str]:
 def test_text_of_a_trained_answer_that_is_not_written_is_counted(
     chatml: Any, template: str, content: str, is_whole: bool
 ) -> None:
-    chatml.chat_template = (_TEMPLATES / f"{template}.jinja").read_text()
+    chatml.chat_template = WITHOUT if template == "without" else (_TEMPLATES / f"{template}.jinja").read_text()
     chatml.bos_token, talk = "<|im_start|>", [TALK[0], {"role": "assistant", "content": content}]
     plain = SftExample(TALK[:2], 1)
     for _, report in (
@@ -174,7 +178,7 @@ def test_thoughts_are_not_counted_where_the_template_refuses_or_changes_marks(ch
 
 
 def test_pairs_that_the_template_makes_equal_are_counted(chatml: Any) -> None:
-    chatml.chat_template = (_TEMPLATES / "deepseekv3.jinja").read_text()
+    chatml.chat_template = WITHOUT
     other = {**THOUGHT, "content": THOUGHT["content"].replace("One", "1")}
     pairs = [([THOUGHT], [other]), ([THOUGHT], [THOUGHT]), ([THOUGHT], TALK[5:])]
     examples = [PreferenceExample.of(TALK[:1], *answers) for answers in pairs]
@@ -229,7 +233,7 @@ def test_a_job_that_is_not_to_lose_turns_fails_and_names_row_role_and_counts(tmp
 
 
 def test_thoughts_that_are_not_written_are_in_job_and_preview_and_refused(tmp_path: Path) -> None:
-    model = model_with(tmp_path, (_TEMPLATES / "deepseekv3.jinja").read_text())
+    model = model_with(tmp_path, WITHOUT)
     rows = [{"messages": [TALK[0], THOUGHT]}]
     spec = job_spec(tmp_path, model, rows=rows, dropped_turns="refuse")
     for _ in range(2):  # tokenized, and from the cache

@@ -19,6 +19,7 @@ from llama_stack_provider_trl.recipes.data.forms import as_content
 from llama_stack_provider_trl.recipes.data.packing import IGNORED
 from llama_stack_provider_trl.recipes.data.prepare import tokenize_dpo, tokenize_kto, tokenize_prompts, tokenize_sft
 from llama_stack_provider_trl.recipes.data.tokenize import SftEncoder
+from llama_stack_provider_trl.recipes.data.turns import turn_text
 from llama_stack_provider_trl.specs.events import Prepared, Progress
 from llama_stack_provider_trl.specs.rows import SftExample, parse_row
 from tests.required import FULL
@@ -394,6 +395,54 @@ def test_a_thought_in_the_content_of_gpt_oss_is_its_analysis() -> None:
     assert text == (
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
     )
+
+
+@pytest.mark.parametrize("name", ["deepseek_r1_distill", "deepseekv3", "nemotron_3_nano", "qwen3_5_think", "qwen3_8"])
+def test_a_thought_is_trained_behind_the_one_that_generation_begins_wherever_a_row_has_it(name: str) -> None:
+    tokenizer, question = tokenizer_of(name), TALK[1]
+    before = tokenizer.apply_chat_template([question], add_generation_prompt=True, tokenize=False)
+    thoughts = ("<think>\nHm.\n</think>\n\nYes.", "<think>Hm.</think>Yes.", "Hm.\n</think>\n\nYes.")
+    found = []
+    for content in (*thoughts, "\n</think>\n\nYes.", "Yes.", "Use </think> to end it."):
+        turn = {"role": "assistant", "content": content}
+        for row in ({"messages": [question, turn]}, {"prompt": [question], "completion": [turn]}):
+            ((ids, labels),) = SftEncoder(Chat(tokenizer)).encode([(0, example_of(row))])[0]
+            (text,) = runs(tokenizer, ids, labels)
+            assert tokenizer.decode(ids) == before + text
+            assert ids == [*tokenizer(before)["input_ids"], *tokenizer(text)["input_ids"]]
+            found.append(re.sub(r"\s", "", text))
+        pair: Any = parse_row({"prompt": [question], "chosen": [turn], "rejected": "No."}, 0, "dpo")
+        (tokens,) = tokenize_dpo([pair], tokenizer, 1024).collect()[0]
+        assert tokens["prompt_ids"] == tokenizer(before)["input_ids"]
+        assert turn_text(Chat(tokenizer), [question, turn], 1, 0)[1] == before + tokenizer.decode(tokens["chosen_ids"])
+        found.append(re.sub(r"\s", "", tokenizer.decode(tokens["chosen_ids"])))
+    end = ENDS["deepseekv3"] if name.startswith("deepseek") else "<|im_end|>"
+    answers = ["Hm.</think>Yes."] * 9 + ["</think>Yes."] * 6 + ["</think>Use</think>toendit."] * 3
+    assert found == [answer + end for answer in answers]
+
+
+def test_every_token_of_a_conversation_with_thoughts_is_trained_where_generation_begins_them() -> None:
+    tokenizer = tokenizer_of("deepseek_r1_distill")
+    talk = [TALK[1], *({"role": "assistant", "content": f"<think>\nHm {n}.\n</think>\n\nYes."} for n in (1,))]
+    chat = Chat(tokenizer)
+    (((ids, labels),),) = SftEncoder(chat, "all").encode([(0, example_of({"messages": talk}))])
+    assert ids == labels
+    assert "<think>\nHm 1.\n</think>\n\nYes." in tokenizer.decode(ids)
+    again = [*talk, TALK[1], {"role": "assistant", "content": "<think>\nHm 2.\n</think>\n\nNo."}]
+    SftEncoder(chat, "all").encode([(7, example_of({"messages": again}))])
+    assert (chat.lost_texts.answers, chat.lost_texts.first_row) == (1, 7)
+
+
+def test_thoughts_behind_a_missing_tag_are_dropped_where_reasoning_is() -> None:
+    talk = [TALK[1], {"role": "assistant", "content": "Hm.\n</think>\n\nYes."}]
+    assert trained(tokenizer_of("qwen2_5"), {"messages": talk}, reasoning="drop") == [["Yes.<|im_end|>\n"]]
+    assert trained(tokenizer_of("qwen2_5"), {"messages": talk}) == [["Hm.\n</think>\n\nYes.<|im_end|>\n"]]
+
+
+def test_thoughts_in_the_content_are_the_analysis_of_gpt_oss_with_and_without_their_first_tag() -> None:
+    for content in ("<think>\nHm.\n</think>\n\nYes.", "Hm.\n</think>\n\nYes."):
+        ((text,),) = trained(tokenizer_of("gptoss"), {"messages": [TALK[1], {"role": "assistant", "content": content}]})
+        assert text.startswith("<|channel|>analysis<|message|>Hm.<|end|>")
 
 
 def test_a_job_trains_on_calls(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ...specs.job import DroppedTurns
 from ...specs.rows import Message, is_plain
 from ...specs.tool_calls import Tool
 from .endings import Endings, Examples
-from .forms import THINK, Forms
+from .forms import Forms
 from .marks import CLOSE, OPEN, common_prefix, marked_texts, markings, unmarked, visible
 from .templates import rendered
 
@@ -183,6 +183,8 @@ class Chat:
         """Examples whose prompt the template writes differently when the answer follows."""
         self.two_prompts = 0
         """Pairs whose prompt the template writes differently for each answer."""
+        self.empty_thoughts = 0
+        """Trained answers without a thought, behind a template that begins one in generation."""
         self.unplaced_turns = 0
         """Assistant turns whose place in the text is not found, though the template writes them."""
         self.lost = LostTurns()
@@ -381,6 +383,11 @@ class Chat:
                 f"{self.expanded} rows are trained as several sequences, one for each answer that the chat template "
                 "writes differently when other turns follow (such as without its thoughts)"
             )
+        if self.empty_thoughts:
+            yield (
+                f"{self.empty_thoughts} answers have no thought, and the chat template begins one in generation: an "
+                "empty thought is trained before them, so the model learns to answer without thinking"
+            )
         if self.equal_answers:
             yield (
                 f"{self.equal_answers} of {examples} {example}s have different answers that the chat template writes "
@@ -410,13 +417,8 @@ class Chat:
         return self.forms.of(messages), tools
 
     def _takes_thoughts_apart(self, messages: Sequence[Message]) -> bool:
-        """Whether a thought in a content goes under a key of its own: gpt-oss."""
-        template = self.tokenizer.chat_template
-        return (
-            isinstance(template, str)
-            and "<|channel|>analysis" in template
-            and any(THINK in message["content"] for message in messages if message["role"] == "assistant")
-        )
+        """Whether a thought in a content goes elsewhere: under a key of its own (gpt-oss), or behind `<think>`."""
+        return not all(map(self.forms.takes_content, messages))
 
     def _applied(
         self, turns: list[dict[str, Any]], *, add_generation_prompt: bool = False, tools: list[Tool] | None = None

@@ -8,6 +8,7 @@ that is escaped twice (transformers#45419, Qwen3#1894).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import count, product
@@ -21,6 +22,7 @@ Apply = Callable[..., str | None]
 
 THINK, END_THINK = "<think>", "</think>"
 _KEYS = ("reasoning_content", "reasoning", "thinking")
+_THOUGHT = re.compile(r"<think>\s*zqthought")
 _NAME, _KEY, _VALUE = "zqname", "zqkey", "zqvalue"
 _QUESTION: Message = {"role": "user", "content": "zqquestion"}
 _PARAMETERS = {"type": "object", "properties": {_KEY: {"type": "string", "description": "zqtext"}}, "required": [_KEY]}
@@ -95,21 +97,47 @@ class Forms:
             return False
         return f"'{_KEY}'" not in text and f'{_KEY}\\"' not in text
 
-    @cached_property
-    def splits_content(self) -> bool:
-        """Whether a thought in a content is written as under its key; gpt-oss has `<think>` in the answer."""
-        if self.thought_key is None:
+    def takes_content(self, message: Message) -> bool:
+        """Whether the template reads the thought in a content as one under its key, or there is none."""
+        content = message["content"]
+        if message["role"] != "assistant" or END_THINK not in content:
             return True
-        turn = {"role": "assistant", "content": "zqanswer", self.thought_key: "zqthought"}
-        text = self._apply([_QUESTION, {"role": "assistant", "content": as_content("zqthought", "zqanswer")}])
-        return text is None or THINK not in text or THINK in (self._apply([_QUESTION, turn]) or "")
+        if self.begins_thought:
+            thought, answer = split_thought(message)
+            if thought is None or END_THINK in answer:  # an answer that mentions the tag
+                return False
+        return self._takes_whole if THINK in content else self._takes_rest
+
+    @cached_property
+    def begins_thought(self) -> bool:
+        """Whether `add_generation_prompt` begins a thought: then each answer follows `<think>`."""
+        text = self._apply([_QUESTION], add_generation_prompt=True)
+        return text is not None and text.rstrip().endswith(THINK) and text != self._apply([_QUESTION])
 
     @cached_property
     def opens_thought(self) -> bool:
         """Whether generation begins within a thought, which the template writes for no turn (DeepSeek): so the template
         gets answers alone, as at inference, and the thought of a trained turn is put behind `<think>`."""
-        text = self._apply([_QUESTION], add_generation_prompt=True)
-        return self.thought_key is None and text is not None and text.rstrip().endswith(THINK)
+        return self.begins_thought and self.thought_key is None and not self._takes_whole
+
+    @cached_property
+    def _takes_whole(self) -> bool:
+        return self._takes(as_content("zqthought", "zqanswer"))
+
+    @cached_property
+    def _takes_rest(self) -> bool:
+        return self._takes(as_content("zqthought", "zqanswer").removeprefix(THINK).lstrip())
+
+    def _takes(self, content: str) -> bool:
+        """gpt-oss has the tags in its answer, Qwen 3.8 a second thought; Nemotron adds no `<think>` that is missing."""
+        text = self._apply([_QUESTION, {"role": "assistant", "content": content}])
+        if text is None:
+            return True
+        if self.thought_key is None:
+            return not self.begins_thought or _THOUGHT.search(text) is not None
+        turn = {"role": "assistant", "content": "zqanswer", self.thought_key: "zqthought"}
+        keyed = self._apply([_QUESTION, turn]) or ""
+        return all(text.count(tag) == keyed.count(tag) for tag in (THINK, END_THINK))
 
     @cached_property
     def writes_content_first(self) -> bool:
@@ -127,13 +155,11 @@ class Forms:
         return text is not None and -1 < text.find("zqanswer") < text.find(_NAME)
 
     def _with_thought(self, message: Message) -> Message:
-        thought, content = message.get("reasoning"), message["content"]
-        if message["role"] != "assistant" or (thought is None and THINK not in content):
+        if message["role"] != "assistant" or ("reasoning" not in message and self.takes_content(message)):
             return message
-        if thought is None and (self.opens_thought or not self.splits_content):
-            thought, content = split_thought(message)
-        if thought is None:
-            return message
+        thought, content = split_thought(message)
+        if thought is None:  # an empty thought keeps a template from reading one in the answer
+            return message if self.thought_key is None else {**message, self.thought_key: ""}
         message = {key: value for key, value in message.items() if key != "reasoning"}
         if self.thought_key is not None:
             return {**message, "content": content, self.thought_key: thought}
@@ -143,12 +169,17 @@ class Forms:
 
 
 def split_thought(message: Message) -> tuple[str | None, str]:
-    """What a turn thinks, under its key or as `<think>` at the beginning of its content, and the rest of that."""
+    """What a turn thinks, under its key or at the beginning of its content, and the rest of that.
+
+    In a content `<think>` may be missing, as in what a model writes behind a template that begins the thought: then
+    `</think>` begins or ends a line, since a text may mention it.
+    """
     if "reasoning" in message:
         return message["reasoning"], message["content"]
-    before, opened, rest = message["content"].partition(THINK)
-    thought, end, content = rest.partition(END_THINK)
-    if message["role"] != "assistant" or not opened or not end or before.strip():
+    head, end, content = message["content"].partition(END_THINK)
+    before, opened, thought = head.partition(THINK) if THINK in head else ("", "", head)
+    is_thought = not before.strip() if opened else head.endswith("\n") or content.startswith("\n")
+    if message["role"] != "assistant" or not end or not is_thought:
         return None, message["content"]
     return thought.strip("\n"), content.lstrip("\n")
 

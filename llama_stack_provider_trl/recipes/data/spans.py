@@ -45,6 +45,8 @@ class _RenderedRow(NamedTuple):
     """The prompt with each answer, and what the template writes after it."""
     ended: list[str]
     """The texts, each as far as its answer ends."""
+    is_by_turns: bool = False
+    """Each answer stands behind what generation has before it: so do its tokens."""
 
     @property
     def diverges(self) -> bool:
@@ -99,7 +101,8 @@ def split_groups(
 
 
 def _by_turns(chat: Chat, number: int, prompt: Sequence[Message], answers: Sequence[Sequence[Message]]) -> _RenderedRow:
-    """A row with tool calls or thoughts: each answer behind exactly what generation has before it."""
+    """A row with tool calls or thoughts: each answer behind exactly what generation has before it, with its thought
+    where generation begins one."""
     before, ended = "", []
     for place, answer in enumerate(answers):
         talk = [*prompt, *answer]
@@ -116,11 +119,11 @@ def _by_turns(chat: Chat, number: int, prompt: Sequence[Message], answers: Seque
                     "otherwise when others follow. Expected one assistant turn in each answer",
                 )
         ended.append(found[-1].text)
-    return _RenderedRow(number, prompt, answers, before, ended, ended)
+    return _RenderedRow(number, prompt, answers, before, ended, ended, is_by_turns=True)
 
 
 def _rendered(chat: Chat, number: int, prompt: Sequence[Message], answers: Sequence[Sequence[Message]]) -> _RenderedRow:
-    if not is_plain(prompt) or not all(map(is_plain, answers)):
+    if chat.forms.begins_thought or not is_plain(prompt) or not all(map(is_plain, answers)):
         return _by_turns(chat, number, prompt, answers)
     talks = [[*prompt, *answer] for answer in answers]
     found = [chat.render_whole(talk, number, trained_from=len(prompt)) for talk in talks]
@@ -145,7 +148,14 @@ def _split(
 ) -> SplitRow:
     if row.diverges:
         return _split_diverging(chat, row, header, [(ids, index) for ids, index in found if index is not None])
-    return _split_plain(chat, header, [ids for ids, _ in found])
+    sequences = [ids for ids, _ in found]
+    if row.is_by_turns and any(ids[: len(header)] != header for ids in sequences):
+        # A token spans the border before the answer, which none does in generation.
+        parts = [text[len(row.before) :] for text in row.ended]
+        answers = chat.tokenize(parts)
+        if not any(begins_with_space(chat, part, own) for part, own in zip(parts, answers, strict=True)):
+            return SplitRow(header, answers)
+    return _split_plain(chat, header, sequences)
 
 
 def _split_plain(chat: Chat, header: list[int], sequences: list[list[int]]) -> SplitRow:
@@ -229,6 +239,12 @@ def _count_header(chat: Chat, answer: Message, text: str, start: int) -> None:
     if not chat.has_generation_header:
         header = text[start : max(text.find(answer["content"].strip(), start), start)]
         chat.trained_headers.add(_ANY_THINK.split(header)[0])
+
+
+def begins_with_space(chat: Chat, text: str, ids: list[int]) -> bool:
+    """Whether a tokenizer puts a space before a text, as it does before a whole one (SentencePiece)."""
+    first = chat.tokenizer.convert_ids_to_tokens(ids[:1])
+    return bool(first) and first[0].startswith("\u2581") and not text.startswith(" ")
 
 
 def answer_spans(chat: Chat, messages: Sequence[Message], text: str) -> Iterator[Span]:

@@ -10,8 +10,8 @@ from ...specs.rows import LabelledExample, PreferenceExample, PromptExample, Sft
 from .chat import Chat, TokenIndex, call_tokenizer
 from .forms import END_THINK, split_thought, without_thought
 from .packing import IGNORED
-from .spans import answer_spans, split_groups, split_rows
-from .turns import TrainedText, trained_numbers, trained_texts
+from .spans import answer_spans, begins_with_space, split_groups, split_rows
+from .turns import TrainedText, trained_numbers, trained_texts, whole_text
 
 Encoded = tuple[list[int], list[int]]
 """Token ids and labels of one sequence, not yet cut."""
@@ -54,7 +54,7 @@ class SftEncoder:
 
     def _is_by_turns(self, example: SftExample) -> bool:
         messages = example.messages or []
-        if self.train_on != "assistant" or not is_plain(messages):
+        if self.train_on != "assistant" or not is_plain(messages) or self.chat.forms.begins_thought:
             return True
         if example.prompt_turns is not None and any(
             turn["role"] != "assistant" for turn in messages[example.prompt_turns :]
@@ -83,7 +83,7 @@ class SftEncoder:
         if any(ids[: len(before)] != before for before in prefixes):
             parts = [one.text[begin:end] for begin, (_, end) in zip(one.begins, one.spans, strict=True)]
             answers = self.chat.tokenize_with_index(parts)
-            if not any(_begins_with_space(self.chat, part, own) for part, (own, _) in zip(parts, answers, strict=True)):
+            if not any(begins_with_space(self.chat, part, own) for part, (own, _) in zip(parts, answers, strict=True)):
                 for before, (own, place), begin, (start, _) in zip(
                     prefixes, answers, one.begins, one.spans, strict=True
                 ):
@@ -112,7 +112,13 @@ class SftEncoder:
         return [(ids, ids) for ids in ended]
 
     def _whole_chats(self, rows: dict[int, SftExample]) -> list[Encoded]:
-        texts = self._rendered(rows)
+        texts = []
+        for row, example in rows.items():
+            messages = example.messages or []
+            if self.chat.forms.begins_thought and messages[-1]["role"] == "assistant":
+                texts.append(whole_text(self.chat, messages, row))
+            else:
+                texts.append(self.chat.render_counted(messages, row))
         return [(ids, ids) for ids in self.chat.tokenize(texts)]
 
     def _rendered(self, rows: dict[int, SftExample]) -> list[str]:
@@ -169,12 +175,6 @@ def encode_chats(chat: Chat, chunk: Sequence[tuple[int, PromptExample]]) -> Iter
     """Number and ids of each prompt, with the header of its answer."""
     texts = [chat.render_counted(prompt.messages, row, add_generation_prompt=True) for row, prompt in chunk]
     return zip((row for row, _ in chunk), chat.tokenize(texts), strict=True)
-
-
-def _begins_with_space(chat: Chat, text: str, ids: list[int]) -> bool:
-    """Whether a tokenizer puts a space before a text, as it does before a whole one (SentencePiece)."""
-    first = chat.tokenizer.convert_ids_to_tokens(ids[:1])
-    return bool(first) and first[0].startswith("\u2581") and not text.startswith(" ")
 
 
 def _alone(encoded: list[Encoded]) -> list[list[Encoded]]:

@@ -80,7 +80,38 @@ def trained_turn(
     Args:
         count: count the turns before it that the template leaves out.
     """
+    before, text = turn_text(chat, messages, turn, row)
+    message, segment = messages[turn], text[len(before) :]
+    _check_written(chat, message, segment, row, turn)
+    if count:
+        _count_lost(chat, messages[:turn], before, row)
+    start = len(before)
+    chat.empty_thoughts += before.rstrip().endswith(THINK) and segment.lstrip().startswith(END_THINK)
+    if without_thoughts:
+        start += _after_thought(message, segment)
+    return TrainedTurn(before, text, start)
+
+
+def whole_text(chat: Chat, messages: Sequence[Message], row: int) -> str:
+    """A conversation that ends in an answer, all of which is trained, with errors as `trained_texts`."""
+    text = trained_turn(chat, messages, len(messages) - 1, row).text
+    thoughts = [split_thought(message)[0] for message in messages[:-1]]
+    chat.lost_texts.add(sum(thought is not None and not _is_in(thought, text) for thought in thoughts), row)
+    return text
+
+
+def turn_text(chat: Chat, messages: Sequence[Message], turn: int, row: int) -> tuple[str, str]:
+    """What inference renders before an answer, and the same with the answer.
+
+    Raises:
+        JobFailure: invalid_dataset; the template refuses the conversation, or writes the turn otherwise than inference
+            does.
+    """
     message, talk = messages[turn], messages[: turn + 1]
+    thought, content = split_thought(message)
+    mentions_end = chat.forms.opens_thought and END_THINK in content
+    if mentions_end:  # the template leaves out what is before it
+        talk = [*messages[:turn], {**without_thought(message), "content": OPEN}]
     after = chat.written(talk, row)
     if turn:
         before = chat.written(messages[:turn], row, add_generation_prompt=True)
@@ -94,7 +125,8 @@ def trained_turn(
         text = after
     else:
         header = before.removeprefix(chat.render_part(messages[:turn]) or before)
-        answer = _within_thought(chat, messages, turn, header, after) or _rewritten(chat, messages, turn, header, after)
+        answer = _within_thought(chat, messages, turn, header, after, thought or "")
+        answer = answer or _rewritten(chat, messages, turn, header, after)
         text = before + answer
         if not answer:
             raise _failure(
@@ -104,17 +136,10 @@ def trained_turn(
                 "a template that writes an answer behind what it writes for add_generation_prompt",
             )
     text = text[: len(text) - cut]
-    segment = text[len(before) :]
-    _check_written(chat, message, segment, row, turn)
-    if count:
-        _count_lost(chat, messages[:turn], before, row)
-    start = len(before)
-    if without_thoughts:
-        start += _after_thought(message, segment)
-    return TrainedTurn(before, text, start)
+    return before, text.replace(OPEN, content) if mentions_end else text
 
 
-def _within_thought(chat: Chat, messages: Sequence[Message], turn: int, header: str, after: str) -> str:
+def _within_thought(chat: Chat, messages: Sequence[Message], turn: int, header: str, after: str, thought: str) -> str:
     """What follows the header of an answer where generation begins within a thought, and the template does not write
     the turn so: the row's thought, or none, `</think>`, and the answer (DeepSeek, Nemotron). Empty: it is not so."""
     plain = chat.render_part(messages[:turn]) or ""
@@ -123,10 +148,12 @@ def _within_thought(chat: Chat, messages: Sequence[Message], turn: int, header: 
         return ""
     answer = after[len(plain + opening) :]
     if answer.startswith(THINK):  # closed at once, in the template's own way
-        return answer.removeprefix(THINK).removeprefix(space)
-    thought, _ = split_thought(messages[turn])
+        answer = answer.removeprefix(THINK).removeprefix(space)
+        if not thought.strip() or not answer.lstrip().startswith(END_THINK):
+            return answer
+        answer = answer.lstrip()
     answer = answer.removeprefix(END_THINK).lstrip("\n")
-    return f"{(thought or '').strip(chr(10))}{space}{END_THINK}{space * 2}{answer}"
+    return f"{thought.strip(chr(10))}{space}{END_THINK}{space * 2}{answer}"
 
 
 def _rewritten(chat: Chat, messages: Sequence[Message], turn: int, header: str, after: str) -> str:
@@ -161,7 +188,8 @@ def _check_written(chat: Chat, message: Message, segment: str, row: int, turn: i
     thought, content = split_thought(message)
     # A thought that the template leaves out of the last turn is not trained, which the job's dropped_turns decides on.
     chat.lost_texts.add(int(thought is not None and not _is_in(thought, segment)), row)
-    if content.strip() and not _is_in(content.strip(), segment):
+    # Of a thought that no tag closes, generation may have opened it.
+    if not _is_in(content.strip().removeprefix(THINK), segment):
         raise _failure(
             row,
             turn,

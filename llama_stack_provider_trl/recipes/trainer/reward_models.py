@@ -21,6 +21,7 @@ from ..data.chat import Chat
 from ..data.embedded import check_embedded
 from ..data.prepare import TruncationCounter
 from ..data.spans import split_rows
+from ..data.turns import turn_text
 from ..model.files import check_adapter_files
 from ..model.loading import SCORE, WeightStorage, load_model, load_tokenizer
 
@@ -103,6 +104,8 @@ class RewardScorer:
 
     def _text(self, messages: list[Message], number: int) -> str:
         """A conversation as far as its answer ends, as in pairs."""
+        if self._chat.forms.begins_thought:
+            return turn_text(self._chat, messages, len(messages) - 1, number)[1]
         text = self._chat.render(messages, number)
         return text[: self._chat.endings.of(messages, text)]
 
