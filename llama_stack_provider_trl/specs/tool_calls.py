@@ -1,13 +1,15 @@
 """Reads tools and tool calls as datasets write them, into OpenAI's form. Needs only the stdlib.
 
 Accepted are OpenAI's `tools`, `functions`, `tool_calls` and `function_call`, those of ShareGPT, xLAM and ToolACE (name
-and arguments without an envelope, text or objects), and Llama Stack's (`tool_name`, `call_id`). Arguments are decoded
+and arguments without an envelope, text or objects; parameters without a schema around them), Llama Stack's
+(`tool_name`, `call_id`), and tools of Anthropic and MCP (`input_schema`, `inputSchema`). Arguments are decoded
 once, to an object: what a chat template takes, an object or text, is decided where it is known (`recipes.data.forms`).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +25,18 @@ ToolCall = dict[str, Any]
 
 _ARGUMENTS = ("arguments", "parameters", "args", "input", "arguments_json")
 _NAMES = ("name", "tool_name")
+_SCHEMAS = ("parameters", "input_schema", "inputSchema")
+_JSON_TYPES = {
+    **dict.fromkeys(("str", "string"), "string"),
+    **dict.fromkeys(("int", "integer"), "integer"),
+    **dict.fromkeys(("float", "number"), "number"),
+    **dict.fromkeys(("bool", "boolean"), "boolean"),
+    **dict.fromkeys(("list", "tuple", "set", "array"), "array"),
+    **dict.fromkeys(("dict", "object"), "object"),
+}
+"""Types of parameters as xLAM writes them, in lower case."""
+_OF_PARTS = re.compile(r"(\w+)\[(.*)\]")
+_NO_ARGUMENTS = frozenset(("$defs", "definitions", "additionalProperties", "patternProperties"))
 _IDS = ("id", "call_id", "tool_call_id")
 _READ = frozenset((*_ARGUMENTS, *_NAMES, *_IDS, "type", "function", "index"))
 _SHOWN = 60
@@ -52,11 +66,15 @@ def _tool(value: Any, where: str, refuse: Refuse) -> Tool:
     name = next((function[key] for key in _NAMES if function.get(key)), None)
     if not isinstance(name, str) or not name.strip():
         raise refuse(where, "no name", expected)
-    rest = {key: part for key, part in function.items() if key not in (*_NAMES, "parameters", "type")}
-    parameters = _decoded(function.get("parameters"), f"{where} ({name}), parameters", refuse, "a JSON schema")
+    rest = {key: part for key, part in function.items() if key not in (*_NAMES, *_SCHEMAS, "type")}
+    written = [key for key in _SCHEMAS if key in function]
+    if len(written) > 1:
+        raise refuse(f"{where} ({name})", " and ".join(written), "the schema once")
+    at = f"{where} ({name}), {written[0] if written else 'parameters'}"
+    parameters = _decoded(function[written[0]], at, refuse, "a JSON schema") if written else None
     if parameters is not None:
         if not isinstance(parameters, dict):
-            raise refuse(f"{where} ({name}), parameters", _shown(parameters), "a JSON schema")
+            raise refuse(at, _shown(parameters), "a JSON schema")
         rest["parameters"] = _schema(parameters)
     description = {"description": rest.pop("description")} if "description" in rest else {}
     schema = {"parameters": rest.pop("parameters")} if "parameters" in rest else {}
@@ -64,18 +82,48 @@ def _tool(value: Any, where: str, refuse: Refuse) -> Tool:
 
 
 def _schema(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Llama Stack's parameters (`param_type`, `required` at each) as a JSON schema; others as they are."""
-    values = [*parameters.values()]
-    if not values or not all(isinstance(value, dict) and "param_type" in value for value in values):
+    """Parameters without a schema around them as one: Llama Stack's (`param_type`, `required` at each), and xLAM's
+    (types of Python, `, optional`, a `default`). Others as they are."""
+    if not parameters or _is_schema(parameters):
         return parameters
     properties, required = {}, []
     for name, value in parameters.items():
-        properties[name] = {"type": value["param_type"]} | {
-            key: part for key, part in value.items() if key not in ("param_type", "required")
-        }
-        if value.get("required", True):
+        written = value.get("param_type", value.get("type"))
+        is_optional = isinstance(written, str) and written.endswith(", optional")
+        kind = {} if written is None else _type(written.removesuffix(", optional") if is_optional else written)
+        rest = {key: part for key, part in value.items() if key not in ("param_type", "type")}
+        is_required = "param_type" in value or not (is_optional or "default" in value)
+        if isinstance(rest.get("required"), bool):
+            is_required = rest.pop("required")
+        properties[name] = kind | rest
+        if is_required:
             required.append(name)
     return {"type": "object", "properties": properties, "required": required}
+
+
+def _is_schema(parameters: dict[str, Any]) -> bool:
+    properties = parameters.get("properties")
+    if isinstance(properties, dict) and not isinstance(properties.get("type"), str):
+        return True
+    return not _NO_ARGUMENTS.isdisjoint(parameters) or not all(
+        isinstance(value, dict) and not {"param_type", "type", "description", "default"}.isdisjoint(value)
+        for value in parameters.values()
+    )
+
+
+def _type(written: Any) -> dict[str, Any]:
+    """A type of Python as JSON schema has it; others as they are."""
+    if not isinstance(written, str):
+        return {"type": written}
+    name = written.strip()
+    if known := _JSON_TYPES.get(name.lower()):
+        return {"type": known}
+    found = _OF_PARTS.fullmatch(name)
+    kind = _JSON_TYPES.get(found[1].lower()) if found else None
+    if found is None or kind not in ("array", "object"):
+        return {"type": written}
+    item = _JSON_TYPES.get(found[2].strip().lower()) if kind == "array" else None
+    return {"type": kind, "items": {"type": item}} if item else {"type": kind}
 
 
 def read_calls(value: Any, where: str, refuse: Refuse) -> list[ToolCall]:

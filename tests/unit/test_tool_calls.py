@@ -40,6 +40,9 @@ TOOLS: dict[str, Any] = {
     "texts": [json.dumps(TOOL)],
     "one": TOOL,
     "functions": [FUNCTION],
+    "anthropic": [{"name": "weather", "description": "Warm?", "input_schema": SCHEMA}],
+    "mcp": [{"name": "weather", "description": "Warm?", "inputSchema": SCHEMA}],
+    "xlam": [{"name": "weather", "description": "Warm?", "parameters": {"city": {"type": "str"}}}],
     "merged by a table": [{**TOOL, "function": {**TOOL["function"], "strict": None}}],  # type: ignore[dict-item]
     "llama stack": [
         {"tool_name": "weather", "description": "Warm?", "parameters": {"city": {"param_type": "string"}}},
@@ -58,6 +61,61 @@ def test_calls_of_every_kind_are_one_conversation(name: str) -> None:
 @pytest.mark.parametrize("column", ["tools", "functions"])
 def test_tools_of_every_kind_are_the_same(name: str, column: str) -> None:
     assert parse_row({"messages": TALK, column: TOOLS[name]}, 0, "sft") == EXPECTED
+
+
+def test_types_and_defaults_of_xlam_are_those_of_json_schema() -> None:
+    parameters = {
+        "days": {"description": "How many.", "type": "int, optional", "default": 3},
+        "cities": {"type": "List[str]"},
+        "limits": {"type": "Tuple[int, int]"},
+        "by": {"type": "Dict[str, float], optional"},
+        "flag": {"type": "bool", "required": False},
+        "ratio": {"type": "float", "default": "0.5"},
+        "type": {"type": "Callable[[float], float]"},
+        "properties": {"type": "set", "description": "Which."},
+        "either": {"type": ["string", "null"]},
+    }
+    example = parse_row({"messages": TALK, "tools": [{"name": "weather", "parameters": parameters}]}, 0, "sft")
+    assert isinstance(example, SftExample)
+    assert example.messages is not None
+    assert example.messages[0]["tools"][0]["function"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "days": {"type": "integer", "description": "How many.", "default": 3},
+            "cities": {"type": "array", "items": {"type": "string"}},
+            "limits": {"type": "array"},
+            "by": {"type": "object"},
+            "flag": {"type": "boolean"},
+            "ratio": {"type": "number", "default": "0.5"},
+            "type": {"type": "Callable[[float], float]"},
+            "properties": {"type": "array", "description": "Which."},
+            "either": {"type": ["string", "null"]},
+        },
+        "required": ["cities", "limits", "type", "properties", "either"],
+    }
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        SCHEMA,
+        {"type": "object"},
+        {"$defs": {"a": {"type": "string"}}},
+        {"properties": {"type": {"type": "string"}}},
+    ],
+)
+def test_schemas_stay_as_they_are(schema: dict[str, Any]) -> None:
+    example = parse_row({"messages": [USER, ANSWER], "tools": [{"name": "f", "parameters": schema}]}, 0, "sft")
+    assert isinstance(example, SftExample)
+    assert example.messages is not None
+    assert example.messages[0]["tools"][0]["function"]["parameters"] == schema
+
+
+def test_a_schema_that_is_there_twice_is_refused() -> None:
+    tool = {"name": "f", "parameters": SCHEMA, "input_schema": SCHEMA}
+    with pytest.raises(InvalidRows, match=r"tool 0 \(f\): found parameters and input_schema, expected the schema once"):
+        parse_row({"messages": [USER, ANSWER], "tools": [tool]}, 0, "sft")
 
 
 def test_sharegpt_writes_calls_and_results_as_turns() -> None:
