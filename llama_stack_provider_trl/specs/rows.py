@@ -58,6 +58,8 @@ CALL_ROLES = ("function_call", "tool_call")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of an assistant message with what the model thinks before its answer."""
 _CALLS = ("tool_calls", "function_call")
+_OF_RESULTS = {"tool_call_id": "call_id", "name": "tool_name"}
+"""Keys of a tool's result -> those of Llama Stack."""
 _PARTS = ("text", "image", "image_url", "audio", "input_audio", "video", "video_url", "file")
 """Types of the parts of a content."""
 _WEIGHTS = ("weight", "train")
@@ -325,9 +327,16 @@ class _Row:
             if texts and not (text := texts.pop()).isspace():
                 found["reasoning"] = text
         elif role == "tool":
-            for key in ("tool_call_id", "name"):
-                if message.get(key) not in (None, ""):
-                    found[key] = self.plain(message[key], key, f"{where}, {key}")
+            for key, other in _OF_RESULTS.items():
+                texts = {
+                    self.plain(message[name], name, f"{where}, {name}")
+                    for name in (key, other)
+                    if message.get(name) not in (None, "")
+                }
+                if len(texts) > 1:
+                    raise self.refuse(where, f"different texts in {key} and {other}", "one of them")
+                if texts:
+                    found[key] = texts.pop()
         for key in _WEIGHTS:
             if key in message and self._weight(message[key], key, role, where) == 0 and role == "assistant":
                 found["weight"] = 0
@@ -349,7 +358,7 @@ class _Row:
         if role == "assistant":
             read |= {*_CALLS, *_REASONING}
         if role == "tool":
-            read |= {"tool_call_id", "name"}
+            read |= {*_OF_RESULTS, *_OF_RESULTS.values()}
         for key in () if role == "assistant" else _CALLS:
             if message.get(key):
                 raise self.refuse(where, key, "calls in assistant turns")

@@ -445,6 +445,45 @@ def test_thoughts_in_the_content_are_the_analysis_of_gpt_oss_with_and_without_th
         assert text.startswith("<|channel|>analysis<|message|>Hm.<|end|>")
 
 
+def _two_calls(*results: dict[str, Any], ids: bool = True) -> dict[str, Any]:
+    calls = [
+        {"name": name, "arguments": {}, **({"id": f"c{number}"} if ids else {})}
+        for number, name in enumerate(("weather", "news"))
+    ]
+    turns = [{"role": "tool", **result} for result in results]
+    return {"messages": [TALK[1], {"role": "assistant", "tool_calls": calls}, *turns, TALK[6]]}
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_v5"])
+@pytest.mark.parametrize("ids", [True, False])
+def test_results_get_the_name_of_their_call_by_its_id_its_name_or_their_order(name: str, ids: bool) -> None:
+    tokenizer = tokenizer_of(name)
+    first, second = {"content": "7"}, {"content": "N"}
+    both = 'response:weather{value:<|"|>7<|"|>}<tool_response|><|tool_response>response:news{value:<|"|>N<|"|>}'
+    rows = [[first, second], [{**first, "name": "weather"}, second], [{**first, "tool_name": "weather"}, second]]
+    if ids:
+        rows += [[first, {**second, "call_id": "c1"}], [{**first, "tool_call_id": "c0"}, {**second, "call_id": "c1"}]]
+    for results in rows:
+        for sequence in SftEncoder(Chat(tokenizer)).encode([(0, example_of(_two_calls(*results, ids=ids)))])[0]:
+            text = tokenizer.decode(sequence[0])
+        assert both in text
+    named = _two_calls({**second, "name": "news"}, first, ids=ids)
+    assert "response:news" in tokenizer.decode(SftEncoder(Chat(tokenizer)).encode([(0, example_of(named))])[0][-1][0])
+
+
+@pytest.mark.parametrize(
+    "results",
+    [[{"content": "7"}], [{"content": "7"}] * 3, [{"content": "7", "tool_call_id": "of none"}]],
+    ids=["one of two", "three of two", "an unknown id"],
+)
+def test_a_result_whose_call_is_not_known_is_refused_where_the_template_writes_its_name(results: Any) -> None:
+    row = _two_calls(*results)
+    for name in ("gemma4", "gemma4_v5"):
+        with pytest.raises(JobFailure, match=r"row 0, turn 2: it is a tool's result that names no call before it"):
+            trained(tokenizer_of(name), row)
+    assert trained(tokenizer_of("qwen3"), row)
+
+
 def test_a_job_trains_on_calls(tmp_path: Path) -> None:
     """With a sequence for each answer: rows are rows, and steps are made of sequences."""
     rows = [{**ROW, "messages": [*TALK[:-1], {"role": "assistant", "content": f"Bye {n}."}]} for n in range(8)]

@@ -130,12 +130,17 @@ def test_sharegpt_writes_calls_and_results_as_turns() -> None:
 
 def test_ids_and_names_of_results_are_kept() -> None:
     talk = [USER, {"role": "assistant", "tool_calls": [{**CALL, "id": "c1"}]}]
-    talk += [{"role": "tool", "content": {"t": 7}, "tool_call_id": "c1", "name": "weather"}, ANSWER]
-    example = parse_row({"messages": talk}, 0, "sft")
-    assert isinstance(example, SftExample)
-    assert example.messages is not None
-    assert example.messages[1]["tool_calls"] == [{**CALL, "id": "c1"}]
-    assert example.messages[2] == {"role": "tool", "content": '{"t": 7}', "tool_call_id": "c1", "name": "weather"}
+    for result in ({"tool_call_id": "c1", "name": "weather"}, {"call_id": "c1", "tool_name": "weather"}):
+        row = {"messages": [*talk, {"role": "tool", "content": {"t": 7}, **result}, ANSWER]}
+        example = parse_row(row, 0, "sft")
+        assert isinstance(example, SftExample)
+        assert example.messages is not None
+        assert example.messages[1]["tool_calls"] == [{**CALL, "id": "c1"}]
+        assert example.messages[2] == {"role": "tool", "content": '{"t": 7}', "tool_call_id": "c1", "name": "weather"}
+        assert check_rows([row], "sft").warnings == []
+    both = [*talk, {**RESULT, "call_id": "c1", "tool_call_id": "c2"}, ANSWER]
+    with pytest.raises(InvalidRows, match="different texts in tool_call_id and call_id, expected one of them"):
+        parse_row({"messages": both}, 0, "sft")
 
 
 def test_nulls_in_text_are_the_rows_own() -> None:

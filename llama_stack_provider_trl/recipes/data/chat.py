@@ -17,7 +17,7 @@ from ...specs.job import DroppedTurns
 from ...specs.rows import Message, is_plain
 from ...specs.tool_calls import Tool
 from .endings import Endings, Examples
-from .forms import Forms
+from .forms import Forms, with_links
 from .marks import CLOSE, OPEN, common_prefix, marked_texts, markings, unmarked, visible
 from .templates import rendered
 
@@ -257,7 +257,7 @@ class Chat:
         """
         self.template_warning = ensure_chat_template(self.tokenizer) or self.template_warning
         self.has_rendered = True
-        self._refuse_unwritten_tools(messages, row)
+        self._refuse_tools(messages, row)
         try:
             return self._render(messages, add_generation_prompt)
         except (TemplateError, TypeError, ValueError) as error:
@@ -268,11 +268,19 @@ class Chat:
                 "Change the row, or the template in the model's tokenizer files",
             ) from error
 
-    def _refuse_unwritten_tools(self, messages: Sequence[Message], row: int) -> None:
+    def _refuse_tools(self, messages: Sequence[Message], row: int) -> None:
+        has_calls = any("tool_calls" in message for message in messages)
+        if has_calls and self.forms.names_results and (unknown := with_links(messages)[1]):
+            raise JobFailure(
+                Reason.invalid_dataset,
+                f"row {row}, turn {unknown[0]}: it is a tool's result that names no call before it, and the model's "
+                "chat template writes which tool's it is. Expected the tool_call_id of its call, its name, or a result "
+                "for each call, in their order",
+            )
         what = ""
         if messages and messages[0].get("tools") and not self.forms.writes_tools:
             what = "tools"
-        elif any("tool_calls" in message for message in messages) and self.forms.calls is None:
+        elif has_calls and self.forms.calls is None:
             what = "tool calls and their results"
         if what:
             raise JobFailure(

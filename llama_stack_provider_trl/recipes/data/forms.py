@@ -9,13 +9,13 @@ that is escaped twice (transformers#45419, Qwen3#1894).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from itertools import count, product
+from itertools import count, product, takewhile
 from typing import Any, Literal, NamedTuple
 
 from ...specs.rows import Message
-from ...specs.tool_calls import Tool, as_text
+from ...specs.tool_calls import Tool, ToolCall, as_text
 
 Apply = Callable[..., str | None]
 """(messages in a template's form, add_generation_prompt, tools) -> text; None: the template refuses them."""
@@ -24,6 +24,7 @@ THINK, END_THINK = "<think>", "</think>"
 _KEYS = ("reasoning_content", "reasoning", "thinking")
 _THOUGHT = re.compile(r"<think>\s*zqthought")
 _NAME, _KEY, _VALUE = "zqname", "zqkey", "zqvalue"
+_CALL = {"name": _NAME, "arguments": {_KEY: _VALUE}}
 _QUESTION: Message = {"role": "user", "content": "zqquestion"}
 _PARAMETERS = {"type": "object", "properties": {_KEY: {"type": "string", "description": "zqtext"}}, "required": [_KEY]}
 _TOOL: Tool = {
@@ -55,8 +56,8 @@ class Forms:
 
     def of(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages in the template's form."""
-        calls = self.calls or CallForm(False, "", False)
-        return [_turn(self._with_thought(message), calls) for message in _with_ids(messages, calls.has_nine)]
+        calls, (linked, _) = self.calls or CallForm(False, "", False), with_links(messages)
+        return [_turn(self._with_thought(message), calls) for message in _with_ids(linked, calls.has_nine)]
 
     @cached_property
     def calls(self) -> CallForm | None:
@@ -66,6 +67,16 @@ class Forms:
             if self._writes_calls(form):
                 return form
         return None
+
+    @cached_property
+    def names_results(self) -> bool:
+        """Whether the template writes of a result which tool's it is, or refuses one that names none (Gemma 4)."""
+        if self.calls is None or self.calls.has_nine:
+            return False
+        call = _turn({"role": "assistant", "content": "", "tool_calls": [{**_CALL, "id": "1"}]}, self.calls)
+        result = {"role": "tool", "content": "zqresult"}
+        named = self._apply([_QUESTION, call, {**result, "tool_call_id": "1", "name": _NAME}])
+        return named is not None and (self._apply([_QUESTION, call, result]) or "").count(_NAME) < named.count(_NAME)
 
     @cached_property
     def writes_tools(self) -> bool:
@@ -83,11 +94,10 @@ class Forms:
         return None
 
     def _writes_calls(self, form: CallForm) -> bool:
-        call = {"name": _NAME, "arguments": {_KEY: _VALUE}}
         messages = _with_ids(
             [
                 _QUESTION,
-                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "assistant", "content": "", "tool_calls": [_CALL]},
                 {"role": "tool", "content": "zqresult", "name": _NAME},
             ],
             form.has_nine,
@@ -147,7 +157,7 @@ class Forms:
         turn = {
             "role": "assistant",
             "content": "zqanswer",
-            "tool_calls": [{"name": _NAME, "arguments": {_KEY: _VALUE}}],
+            "tool_calls": [_CALL],
         }
         text = self._apply(
             [_turn(message, self.calls) for message in _with_ids([_QUESTION, turn], self.calls.has_nine)]
@@ -218,6 +228,38 @@ def _turn(message: Message, form: CallForm) -> dict[str, Any]:
         for call in calls
     ]
     return turn
+
+
+def with_links(messages: Sequence[Message]) -> tuple[Sequence[Message], list[int]]:
+    """The messages with the id and the name of its call in each result: by its id, its name, or the order of the calls
+    where each has one result. And the results that have no name, and whose call is not known."""
+    found, unknown, numbers = [*messages], list[int](), count()
+    for turn, message in enumerate(messages):
+        if not (calls := message.get("tool_calls")):
+            continue
+        behind = takewhile(lambda item: item[1]["role"] == "tool", enumerate(messages[turn + 1 :], turn + 1))
+        results, known = dict(behind), {call["id"] for call in calls if "id" in call}
+        if all(result.get("tool_call_id") in known for result in results.values()):
+            continue
+        named = [{"id": f"call_{next(numbers)}", **call} for call in calls]
+        found[turn] = {**message, "tool_calls": named}
+        of_results = _calls_of(results, named)
+        for number, call in of_results.items():
+            found[number] = {**messages[number], "tool_call_id": call["id"], "name": call["name"]}
+        unknown += [number for number, result in results.items() if number not in of_results and "name" not in result]
+    return found, unknown
+
+
+def _calls_of(results: Mapping[int, Message], calls: Sequence[ToolCall]) -> dict[int, ToolCall]:
+    """The call of each result, where it is known."""
+    found, waiting = dict[int, ToolCall](), [*calls]
+    for number, result in sorted(results.items(), key=lambda item: "tool_call_id" not in item[1]):
+        key, value = ("id", result["tool_call_id"]) if "tool_call_id" in result else ("name", result.get("name"))
+        if call := next((call for call in waiting if call[key] == value), None):
+            found[number] = call
+            waiting.remove(call)
+    rest = [number for number, result in results.items() if not {"tool_call_id", "name"} & result.keys()]
+    return found | dict(zip(rest, waiting, strict=True)) if len(rest) == len(waiting) else found
 
 
 def _with_ids(messages: Sequence[Message], has_nine: bool) -> Sequence[Message]:
