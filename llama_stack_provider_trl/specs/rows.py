@@ -75,6 +75,7 @@ _LIKELY_PROMPTS = ("question", "instruction", "input", "query", "context", "user
 _SPEAKERS = re.compile(r"\s*(human|user|system|assistant)\s*:", re.IGNORECASE)
 _DIALOG_IN_TEXT = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 """Begins a turn in Nectar's prompts, of which the last one is the assistant's and empty."""
+_TOOL_NAME = re.compile(r"""(["'])name\1\s*:\s*\1([^"'\\]+)\1""")
 _NUMBER = re.compile(r"-?\d{1,15}(\.\d{1,15})?")
 _COMPLETION_SCORES = ("overall_score", "fine-grained_score", "fine_grained_score")
 """Keys with the score of an answer in UltraFeedback: the first one that all answers of a row have is read."""
@@ -177,6 +178,8 @@ class _Notes:
     """Rows of which no answer is better than another."""
     repeating: int = 0
     """Rows with an answer whose text begins with that of its prompt."""
+    listed: int = 0
+    """Rows whose system turn lists the tools that they have beside it."""
     calls: Counter[str] = field(default_factory=Counter)
     """Calls that do not fit the schemas of their tools, by what is wrong."""
 
@@ -1068,12 +1071,26 @@ def _tools(row: _Row, values: Mapping[str, Any], within: str = "") -> list[Tool]
 
 
 def give_tools(row: _Row, messages: list[Message], tools: list[Tool]) -> None:
-    """Put the tools of a conversation where renderers find them, and count calls that do not fit them."""
+    """Put the tools of a conversation where renderers find them, unless its system turn lists them.
+
+    Calls that do not fit them are counted.
+    """
     if messages[0].get("tools", tools) != tools:
         raise row.refuse("tools", "other tools than those beside the messages", "the tools once")
-    messages[0] = {**messages[0], "tools": tools}
+    if _lists_tools(messages[0], tools):
+        row.notes.listed += 1
+    else:
+        messages[0] = {**messages[0], "tools": tools}
     for message in messages:
         row.notes.calls.update(faults_of(message.get("tool_calls", ()), tools))
+
+
+def _lists_tools(message: Message, tools: list[Tool]) -> bool:
+    """Whether a turn is a system turn with the names of all tools, as JSON or Python writes them (Hermes, ToolACE)."""
+    if message["role"] != "system":
+        return False
+    named = {name for _, name in _TOOL_NAME.findall(message["content"])}
+    return named.issuperset(tool["function"]["name"] for tool in tools)
 
 
 def is_plain(messages: Sequence[Message]) -> bool:
@@ -1196,6 +1213,11 @@ def _warnings(seen: _Seen, notes: _Notes, use: RowUse, data_format: DataFormat |
     if notes.calls:
         counts = _listed(f"{fault} ({count})" for fault, count in notes.calls.items())
         warnings.append(f"tool calls that do not fit their tools: {counts}")
+    if notes.listed:
+        warnings.append(
+            f"{notes.listed} of {seen.total()} rows list their tools in the system turn, too: they are trained as "
+            "it has them, and the chat template gets none. Take them out of that turn if the template is to write them"
+        )
     if notes.repeating:
         warnings.append(
             f"{notes.repeating} of {seen.total()} rows have an answer that begins with its prompt's text, which is "

@@ -218,6 +218,28 @@ def test_calls_that_do_not_fit_their_tools_are_counted() -> None:
     ]
 
 
+@pytest.mark.parametrize("written", [json.dumps([TOOL]), str([TOOL]), json.dumps(FUNCTION), '{"name":"weather"}'])
+def test_tools_that_the_system_turn_lists_are_not_given_twice(written: str) -> None:
+    system = {"role": "system", "content": f"You may call <tools>{written}</tools>."}
+    for row in (
+        {"messages": [system, *TALK], "tools": [TOOL]},
+        {"messages": TALK, "system": system["content"], "tools": [TOOL]},
+    ):
+        assert parse_row(row, 0, "sft") == SftExample([system, *TALK], None)
+        (warning,) = check_rows([row], "sft").warnings
+        assert warning.startswith(
+            "1 of 1 rows list their tools in the system turn, too: they are trained as it has them"
+        )
+    news = {"name": "news"}
+    example = parse_row({"messages": [system, *TALK], "tools": [TOOL, news]}, 0, "sft")
+    assert isinstance(example, SftExample)
+    assert example.messages is not None
+    assert len(example.messages[0]["tools"]) == 2
+    mentioned = {"role": "system", "content": "Call weather, or nothing."}
+    example = parse_row({"messages": [mentioned, *TALK], "tools": [TOOL]}, 0, "sft")
+    assert example == SftExample([{**mentioned, "tools": [TOOL]}, *TALK], None)
+
+
 def test_tools_beside_messages_stay_under_a_system_column() -> None:
     row = {"input": {"messages": [USER], "tools": [TOOL]}, "system": "Be brief."}
     row |= {"preferred_output": [ANSWER], "non_preferred_output": [{**ANSWER, "content": "8."}]}
