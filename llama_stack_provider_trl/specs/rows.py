@@ -178,6 +178,8 @@ class _Notes:
     """Rows of which no answer is better than another."""
     repeating: int = 0
     """Rows with an answer whose text begins with that of its prompt."""
+    weighted: Counter[str] = field(default_factory=Counter)
+    """Turns by role that a row has weighted, though none of their role is trained."""
     listed: int = 0
     """Rows whose system turn lists the tools that they have beside it."""
     calls: Counter[str] = field(default_factory=Counter)
@@ -351,7 +353,7 @@ class _Row:
             expected = "0, no loss on this turn, or 1" if key == "weight" else "true, or false: no loss on this turn"
             raise self.refuse(where, f"{key} {_shown(value)}", expected)
         if value and role != "assistant":
-            raise self.refuse(where, f"{key} {_shown(value)}", f"no {key}: the loss is on assistant turns alone")
+            self.notes.weighted[role] += 1
         return int(value)
 
     def _note_extra_keys(
@@ -1213,6 +1215,9 @@ def _warnings(seen: _Seen, notes: _Notes, use: RowUse, data_format: DataFormat |
     if notes.calls:
         counts = _listed(f"{fault} ({count})" for fault, count in notes.calls.items())
         warnings.append(f"tool calls that do not fit their tools: {counts}")
+    if notes.weighted:
+        counts = _listed(f"{role} ({count})" for role, count in notes.weighted.items())
+        warnings.append(f"weight 1, or train true, of turns that are not assistant's has no effect: {counts}")
     if notes.listed:
         warnings.append(
             f"{notes.listed} of {seen.total()} rows list their tools in the system turn, too: they are trained as "

@@ -203,10 +203,21 @@ def test_what_is_no_call_is_refused_by_its_place(change: dict[str, Any], message
         parse_row({"messages": [USER, {"role": "assistant", **change}]}, 0, "sft")
 
 
-def test_calls_and_weights_of_other_turns_are_refused() -> None:
-    for change, found in (({"tool_calls": [CALL]}, "tool_calls"), ({"weight": 1}, "weight 1")):
-        with pytest.raises(InvalidRows, match=rf"turn 0 \(user\): found {found}"):
-            parse_row({"messages": [{**USER, **change}, ANSWER]}, 0, "sft")
+def test_calls_of_other_turns_are_refused() -> None:
+    with pytest.raises(InvalidRows, match=r"turn 0 \(user\): found tool_calls"):
+        parse_row({"messages": [{**USER, "tool_calls": [CALL]}, ANSWER]}, 0, "sft")
+
+
+def test_weights_of_other_turns_have_no_effect_and_those_that_are_not_0_are_counted() -> None:
+    system = {"role": "system", "content": "Be brief.", "weight": 0, "train": False}
+    row = {"messages": [system, {**USER, "weight": 1}, ANSWER, {**USER, "train": True}, ANSWER]}
+    plain = [{"role": "system", "content": "Be brief."}, USER, ANSWER, USER, ANSWER]
+    assert parse_row(row, 0, "sft") == SftExample(plain, None)
+    assert check_rows([row, {"messages": [{**system, "weight": 1}, *plain[1:]]}], "sft").warnings == [
+        "weight 1, or train true, of turns that are not assistant's has no effect: system (1), user (2)"
+    ]
+    with pytest.raises(InvalidRows, match="weight 2"):
+        parse_row({"messages": [{**USER, "weight": 2}, ANSWER]}, 0, "sft")
 
 
 def test_calls_that_do_not_fit_their_tools_are_counted() -> None:
