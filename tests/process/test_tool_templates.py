@@ -484,6 +484,29 @@ def test_a_result_whose_call_is_not_known_is_refused_where_the_template_writes_i
     assert trained(tokenizer_of("qwen3"), row)
 
 
+@pytest.mark.parametrize(
+    "name", ["qwen3_5_think", "qwen3_5_nothink", "qwen3_8", "qwen3", "llama3_1", "nemotron_3_nano"]
+)
+def test_a_conversation_may_begin_with_an_answer(name: str) -> None:
+    tokenizer, hi = tokenizer_of(name), {"role": "assistant", "content": "Hi."}
+    end = "<|eot_id|>" if name == "llama3_1" else "<|im_end|>\n"
+    yes = {"role": "assistant", "content": "Yes."}
+    for before in ([], TALK[:1]):
+        for rest in (
+            [TALK[1], yes],
+            [TALK[1], yes, TALK[5], {**yes, "weight": 0}],
+            [TALK[1], {**yes, "thinking": "Hm."}],
+        ):
+            (first, *_), *_ = trained(tokenizer, {"messages": [*before, hi, *rest]})
+            assert first.removeprefix("</think>") == f"Hi.{end}"
+        ((only,),) = trained(tokenizer, {"messages": [*before, {**hi, "weight": 0}, TALK[1], yes]})
+        assert only.endswith(f"Yes.{end}")
+    with pytest.raises(
+        JobFailure, match=r"row 0, turn 0: it is an answer before any question\. Expected a user's turn"
+    ):
+        trained(tokenizer, {"messages": [{**hi, "tool_calls": [CALL]}, TALK[1], yes]})
+
+
 def test_a_job_trains_on_calls(tmp_path: Path) -> None:
     """With a sequence for each answer: rows are rows, and steps are made of sequences."""
     rows = [{**ROW, "messages": [*TALK[:-1], {"role": "assistant", "content": f"Bye {n}."}]} for n in range(8)]

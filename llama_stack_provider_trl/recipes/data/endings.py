@@ -120,6 +120,17 @@ class Endings:
         pieces = self._pieces(one)
         return len("".join(pieces[: common_prefix(pieces, self._pieces(other))]))
 
+    def asked(self, message: Message, rest: str) -> int:
+        """How many characters of what follows an answer belong to it, by what ends it behind a question.
+
+        Args:
+            rest: what follows it in a conversation in which other turns are next.
+        """
+        talk: list[Message] = [{"role": "user", "content": _TURN}, message]
+        text = self._render(talk)
+        place = None if text is None else find_content(self._render, talk, 1, text)
+        return 0 if text is None or place is None else self.shared(text[place.end : self.of(talk, text)], rest)
+
     def warnings(self) -> Iterator[str]:
         """What a user should know of the ends of the answers so far."""
         if self.open:

@@ -276,7 +276,8 @@ def _span_at(
     marked = chat.render_part(place.marking.put_into(messages, turn)[: turn + 1])
     bounds = None if marked is None else place.marking.bounds(marked)
     if marked is None or bounds is None:
-        return start, place.end, True
+        end = place.end + chat.endings.asked(messages[turn], text[place.end :])
+        return start, end, True
     whole = unmarked(marked)
     length = chat.endings.length(messages[: turn + 1], place.marking, whole, bounds[1])
     shared = chat.endings.shared(whole[bounds[1] :][:length], text[place.end :])

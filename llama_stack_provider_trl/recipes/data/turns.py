@@ -108,18 +108,14 @@ def turn_text(chat: Chat, messages: Sequence[Message], turn: int, row: int) -> t
             does.
     """
     message, talk = messages[turn], messages[: turn + 1]
+    if not turn or (_is_unasked(messages, turn) and chat.render_part(talk) is None):
+        return _unasked_text(chat, messages, turn, row)
     thought, content = split_thought(message)
     mentions_end = chat.forms.opens_thought and END_THINK in content
     if mentions_end:  # the template leaves out what is before it
         talk = [*messages[:turn], {**without_thought(message), "content": OPEN}]
     after = chat.written(talk, row)
-    if turn:
-        before = chat.written(messages[:turn], row, add_generation_prompt=True)
-    else:
-        place = find_content(chat.render_part, talk, turn, after)
-        if place is None or message.get("tool_calls"):
-            raise _failure(row, turn, "is an answer before any question", "a turn before it, or weight 0")
-        before = after[: place.start]
+    before = chat.written(messages[:turn], row, add_generation_prompt=True)
     cut = 0 if message.get("tool_calls") else len(after) - chat.endings.of(talk, after)
     if after.startswith(before):
         text = after
@@ -137,6 +133,31 @@ def turn_text(chat: Chat, messages: Sequence[Message], turn: int, row: int) -> t
             )
     text = text[: len(text) - cut]
     return before, text.replace(OPEN, content) if mentions_end else text
+
+
+def _is_unasked(messages: Sequence[Message], turn: int) -> bool:
+    return all(message["role"] != "user" for message in messages[:turn])
+
+
+def _unasked_text(chat: Chat, messages: Sequence[Message], turn: int, row: int) -> tuple[str, str]:
+    """As `turn_text`, of an answer before the first user's turn, such as a greeting. Inference renders nothing before
+    it, and Qwen 3.5's template refuses a conversation without a user: then it is looked for in that up to the first."""
+    asked = next((n for n in range(turn, len(messages)) if messages[n]["role"] == "user"), turn)
+    chat.written(messages[: asked + 1], row)
+    for talk in (messages[: turn + 1], messages[: asked + 1]):
+        text = chat.render_part(talk)
+        place = None
+        if text is not None and not messages[turn].get("tool_calls"):
+            place = find_content(chat.render_part, talk, turn, text)
+        if text is not None and place is not None:
+            is_last = len(talk) == turn + 1
+            end = (
+                chat.endings.of(talk, text)
+                if is_last
+                else place.end + chat.endings.asked(messages[turn], text[place.end :])
+            )
+            return text[: place.start], text[:end]
+    raise _failure(row, turn, "is an answer before any question", "a user's turn before it, or weight 0")
 
 
 def _within_thought(chat: Chat, messages: Sequence[Message], turn: int, header: str, after: str, thought: str) -> str:
