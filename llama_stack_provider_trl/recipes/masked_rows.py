@@ -15,7 +15,7 @@ from ..specs.rows import LabelledExample, Message, PreferenceExample, PromptExam
 from .data.chat import Chat
 from .data.inferred import ComparedTurn, Inference
 from .data.packing import IGNORED
-from .data.prepare import TruncationCounter, read_examples
+from .data.prepare import TruncationCounter, examples_of
 from .data.tokenize import SftEncoder, encode_chats, encode_labelled, encode_pairs, without_thoughts
 
 _CHUNK = 50
@@ -69,8 +69,7 @@ class RowReader:
             most_rows: rows to read at most; None: all.
             most_tokens: tokens of the rows after which no further ones are read; None: all.
         """
-        data = self.spec.data
-        read = enumerate(read_examples(data.dataset.path, self.spec.algorithm, data.data_format, data.dataset.names))
+        read = enumerate(examples_of(self.spec))
         last = None if most_rows is None else first + most_rows
         tokens = 0
         for chunk in batched(islice(read, first, last), _CHUNK):

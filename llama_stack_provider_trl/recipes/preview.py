@@ -71,12 +71,15 @@ class _Place(NamedTuple):
     """Of those of its row, from 0."""
     examples: int
     """Of its row."""
+    dataset_id: str = ""
+    """Of a mixture."""
 
     def of(self, turn: ComparedTurn) -> str:
         """How a message names a turn."""
         pair = f", pair {self.example}" if self.examples > 1 and turn.part in ("chosen", "rejected") else ""
         part = f" ({turn.part})" if turn.part != "sequence" else ""
-        return f"row {self.row}{pair}, turn {turn.turn}{part}"
+        of = f"dataset {self.dataset_id!r}, " if self.dataset_id else ""
+        return f"{of}row {self.row}{pair}, turn {turn.turn}{part}"
 
 
 @dataclass
@@ -227,7 +230,8 @@ def examined(spec: JobSpec, request: PreviewSpec, alive: Callable[[], object], *
     for number, examples in enumerate(reader.read(request.first_row, *limits)):
         alive()
         for example, one in enumerate(examples):
-            place = _Place(request.first_row + number, example, len(examples))
+            name, row = _row_of(spec, request.first_row + number)
+            place = _Place(row, example, len(examples), name if spec.data.mixed_with else "")
             compared.add(one, place)
             if number < request.rows and len(shown) < MOST_SHOWN:
                 shown.append(_shown(one, place, counter, texts, compared, left))
@@ -237,14 +241,15 @@ def examined(spec: JobSpec, request: PreviewSpec, alive: Callable[[], object], *
                 kept.append(min(one.length, spec.data.max_seq_length))
     unit = METHODS[spec.algorithm].unit
     if not counter.rows:
-        found = f"the dataset has {spec.data.dataset.num_rows} rows and none at {request.first_row}"
+        found = f"the dataset has {_num_rows(spec)} rows and none at {request.first_row}"
         raise JobFailure(Reason.invalid_request, f"{found}: rows are counted from 0, send a smaller first_row")
     if not lengths or (every_row and not kept):
         raise JobFailure(Reason.invalid_dataset, counter.nothing_left(unit))
     lost = _lost_by_reward_models(spec, request.first_row, counter.rows, alive)
-    largest = f"row {request.first_row + counter.largest_id_row} of the dataset {spec.data.dataset.dataset_id!r}"
+    name, row = _row_of(spec, request.first_row + counter.largest_id_row)
     try:
-        check_embedded([counter.largest_id], vocabulary_size(spec.source), tokenizer, largest)
+        where = f"row {row} of the dataset {name!r}"
+        check_embedded([counter.largest_id], vocabulary_size(spec.source), tokenizer, where)
     except JobFailure as error:
         if every_row:
             raise
@@ -266,6 +271,20 @@ def examined(spec: JobSpec, request: PreviewSpec, alive: Callable[[], object], *
     )
 
 
+def _num_rows(spec: JobSpec) -> int:
+    return sum(one.dataset.num_rows for one in spec.data.mixed)
+
+
+def _row_of(spec: JobSpec, number: int) -> tuple[str, int]:
+    """The dataset of a row that is counted through all datasets, and its number there."""
+    refs = [one.dataset for one in spec.data.mixed]
+    for ref in refs[:-1]:
+        if number < ref.num_rows:
+            return ref.dataset_id, number
+        number -= ref.num_rows
+    return refs[-1].dataset_id, number
+
+
 def _lost_by_reward_models(spec: JobSpec, first: int, count: int, alive: Callable[[], object]) -> list[str]:
     """A sentence for each reward model whose chat template leaves out turns of the rows that were read."""
     read = islice(
@@ -276,13 +295,13 @@ def _lost_by_reward_models(spec: JobSpec, first: int, count: int, alive: Callabl
 
 def _warmup(spec: JobSpec, counter: TruncationCounter, kept: Sequence[int]) -> list[str]:
     """The warning of a warmup that is not shorter than the job, where rows that were not read are kept, too. Of packed
-    ones the steps are known where all were read.
+    ones the steps are known where all were read; of a mixture with rows of an epoch, when all are prepared.
 
     Args:
         kept: tokens of each example that is trained on.
     """
-    unread = spec.data.dataset.num_rows - counter.rows
-    if not kept or (spec.data.packed and unread):
+    unread = _num_rows(spec) - counter.rows
+    if not kept or (spec.data.packed and unread) or any(one.share.rows for one in spec.data.mixed):
         return []
     more = unread * counter.examples // counter.rows  # as many of each row as of those that were read
     examples = len(best_fit(kept, spec.data.max_seq_length)) if spec.data.packed else len(kept) + more
@@ -304,6 +323,7 @@ def _shown(
         outcome, reason = "cut", f"{found} not fit into max_seq_length={counter.limit}"
     return PreviewedRow(
         row=place.row,
+        dataset_id=place.dataset_id,
         example=place.example,
         examples=place.examples,
         tokens=len(kept),
@@ -343,7 +363,7 @@ def _marks(length: int, marked: set[int]) -> str:
 def _data(spec: JobSpec, counter: TruncationCounter, lengths: Sequence[int]) -> dict[str, object]:
     ordered = sorted(lengths)
     return {
-        "num_rows": spec.data.dataset.num_rows,
+        "num_rows": _num_rows(spec),
         "read": counter.rows,
         "examples": counter.examples,
         "trained": counter.kept,

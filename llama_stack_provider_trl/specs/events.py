@@ -181,6 +181,8 @@ class PreviewedRow(BaseModel):
 
     row: Count
     """Its number in the dataset, from 0."""
+    dataset_id: Annotated[str, Field(max_length=512)] = ""
+    """Of a mixture; empty: there is one dataset."""
     example: Count = 0
     """Which pair or sequence of its row, from 0."""
     examples: Count = 1

@@ -47,7 +47,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     for row in found["rows"]:
         outcome = f", {row['outcome']}: {row['reason']}" if row["outcome"] != "trained" else ""
         example = f", {row['example'] + 1} of {row['examples']}" if row["examples"] > 1 else ""
-        yield f"row {row['row']}{example}: {row['tokens']} tokens{outcome}"
+        of = f"{row['dataset_id']}, " if row["dataset_id"] else ""
+        yield f"{of}row {row['row']}{example}: {row['tokens']} tokens{outcome}"
         marks = [_MARKS[pair] for pair in zip(row["kept"], row["trained"], strict=True)]
         begin = 0
         for name, length in row["parts"].items():

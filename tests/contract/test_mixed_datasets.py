@@ -60,6 +60,17 @@ def test_a_preflight_counts_all_datasets(service: TrainingService) -> None:
     assert found["data"]["trained"] == sum(one["rows"] for one in of_epoch) == round(0.8 * len(QUESTIONS)) + 4
 
 
+def test_a_preview_shows_rows_of_each_dataset_by_its_name(service: TrainingService) -> None:
+    body = {**sft("shown", "sums"), "first_row": len(QUESTIONS) - 1, "rows": 3}
+    answer = service.post("/post-training/preview", body, options={"mixture": MIXTURE})
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    shown = [(row["dataset_id"], row["row"]) for row in found["rows"]]
+    assert shown == [("sums", len(QUESTIONS) - 1), ("spelling", 0), ("spelling", 1)]
+    assert found["data"]["num_rows"] == len(QUESTIONS) + len(OTHERS)
+    assert "Spell cat." in "".join(found["rows"][1]["texts"])
+
+
 def test_a_bad_part_is_refused_by_its_number(service: TrainingService) -> None:
     for mixture, field, message in (
         ([MIXTURE[0], {"dataset_id": "absent", "weight": 1}], "mixture.1.dataset_id", "no dataset of this name"),

@@ -126,6 +126,12 @@ def read_examples(
             yield parse_row(row, index, use, data_format, names)
 
 
+def examples_of(spec: JobSpec) -> Iterator[Example]:
+    """The examples that a job is trained on, dataset by dataset. Raises InvalidRows."""
+    for one in spec.data.mixed:
+        yield from read_examples(one.dataset.path, spec.algorithm, spec.data.data_format, one.dataset.names)
+
+
 @dataclass(frozen=True)
 class Tokenization:
     """The rows of a dataset, which are tokenized a part at a time while `tables` is read."""

@@ -16,7 +16,8 @@ class PreviewBody(PreflightBody):
     """The body of a job of either kind, and which of its rows to show."""
 
     first_row: int = Field(0, ge=0, le=2**53)
-    """The first row to show, counted from 0. Counts and histogram begin there, too."""
+    """The first row to show, counted from 0, of a mixture through all its datasets. Counts and histogram begin there,
+    too."""
     rows: int = Field(10, ge=1, le=100)
     """Rows to show; of 8000 tokens and 100 pairs or sequences in all, further ones have counts only."""
 
