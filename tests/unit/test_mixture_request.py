@@ -72,7 +72,7 @@ REFUSED = [
     ([{"dataset_id": "chat", "weight": 1}], {}, "0.weight", "one dataset has all of an epoch"),
     ([{"dataset_id": "chat"}, {"dataset_id": "b", "weight": 1}], {}, "0", "one for each dataset, or for none"),
     ([{"dataset_id": "chat", "weight": 1, "rows": 2}], {}, "0", "it has a weight and rows"),
-    ([{"dataset_id": "chat", "weigth": 1}], {}, "0.weigth", "there is no such option; the nearest is 'weight'"),
+    ([{"dataset_id": "chat", "weights": 1}], {}, "0.weights", "there is no such option; the nearest is 'weight'"),
     ([{"dataset_id": "chat", "weight": 0}], {}, "0.weight", "greater than 0"),
     ([{"dataset_id": "chat", "columns": {"query": "q"}}], {}, "0.columns", "'query' is no column of a row shape"),
     ([{"dataset_id": "chat", "roles": {"user": "a", "tool": "a"}}], {}, "0.roles", "name it once"),
