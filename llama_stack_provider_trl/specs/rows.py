@@ -303,11 +303,11 @@ class _Row:
         content = message.get(content_key)
         if role == "tool" and isinstance(content, (Mapping, list)) and not _is_parts(content):
             try:
-                found["content"] = self.plain(json.dumps(content, ensure_ascii=False), column, where)
+                found["content"] = self.plain(json.dumps(content, ensure_ascii=False, allow_nan=False), column, where)
             except (TypeError, ValueError, RecursionError) as error:
                 raise self.refuse(where, f"a result that is no JSON ({error})", "text, or values of JSON") from error
         elif not (found.get("tool_calls") and (_absent(content) or content == [])):
-            found["content"] = self._content(content, column, where)
+            found["content"] = self.content(content, column, where)
         needs_text = role == "user" or (role == "assistant" and not found.get("tool_calls"))
         if needs_text and (not found["content"] or found["content"].isspace()):
             raise self.refuse(where, "blank text", "text")
@@ -378,7 +378,8 @@ class _Row:
         like = role.strip().lower() if isinstance(role, str) else ""
         raise self.refuse(where, found, f"{like!r}" if like in ROLES else f"one of {', '.join(ROLES)}")
 
-    def _content(self, content: Any, column: str, where: str) -> str:
+    def content(self, content: Any, column: str, where: str) -> str:
+        """The text of a message: text, or parts."""
         if _absent(content):
             raise self.refuse(where, "null content", "text")
         if isinstance(content, Mapping):
@@ -398,11 +399,11 @@ class _Row:
 
 
 def _is_parts(content: Any) -> bool:
-    """Whether a content consists of parts, or of one, as multimodal messages have them; else it is a tool's result."""
+    """Whether a tool's result consists of parts, or of one, as multimodal messages have them. A list of texts does not:
+    it is what the tool has returned."""
     parts = content if isinstance(content, list) else [content]
-    return bool(parts) and all(
-        isinstance(part, str) or (isinstance(part, Mapping) and part.get("type") in _PARTS) for part in parts
-    )
+    typed = [isinstance(part, Mapping) and part.get("type") in _PARTS for part in parts]
+    return any(typed) and all(is_typed or isinstance(part, str) for is_typed, part in zip(typed, parts, strict=True))
 
 
 def _ordinary(message: Any) -> Message | None:
@@ -1038,7 +1039,7 @@ def _renamed(values: dict[str, Any], index: int, notes: _Notes) -> dict[str, Any
 def _with_around(row: _Row, example: Example, shape: RowShape) -> Example:
     """The example with the system turn and the tools that are columns of their own."""
     tools = _tools(row, row.values)
-    system = row.plain(row.values.get(SYSTEM, ""), SYSTEM, SYSTEM) if SYSTEM in shape.read_beside else ""
+    system = _system(row) if SYSTEM in shape.read_beside and SYSTEM in row.values else ""
     if isinstance(example, SftExample) and example.messages is None:
         if tools:
             raise row.refuse("tools", "tools beside a plain text", "messages, which a chat template writes with them")
@@ -1058,6 +1059,14 @@ def _with_around(row: _Row, example: Example, shape: RowShape) -> Example:
     if tools:
         give_tools(row, messages, tools)
     return example
+
+
+def _system(row: _Row) -> str:
+    value = row.values[SYSTEM]
+    if isinstance(value, str) or (value and _is_parts(value)):
+        return row.content(value, SYSTEM, SYSTEM)
+    expected = "the text of the system turn, or its parts: give the column another name if it is none"
+    raise row.refuse(SYSTEM, _kind(value), expected)
 
 
 def _tools(row: _Row, values: Mapping[str, Any], within: str = "") -> list[Tool]:

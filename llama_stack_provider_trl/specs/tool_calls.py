@@ -9,6 +9,7 @@ once, to an object: what a chat template takes, an object or text, is decided wh
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -189,11 +190,29 @@ def _written(value: dict[str, Any], where: str, refuse: Refuse) -> dict[str, Any
     """The value, if a chat template can write it and a tokenizer read that."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
+        found = next(_not_in_json(value), None)
     except UnicodeEncodeError as error:
         raise refuse(where, "half of a UTF-16 surrogate pair", "valid Unicode text") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise refuse(where, f"what is no JSON ({error})", "values of JSON") from error
+    if found:
+        key, number = found
+        raise refuse(f"{where}, {key}", number, "a number that JSON has, or its text")
     return value
+
+
+def _not_in_json(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """The numbers in a value that JSON lacks, each with its key. Stored rows have `{"number": "inf"}` for infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield key, str(value)
+    elif isinstance(value, Mapping):
+        if value.get("number") in ("inf", "-inf") and len(value) == 1:
+            yield key, str(value["number"])
+        for name, part in value.items():
+            yield from _not_in_json(part, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for number, part in enumerate(value):
+            yield from _not_in_json(part, f"{key}[{number}]")
 
 
 def _decoded(value: Any, where: str, refuse: Refuse, expected: str) -> Any:
@@ -213,9 +232,10 @@ def _without_nulls(value: Any, where: str, refuse: Refuse) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without keys of objects whose value is null, at any depth: a table has each row's keys in all rows."""
+    """The value without keys of objects whose value is null or NaN, at any depth: a table has each row's keys in all
+    rows."""
     if isinstance(value, Mapping):
-        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+        return {key: without_nulls(part) for key, part in value.items() if part is not None and part == part}
     return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 

@@ -507,6 +507,26 @@ def test_a_conversation_may_begin_with_an_answer(name: str) -> None:
         trained(tokenizer, {"messages": [{**hi, "tool_calls": [CALL]}, TALK[1], yes]})
 
 
+def test_answers_that_are_only_a_thought_are_not_trained_without_it() -> None:
+    only = {"role": "assistant", "content": "<think>\nHm.\n</think>"}
+    rows = [[TALK[1], only], [TALK[1], only, TALK[5], TALK[6]], [TALK[1], {**only, "tool_calls": [CALL]}]]
+    for name in ("qwen2_5", "qwen3", "qwen3_5_think"):
+        tokenizer, chat = tokenizer_of(name), Chat(tokenizer_of(name))
+        encoded = SftEncoder(chat, reasoning="drop").encode(
+            [(n, example_of({"messages": row})) for n, row in enumerate(rows)]
+        )
+        texts = [[text for sequence in sequences for text in runs(tokenizer, *sequence)] for sequences in encoded]
+        assert texts[0] == []
+        assert [text.endswith("Bye.<|im_end|>\n") for text in texts[1]] == [True]
+        assert "weather" in texts[2][0]
+        assert "2 answers are only a thought, which reasoning 'drop' leaves out: not trained" in [
+            *chat.warnings("row", 3)
+        ]
+    examples = [example_of({"messages": row}) for row in rows]
+    _, report = tokenize_sft(examples, tokenizer_of("qwen3"), 1024, reasoning="drop").collect()
+    assert (report.kept, report.dropped) == (2, 1)
+
+
 def test_a_job_trains_on_calls(tmp_path: Path) -> None:
     """With a sequence for each answer: rows are rows, and steps are made of sequences."""
     rows = [{**ROW, "messages": [*TALK[:-1], {"role": "assistant", "content": f"Bye {n}."}]} for n in range(8)]

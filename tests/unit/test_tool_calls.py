@@ -268,6 +268,54 @@ def test_weights_in_the_answers_of_pairs_and_labelled_ones_are_refused() -> None
             parse_row(row, 0, use)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ({"x": float("inf")}, "arguments.x: found inf"),
+        ('{"x": NaN}', "arguments.x: found nan"),
+        ({"x": [1, {"y": float("-inf")}]}, "arguments.x[1].y: found -inf"),
+        ({"x": {"number": "inf"}}, "arguments.x: found inf"),
+    ],
+)
+def test_numbers_that_json_lacks_are_refused_by_their_key(arguments: Any, found: str) -> None:
+    talk = [USER, {"role": "assistant", "tool_calls": [{"name": "weather", "arguments": arguments}]}]
+    with pytest.raises(
+        InvalidRows, match=re.escape(f"row 3: column messages, turn 1 (assistant), tool_calls, call 0, {found}")
+    ):
+        parse_row({"messages": talk}, 3, "sft")
+    tool = {"name": "f", "parameters": {"properties": {"a": {"default": float("inf")}}}}
+    with pytest.raises(InvalidRows, match=re.escape("tool 0, function.parameters.properties.a.default: found inf")):
+        parse_row({"messages": [USER, ANSWER], "tools": [tool]}, 0, "sft")
+    result = {"role": "tool", "content": {"t": float("nan")}}
+    with pytest.raises(InvalidRows, match=r"turn 1 \(tool\): found a result that is no JSON"):
+        parse_row({"messages": [USER, result, ANSWER]}, 0, "sft")
+
+
+def test_nan_in_arguments_of_a_table_is_an_absent_value() -> None:
+    call = {**CALL, "arguments": {**CALL["arguments"], "days": float("nan")}}
+    row = {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, RESULT, ANSWER]}
+    assert parse_row({**row, "tools": [TOOL]}, 0, "sft") == EXPECTED
+
+
+def test_a_list_of_texts_that_a_tool_returns_is_its_json_text() -> None:
+    for content, text in (
+        (["7", "8"], '["7", "8"]'),
+        ([{"type": "text", "text": "7"}, {"type": "text", "text": "8"}], "78"),
+        ([], "[]"),
+    ):
+        example = parse_row({"messages": [USER, {"role": "tool", "content": content}, ANSWER]}, 0, "sft")
+        assert example == SftExample([USER, {"role": "tool", "content": text}, ANSWER], None)
+
+
+def test_a_system_column_that_is_no_text_is_refused_and_its_parts_are_read() -> None:
+    for parts in ({"type": "text", "text": "Be brief."}, [{"type": "text", "text": "Be "}, "brief."]):
+        example = parse_row({"messages": [USER, ANSWER], "system": parts}, 0, "sft")
+        assert example == SftExample([{"role": "system", "content": "Be brief."}, USER, ANSWER], None)
+    for value in (True, 42, {"version": 1}, [], [1]):
+        with pytest.raises(InvalidRows, match=r"column system: .*expected the text of the system turn"):
+            parse_row({"messages": [USER, ANSWER], "system": value}, 0, "sft")
+
+
 def test_flags_are_no_thoughts_and_deep_values_are_refused() -> None:
     assert parse_row({"messages": [USER, {**ANSWER, "thinking": False}]}, 0, "sft") == SftExample([USER, ANSWER], None)
     with pytest.raises(InvalidRows, match="thinking: found a boolean True, expected text"):

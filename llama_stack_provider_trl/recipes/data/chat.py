@@ -119,8 +119,8 @@ class LostTexts(_LostRows):
         return (
             f"thoughts, or other text, of {self.answers} answers are not written by the chat template, so they are not "
             f"trained ({self.rows} of {total} {unit}s, first in row {self.first_row}): correct the template, or, where "
-            "it leaves out only thoughts of earlier answers, send a row for each answer, with the turns before it as "
-            "its prompt"
+            "it leaves out only thoughts of earlier answers, set train_on_input to false: then each answer has a "
+            "sequence of its own"
         )
 
 
@@ -185,6 +185,8 @@ class Chat:
         """Pairs whose prompt the template writes differently for each answer."""
         self.empty_thoughts = 0
         """Trained answers without a thought, behind a template that begins one in generation."""
+        self.only_thoughts = 0
+        """Answers that are only a thought, which the option `reasoning` leaves out."""
         self.unplaced_turns = 0
         """Assistant turns whose place in the text is not found, though the template writes them."""
         self.lost = LostTurns()
@@ -396,6 +398,8 @@ class Chat:
                 f"{self.empty_thoughts} answers have no thought, and the chat template begins one in generation: an "
                 "empty thought is trained before them, so the model learns to answer without thinking"
             )
+        if self.only_thoughts:
+            yield (f"{self.only_thoughts} answers are only a thought, which reasoning 'drop' leaves out: not trained")
         if self.equal_answers:
             yield (
                 f"{self.equal_answers} of {examples} {example}s have different answers that the chat template writes "

@@ -33,7 +33,10 @@ class SftEncoder:
     def encode(self, chunk: Sequence[tuple[int, SftExample]]) -> list[list[Encoded]]:
         """The sequences of each example: one, or one for each answer."""
         if self.reasoning == "drop":
-            chunk = [(row, without_thoughts(example)) for row, example in chunk]
+            kept = [(row, without_thoughts(example)) for row, example in chunk]
+            for (_, before), (_, after) in zip(chunk, kept, strict=True):
+                self.chat.only_thoughts += _untrained(after) - _untrained(before)
+            chunk = kept
         encoded: dict[int, list[Encoded]] = {}
         for kind, encode in self._kinds():
             rows = {row: example for row, example in chunk if row not in encoded and kind(example)}
@@ -182,7 +185,18 @@ def _alone(encoded: list[Encoded]) -> list[list[Encoded]]:
 
 
 def without_thoughts(example: SftExample) -> SftExample:
-    """The row without what its answers think."""
+    """The row without what its answers think. One that is only a thought has weight 0 then: nothing is left to train."""
     if example.messages is None:
         return example
-    return replace(example, messages=[without_thought(message) for message in example.messages])
+    messages = []
+    for message in example.messages:
+        kept = without_thought(message)
+        if kept is not message and not kept["content"].strip() and not kept.get("tool_calls"):
+            kept["weight"] = 0
+        messages.append(kept)
+    return replace(example, messages=messages)
+
+
+def _untrained(example: SftExample) -> int:
+    """Answers of weight 0."""
+    return sum(message.get("weight") == 0 for message in example.messages or ())
