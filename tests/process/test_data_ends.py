@@ -11,7 +11,7 @@ import pytest
 
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.data.chat import Chat
-from llama_stack_provider_trl.recipes.data.prepare import tokenize_dpo, tokenize_kto
+from llama_stack_provider_trl.recipes.data.prepare import tokenize_dpo, tokenize_kto, tokenize_sft
 from llama_stack_provider_trl.recipes.data.spans import split_rows
 from llama_stack_provider_trl.specs.rows import LabelledExample, PreferenceExample, SftExample
 from tests.process.test_data_masks import SYSTEM, prepare, trained
@@ -192,11 +192,35 @@ def test_what_is_left_out_is_a_warning_that_names_it(chatml: Any) -> None:
     assert not prepare(chatml, SftExample(TALK[:2], 1), SftExample(TALK, None))[1].warnings
 
 
-def test_a_template_that_ends_no_answer_is_a_warning_that_names_the_token_and_none_is_added(base: Any) -> None:
+def test_a_template_that_ends_no_answer_has_the_token_of_the_next_turn_trained(base: Any) -> None:
     base.add_special_tokens({"extra_special_tokens": ["<|user|>", "<|assistant|>"]})
     base.chat_template = (
         "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    )
+    answers = ["An apple.<|user|>", "A lemon.<|user|>"]
+    for example, expected in (
+        (SftExample(TALK[:2], 1), answers[:1]),
+        (SftExample(TALK, None), answers),
+        (SftExample(TALK, 3), answers[1:]),
+        (SftExample(TALK[:3], None), answers[:1]),
+        (SftExample([TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]], None), answers[1:]),
+    ):
+        (row,), report = prepare(base, example)
+        assert trained(base, row) == expected
+        (warning,) = report.warnings
+        assert "<|user|>', not in the tokenizer's eos_token '<|endoftext|>': generation stops there only" in warning
+    text = base.apply_chat_template(TALK, tokenize=False)
+    ((whole,), _) = tokenize_sft([SftExample(TALK, None)], base, 1024, train_on_input=True).collect()
+    assert base.decode(whole["input_ids"]) == f"{text}<|user|>"
+    for answer in answers_of(base, TALK[:1], TALK[1]):
+        assert answer == "An apple.<|user|>"
+
+
+def test_a_template_that_ends_no_answer_by_a_token_is_a_warning_that_names_one(base: Any) -> None:
+    base.chat_template = (
+        "{% for m in messages %}{{ '\n' + m['role'] + ':\n' + m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '\nassistant:\n' }}{% endif %}"
     )
     (row,), report = prepare(base, SftExample(TALK[:2], 1))
     assert trained(base, row) == ["An apple."]
@@ -339,8 +363,6 @@ def test_templates_of_published_models_are_trained_whole(template: str) -> None:
             assert (thought.strip(), end) == ("", "</think>")
             assert text.endswith(answer.lstrip())
         else:
-            assert [[*split.prompt, *split.answers[0]]] == chat.tokenize([text])
-    ends_nothing = "[gMASK]" in template  # of GLM-4.5, the only one
-    assert [warning.partition(" that ends")[0] for warning in chat.endings.warnings()] == [
-        "the chat template writes nothing"
-    ] * ends_nothing
+            stop = "<|user|>" if "[gMASK]" in template else ""  # of GLM-4.5, which ends no answer
+            assert [[*split.prompt, *split.answers[0]]] == chat.tokenize([text + stop])
+    assert not [*chat.endings.warnings()]

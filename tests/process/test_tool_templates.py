@@ -94,10 +94,10 @@ WRITTEN: dict[str, list[list[str]]] = {
     "glm4moe": [
         [
             "\n<think>I look it up.</think>\n<tool_call>weather\n<arg_key>city</arg_key>\n"
-            '<arg_value>Köln "Deutz"</arg_value>\n</tool_call>',
-            "\n<think>It says 7.</think>\nSeven degrees.",
+            '<arg_value>Köln "Deutz"</arg_value>\n</tool_call><|observation|>',
+            "\n<think>It says 7.</think>\nSeven degrees.<|user|>",
         ],
-        ["\n<think></think>\nBye."],
+        ["\n<think></think>\nBye.<|user|>"],
     ],
     "gptoss": [
         [

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...specs.rows import Message
-from .marks import Marking, common_prefix, unmarked, visible
+from .marks import CLOSE, OPEN, Marking, common_prefix, unmarked, visible
 from .places import Render, find_content
 
 if TYPE_CHECKING:
@@ -131,13 +131,42 @@ class Endings:
         place = None if text is None else find_content(self._render, talk, 1, text)
         return 0 if text is None or place is None else self.shared(text[place.end : self.of(talk, text)], rest)
 
+    def stop_of(self, message: Message) -> str:
+        """What a model writes to end an answer that the template ends by nothing: the token that begins the next turn.
+
+        Of GLM-4.5 that is `<|user|>`, or `<|observation|>` behind calls. Empty: the template ends it, or has none.
+        """
+        return self._call_stop if message.get("tool_calls") else self._stop
+
+    @cached_property
+    def _stop(self) -> str:
+        talk: list[Message] = [{"role": "user", "content": _TURN}, {"role": "assistant", "content": OPEN + CLOSE}]
+        last, followed = self._render(talk), self._render([*talk, {"role": "user", "content": _TURN}])
+        tail, rest = ((text or "").partition(CLOSE)[2] for text in (last, followed))
+        is_open = last is not None and CLOSE in last and not tail.strip() and rest.startswith(tail)
+        return self._first_token(rest.removeprefix(tail)) if is_open else ""
+
+    @cached_property
+    def _call_stop(self) -> str:
+        call: Message = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}
+        talk: list[Message] = [{"role": "user", "content": _TURN}, call]
+        last = self._render(talk)
+        followed = self._render([*talk, {"role": "tool", "content": _TURN, "name": "f"}])
+        is_open = self._stop and last and followed and followed.startswith(last)
+        return self._first_token(followed[len(last) :]) if is_open and last and followed else ""
+
+    def _first_token(self, text: str) -> str:
+        """The special token that a text begins with, and white space before it. Empty: it begins otherwise."""
+        space = text[: len(text) - len(text.lstrip())]
+        first = self._pattern.match(text.lstrip())
+        return space + first.group() if first is not None and first.group() in self._special else ""
+
     def warnings(self) -> Iterator[str]:
         """What a user should know of the ends of the answers so far."""
         if self.open:
             yield (
                 f"the chat template writes nothing that ends an answer after {self.open} of them: these rows teach the "
-                f"model no token to stop by. Have the template write {self._tokenizer.eos_token!r} behind each answer, "
-                "unless the model stops at the header of the next turn, as GLM-4.5 does"
+                f"model no token to stop by. Have the template write {self._tokenizer.eos_token!r} behind each answer"
             )
         if self._left_out.count:
             yield (
@@ -154,7 +183,7 @@ class Endings:
     def _count(self, ending: TurnEnd) -> None:
         self._left_out.add(ending.left_out)
         self._doubtful.add(ending.doubtful)
-        self.open += ending.is_open
+        self.open += ending.is_open and not self._stop
 
     def _decide(self, messages: Sequence[Message], marking: Marking, before: str, tail: str) -> TurnEnd:
         pieces = self._pieces(tail)

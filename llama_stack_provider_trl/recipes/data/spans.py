@@ -129,7 +129,7 @@ def _rendered(chat: Chat, number: int, prompt: Sequence[Message], answers: Seque
     found = [chat.render_whole(talk, number, trained_from=len(prompt)) for talk in talks]
     before = chat.render(prompt, number, add_generation_prompt=True)
     texts = [one.text for one in found]
-    ended = [text[: chat.endings.of(talk, text)] for talk, text in zip(talks, texts, strict=True)]
+    ended = [ended_text(chat, talk, text) for talk, text in zip(talks, texts, strict=True)]
     row = _RenderedRow(number, prompt, answers, before, texts, ended)
     if not row.diverges:
         for answer, text in zip(answers, texts, strict=True):
@@ -141,6 +141,11 @@ def _rendered(chat: Chat, number: int, prompt: Sequence[Message], answers: Seque
     chat.lost.add(roles, number)
     chat.lost_texts.add(sum(len(one.partly) for one in found), number)
     return row
+
+
+def ended_text(chat: Chat, messages: Sequence[Message], text: str) -> str:
+    """A rendered conversation as far as its last answer ends, with the token by which the model stops."""
+    return text[: chat.endings.of(messages, text)] + chat.endings.stop_of(messages[-1])
 
 
 def _split(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ...specs.job import ReasoningUse, TrainOn
-from ...specs.rows import LabelledExample, PreferenceExample, PromptExample, SftExample, is_plain
+from ...specs.rows import LabelledExample, Message, PreferenceExample, PromptExample, SftExample, is_plain
 from .chat import Chat, TokenIndex, call_tokenizer
 from .forms import END_THINK, split_thought, without_thought
 from .packing import IGNORED
@@ -121,7 +121,8 @@ class SftEncoder:
             if self.chat.forms.begins_thought and messages[-1]["role"] == "assistant":
                 texts.append(whole_text(self.chat, messages, row))
             else:
-                texts.append(self.chat.render_counted(messages, row))
+                text = self.chat.render_counted(messages, row)
+                texts.append(text + self._stop(messages))
         return [(ids, ids) for ids in self.chat.tokenize(texts)]
 
     def _rendered(self, rows: dict[int, SftExample]) -> list[str]:
@@ -129,6 +130,10 @@ class SftEncoder:
         for row, example in rows.items():
             texts.append(self.chat.render_counted(example.messages or (), row))
         return texts
+
+    def _stop(self, messages: Sequence[Message]) -> str:
+        """What the model writes behind the last answer of a conversation, if that is its last turn."""
+        return self.chat.endings.stop_of(messages[-1]) if messages[-1]["role"] == "assistant" else ""
 
     def _answers(self, rows: dict[int, SftExample]) -> list[Encoded]:
         conversations = [(example.messages or [], example.prompt_turns) for example in rows.values()]
@@ -140,12 +145,16 @@ class SftEncoder:
         ]
 
     def _dialogs(self, rows: dict[int, SftExample]) -> list[Encoded]:
-        texts = self._rendered(rows)
-        encoded = []
-        for example, text, (ids, index) in zip(rows.values(), texts, self.chat.tokenize_with_index(texts), strict=True):
-            labels = [IGNORED] * len(ids)
+        texts, encoded = self._rendered(rows), []
+        stopped = [
+            text + self._stop(example.messages or []) for text, example in zip(texts, rows.values(), strict=True)
+        ]
+        indexed = self.chat.tokenize_with_index(stopped)
+        for example, text, whole, (ids, index) in zip(rows.values(), texts, stopped, indexed, strict=True):
+            labels, stop = [IGNORED] * len(ids), self.chat.endings.stop_of({"role": "assistant", "content": ""})
             for start, end, exact in answer_spans(self.chat, example.messages or [], text):
-                trained = slice(index(start, False), index(end, exact))
+                stops = bool(stop) and whole.startswith(stop, end)
+                trained = slice(index(start, False), index(end + len(stop) * stops, exact or stops))
                 labels[trained] = ids[trained]
             encoded.append((ids, labels))
         return encoded

@@ -132,7 +132,7 @@ def turn_text(chat: Chat, messages: Sequence[Message], turn: int, row: int) -> t
                 "a template that writes an answer behind what it writes for add_generation_prompt",
             )
     text = text[: len(text) - cut]
-    return before, text.replace(OPEN, content) if mentions_end else text
+    return before, (text.replace(OPEN, content) if mentions_end else text) + chat.endings.stop_of(message)
 
 
 def _is_unasked(messages: Sequence[Message], turn: int) -> bool:
@@ -156,7 +156,7 @@ def _unasked_text(chat: Chat, messages: Sequence[Message], turn: int, row: int) 
                 if is_last
                 else place.end + chat.endings.asked(messages[turn], text[place.end :])
             )
-            return text[: place.start], text[:end]
+            return text[: place.start], text[:end] + chat.endings.stop_of(messages[turn])
     raise _failure(row, turn, "is an answer before any question", "a user's turn before it, or weight 0")
 
 

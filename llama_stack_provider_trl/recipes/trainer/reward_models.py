@@ -20,7 +20,7 @@ from ...specs.rows import Message
 from ..data.chat import Chat
 from ..data.embedded import check_embedded
 from ..data.prepare import TruncationCounter
-from ..data.spans import split_rows
+from ..data.spans import ended_text, split_rows
 from ..data.turns import turn_text
 from ..model.files import check_adapter_files
 from ..model.loading import SCORE, WeightStorage, load_model, load_tokenizer
@@ -107,7 +107,7 @@ class RewardScorer:
         if self._chat.forms.begins_thought:
             return turn_text(self._chat, messages, len(messages) - 1, number)[1]
         text = self._chat.render(messages, number)
-        return text[: self._chat.endings.of(messages, text)]
+        return ended_text(self._chat, messages, text)
 
     def _cut(self, ids: list[int], prompt: list[Message], answer: list[Message], number: int) -> tuple[list[int], bool]:
         """A conversation, cut as its job has cut pairs, and whether a token of the answer is left."""
