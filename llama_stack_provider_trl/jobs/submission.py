@@ -298,9 +298,8 @@ async def resolved(
         await _check_custom(resolution, ref, of.names, use)
     method = resolution.fields["method"]
     if isinstance(method, GrpoSpec) and refs[0].of_job is None:  # the training reads rows that another job makes
-        checks = checks_of(method.rewards)
-        _refuse_names(resolution.names, bool(checks))
-        await in_work_thread(refuse_unchecked_rows, refs[0], checks)
+        named_rows = refs[0].model_copy(update={"names": resolution.names})
+        await in_work_thread(refuse_unchecked_rows, named_rows, checks_of(method.rewards))
     held_out: DatasetRef | None = None
     if resolution.validation_dataset_id is not None:
         held_out, more = await _rows_of(datasets, resolution.validation_dataset_id, use, data_format, resolution.names)
@@ -397,14 +396,6 @@ async def _rows_of(
     if names is None:
         return await datasets(dataset_id, use, data_format)
     return await datasets(dataset_id, use, data_format, names)
-
-
-def _refuse_names(names: RowNames | None, has_checks: bool) -> None:
-    """Refuse names where checks read whole rows by their own. Raises InvalidRequest."""
-    if has_checks and names is not None:
-        name = "columns" if names.columns else "roles"
-        hint = "the checks of a reward read rows under the names of shapes: rename them in the dataset"
-        raise InvalidRequest(f"provider_options.{name}", getattr(names, name), hint)
 
 
 async def _check_custom(resolution: Resolution, dataset: DatasetRef, names: RowNames | None, use: RowUse) -> None:

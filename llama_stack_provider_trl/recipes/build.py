@@ -17,6 +17,7 @@ from ..specs.job import Dtype, JobSpec
 from ..specs.methods import CustomSpec, GrpoSpec
 from .checkpoint.fencing import FencingToken
 from .checkpoint.step import need_space
+from .data.chat import check_chat_template
 from .data.lengths import num_rows
 from .data.mixed import MixedRows, training_rows, validation_rows
 from .data.prepare import DataReport, with_filler
@@ -35,9 +36,9 @@ from .model.loading import (
     DTYPES,
     WeightStorage,
     adapter_config,
+    load_job_tokenizer,
     load_model,
     load_teacher_tokenizer,
-    load_tokenizer,
     quantize,
     shallow_model,
     vocabulary_size,
@@ -189,7 +190,8 @@ def build_trainer(
     writer, batch_plan = writer or NullEventWriter(), batch_plan or BatchPlan.of_job(spec)
     recipe, arguments = trainer_of(spec)  # first: what is not installed cannot train
     warn = partial(_warn, writer)
-    tokenizer = load_tokenizer(spec.source, warn=warn)
+    tokenizer = load_job_tokenizer(spec, warn)
+    check_chat_template(spec, tokenizer)
     check_models(spec, warn)
     check_vocabulary(spec, tokenizer)
     # Data before weights: a bad row is found in a second, a large model takes minutes to load.

@@ -21,6 +21,7 @@ from ..specs.schedules import problem_of_warmup
 from ..system.files import free_bytes
 from ..system.fork import imported_memory
 from ..system.process import allocated_memory, available_memory, limit_memory, machine_memory, resident_memory
+from .data.chat import check_chat_template
 from .data.lengths import histogram, lengths_before_packing, row_lengths
 from .data.mixed import training_rows
 from .data.mixture import Mixture
@@ -39,7 +40,7 @@ from .memory.trace import Batch
 from .memory.trace_cache import trace
 from .model.checked import check_models
 from .model.fsdp import accumulates_shards, keeps_whole_gradients, ranks_per_machine
-from .model.loading import load_teacher_tokenizer, load_tokenizer, vocabulary_size
+from .model.loading import load_job_tokenizer, load_teacher_tokenizer, vocabulary_size
 from .model.positions import positions_of, within_positions
 from .model.saving import try_exports
 from .preview import preview
@@ -238,7 +239,8 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
         return preview(spec, request.preview, writer)
     spec, notes = within_positions(spec)
     spec, _ = with_batches(spec)
-    tokenizer = load_tokenizer(spec.source, warn=notes.append)
+    tokenizer = load_job_tokenizer(spec, notes.append)
+    check_chat_template(spec, tokenizer)
     check_models(spec, notes.append)
     embeddings = vocabulary_size(spec.source)
     prompts = encode_prompts(

@@ -27,7 +27,7 @@ from ..specs.job import JobSpec
 from ..specs.methods import METHODS
 from ..specs.preflight import PreviewSpec
 from ..specs.schedules import problem_of_warmup
-from .data.chat import Chat
+from .data.chat import Chat, check_chat_template
 from .data.embedded import check_embedded
 from .data.forms import split_thought
 from .data.inferred import ComparedTurn, Inference
@@ -38,7 +38,7 @@ from .data.prepare import TruncationCounter, read_examples
 from .data.prompts import encode_prompts
 from .data.sampling import BatchPlan, epoch_of_job
 from .masked_rows import MaskedRow, RowReader
-from .model.loading import load_teacher_tokenizer, load_tokenizer, vocabulary_size
+from .model.loading import load_job_tokenizer, load_teacher_tokenizer, vocabulary_size
 from .model.positions import positions_of, within_positions
 from .model.saving import lacking_in_exports
 from .reward_templates import lost_by_reward_models
@@ -211,7 +211,8 @@ def examined(spec: JobSpec, request: PreviewSpec, alive: Callable[[], object], *
         JobFailure: as `preview`.
     """
     spec, notes = within_positions(spec)
-    tokenizer = load_tokenizer(spec.source, warn=notes.append)
+    tokenizer = load_job_tokenizer(spec, notes.append)
+    check_chat_template(spec, tokenizer)
     notes += lacking_in_exports(spec)
     prompts = encode_prompts(spec.train.samples, tokenizer, positions_of(spec.source))
     chat, teacher = Chat(tokenizer), load_teacher_tokenizer(spec)

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from ..errors import InvalidRequest
+from ..specs.chat_templates import NAMED
 from ..specs.evaluations import METRICS
 from ..specs.job import (
     Algorithm,
@@ -60,6 +61,7 @@ def resolve_data(
         "max_seq_length_is_default": options.max_seq_length is None,
         "truncation_side": options.truncation_side,
         "dropped_turns": options.dropped_turns,
+        "chat_template": resolve_chat_template(options),
         "token_cache": DataDir(settings.data_dir).tokens if options.token_cache else None,
         **resolve_evaluations(options, data, algorithm),
         "samples": resolve_samples(options),
@@ -99,6 +101,17 @@ def resolve_trained(data: DataConfig, options: ProviderOptions, algorithm: Algor
         raise InvalidRequest(field, True, f"provider_options.train_on is {options.train_on!r}: send one of both")
     is_all = bool(data.train_on_input) or options.train_on == "all"
     return {"train_on_input": is_all, "train_on": options.train_on, "reasoning": options.reasoning}
+
+
+def resolve_chat_template(options: ProviderOptions) -> str | None:
+    """The text of the template; None: that of the model."""
+    given = options.chat_template
+    if given is None or "{" in given:
+        return given
+    if given not in NAMED:
+        hint = f"{nearest_choice(given, [*NAMED])}, or the text of a template, which has {{{{ messages }}}} in it"
+        raise InvalidRequest("provider_options.chat_template", given, hint)
+    return NAMED[given]
 
 
 def resolve_packed(data: DataConfig, algorithm: Algorithm) -> bool:

@@ -30,9 +30,9 @@ def resolve_datasets(data: DataConfig, options: ProviderOptions, algorithm: Algo
     Raises:
         InvalidRequest: they cannot be mixed.
     """
-    given, own = options.mixture, options.row_names
+    given = options.mixture
     if given is None:
-        return (NamedDataset(data.dataset_id, own),)
+        return (NamedDataset(data.dataset_id, options.row_names),)
     if METHODS[algorithm].rows == "prompts":
         hint = f"{METHODS[algorithm].title} takes the prompts of one dataset: leave it out"
         raise InvalidRequest(FIELD, _values(given), hint)
@@ -52,10 +52,13 @@ def resolve_datasets(data: DataConfig, options: ProviderOptions, algorithm: Algo
             hint = "rows that a job makes are not known yet: name the dataset that it registers, once it has completed"
             raise InvalidRequest(f"{FIELD}.{number}.dataset_id", dataset_id, hint)
     return tuple(
-        NamedDataset(
-            one.dataset_id, row_names(one.columns, one.roles) or own, ShareSpec(weight=one.weight, rows=one.rows)
-        )
-        for one in given
+        NamedDataset(one.dataset_id, _names(one, options), ShareSpec(weight=one.weight, rows=one.rows)) for one in given
+    )
+
+
+def _names(one: MixtureEntry, options: ProviderOptions) -> RowNames | None:
+    return row_names(
+        one.columns or options.columns, one.roles or options.roles, one.system_prompt or options.system_prompt
     )
 
 

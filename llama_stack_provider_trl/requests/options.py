@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from ..documented import Documented
 from ..errors import InvalidRequest
@@ -136,6 +145,16 @@ class Shard(Documented, CheckedNames):
         return self
 
 
+def _checked_text(text: str) -> str:
+    if problem := "it is blank, expected text" if not text.strip() else _problem_of_text(text):
+        raise ValueError(problem)
+    return text
+
+
+SystemPrompt = Annotated[str, Field(max_length=32_000), AfterValidator(_checked_text)]
+ChatTemplate = Annotated[str, Field(max_length=200_000), AfterValidator(_checked_text)]
+
+
 class MixtureEntry(Documented, CheckedNames):
     """A dataset of a mixture, and how much of an epoch it has: each of its rows once, where neither is set."""
 
@@ -151,6 +170,8 @@ class MixtureEntry(Documented, CheckedNames):
     """As the option `columns`, for this dataset. Default: that option's."""
     roles: dict[str, str | list[str]] = Field({}, max_length=4)
     """As the option `roles`, for this dataset. Default: that option's."""
+    system_prompt: Annotated[SystemPrompt | None, FreeText()] = None
+    """As the option `system_prompt`, for this dataset. Default: that option's."""
 
     @field_validator("columns")
     @classmethod
@@ -189,12 +210,12 @@ def _checked_roles(roles: dict[str, str | list[str]]) -> dict[str, str | list[st
     return roles
 
 
-def row_names(columns: dict[str, str], roles: dict[str, str | list[str]]) -> RowNames | None:
+def row_names(columns: dict[str, str], roles: dict[str, str | list[str]], system_prompt: str | None) -> RowNames | None:
     """What rows are read by; None: by the names of shapes and roles."""
-    if not columns and not roles:
+    if not columns and not roles and system_prompt is None:
         return None
     by_name = {name: own for own, names in roles.items() for name in ([names] if isinstance(names, str) else names)}
-    return RowNames(columns=columns, roles=by_name)
+    return RowNames(columns=columns, roles=by_name, system=system_prompt)
 
 
 SAMPLE_ROLES = ("system", "user", "assistant", "tool")
@@ -305,6 +326,10 @@ class ProviderOptions(Documented, CheckedNames):
     `prompt`."""
     roles: dict[str, str | list[str]] = Field({}, max_length=4)
     """Names of roles in the dataset's messages, under system, user, assistant and tool: `{"assistant": "agent"}`."""
+    system_prompt: Annotated[SystemPrompt | None, FreeText()] = None
+    """Text of a system turn for rows whose conversation begins without one. Send it in inference, too."""
+    chat_template: Annotated[ChatTemplate | None, FreeText()] = None
+    """The chat template of the model that is trained, as Jinja text, or `chatml`. Default: the model's own."""
     mixture: list[MixtureEntry] | None = Field(None, min_length=1, max_length=64)
     """Datasets to train on together, that of `data_config` first: [{dataset_id, weight or rows, columns, roles}]."""
     train_on: TrainOn = "assistant"
@@ -404,7 +429,7 @@ class ProviderOptions(Documented, CheckedNames):
     @property
     def row_names(self) -> RowNames | None:
         """What the rows of the datasets are read by; None: by the names of shapes and roles."""
-        return row_names(self.columns, self.roles)
+        return row_names(self.columns, self.roles, self.system_prompt)
 
     @classmethod
     def parse(cls, value: Any) -> ProviderOptions:

@@ -16,7 +16,7 @@ from ..errors import InvalidRows
 from ..system.limited import Limited, LimitExceeded
 from .answer_checks import AnswerCheck, reference, too_much
 from .compiled_checks import SIMPLER, load_libraries, refuse_unbounded
-from .job import DatasetRef
+from .job import DatasetRef, RowNames
 from .row_files import read_ndjson
 from .rows import Message, PromptExample, SftExample, parse_row
 
@@ -33,14 +33,14 @@ class CheckedRow(NamedTuple):
     """One per check, in their order."""
 
 
-def read_checked_rows(path: Path, checks: Sequence[AnswerCheck]) -> Iterator[CheckedRow]:
-    """The rows of a stored dataset.
+def read_checked_rows(path: Path, checks: Sequence[AnswerCheck], names: RowNames | None = None) -> Iterator[CheckedRow]:
+    """The rows of a stored dataset. What checks compare with has its own names there, whatever `names` are.
 
     Raises:
         InvalidRows: a row asks nothing, lacks a column or an answer that a check reads, or its value cannot be read.
     """
     with open(path, "rb") as file:
-        yield from _checked_rows(file, checks)
+        yield from _checked_rows(file, checks, names)
 
 
 class RowsOnDemand:
@@ -50,12 +50,12 @@ class RowsOnDemand:
         InvalidRows: as `read_checked_rows`.
     """
 
-    def __init__(self, path: Path, checks: Sequence[AnswerCheck]) -> None:
-        self._checks, self._given = checks, _given(checks)
+    def __init__(self, path: Path, checks: Sequence[AnswerCheck], names: RowNames | None = None) -> None:
+        self._checks, self._given, self._names = checks, _given(checks), names
         self._file = open(path, "rb")  # noqa: SIM115 - open until this object is gone
         weakref.finalize(self, self._file.close)
         self._starts = array("q", [0])
-        for _ in _checked_rows(self._file, checks):
+        for _ in _checked_rows(self._file, checks, names):
             self._starts.append(self._file.tell())
 
     def __len__(self) -> int:
@@ -71,13 +71,13 @@ class RowsOnDemand:
 
     def checked(self, number: int) -> CheckedRow:
         """A row whose answer is checked."""
-        return _checked(self.columns(number), number, self._checks, self._given)
+        return _checked(self.columns(number), number, self._checks, self._given, self._names)
 
 
-def _checked_rows(file: BinaryIO, checks: Sequence[AnswerCheck]) -> Iterator[CheckedRow]:
+def _checked_rows(file: BinaryIO, checks: Sequence[AnswerCheck], names: RowNames | None) -> Iterator[CheckedRow]:
     given = _given(checks)
     for index, row in enumerate(read_ndjson(file)):
-        yield _checked(row, index, checks, given)
+        yield _checked(row, index, checks, given, names)
 
 
 def _given(checks: Sequence[AnswerCheck]) -> dict[int, Any]:
@@ -85,8 +85,14 @@ def _given(checks: Sequence[AnswerCheck]) -> dict[int, Any]:
     return {number: reference(check, check.given) for number, check in enumerate(checks) if check.given is not None}
 
 
-def _checked(row: dict[str, Any], index: int, checks: Sequence[AnswerCheck], given: Mapping[int, Any]) -> CheckedRow:
-    messages, answer = _question(row, index, any(check.reads_answers for check in checks))
+def _checked(
+    row: dict[str, Any],
+    index: int,
+    checks: Sequence[AnswerCheck],
+    given: Mapping[int, Any],
+    names: RowNames | None,
+) -> CheckedRow:
+    messages, answer = _question(row, index, any(check.reads_answers for check in checks), names)
     found = [
         given[number] if number in given else _reference(check, f"checks.{number}", row, index, answer)
         for number, check in enumerate(checks)
@@ -102,17 +108,19 @@ def refuse_unchecked_rows(dataset: DatasetRef, checks: Sequence[AnswerCheck]) ->
         LimitReached: too many requests are checked.
     """
     try:
-        _refuse_unread(dataset.path, dataset.sha256, tuple(check.model_dump_json() for check in checks))
+        texts = tuple(check.model_dump_json() for check in checks)
+        _refuse_unread(dataset.path, dataset.sha256, texts, dataset.names and dataset.names.model_dump_json())
     except InvalidRows as error:
         raise InvalidRows(f"dataset {dataset.dataset_id!r}, {error}") from error
 
 
 @lru_cache(maxsize=16)
-def _refuse_unread(path: Path, sha256: str, texts: tuple[str, ...]) -> None:
+def _refuse_unread(path: Path, sha256: str, texts: tuple[str, ...], named: str | None) -> None:
     """Read rows in another process. The trials of a search have the same ones. Raises InvalidRows."""
     checks = [AnswerCheck.model_validate_json(text) for text in texts]
+    names = None if named is None else RowNames.model_validate_json(named)
     try:
-        found = _LIMITS.call(_first_problem, path, checks, before=load_libraries)
+        found = _LIMITS.call(_first_problem, path, checks, names, before=load_libraries)
     except LimitExceeded as error:
         subject, hint = "reading the rows up to this one takes", "split long rows, or use fewer rows"
         if any(check.is_compiled for check in checks):
@@ -122,12 +130,12 @@ def _refuse_unread(path: Path, sha256: str, texts: tuple[str, ...]) -> None:
         raise InvalidRows(found[-1])
 
 
-def _first_problem(path: Path, checks: Sequence[AnswerCheck]) -> Iterator[str | None]:
+def _first_problem(path: Path, checks: Sequence[AnswerCheck], names: RowNames | None) -> Iterator[str | None]:
     """None for each row up to the first that cannot be read, and what is wrong with that. What is compiled is tried,
     and kept, as the job keeps it."""
     kept: list[Any] = []
     try:
-        for number, row in enumerate(read_checked_rows(path, checks)):
+        for number, row in enumerate(read_checked_rows(path, checks, names)):
             compiled = [one for check, one in zip(checks, row.references, strict=True) if check.is_compiled]
             for one in compiled:
                 _try_out(one, number)
@@ -144,11 +152,13 @@ def _try_out(compiled: Any, row: int) -> None:
         raise InvalidRows(str(error), row=row) from error
 
 
-def _question(row: Mapping[str, Any], index: int, has_answer: bool) -> tuple[list[Message], str | None]:
+def _question(
+    row: Mapping[str, Any], index: int, has_answer: bool, names: RowNames | None
+) -> tuple[list[Message], str | None]:
     """The prompt of a row, and its own answer where that is read: both of the same columns."""
     if not has_answer:
-        return _prompt(row, index), None
-    example = parse_row(row, index, "sft")
+        return _prompt(row, index, names), None
+    example = parse_row(row, index, "sft", names=names)
     assert isinstance(example, SftExample)
     messages = example.messages or []
     if not messages or messages[-1]["role"] != "assistant":
@@ -166,7 +176,7 @@ def _question(row: Mapping[str, Any], index: int, has_answer: bool) -> tuple[lis
         turns = len(messages) - 1
     if not any(message["role"] != "assistant" for message in messages[:turns]):
         raise InvalidRows("assistant turns only, expected a turn that asks for an answer", row=index)
-    own, other = _question_of(messages[:turns]), _question_of(_prompt(row, index))
+    own, other = _question_of(messages[:turns]), _question_of(_prompt(row, index, names))
     if own != other and not _differ_by_system_turns(own, other):
         prompts = _shown(own, other), _shown(other, own)
         raise InvalidRows(
@@ -177,8 +187,8 @@ def _question(row: Mapping[str, Any], index: int, has_answer: bool) -> tuple[lis
     return messages[:turns], messages[-1]["content"]
 
 
-def _prompt(row: Mapping[str, Any], index: int) -> list[Message]:
-    prompt = parse_row(row, index, "prompts")
+def _prompt(row: Mapping[str, Any], index: int, names: RowNames | None) -> list[Message]:
+    prompt = parse_row(row, index, "prompts", names=names)
     assert isinstance(prompt, PromptExample)
     return prompt.messages
 

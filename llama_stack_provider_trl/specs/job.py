@@ -62,12 +62,14 @@ class ShardSpec(Frozen):
 
 
 class RowNames(Frozen):
-    """Names in a dataset for what its rows are read by."""
+    """Names in a dataset for what its rows are read by, and what they all begin with."""
 
     columns: dict[str, str] = Field(default_factory=dict)
     """Column of a shape -> column of the dataset."""
     roles: dict[str, str] = Field(default_factory=dict)
     """Role in the dataset's messages -> system, user, assistant or tool."""
+    system: str | None = None
+    """Text of a system turn for conversations that begin with none; None: they stay as they are."""
 
 
 class DatasetRef(Frozen):
@@ -230,6 +232,8 @@ class DataSpec(Frozen):
     dropped_turns: DroppedTurns = "warn"
     """Where a chat template leaves out turns, or text of trained answers: warn, a warning; refuse, the job fails before
     its model is loaded."""
+    chat_template: str | None = None
+    """In place of the model's own one, also in what the job exports; None: that of the model."""
     train_on_input: bool = False
     """SFT: False, the loss covers what `train_on` says; True, every token."""
     train_on: TrainOn = "assistant"

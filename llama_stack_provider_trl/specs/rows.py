@@ -161,6 +161,8 @@ class _Notes:
     names: RowNames | None = None
     columns: dict[str, str] = field(init=False)
     """Column of a shape -> column of the dataset."""
+    system: str = field(init=False)
+    """Text of a system turn for rows that have none; empty: there is none."""
     roles: dict[str, str] = field(init=False)
     """Role in messages -> one of the four."""
     named: set[str] = field(default_factory=set)
@@ -182,11 +184,16 @@ class _Notes:
     """Turns by role that a row has weighted, though none of their role is trained."""
     listed: int = 0
     """Rows whose system turn lists the tools that they have beside it."""
+    conversations: int = 0
+    """Rows that a chat template writes."""
+    own_system: int = 0
+    """Those with a system turn of their own, where `names` has one for all."""
     calls: Counter[str] = field(default_factory=Counter)
     """Calls that do not fit the schemas of their tools, by what is wrong."""
 
     def __post_init__(self) -> None:
         self.columns = self.names.columns if self.names else {}
+        self.system = (self.names and self.names.system) or ""
         self.roles = {**ROLES, **self.names.roles} if self.names else ROLES
 
 
@@ -983,6 +990,9 @@ def check_rows(
         raise InvalidRows("the dataset is empty: expected at least one row")
     if lacking := {*notes.columns.values()} - notes.named:
         raise InvalidRows(f"no row has the column {_listed(lacking)}, which the option columns names: correct it")
+    if notes.system and not notes.conversations:
+        hint = "which the option system_prompt is for: leave it out, or send rows with a prompt or messages"
+        raise InvalidRows(f"the rows are plain text, and none is a conversation, {hint}")
     shapes: Counter[str] = Counter()
     for (shape, _), count in seen.items():
         shapes[shape.name] += count
@@ -1005,7 +1015,7 @@ def _parse(
         raise InvalidRows(_no_shape(values if notes.columns else row, columns, use) + hint, row=index)
     reader = _Row(index, values, notes)
     example = shape.read(reader)
-    if not columns.isdisjoint(_AROUND):
+    if notes.system or not columns.isdisjoint(_AROUND):
         example = _with_around(reader, example, shape)
     _refuse_weights(reader, example)
     return shape, columns, example
@@ -1046,6 +1056,11 @@ def _with_around(row: _Row, example: Example, shape: RowShape) -> Example:
         return example
     messages = example.prompt if isinstance(example, PreferenceExample | LabelledExample) else example.messages
     assert messages is not None
+    row.notes.conversations += 1
+    if row.notes.system and (messages[0]["role"] == "system" or (system and not system.isspace())):
+        row.notes.own_system += 1
+    elif row.notes.system:
+        system = row.notes.system
     if system and not system.isspace():
         if messages[0]["role"] != "system":
             # Tools that lie beside the messages stay with the first turn.
@@ -1216,6 +1231,11 @@ def _warnings(seen: _Seen, notes: _Notes, use: RowUse, data_format: DataFormat |
         warnings.append(f"message keys never read: {_listed(notes.message_keys)}")
     if notes.names and (unused := notes.names.roles.keys() - notes.used_roles):
         warnings.append(f"the option roles names roles that no message has: {_listed(unused)}")
+    if notes.own_system:
+        warnings.append(
+            f"{notes.own_system} of {seen.total()} rows have a system turn of their own, which stands in place of the "
+            "option system_prompt"
+        )
     if _rows_of(use) == "sft" and data_format is not None:
         warnings += _format_warnings(seen, data_format)
     if notes.scalars:

@@ -174,6 +174,7 @@ def training_request(
         ]
     if options.max_seq_length:
         given["max_seq_length"] = options.max_seq_length
+    given |= _set({"system_prompt": options.system_prompt, "chat_template": _template(options.chat_template)})
     if method != "sft" and lora:
         given["lora"] = lora
     algorithm = lora if method == "sft" else {"type": method}
@@ -240,6 +241,16 @@ def model_at(name: str, url: str) -> str:
             "--model", name, "there is no such directory: name a model's directory, or an id (org/name)."
         )
     return name
+
+
+def _template(given: str | None) -> str | None:
+    """The text of a chat template's file, or its name."""
+    if given is None or not (file := Path(given)).is_file():
+        return given  # the service refuses a name that it does not know
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidRequest("--chat-template", given, f"it cannot be read as UTF-8 text: {error}") from error
 
 
 def _check_weights(options: Namespace, files: list[str]) -> None:

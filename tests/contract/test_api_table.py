@@ -436,6 +436,8 @@ OPTION_ASKS: dict[str, Try] = {
     "dropped_turns": Try("refuse"),
     "columns": Try({"text": "note"}),
     "roles": Try({"user": "customer"}),
+    "system_prompt": Try("Answer briefly."),
+    "chat_template": Try("chatml"),
     "mixture": Try([{"dataset_id": "rows", "rows": 3}]),
     "train_on": Try("last_turn"),
     "reasoning": Try("drop"),

@@ -378,6 +378,8 @@ ELSEWHERE: dict[str, str] = {
         f"{OPTION}mixture.{field}": "several datasets: tests/process/test_mixtures.py, unit/test_mixture_request.py"
         for field in MixtureEntry.model_fields
     },
+    OPTION + "system_prompt": "tests/process/test_template_by_option.py, tests/unit/test_template_request.py",
+    OPTION + "chat_template": "tests/process/test_template_by_option.py, tests/unit/test_template_request.py",
     OPTION + "train_on": "needs conversations: tests/process/test_tool_templates.py",
     OPTION + "reasoning": "needs thoughts: tests/process/test_tool_templates.py",
     OPTION + "dropped_turns": "fails a job before it trains: tests/process/test_lost_turns.py",

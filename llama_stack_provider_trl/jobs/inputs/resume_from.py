@@ -37,6 +37,7 @@ _MUST_MATCH = (
         "train_on_input",
         "train_on",
         "reasoning",
+        "chat_template",
         "packed",
     ),
     *("max_seq_length", "truncation_side", "shuffle", "seed", "max_steps_per_epoch"),

@@ -18,7 +18,7 @@ from ...specs.rows import Message
 from ...specs.work import Answering
 from ..data.chat import Chat
 from ..data.embedded import check_embedded
-from ..model.loading import load_tokenizer, vocabulary_size
+from ..model.loading import load_job_tokenizer, vocabulary_size
 from ..model.positions import positions_of
 
 
@@ -43,7 +43,7 @@ class Answerer(ABC):
 
     def __init__(self, spec: JobSpec, work: Answering) -> None:
         self.spec, self.work = spec, work
-        self.tokenizer = load_tokenizer(spec.source)
+        self.tokenizer = load_job_tokenizer(spec)
         self.chat = Chat(self.tokenizer)
         self._positions, self._embeddings = positions_of(spec.source), vocabulary_size(spec.source)
 

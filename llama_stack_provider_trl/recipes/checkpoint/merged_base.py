@@ -18,7 +18,7 @@ from ...specs.job import JobSpec
 from ...system.files import is_whole, put_in_place, write_manifest
 from ..distributed import ranks
 from ..model.adapters import check_adapter, unusable
-from ..model.loading import DTYPES, load_adapter, load_tokenizer
+from ..model.loading import DTYPES, load_adapter, load_job_tokenizer
 from ..model.saving import write_configuration
 from .weights import export_bytes, write_weights
 
@@ -66,7 +66,7 @@ def _merge(spec: JobSpec, target: Path, require_space: Callable[[int], None], he
         plain = model.get_base_model()
         write_configuration(plain, staging, dtype)
         write_weights(model, staging, dtype, heartbeat)
-        load_tokenizer(spec.source).save_pretrained(staging)
+        load_job_tokenizer(spec).save_pretrained(staging)
         write_manifest(staging)
         put_in_place(staging, target)
     finally:

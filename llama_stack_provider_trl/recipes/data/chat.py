@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from ...errors import JobFailure
 from ...specs.events import Reason
-from ...specs.job import DroppedTurns
+from ...specs.job import DroppedTurns, JobSpec
 from ...specs.rows import Message, is_plain
 from ...specs.tool_calls import Tool
 from .endings import Endings, Examples
@@ -158,6 +158,24 @@ def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
         )
     tokenizer.chat_template = default_chat_template(tokenizer)
     return DEFAULT_TEMPLATE_WARNING
+
+
+def check_chat_template(spec: JobSpec, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Try the template that a job sets for its tokenizer.
+
+    Raises:
+        JobFailure: invalid_request, it is no Jinja; invalid_model, it takes more than the limits allow.
+    """
+    if spec.data.chat_template is None:
+        return
+    try:
+        rendered(tokenizer, [{"role": "user", "content": "Hello."}], add_generation_prompt=True)
+    except TemplateSyntaxError as error:
+        found = f"provider_options.chat_template is no Jinja template: {error.message} in line {error.lineno}"
+        hint = "Correct it, or leave it out, and the model's own is used"
+        raise JobFailure(Reason.invalid_request, f"{found}. {hint}") from error
+    except (TemplateError, TypeError, ValueError):
+        return  # it may need other turns: the rows show it
 
 
 def default_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:

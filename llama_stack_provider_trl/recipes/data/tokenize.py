@@ -194,7 +194,7 @@ def _alone(encoded: list[Encoded]) -> list[list[Encoded]]:
 
 
 def without_thoughts(example: SftExample) -> SftExample:
-    """The row without what its answers think. One that is only a thought has weight 0 then: nothing is left to train."""
+    """The row without what its answers think. One that is only a thought has weight 0: nothing is left to train."""
     if example.messages is None:
         return example
     messages = []

@@ -37,7 +37,7 @@ from ..distributed.ranks import check_world_size
 from ..distributed.replicas import ALONE
 from ..failures import classify
 from ..model.adapters import load_to_infer
-from ..model.loading import DTYPES, load_config, load_tokenizer, outline, parameter_counts
+from ..model.loading import DTYPES, load_config, load_job_tokenizer, outline, parameter_counts
 
 BOOTSTRAP = 1000
 """Samples from which the error of a measure is estimated that has no formula for it."""
@@ -227,7 +227,7 @@ class _MeasuredModel:
         from lm_eval.models.huggingface import HFLM
 
         self._work = work
-        tokenizer = load_tokenizer(spec.source)
+        tokenizer = load_job_tokenizer(spec)
         if work.apply_chat_template and not tokenizer.chat_template:
             raise JobFailure(
                 Reason.invalid_model,

@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import CHAT_TEMPLATE_FILE
 
 from ...errors import JobFailure
 from ...specs.events import Reason
@@ -144,6 +145,26 @@ def load_tokenizer(
     model = model or source
     with suppress(JobFailure):  # loading the model reports it
         pad_within_embeddings(tokenizer, load_config(model), vocabulary_size(model), model.model, warn)
+    return tokenizer
+
+
+def load_job_tokenizer(spec: JobSpec, warn: Callable[[str], None] = lambda _: None) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model that a job trains or asks, with the chat template that the job sets, or the one that
+    its adapter was trained with.
+
+    Args:
+        warn: as of `load_tokenizer`.
+
+    Raises:
+        JobFailure: as `load_tokenizer`.
+    """
+    tokenizer = load_tokenizer(spec.source, warn=warn)
+    template = spec.data.chat_template
+    if template is None and spec.adapter is not None:
+        with suppress(FileNotFoundError, NotADirectoryError):  # an id of a hub is no directory
+            template = (Path(spec.adapter.location) / CHAT_TEMPLATE_FILE).read_text(encoding="utf-8")
+    if template is not None:
+        tokenizer.chat_template = template
     return tokenizer
 
 

@@ -83,7 +83,7 @@ class GrpoRecipe(AnswersPrompts):
             raise AssertionError("a GRPO job without a GrpoSpec")
         self._grpo = spec.method
         self._rewards = Rewards(spec.method)
-        self._rows = RowsOnDemand(spec.data.dataset.path, checks_of(spec.method.rewards))
+        self._rows = RowsOnDemand(spec.data.dataset.path, checks_of(spec.method.rewards), spec.data.dataset.names)
         super().__init__(spec=spec, sampling=spec.method, **arguments)
         fuse_head(self.policy, outputs=("log_probs",), temperature=spec.method.temperature)
         self.ref_model = load_reference(spec, self.args.device, self.accelerator) if is_needed(spec) else None
