@@ -527,6 +527,33 @@ def test_answers_that_are_only_a_thought_are_not_trained_without_it() -> None:
     assert (report.kept, report.dropped) == (2, 1)
 
 
+def test_a_call_that_is_not_written_is_refused_where_it_is_not_trained_though_its_words_are_in_the_text() -> None:
+    tokenizer = tokenizer_of("gptoss")
+    calls = [{"name": "weather", "arguments": {"city": city}} for city in ("Rome", "Paris")]
+    question = {"role": "user", "content": "Is the weather of city Rome, or Paris, warm?"}
+    talk = [
+        question,
+        {"role": "assistant", "tool_calls": calls},
+        *({"role": "tool", "content": t} for t in "78"),
+        TALK[6],
+    ]
+    pair: Any = parse_row({"prompt": talk[:-1], "chosen": "7.", "rejected": "8."}, 0, "dpo")
+    prompt: Any = parse_row({"prompt": talk[:-1]}, 0, "prompts")
+    example = example_of({"messages": talk})
+    for tokenized in (
+        tokenize_dpo([pair], tokenizer, 1024),
+        tokenize_prompts([prompt], tokenizer, 2048, 8),
+        tokenize_sft([example], tokenizer, 1024, train_on="last_turn"),
+        tokenize_sft([example], tokenizer, 1024, train_on_input=True),
+    ):
+        with pytest.raises(
+            JobFailure, match=r"row 0, turn 1: it calls 'weather', which .* not write \(call 1 of the turn\)"
+        ):
+            tokenized.collect()
+    one = [question, {**talk[1], "tool_calls": calls[:1]}, *talk[3:]]
+    assert trained(tokenizer, {"messages": one}, train_on="last_turn")
+
+
 def test_a_job_trains_on_calls(tmp_path: Path) -> None:
     """With a sequence for each answer: rows are rows, and steps are made of sequences."""
     rows = [{**ROW, "messages": [*TALK[:-1], {"role": "assistant", "content": f"Bye {n}."}]} for n in range(8)]

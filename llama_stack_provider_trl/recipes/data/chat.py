@@ -215,6 +215,8 @@ class Chat:
         """Where the answers end."""
         self.trained_headers = Examples()
         """Headers of answers that the template does not write in generation, so that the model has to."""
+        self._calls_lost: dict[Any, list[tuple[int, int]]] = {}
+        """By the kinds of turns: the calls that the template does not write."""
         self._unwritten: dict[tuple[bool, tuple[str, ...]], list[int] | None] = {}
         """By what the last turn is for, and the roles of the turns: the turns that the template does not write; None:
         that depends on the contents, too."""
@@ -279,7 +281,7 @@ class Chat:
         self.has_rendered = True
         self._refuse_tools(messages, row)
         try:
-            return self._render(messages, add_generation_prompt)
+            text = self._render(messages, add_generation_prompt)
         except (TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise JobFailure(
@@ -287,6 +289,47 @@ class Chat:
                 f"row {row}: the model's chat template refuses the turns {roles}: {error}. "
                 "Change the row, or the template in the model's tokenizer files",
             ) from error
+        for turn, number in self._lost_calls(messages, add_generation_prompt):
+            raise JobFailure(
+                Reason.invalid_dataset,
+                f"row {row}, turn {turn}: it calls {messages[turn]['tool_calls'][number]['name']!r}, which the model's "
+                f"chat template does not write (call {number} of the turn). Expected one call in a turn, and no "
+                "content beside it, as most of such templates require",
+            )
+        return text
+
+    def _lost_calls(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[tuple[int, int]]:
+        """Turns and numbers of the calls whose arguments the template does not write. A call's name, and words such as
+        its arguments, may be elsewhere in the text: so marks are looked for.
+
+        Which calls are written depends on the kinds of turns: it is found once for each sequence of them.
+        """
+        if not any(message.get("tool_calls") for message in messages):
+            return []
+        kinds = tuple(
+            (
+                message["role"],
+                len(message.get("tool_calls", ())),
+                not message["content"].strip(),
+                "reasoning" in message,
+            )
+            for message in messages
+        )
+        key = add_generation_prompt, bool(messages[0].get("tools")), kinds
+        if key not in self._calls_lost:
+            if len(self._calls_lost) >= _MOST_SHAPES:
+                self._calls_lost.clear()
+            marked, marks = [], dict[tuple[int, int], str]()
+            for turn, message in enumerate(messages):
+                calls = []
+                for number, call in enumerate(message.get("tool_calls", ())):
+                    marks[turn, number] = f"zqcall{turn}of{number}zq"
+                    calls.append({**call, "arguments": {"zqkey": marks[turn, number]}})
+                marked.append({**message, "tool_calls": calls} if calls else message)
+            text = self.render_part(marked, add_generation_prompt=add_generation_prompt)
+            lost = [] if text is None else [place for place, mark in marks.items() if mark not in text]
+            self._calls_lost[key] = lost
+        return self._calls_lost[key]
 
     def _refuse_tools(self, messages: Sequence[Message], row: int) -> None:
         has_calls = any("tool_calls" in message for message in messages)
