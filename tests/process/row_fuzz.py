@@ -27,7 +27,10 @@ from llama_stack_provider_trl.specs.rows import check_rows, parse_row
 from tests.tiny import tiny_tokenizer
 
 _TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-NAMES = ("qwen3", "llama3_1", "gptoss", "deepseekv3", "glm4moe", "gemma3")
+NAMES = (
+    *("qwen3", "llama3_1", "gptoss", "deepseekv3", "glm4moe", "gemma3"),
+    *("deepseek_r1_distill", "qwen3_5_think", "nemotron_3_nano", "gemma4"),
+)
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}
 _CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, null, "x"]}'}}
 _TALK: list[dict[str, Any]] = [
