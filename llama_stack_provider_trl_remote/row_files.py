@@ -85,9 +85,9 @@ def name_by_content(stem: str, blob: Blob) -> str:
     return f"{re.sub('[^A-Za-z0-9._-]+', '-', stem)[:100]}-{blob.sha256[:12]}"
 
 
-def has_preferences(blob: Blob) -> bool:
+def has_preferences(stored: Path) -> bool:
     """Whether stored rows are pairs for DPO, by the first of them."""
-    with open(blob.path, "rb") as rows:
+    with open(stored, "rb") as rows:
         # Not at the top: commands that read no rows start without pydantic.
         from llama_stack_provider_trl.specs.rows import holds_pairs
 

@@ -30,7 +30,7 @@ def evaluate(options: Namespace) -> int:
     with stored_rows(Path(options.data)) as blob, tempfile.TemporaryDirectory(prefix="trl-evaluate-") as directory:
         if not blob.num_rows:
             raise InvalidRequest("DATA", options.data, "it has no rows.")
-        method = options.method or ("dpo" if has_preferences(blob) else "sft")
+        method = options.method or ("dpo" if has_preferences(blob.path) else "sft")
         spec = _spec(options, method, blob, Path(directory))
         found = {
             "model": spec.source.model,

@@ -16,7 +16,7 @@ from llama_stack_provider_trl.errors import TrlError, sentence_of
 from llama_stack_provider_trl.system.console import complain, lines_of, show_lines, shown
 
 from . import jobspec, merge, node_commands
-from .shared_options import at_service
+from .shared_options import as_trained, at_service
 
 SERVE = "run the training service; its settings come from TRL_SERVICE_CONFIG"
 TRAINED = ("sft", "dpo", "orpo", "cpo", "simpo", "reward", "kto")
@@ -34,8 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
     if given[:1] == ["serve"]:
         return _serve(given[1:])
     options = parser().parse_args(given)
+    local = _LOCAL.get(options.group) or _LOCAL.get(f"{options.group} {options.command}")
     try:
-        return _LOCAL[options.group](options) if options.group in _LOCAL else _run(options)
+        return _run(options) if local is None else local(options)
     except BrokenPipeError:  # such as `| head`; without this, Python reports it again at its exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -45,13 +46,13 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         # Such as an answer that is no answer of the service. A traceback would print text from elsewhere as it is.
         text = f"{type(error).__name__}: {error}: this answer was not expected, or it is a bug of this command"
-        if options.group in _LOCAL or options.verbose:
+        if local or options.verbose:
             complain(f"{text}\n{''.join(traceback.format_exception(error))}")
         else:
             complain(f"{text}; --verbose shows where")
         return 1
     except KeyboardInterrupt:
-        continues = "" if options.group in _LOCAL else " watching; what was submitted continues"
+        continues = "" if local else " watching; what was submitted continues"
         show_lines("", to=sys.stderr)
         complain(f"stopped{continues}.")
         return 130
@@ -82,6 +83,12 @@ def _evaluate(options: argparse.Namespace) -> int:
     return evaluate(options)
 
 
+def _check(options: argparse.Namespace) -> int:
+    from .check import check
+
+    return check(options)
+
+
 def _dashboard(options: argparse.Namespace) -> int:
     from ..service.dashboard import serve_dashboard
 
@@ -101,6 +108,7 @@ _LOCAL = {
     "completion": _completion,
     "evaluate": _evaluate,
     "merge": merge.merge,
+    "datasets check": _check,
     "dashboard": _dashboard,
 }
 """Commands that call no service."""
@@ -179,7 +187,7 @@ def parser() -> argparse.ArgumentParser:
     merge.add_options(groups.add_parser("merge", help="models or adapters of this machine into one; calls no service"))
     _plot(groups.add_parser("plot", help="metrics of jobs as a .png, .svg or .html file"))
     _dashboard_options(groups.add_parser("dashboard", help="pages of the jobs of a data directory without a service"))
-    _datasets(groups.add_parser("datasets", help="add, list, preview"))
+    _datasets(groups.add_parser("datasets", help="add, list, preview, check"))
     node_commands.nodes(
         groups.add_parser(
             "nodes",
@@ -393,12 +401,22 @@ def _datasets(group: argparse.ArgumentParser) -> None:
     )
     preview.add_argument("--first-row", type=_number, default=0, metavar="N", help="counted from 0 (0)")
     preview.add_argument("--rows", type=int, default=10, metavar="N", help="1 to 100 (10)")
-    preview.add_argument("--max-seq-length", type=int, metavar="N", help="tokens (as the service sets)")
-    preview.add_argument(
-        "--truncation-side", choices=("right", "left"), help="longer rows lose their end, or beginning"
+    as_trained(preview)
+    check = commands.add_parser(
+        "check", help="whether every row of a file trains, as inference renders it; calls no service"
     )
-    preview.add_argument("--data-format", choices=("instruct", "dialog"), help="of SFT rows (by their columns)")
-    preview.add_argument("--train-on-input", action="store_true", help="the loss covers every token (SFT)")
+    check.add_argument("data", metavar="DATA", help="rows: a .jsonl, .json, .csv or .parquet file")
+    check.add_argument(
+        "--model", required=True, metavar="M", help="a directory, or a model id; its weights are not read"
+    )
+    check.add_argument(
+        "--method",
+        choices=("sft", "dpo", "kto"),
+        help="default: dpo for rows with chosen and rejected, else sft; dpo for all methods that read pairs",
+    )
+    as_trained(check)
+    check.add_argument("--strict", action="store_true", help="a warning is a failure, such as of dropped rows")
+    check.add_argument("--json", action="store_true", help="the counts, problems and warnings as JSON")
 
 
 def _tokens(group: argparse.ArgumentParser) -> None:

@@ -26,18 +26,26 @@ async def preview(client: ServiceClient, options: Namespace) -> int:
 
 
 def _body(client: ServiceClient, options: Namespace) -> dict[str, Any]:
-    batch_size = 2 if options.method == "kto" else 1  # KTO pairs the rows of a step
-    data = {"dataset_id": options.dataset_id, "batch_size": batch_size, "data_format": options.data_format}
+    body = job_body(options, options.method, options.dataset_id, model_at(options.model, client.url))
+    return {**body, "first_row": options.first_row, "rows": options.rows}
+
+
+def job_body(options: Namespace, method: str, dataset_id: str, model: str) -> dict[str, Any]:
+    """The body of a job whose rows are read as the options of `shared_options.as_trained` say."""
+    batch_size = 2 if method == "kto" else 1  # KTO pairs the rows of a step
+    data = {"dataset_id": dataset_id, "batch_size": batch_size, "data_format": options.data_format}
     if options.train_on_input:
         data["train_on_input"] = True
-    given = {"max_seq_length": options.max_seq_length, "truncation_side": options.truncation_side}
+    given = {name: getattr(options, name) for name in ("max_seq_length", "truncation_side", "train_on", "reasoning")}
+    roles: dict[str, list[str]] = {}
+    for own, name in options.role:
+        roles.setdefault(own, []).append(name)
+    given |= {"columns": dict(options.column), "roles": roles}
     return {
-        "model": model_at(options.model, client.url),
-        **({"algorithm_config": {"type": options.method}} if options.method != "sft" else {}),
+        "model": model,
+        **({"algorithm_config": {"type": method}} if method != "sft" else {}),
         "training_config": {"n_epochs": 1, "data_config": {name: value for name, value in data.items() if value}},
-        "provider_options": {name: value for name, value in given.items() if value is not None},
-        "first_row": options.first_row,
-        "rows": options.rows,
+        "provider_options": {name: value for name, value in given.items() if value not in (None, {})},
     }
 
 

@@ -43,7 +43,7 @@ async def train(client: ServiceClient, options: Namespace) -> int:
         for file, blob in zip(files_given, blobs, strict=True):
             if not blob.num_rows:
                 raise InvalidRequest("DATA", str(file), "it has no rows.")
-        method = options.method or ("dpo" if has_preferences(blobs[0]) else "sft")
+        method = options.method or ("dpo" if has_preferences(blobs[0].path) else "sft")
         datasets = [
             await register_rows(client, blob, name_by_content(file.stem, blob))
             for file, blob in zip(files_given, blobs, strict=True)

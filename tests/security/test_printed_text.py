@@ -219,6 +219,7 @@ WORDS: dict[tuple[str, str], tuple[str, ...]] = {
     ("datasets", "add"): ("ROWS", "--id", "d"),
     ("datasets", "list"): (),
     ("datasets", "preview"): ("d", "--model", "m"),
+    ("datasets", "check"): ("ROWS", "--model", "m"),
     ("nodes", "list"): (),
     ("nodes", "commands"): ("--discover",),
     ("nodes", "advise"): ("--model", "1M", "--step-seconds", "1", "--job", JOB),
@@ -297,10 +298,11 @@ def run(
         raise JobFailure(HOSTILE, HOSTILE)
 
     monkeypatch.setattr("llama_stack_provider_trl_remote.nodes.discovery.search.search", search)
+    for name in ("evaluate", "check"):  # imported before its recipe is replaced: the fixture undoes that
+        command = importlib.import_module(f"llama_stack_provider_trl_remote.cli.{name}")
+        monkeypatch.setattr(command, "run_recipe", recipe)
+        monkeypatch.setattr(command, "check_interpreter", lambda python: None)
     monkeypatch.setattr("llama_stack_provider_trl_remote.cli.recipe_process.run_recipe", recipe)
-    evaluation = importlib.import_module("llama_stack_provider_trl_remote.cli.evaluate")
-    monkeypatch.setattr(evaluation, "run_recipe", recipe)
-    monkeypatch.setattr(evaluation, "check_interpreter", lambda python: None)
     monkeypatch.setattr("llama_stack_provider_trl.launch.interpreter.check_interpreter", lambda python: None)
     return command_line(service, monkeypatch, capsys)
 

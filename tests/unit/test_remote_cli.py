@@ -324,7 +324,8 @@ def test_every_command_that_calls_the_service_takes_json() -> None:
 def test_every_command_that_calls_the_service_takes_the_options_of_logs() -> None:
     """The others call no service, or are it."""
     without = {" ".join(words) for words in subcommands() if not {"--verbose", "--log-level"} <= options_of(words)}
-    assert without == {"completion", "dashboard", "doctor", "evaluate", "jobspec", "merge", "serve"}
+    alone = {"completion", "dashboard", "datasets check", "doctor", "evaluate", "jobspec", "merge", "serve"}
+    assert without == alone
 
 
 @pytest.mark.parametrize("words", ["nodes --verbose list", "nodes list --verbose", "nodes --log-level debug list"])
@@ -385,8 +386,8 @@ def test_train_takes_every_method_that_needs_only_rows_and_names_what_serves_the
 
 def test_each_option_of_train_run_and_plot_is_on_their_page() -> None:
     page = (REPOSITORY / "docs" / "reference" / "remote.md").read_text()
-    for name in ("train", "run", "resume", "plot", "evaluate", "merge"):
-        missing = {one for one in options_of((name,)) if one.startswith("--") and f"`{one}" not in page}
+    for name in ("train", "run", "resume", "plot", "evaluate", "merge", "datasets check"):
+        missing = {one for one in options_of(tuple(name.split())) if one.startswith("--") and f"`{one}" not in page}
         assert missing - {"--help"} == set(), name
 
 

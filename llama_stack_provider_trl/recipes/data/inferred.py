@@ -1,7 +1,8 @@
 """Compares what is trained with what inference renders, token by token, for each trained turn.
 
 Inference has the tokens that the tokenizer's own `apply_chat_template` makes of the messages before a turn, with the
-row's tools and the header of an answer. A turn is equal where its training has these tokens, and the loss begins behind
+row's tools and the header of an answer. Messages are given in the form that the template takes (`forms`), as those who
+serve a model have to do. A turn is equal where its training has these tokens, and the loss begins behind
 them. Which turn a sequence trains is not asked of the code that has made it (`turns`, `spans`): known are only the ids,
 which of them carry loss, and the messages.
 """
@@ -20,7 +21,7 @@ from .chat import Chat, call_tokenizer
 from .forms import without_thought
 from .marks import common_prefix
 from .packing import IGNORED
-from .templates import rendered
+from .templates import rendered, rendered_ids
 from .tokenize import Encoded
 from .turns import trained_numbers
 
@@ -115,13 +116,13 @@ class Inference:
         """
         talk, first = [*prompt, *answer], len(prompt)
         turns = [turn for turn in range(first, len(talk)) if talk[turn]["role"] == "assistant"]
-        before = self._all_before(talk, turns)
+        before = self._all_before(talk, turns, 1)
         if before is None:
             return []
         whole = ids[0] + ids[1]
-        for turn, rendered_ids in before.items():
-            begin = len(ids[0]) if turn == first else len(rendered_ids or ())
-            if difference := self._difference(whole, begin, rendered_ids):
+        for turn, inferred in before.items():
+            begin = len(ids[0]) if turn == first else len(inferred or ())
+            if difference := self._difference(whole, begin, inferred):
                 return [ComparedTurn(turn, part, 0, difference)]
         run = _Run(0, len(ids[0]), len(whole))
         return [self._with_text(talk, first, ids[1], run)._replace(part=part)]
@@ -132,16 +133,22 @@ class Inference:
         if before is None:
             return []
         return [
-            ComparedTurn(turn, "prompt", 0, self._difference(ids, len(ids), rendered_ids))
-            for turn, rendered_ids in before.items()
+            ComparedTurn(turn, "prompt", 0, self._difference(ids, len(ids), inferred))
+            for turn, inferred in before.items()
         ]
 
-    def _all_before(self, messages: Sequence[Message], turns: Sequence[int]) -> dict[int, list[int] | None] | None:
-        """What inference has before each turn (None: the template refuses that); None: that would be too much."""
+    def _all_before(
+        self, messages: Sequence[Message], turns: Sequence[int], count: int | None = None
+    ) -> dict[int, list[int] | None] | None:
+        """What inference has before each turn (None: the template refuses that); None: that would be too much.
+
+        Args:
+            count: as what the turns are counted, where they are not compared; None: each as one.
+        """
         found: dict[int, list[int] | None] = {}
         for turn in turns:
             if self.most_tokens is not None and self.tokens > self.most_tokens:
-                self.left_out += len(turns)
+                self.left_out += len(turns) if count is None else count
                 return None
             found[turn] = self.before(messages[:turn])
             self.tokens += len(found[turn] or ())
@@ -157,17 +164,7 @@ class Inference:
             return None
         turns, tools = self.chat.as_taken(messages)
         try:
-            rendered(self.chat.tokenizer, turns, add_generation_prompt=True, **tools)  # within limits, as a text
-            return list(
-                self.chat.tokenizer.apply_chat_template(
-                    list(turns),
-                    add_generation_prompt=True,
-                    tokenize=True,
-                    return_dict=False,
-                    tokenizer_kwargs={"verbose": False},  # a long one is counted, and cut, elsewhere
-                    **tools,
-                )
-            )
+            return rendered_ids(self.chat.tokenizer, turns, add_generation_prompt=True, **tools)
         except (TemplateError, TypeError, ValueError):
             return None
 

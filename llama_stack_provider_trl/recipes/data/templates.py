@@ -36,6 +36,8 @@ MEMORY = 1 << 30
 """Bytes that the process may allocate meanwhile."""
 MOST_TEXT = 64 << 20
 """Characters of a text. A row has at most 16 MiB."""
+_SECONDS_PER_CHARACTER, _BYTES_PER_CHARACTER = 20e-6, 512
+"""What tokenizing may take. A byte-level BPE takes 1 us and 180 bytes (measured)."""
 _MOST_BITS = 4096
 """Of a whole number that a template multiplies."""
 _POLL_S = 0.5
@@ -57,6 +59,21 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **
     return _within_limits(tokenizer, render)
 
 
+def rendered_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> list[int]:
+    """What the tokenizer's own `apply_chat_template` makes of a conversation, tokenized by that too. Raises as
+    `rendered`."""
+    characters = len(rendered(tokenizer, messages, **options))  # what is tokenized is bounded first
+    render = partial(
+        tokenizer.apply_chat_template,
+        list(messages),
+        tokenize=True,
+        return_dict=False,
+        tokenizer_kwargs={"verbose": False},  # a long one is counted, and cut, elsewhere
+        **options,
+    )
+    return list(_limited(tokenizer, render, characters))
+
+
 def limit(tokenizer: PreTrainedTokenizerBase) -> None:
     """Have a tokenizer that is given to a library render within the limits, too."""
     apply = tokenizer.apply_chat_template
@@ -69,9 +86,24 @@ def limit(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _within_limits(tokenizer: PreTrainedTokenizerBase, render: Callable[[], Any]) -> str:
+    found = _limited(tokenizer, lambda: str(render()))
+    if len(found) > MOST_TEXT:
+        raise _failure(tokenizer, f"{len(found)} characters for one conversation, expected at most {MOST_TEXT}")
+    return found
+
+
+def _limited[Result](tokenizer: PreTrainedTokenizerBase, render: Callable[[], Result], characters: int = 0) -> Result:
+    """What a call renders within the limits.
+
+    Args:
+        characters: that it tokenizes, too.
+
+    Raises:
+        TemplateError, TypeError, ValueError, JobFailure: as `rendered`.
+    """
     _refuse_large_numbers()
     try:
-        found = _tried(render)
+        return _tried(render, characters)
     except _TooSlow:
         raise _failure(tokenizer, f"more than {SECONDS:g} s of CPU time to write one conversation") from None
     except MemoryError:
@@ -82,22 +114,19 @@ def _within_limits(tokenizer: PreTrainedTokenizerBase, render: Callable[[], Any]
         raise ValueError("it calls itself too deeply") from error
     except (ArithmeticError, LookupError, AttributeError, AssertionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}"[:500]) from error
-    if len(found) > MOST_TEXT:
-        raise _failure(tokenizer, f"{len(found)} characters for one conversation, expected at most {MOST_TEXT}")
-    return found
 
 
-def _tried(render: Callable[[], Any]) -> str:
+def _tried[Result](render: Callable[[], Result], characters: int) -> Result:
     """What a call renders within the limits. Raises MemoryError, _TooSlow, and what the call raises."""
     global _known
     try:
-        with _Limits():
-            return str(render())
+        with _Limits(characters):
+            return render()
     except MemoryError:
         # The memory of the process may have grown since it was read: only a limit from a fresh reading counts.
         _known = 0.0, 0
-    with _Limits():
-        return str(render())
+    with _Limits(characters):
+        return render()
 
 
 def _failure(tokenizer: PreTrainedTokenizerBase, takes: str) -> JobFailure:
@@ -127,16 +156,24 @@ def _of_small_numbers(compute: Callable[[Any, Any], Any], one: Any, other: Any) 
 
 
 class _Limits:
-    """Limits of memory and CPU time while a template is rendered."""
+    """Limits of memory and CPU time while a template is rendered.
+
+    Args:
+        characters: that are tokenized meanwhile.
+    """
+
+    def __init__(self, characters: int) -> None:
+        self._seconds = SECONDS + characters * _SECONDS_PER_CHARACTER
+        self._memory = MEMORY + characters * _BYTES_PER_CHARACTER
 
     def __enter__(self) -> None:
         self._before: tuple[int, int] | None = None
         self._thread = threading.get_ident()
-        _watch.add(self._thread)
+        _watch.add(self._thread, self._seconds)
         if _LINUX:
             self._before = resource.getrlimit(resource.RLIMIT_DATA)
             soft, most = self._before
-            size = _allocated() + MEMORY
+            size = _allocated() + self._memory
             resource.setrlimit(resource.RLIMIT_DATA, (size if soft < 0 else min(size, soft), most))
 
     def __exit__(self, *_: object) -> None:
@@ -181,11 +218,11 @@ class _Watch:
         self._has_thread = False
         self._wake = threading.Event()
 
-    def add(self, thread: int) -> None:
-        """Watch the calling thread."""
+    def add(self, thread: int, seconds: float) -> None:
+        """Watch the calling thread, which may take so much CPU time."""
         clock = time.pthread_getcpuclockid(thread) if _LINUX else time.CLOCK_MONOTONIC
         with self._lock:
-            self._watched[thread] = clock, time.clock_gettime(clock) + SECONDS
+            self._watched[thread] = clock, time.clock_gettime(clock) + seconds
             if not self._has_thread:
                 self._has_thread = True
                 threading.Thread(target=self._run, name="chat template", daemon=True).start()
