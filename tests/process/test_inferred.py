@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -21,7 +22,7 @@ from llama_stack_provider_trl.specs.events import Previewed
 from llama_stack_provider_trl.specs.methods import GrpoSpec
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
-from llama_stack_provider_trl.specs.rows import SftExample
+from llama_stack_provider_trl.specs.rows import SftExample, parse_row
 from tests.process.test_data_masks import TALK, THINKING_WITH_TOOLS
 from tests.process.test_tool_templates import (
     _TEMPLATES,
@@ -34,7 +35,7 @@ from tests.process.test_tool_templates import (
     row_for,
     tokenizer_of,
 )
-from tests.tiny import CHATML, tiny_model, tiny_tokenizer
+from tests.tiny import CHATML, qwen_tokenizer, shared_dir, tiny_model, tiny_tokenizer
 from tests.training import job_spec
 
 pytestmark = pytest.mark.process
@@ -121,6 +122,21 @@ def test_earlier_turns_that_are_written_otherwise_are_named_from_the_first_diffe
     assert re.search("of 'WHAT IS .* and at inference .* of 'What is", found[0].difference)
     alone = compared(with_template(SHOUTED), {"messages": TALK[:2]})
     assert [bool(turn.difference) for turn in alone] == [True], "the question is the last turn at inference"
+
+
+def test_real_rows_under_a_real_tokenizer_are_equal_unless_generation_begins_within_a_thought() -> None:
+    tokenizer, rows = qwen_tokenizer(), shared_dir() / "data" / "instruct_999.jsonl"
+    examples = [parse_row(json.loads(line), 0, "sft") for line in rows.read_text().splitlines()[:60]]
+    for template, differ in (("qwen2_5", False), ("qwen3", False), ("phi3", False), ("qwen3_6", True)):
+        tokenizer.chat_template = (_TEMPLATES / f"{template}.jinja").read_text()
+        chat = Chat(tokenizer)
+        for example in examples:
+            assert isinstance(example, SftExample)
+            (sequences,) = SftEncoder(chat).encode([(0, example)])
+            (turn,) = Inference(chat).of_sequences(example, sequences, "assistant")
+            assert bool(turn.difference) is differ, (template, turn)
+    thought = [{**message, "reasoning_content": "Hm."} for message in TALK]
+    assert [turn.difference for turn in compared(tokenizer, {"messages": thought})] == [""] * 3
 
 
 def test_a_token_that_spans_the_border_before_an_answer_is_named() -> None:
