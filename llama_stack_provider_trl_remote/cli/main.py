@@ -234,11 +234,7 @@ def _train(command: argparse.ArgumentParser) -> None:
         "--gradient-accumulation", type=_positive, metavar="N", help="batches of an optimizer step (1)"
     )
     command.add_argument("--learning-rate", type=_rate_of_learning, metavar="LR", help="peak (that of the method)")
-    command.add_argument("--max-seq-length", type=_positive, metavar="N", help="tokens of a row (the service's)")
-    command.add_argument("--system-prompt", metavar="TEXT", help="a system turn for rows that begin without one")
-    command.add_argument(
-        "--chat-template", metavar="FILE", help="a Jinja file, or chatml, in place of the model's own template"
-    )
+    as_trained(command)
     command.add_argument("--mix", action="append", metavar="FILE", help="further rows to train on; repeat it")
     command.add_argument(
         "--weights", type=_weights, metavar="W,W", help="with --mix: shares of an epoch, DATA's first (by their rows)"

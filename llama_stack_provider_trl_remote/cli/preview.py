@@ -11,6 +11,7 @@ from llama_stack_provider_trl.specs.previewed import composition_sentence, infer
 
 from ..client import ServiceClient
 from ..trl_client import preview_request
+from .shared_options import trained_as
 from .terminal import emit
 from .whole_jobs import model_at
 
@@ -33,19 +34,13 @@ def _body(client: ServiceClient, options: Namespace) -> dict[str, Any]:
 def job_body(options: Namespace, method: str, dataset_id: str, model: str) -> dict[str, Any]:
     """The body of a job whose rows are read as the options of `shared_options.as_trained` say."""
     batch_size = 2 if method == "kto" else 1  # KTO pairs the rows of a step
-    data = {"dataset_id": dataset_id, "batch_size": batch_size, "data_format": options.data_format}
-    if options.train_on_input:
-        data["train_on_input"] = True
-    given = {name: getattr(options, name) for name in ("max_seq_length", "truncation_side", "train_on", "reasoning")}
-    roles: dict[str, list[str]] = {}
-    for own, name in options.role:
-        roles.setdefault(own, []).append(name)
-    given |= {"columns": dict(options.column), "roles": roles}
+    own, given = trained_as(options)
+    data = {"dataset_id": dataset_id, "batch_size": batch_size, **own}
     return {
         "model": model,
         **({"algorithm_config": {"type": method}} if method != "sft" else {}),
-        "training_config": {"n_epochs": 1, "data_config": {name: value for name, value in data.items() if value}},
-        "provider_options": {name: value for name, value in given.items() if value not in (None, {})},
+        "training_config": {"n_epochs": 1, "data_config": data},
+        "provider_options": given,
     }
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
+from typing import Any
+
+from llama_stack_provider_trl.errors import InvalidRequest
 
 
 def at_service(command: argparse.ArgumentParser, *, below: bool = False) -> argparse.ArgumentParser:
@@ -32,7 +36,7 @@ def logged(command: argparse.ArgumentParser, *, below: bool = False) -> argparse
 
 def as_trained(command: argparse.ArgumentParser) -> None:
     """Add the options of how rows are read and trained."""
-    command.add_argument("--max-seq-length", type=int, metavar="N", help="tokens (as the service sets)")
+    command.add_argument("--max-seq-length", type=int, metavar="N", help="tokens of a row (the service's)")
     command.add_argument(
         "--truncation-side", choices=("right", "left"), help="longer rows lose their end, or beginning"
     )
@@ -44,12 +48,50 @@ def as_trained(command: argparse.ArgumentParser) -> None:
         help="what the loss covers (assistant: every answer; SFT)",
     )
     command.add_argument("--reasoning", choices=("keep", "drop"), help="thoughts of answers (keep; SFT)")
+    command.add_argument("--system-prompt", metavar="TEXT", help="a system turn for rows that begin without one")
+    command.add_argument(
+        "--chat-template", metavar="FILE", help="a Jinja file, or chatml, in place of the model's own template"
+    )
     command.add_argument(
         "--column", action="append", default=[], type=_named, metavar="OWN=NAME", help="read column NAME as OWN"
     )
     command.add_argument(
         "--role", action="append", default=[], type=_named, metavar="OWN=NAME", help="read role NAME as OWN"
     )
+
+
+def trained_as(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of `data_config`, and provider options, that the options of `as_trained` ask for.
+
+    Raises:
+        InvalidRequest: a file cannot be read.
+    """
+    data = {"data_format": options.data_format, "train_on_input": options.train_on_input or None}
+    names = ("max_seq_length", "truncation_side", "train_on", "reasoning", "system_prompt")
+    roles: dict[str, list[str]] = {}
+    for own, name in options.role:
+        roles.setdefault(own, []).append(name)
+    given = {
+        **{name: getattr(options, name) for name in names},
+        "chat_template": _template(options.chat_template),
+        "columns": dict(options.column),
+        "roles": roles,
+    }
+    return _set(data), {name: value for name, value in _set(given).items() if value != {}}
+
+
+def _set(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _template(given: str | None) -> str | None:
+    """The text of a chat template's file, or its name."""
+    if given is None or not (file := Path(given)).is_file():
+        return given  # what reads it refuses a name that it does not know
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidRequest("--chat-template", given, f"it cannot be read as UTF-8 text: {error}") from error
 
 
 def _named(text: str) -> tuple[str, str]:

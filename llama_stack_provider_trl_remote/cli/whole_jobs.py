@@ -22,6 +22,7 @@ from ..pull import pull
 from ..request_files import read_request
 from ..row_files import has_preferences, name_by_content, register_rows, stored_rows
 from ..submitting import submit_request
+from .shared_options import trained_as
 from .terminal import emit, table
 from .watch import exit_status, watch
 
@@ -172,9 +173,9 @@ def training_request(
         given["mixture"] = [
             {"dataset_id": name, **_set({"weight": weight})} for name, weight in zip(dataset_ids, weights, strict=True)
         ]
-    if options.max_seq_length:
-        given["max_seq_length"] = options.max_seq_length
-    given |= _set({"system_prompt": options.system_prompt, "chat_template": _template(options.chat_template)})
+    own, of_rows = trained_as(options)
+    training["data_config"] |= own
+    given |= of_rows
     if method != "sft" and lora:
         given["lora"] = lora
     algorithm = lora if method == "sft" else {"type": method}
@@ -241,16 +242,6 @@ def model_at(name: str, url: str) -> str:
             "--model", name, "there is no such directory: name a model's directory, or an id (org/name)."
         )
     return name
-
-
-def _template(given: str | None) -> str | None:
-    """The text of a chat template's file, or its name."""
-    if given is None or not (file := Path(given)).is_file():
-        return given  # the service refuses a name that it does not know
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise InvalidRequest("--chat-template", given, f"it cannot be read as UTF-8 text: {error}") from error
 
 
 def _check_weights(options: Namespace, files: list[str]) -> None:
