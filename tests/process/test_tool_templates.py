@@ -18,6 +18,7 @@ from llama_stack_provider_trl.recipes.data.chat import Chat
 from llama_stack_provider_trl.recipes.data.forms import as_content
 from llama_stack_provider_trl.recipes.data.packing import IGNORED
 from llama_stack_provider_trl.recipes.data.prepare import tokenize_dpo, tokenize_kto, tokenize_prompts, tokenize_sft
+from llama_stack_provider_trl.recipes.data.spans import tokens_behind
 from llama_stack_provider_trl.recipes.data.tokenize import SftEncoder
 from llama_stack_provider_trl.recipes.data.turns import turn_text
 from llama_stack_provider_trl.specs.events import Prepared, Progress
@@ -414,7 +415,8 @@ def test_a_thought_is_trained_behind_the_one_that_generation_begins_wherever_a_r
         pair: Any = parse_row({"prompt": [question], "chosen": [turn], "rejected": "No."}, 0, "dpo")
         (tokens,) = tokenize_dpo([pair], tokenizer, 1024).collect()[0]
         assert tokens["prompt_ids"] == tokenizer(before)["input_ids"]
-        assert turn_text(Chat(tokenizer), [question, turn], 1, 0)[1] == before + tokenizer.decode(tokens["chosen_ids"])
+        scored = tokens_behind(Chat(tokenizer), [turn_text(Chat(tokenizer), [question, turn], 1, 0)])
+        assert scored == [[*tokens["prompt_ids"], *tokens["chosen_ids"]]]  # by a reward model
         found.append(re.sub(r"\s", "", tokenizer.decode(tokens["chosen_ids"])))
     end = ENDS["deepseekv3"] if name.startswith("deepseek") else "<|im_end|>"
     answers = ["Hm.</think>Yes."] * 9 + ["</think>Yes."] * 6 + ["</think>Use</think>toendit."] * 3

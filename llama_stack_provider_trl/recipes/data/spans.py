@@ -154,13 +154,37 @@ def _split(
     if row.diverges:
         return _split_diverging(chat, row, header, [(ids, index) for ids, index in found if index is not None])
     sequences = [ids for ids, _ in found]
-    if row.is_by_turns and any(ids[: len(header)] != header for ids in sequences):
-        # A token spans the border before the answer, which none does in generation.
-        parts = [text[len(row.before) :] for text in row.ended]
-        answers = chat.tokenize(parts)
-        if not any(begins_with_space(chat, part, own) for part, own in zip(parts, answers, strict=True)):
-            return SplitRow(header, answers)
+    if row.is_by_turns and (own := _own_tokens(chat, row.before, row.ended, header, sequences)):
+        return SplitRow(header, own)
     return _split_plain(chat, header, sequences)
+
+
+def _own_tokens(
+    chat: Chat, before: str, texts: Sequence[str], header: list[int], sequences: Sequence[list[int]]
+) -> list[list[int]] | None:
+    """The tokens of answers alone, where a token spans the border before one, which none does in generation. None: none
+    does, or an answer alone has other tokens than behind a text."""
+    if all(ids[: len(header)] == header for ids in sequences):
+        return None
+    parts = [text[len(before) :] for text in texts]
+    answers = chat.tokenize(parts)
+    spaced = any(begins_with_space(chat, part, own) for part, own in zip(parts, answers, strict=True))
+    return None if spaced else answers
+
+
+def tokens_behind(chat: Chat, texts: Sequence[tuple[str, str]]) -> list[list[int]]:
+    """The tokens of conversations whose last answer stands behind what generation has before it, as `split_rows` has
+    them.
+
+    Args:
+        texts: of each what generation has, and the same with the answer (`turns.turn_text`).
+    """
+    found = []
+    headers, sequences = (chat.tokenize([pair[part] for pair in texts]) for part in (0, 1))
+    for (before, text), header, ids in zip(texts, headers, sequences, strict=True):
+        own = _own_tokens(chat, before, [text], header, [ids])
+        found.append(header + own[0] if own else ids)
+    return found
 
 
 def _split_plain(chat: Chat, header: list[int], sequences: list[list[int]]) -> SplitRow:

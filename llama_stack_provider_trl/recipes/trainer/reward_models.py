@@ -20,7 +20,7 @@ from ...specs.rows import Message
 from ..data.chat import Chat
 from ..data.embedded import check_embedded
 from ..data.prepare import TruncationCounter
-from ..data.spans import ended_text, split_rows
+from ..data.spans import ended_text, split_rows, tokens_behind
 from ..data.turns import turn_text
 from ..model.files import check_adapter_files
 from ..model.loading import SCORE, WeightStorage, load_model, load_tokenizer
@@ -78,7 +78,7 @@ class RewardScorer:
         """
         answers: list[list[Message]] = [[{"role": "assistant", "content": text}] for text in completions]
         rows = [*zip(prompts, answers, numbers, strict=True)]
-        read = self._chat.tokenize([self._text([*prompt, *answer], number) for prompt, answer, number in rows])
+        read = self._tokens([[*prompt, *answer] for prompt, answer, _ in rows], numbers)
         for ids, number in zip(read, numbers, strict=True):
             name = f"the reward model of job {self._spec.job_uuid!r}, row {number} with its answer"
             check_embedded(ids, self._embeddings, self._tokenizer, name)
@@ -102,12 +102,16 @@ class RewardScorer:
             )
         return Scored(rewards, [not has_room for _, has_room in cut])
 
-    def _text(self, messages: list[Message], number: int) -> str:
-        """A conversation as far as its answer ends, as in pairs."""
+    def _tokens(self, talks: list[list[Message]], numbers: Sequence[int]) -> list[list[int]]:
+        """Conversations as far as their answer ends, as in pairs."""
+        rows = [*zip(talks, numbers, strict=True)]
         if self._chat.forms.begins_thought:
-            return turn_text(self._chat, messages, len(messages) - 1, number)[1]
-        text = self._chat.render(messages, number)
-        return ended_text(self._chat, messages, text)
+            texts = [turn_text(self._chat, messages, len(messages) - 1, number) for messages, number in rows]
+            return tokens_behind(self._chat, texts)
+        rendered = [self._chat.render(messages, number) for messages, number in rows]
+        return self._chat.tokenize(
+            [ended_text(self._chat, messages, text) for messages, text in zip(talks, rendered, strict=True)]
+        )
 
     def _cut(self, ids: list[int], prompt: list[Message], answer: list[Message], number: int) -> tuple[list[int], bool]:
         """A conversation, cut as its job has cut pairs, and whether a token of the answer is left."""
