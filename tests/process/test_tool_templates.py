@@ -401,6 +401,7 @@ def test_a_thought_in_the_content_of_gpt_oss_is_its_analysis() -> None:
 @pytest.mark.parametrize("name", ["deepseek_r1_distill", "deepseekv3", "nemotron_3_nano", "qwen3_5_think", "qwen3_8"])
 def test_a_thought_is_trained_behind_the_one_that_generation_begins_wherever_a_row_has_it(name: str) -> None:
     tokenizer, question = tokenizer_of(name), TALK[1]
+    tokenizer.add_tokens(["<think>", "</think>"])  # then a token of two line ends spans the border
     before = tokenizer.apply_chat_template([question], add_generation_prompt=True, tokenize=False)
     thoughts = ("<think>\nHm.\n</think>\n\nYes.", "<think>Hm.</think>Yes.", "Hm.\n</think>\n\nYes.")
     found = []
