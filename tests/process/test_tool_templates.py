@@ -557,6 +557,18 @@ def test_a_call_that_is_not_written_is_refused_where_it_is_not_trained_though_it
     assert trained(tokenizer, {"messages": one}, train_on="last_turn")
 
 
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3_5_think", "nemotron_3_nano", "deepseek_r1_distill", "glm4moe", "qwen2_5"]
+)
+def test_a_final_answer_has_no_empty_thought_before_it(name: str) -> None:
+    talks = [
+        [TALK[1], {"role": "assistant", "content": content}] for content in ("Yes.", "<think>\nHm.\n</think>\n\nYes.")
+    ]
+    found = [trained(tokenizer_of(name), {"messages": talk}, train_on="final_answer") for talk in talks]
+    assert found[0] == found[1]
+    assert found[0][0][0].startswith("Yes.")
+
+
 def test_a_job_trains_on_calls(tmp_path: Path) -> None:
     """With a sequence for each answer: rows are rows, and steps are made of sequences."""
     rows = [{**ROW, "messages": [*TALK[:-1], {"role": "assistant", "content": f"Bye {n}."}]} for n in range(8)]

@@ -10,6 +10,7 @@ number.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from .forms import END_THINK, THINK, split_thought, without_thought
 from .marks import CLOSE, OPEN, common_prefix, visible
 from .places import find_content
 
+_EMPTY_THOUGHT = re.compile(r"\s*(<think>)?\s*</think>\n*")
 Span = tuple[int, int]
 """First and last character."""
 
@@ -236,7 +238,8 @@ def _after_thought(message: Message, segment: str) -> int:
     """Where in a turn the thought has ended: behind its tag, or before the content."""
     thought, _ = split_thought(message)
     if not thought:
-        return 0
+        empty = _EMPTY_THOUGHT.match(segment)
+        return empty.end() if empty else 0
     at = segment.find(thought.strip())
     if at < 0:
         return 0
