@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fastapi.exceptions import RequestValidationError
 
+from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl_remote.service.http.bodies import PreflightBody
 from llama_stack_provider_trl_remote.service.pages.job_form import job_of, same_job, validated
 
@@ -68,3 +69,33 @@ def test_a_shell_sends_the_same_job_whatever_is_in_its_names(method: str, call: 
     assert json.loads(curl[curl.index("-d") + 1]) == body
     assert curl[-1] == f"http://127.0.0.1:8322/v1/post-training/{call}"
     assert json.loads(shlex.split(same["trl_remote"])[2]) == body
+
+
+def test_further_options_are_written_as_json() -> None:
+    fields = {
+        **FIELDS,
+        "system_prompt": "Be brief.",
+        "train_on": "last_turn",
+        "options": '{"columns": {"prompt": "q"}}',
+    }
+    assert job_of(fields)["provider_options"] == {
+        "system_prompt": "Be brief.",
+        "train_on": "last_turn",
+        "columns": {"prompt": "q"},
+    }
+    assert "train_on" not in job_of({**fields, "method": "dpo"})["provider_options"]
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "words"),
+    [
+        ("{seed: 1}", "provider_options", "it is no JSON"),
+        ("[1]", "provider_options", "expected an object"),
+        ('{"priority": "low"}', "provider_options.priority", "another field of the form has it, too"),
+    ],
+)
+def test_further_options_that_are_no_object_or_there_twice_are_refused(options: str, field: str, words: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        job_of({**FIELDS, "priority": "high", "options": options})
+    assert refused.value.field == field
+    assert words in str(refused.value)

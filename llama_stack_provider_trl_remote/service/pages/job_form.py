@@ -10,18 +10,26 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
+from llama_stack_provider_trl.errors import InvalidRequest
+
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 """With the MLP all linear layers of a Llama-like block, as `trl-remote train` takes them."""
 _TRAINING = (("epochs", "n_epochs", int), ("gradient_accumulation", "gradient_accumulation_steps", int))
 _OPTIONS = (
     *(("max_seq_length", "max_seq_length", int), ("nproc_per_node", "nproc_per_node", int)),
     *(("truncation_side", "truncation_side", str), ("priority", "priority", str)),
+    ("system_prompt", "system_prompt", str),
 )
+_SFT_OPTIONS = (("train_on", "train_on", str), ("reasoning", "reasoning", str))
 
 
 def job_of(fields: Mapping[str, str]) -> dict[str, Any]:
     """The body of the job that a form describes. Fields that are empty are left out; a number that is none stays a
-    text, which the body's model then names."""
+    text, which the body's model then names.
+
+    Raises:
+        InvalidRequest: the field of further options has no object, or one that another field has.
+    """
     method = fields.get("method")
     is_sft = method not in ("dpo", "kto")
     data = {
@@ -39,10 +47,11 @@ def job_of(fields: Mapping[str, str]) -> dict[str, Any]:
         **_given(fields, *_TRAINING),
         **_given(fields, ("learning_rate", "learning_rate", float)),
     }
-    options: dict[str, Any] = _given(fields, *_OPTIONS)
+    options: dict[str, Any] = _given(fields, *_OPTIONS, *(_SFT_OPTIONS if is_sft else ()))
     lora = _lora(fields)
     if lora and not is_sft:
         options["lora"] = lora
+    options |= _further(fields.get("options", ""), options)
     body: dict[str, Any] = _given(fields, ("job", "job_uuid", str))
     body |= {"model": fields.get("model", ""), "training_config": {**training, "data_config": data}}
     algorithm = lora if is_sft else {"type": method}
@@ -51,6 +60,23 @@ def job_of(fields: Mapping[str, str]) -> dict[str, Any]:
         | ({"algorithm_config": algorithm} if algorithm else {})
         | ({"provider_options": options} if options else {})
     )
+
+
+def _further(text: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The provider options that are written as JSON."""
+    if not text.strip():
+        return {}
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        hint = f'it is no JSON ({error}): write an object, such as {{"seed": 1}}'
+        raise InvalidRequest("provider_options", text[:200], hint) from error
+    if not isinstance(found, dict):
+        raise InvalidRequest("provider_options", text[:200], 'expected an object, such as {"seed": 1}')
+    if twice := sorted(found.keys() & options.keys()):
+        hint = "another field of the form has it, too: leave one of them empty"
+        raise InvalidRequest(f"provider_options.{twice[0]}", found[twice[0]], hint)
+    return found
 
 
 def same_job(body: Mapping[str, Any], url: str) -> dict[str, str]:

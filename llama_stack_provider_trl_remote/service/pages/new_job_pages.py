@@ -89,5 +89,13 @@ async def _page(
         datasets=datasets,
         found=found,
         problem=problem,
-        same=same_job(job_of(fields), str(request.base_url).rstrip("/")),
+        same=same_job(_shown(fields), str(request.base_url).rstrip("/")),
     )
+
+
+def _shown(fields: Mapping[str, str]) -> dict[str, Any]:
+    """The body of the form, without further options that are no object."""
+    try:
+        return job_of(fields)
+    except InvalidRequest:
+        return job_of({**fields, "options": ""})
