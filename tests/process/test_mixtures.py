@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from llama_stack_provider_trl.recipes.data.mixture import Mixture, apportioned, mixture_of
 from llama_stack_provider_trl.recipes.data.sampling import BatchPlan, EpochSampler, MismatchingSampler, pair_of_number
 from llama_stack_provider_trl.specs.events import Evaluated, Failed, Prepared, Progress, Warned
-from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, MixedDataset, OptimizerSpec, ShardingSpec, ShareSpec
+from llama_stack_provider_trl.specs.job import (
+    DatasetRef,
+    DpoSpec,
+    JobSpec,
+    MixedDataset,
+    OptimizerSpec,
+    ShardingSpec,
+    ShareSpec,
+)
+from llama_stack_provider_trl.specs.model_source import ReferenceSpec
 from tests.ranks import Ranks
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS, dataset, job_spec, of_kind, run
@@ -249,5 +258,21 @@ def test_two_ranks_and_a_resume_take_the_same_rows(ranks: Ranks, tmp_path: Path,
     expected = [point for point in together if "eval_loss" not in point][4:]
     found = [point for point in resumed if "eval_loss" not in point]
     assert len(found) == len(expected) == 2
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+def test_a_reference_is_precomputed_for_all_datasets(tmp_path: Path) -> None:
+    rows = {"few": DPO_ROWS[:4], "more": DPO_ROWS[4:11]}
+    shares = {"few": ShareSpec(rows=9)}
+    optimizer = OptimizerSpec(learning_rate=5e-3)
+
+    def losses(root: Path, *, precompute: bool) -> list[dict[str, float]]:
+        method = DpoSpec(reference=ReferenceSpec(precompute=precompute, cache=tmp_path / "reference"))
+        spec = mixed_spec(root, "dpo", rows, shares=shares, method=method, optimizer=optimizer)
+        return numbers(trained(root, spec))
+
+    found, expected = losses(tmp_path / "before", precompute=True), losses(tmp_path / "along", precompute=False)
+    assert len(found) == len(expected) > 4
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
