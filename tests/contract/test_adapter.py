@@ -219,3 +219,21 @@ def test_the_build_file_names_what_can_be_installed() -> None:
         [LLAMA, "stack", "list-deps", REPOSITORY / "build_fsdp.yaml"], capture_output=True, text=True, check=True
     )
     assert listed.stdout.split()[-1] == "llama_stack_provider_trl"
+
+
+def test_each_dataset_of_a_mixture_is_uploaded_and_trained(stack: RemoteStack, done: Json) -> None:
+    spelling = [{"prompt": f"Spell {word}.", "completion": "-".join(word)} for word in ("cat", "tree", "river")]
+    for name, rows in (("sums", QUESTIONS[:5]), ("spelling", spelling)):
+        stack.register(name, rows)
+    mixture = [{"dataset_id": "sums", "weight": 1}, {"dataset_id": "spelling", "weight": 1}]
+    job = stack.submit(SFT, sft("mixed", "sums"), options={"mixture": mixture, "nproc_per_node": 1})
+    ended = stack.wait(job, "completed")
+    found = ended["resources_allocated"]["effective_config"]["recipe"]["effective"]["mixture"]
+    assert found == [
+        {"dataset_id": "sums", "rows": 5, "rows_per_epoch": 4},
+        {"dataset_id": "spelling", "rows": 3, "rows_per_epoch": 4},
+    ]
+    absent = [mixture[0], {"dataset_id": "absent", "weight": 1}]
+    answer = stack.post(SFT, sft("absent", "sums"), options={"mixture": absent})
+    assert answer.status_code == 400
+    assert "absent" in answer.text
