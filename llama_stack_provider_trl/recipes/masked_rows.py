@@ -14,8 +14,8 @@ from ..specs.methods import METHODS
 from ..specs.rows import LabelledExample, Message, PreferenceExample, PromptExample, SftExample
 from .data.chat import Chat
 from .data.inferred import ComparedTurn, Inference
-from .data.packing import IGNORED
 from .data.prepare import TruncationCounter, examples_of
+from .data.tables import IGNORED
 from .data.tokenize import SftEncoder, encode_chats, encode_labelled, encode_pairs, without_thoughts
 
 _CHUNK = 50

@@ -30,8 +30,9 @@ import trl
 
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.data.chat import Chat
-from llama_stack_provider_trl.recipes.data.packing import IGNORED, pack
+from llama_stack_provider_trl.recipes.data.packing import pack
 from llama_stack_provider_trl.recipes.data.prepare import tokenize_dpo, tokenize_kto, tokenize_prompts, tokenize_sft
+from llama_stack_provider_trl.recipes.data.tables import IGNORED
 from llama_stack_provider_trl.recipes.data.tokenize import SftEncoder
 from llama_stack_provider_trl.specs.rows import parse_row
 from tests.process.test_tool_templates import TOOL, example_of, runs, tokenizer_of, trained

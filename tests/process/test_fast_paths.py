@@ -19,8 +19,9 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from llama_stack_provider_trl.recipes.data.packing import IGNORED, pack
+from llama_stack_provider_trl.recipes.data.packing import pack
 from llama_stack_provider_trl.recipes.data.sampling import BatchPlan
+from llama_stack_provider_trl.recipes.data.tables import IGNORED
 from llama_stack_provider_trl.recipes.fast import attention, cpu_attention, elementwise, head, smaller_batches, support
 from llama_stack_provider_trl.recipes.fast.batches import FlatPairs, collate_rows, forward_arguments, largest_groups
 from llama_stack_provider_trl.recipes.fast.layout import Layout

@@ -14,7 +14,7 @@ import pytest
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.data.chat import Chat
 from llama_stack_provider_trl.recipes.data.inferred import ComparedTurn, Inference
-from llama_stack_provider_trl.recipes.data.packing import IGNORED
+from llama_stack_provider_trl.recipes.data.tables import IGNORED
 from llama_stack_provider_trl.recipes.data.tokenize import Encoded, SftEncoder
 from llama_stack_provider_trl.recipes.preview import examined
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck

@@ -25,7 +25,8 @@ from transformers import (
 
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.data.lengths import num_rows
-from llama_stack_provider_trl.recipes.data.packing import IGNORED, best_fit, pack
+from llama_stack_provider_trl.recipes.data.packing import best_fit, pack
+from llama_stack_provider_trl.recipes.data.tables import IGNORED
 from llama_stack_provider_trl.recipes.model.packing_check import check_isolation
 from llama_stack_provider_trl.specs.events import Evaluated, Failed, Prepared, Progress, Reason
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec

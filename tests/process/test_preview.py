@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import JobFailure
-from llama_stack_provider_trl.recipes.data.packing import IGNORED
 from llama_stack_provider_trl.recipes.data.prepare import TruncationCounter, tokenize
+from llama_stack_provider_trl.recipes.data.tables import IGNORED
 from llama_stack_provider_trl.recipes.masked_rows import MaskedPart, MaskedRow
 from llama_stack_provider_trl.recipes.model.loading import load_tokenizer
 from llama_stack_provider_trl.recipes.preview import _Compared, _Place, _shown, _Texts, preview

@@ -16,9 +16,9 @@ import trl
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.data.chat import Chat
 from llama_stack_provider_trl.recipes.data.forms import as_content
-from llama_stack_provider_trl.recipes.data.packing import IGNORED
 from llama_stack_provider_trl.recipes.data.prepare import tokenize_dpo, tokenize_kto, tokenize_prompts, tokenize_sft
 from llama_stack_provider_trl.recipes.data.spans import tokens_behind
+from llama_stack_provider_trl.recipes.data.tables import IGNORED
 from llama_stack_provider_trl.recipes.data.tokenize import SftEncoder
 from llama_stack_provider_trl.recipes.data.turns import turn_text
 from llama_stack_provider_trl.specs.events import Prepared, Progress

@@ -2,7 +2,8 @@
 
 `<data_dir>/tokens/<key>/rows.arrow` is an Arrow stream as `datasets` maps it, `entry.json` beside it has the report on
 the rows and their number. A process that finds no entry writes it under a lock, in a directory of its own, and renames
-that; others wait, and continue the work where the writer ends without a result. Entries that were not used for
+that; others wait, and continue the work where the writer ends without a result. Of many rows an entry has a file for
+each part of them, a shard: those that a killed writer has completed are kept (`shards`). Entries that were not used for
 `KEEP_SECONDS` are removed, and the oldest ones beyond `KEEP_BYTES`. A process keeps the rows that it has mapped.
 """
 
@@ -17,14 +18,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
 from datasets import Dataset
-from datasets.table import MemoryMappedTable
+from datasets.table import ConcatenationTable, MemoryMappedTable
 
-from ...system.files import free_bytes, open_regular, put_in_place, read_regular
+from ...errors import TrlError
+from ...faults import reach
+from ...system.files import atomic_write, free_bytes, open_regular, put_in_place, read_regular
 from ...system.process import FileLock
 from .tables import schema
 
@@ -36,6 +40,8 @@ KEEP_SHARE = 0.2
 _ABANDONED = 24 * 3600.0
 """Seconds without a change after which a directory of a killed writer is removed."""
 _ROWS, _ENTRY = "rows.arrow", "entry.json"
+_SHARD = "rows-{number:05}"
+"""Of the files of a shard, without their endings: its rows, and what was stored with them."""
 _BATCH_BYTES = 32 << 20
 """Of a record batch, of which a file has few: opening it reads the head of each."""
 _POLL = 0.05
@@ -85,12 +91,26 @@ class TokenCache:
             NotCached: the disk is full, or the directory cannot be used.
             the exceptions of `write`.
         """
+        return self._get(key, columns, partial(self._write, key, columns, write))
+
+    def get_sharded(
+        self, key: str, columns: tuple[str, ...], count: int, write: Callable[[Shards], dict[str, Any]]
+    ) -> CachedRows:
+        """As `get`, of an entry that consists of `count` shards.
+
+        Args:
+            write: called where there is none: sees to it that all shards are there, and returns the notes. Those that
+                it has completed stay where it is killed, and where it fails for another reason than the rows' own.
+        """
+        return self._get(key, columns, partial(self._write_shards, key, columns, count, write))
+
+    def _get(self, key: str, columns: tuple[str, ...], write: Callable[[FileLock], None]) -> CachedRows:
         if found := self.find(key, columns):
             return found
         with self._locked(key) as lock:
             if found := self.find(key, columns):  # of the process that had the lock before
                 return found
-            self._write(key, columns, write, lock)
+            write(lock)
             written = self.find(key, columns)
         if written is None:
             raise NotCached(f"{self.directory / key} cannot be read back")
@@ -101,24 +121,46 @@ class TokenCache:
         """The entry of a key; None where there is none, or it is damaged."""
         path = self.directory / key
         try:
-            stored = json.loads(read_regular(path / _ENTRY))
-            entry = stored["entry"]
-            if stored["sha256"] != _digest(entry):
-                return None
-            with open_regular(path / _ROWS) as file:
-                is_whole = os.fstat(file.fileno()).st_size == entry["bytes"]
-            if not is_whole:
-                return None
-            table = MemoryMappedTable.from_file(str(path / _ROWS))
-            if not table.schema.equals(schema(columns)) or table.num_rows != entry["rows"]:
-                return None
-            table.validate(full=True)  # no offset leads out of the mapped file
+            entry = _read_entry(path / _ENTRY)
+            if "shards" in entry:
+                shards = enumerate(entry["shards"])
+                tables = [_mapped(_shard(path, number, ".arrow"), shard, columns) for number, shard in shards]
+                table = ConcatenationTable.from_tables(tables)
+            else:
+                table = _mapped(path / _ROWS, entry, columns)
             found = CachedRows(Dataset(table, fingerprint=key), dict(entry["notes"]), was_found=True)
         except (OSError, pa.ArrowException, KeyError, TypeError, ValueError):
             return None
         with suppress(OSError):  # of a disk that has become read-only
             os.utime(path)
         return found
+
+    def write_shard(
+        self, key: str, number: int, columns: tuple[str, ...], write: Callable[[Add], dict[str, Any]]
+    ) -> None:
+        """Write a shard of an entry that another process, or this one, is writing.
+
+        Args:
+            write: adds the rows, and returns the shard's notes.
+
+        Raises:
+            NotCached, and the exceptions of `write`.
+        """
+        staging = self._staging(key)
+        part = _shard(staging, number, f".{os.getpid()}.part")
+        with self._own_disk():
+            part.unlink(missing_ok=True)
+        try:
+            entry = self._write_rows(part, columns, write, lambda note: None)
+            with self._own_disk():
+                with open(part, "rb") as file:
+                    os.fsync(file.fileno())
+                reach(f"shard-{number}")
+                part.rename(_shard(staging, number, ".arrow"))
+                atomic_write(_shard(staging, number, ".json"), _entry_text(entry).encode())
+        finally:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
 
     @contextmanager
     def _locked(self, key: str) -> Iterator[FileLock]:
@@ -138,31 +180,74 @@ class TokenCache:
     def _write(
         self, key: str, columns: tuple[str, ...], write: Callable[[Add], dict[str, Any]], lock: FileLock
     ) -> None:
-        staging = self.directory / f"{key}.tmp"  # only the process with the lock uses it
+        staging = self._staging(key)
         try:
             with self._own_disk():
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir(mode=0o700)
-                rows = _RowFile(staging / _ROWS, schema(columns), self.check_space)
-
-            def add(table: pa.Table, note: str = "") -> None:
-                with self._own_disk():
-                    rows.add(table)
-                lock.describe(note)
-
-            try:
-                notes = write(add)
-                with self._own_disk():
-                    size = rows.close()
-            except BaseException:
-                rows.abandon()
-                raise
-            with self._own_disk():
-                entry = {"rows": rows.count, "bytes": size, "notes": notes}
-                (staging / _ENTRY).write_text(json.dumps({"entry": entry, "sha256": _digest(entry)}))
-                put_in_place(staging, self.directory / key)
+            entry = self._write_rows(staging / _ROWS, columns, write, lock.describe)
+            self._complete(key, entry)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+
+    def _write_shards(
+        self,
+        key: str,
+        columns: tuple[str, ...],
+        count: int,
+        write: Callable[[Shards], dict[str, Any]],
+        lock: FileLock,
+    ) -> None:
+        staging = self._staging(key)
+        try:
+            with self._own_disk():
+                shards = Shards(staging, columns, count, lock.describe)
+                shards.clean()
+            notes = write(shards)
+            whole = shards.whole()
+            if len(whole) != count:
+                raise NotCached(f"{staging} cannot be read back")
+            sizes = [{"rows": whole[number]["rows"], "bytes": whole[number]["bytes"]} for number in range(count)]
+            self._complete(key, {"shards": sizes, "notes": notes})
+        except (NotCached, TrlError):
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+
+    def _staging(self, key: str) -> Path:
+        """Only the process with the lock, and its workers, use it."""
+        return self.directory / f"{key}.tmp"
+
+    def _write_rows(
+        self,
+        path: Path,
+        columns: tuple[str, ...],
+        write: Callable[[Add], dict[str, Any]],
+        describe: Callable[[str], None],
+    ) -> dict[str, Any]:
+        """Write a file of rows; returns its number of rows and bytes, and the notes."""
+        with self._own_disk():
+            rows = _RowFile(path, schema(columns), self.check_space)
+
+        def add(table: pa.Table, note: str = "") -> None:
+            with self._own_disk():
+                rows.add(table)
+            describe(note)
+
+        try:
+            notes = write(add)
+            with self._own_disk():
+                size = rows.close()
+        except BaseException:
+            rows.abandon()
+            raise
+        return {"rows": rows.count, "bytes": size, "notes": notes}
+
+    def _complete(self, key: str, entry: dict[str, Any]) -> None:
+        """Make an entry visible whose rows are written."""
+        with self._own_disk():
+            staging = self._staging(key)
+            (staging / _ENTRY).write_text(_entry_text(entry))
+            put_in_place(staging, self.directory / key)
 
     def check_space(self, size: int) -> None:
         """Return if the disk has room for so many bytes.
@@ -197,11 +282,81 @@ class TokenCache:
                         if now - last > _ABANDONED:
                             shutil.rmtree(path, ignore_errors=True)
                     elif not path.suffix:
-                        entries.append((path.name != newest, age, (path / _ROWS).stat().st_size, path))
+                        size = sum(file.stat().st_size for file in path.iterdir())
+                        entries.append((path.name != newest, age, size, path))
             for is_older, age, size, path in sorted(entries):
                 total += size
                 if is_older and (total > limit or age > KEEP_SECONDS):
                     shutil.rmtree(path, ignore_errors=True)
+
+
+class Shards:
+    """The shards of an entry that is being written, some of which a killed process may have completed.
+
+    Args:
+        directory: where they are written.
+        describe: shows others that wait for the entry how far it is.
+    """
+
+    def __init__(self, directory: Path, columns: tuple[str, ...], count: int, describe: Callable[[str], None]) -> None:
+        self.directory, self.count, self.describe = directory, count, describe
+        self._columns = columns
+
+    def whole(self) -> dict[int, dict[str, Any]]:
+        """Number -> rows, bytes and notes of each shard that is complete and undamaged."""
+        found = {}
+        for number in range(self.count):
+            with suppress(OSError, pa.ArrowException, KeyError, TypeError, ValueError):
+                entry = _read_entry(_shard(self.directory, number, ".json"))
+                _mapped(_shard(self.directory, number, ".arrow"), entry, self._columns)
+                found[number] = entry
+        return found
+
+    def clean(self) -> None:
+        """Remove all but the whole shards. Raises OSError: the directory cannot be used."""
+        if self.directory.is_symlink():
+            self.directory.unlink()
+        self.directory.mkdir(mode=0o700, exist_ok=True)
+        kept = {_shard(self.directory, number, end).name for number in self.whole() for end in (".arrow", ".json")}
+        for path in self.directory.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name not in kept:
+                path.unlink()
+
+
+def _shard(directory: Path, number: int, ending: str) -> Path:
+    return directory / f"{_SHARD.format(number=number)}{ending}"
+
+
+def _mapped(path: Path, entry: dict[str, Any], columns: tuple[str, ...]) -> MemoryMappedTable:
+    """The rows of a file, mapped.
+
+    Raises:
+        OSError, pa.ArrowException, ValueError: it is not what was written.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+    if size != entry["bytes"]:
+        raise ValueError(f"{path} has {size} bytes, expected {entry['bytes']}")
+    table = MemoryMappedTable.from_file(str(path))
+    if not table.schema.equals(schema(columns)) or table.num_rows != entry["rows"]:
+        raise ValueError(f"{path} has other rows than {entry['rows']} of {columns}")
+    table.validate(full=True)  # no offset leads out of the mapped file
+    return table
+
+
+def _read_entry(path: Path) -> dict[str, Any]:
+    """What `_entry_text` has written. Raises OSError, KeyError, TypeError, ValueError: it is damaged."""
+    stored = json.loads(read_regular(path))
+    entry: dict[str, Any] = stored["entry"]
+    if stored["sha256"] != _digest(entry):
+        raise ValueError(f"{path} is not what was written")
+    return entry
+
+
+def _entry_text(entry: dict[str, Any]) -> str:
+    return json.dumps({"entry": entry, "sha256": _digest(entry)})
 
 
 class _RowFile:

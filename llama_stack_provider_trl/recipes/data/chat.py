@@ -70,6 +70,11 @@ class _LostRows:
         self.first_row = row if not self.rows else min(row, self.first_row)
         self.rows += 1
 
+    def _add_rows(self, others: _LostRows) -> None:
+        if others.rows:
+            self._add(others.first_row)
+            self.rows += others.rows - 1
+
 
 @dataclass
 class LostTurns(_LostRows):
@@ -82,6 +87,11 @@ class LostTurns(_LostRows):
         if roles:
             self.roles.update(roles)
             self._add(row)
+
+    def add_all(self, others: LostTurns) -> None:
+        """Count those of other rows."""
+        self.roles.update(others.roles)
+        self._add_rows(others)
 
     def message(self, unit: str, total: int, owner: str = "the", row: str = "row") -> str | None:
         """What a user should know of them; None: there are none.
@@ -111,6 +121,11 @@ class LostTexts(_LostRows):
         if answers:
             self.answers += answers
             self._add(row)
+
+    def add_all(self, others: LostTexts) -> None:
+        """Count those of other rows."""
+        self.answers += others.answers
+        self._add_rows(others)
 
     def message(self, unit: str, total: int) -> str | None:
         """What a user should know of them; None: there are none."""

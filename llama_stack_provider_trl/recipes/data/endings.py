@@ -61,6 +61,11 @@ class Examples:
             self.count += 1
             self.first = self.first or (text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
 
+    def add_all(self, later: Examples) -> None:
+        """Count the texts that others have counted after these."""
+        self.count += later.count
+        self.first = self.first or later.first
+
 
 class Endings:
     """The ends of the answers that one chat template writes. What follows an answer is decided once.
@@ -73,7 +78,8 @@ class Endings:
         self._tokenizer, self._render = tokenizer, render
         self._known: dict[str, TurnEnd] = {}
         self._heads: dict[str, list[str]] = {}
-        self._left_out, self._doubtful = Examples(), Examples()
+        self.left_out, self.doubtful = Examples(), Examples()
+        """What is written after the end of answers, and where no rule finds it."""
         self.open = 0
         """Number of answers so far that nothing but white space ends."""
 
@@ -92,7 +98,7 @@ class Endings:
             return end + ending.length
         place = find_content(self._render, messages, len(messages) - 1, text)
         if place is None:
-            self._doubtful.add(self._unlike_following(messages, text))
+            self.doubtful.add(self._unlike_following(messages, text))
             return len(text)
         return place.end + self.length(messages, place.marking, text, place.end)
 
@@ -168,21 +174,21 @@ class Endings:
                 f"the chat template writes nothing that ends an answer after {self.open} of them: these rows teach the "
                 f"model no token to stop by. Have the template write {self._tokenizer.eos_token!r} behind each answer"
             )
-        if self._left_out.count:
+        if self.left_out.count:
             yield (
-                f"after the end of {self._left_out.count} answers the chat template writes more, such as "
-                f"{self._left_out.first!r}: that is not trained"
+                f"after the end of {self.left_out.count} answers the chat template writes more, such as "
+                f"{self.left_out.first!r}: that is not trained"
             )
-        if self._doubtful.count:
+        if self.doubtful.count:
             yield (
-                f"after {self._doubtful.count} answers the chat template writes text, such as "
-                f"{self._doubtful.first!r}, and where in it the answer ends is not known: all of it is trained. Have "
+                f"after {self.doubtful.count} answers the chat template writes text, such as "
+                f"{self.doubtful.first!r}, and where in it the answer ends is not known: all of it is trained. Have "
                 f"the template write {self._tokenizer.eos_token!r} behind each answer"
             )
 
     def _count(self, ending: TurnEnd) -> None:
-        self._left_out.add(ending.left_out)
-        self._doubtful.add(ending.doubtful)
+        self.left_out.add(ending.left_out)
+        self.doubtful.add(ending.doubtful)
         self.open += ending.is_open and not self._stop
 
     def _decide(self, messages: Sequence[Message], marking: Marking, before: str, tail: str) -> TurnEnd:

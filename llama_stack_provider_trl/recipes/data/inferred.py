@@ -20,7 +20,7 @@ from ...specs.rows import Message, SftExample
 from .chat import Chat, call_tokenizer
 from .forms import without_thought
 from .marks import common_prefix
-from .packing import IGNORED
+from .tables import IGNORED
 from .templates import rendered, rendered_ids
 from .tokenize import Encoded
 from .turns import trained_numbers

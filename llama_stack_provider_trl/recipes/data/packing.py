@@ -13,11 +13,9 @@ import torch
 from datasets import Dataset
 
 from .lengths import row_lengths
-from .tables import PACKED_COLUMNS, in_memory, schema
+from .tables import IGNORED, PACKED_COLUMNS, in_memory, schema
 
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
-IGNORED = -100
-"""Label of a token outside the loss (the default of PyTorch's cross-entropy)."""
 _CHUNK_TOKENS = 1 << 22
 """Tokens that are copied at a time, at most: 32 MiB of ids and labels."""
 

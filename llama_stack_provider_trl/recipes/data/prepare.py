@@ -13,10 +13,11 @@ On prompt/completion rows and preference pairs, ids and labels are those of TRL 
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import batched
+from itertools import batched, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -29,13 +30,13 @@ from ...specs.job import DataFormat, DatasetRef, JobSpec, ReasoningUse, RowNames
 from ...specs.methods import METHODS
 from ...specs.row_files import parse_line
 from ...specs.rows import Example, LabelledExample, PreferenceExample, PromptExample, SftExample, parse_row
-from .packing import IGNORED, pack
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 from .chat import Chat
 from .tables import (
     DPO_COLUMNS,
+    IGNORED,
     KTO_COLUMNS,
     PROMPT_COLUMNS,
     SFT_COLUMNS,
@@ -47,7 +48,7 @@ from .tables import (
 )
 from .tokenize import SftEncoder, encode_chats, encode_labelled, encode_pairs
 
-_CHUNK = 1000
+CHUNK_ROWS = 1000
 """Rows tokenized at once: enough to amortize a call, with Python lists below 100 MB."""
 
 
@@ -79,46 +80,87 @@ class DataReport:
     """Those of the warnings that are about turns, or text of answers, that a chat template does not write."""
 
 
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """Consecutive rows of a file."""
+
+    first: int
+    """Number of the first of them in the file."""
+    count: int
+    offset: int
+    """Of the first one in the file, in bytes."""
+
+
 @overload
 def read_examples(
-    path: Path, use: Literal["sft"], data_format: DataFormat | None = None, names: RowNames | None = None
+    path: Path,
+    use: Literal["sft"],
+    data_format: DataFormat | None = None,
+    names: RowNames | None = None,
+    rows: RowRange | None = None,
 ) -> Iterator[SftExample]: ...
 
 
 @overload
 def read_examples(
-    path: Path, use: Literal["dpo"], data_format: DataFormat | None = None, names: RowNames | None = None
+    path: Path,
+    use: Literal["dpo"],
+    data_format: DataFormat | None = None,
+    names: RowNames | None = None,
+    rows: RowRange | None = None,
 ) -> Iterator[PreferenceExample]: ...
 
 
 @overload
 def read_examples(
-    path: Path, use: Literal["kto"], data_format: DataFormat | None = None, names: RowNames | None = None
+    path: Path,
+    use: Literal["kto"],
+    data_format: DataFormat | None = None,
+    names: RowNames | None = None,
+    rows: RowRange | None = None,
 ) -> Iterator[LabelledExample]: ...
 
 
 @overload
 def read_examples(
-    path: Path, use: Literal["prompts"], data_format: DataFormat | None = None, names: RowNames | None = None
+    path: Path,
+    use: Literal["prompts"],
+    data_format: DataFormat | None = None,
+    names: RowNames | None = None,
+    rows: RowRange | None = None,
 ) -> Iterator[PromptExample]: ...
 
 
 @overload
 def read_examples(
-    path: Path, use: RowUse, data_format: DataFormat | None = None, names: RowNames | None = None
+    path: Path,
+    use: RowUse,
+    data_format: DataFormat | None = None,
+    names: RowNames | None = None,
+    rows: RowRange | None = None,
 ) -> Iterator[Example]: ...
 
 
 def read_examples(
-    path: Path, use: RowUse, data_format: DataFormat | None = None, names: RowNames | None = None
+    path: Path,
+    use: RowUse,
+    data_format: DataFormat | None = None,
+    names: RowNames | None = None,
+    rows: RowRange | None = None,
 ) -> Iterator[Example]:
     """The examples of an NDJSON file, one at a time.
+
+    Args:
+        rows: those that are read; None: all.
 
     Raises:
         InvalidRows: a line is not JSON, or its row fits no shape.
     """
-    with open(path, encoding="utf-8") as file:
-        for index, line in enumerate(file):
+    first, count, offset = (rows.first, rows.count, rows.offset) if rows else (0, None, 0)
+    with open(path, "rb") as source:
+        source.seek(offset)
+        file = io.TextIOWrapper(source, encoding="utf-8")
+        for index, line in enumerate(islice(file, count), first):
             try:
                 row = parse_line(line)
             except json.JSONDecodeError as error:
@@ -170,21 +212,28 @@ def tokenize(
     dataset: DatasetRef,
     tokenizer: PreTrainedTokenizerBase,
     teacher: PreTrainedTokenizerBase | None = None,
+    rows: RowRange | None = None,
 ) -> Tokenization:
-    """Tokenize a dataset of the job for its trainer; `teacher`: of a teacher with another vocabulary."""
+    """Tokenize a dataset of the job for its trainer.
+
+    Args:
+        teacher: the tokenizer of a teacher with another vocabulary.
+        rows: those that are tokenized; None: all.
+    """
     most, side = spec.data.max_seq_length, spec.data.truncation_side
+    path, names, first = dataset.path, dataset.names, rows.first if rows else 0
     if spec.method.answer_tokens is not None:
-        prompts = read_examples(dataset.path, "prompts", names=dataset.names)
+        prompts = read_examples(path, "prompts", names=names, rows=rows)
         if teacher is not None:
-            return tokenize_taught_prompts(prompts, tokenizer, teacher, most, spec.method.answer_tokens)
-        return tokenize_prompts(prompts, tokenizer, most, spec.method.answer_tokens)
+            return tokenize_taught_prompts(prompts, tokenizer, teacher, most, spec.method.answer_tokens, first)
+        return tokenize_prompts(prompts, tokenizer, most, spec.method.answer_tokens, first)
     if spec.has_pairs:
-        return tokenize_dpo(read_examples(dataset.path, "dpo", names=dataset.names), tokenizer, most, side)
+        return tokenize_dpo(read_examples(path, "dpo", names=names, rows=rows), tokenizer, most, side, first)
     if METHODS[spec.algorithm].rows == "kto":
-        return tokenize_kto(read_examples(dataset.path, "kto", names=dataset.names), tokenizer, most, side)
-    examples = read_examples(dataset.path, "sft", spec.data.data_format, dataset.names)
+        return tokenize_kto(read_examples(path, "kto", names=names, rows=rows), tokenizer, most, side, first)
+    examples = read_examples(path, "sft", spec.data.data_format, names, rows)
     data = spec.data
-    return tokenize_sft(examples, tokenizer, most, data.train_on_input, side, data.train_on, data.reasoning)
+    return tokenize_sft(examples, tokenizer, most, data.train_on_input, side, data.train_on, data.reasoning, first)
 
 
 def tokenize_sft(
@@ -195,6 +244,7 @@ def tokenize_sft(
     side: TruncationSide = "right",
     train_on: TrainOn = "assistant",
     reasoning: ReasoningUse = "keep",
+    first: int = 0,
 ) -> Tokenization:
     """Tokenize for `SFTTrainer`, a part at a time, with `dataset_kwargs={"skip_prepare_dataset": True}`.
 
@@ -205,6 +255,7 @@ def tokenize_sft(
         train_on: what the loss covers.
         reasoning: whether thoughts are left out of the rows.
         side: right, sequences lose their end; left, their beginning, but for a `bos_token`.
+        first: number of the first example's row.
 
     Returns:
         Tables with the columns `input_ids` and `labels`; after the last one, the report on their rows.
@@ -225,7 +276,7 @@ def tokenize_sft(
             ],
             SFT_COLUMNS,
         )
-        for chunk in batched(enumerate(examples), _CHUNK)
+        for chunk in batched(enumerate(examples, first), CHUNK_ROWS)
     )
     return Tokenization(tables, SFT_COLUMNS, encoder.chat, "row", counter)
 
@@ -235,6 +286,7 @@ def tokenize_dpo(
     tokenizer: PreTrainedTokenizerBase,
     max_seq_length: int,
     side: TruncationSide = "right",
+    first: int = 0,
 ) -> Tokenization:
     """Tokenize for `DPOTrainer`, a part at a time, with its `_prepare_dataset` switched off.
 
@@ -254,7 +306,7 @@ def tokenize_dpo(
             [cut for row in counter.read(encode_pairs(chat, chunk)) for ids in row if (cut := counter.cut_pair(*ids))],
             DPO_COLUMNS,
         )
-        for chunk in batched(enumerate(pairs), _CHUNK)
+        for chunk in batched(enumerate(pairs, first), CHUNK_ROWS)
     )
     return Tokenization(tables, DPO_COLUMNS, chat, "pair", counter)
 
@@ -264,6 +316,7 @@ def tokenize_kto(
     tokenizer: PreTrainedTokenizerBase,
     max_seq_length: int,
     side: TruncationSide = "right",
+    first: int = 0,
 ) -> Tokenization:
     """Tokenize for `KTOTrainer`, a part at a time, with its `_prepare_dataset` switched off: as `tokenize_dpo`, with
     one answer.
@@ -282,13 +335,17 @@ def tokenize_kto(
             ],
             KTO_COLUMNS,
         )
-        for chunk in batched(enumerate(rows), _CHUNK)
+        for chunk in batched(enumerate(rows, first), CHUNK_ROWS)
     )
     return Tokenization(tables, KTO_COLUMNS, chat, "row", counter)
 
 
 def tokenize_prompts(
-    prompts: Iterable[PromptExample], tokenizer: PreTrainedTokenizerBase, max_seq_length: int, answer: int
+    prompts: Iterable[PromptExample],
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int,
+    answer: int,
+    first: int = 0,
 ) -> Tokenization:
     """Tokenize prompts that are answered while a job trains, with the header of their answer, a part at a time.
 
@@ -307,7 +364,7 @@ def tokenize_prompts(
             [(ids, [row]) for row, ids in counter.read(encode_chats(chat, chunk)) if counter.keeps(ids, answer)],
             PROMPT_COLUMNS,
         )
-        for chunk in batched(enumerate(prompts), _CHUNK)
+        for chunk in batched(enumerate(prompts, first), CHUNK_ROWS)
     )
     return Tokenization(tables, PROMPT_COLUMNS, chat, "prompt", counter)
 
@@ -318,6 +375,7 @@ def tokenize_taught_prompts(
     teacher: PreTrainedTokenizerBase,
     max_seq_length: int,
     answer: int,
+    first: int = 0,
 ) -> Tokenization:
     """As `tokenize_prompts`, with each prompt as a teacher's own chat template writes it and its tokenizer reads it.
     The longer one of both decides whether a prompt is dropped.
@@ -334,7 +392,7 @@ def tokenize_taught_prompts(
             if counter.keeps(ids if theirs else [], answer, len(theirs)):
                 yield ids, [row], theirs
 
-    tables = (table(list(rows(chunk)), TAUGHT_COLUMNS) for chunk in batched(enumerate(prompts), _CHUNK))
+    tables = (table(list(rows(chunk)), TAUGHT_COLUMNS) for chunk in batched(enumerate(prompts, first), CHUNK_ROWS))
     return Tokenization(tables, TAUGHT_COLUMNS, chat, "prompt", counter, other)
 
 
@@ -348,6 +406,8 @@ def with_filler(dataset: Dataset) -> Dataset:
         ids = first["input_ids"][:2]
         filler = in_memory([table([(ids, [IGNORED] * len(ids))], SFT_COLUMNS)])
         if "seq_lengths" in first:
+            from .packing import pack  # imports torch, which a process that only tokenizes does not need
+
             filler = pack(filler, len(ids))
     elif "label" in first:
         ids = first["prompt_ids"][:2] or first["completion_ids"][:2]
@@ -470,6 +530,16 @@ class TruncationCounter:
         if not cut:
             self.eos_trained = self.eos_trained or self.eos in answer
             self.example_end = self.example_end or [token for token in answer if token != IGNORED][-3:]
+
+    def add(self, later: TruncationCounter) -> None:
+        """Count what another counter has counted, of rows that follow these."""
+        if later.largest_id > self.largest_id:
+            self.largest_id, self.largest_id_row = later.largest_id, self.rows + later.largest_id_row
+        for name in ("rows", "examples", "kept", "truncated", "identical", "total_tokens", "trained_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(later, name))
+        self.longest = max(self.longest, later.longest)
+        self.eos_trained = self.eos_trained or later.eos_trained
+        self.example_end = self.example_end or later.example_end
 
     def report(self, unit: str, chat: Chat, teacher: Chat | None = None) -> DataReport:
         """The counts, with warnings.

@@ -13,12 +13,13 @@ from datasets import Dataset
 from ...specs.events import EventWriter, Tokenizing, Warned
 from ...specs.job import DatasetRef, JobSpec
 from ...specs.methods import METHODS
-from .cache import Add, CachedRows, NotCached, TokenCache
+from .cache import Add, CachedRows, NotCached, Shards, TokenCache
 from .chat import DEFAULT_TEMPLATE_WARNING, ensure_chat_template, refuse_lost_turns
 from .embedded import check_embedded
 from .keys import RowKeys
 from .packing import pack, packed_tables
 from .prepare import DataReport, Tokenization, tokenize
+from .shards import ShardedRows, shards_of
 from .tables import COLUMNS, PACKED_COLUMNS, TAUGHT_COLUMNS, in_memory
 
 if TYPE_CHECKING:
@@ -112,7 +113,10 @@ class Preparation:
 
     def _tokens(self, cache: TokenCache, key: str, dataset: DatasetRef) -> CachedRows:
         columns = COLUMNS[METHODS[self._spec.algorithm].rows] if self._teacher is None else TAUGHT_COLUMNS
-        return cache.get(key, columns, partial(self._write_tokens, cache, dataset))
+        if (count := shards_of(dataset)) == 1:
+            return cache.get(key, columns, partial(self._write_tokens, cache, dataset))
+        rows = ShardedRows(self._spec, dataset, self._tokenizer, self._teacher, cache.directory, key, columns)
+        return cache.get_sharded(key, columns, count, partial(self._write_shards, cache, rows))
 
     def _write_tokens(self, cache: TokenCache, dataset: DatasetRef, add: Add) -> dict[str, Any]:
         cache.check_space(_BYTES_PER_BYTE * dataset.path.stat().st_size)
@@ -121,6 +125,11 @@ class Preparation:
             add(table, str(tokenization.rows))
             self._progress.show(tokenization.rows)
         return _notes(tokenization)
+
+    def _write_shards(self, cache: TokenCache, rows: ShardedRows, shards: Shards) -> dict[str, Any]:
+        there = sum(shard["bytes"] for shard in shards.whole().values())
+        cache.check_space(max(0, _BYTES_PER_BYTE * rows.dataset.path.stat().st_size - there))
+        return _notes(rows.complete(shards, self._progress.show))
 
     def _write_packed(
         self, cache: TokenCache, key: str, dataset: DatasetRef, first: int | None, add: Add

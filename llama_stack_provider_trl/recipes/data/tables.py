@@ -11,6 +11,8 @@ import pyarrow as pa
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from datasets.table import InMemoryTable
 
+IGNORED = -100
+"""Label of a token outside the loss (the default of PyTorch's cross-entropy)."""
 SFT_COLUMNS = ("input_ids", "labels")
 PACKED_COLUMNS = (*SFT_COLUMNS, "seq_lengths")
 PROMPT_COLUMNS = ("prompt_ids", "row")

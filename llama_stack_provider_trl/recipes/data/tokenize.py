@@ -9,8 +9,8 @@ from ...specs.job import ReasoningUse, TrainOn
 from ...specs.rows import LabelledExample, Message, PreferenceExample, PromptExample, SftExample, is_plain
 from .chat import Chat, TokenIndex, call_tokenizer
 from .forms import END_THINK, split_thought, without_thought
-from .packing import IGNORED
 from .spans import answer_spans, begins_with_space, split_groups, split_rows
+from .tables import IGNORED
 from .turns import TrainedText, trained_numbers, trained_texts, whole_text
 
 Encoded = tuple[list[int], list[int]]

@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset
 
 from ..data.lengths import list_lengths
-from ..data.packing import IGNORED
+from ..data.tables import IGNORED
 from .layout import Group, Layout
 
 Inputs = dict[str, Any]

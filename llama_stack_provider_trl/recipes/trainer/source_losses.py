@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ..data.packing import IGNORED
-from ..data.tables import SOURCE
+from ..data.tables import IGNORED, SOURCE
 from .metrics import TrainingMetrics
 
 PREFIX = "loss/"
