@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
-from llama_stack_provider_trl.specs.row_files import ROW_READERS, Row
+from llama_stack_provider_trl.specs.row_files import ENDINGS, ROW_READERS, Row, ending_of
 from llama_stack_provider_trl.system.files import Blob, put_rows
 
 from .client import ServiceClient
@@ -26,15 +26,15 @@ class UploadedRows(NamedTuple):
 
 
 def read_row_file(file: Path) -> Iterator[Row]:
-    """Read the rows of a .jsonl, .json or .csv file.
+    """Read the rows of a .jsonl, .ndjson, .json or .csv file, also compressed (.gz, .zst), or of a .parquet file.
 
     Raises:
         InvalidRequest: another kind of file, or one whose content does not match its suffix; names the line.
         OSError: it cannot be read.
     """
-    reader = ROW_READERS.get(file.suffix.lower())
+    reader = ROW_READERS.get(ending_of(file.name))
     if reader is None:
-        hint = "expected .jsonl, .json or .csv; parquet files and Hugging Face datasets are registered by their uri."
+        hint = f"expected a name that ends in {ENDINGS}; Hugging Face datasets are registered by their uri."
         raise InvalidRequest("FILE", str(file), hint)
     with open(file, "rb") as source:
         try:

@@ -23,6 +23,8 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from llama_stack_provider_trl.specs.row_files import stem_of
+
 from .address import DEFAULT_URL, checked_token, checked_url
 from .answer_lines import answer_lines
 from .client import JOBS, PREFLIGHT, PREVIEW, ServiceClient, Timeouts, job_path
@@ -67,7 +69,8 @@ class AsyncTrlClient:
         """Upload rows and register them for jobs. The same rows under the same name change nothing.
 
         Args:
-            rows: a .jsonl, .json or .csv file, or the rows themselves.
+            rows: a .jsonl, .ndjson, .json or .csv file, also compressed (.gz, .zst), or a .parquet file; or the rows
+                themselves.
             dataset_id: None: a name that follows from the file's name and the rows.
 
         Raises:
@@ -76,7 +79,7 @@ class AsyncTrlClient:
         """
         given = Path(rows) if isinstance(rows, str | Path) else rows
         with stored_rows(given) as blob:
-            stem = given.stem if isinstance(given, Path) else "rows"
+            stem = stem_of(given.name) if isinstance(given, Path) else "rows"
             return await register_rows(self._service, blob, dataset_id or name_by_content(stem, blob))
 
     async def submit(self, job: Mapping[str, Any], algorithm: Algorithm | None = None) -> str:

@@ -1,4 +1,5 @@
-"""Rows out of files, one at a time: .jsonl, .json and .csv, of which no line is longer than a row may be."""
+"""Rows out of files, one at a time: .jsonl, .json and .csv, also compressed, of which no line is longer than a row may
+be, and .parquet."""
 
 from __future__ import annotations
 
@@ -7,11 +8,15 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import InvalidRows
 from ..system.texts import DuplicateKey, decoded, first_duplicate, parse_json, refuse_encoding
+from .compressed import PACKED, decompressed
 
 LINE_BYTES = 16 << 20
 """The longest row. As Python objects JSON takes up to 30 times its size (measured, `[[],[],...]`)."""
@@ -23,8 +28,10 @@ _HALF = re.compile("[\udc80-\udcff]")
 _PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype html|html|\?xml)[\s>]", re.IGNORECASE)
 _OTHER_KINDS = (
     (b"version https://git-lfs.github.com/spec/", "a Git LFS pointer and not the file itself: run `git lfs pull`"),
-    (b"\x1f\x8b", "compressed by gzip: decompress it"),
-    (b"\x28\xb5\x2f\xfd", "compressed by zstd: decompress it"),
+    *(
+        (kind.magic, f"compressed by {kind.name}: decompress it, or give it a name such as rows.jsonl{ending}")
+        for ending, kind in PACKED.items()
+    ),
     (b"BZh", "compressed by bzip2: decompress it"),
     (b"\xfd7zXZ\0", "compressed by xz: decompress it"),
     (b"PK\x03\x04", "a zip archive or a spreadsheet: extract it, or export it as .csv"),
@@ -33,6 +40,8 @@ _OTHER_KINDS = (
     (b"SQLite format 3", "a SQLite database: export its table as .csv"),
 )
 """First bytes of files that are no rows, and what to do."""
+_BATCH_BYTES = 4 << 20
+_BATCH_ROWS = 256
 _SEPARATOR_LINE = re.compile(r'"?sep=([^"\r\n])"?\s*', re.IGNORECASE)
 """The first line by which spreadsheets name the separator of a CSV file's cells."""
 _OTHER_SEPARATORS = (";", "\t", "|")
@@ -248,13 +257,84 @@ def _is_column(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and not any(isinstance(one, dict) for one in value)
 
 
-ROW_READERS: dict[str, Callable[[BinaryIO], Iterator[Row]]] = {
+def read_parquet(file: BinaryIO) -> Iterator[Row]:
+    """The rows of a Parquet file, in batches: as many as fit into `_BATCH_BYTES` by the file's metadata, at most 256.
+
+    The metadata may be wrong, and a value that is stored once may occur in every row (1 KB of file, 5.7 GiB of rows in
+    batches of 1024): the memory limit of the service's reader ends it then.
+
+    Raises:
+        InvalidRows: a column, or a field of one, is there twice; the file is damaged, or of another kind; pyarrow is
+            not installed.
+    """
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise InvalidRows(
+            "a Parquet file is read with pyarrow, which is not installed: run `pip install pyarrow`, write the rows as "
+            ".jsonl, or have the service read the file by its uri (file://)"
+        ) from error
+
+    start = file.read(512)
+    file.seek(0)
+    if not start.startswith(b"PAR1"):
+        refuse_other_kind(start)
+    with _arrow_faults(), ParquetFile(file) as table:
+        refuse_fields_twice(table.schema_arrow)
+        for number in range(table.num_row_groups):
+            group = table.metadata.row_group(number)
+            rows = max(1, group.num_rows)
+            batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, group.total_byte_size)))
+            for rows_read in table.iter_batches(batch_size=batch, row_groups=[number], use_threads=False):
+                yield from rows_of_batch(rows_read)
+
+
+@contextmanager
+def _arrow_faults() -> Iterator[None]:
+    """While this is open, a fault of a file that Arrow finds is an InvalidRows."""
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
+            raise
+        raise InvalidRows(f"it cannot be read: {type(error).__name__}: {str(error)[:1000]}") from error
+
+
+_TEXT_READERS: dict[str, Callable[[BinaryIO], Iterator[Row]]] = {
     ".csv": read_csv,
     ".jsonl": lambda file: read_ndjson(file, blank_lines=True),
     ".json": read_json,
     ".ndjson": lambda file: read_ndjson(file, blank_lines=True),
 }
-"""By the ending of a file's name."""
+
+
+def _read_packed(ending: str, packed: str, file: BinaryIO) -> Iterator[Row]:
+    with decompressed(file, packed) as text:
+        yield from _TEXT_READERS[ending](text)
+
+
+ROW_READERS: dict[str, Callable[[BinaryIO], Iterator[Row]]] = {
+    **_TEXT_READERS,
+    ".parquet": read_parquet,
+    **{f"{ending}{packed}": partial(_read_packed, ending, packed) for packed in PACKED for ending in _TEXT_READERS},
+}
+"""By the ending of a file's name (`ending_of`)."""
+ENDINGS = f"{', '.join(_TEXT_READERS)}, one of these and {' or '.join(PACKED)}, or .parquet"
+"""The endings, for messages."""
+
+
+def ending_of(name: str) -> str:
+    """The ending of a file's name by which its rows are read, in small letters: `.jsonl`, `.csv.gz`."""
+    *_, before, last = ["", "", *Path(name.lower()).suffixes]
+    return f"{before}{last}" if last in PACKED else last
+
+
+def stem_of(name: str) -> str:
+    """A file's name without its ending."""
+    name = Path(name).name
+    return name[: len(name) - len(ending_of(name))]
 
 
 def rows_of_batch(batch: Any) -> list[Row]:

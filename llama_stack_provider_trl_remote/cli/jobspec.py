@@ -77,7 +77,12 @@ _END_WITH_SERVICE = """ &
 def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("system", choices=sorted(_SYSTEMS), help="what runs the job")
     command.add_argument("--model", required=True, metavar="M", help="a directory on every machine, or a model id")
-    command.add_argument("--dataset", required=True, metavar="D", help="rows: a .jsonl, .json or .csv file there")
+    command.add_argument(
+        "--dataset",
+        required=True,
+        metavar="D",
+        help="rows: a .jsonl, .json, .csv (also .gz, .zst) or .parquet file there",
+    )
     command.add_argument("--output", default="result", metavar="DIR", help="new directory for the result (result)")
     command.add_argument("--nodes", type=int, default=1, metavar="N", help="machines that train together (1)")
     command.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs of each machine (0: its CPU)")

@@ -208,7 +208,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _train(command: argparse.ArgumentParser) -> None:
-    command.add_argument("data", metavar="DATA", help="rows: a .jsonl, .json or .csv file")
+    command.add_argument("data", metavar="DATA", help="rows: a .jsonl, .json, .csv (also .gz, .zst) or .parquet file")
     command.add_argument(
         "--model", required=True, metavar="M", help="a directory of the service's machine, or a model id"
     )
@@ -245,7 +245,9 @@ def _train(command: argparse.ArgumentParser) -> None:
 
 
 def _generation(command: argparse.ArgumentParser) -> None:
-    command.add_argument("data", nargs="?", metavar="DATA", help="prompts: a .jsonl, .json or .csv file")
+    command.add_argument(
+        "data", nargs="?", metavar="DATA", help="prompts: a .jsonl, .json, .csv (also .gz, .zst) or .parquet file"
+    )
     command.add_argument("--dataset", metavar="ID", help="prompts: a registered dataset, in place of DATA")
     command.add_argument("--model", required=True, metavar="M", help="a directory, a model id, or job:NAME")
     command.add_argument("--output", required=True, metavar="ID", help="the dataset that the answers become")
@@ -301,7 +303,7 @@ def _checkpoint(command: argparse.ArgumentParser) -> None:
 
 def _evaluation(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help="a directory, or a model id")
-    command.add_argument("data", metavar="DATA", help="rows: a .jsonl, .json or .csv file")
+    command.add_argument("data", metavar="DATA", help="rows: a .jsonl, .json, .csv (also .gz, .zst) or .parquet file")
     command.add_argument("--method", choices=("sft", "dpo"), help="default: dpo for rows with chosen and rejected")
     command.add_argument("--reference", metavar="M", help="dpo: the model before training")
     command.add_argument("--batch-size", type=_positive, default=4, metavar="N", help="rows or pairs at once (4)")
@@ -385,7 +387,8 @@ def _datasets(group: argparse.ArgumentParser) -> None:
     add.add_argument(
         "file",
         metavar="FILE",
-        help=".jsonl, .json (a list of objects) or .csv; or a uri that the service reads: huggingface://, file://, ray://",
+        help="a .jsonl, .json, .csv (also .gz, .zst) or .parquet file; or a uri that the service reads: "
+        "huggingface://, file://, ray://",
     )
     add.add_argument("--id", required=True, dest="dataset_id", metavar="ID", help="the dataset_id that jobs name")
     at_service(commands.add_parser("list", help="one line per dataset"))

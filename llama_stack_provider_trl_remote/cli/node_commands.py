@@ -117,7 +117,9 @@ def _torchrun(lines: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="no service: write the job of this request (JSON, YAML, TOML) and print torchrun's line for each machine",
     )
-    lines.add_argument("--data", metavar="ROWS", help="with --torchrun: a .jsonl, .json or .csv file")
+    lines.add_argument(
+        "--data", metavar="ROWS", help="with --torchrun: a .jsonl, .json, .csv (also .gz, .zst) or .parquet file"
+    )
     lines.add_argument("--validation", metavar="ROWS", help="with --torchrun: rows of its validation_dataset_id")
     lines.add_argument(
         "--directory", metavar="DIR", help="with --torchrun: new directory, at the same path on every machine"

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobConflict
+from llama_stack_provider_trl.specs.row_files import stem_of
 from llama_stack_provider_trl.system.console import complain, show_json, show_lines
 
 from ..client import ServiceClient, job_path
@@ -46,10 +47,10 @@ async def train(client: ServiceClient, options: Namespace) -> int:
                 raise InvalidRequest("DATA", str(file), "it has no rows.")
         method = options.method or ("dpo" if has_preferences(blobs[0].path) else "sft")
         datasets = [
-            await register_rows(client, blob, name_by_content(file.stem, blob))
+            await register_rows(client, blob, name_by_content(stem_of(file.name), blob))
             for file, blob in zip(files_given, blobs, strict=True)
         ]
-    job_uuid = options.job or _new_name(f"{method}-{files_given[0].stem}")
+    job_uuid = options.job or _new_name(f"{method}-{stem_of(files_given[0].name)}")
     ids = [dataset.dataset_id for dataset in datasets]
     validation_id = ids.pop() if options.eval_data is not None else None
     body = training_request(options, method, model, job_uuid, ids, validation_id)
@@ -67,7 +68,7 @@ async def generate(client: ServiceClient, options: Namespace) -> int:
         file = Path(options.data)
         with ExitStack() as files:
             blob = await asyncio.to_thread(files.enter_context, stored_rows(file))
-            dataset_id = (await register_rows(client, blob, name_by_content(file.stem, blob))).dataset_id
+            dataset_id = (await register_rows(client, blob, name_by_content(stem_of(file.name), blob))).dataset_id
     sampling = {
         "max_new_tokens": options.max_new_tokens,
         "temperature": options.temperature,

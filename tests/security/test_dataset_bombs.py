@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, TrlError
-from llama_stack_provider_trl_remote.service.datasets.reader import ROW_READERS
+from llama_stack_provider_trl.specs.row_files import ROW_READERS
 from llama_stack_provider_trl_remote.service.http.errors import TooLarge
 from tests.security.test_dataset_files import ROW, Service, put
 
@@ -68,10 +68,13 @@ def repeated(text: str, times: int) -> Any:
 
 
 def test_the_formats_are_those_that_these_tests_attack() -> None:
-    assert {*ROW_READERS} == {".csv", ".json", ".jsonl", ".ndjson", ".parquet"}
+    text = {".csv", ".json", ".jsonl", ".ndjson"}
+    assert {*ROW_READERS} == {".parquet", *(kind + packed for kind in text for packed in ("", ".gz", ".zst"))}
 
 
-@pytest.mark.parametrize("ending", ["gz", "zip", "zst", "npz", "arrow", "tar", "pkl", "safetensors", "jsonl.gz"])
+@pytest.mark.parametrize(
+    "ending", ["gz", "zip", "zst", "npz", "arrow", "tar", "pkl", "safetensors", "jsonl.bz2", "parquet.gz", "tar.gz"]
+)
 def test_a_file_of_another_format_is_refused_by_its_ending(service: Service, ending: str) -> None:
     (service.files / f"rows.{ending}").write_bytes(gzip.compress(TEXT))
     with pytest.raises(InvalidRequest, match=r"expected a file name that ends in \.csv"):
@@ -92,6 +95,84 @@ def test_an_archive_is_not_unpacked_whatever_its_ending(service: Service, kind: 
     sha256 = put(service, data)
     with pytest.raises(InvalidRows, match=r"the file is (compressed by|a zip archive)"):
         asyncio.run(service.blobs.checked("d", sha256, "sft", None))
+
+
+@pytest.mark.parametrize("kind", ["gzip", "zstd"])
+@pytest.mark.parametrize(
+    ("ending", "bomb", "limits", "sentence"),
+    [
+        (
+            "jsonl",
+            lambda: ROW.encode() * 300_000,
+            {"max_upload_mb": 8},
+            r"take more than 8 MiB \(max_upload_mb\): split it",
+        ),
+        ("jsonl", lambda: ROW.encode() * 300_000, {"max_rows": 1000}, "more than 1000 rows"),
+        ("csv", lambda: b"prompt,completion\n" + b"a,b\n" * 3_000_000, {"max_rows": 1000}, "more than 1000 rows"),
+        ("jsonl", lambda: b"x" * (20 << 20), {}, "row 0: has more than 16 MiB"),
+        ("csv", lambda: b"x" * (20 << 20), {}, "line 1 has more than 16 MiB"),
+        (
+            "json",
+            lambda: b'[{"a": "' + b"x" * (300 << 20),
+            {"reader_memory_mb": 512},
+            "takes more than 512 MiB of memory",
+        ),
+        ("ndjson", lambda: b"\n" * (128 << 20), {"convert_timeout": 2.0}, r"more than 2 s \(convert_timeout\)"),
+    ],
+    ids=["bytes", "rows", "rows of csv", "line", "line of csv", "memory", "time"],
+)
+def test_limits_hold_for_what_a_compressed_file_has(
+    service: Service, kind: str, ending: str, bomb: Callable[[], bytes], limits: dict[str, Any], sentence: str
+) -> None:
+    path = service.files / f"rows.{ending}{'.gz' if kind == 'gzip' else '.zst'}"
+    data = bomb()
+    path.write_bytes(PACKED[kind](data))
+    assert path.stat().st_size < len(data) / 50
+    with_settings(service, **limits)
+    with pytest.raises((TooLarge, InvalidRows), match=sentence):
+        service.rows(path)
+    assert nothing_is_kept(service)
+
+
+@pytest.mark.parametrize("kind", ["gzip", "zstd"])
+def test_an_archive_that_is_cut_or_damaged_is_a_sentence(service: Service, kind: str) -> None:
+    data = PACKED[kind](TEXT)
+    path = service.files / f"rows.jsonl{'.gz' if kind == 'gzip' else '.zst'}"
+    for damaged in (
+        data[:-5],
+        data[: len(data) // 2],
+        data + b"more",
+        data[:4],
+        data[:-9] + b"\xff\xfe\xfd" + data[-6:],
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(InvalidRows, match=rf"the file is damaged or cut \({kind}: .+\): copy or compress it again"):
+            service.rows(path)
+        assert nothing_is_kept(service)
+    path.write_bytes(PACKED[kind](data))
+    with pytest.raises(InvalidRows, match="compressed twice: compress it once"):
+        service.rows(path)
+    for other in (TEXT, b"", PACKED["zstd" if kind == "gzip" else "gzip"](TEXT), PACKED["zip"](TEXT)):
+        path.write_bytes(other)
+        with pytest.raises(InvalidRows, match=f"the file is not compressed by {kind}, as its name says"):
+            service.rows(path)
+
+
+@pytest.mark.parametrize("kind", ["gzip", "zstd"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_compressed_rows_are_those_of_the_plain_file(service: Service, kind: str, parts: int) -> None:
+    for ending, text in {
+        "jsonl": TEXT,
+        "ndjson": TEXT,
+        "json": b"[" + b",".join(TEXT.splitlines()) + b"]",
+        "csv": b"prompt,completion\n" + b"a,b\n" * 20_000,
+    }.items():
+        path = service.files / f"rows.{ending}"
+        path.write_bytes(text)
+        packed = service.files / f"ROWS.{ending}{'.gz' if kind == 'gzip' else '.ZST'}"
+        half = len(text) // parts  # several members, or frames, are one file
+        packed.write_bytes(b"".join(PACKED[kind](text[at : at + half]) for at in range(0, len(text), half)))
+        assert service.rows(packed) == service.rows(path)
 
 
 def test_rows_that_take_more_than_the_limit_once_they_are_written_are_refused(service: Service) -> None:

@@ -28,14 +28,13 @@ ROWS = {
     "specs.custom_limits._problem": LIMITED,
     "specs.row_files": "the readers themselves",
     "specs.row_files.read_json": ON_THE_WAY,
+    "specs.row_files.read_parquet": ON_THE_WAY,
     "specs.row_verdicts._verdict": LIMITED,
     "specs.row_verdicts.check_file": ON_THE_WAY,
-    "remote.service.datasets.reader": PROGRAM,
     "remote.service.datasets.reader.main": PROGRAM,
     "remote.service.datasets.reader._refuse_header_twice": PROGRAM,
     "remote.service.datasets.reader.convert": PROGRAM,
     "remote.service.datasets.reader.read_hub": PROGRAM,
-    "remote.service.datasets.reader.read_parquet": PROGRAM,
     "remote.service.datasets.registry.DatasetRegistry._file": "compares a file's ending with those of the readers",
 }
 """Who names a reader of rows, and where it runs."""
@@ -109,8 +108,9 @@ FORMATS = {
     *("safetensors", "shelve", "tarfile", "tokenizers", "torch", "transformers", "xml", "zipfile", "zlib", "zstandard"),
 }
 LIBRARIES = {
-    "specs.row_files": {"csv"},
-    "remote.service.datasets.reader": {"datasets", "pyarrow"},
+    "specs.compressed": {"gzip", "pyarrow", "zlib"},
+    "specs.row_files": {"csv", "pyarrow"},
+    "remote.service.datasets.reader": {"datasets"},
 }
 """Who imports libraries of formats that can take much more memory than their files."""
 

@@ -136,7 +136,7 @@ def test_two_trainings_of_one_file_are_two_jobs_with_one_dataset(run: Run, servi
     [
         ("rows.jsonl", '{"a"\n', "rows.jsonl: row 0: is not JSON in line 1"),
         ("rows.jsonl", "", "it has no rows"),
-        ("rows.txt", "", "expected .jsonl, .json or .csv"),
+        ("rows.txt", "", "expected a name that ends in .csv, .jsonl, .json, .ndjson, one of these and .gz"),
         ("rows.json", "[1]", "row 0"),
         (None, "", "No such file"),
     ],

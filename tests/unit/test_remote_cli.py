@@ -556,7 +556,8 @@ def test_datasets_add_uploads_rows_once_and_registers_them(
         ("rows.json", '[{"a": 1}', "the file is not JSON"),
         ("rows.csv", "a,b\n1,2,3\n", "row 0: has more cells in line 2 than the header's 2 columns"),
         ("rows.csv", 'a,b\n1,"2\n', "row 0: is not CSV in the line 2 where it begins"),
-        ("rows.parquet", "", "expected .jsonl, .json or .csv"),
+        ("rows.parquet.gz", "", "expected a name that ends in .csv, .jsonl, .json, .ndjson, one of these and .gz"),
+        ("rows.csv.gz", "a\n1\n", "rows.csv.gz: the file is not compressed by gzip, as its name says"),
     ],
 )
 def test_datasets_add_reports_where_a_file_is_wrong(

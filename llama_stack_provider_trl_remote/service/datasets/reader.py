@@ -7,9 +7,10 @@
 prints one JSON object: a `RowsVerdict`, or `{"sha256", "num_rows"}`, or `{"error"}` with a sentence for the user. FD is
 the file of the URI, opened when it was checked: the path is not opened again.
 
-A file's ending decides its format, and none is an archive: text that is compressed is refused as no text. A
-Parquet file may be a bomb by itself (1.6 KB hold 4 GB of rows), so its rows have limits: of their number, their bytes
-on the disk, their memory and their time.
+A file's ending decides its format, and what it is compressed by. Both a Parquet file (1.6 KB hold 4 GB of rows) and a
+compressed one (1 KB of gzip hold 1 MB, 1 KB of zstd 30 MB) may be bombs, so limits hold for what comes out: the number
+of rows, their bytes on the disk, the length of a line, memory and time. Text is decompressed a part at a time, once:
+what is in it is not decompressed again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from llama_stack_provider_trl.errors import InvalidRows
@@ -37,35 +38,8 @@ HUB = "huggingface"
 _TWICE = re.compile(r"Multiple matches for FieldRef\.Name\((.*?)\) in|Column\(/(.*?)\) was specified twice")
 """What Arrow reports of a Parquet and of a JSON file."""
 _NUMBERED = re.compile(r"\.\d+$")
-_BATCH_BYTES = 4 << 20
-_BATCH_ROWS = 256
 _ROWS_PER_CHECK = 16
 """Rows between two checks of the free space: 16 of the longest are 256 MiB."""
-
-
-def read_parquet(file: BinaryIO) -> Iterator[Row]:
-    """Read a Parquet file in batches: the rows that fit into `_BATCH_BYTES` by the file's metadata, at most 256.
-
-    The metadata may be wrong, and a value that is stored once may occur in every row (1 KB of file, 5.7 GiB of rows in
-    batches of 1024): the memory limit ends the reader then.
-
-    Raises:
-        InvalidRows: a column, or a field of one, is there twice; the file is of another kind.
-    """
-    from pyarrow.parquet import ParquetFile
-
-    start = file.read(512)
-    file.seek(0)
-    if not start.startswith(b"PAR1"):
-        row_files.refuse_other_kind(start)
-    with ParquetFile(file) as table:
-        row_files.refuse_fields_twice(table.schema_arrow)
-        for number in range(table.num_row_groups):
-            group = table.metadata.row_group(number)
-            rows = max(1, group.num_rows)
-            batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, group.total_byte_size)))
-            for rows_read in table.iter_batches(batch_size=batch, row_groups=[number], use_threads=False):
-                yield from row_files.rows_of_batch(rows_read)
 
 
 def read_hub(uri: str) -> Iterable[Row]:
@@ -111,10 +85,6 @@ def _refuse_header_twice(name: str, options: dict[str, str], columns: int) -> No
         row_files.refuse_twice([str(column) for column in header.values() if column not in (None, "")])
 
 
-ROW_READERS = {**row_files.ROW_READERS, ".parquet": read_parquet}
-"""By a file name's ending."""
-
-
 def convert(uri: str, directory: Path, max_rows: int, spare: int, file: int | None) -> dict[str, Any]:
     """Store the rows of a file or a hub dataset as `<directory>/<sha256>.jsonl`.
 
@@ -125,7 +95,7 @@ def convert(uri: str, directory: Path, max_rows: int, spare: int, file: int | No
     if file is None:
         return _stored(read_hub(uri), directory, max_rows, spare)
     with open(file, "rb") as source:
-        return _stored(ROW_READERS[Path(uri).suffix.lower()](source), directory, max_rows, spare)
+        return _stored(row_files.ROW_READERS[row_files.ending_of(uri)](source), directory, max_rows, spare)
 
 
 def _stored(rows: Iterable[Row], directory: Path, max_rows: int, spare: int) -> dict[str, Any]:

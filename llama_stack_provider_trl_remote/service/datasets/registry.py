@@ -24,6 +24,7 @@ from pydantic import BaseModel
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, JobConflict, StoreError
 from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowNames, RowUse
 from llama_stack_provider_trl.specs.names import STORED
+from llama_stack_provider_trl.specs.row_files import ENDINGS, ROW_READERS, ending_of
 from llama_stack_provider_trl.specs.work import OF_JOB
 from llama_stack_provider_trl.system.beneath import open_beneath, path_of
 from llama_stack_provider_trl.system.data_dir import DataDir, expect_directory, read_own
@@ -38,7 +39,7 @@ from ..space import Use
 from .blobs import Blobs
 from .index import DatasetIndex
 from .quotas import CountedRows, HeldRows
-from .reader import HUB, ROW_READERS
+from .reader import HUB
 from .registration import StoredRows
 from .uris import Readable, hub_name, split_uri
 
@@ -427,8 +428,8 @@ class DatasetRegistry:
         root = next((root for root in self._roots if real != root and real.is_relative_to(root)), None)
         if root is None or self._data_dir.is_ours(real):
             raise self._outside(uri)
-        if real.suffix.lower() not in ROW_READERS:
-            raise InvalidRequest("source.uri", uri, f"expected a file name that ends in {', '.join(ROW_READERS)}")
+        if ending_of(real.name) not in ROW_READERS:
+            raise InvalidRequest("source.uri", uri, f"expected a file name that ends in {ENDINGS}")
         try:
             file = open_beneath(root, real.relative_to(root))
         except OSError as error:

@@ -247,7 +247,8 @@ class RowsSource(_RequestBody):
 class UriSource(_RequestBody):
     type: Literal["uri"]
     uri: str = Field(max_length=4096)
-    """An absolute path or file:// below one of the configured dataset_roots (.csv, .jsonl, .json, .parquet),
+    """An absolute path or file:// below one of the configured dataset_roots (.csv, .jsonl, .ndjson, .json, these
+    also with .gz or .zst behind it, .parquet),
     huggingface://datasets/ORG/NAME?split=train, or ray:///PATH below the dataset_roots of a pool of kind ray."""
 
 
