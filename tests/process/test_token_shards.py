@@ -183,6 +183,12 @@ def test_all_that_a_chat_counts_is_in_the_counts_of_a_shard() -> None:
             setattr(other, field.name, [1] if field.name == "example_end" else number)
     one.add(other)
     assert one == other
+    rows, row = one.rows, other.largest_id_row
+    one.add(other)
+    assert one.largest_id_row == row  # of equal ids the first row
+    other.largest_id += 1
+    one.add(other)
+    assert one.largest_id_row == 2 * rows + row
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
