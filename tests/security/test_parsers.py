@@ -86,6 +86,7 @@ JSON = {
     "remote.service.cluster.launcher.ClusterLauncher._conclude": OURS,
     "remote.service.cluster.logs._difference": OURS,
     "remote.service.cluster.models._parsed": OURS,
+    "remote.service.pages.job_form._further": "at most 64 Ki characters (`MOST_OPTIONS`)",
     "remote.service.config_file.provider_block": "the operator's settings",
     "remote.service.datasets.blobs.Blobs._child": CHILD,
     "remote.service.datasets.blobs._parsed_verdict": OURS,

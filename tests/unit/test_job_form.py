@@ -91,6 +91,8 @@ def test_further_options_are_written_as_json() -> None:
     [
         ("{seed: 1}", "provider_options", "it is no JSON"),
         ("[1]", "provider_options", "expected an object"),
+        ('{"seed": 1, "seed": 2}', "provider_options", "it is no JSON"),
+        ("[" * 70_000, "provider_options", "at most 65536 are read here"),
         ('{"priority": "low"}', "provider_options.priority", "another field of the form has it, too"),
     ],
 )

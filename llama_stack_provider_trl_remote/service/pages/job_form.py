@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.system.texts import parse_json
 
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 """With the MLP all linear layers of a Llama-like block, as `trl-remote train` takes them."""
@@ -20,6 +21,8 @@ _OPTIONS = (
     *(("truncation_side", "truncation_side", str), ("priority", "priority", str)),
     ("system_prompt", "system_prompt", str),
 )
+MOST_OPTIONS = 1 << 16
+"""Characters of further options."""
 _SFT_OPTIONS = (("train_on", "train_on", str), ("reasoning", "reasoning", str))
 
 
@@ -66,8 +69,11 @@ def _further(text: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The provider options that are written as JSON."""
     if not text.strip():
         return {}
+    if len(text) > MOST_OPTIONS:
+        hint = f"it has {len(text)} characters, at most {MOST_OPTIONS} are read here: send the job to the API"
+        raise InvalidRequest("provider_options", text[:200], hint)
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except (ValueError, RecursionError) as error:
         hint = f'it is no JSON ({error}): write an object, such as {{"seed": 1}}'
         raise InvalidRequest("provider_options", text[:200], hint) from error
