@@ -64,7 +64,10 @@ OF_A_NODE = (
 """What lies in an agent's data directory; and `ssh`, which belongs to `nodes.pools.on_host`."""
 OWN = (
     *(_own(name, "directory", cannot_be_made_again=True) for name in (CHECKPOINTS, "jobs", "datasets")),
-    *(_own(name, "directory") for name in ("tokens", "reference", "preflights", "serving", "trackers", "llama-stack", "node")),
+    *(
+        _own(name, "directory")
+        for name in ("tokens", "reference", "preflights", "serving", "trackers", "llama-stack", "node")
+    ),
     *(_own(name, "directory") for name in ("model-manifests", "audit")),
     *_LOGS,
     _own(r"audit-.*\.jsonl", "file", "audit"),

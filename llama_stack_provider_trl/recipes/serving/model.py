@@ -286,6 +286,4 @@ def _as_stored(source: ModelSource) -> WeightStorage:
     stored = stored_dtype(source.location, source.revision, fetch=True)
     names: dict[torch.dtype, Dtype] = {dtype: name for name, dtype in DTYPES.items()}
     name: Dtype = names.get(stored, "fp32") if stored is not None else "fp32"
-    return WeightStorage(
-        dtype=DTYPES[name], compute_dtype=name, in_4_bits=False, is_quantized=False, is_sharded=False
-    )
+    return WeightStorage(dtype=DTYPES[name], compute_dtype=name, in_4_bits=False, is_quantized=False, is_sharded=False)

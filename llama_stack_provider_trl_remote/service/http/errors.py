@@ -21,6 +21,7 @@ from llama_stack_provider_trl.errors import (
     JobFailure,
     JobNotFound,
     LimitReached,
+    NotServed,
     QuotaReached,
     ServiceUnreachable,
     Shortage,
@@ -86,6 +87,7 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (TooLarge, 413),
     (OutOfRange, 416),
     (LimitReached, 429),
+    (NotServed, 503),
     (QuotaReached, 507),
     (ServiceUnreachable, 502),
 )
@@ -179,7 +181,7 @@ async def _ours(request: Request, error: Exception) -> Response:
     if status == 500:
         log.error("%s %s: %s", request.method, request.url.path, error)
     headers = {"Content-Range": f"bytes */{error.size}"} if isinstance(error, OutOfRange) else None
-    if isinstance(error, LimitReached):
+    if isinstance(error, LimitReached | NotServed):
         headers = {"Retry-After": str(error.retry_after)}
     if isinstance(error, WrongOffset):
         headers = {"Upload-Offset": str(error.offset)}

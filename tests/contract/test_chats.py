@@ -1,0 +1,275 @@
+"""A tuned model answers at once: chats over a real service, with adapters and models that it has trained itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+
+from llama_stack_provider_trl.system.process import RUN_DIR_MARK, tasks_below
+from tests.contract.payloads import LORA, QUESTIONS, sft
+from tests.contract.service import TrainingService, running_service
+from tests.contract.stack import SFT, Json, poll
+from tests.tiny import tiny_model
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
+CHAT, COMPLETIONS = "/chat/completions", "/completions"
+PROMPTS = [f"What is {n} times two?" for n in range(20)]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingService]:
+    """A service with two completed jobs: an adapter, and all weights."""
+    with running_service(tmp_path_factory.mktemp("chats")) as service:
+        service.register("rows", QUESTIONS)
+        options = {"save_steps": 2, "keep_last": 20}
+        for name, changes in (("adapter", {"algorithm_config": LORA}), ("whole", {})):
+            body = sft(name, "rows", **changes)
+            body["training_config"]["n_epochs"] = 4
+            body["training_config"]["optimizer_config"]["lr"] = 1e-2
+            service.submit(SFT, body, options=options)
+            service.wait_state(name, "completed", timeout=120)
+        yield service
+
+
+def chat_body(model: str, text: str, **changes: Any) -> Json:
+    body = {"model": model, "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 24}
+    return {**body, **changes}
+
+
+def post(service: TrainingService, path: str, body: Json) -> requests.Response:
+    return service.post(path, body, prefix="/openai/v1")
+
+
+def chat(service: TrainingService, model: str, text: str, **changes: Any) -> str:
+    answer = post(service, CHAT, chat_body(model, text, **changes))
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def streamed(service: TrainingService, path: str, body: Json) -> list[Json]:
+    """The events of a stream, which ends properly."""
+    answer = post(service, path, {**body, "stream": True})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in answer.content.decode().split("\n\n") if line]
+    assert lines[-1] == "[DONE]", lines
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def directory_of(service: TrainingService, job: str, checkpoint: str = "final") -> Path:
+    found = service.status(job)["checkpoints"]
+    return next(Path(one["path"]) for one in found if one["path"].endswith(f"/{checkpoint}"))
+
+
+def generated(directory: Path, prompts: list[str], tokens: int = 24) -> list[str]:
+    """Greedy answers of transformers, or PEFT, with the files in an exported directory."""
+    import torch
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    is_adapter = (directory / "adapter_config.json").is_file()
+    model = (AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM).from_pretrained(directory).eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    found = []
+    for prompt in prompts:
+        turns = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        with torch.no_grad():
+            ids = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
+        found.append(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return found
+
+
+def serving_processes(service: TrainingService) -> list[Path]:
+    return [run_dir for run_dir, left in tasks_below(service.data_dir / "serving").items() if left]
+
+
+@pytest.mark.parametrize(
+    ("model", "job", "checkpoint"),
+    [
+        ("ft:adapter", "adapter", "final"),
+        ("job:adapter/checkpoint-2", "adapter", "checkpoint-2"),
+        ("ft:whole", "whole", "final"),
+        ("job:whole/checkpoint-4", "whole", "checkpoint-4"),
+    ],
+)
+def test_greedy_answers_are_those_of_transformers_with_the_exported_files(
+    service: TrainingService, model: str, job: str, checkpoint: str
+) -> None:
+    expected = generated(directory_of(service, job, checkpoint), PROMPTS)
+    assert [chat(service, model, prompt) for prompt in PROMPTS] == expected
+    assert expected != [chat(service, str(tiny_model()), prompt) for prompt in PROMPTS]
+
+
+def test_adapters_of_one_base_share_a_process_and_answer_beside_each_other(service: TrainingService) -> None:
+    models = [str(tiny_model()), "ft:adapter", "job:adapter/checkpoint-2"]
+    alone = {model: [chat(service, model, prompt) for prompt in PROMPTS[:6]] for model in models}
+    wanted = [(model, number) for number in range(6) for model in models]
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        found = list(pool.map(lambda one: chat(service, one[0], PROMPTS[one[1]]), wanted))
+    assert found == [alone[model][number] for model, number in wanted]
+    assert len({tuple(texts) for texts in alone.values()}) == 3
+    specs = [json.loads((path / "spec.json").read_text()) for path in serving_processes(service)]
+    assert [spec["source"]["model"] for spec in specs].count(str(tiny_model())) == 1
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.9, "seed": 11}, {"stop": ["a", "\ufffd"]}])
+def test_a_stream_has_the_parts_of_the_whole_answer(service: TrainingService, changes: Json) -> None:
+    body = chat_body("ft:adapter", "Tell me.", logprobs=True, top_logprobs=3, **changes)
+    whole = post(service, CHAT, body).json()
+    events = streamed(service, CHAT, {**body, "stream_options": {"include_usage": True}})
+    *parts, usage = events
+    assert parts[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    text = "".join(part["choices"][0]["delta"].get("content", "") for part in parts)
+    assert text == whole["choices"][0]["message"]["content"]
+    logprobs = [one for part in parts for one in (part["choices"][0]["logprobs"] or {"content": []})["content"]]
+    assert logprobs == whole["choices"][0]["logprobs"]["content"]
+    assert all(len(one["top_logprobs"]) == 3 for one in logprobs)
+    assert parts[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert (usage["usage"], usage["choices"]) == (whole["usage"], [])
+    if "stop" in changes:
+        assert "a" not in text
+        assert whole["choices"][0]["finish_reason"] == "stop"
+
+
+def test_the_same_seed_gives_the_same_answer(service: TrainingService) -> None:
+    hot = {"temperature": 1.5, "max_tokens": 16}
+    found = [chat(service, "ft:whole", "Tell me.", seed=seed, **hot) for seed in (1, 1, 2)]
+    assert found[0] == found[1] != found[2]
+
+
+def test_completions_continue_a_text_without_a_template(service: TrainingService) -> None:
+    body = {"model": "ft:whole", "prompt": "The capital of", "temperature": 0, "max_tokens": 5, "logprobs": 2}
+    answer = post(service, COMPLETIONS, body).json()
+    assert answer["object"] == "text_completion"
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] in ("length", "stop")
+    assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"]) <= 5
+    assert choice["logprobs"]["text_offset"][0] == 0
+    text = "".join(event["choices"][0]["text"] for event in streamed(service, COMPLETIONS, body))
+    assert text == choice["text"]
+    assert answer["usage"]["prompt_tokens"] > 0
+
+
+def test_openais_own_client_reads_the_answers(service: TrainingService) -> None:
+    from openai import NotFoundError, OpenAI
+
+    with OpenAI(base_url=f"{service.url}/openai/v1", api_key="none", max_retries=0) as client:
+        listed = [model.id for model in client.models.list()]
+        assert {"ft:adapter", "ft:whole", str(tiny_model())} <= set(listed)
+        assert client.models.retrieve("ft:adapter").object == "model"
+        turns: Any = [{"role": "user", "content": "Tell me."}]
+        answer = client.chat.completions.create(model="ft:adapter", messages=turns, temperature=0, max_tokens=8)
+        parts = client.chat.completions.create(
+            model="ft:adapter", messages=turns, temperature=0, max_tokens=8, stream=True
+        )
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == answer.choices[0].message.content
+        with pytest.raises(NotFoundError, match="job 'gone' not found"):
+            client.chat.completions.create(model="ft:gone", messages=turns)
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "sentence"),
+    [
+        ({"model": "ft:gone"}, 404, "job 'gone' not found"),
+        ({"model": "job:adapter/checkpoint-999"}, 400, "has no checkpoint 'checkpoint-999'"),
+        ({"model": "ft:adapter/final"}, 400, "send ft:NAME"),
+        ({"model": "/no/such/model"}, 400, "there is no such directory"),
+        ({"presence_penalty": 1}, 400, "presence_penalty"),
+        ({"n": 2}, 400, "n="),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": "a", "name": "me"}]}, 400, "messages.0.name"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, 400, "messages, turn 0"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content part of type"),
+        ({"max_tokens": 5000}, 400, "positions of the model"),
+        ({"top_logprobs": 2}, 400, "it needs logprobs"),
+        ({"stream_options": {"include_usage": True}}, 400, "it needs stream"),
+        ({"stop": ["a"] * 5}, 400, "stop"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "writes no tools"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(
+    service: TrainingService, changes: Json, status: int, sentence: str
+) -> None:
+    answer = post(service, CHAT, chat_body("ft:adapter", "Tell me.", **changes))
+    assert answer.status_code == status, answer.text
+    assert sentence in answer.json()["error"]["message"]
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_training_takes_the_device_and_the_next_chat_reports_it(service: TrainingService) -> None:
+    chat(service, "ft:adapter", "Tell me.")
+    assert serving_processes(service)
+    service.arm("started", "hold")
+    begun = time.monotonic()
+    service.submit(SFT, sft("first", "rows"))
+    service.wait_taken("started", 60)
+    assert time.monotonic() - begun < 5
+    poll(lambda: not serving_processes(service), "nothing serves any more", 5)
+    answer = post(service, CHAT, chat_body("ft:adapter", "Tell me."))
+    assert answer.status_code == 503, answer.text
+    assert "a training comes first: job 'first' has cpu" in answer.json()["error"]["message"]
+    assert int(answer.headers["Retry-After"]) > 0
+    service.go("started")
+    service.wait_state("first", "completed", timeout=60)
+    assert chat(service, "ft:first", "Tell me.")
+
+
+def test_an_answer_that_is_being_streamed_ends_with_the_reason_when_a_training_comes(service: TrainingService) -> None:
+    body = chat_body("ft:whole", "Tell me.", max_tokens=1900, temperature=2, seed=3, stream=True)
+    answer = service.session.post(f"{service.url}/openai/v1{CHAT}", json=body, stream=True, timeout=60)
+    lines = answer.iter_lines()
+    assert next(lines).startswith(b"data: ")
+    service.submit(SFT, sft("second", "rows"))
+    last = [line for line in lines if line][-1]
+    assert "a training comes first: job 'second' has cpu" in json.loads(last[6:])["error"]["message"]
+    service.wait_state("second", "completed", timeout=60)
+
+
+def test_nothing_is_left_of_a_process_that_is_killed_and_the_next_chat_starts_another(
+    service: TrainingService,
+) -> None:
+    expected = chat(service, "ft:adapter", "Tell me.")
+    for which in ("server", "runner"):
+        (run_dir,) = [path for path in serving_processes(service) if "spec" in "spec"][:1]
+        processes = tasks_below(service.data_dir / "serving")[run_dir]
+        names = {process.pid: " ".join(psutil.Process(process.pid).cmdline()) for process in processes}
+        marker = "recipes.serve" if which == "server" else "launch.runner"
+        killed = [pid for pid, name in names.items() if marker in name]
+        assert killed, names
+        os.kill(killed[-1], signal.SIGKILL)
+        poll(lambda run_dir=run_dir: run_dir not in serving_processes(service), "its processes have ended", 10)
+        assert chat(service, "ft:adapter", "Tell me.") == expected
+    service.submit(SFT, sft("third", "rows"))
+    service.wait_state("third", "completed", timeout=60)
+
+
+def test_nothing_serves_after_the_service_was_killed(tmp_path: Path) -> None:
+    with running_service(tmp_path) as service:
+        assert chat(service, str(tiny_model()), "Tell me.")
+        assert serving_processes(service)
+        service.kill()
+        poll(lambda: not serving_processes(service), "its processes have ended", 10)
+        service.launch()
+        service.wait_until_it_answers()
+        assert not list((service.data_dir / "serving").iterdir())
+        assert chat(service, str(tiny_model()), "Tell me.")
+
+
+def test_an_idle_process_ends(tmp_path: Path) -> None:
+    with running_service(tmp_path, serving_idle_seconds=1.0) as service:
+        assert chat(service, str(tiny_model()), "Tell me.")
+        poll(lambda: not serving_processes(service), "its processes have ended", 10)
+        poll(lambda: not list((service.data_dir / "serving").iterdir()), "its files are removed", 10)
+        assert chat(service, str(tiny_model()), "Tell me.")
+    assert RUN_DIR_MARK
