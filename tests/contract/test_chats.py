@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 import requests
 
 from llama_stack_provider_trl.system.process import tasks_below
+from llama_stack_provider_trl_remote.cli.main import main
 from tests.contract.payloads import LORA, QUESTIONS, sft
 from tests.contract.service import TrainingService, running_service
 from tests.contract.stack import SFT, Json, poll
@@ -264,6 +266,45 @@ def test_an_answer_that_is_being_streamed_ends_with_the_reason_when_a_training_c
     last = [line for line in lines if line][-1]
     assert "a training comes first: job 'second' has cpu" in json.loads(last[6:])["error"]["message"]
     service.wait_state("second", "completed", timeout=60)
+
+
+def test_a_question_in_a_shell_is_answered_by_both_models(
+    service: TrainingService, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRL_SERVICE_URL", service.url)
+    base, greedy = str(tiny_model()), ["--temperature", "0", "--max-tokens", "8"]
+    tuned, plain = (chat(service, model, "Tell me.", max_tokens=8) for model in ("ft:adapter", base))
+    assert main(["chat", "adapter", "-m", "Tell me.", *greedy]) == 0
+    assert capsys.readouterr().out.startswith(tuned.partition("\n")[0])
+    assert main(["chat", "adapter", "--against", base, "-m", "Tell me.", "--json", *greedy]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["model"], one["text"]) for one in found] == [("ft:adapter", tuned), (base, plain)]
+    # The second turn has the first one and its answer before it.
+    monkeypatch.setattr("sys.stdin", io.StringIO("Tell me.\n\nAnd now?\n"))
+    assert main(["chat", "adapter", "--json", *greedy]) == 0
+    first, second = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+    assert first == tuned
+    turns = [("user", "Tell me."), ("assistant", tuned), ("user", "And now?")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert second == chat(service, "ft:adapter", "", messages=messages, max_tokens=8)
+    assert main(["chat", "gone", "-m", "Tell me."]) == 1
+    assert "job 'gone' not found" in capsys.readouterr().err
+
+
+def test_a_hundred_chats_at_once_are_all_answered(service: TrainingService) -> None:
+    models = ["ft:adapter", str(tiny_model()), "job:adapter/checkpoint-20"]
+    with ThreadPoolExecutor(100) as pool:
+        answers = list(
+            pool.map(
+                lambda number: requests.post(
+                    f"{service.url}/openai/v1{CHAT}",
+                    json=chat_body(models[number % 3], PROMPTS[number % 20], max_tokens=4),
+                    timeout=120,
+                ),
+                range(100),
+            )
+        )
+    assert {answer.status_code for answer in answers} == {200}
 
 
 def test_nothing_is_left_of_a_process_that_is_killed_and_the_next_chat_starts_another(
