@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import JobFailure
 from ..specs.events import Reason
-from ..specs.serving import ADAPTERS, LEASE, MOST_REQUEST, SOCKET, Answer, Refused, ServeRequest, ServeSpec
+from ..specs.serving import ADAPTERS, LEASE, MOST_REQUEST, SOCKET, Answer, AnswerRefused, ServeRequest, ServeSpec
 from .failures import classify
 from .imports import packages_found_once, quick_imports
 from .train import QUANTIZATION_LIBRARIES, unused_libraries_hidden
@@ -38,13 +38,13 @@ _REQUEST_SECONDS = 30.0
 _OF_REQUESTS = {Reason.invalid_request, Reason.invalid_dataset, Reason.invalid_model}
 
 
-class Server:
+class ChatServer:
     """Answers connections, each in a thread of its own."""
 
     def __init__(self, listener: socket.socket, spec: ServeSpec, adapters: Path) -> None:
         self._listener, self._spec, self._adapters = listener, spec, adapters
         self._model: ServedModel | None = None
-        self._refusal: Refused | None = None
+        self._refusal: AnswerRefused | None = None
         self._loaded = threading.Event()
         self._guard = threading.Lock()
         self._open = 0
@@ -129,9 +129,9 @@ class Server:
             send(_refusal(error))
 
 
-def _refusal(error: BaseException) -> Refused:
+def _refusal(error: BaseException) -> AnswerRefused:
     failed = classify(error)
-    return Refused(message=failed.message, is_request=failed.reason in _OF_REQUESTS)
+    return AnswerRefused(message=failed.message, is_request=failed.reason in _OF_REQUESTS)
 
 
 def _checked(connection: socket.socket) -> Callable[[], None]:
@@ -168,7 +168,7 @@ def main(argv: list[str]) -> int:
     """Serve what the specification describes, which is the one argument; returns the exit status."""
     path = Path(argv[1])
     spec = ServeSpec.model_validate_json(path.read_text())
-    return Server(listen(path.parent), spec, path.parent / ADAPTERS).run()
+    return ChatServer(listen(path.parent), spec, path.parent / ADAPTERS).run()
 
 
 if __name__ == "__main__":

@@ -75,14 +75,14 @@ class ChosenToken(TokenLogprob):
     """The most likely ones in its place."""
 
 
-class Begun(Frozen):
+class AnswerBegun(Frozen):
     """The prompt was read."""
 
     kind: Literal["begun"] = "begun"
     prompt_tokens: int
 
 
-class Part(Frozen):
+class AnswerPart(Frozen):
     """The next part of the answer."""
 
     kind: Literal["part"] = "part"
@@ -91,7 +91,7 @@ class Part(Frozen):
     tokens: tuple[ChosenToken, ...] = ()
 
 
-class Ended(Frozen):
+class AnswerEnd(Frozen):
     """The end of the answer."""
 
     kind: Literal["ended"] = "ended"
@@ -100,7 +100,7 @@ class Ended(Frozen):
     tokens: int
 
 
-class Refused(Frozen):
+class AnswerRefused(Frozen):
     """The request, or the model, cannot be used."""
 
     kind: Literal["refused"] = "refused"
@@ -109,5 +109,5 @@ class Refused(Frozen):
     """Whether the request is at fault, or the model that it names; else the machine, such as its memory."""
 
 
-Answer = Annotated[Begun | Part | Ended | Refused, Field(discriminator="kind")]
-ANSWER: TypeAdapter[Begun | Part | Ended | Refused] = TypeAdapter(Answer)
+Answer = Annotated[AnswerBegun | AnswerPart | AnswerEnd | AnswerRefused, Field(discriminator="kind")]
+ANSWER: TypeAdapter[AnswerBegun | AnswerPart | AnswerEnd | AnswerRefused] = TypeAdapter(Answer)

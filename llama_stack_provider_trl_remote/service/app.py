@@ -69,7 +69,7 @@ def make_app(service: Service) -> FastAPI:
     _include(app, tokens.router, "/v1", dependencies=token)
     _include(app, tokens.audit, "/v1", dependencies=token)
     _include(app, tokens.logs, "/v1", dependencies=token)
-    _include(app, openai.router, "/openai", dependencies=token)
+    _include(app, openai.router, "", dependencies=token)
     for prefix in ("/v1", ""):
         _include(app, service_router, prefix)
     for router in (

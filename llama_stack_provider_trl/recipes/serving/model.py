@@ -21,7 +21,16 @@ from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import Dtype
 from ...specs.model_source import ModelSource
-from ...specs.serving import Answer, Begun, ChosenToken, Ended, Part, ServeRequest, ServeSpec, TokenLogprob
+from ...specs.serving import (
+    Answer,
+    AnswerBegun,
+    AnswerEnd,
+    AnswerPart,
+    ChosenToken,
+    ServeRequest,
+    ServeSpec,
+    TokenLogprob,
+)
 from ...system.fork import THREADS
 from ...system.process import usable_cpus
 from ..data.chat import Chat
@@ -124,7 +133,7 @@ class ServedModel:
                 self._turn.take()
             self._activate(voice)
 
-        next_turn(Begun(prompt_tokens=len(ids)))
+        next_turn(AnswerBegun(prompt_tokens=len(ids)))
         config = GenerationConfig(
             max_new_tokens=most,
             do_sample=False,
@@ -144,8 +153,8 @@ class ServedModel:
         except _LeftEarly:
             pass
         if rest := answer.text.rest():
-            next_turn(Part(text=rest))
-        send(Ended(reason=answer.reason, tokens=answer.count))
+            next_turn(AnswerPart(text=rest))
+        send(AnswerEnd(reason=answer.reason, tokens=answer.count))
 
     def _encoded(self, voice: _Voice, request: ServeRequest) -> list[int]:
         """The token ids of a prompt. The turn is held: limits of a template's memory are those of the process."""
@@ -240,17 +249,17 @@ class _Answering:
         self.count = 0
         self.reason: Any = "length"
 
-    def add(self, token: int, scores: torch.Tensor) -> Part:
+    def add(self, token: int, scores: torch.Tensor) -> AnswerPart:
         """Take the next token, and return the part that can be sent."""
         self.count += 1
         if token in self.voice.ends:
             self.reason = "stop"
-            return Part(text="")
+            return AnswerPart(text="")
         tokens = () if self.request.logprobs is None else (self._with_logprobs(token, scores, self.request.logprobs),)
         text = self.text.add(token)
         if self.text.is_stopped:
             self.reason = "stop"
-        return Part(text=text, tokens=tokens)
+        return AnswerPart(text=text, tokens=tokens)
 
     def _with_logprobs(self, token: int, scores: torch.Tensor, top: int) -> ChosenToken:
         found = torch.log_softmax(scores[0].float(), dim=-1)

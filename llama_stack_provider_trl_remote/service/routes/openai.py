@@ -60,6 +60,12 @@ class OpenAIRoute(GuardedRoute):
             await answer(scope, receive, send)
 
 
+async def _left(request: Request) -> None:
+    """Return when the client is gone. The body was received."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 async def _error(request: Request, error: Exception) -> Response:
     answer = await answered(request, error)
     detail = json.loads(bytes(answer.body))["detail"]
@@ -68,7 +74,7 @@ async def _error(request: Request, error: Exception) -> Response:
     return JSONResponse(error_of(detail, status), status, headers)
 
 
-router = APIRouter(route_class=OpenAIRoute, prefix="/v1", tags=["chats, in OpenAI's form"])
+router = APIRouter(route_class=OpenAIRoute, prefix="/openai/v1", tags=["chats, in OpenAI's form"])
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     **declared(404),
     200: {
@@ -96,7 +102,7 @@ async def _answer(
     answer = await chats.begin(body, caller.name)
     if body.stream:
         return _ChatStream(answer)
-    found = await answer.whole(request)
+    found = await answer.whole(_left(request))
     return Response(status_code=499) if found is None else JSONResponse(found)
 
 

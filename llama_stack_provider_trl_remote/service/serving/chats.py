@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
-
-from starlette.requests import Request
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, NotServed, TrlError
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.methods import METHODS
 from llama_stack_provider_trl.specs.rows import Message, PromptExample, parse_row
-from llama_stack_provider_trl.specs.serving import Answer, Begun, Ended, Part, Refused, ServeRequest
+from llama_stack_provider_trl.specs.serving import (
+    Answer,
+    AnswerBegun,
+    AnswerEnd,
+    AnswerPart,
+    AnswerRefused,
+    ServeRequest,
+)
 from llama_stack_provider_trl.system.data_dir import DataDir
 
 from ..http.chat_bodies import ChatBody, CompletionBody
@@ -69,9 +74,9 @@ class Chats:
             await stack.enter_async_context(self._serving.counted(caller))
             messages = await stack.enter_async_context(aclosing(self._serving.answer(served, request)))
             first = await anext(messages, None)
-            if isinstance(first, Refused):
+            if isinstance(first, AnswerRefused):
                 raise _refused(first, served)
-            if not isinstance(first, Begun):
+            if not isinstance(first, AnswerBegun):
                 raise ChatRefused("the process that serves the model did not answer: this is a bug", 500)
             written.prompt_tokens = first.prompt_tokens
             has_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -109,10 +114,16 @@ class BegunAnswer:
     async def close(self) -> None:
         await self._stack.aclose()
 
-    async def whole(self, request: Request) -> Json | None:
-        """The answer in one piece; None: its client is gone. Raises ChatRefused, NotServed."""
-        collecting = asyncio.ensure_future(self._collect())
-        leaving = asyncio.ensure_future(_left(request))
+    async def whole(self, left: Coroutine[Any, Any, None]) -> Json | None:
+        """The answer in one piece; None: its client is gone.
+
+        Args:
+            left: returns when the client is gone.
+
+        Raises:
+            ChatRefused, NotServed.
+        """
+        collecting, leaving = asyncio.create_task(self._collect()), asyncio.create_task(left)
         try:
             await asyncio.wait([collecting, leaving], return_when=asyncio.FIRST_COMPLETED)
             return self._written.whole() if collecting.done() and collecting.result() is None else None
@@ -144,22 +155,16 @@ class BegunAnswer:
     async def _events(self) -> AsyncGenerator[Json]:
         """The parts of the answer."""
         async for message in self._messages:
-            if isinstance(message, Part):
+            if isinstance(message, AnswerPart):
                 if message.text or message.tokens:
                     yield self._written.add(message.text, message.tokens)
-            elif isinstance(message, Ended):
+            elif isinstance(message, AnswerEnd):
                 self._written.reason, self._written.answer_tokens = message.reason, message.tokens
-            elif isinstance(message, Refused):
+            elif isinstance(message, AnswerRefused):
                 raise _refused(message, self._served)
 
 
-async def _left(request: Request) -> None:
-    """Return when the client is gone. The body was received."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _refused(message: Refused, served: Served) -> ChatRefused:
+def _refused(message: AnswerRefused, served: Served) -> ChatRefused:
     text = message.message
     if served.adapter is not None:  # the process has a copy of it
         text = text.replace(f"adapters/{served.adapter.digest}", f"the adapter of {served.name}")
