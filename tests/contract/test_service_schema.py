@@ -127,7 +127,8 @@ def configuration() -> str:
     # Their body is that of /preference-optimize with three fields more, of which test_service_preflight.py sends the
     # bounds.
     lines += ["[[operations]]", 'include-path-regex = "/pre(flight|view)$"', "phases.coverage.enabled = false"]
-    # Of a job without a checkpoint: every other model would be answered with 503, since the device is locked.
-    lines += ["[[operations]]", 'include-path-regex = "^/openai/v1/.*completions$"']
+    # Of a job without a checkpoint: every other model is answered with 503, since the device is locked. That phase
+    # chooses models of its own.
+    lines += ["[[operations]]", 'include-path-regex = "^/openai/v1/.*completions$"', "phases.coverage.enabled = false"]
     lines += ['parameters = {"body.model" = "ft:waiting"}']
     return "\n".join(lines)

@@ -15,11 +15,11 @@ from llama_stack_provider_trl.errors import JobNotFound
 
 from ..dependencies import ChatsDep
 from ..http.chat_bodies import ChatBody, CompletionBody
-from ..http.errors import answered, declared
-from ..security.access import USERS, USERS_JOB, CurrentCaller, GuardedRoute, Refused
+from ..http.errors import OpenAIErrorAnswer, answered, declared, openai_error
+from ..security.access import USERS, USERS_JOB, CurrentCaller, GuardedRoute
 from ..security.streams import CountedStream
 from ..serving.chats import BegunAnswer
-from ..serving.openai import error_of, model_list
+from ..serving.openai import model_list
 
 _STREAM = "text/event-stream"
 
@@ -52,13 +52,6 @@ class OpenAIRoute(GuardedRoute):
 
         return handled
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().handle(scope, receive, send)
-        except Refused as refusal:
-            answer = await _error(Request(scope, receive, send), refusal)
-            await answer(scope, receive, send)
-
 
 async def _left(request: Request) -> None:
     """Return when the client is gone. The body was received."""
@@ -71,12 +64,12 @@ async def _error(request: Request, error: Exception) -> Response:
     detail = json.loads(bytes(answer.body))["detail"]
     headers = {name: value for name, value in answer.headers.items() if not name.startswith("content-")}
     status = 404 if isinstance(error, JobNotFound) else answer.status_code
-    return JSONResponse(error_of(detail, status), status, headers)
+    return JSONResponse(openai_error(status, detail), status, headers)
 
 
 router = APIRouter(route_class=OpenAIRoute, prefix="/openai/v1", tags=["chats, in OpenAI's form"])
 _ANSWERS: dict[int | str, dict[str, Any]] = {
-    **declared(404),
+    **declared(404, form=OpenAIErrorAnswer),
     200: {
         "description": "The answer, or with `stream` its parts as events",
         "content": {"application/json": {}, _STREAM: {"schema": {"type": "string"}}},
@@ -106,18 +99,18 @@ async def _answer(
     return Response(status_code=499) if found is None else JSONResponse(found)
 
 
-@router.get("/models", dependencies=[USERS], responses=declared())
+@router.get("/models", dependencies=[USERS], responses=declared(form=OpenAIErrorAnswer))
 async def models(chats: ChatsDep) -> Response:
     """The results of completed jobs, and the models that jobs here were trained from."""
     return JSONResponse(model_list(await asyncio.to_thread(chats.models)))
 
 
-@router.get("/models/{model:path}", dependencies=[USERS], responses=declared(404))
+@router.get("/models/{model:path}", dependencies=[USERS], responses=declared(404, form=OpenAIErrorAnswer))
 async def model(chats: ChatsDep, model: Annotated[str, Path(description="As in the list")]) -> Response:
     """One entry of the list of models."""
     rows = await asyncio.to_thread(chats.models)
     found = next((row for row in rows if row["id"] == model), None)
     if found is None:
         text = f"no model {model[:200]!r} is listed: GET /openai/v1/models lists results of jobs and their base models"
-        return JSONResponse(error_of(text, 404), 404)
+        return JSONResponse(openai_error(404, text), 404)
     return JSONResponse(found)

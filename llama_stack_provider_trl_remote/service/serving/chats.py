@@ -25,8 +25,9 @@ from llama_stack_provider_trl.specs.serving import (
 from llama_stack_provider_trl.system.data_dir import DataDir
 
 from ..http.chat_bodies import ChatBody, CompletionBody
+from ..http.errors import openai_error
 from ..settings import ServiceSettings
-from .openai import Json, Kind, Written, error_of, model_row
+from .openai import Json, Kind, Written, model_row
 from .served import Served
 from .serving import Serving
 
@@ -145,7 +146,7 @@ class BegunAnswer:
             async for event in self._events():
                 yield _sent(event)
         except (ChatRefused, NotServed) as error:
-            yield _sent(error_of(str(error), getattr(error, "status_code", 503)))
+            yield _sent(openai_error(getattr(error, "status_code", 503), str(error)))
             return
         yield _sent(self._written.last())
         if self._has_usage:

@@ -114,12 +114,6 @@ def _of_token(token: TokenLogprob) -> Json:
     }
 
 
-def error_of(message: str, status: int) -> Json:
-    """The body of an error."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
-
-
 def model_row(name: str, created: float, owner: str) -> Json:
     """An entry of the list of models."""
     return {"id": name, "object": "model", "created": int(created), "owned_by": owner}
