@@ -210,6 +210,11 @@ def documented_roles(page: Path = ROLES_PAGE) -> dict[tuple[str, str], dict[str,
     return found
 
 
+def sentence_of(body: Json) -> str:
+    """The sentence of an error, in the form of the API or in OpenAI's."""
+    return str(body["error"]["message"] if "error" in body else body["detail"])
+
+
 def without_version(path: str) -> str:
     return _PREFIX.sub("", path)
 

@@ -20,7 +20,9 @@ class StreamOptions(Documented, CheckedNames):
     """Send a last event with the numbers of tokens."""
 
 
-class _AnswerBody(Documented, CheckedNames):
+class AnswerBody(Documented, CheckedNames):
+    """What chats and completions have in common."""
+
     model_config = ConfigDict(extra="forbid")
     model: str = Field(min_length=1)
     """ft:JOB (the result of a job), job:JOB/CHECKPOINT, or a base model as jobs name it."""
@@ -51,7 +53,7 @@ class _AnswerBody(Documented, CheckedNames):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-class ChatBody(_AnswerBody):
+class ChatBody(AnswerBody):
     messages: Annotated[list[dict[str, Any]], CheckedElsewhere()] = Field(min_length=1)
     """The conversation, in OpenAI's form, text only. The model's chat template renders it."""
     tools: Annotated[list[dict[str, Any]] | None, CheckedElsewhere()] = None
@@ -68,7 +70,7 @@ class ChatBody(_AnswerBody):
     """Most likely tokens to report in each place. Only with `logprobs`."""
 
 
-class CompletionBody(_AnswerBody):
+class CompletionBody(AnswerBody):
     prompt: Annotated[str, FreeText()]
     """The text to continue, as it is: no chat template renders it."""
     max_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)

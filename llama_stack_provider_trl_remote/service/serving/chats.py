@@ -193,6 +193,8 @@ def _completion_request(body: CompletionBody) -> ServeRequest:
 
 
 def _request(body: ChatBody | CompletionBody, **more: Any) -> ServeRequest:
+    for text in (*body.stops, more.get("prompt") or ""):
+        text.encode()  # half of a surrogate pair is refused
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest(
             "stream_options", body.stream_options.model_dump(), "it needs stream true: send that, or leave it out"

@@ -115,12 +115,13 @@ class ServingProcess:
 
     async def _exchange(self, request: ServeRequest) -> AsyncGenerator[Answer]:
         """The messages until the process closes the connection."""
+        sent = request.model_dump_json().encode() + b"\n"
         try:
             reader, writer = await self._connect()
         except OSError:
             return
         try:
-            writer.write(request.model_dump_json().encode() + b"\n")
+            writer.write(sent)
             while line := await reader.readline():
                 yield ANSWER.validate_json(line)
         except OSError:
