@@ -7,8 +7,9 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -307,6 +308,24 @@ def test_a_hundred_chats_at_once_are_all_answered(service: TrainingService) -> N
     assert {answer.status_code for answer in answers} == {200}
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_whose_client_has_left_is_not_computed_further(service: TrainingService, stream: bool) -> None:
+    """Four are computed at a time: the next one would wait for them."""
+    base = str(tiny_model())
+    whole = timed(lambda: chat(service, base, "Tell me.", max_tokens=800))
+    body = chat_body(base, "Tell me.", max_tokens=800, stream=stream)
+    for _ in range(8):
+        with suppress(requests.ReadTimeout):
+            requests.post(f"{service.url}/openai/v1{CHAT}", json=body, stream=stream, timeout=0.2).close()
+    assert timed(lambda: chat(service, base, "Tell me.", max_tokens=4)) < whole
+
+
+def timed(action: Callable[[], object]) -> float:
+    begun = time.monotonic()
+    action()
+    return time.monotonic() - begun
+
+
 def test_nothing_is_left_of_a_process_that_is_killed_and_the_next_chat_starts_another(
     service: TrainingService,
 ) -> None:
@@ -336,6 +355,27 @@ def test_nothing_serves_after_the_service_was_killed(tmp_path: Path) -> None:
         service.wait_until_it_answers()
         assert not list((service.data_dir / "serving").iterdir())
         assert chat(service, str(tiny_model()), "Tell me.")
+
+
+def test_of_more_models_than_may_answer_the_oldest_one_that_answers_nothing_ends(
+    service: TrainingService, tmp_path: Path
+) -> None:
+    whole = [str(directory_of(service, "whole", name)) for name in ("final", "checkpoint-20")]
+    with running_service(tmp_path, serving_processes=1, max_chats=2) as other:
+        for model in (*whole, *whole):
+            assert chat(other, model, "Tell me.")
+            assert len(serving_processes(other)) == 1
+        body = chat_body(str(tiny_model()), "Tell me.", max_tokens=1900, stream=True)
+        streams = []
+        for status, sentence in ((503, "as many as serving_processes allows"), (429, "as many as max_chats allows")):
+            streams.append(requests.post(f"{other.url}/openai/v1{CHAT}", json=body, stream=True, timeout=60))
+            refused = post(other, CHAT, chat_body(whole[0], "Tell me."))
+            assert refused.status_code == status, refused.text
+            assert sentence in refused.json()["error"]["message"]
+            assert int(refused.headers["Retry-After"]) > 0
+        for stream in streams:
+            stream.close()
+        poll(lambda: post(other, CHAT, chat_body(whole[0], "Tell me.")).ok, "the model gets its place", 20)
 
 
 def test_an_idle_process_ends(tmp_path: Path) -> None:
