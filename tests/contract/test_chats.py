@@ -312,6 +312,7 @@ def test_a_hundred_chats_at_once_are_all_answered(service: TrainingService) -> N
 def test_an_answer_whose_client_has_left_is_not_computed_further(service: TrainingService, stream: bool) -> None:
     """Four are computed at a time: the next one would wait for them."""
     base = str(tiny_model())
+    chat(service, base, "Tell me.")  # the model is in memory then
     whole = timed(lambda: chat(service, base, "Tell me.", max_tokens=800))
     body = chat_body(base, "Tell me.", max_tokens=800, stream=stream)
     for _ in range(8):
