@@ -138,6 +138,18 @@ def test_greedy_answers_are_those_of_transformers_with_the_exported_files(
     assert untrained.logprobs[0] != pytest.approx(expected[0].logprobs[0], abs=1e-2)
 
 
+def test_an_adapter_answers_by_its_directory_and_a_merged_model_by_its_name(service: TrainingService) -> None:
+    directory = directory_of(service, "adapter")
+    assert served(service, str(directory), PROMPTS[0]) == served(service, "ft:adapter", PROMPTS[0])
+    body = sft("both", "rows", algorithm_config=LORA)
+    service.submit(SFT, body, options={"merge_adapter": True})
+    service.wait_state("both", "completed", timeout=120)
+    adapted, merged = (served(service, name, PROMPTS[0]) for name in ("ft:both", "job:both/merged"))
+    assert adapted.logprobs[:4] == pytest.approx(merged.logprobs[:4], abs=0.05)
+    expected = generated(directory_of(service, "both", "merged"), PROMPTS[:1])[0]
+    assert merged.text == expected.text
+
+
 def test_adapters_of_one_base_share_a_process_and_answer_beside_each_other(service: TrainingService) -> None:
     models = [str(tiny_model()), "ft:adapter", "job:adapter/checkpoint-20"]
     alone = {model: [served(service, model, prompt) for prompt in PROMPTS[:6]] for model in models}
