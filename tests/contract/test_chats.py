@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -148,6 +149,18 @@ def test_an_adapter_answers_by_its_directory_and_a_merged_model_by_its_name(serv
     assert adapted.logprobs[:4] == pytest.approx(merged.logprobs[:4], abs=0.05)
     expected = generated(directory_of(service, "both", "merged"), PROMPTS[:1])[0]
     assert merged.text == expected.text
+
+
+def test_a_damaged_adapter_is_refused_by_the_name_that_the_chat_gave_it(
+    service: TrainingService, tmp_path: Path
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(directory_of(service, "adapter"), damaged)
+    (damaged / "adapter_model.safetensors").write_bytes(b"x")
+    answer = post(service, CHAT, chat_body(str(damaged), "Tell me."))
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"].startswith(f"adapter '{damaged}': adapter_model.safetensors is cut off")
+    assert chat(service, "ft:adapter", "Tell me.")
 
 
 def test_adapters_of_one_base_share_a_process_and_answer_beside_each_other(service: TrainingService) -> None:

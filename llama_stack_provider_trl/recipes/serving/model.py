@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 
 from ...errors import JobFailure
@@ -161,7 +161,10 @@ class ServedModel:
         if request.messages is None:
             ids = voice.tokenizer(request.prompt or "", verbose=False)["input_ids"]
         else:
-            text = voice.chat.written(request.messages, 0, add_generation_prompt=True)
+            try:
+                text = voice.chat.written(request.messages, 0, add_generation_prompt=True)
+            except JobFailure as error:
+                raise JobFailure(error.reason, error.message.removeprefix("row 0: ")) from error
             (ids,) = voice.chat.tokenize([text])
         ids = ids or [voice.tokenizer.eos_token_id]
         check_embedded(ids, self._embeddings, voice.tokenizer, "the prompt", Reason.invalid_request)
@@ -190,22 +193,15 @@ class ServedModel:
     def _load(self, name: str) -> _Voice:
         directory = self._directory / name
         check_adapter(directory, self._source)
+        self._remove_others(PeftConfig.from_pretrained(str(directory)).peft_type)
         self._make_room()
         self._loaded += 1
         adapter = f"adapter_{self._loaded}"
-        self._active = adapter
         try:
             if self._peft is None:
                 self._peft = PeftModel.from_pretrained(self._model, str(directory), adapter_name=adapter)
             else:
                 self._peft.load_adapter(str(directory), adapter_name=adapter)
-        except (ValueError, TypeError) as error:  # such as an adapter of another kind than those in memory
-            kinds = {config.peft_type.value for config in (self._peft.peft_config if self._peft else {}).values()}
-            raise JobFailure(
-                Reason.invalid_model,
-                f"the adapter cannot be loaded beside those in memory ({', '.join(sorted(kinds)) or 'none'}): {error}. "
-                "Wait until the model was idle, and send it again",
-            ) from error
         finally:
             self._apply(None)
         tokenizer = self._voices[None].tokenizer
@@ -213,6 +209,26 @@ class ServedModel:
             tokenizer = load_tokenizer(ModelSource(model=str(directory)), model=self._source)
         end = tokenizer.eos_token_id
         return _Voice(tokenizer, sorted({*self._own_ends, *([] if end is None else [end])}), adapter)
+
+    def _remove_others(self, kind: Any) -> None:
+        """Remove the adapters in memory if they are of another kind: PEFT keeps one kind in a model.
+
+        Raises:
+            JobFailure: one of them is answering.
+        """
+        if self._peft is None or all(config.peft_type == kind for config in self._peft.peft_config.values()):
+            return
+        adapted = {name: voice for name, voice in self._voices.items() if name is not None}
+        if any(voice.users for voice in adapted.values()):
+            raise JobFailure(
+                Reason.invalid_request,
+                "an adapter of another kind is answering, and a model has those of one kind at a time: send it again "
+                "when that answer has ended",
+            )
+        self._peft.unload()
+        self._peft = None
+        for name in adapted:
+            del self._voices[name]
 
     def _make_room(self) -> None:
         unused = [name for name, voice in self._voices.items() if name is not None and not voice.users]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
@@ -15,6 +16,7 @@ from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.methods import METHODS
 from llama_stack_provider_trl.specs.rows import Message, PromptExample, parse_row
 from llama_stack_provider_trl.specs.serving import (
+    ADAPTERS,
     Answer,
     AnswerBegun,
     AnswerEnd,
@@ -168,7 +170,7 @@ class BegunAnswer:
 def _refused(message: AnswerRefused, served: Served) -> ChatRefused:
     text = message.message
     if served.adapter is not None:  # the process has a copy of it
-        text = text.replace(f"adapters/{served.adapter.digest}", f"the adapter of {served.name}")
+        text = re.sub(rf"[^\s']*{ADAPTERS}/{served.adapter.digest}", lambda _: served.name, text)
     return ChatRefused(text, 400 if message.is_request else 500)
 
 
