@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -23,7 +24,7 @@ from llama_stack_provider_trl_remote.cli.main import main
 from tests.contract.payloads import LORA, QUESTIONS, sft
 from tests.contract.service import TrainingService, running_service
 from tests.contract.stack import SFT, Json, poll
-from tests.tiny import tiny_model
+from tests.tiny import REPOSITORY, tiny_model
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
 CHAT, COMPLETIONS = "/chat/completions", "/completions"
@@ -315,6 +316,20 @@ def test_a_question_in_a_shell_is_answered_by_both_models(
     assert second == chat(service, "ft:adapter", "", messages=messages, max_tokens=8)
     assert main(["chat", "gone", "-m", "Tell me."]) == 1
     assert "job 'gone' not found" in capsys.readouterr().err
+
+
+def test_the_quickstart_asks_the_base_and_the_tuned_model_the_same(
+    service: TrainingService, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = importlib.util.spec_from_file_location("quickstart", REPOSITORY / "examples" / "quickstart.py")
+    assert spec is not None
+    assert spec.loader is not None
+    quickstart = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(quickstart)
+    directory = directory_of(service, "whole")
+    quickstart.ask_both(service.url, {"base": str(tiny_model()), "tuned": str(directory)})
+    lines = capsys.readouterr().out.splitlines()
+    assert [sum(line.startswith(f"  {title} ") for line in lines) for title in ("base", "tuned")] == [3, 3]
 
 
 def test_a_hundred_chats_at_once_are_all_answered(service: TrainingService) -> None:
