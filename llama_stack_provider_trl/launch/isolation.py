@@ -243,8 +243,8 @@ def spec_paths(attempt: AttemptSpec, directories: Sequence[Path]) -> SpecPaths:
 
 
 def served_paths(serving: ServeSpec, directories: Sequence[Path]) -> SpecPaths:
-    """Paths that a task which serves reads beside its run directory, where the service puts the adapters."""
-    return SpecPaths(read=list(_model_paths([serving.source.location], (), directories)))
+    """Paths that a task which serves reads: its base model, and the copies of adapters that the service makes."""
+    return SpecPaths(read=[serving.adapters, *_model_paths([serving.source.location], (), directories)])
 
 
 def _model_paths(locations: Iterable[str], chosen: Collection[str], directories: Sequence[Path]) -> Iterator[Path]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import JobFailure
 from ..specs.events import Reason
-from ..specs.serving import ADAPTERS, LEASE, MOST_REQUEST, SOCKET, Answer, AnswerRefused, ServeRequest, ServeSpec
+from ..specs.serving import LEASE, MOST_REQUEST, SOCKET, Answer, AnswerRefused, ServeRequest, ServeSpec
 from .failures import classify
 from .imports import packages_found_once, quick_imports
 from .train import QUANTIZATION_LIBRARIES, unused_libraries_hidden
@@ -41,8 +41,8 @@ _OF_REQUESTS = {Reason.invalid_request, Reason.invalid_dataset, Reason.invalid_m
 class ChatServer:
     """Answers connections, each in a thread of its own."""
 
-    def __init__(self, listener: socket.socket, spec: ServeSpec, adapters: Path) -> None:
-        self._listener, self._spec, self._adapters = listener, spec, adapters
+    def __init__(self, listener: socket.socket, spec: ServeSpec) -> None:
+        self._listener, self._spec = listener, spec
         self._model: ServedModel | None = None
         self._refusal: AnswerRefused | None = None
         self._loaded = threading.Event()
@@ -60,7 +60,7 @@ class ChatServer:
                 with quick_imports():
                     from .serving.model import ServedModel
                 with packages_found_once():
-                    self._model = ServedModel(self._spec, self._adapters)
+                    self._model = ServedModel(self._spec)
         except BaseException as error:
             traceback.print_exc()
             self._refusal = _refusal(error)
@@ -168,7 +168,7 @@ def main(argv: list[str]) -> int:
     """Serve what the specification describes, which is the one argument; returns the exit status."""
     path = Path(argv[1])
     spec = ServeSpec.model_validate_json(path.read_text())
-    return ChatServer(listen(path.parent), spec, path.parent / ADAPTERS).run()
+    return ChatServer(listen(path.parent), spec).run()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ lease: it has the request `LEASE`, no answer, and the process ends with it. So n
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
@@ -15,8 +16,9 @@ from .model_source import ModelSource
 
 SOCKET = "serve.sock"
 """Name of the socket in the run directory."""
-ADAPTERS = "adapters"
-"""Directory in the run directory for copies of the adapters that are named in requests."""
+RUN, ADAPTERS = "run", "adapters"
+"""Directories beside each other: the run directory, and that of copies of the adapters that are named in requests. The
+process can write the first alone: what it puts there is not to be followed."""
 LEASE = b'{"lease": true}\n'
 MOST_REQUEST = 4 << 20
 """Bytes of a request."""
@@ -33,6 +35,8 @@ class ServeSpec(Frozen):
     source: ModelSource
     device: str
     """`cpu`, `cuda` or `mps`: the process sees the one that it has."""
+    adapters: Path
+    """Directory of the adapters."""
     idle_seconds: float
     """Seconds without a request after which it ends."""
     at_once: int
@@ -43,7 +47,7 @@ class ServeRequest(Frozen):
     """A text to complete."""
 
     adapter: str | None = None
-    """Name of a directory in `ADAPTERS`; None: the base model."""
+    """Name of a directory in `adapters`; None: the base model."""
     messages: list[dict[str, Any]] | None = None
     """A chat, as `specs.rows` reads it; None: `prompt` is completed."""
     prompt: str | None = None

@@ -37,8 +37,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def serve(model: Path, adapters: Path) -> ServedModel:
     torch.set_num_threads(1)
-    spec = ServeSpec(source=ModelSource(model=str(model)), device="cpu", idle_seconds=1.0, at_once=3)
-    return ServedModel(spec, adapters)
+    spec = ServeSpec(source=ModelSource(model=str(model)), device="cpu", adapters=adapters, idle_seconds=1.0, at_once=3)
+    return ServedModel(spec)
 
 
 def ask(served: ServedModel, prompt: str, adapter: str | None = None, **changes: Any) -> tuple[str, list[float]]:

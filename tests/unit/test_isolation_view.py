@@ -102,15 +102,16 @@ def test_a_task_that_serves_sees_its_base_model_and_no_result_of_another_job(dat
     for path in ("checkpoints/whole/final/config.json", "checkpoints/other/final/config.json"):
         (data / path).parent.mkdir(parents=True)
         (data / path).write_text("{}")
-    run_dir = data / "serving" / "one"
-    run_dir.mkdir(parents=True)
+    run_dir, adapters = data / "serving/one/run", data / "serving/one/adapters"
+    for directory in (run_dir, adapters):
+        directory.mkdir(parents=True)
     source = ModelSource(model=str(data / "checkpoints/whole/final"))
-    spec = ServeSpec(source=source, device="cpu", idle_seconds=1.0, at_once=1)
+    spec = ServeSpec(source=source, device="cpu", adapters=adapters, idle_seconds=1.0, at_once=1)
     RunDir(run_dir).spec.write_text(spec.model_dump_json())
     found = Isolation("root", "", (data,)).view(TaskSpec("serving-one", run_dir, ("cpu",), serves=True), {})
     assert found is not None
-    assert below(data, found.read) == ["checkpoints/whole/final"]
-    assert below(data, found.write) == ["serving/one"]
+    assert below(data, found.read) == ["checkpoints/whole/final", "serving/one/adapters"]
+    assert below(data, found.write) == ["serving/one/run"]
 
 
 def test_what_keeps_device_locks_in_the_cache_is_covered(data: Path) -> None:

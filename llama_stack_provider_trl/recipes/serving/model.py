@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,15 +66,12 @@ class _Voice:
 class ServedModel:
     """Loads the model. Its method `answer` may be called from any number of threads.
 
-    Args:
-        adapters: the directory of adapters.
-
     Raises:
         JobFailure: the model cannot be used.
     """
 
-    def __init__(self, spec: ServeSpec, adapters: Path) -> None:
-        self._source, self._directory = spec.source, adapters
+    def __init__(self, spec: ServeSpec) -> None:
+        self._source, self._directory = spec.source, spec.adapters
         self._device = choose_device(spec.device)
         if self._device.type == "cpu" and not os.environ.get(THREADS):
             # One core for everything else. On 2 cores that others used, too, a token of a 135M model took 1.3 s with 2

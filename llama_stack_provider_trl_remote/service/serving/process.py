@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import stat
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -13,10 +14,10 @@ from typing import Any
 
 from llama_stack_provider_trl.launch.base import Launcher, Observation, TaskSpec, TaskState
 from llama_stack_provider_trl.specs.serving import (
-    ADAPTERS,
     ANSWER,
     LEASE,
     MOST_LINE,
+    RUN,
     SOCKET,
     Answer,
     ServeRequest,
@@ -47,23 +48,24 @@ class ServingProcess:
     """One process. Created and used in the event loop.
 
     Args:
+        directory: a new one, for its run directory and its adapters, which is removed at the end.
         device: that it shares, such as `cpu` or `cuda:0`.
         python: interpreter that runs it; None: the launcher's own.
     """
 
     def __init__(
-        self, launcher: Launcher, run_dir: Path, spec: ServeSpec, device: str, python: str | None = None
+        self, launcher: Launcher, directory: Path, spec: ServeSpec, device: str, python: str | None = None
     ) -> None:
-        self._launcher, self._spec = launcher, spec
+        self._launcher, self._directory, self._spec = launcher, directory, spec
         self.device = device
-        self.task = TaskSpec(f"serving-{run_dir.name}", run_dir, (device,), python, serves=True)
+        self.task = TaskSpec(f"serving-{directory.name}", directory / RUN, (device,), python, serves=True)
         self.users = 0
         """Requests that are being answered."""
         self.used_at = time.monotonic()
         self._copying = asyncio.Lock()
         self._reason, self._gave_way = "", False
         self._ends = asyncio.Event()
-        self._life = asyncio.create_task(self._live(), name=f"serving {run_dir.name}")
+        self._life = asyncio.create_task(self._live(), name=f"serving {directory.name}")
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -102,7 +104,7 @@ class ServingProcess:
         if self._ready.done() and not self.has_ended:
             if adapter is not None:
                 async with self._copying:
-                    await asyncio.to_thread(copy_adapter, adapter, self.task.run_dir / ADAPTERS / adapter.digest)
+                    await asyncio.to_thread(copy_adapter, adapter, self._spec.adapters / adapter.digest)
                 request = request.model_copy(update={"adapter": adapter.digest})
             async with aclosing(self._exchange(request)) as messages:
                 async for message in messages:
@@ -134,6 +136,8 @@ class ServingProcess:
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         run_dir = self.task.run_dir
         path = run_dir / SOCKET
+        if not stat.S_ISSOCK(path.lstat().st_mode):  # the process may have made a link to another one
+            raise OSError(f"{path} is no socket")
         if len(os.fsencode(path)) <= _LONGEST_PATH:
             return await asyncio.open_unix_connection(path, limit=MOST_LINE)
         directory = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -178,16 +182,17 @@ class ServingProcess:
         raise _Exited
 
     def _start(self) -> None:
-        run_dir = self.task.run_dir
-        (run_dir / ADAPTERS).mkdir(parents=True, mode=0o700)
-        atomic_write(RunDir(run_dir).spec, self._spec.model_dump_json().encode())
+        self._directory.mkdir(mode=0o700)
+        self.task.run_dir.mkdir()
+        self._spec.adapters.mkdir()
+        atomic_write(RunDir(self.task.run_dir).spec, self._spec.model_dump_json().encode())
         self._launcher.start(self.task)
 
     async def _clean_up(self) -> None:
         seen = await asyncio.to_thread(self._end)
         self._gave_way = seen.detail.startswith(("gave way to ", "waiting for device "))
         self._reason = self._reason or await asyncio.to_thread(self._reason_of, seen)
-        await asyncio.to_thread(shutil.rmtree, self.task.run_dir, True)
+        await asyncio.to_thread(shutil.rmtree, self._directory, True)
 
     def _end(self) -> Observation:
         """End all processes, and return what was observed of them last."""

@@ -20,7 +20,7 @@ from llama_stack_provider_trl.launch.base import Launcher
 from llama_stack_provider_trl.launch.devices import CORE
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.model_source import ModelSource
-from llama_stack_provider_trl.specs.serving import Answer, ServeRequest, ServeSpec
+from llama_stack_provider_trl.specs.serving import ADAPTERS, Answer, ServeRequest, ServeSpec
 from llama_stack_provider_trl.system.data_dir import DataDir
 
 from ..settings import ServiceSettings
@@ -130,13 +130,15 @@ class Serving:
             if process is not None and not process.has_ended:
                 return process
             device = await self._device()
+            directory = self._directory / uuid4().hex[:12]
             spec = ServeSpec(
                 source=served.source,
+                adapters=directory / ADAPTERS,
                 device=device.partition(":")[0],
                 idle_seconds=self._settings.serving_idle_seconds,
                 at_once=_AT_ONCE,
             )
-            process = ServingProcess(self._launcher, self._directory / uuid4().hex[:12], spec, device, self._python)
+            process = ServingProcess(self._launcher, directory, spec, device, self._python)
             self._processes[served.key] = process
             log.info("serving %s on %s", served.source.model, device)
             return process
