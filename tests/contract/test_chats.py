@@ -19,7 +19,7 @@ import psutil
 import pytest
 import requests
 
-from llama_stack_provider_trl.system.process import tasks_below
+from llama_stack_provider_trl.system.process import FileLock, tasks_below
 from llama_stack_provider_trl_remote.cli.main import main
 from tests.contract.payloads import LORA, QUESTIONS, sft
 from tests.contract.service import TrainingService, running_service
@@ -417,6 +417,21 @@ def test_of_more_models_than_may_answer_the_oldest_one_that_answers_nothing_ends
         for stream in streams:
             stream.close()
         poll(lambda: post(other, CHAT, chat_body(whole[0], "Tell me.")).ok, "the model gets its place", 20)
+
+
+def test_a_training_of_another_program_on_the_machine_comes_first_too(service: TrainingService) -> None:
+    assert chat(service, "ft:adapter", "Tell me.")
+    claim, device = (
+        FileLock(service.root / "locks" / f"cpu.{name}", shared=name == "claim") for name in ("claim", "lock")
+    )
+    poll(lambda: claim.acquire("another program"), "the claim is taken", 5)
+    poll(lambda: device.acquire("another program"), "the device is given up", 5)
+    answer = post(service, CHAT, chat_body("ft:adapter", "Tell me."))
+    assert answer.status_code == 503, answer.text
+    assert "a training of another program has cpu" in answer.json()["error"]["message"]
+    device.release()
+    claim.release()
+    assert chat(service, "ft:adapter", "Tell me.")
 
 
 def test_an_idle_process_ends(tmp_path: Path) -> None:

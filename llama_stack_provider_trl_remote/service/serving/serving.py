@@ -115,14 +115,15 @@ class Serving:
                         yield message
                     return
             except ProcessEnded as end:
+                # One that was idle may end while a request is on its way, and another device may be free.
+                if end.unanswered and not is_last:
+                    continue
                 if end.gave_way:
                     raise NotServed(await self._why_busy(process.device)) from end
-                # One that was idle may end while a request is on its way.
-                if not end.unanswered or is_last:
-                    log.warning("the process that answers for %s has ended: %s", served.name, end.reason)
-                    raise NotServed(
-                        f"the process that answers for {served.name!r} has ended ({end.reason}): send this again", 1
-                    ) from end
+                log.warning("the process that answers for %s has ended: %s", served.name, end.reason)
+                raise NotServed(
+                    f"the process that answers for {served.name!r} has ended ({end.reason}): send this again", 1
+                ) from end
 
     async def _process_for(self, served: Served) -> ServingProcess:
         async with self._placing:
