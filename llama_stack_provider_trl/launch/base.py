@@ -48,6 +48,9 @@ class TaskSpec:
     """Seconds of training after which the task has to save, and is ended if it does not."""
     hang_timeout: float | None = None
     """Seconds without progress after which the task is ended; None: no limit."""
+    serves: bool = False
+    """The task answers chats (`recipes.serve`; its `spec.json` is a ServeSpec). It shares its devices with other tasks
+    that serve, and ends as soon as a training wants one of them."""
 
     @property
     def world_size(self) -> int:

@@ -14,7 +14,7 @@ import os
 import pwd
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from ..specs.bases import parts_of
 from ..specs.harness import HarnessSpec
 from ..specs.job import AttemptSpec, DatasetRef, ReferenceSpec, ResumeFrom
 from ..specs.model_source import ModelName
+from ..specs.serving import ServeSpec
 from ..system.data_dir import DataDir
 from ..system.files import RunDir
 from ..system.process import child_environment
@@ -80,7 +81,13 @@ class Isolation:
         if not self.how:
             return None
         spec = RunDir(task.run_dir).spec
-        named = spec_paths(_attempt_in(spec), self.directories) if spec.exists() else SpecPaths()
+        named = SpecPaths()
+        if spec.exists():
+            named = (
+                served_paths(_read_as(ServeSpec, spec), self.directories)
+                if task.serves
+                else spec_paths(_read_as(AttemptSpec, spec), self.directories)
+            )
         write = [task.run_dir, *named.write]
         for path in named.write:
             path.mkdir(parents=True, exist_ok=True)
@@ -231,18 +238,27 @@ def spec_paths(attempt: AttemptSpec, directories: Sequence[Path]) -> SpecPaths:
     for python in (answering and answering.vllm_python, vllm and vllm.python):
         found.read += _program(str(python)) if python else ()
     chosen = {str(source.path) for source in job.models if source.path is not None}  # by the agent of a node
-    for location in dict.fromkeys(model.location for _, model in parts_of(job, ModelName)):
-        model = Path(location)
-        if location in chosen or (model.is_absolute() and _is_model(model, directories)):
-            found.read += [model, *_links_of(model, directories)]
+    found.read += _model_paths([model.location for _, model in parts_of(job, ModelName)], chosen, directories)
     return found
 
 
-def _attempt_in(spec: Path) -> AttemptSpec:
+def served_paths(serving: ServeSpec, directories: Sequence[Path]) -> SpecPaths:
+    """Paths that a task which serves reads: its base model, and the copies of adapters that the service makes."""
+    return SpecPaths(read=[serving.adapters, *_model_paths([serving.source.location], (), directories)])
+
+
+def _model_paths(locations: Iterable[str], chosen: Collection[str], directories: Sequence[Path]) -> Iterator[Path]:
+    for location in dict.fromkeys(locations):
+        model = Path(location)
+        if location in chosen or (model.is_absolute() and _is_model(model, directories)):
+            yield from (model, *_links_of(model, directories))
+
+
+def _read_as[Spec: (AttemptSpec, ServeSpec)](kind: type[Spec], spec: Path) -> Spec:
     try:
-        return AttemptSpec.model_validate_json(spec.read_bytes())
+        return kind.model_validate_json(spec.read_bytes())
     except ValueError as error:
-        raise OSError(f"{spec} is no specification of an attempt: {error}") from error
+        raise OSError(f"{spec} is no {kind.__name__}: {error}") from error
 
 
 def _links_of(model: Path, directories: Sequence[Path]) -> Iterator[Path]:

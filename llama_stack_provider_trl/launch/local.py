@@ -89,7 +89,7 @@ class LocalLauncher:
         RunnerTask(
             task_id=task.task_id,
             run_dir=task.run_dir,
-            locks=locks,
+            locks=() if task.serves else locks,
             argv=tuple(training_argv(task)),
             exit_deadline=self._exit_deadline,
             log=(paths.log if task.world_size == 1 else paths.launcher_log).name,
@@ -98,8 +98,9 @@ class LocalLauncher:
             hang_timeout=task.hang_timeout if task.node_rank == 0 else None,
             view=view,
             limits=self._limits.reserving(reserved_memory(paths.spec) if cores else None),
-            shared_locks=("cpu",) if cores else (),
+            shared_locks=locks if task.serves else ("cpu",) if cores else (),
             cores=cores,
+            gives_way=task.serves,
         ).write(paths.task)
         exit_code = self._spawn(task, paths, environment)
         if exit_code != 0 and not paths.runner_status.exists():

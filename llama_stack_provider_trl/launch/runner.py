@@ -66,7 +66,11 @@ second of waiting."""
 _CLAIM_SECONDS = 25.0
 """Seconds for which it waits: less than the launcher waits for it, so that its log has the reason."""
 _DEVICE_RETRY = 0.2
-"""Seconds between two attempts to take a lock that another process holds."""
+"""Seconds between two attempts to take a lock that another process holds, and between two checks of a task that gives
+way."""
+_CLAIM_TRIES, _CLAIM_PAUSE = 5, 0.01
+"""How often a task that gives way finds a claim before it ends, and seconds in between: it may be the check of another
+such task, which takes microseconds."""
 _FINAL_EVENTS = ("finished", "failed", "paused")
 PAUSE = {"command": "pause"}
 """Content of `control.json` that orders rank 0 to save and end."""
@@ -126,6 +130,8 @@ class RunnerTask:
     """Names of locks to share with other tasks, such as `cpu` where it has cores of its own."""
     cores: tuple[int, ...] = ()
     """The cores that its processes run on; none: all."""
+    gives_way: bool = False
+    """It shares its devices with other tasks that do, and is ended when a task that does not wants one of them."""
 
     @classmethod
     def read(cls, path: Path) -> RunnerTask:
@@ -143,6 +149,7 @@ class RunnerTask:
             limits=Limits(**data.get("limits", {})),
             shared_locks=tuple(data.get("shared_locks", ())),
             cores=tuple(data.get("cores", ())),
+            gives_way=data.get("gives_way", False),
         )
 
     def write(self, path: Path) -> None:
@@ -256,6 +263,8 @@ class Runner:
         self.paths = RunDir(task.run_dir)
         self.signals = Signals()
         self.locks: list[FileLock] = []
+        self.claims: list[FileLock] = []
+        """The claims on its devices; those of other tasks where this one gives way."""
         self.status = RunnerStatus(task.task_id, runner=myself(), state=TaskState.waiting)
         self.status.write(self.paths.runner_status)
         become_subreaper()
@@ -266,7 +275,8 @@ class Runner:
         except OSError as error:
             return self.report(state=TaskState.exited, launch_error=f"its devices cannot be locked: {error}")
         if not taken:
-            return self.report(state=TaskState.exited, detail="cancelled before training started")
+            detail = self.status.detail if self.task.gives_way else ""
+            return self.report(state=TaskState.exited, detail=detail or "cancelled before training started")
         try:
             trainer = self.start_trainer()
         except NotIsolated as error:
@@ -299,24 +309,45 @@ class Runner:
     def take_devices(self) -> bool:
         """Lock every device, in one order for all runners, which prevents deadlocks; False: the task has to stop.
 
-        Tasks with cores of their own share the lock of the CPU, which a task without them takes alone."""
+        Tasks with cores of their own share the lock of the CPU, which a task without them takes alone.
+
+        A training also claims its devices, from the moment at which it wants them until it ends. A task that gives way
+        takes a free device only, and ends when it finds a claim: so a training never waits for one."""
         holder = f"task {self.task.task_id} (pid {os.getpid()}, run directory {self.task.run_dir})"
         places = device_locks()
         for name in sorted({*self.task.locks, *self.task.shared_locks}):
             for place in places:
+                self.claims.append(FileLock(place / f"{name}.claim", shared=not self.task.gives_way))
+                if not self.task.gives_way:
+                    self._claim(self.claims[-1], holder)
                 lock = FileLock(place / f"{name}.lock", shared=name in self.task.shared_locks)
                 while not self.signals.stop_requested and not lock.acquire(holder):
                     self.report(detail=f"waiting for device {name}, held by {lock.holder()}")
+                    if self.task.gives_way:
+                        return False
                     self.signals.wait(_DEVICE_RETRY)
                 self.locks.append(lock)
-        return not self.signals.stop_requested
+        return not self.signals.stop_requested and not self.has_to_give_way()
+
+    def _claim(self, claim: FileLock, holder: str) -> None:
+        """Any number of trainings hold a claim together; one that gives way holds it alone, to find out about them."""
+        while not self.signals.stop_requested and not claim.acquire(holder):
+            self.signals.wait(_CLAIM_PAUSE)
+
+    def has_to_give_way(self) -> bool:
+        """Whether a training wants a device that this task serves on; reports which one does."""
+        for claim in self.claims if self.task.gives_way else ():
+            if _is_claimed(claim):
+                self.report(detail=f"gave way to {claim.holder()}")
+                return True
+        return False
 
     def start_trainer(self) -> Trainer:
         """Start the trainer. It writes to files and never to a pipe: a pipe without a reader blocks every rank after 64
         KiB."""
         with open(self.paths.root / self.task.log, "ab") as output:
             if self.task.view is not None:
-                if any(name.startswith("cuda") for name in self.task.locks):
+                if any(name.startswith("cuda") for name in (*self.task.locks, *self.task.shared_locks)):
                     _load_driver()
                 return Confined(self.task.view, self.task.argv, self._in_child(self.umask), output.fileno())
             prepare = self._in_child(self.umask, os.getpid())
@@ -343,6 +374,8 @@ class Runner:
             if self.signals.stop_requested:
                 log.info("a stop was requested")
                 terminate(self.left_behind, GRACE)
+            elif self.has_to_give_way():
+                terminate(self.left_behind, 0)  # it has nothing to save, and the training waits
             elif events.seconds_since_final() > self.task.exit_deadline:
                 log.info("still alive %.0f s after its final event: ending it", self.task.exit_deadline)
                 terminate(self.left_behind, GRACE)
@@ -356,7 +389,7 @@ class Runner:
             else:
                 if time.monotonic() - measured > _LIMITS_INTERVAL:
                     measured = time.monotonic()
-                self.signals.wait(1.0, trainer)
+                self.signals.wait(_DEVICE_RETRY if self.task.gives_way else 1.0, trainer)
         return exit_code
 
     def exceeds_limits(self) -> bool:
@@ -515,6 +548,15 @@ def collect(trainer: Trainer) -> int | None:
         if pid == child and (not isinstance(trainer, Confined) or trainer.poll_report() is None):
             trainer.returncode = os.waitstatus_to_exitcode(status)
     return trainer.returncode
+
+
+def _is_claimed(claim: FileLock) -> bool:
+    for _ in range(_CLAIM_TRIES):
+        if claim.acquire("a task that serves"):
+            claim.release()
+            return False
+        time.sleep(_CLAIM_PAUSE)
+    return True
 
 
 def device_locks() -> list[Path]:

@@ -20,6 +20,7 @@ from .devices import CORE
 from .gpus import NO_GANG, PCI_ORDER, gpu_name, is_slice, visible_entry
 
 TRAINER = "llama_stack_provider_trl.recipes.train"
+SERVER = "llama_stack_provider_trl.recipes.serve"
 TORCHRUN = "llama_stack_provider_trl.recipes.distributed.torchrun"
 """torch's own launcher with a store that listens on the loopback address only, instead of on every one."""
 LOOPBACK = "127.0.0.1"
@@ -39,6 +40,8 @@ def training_argv(task: TaskSpec) -> list[str]:
     """
     python = task.python or sys.executable
     files = RunDir(task.run_dir)
+    if task.serves:
+        return [python, "-m", SERVER, str(files.spec)]
     trainer = ["-m", TRAINER, str(files.spec)]
     if task.world_size == 1:
         return [python, *trainer]

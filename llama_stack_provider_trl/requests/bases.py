@@ -24,6 +24,8 @@ from .paths import absolute_path, may_be_read, resolve_base_model, resolve_trust
 from .settings import Request, Settings
 
 PREFIX = "job:"
+RESULT = "ft:"
+"""Begins the name under which chats know the result of a job: `ft:NAME` is `job:NAME/final`."""
 _CHECKPOINT = r"final|merged|checkpoint-\d{1,12}"
 _CONFIG = "adapter_config.json"
 _MAX_CONFIG = 1 << 20
@@ -134,6 +136,45 @@ def resolve_base(request: Request, options: ProviderOptions, settings: Settings,
     if base.adapter is not None and base.adapter.use == "merge":
         refuse_other_machines(name, value, options, settings)
     return base
+
+
+def served_job_of(name: str, value: str) -> tuple[str, str] | None:
+    """The job whose checkpoint a chat names, and that name as `job:NAME` or `job:NAME/CHECKPOINT`; None: it names no
+    job.
+
+    Raises:
+        InvalidRequest: that is no name of a job.
+    """
+    if value.startswith(RESULT):
+        job_uuid, rest = value.removeprefix(RESULT), ""
+    elif value.startswith(PREFIX):
+        job_uuid, slash, rest = value.removeprefix(PREFIX).partition("/")
+        rest = slash + rest
+    else:
+        return None
+    if not re.fullmatch(JOB_UUID_PATTERN, job_uuid) or rest == "/":
+        hint = "send ft:NAME (a job's result), job:NAME/CHECKPOINT, such as job:sft-1/checkpoint-100, or a model"
+        raise InvalidRequest(name, value, hint)
+    return job_uuid, f"{PREFIX}{job_uuid}{rest}"
+
+
+def resolve_served(name: str, value: str, settings: Settings, named: NamedJob | None = None) -> Base:
+    """Decide which model a chat is answered by, and with which adapter.
+
+    Args:
+        named: the job of `served_job_of`; None: `value` names none.
+
+    Raises:
+        InvalidRequest.
+    """
+    adapted = ProviderOptions(adapter="continue")
+    if named is not None:
+        is_adapter = named.spec.lora is not None and named.spec.work is None and not value.endswith("/merged")
+        return _of_job(name, value, named, adapted if is_adapter else ProviderOptions(), settings)
+    if (found := _adapter_config(name, value, settings)) is not None:
+        return _of_adapter(name, value, found, adapted, settings)
+    model = resolve_base_model(name, value, settings)
+    return Base(ModelSource(model=model, **resolve_trust(model, settings)))
 
 
 def _of_job(name: str, value: str, named: NamedJob, options: ProviderOptions, settings: Settings) -> Base:

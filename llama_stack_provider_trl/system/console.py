@@ -118,6 +118,13 @@ def show_lines(*lines: str, flush: bool = False, to: TextIO | None = None) -> No
         stream.flush()
 
 
+def show_part(text: str) -> None:
+    """Print a part of a text of several lines, which continues with the next part."""
+    stream = sys.stdout
+    stream.write("\n".join(_encodable(shown(line), stream) for line in text.split("\n")))
+    stream.flush()
+
+
 def show_json(value: Any, indent: int | None = None, flush: bool = False, to: TextIO | None = None) -> None:
     """Print a value as JSON, all of it in ASCII."""
     # The one control character that JSON leaves as it is.

@@ -64,7 +64,10 @@ OF_A_NODE = (
 """What lies in an agent's data directory; and `ssh`, which belongs to `nodes.pools.on_host`."""
 OWN = (
     *(_own(name, "directory", cannot_be_made_again=True) for name in (CHECKPOINTS, "jobs", "datasets")),
-    *(_own(name, "directory") for name in ("tokens", "reference", "preflights", "trackers", "llama-stack", "node")),
+    *(
+        _own(name, "directory")
+        for name in ("tokens", "reference", "preflights", "serving", "trackers", "llama-stack", "node")
+    ),
     *(_own(name, "directory") for name in ("model-manifests", "audit")),
     *_LOGS,
     _own(r"audit-.*\.jsonl", "file", "audit"),
@@ -118,6 +121,8 @@ class DataDir:
         self.tokens = root / "tokens"
         self.reference = root / "reference"
         self.preflights = root / "preflights"
+        self.serving = root / "serving"
+        """Run directories of the processes that answer chats."""
         self.trackers = root / "trackers"
         self.node = root / "node"
         """Data directory of the agent in the service's own process."""
@@ -137,7 +142,7 @@ class DataDir:
     @property
     def private(self) -> tuple[Path, ...]:
         """Directories that no other user may enter, where the data directory itself is shared."""
-        return (self.jobs, self.datasets, self.tokens, self.reference, self.preflights, self.trackers)
+        return (self.jobs, self.datasets, self.tokens, self.reference, self.preflights, self.serving, self.trackers)
 
     @property
     def holds_only_ours(self) -> bool:

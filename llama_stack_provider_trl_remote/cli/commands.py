@@ -24,6 +24,7 @@ from ..submitting import submit_request
 from ..trl_client import list_jobs, preflight_request
 from . import advise, found_machines, machine_commands, nodes_ssh, whole_jobs
 from .answers import answers
+from .chat import chat
 from .preview import preview
 from .samples import samples
 from .terminal import audit_line, emit, job_line, preflight_lines, progress_line, table, token_row
@@ -322,6 +323,7 @@ COMMANDS: dict[tuple[str, str], Command] = {
     ("logs", "show"): show_service_logs,
     ("train", ""): whole_jobs.train,
     ("generate", ""): whole_jobs.generate,
+    ("chat", ""): chat,
     ("run", ""): whole_jobs.run,
     ("resume", ""): whole_jobs.resume,
     ("plot", ""): plot,

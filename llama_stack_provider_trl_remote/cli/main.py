@@ -180,6 +180,7 @@ def parser() -> argparse.ArgumentParser:
     groups.add_parser("serve", help=SERVE, add_help=False)
     _train(groups.add_parser("train", help="upload rows, train a model on them, follow that, and pull the result"))
     _generation(groups.add_parser("generate", help="answer prompts with a model; the answers become a dataset"))
+    _chat(groups.add_parser("chat", help="ask the result of a job, a checkpoint or a base model, or two of them"))
     _run_file(groups.add_parser("run", help="submit the job of a file, or the jobs of a pipeline, and follow them"))
     _resume(groups.add_parser("resume", help="queue a paused job again, follow it, and pull its result"))
     _jobs(groups.add_parser("jobs", help="submit, list, show, watch, logs, cancel, pause, resume, pull"))
@@ -262,6 +263,19 @@ def _generation(command: argparse.ArgumentParser) -> None:
     command.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between polls (1)")
     at_service(command)
     command.add_argument("--detach", action="store_true", help="print the job_uuid and do not wait for the job")
+
+
+def _chat(command: argparse.ArgumentParser) -> None:
+    what = "NAME (the result of that job), job:NAME/CHECKPOINT, a directory, or a model id with a slash"
+    command.add_argument("model", metavar="MODEL", help=what)
+    command.add_argument("--against", metavar="MODEL", help="ask this model the same, and print its answer below")
+    command.add_argument("-m", "--message", metavar="TEXT", help="ask this and exit; left out: each line that is typed")
+    command.add_argument("--system", metavar="TEXT", help="a system turn before the conversation")
+    command.add_argument("--max-tokens", type=_positive, metavar="N", help="tokens of an answer at most (all)")
+    command.add_argument("--temperature", type=float, metavar="T", help="0: always the most likely token (1)")
+    command.add_argument("--top-p", type=float, metavar="P", help="choose among the most likely tokens (1)")
+    command.add_argument("--seed", type=_number, metavar="N", help="the same seed gives the same answers (a new one)")
+    at_service(command)
 
 
 def _run_file(command: argparse.ArgumentParser) -> None:

@@ -60,6 +60,8 @@ from .jobs.submissions import Submissions
 from .metrics.registry import Metrics
 from .security.audit import AuditLog, Refusals
 from .security.tokens import CreatedTokens
+from .serving.chats import Chats
+from .serving.serving import Serving
 from .settings import ServiceSettings
 from .space import Space
 from .views.checkpoints import Digests
@@ -250,6 +252,8 @@ class Service:
             settings, self.for_jobs, self.store, rows, self.datasets, self.quotas, self.space, self.wake
         )
         self.pipelines = Pipelines(self.jobs, self.datasets, self.submissions)
+        self.serving = Serving(settings, self.for_jobs, self._local, self.store, self.devices)
+        self.chats = Chats(settings, self.serving, self.store)
         self._preflights = Preflights(settings, self._local, self.devices[0], self.for_jobs.max_ranks, self.space)
         self.checks = JobChecks(settings, self.for_jobs, self.store, rows, self._preflights)
 
@@ -261,6 +265,7 @@ class Service:
         self.blobs.prepare()
         self.datasets.prepare()
         self._preflights.prepare()
+        self.serving.prepare()
         self.space.refresh()
         self.disks.start()
         self.pools.start()

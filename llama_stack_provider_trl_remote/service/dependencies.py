@@ -31,6 +31,7 @@ from .jobs.submissions import Submissions
 from .metrics.registry import Metrics
 from .security.audit import AuditLog
 from .security.tokens import CreatedTokens
+from .serving.chats import Chats
 from .settings import ServiceSettings
 from .views.checkpoints import Digests
 from .views.events import Feeds
@@ -57,6 +58,7 @@ AuditDep = Annotated[AuditLog | None, _part("audit")]
 # Of services.
 AuditLogDep = Annotated[AuditLog, _part("audit")]
 BlobsDep = Annotated[Blobs, _part("blobs")]
+ChatsDep = Annotated[Chats, _part("chats")]
 DatasetsDep = Annotated[DatasetRegistry, _part("datasets")]
 DisksDep = Annotated[DiskWatch, _part("disks")]
 JobChecksDep = Annotated[JobChecks, _part("checks")]

@@ -179,6 +179,7 @@ class ServiceServer(Server):
         for task in self._tasks:
             task.cancel()
             await asyncio.wait([task])
+        await self._service.serving.close()
         await super().shutdown(sockets)
 
 

@@ -226,6 +226,15 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     device_memory_gb: float | None = Field(None, gt=0)
     """GiB per device that a preflight counts on; null: what this machine's have."""
 
+    serving_processes: int = Field(2, ge=1, le=64)
+    """Models that answer chats at a time on each device that no job has; adapters of one base model are one."""
+    serving_idle_seconds: float = Field(300.0, gt=0, le=10**6)
+    """Seconds without a chat after which the process that answers for a model ends, and its memory is free."""
+    max_chats: int = Field(128, ge=1, le=60_000)
+    """Chats at a time of one token; more is a 429."""
+    chat_timeout: float = Field(600.0, gt=0)
+    """Seconds that an answer may take, waiting for its turn and for the model included; then it is a 503."""
+
     audit_mb: float = Field(16.0, gt=0, le=1024)
     """MiB of one file of the audit log; then the next file begins."""
     audit_files: int = Field(20, ge=2, le=10_000)

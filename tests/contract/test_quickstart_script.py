@@ -50,3 +50,5 @@ def test_it_shows_what_the_model_has_learned(tmp_path: Path) -> None:
     status, printed = run(tmp_path)
     assert status == 0, printed
     assert "The model changed as intended." in printed
+    chat = printed.partition("== A chat with both")[2]
+    assert (chat.count("  base "), chat.count("  after DPO ")) == (3, 3), printed

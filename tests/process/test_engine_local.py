@@ -307,6 +307,61 @@ def test_tasks_on_different_devices_run_side_by_side(stage: Stage) -> None:
         stage.reaches(task, TaskState.running)
 
 
+def serving(stage: Stage, task_id: str = "serving-1", devices: tuple[str, ...] = ("cpu",)) -> TaskSpec:
+    """A task that serves, once it runs or has ended."""
+    task = replace(stage.task("note('ready'); time.sleep(600)", task_id=task_id, devices=devices), serves=True)
+    stage.tasks[-1] = task
+    stage.launcher.start(task)
+    until(lambda: stage.launcher.poll(task).state is TaskState.exited or notes(task))
+    return task
+
+
+@IN_BOTH
+def test_tasks_that_serve_share_a_device_and_end_when_a_training_wants_it(stage: Stage) -> None:
+    tasks = [serving(stage, f"serving-{n}") for n in range(2)]
+    for task in tasks:
+        assert stage.reaches(task, TaskState.running).detail == ""
+    time.sleep(1.0)  # their checks of each other are no claims
+    assert [stage.launcher.poll(task).state for task in tasks] == [TaskState.running] * 2
+
+    def taken() -> float:
+        begun = time.monotonic()
+        training = stage.start("note('ran'); time.sleep(600)", task_id=f"job-{len(stage.tasks)}")
+        until(lambda: notes(training) == ["ran"])
+        took = time.monotonic() - begun
+        stage.launcher.cancel(training)
+        stage.reaches(training, TaskState.exited)
+        return took
+
+    assert taken() < 5.0
+    for task in tasks:
+        seen = stage.reaches(task, TaskState.exited)
+        assert seen.detail.startswith("gave way to task job-2 (pid ")
+        assert not marked(task_marks(task))
+
+
+def test_a_task_that_serves_takes_no_device_of_a_training_and_does_not_wait(stage: Stage) -> None:
+    training = stage.start("note('ran'); time.sleep(600)", task_id="job-1")
+    stage.reaches(training, TaskState.running)
+    refused = serving(stage)
+    assert stage.launcher.poll(refused).state is TaskState.exited
+    assert stage.launcher.poll(refused).detail.startswith("waiting for device cpu, held by task job-1 (pid ")
+    assert notes(refused) == []
+    os.kill(runner_of(training).pid, signal.SIGKILL)  # the kernel releases its claim, too
+    stage.reaches(training, TaskState.exited)
+    assert stage.reaches(serving(stage, "serving-2"), TaskState.running)
+
+
+def test_a_task_that_serves_gives_way_to_one_that_reserves_a_core(stage: Stage, cores: list[int]) -> None:
+    served = serving(stage)
+    stage.reaches(served, TaskState.running)
+    training = stage.start(AFFINITY, task_id="job-1", devices=("cpu:1",))
+    assert until(lambda: notes(training)) == [str(cores[1])]
+    assert stage.reaches(served, TaskState.exited).detail.startswith("gave way to task job-1")
+    refused = serving(stage, "serving-2")
+    assert stage.launcher.poll(refused).detail.startswith("gave way to task job-1")
+
+
 AFFINITY = "note(','.join(map(str, sorted(os.sched_getaffinity(0))))); time.sleep(600)"
 
 

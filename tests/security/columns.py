@@ -63,6 +63,10 @@ TAKES: dict[tuple[str, str], Takes] = {
     ("POST", "/post-training/job/cancel"): Takes(),
     **{("POST", f"/post-training/jobs/{{job_uuid}}/{name}"): Takes() for name in ("cancel", "pause", "resume")},
     ("DELETE", "/post-training/jobs/{job_uuid}"): Takes(),
+    # Chats
+    **{("GET", f"/openai/v1/{name}"): Takes() for name in ("models", "models/{model}")},
+    ("POST", "/openai/v1/chat/completions"): _texts("messages", "tools", "stop"),
+    ("POST", "/openai/v1/completions"): _texts("prompt", "stop"),
     # Rows
     ("POST", "/datasets"): _texts("rows", work=True, any_keys=True),
     ("DELETE", "/datasets/{dataset_id}"): Takes(),

@@ -38,7 +38,7 @@ from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import JOBS, running
 from tests.contract.stack import ENDED, SFT, poll
 from tests.security.generate import FORM_TOKEN, FuzzRequest, Generator
-from tests.security.guarded import NODE, OTHER_NODE, ROWS_DIGEST, TOKENS, Guarded
+from tests.security.guarded import NODE, OTHER_NODE, ROWS_DIGEST, TOKENS, Guarded, sentence_of
 from tests.security.monitor import Monitor, table
 from tests.tiny import tiny_model
 
@@ -243,7 +243,7 @@ def names_what_to_do(status: str, answer: str) -> bool:
     if status not in ("503", "507"):
         return False
     with suppress(ValueError, AttributeError):
-        return bool(_ADVICE.search(json.loads(answer)["detail"]))
+        return bool(_ADVICE.search(sentence_of(json.loads(answer))))
     return False
 
 

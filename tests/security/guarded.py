@@ -34,6 +34,7 @@ KNOWN = {
     **{"job_uuid": "waiting", "dataset_id": "questions", "sha256": ROWS_DIGEST, "identifier": "final"},
     **{"path": "model.bin", "name": NODE, "task_id": "waiting-1", "file": "rank-0.log", "checkpoint": "final"},
     **{"token_id": "none", "id": "none", "action": "cordon", "reading": "none"},
+    "model": "ft:ended",
 }
 """Path parameter -> a value that the service knows."""
 USERS = frozenset({"submit", "admin"})
@@ -171,6 +172,9 @@ BODIES: dict[str, Json] = {
     "POST /post-training/preflight": sft("new", "no-such-dataset"),
     "POST /post-training/preview": sft("new", "no-such-dataset"),
     "POST /post-training/job/cancel": {"job_uuid": "waiting"},
+    # Of a job that is not here: no model may answer while the device is locked.
+    "POST /openai/v1/chat/completions": {"model": "ft:gone", "messages": [{"role": "user", "content": "a"}]},
+    "POST /openai/v1/completions": {"model": "ft:gone", "prompt": "a"},
     "POST /datasets": {
         "dataset_id": "new",
         "purpose": "post-training/messages",
@@ -204,6 +208,11 @@ def documented_roles(page: Path = ROLES_PAGE) -> dict[tuple[str, str], dict[str,
             assert match, f"docs/reference/service.md: {call!r} is not `METHOD /path`"
             found[match[1], match[2]] = marks
     return found
+
+
+def sentence_of(body: Json) -> str:
+    """The sentence of an error, in the form of the API or in OpenAI's."""
+    return str(body["error"]["message"] if "error" in body else body["detail"])
 
 
 def without_version(path: str) -> str:

@@ -16,7 +16,7 @@ import llama_stack_provider_trl_remote.service.http
 from llama_stack_provider_trl.requests import bodies
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.specs.names import CheckedElsewhere, CheckedNames, FreeText, problem_of_name
-from tests.security.guarded import BODIES, NODE, TOKENS, Guarded, guarded_service, without_version
+from tests.security.guarded import BODIES, NODE, TOKENS, Guarded, guarded_service, sentence_of, without_version
 
 pytestmark = pytest.mark.contract
 
@@ -37,10 +37,12 @@ BAD = {
 KEY, VALUE = "<key>", "<value>"
 """Of an object with any keys."""
 FREE = {
+    "AnswerBody.stop": "compared with answers",
     "AnswerCheck.expected": "compared with answers",
     "AnswerCheck.json_schema": "compared with answers",
     "AnswerCheck.pattern": "searched in answers",
     "AnswerCheck.template": "a prompt",
+    "CompletionBody.prompt": "a prompt",
     "Harness.system_instruction": "a prompt",
     "LogEntries.lines": "lines of a log; displayed by the console",
     "ModelFiles.why_not": "a sentence",
@@ -55,6 +57,8 @@ FREE = {
 }
 """Fields that name nothing, with the reason."""
 ELSEWHERE = {
+    "ChatBody.messages": "read as the rows of datasets are",
+    "ChatBody.tools": "read as the rows of datasets are",
     "GRPOReward.check": "AnswerCheck",
     "GRPOConfig.rewards": "GRPOReward",
     "SupervisedFineTuneRequest.algorithm_config": "LoraFinetuningConfig, QATFinetuningConfig",
@@ -244,7 +248,7 @@ def test_every_name_of_every_body_is_refused_by_name(service: Guarded) -> None:
                     f"{service.url}{where}", json=body, headers={"Authorization": f"Bearer {token}"}, timeout=30
                 )
                 tried += 1
-                if not (400 <= answer.status_code < 500 and names[-1] in answer.json()["detail"]):
+                if not (400 <= answer.status_code < 500 and names[-1] in sentence_of(answer.json())):
                     wrong.append(f"{route} {text} {kind}: {answer.status_code} {answer.text[:300]}")
     assert not wrong, "\n".join([f"{len(wrong)} of {tried}", *wrong[:40]])
     assert tried > 300

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.errors import InvalidRequest, JobConflict
+from llama_stack_provider_trl.errors import InvalidRequest, JobConflict, JobNotFound
 from llama_stack_provider_trl.jobs.decisions.states import JobState
-from llama_stack_provider_trl.jobs.inputs.bases import check_checkpoints, find_base
+from llama_stack_provider_trl.jobs.inputs.bases import check_checkpoints, find_base, find_served
 from llama_stack_provider_trl.jobs.store.records import CheckpointRecord
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.supervision.step_checkpoints import delete_superfluous
@@ -21,6 +21,7 @@ from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.bases import BaseJob
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Finished
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, LoraSpec, ResourcesSpec, ShardingSpec
+from llama_stack_provider_trl.specs.methods import RewardSpec
 from llama_stack_provider_trl.specs.model_source import AdapterSpec
 from llama_stack_provider_trl.system.files import write_manifest
 from tests.fakes import job_spec
@@ -341,3 +342,63 @@ def test_an_adapter_that_is_continued_twice_starts(store: Store, settings: Setti
         (final / "adapter_model.safetensors").write_text("weights")
         write_manifest(final)
         check_checkpoints(spec)
+
+
+# What a chat names
+
+
+def write_checkpoint(directory: Path) -> None:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    write_manifest(directory)
+
+
+def test_a_chat_with_a_job_names_its_adapter_on_the_base_model_or_all_its_weights(
+    store: Store, settings: Settings, tmp_path: Path
+) -> None:
+    adapted = add(store, "a", tmp_path, lora=LORA, merge_adapter=True)
+    whole = add(store, "b", tmp_path)
+    for directory in (adapted.checkpoint_dir, whole.checkpoint_dir):
+        for name in ("final", "merged", "checkpoint-2"):
+            write_checkpoint(directory / name)
+    for name, checkpoint in (("ft:a", "final"), ("job:a", "final"), ("job:a/checkpoint-2", "checkpoint-2")):
+        base = find_served("model", name, settings, store)
+        assert base.adapter is not None
+        assert (base.source.model, base.adapter.model) == ("org/base", str(adapted.checkpoint_dir / checkpoint))
+    for name, directory in (
+        ("job:a/merged", adapted.checkpoint_dir / "merged"),
+        ("ft:b", whole.checkpoint_dir / "final"),
+        ("job:b/b-checkpoint-2", whole.checkpoint_dir / "checkpoint-2"),
+    ):
+        base = find_served("model", name, settings, store)
+        assert (base.source.model, base.adapter) == (str(directory), None)
+    assert find_served("model", "org/base", settings, store).source.model == "org/base"
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("ft:waiting", "job 'waiting' has no whole checkpoint 'final': it has none yet"),
+        ("job:waiting/checkpoint-7", "job 'waiting' has no whole checkpoint 'checkpoint-7'"),
+        ("job:waiting/merged", "job 'waiting' writes no checkpoint 'merged'"),
+        ("ft:judge", "job 'judge' trains a reward model, which writes no text"),
+        ("ft:waiting/final", "send ft:NAME"),
+        ("job:", "send ft:NAME"),
+        ("job:waiting/", "send ft:NAME"),
+        ("/etc", "the directory has no config.json"),
+    ],
+)
+def test_what_cannot_answer_a_chat_is_refused_by_its_name(
+    store: Store, settings: Settings, tmp_path: Path, name: str, sentence: str
+) -> None:
+    add(store, "waiting", tmp_path)
+    add(store, "judge", tmp_path, method=RewardSpec())
+    with pytest.raises(InvalidRequest) as error:
+        find_served("model", name, settings, store)
+    assert str(error.value).startswith(f"model={name!r} is not supported: ")
+    assert sentence in error.value.hint
+
+
+def test_a_chat_with_a_job_that_is_not_here_names_it(store: Store, settings: Settings) -> None:
+    with pytest.raises(JobNotFound, match="job 'gone' not found"):
+        find_served("model", "ft:gone", settings, store)

@@ -16,6 +16,7 @@ from llama_stack_provider_trl.specs.methods import GrpoSpec
 from llama_stack_provider_trl.specs.model_source import ModelName, ModelSource
 from llama_stack_provider_trl.specs.preflight import PreflightSpec
 from llama_stack_provider_trl.specs.rewards import RewardModel, RewardSource
+from llama_stack_provider_trl.specs.serving import ServeSpec
 from llama_stack_provider_trl.specs.work import GenerateSpec
 from llama_stack_provider_trl.system.files import RunDir
 from tests.fakes import job_spec
@@ -95,6 +96,22 @@ def test_a_cache_behind_a_symbolic_link_is_writable(data: Path) -> None:
 
 def test_without_home_the_cache_of_the_user_is_writable(data: Path) -> None:
     assert str(Path("~/.cache").expanduser().resolve()) in view(data, {}).write
+
+
+def test_a_task_that_serves_sees_its_base_model_and_no_result_of_another_job(data: Path) -> None:
+    for path in ("checkpoints/whole/final/config.json", "checkpoints/other/final/config.json"):
+        (data / path).parent.mkdir(parents=True)
+        (data / path).write_text("{}")
+    run_dir, adapters = data / "serving/one/run", data / "serving/one/adapters"
+    for directory in (run_dir, adapters):
+        directory.mkdir(parents=True)
+    source = ModelSource(model=str(data / "checkpoints/whole/final"))
+    spec = ServeSpec(source=source, device="cpu", adapters=adapters, idle_seconds=1.0, at_once=1)
+    RunDir(run_dir).spec.write_text(spec.model_dump_json())
+    found = Isolation("root", "", (data,)).view(TaskSpec("serving-one", run_dir, ("cpu",), serves=True), {})
+    assert found is not None
+    assert below(data, found.read) == ["checkpoints/whole/final", "serving/one/adapters"]
+    assert below(data, found.write) == ["serving/one/run"]
 
 
 def test_what_keeps_device_locks_in_the_cache_is_covered(data: Path) -> None:

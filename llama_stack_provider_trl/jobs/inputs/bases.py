@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...errors import InvalidRequest, JobNotFound
-from ...requests.bases import PREFIX, NamedJob, base_job_of
+from ...requests.bases import PREFIX, Base, NamedJob, base_job_of, resolve_served, served_job_of
 from ...requests.distillation import TEACHER
-from ...requests.settings import Request
+from ...requests.settings import Request, Settings
 from ...specs.bases import parts_of
 from ...specs.job import JobSpec
 from ...specs.model_source import ModelSource
@@ -38,14 +38,45 @@ def find_base(request: Request, store: Store) -> NamedJob | None:
     if job_uuid is None:
         return None
     try:
-        job = store.get(job_uuid)
+        return _named_job("model", request.model, job_uuid, store)
     except JobNotFound:
         return None
+
+
+def find_served(name: str, value: str, settings: Settings, store: Store) -> Base:
+    """The model and the adapter that a chat names, whose files are on this machine.
+
+    Args:
+        name: the field that names them.
+
+    Raises:
+        JobNotFound.
+        InvalidRequest: it names something else, or a checkpoint that is not there.
+    """
+    served = served_job_of(name, value)
+    if served is None:
+        return resolve_served(name, value, settings)
+    job_uuid, text = served
+    named = _named_job(name, value, job_uuid, store)
+    try:
+        base = resolve_served(name, text, settings, named)
+    except InvalidRequest as error:
+        raise InvalidRequest(name, value, error.hint) from error
+    for source in filter(None, (base.adapter, base.source)):
+        if source.made_by is not None and not is_whole(Path(source.model)):
+            made_by = source.made_by
+            found = f"job {made_by.job_uuid!r} has no whole checkpoint {made_by.checkpoint!r}"
+            raise InvalidRequest(name, value, f"{found}: it has {', '.join(named.checkpoints) or 'none yet'}")
+    return base
+
+
+def _named_job(name: str, value: str | None, job_uuid: str, store: Store) -> NamedJob:
+    job = store.get(job_uuid)
     if job.spec.search is not None:
         best = store.searches.best(job_uuid, job.spec.search) if job.state is JobState.completed else None
         if best is None:
             hint = f"job {job_uuid!r} is a search and is {job.state}: its best trial is known once it has completed"
-            raise InvalidRequest("model", request.model, hint)
+            raise InvalidRequest(name, value, hint)
         job_uuid, job = best, store.get(best)
     names = tuple(checkpoint.path.name for checkpoint in store.checkpoints(job_uuid))
     return NamedJob(job.spec, job.state is JobState.completed, names)

@@ -21,6 +21,7 @@ from llama_stack_provider_trl.errors import (
     JobFailure,
     JobNotFound,
     LimitReached,
+    NotServed,
     QuotaReached,
     ServiceUnreachable,
     Shortage,
@@ -75,6 +76,27 @@ class ErrorAnswer(BaseModel):
     """What was found, what was expected, what to do next."""
 
 
+OPENAI = "/openai/"
+"""Begins the paths whose errors have OpenAI's form."""
+
+
+class OpenAIError(BaseModel):
+    message: str
+    """What was found, what was expected, what to do next."""
+    type: str
+    """invalid_request_error or server_error."""
+    param: str | None
+    """Always null: the message names the field."""
+    code: int
+    """The status of the answer."""
+
+
+class OpenAIErrorAnswer(BaseModel):
+    """As `ErrorAnswer`, of the calls that have OpenAI's form."""
+
+    error: OpenAIError
+
+
 _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (InvalidRequest, 400),
     (JobNotFound, 404),
@@ -86,6 +108,7 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (TooLarge, 413),
     (OutOfRange, 416),
     (LimitReached, 429),
+    (NotServed, 503),
     (QuotaReached, 507),
     (ServiceUnreachable, 502),
 )
@@ -110,10 +133,10 @@ _MEANING = {
 }
 
 
-def declared(*codes: int) -> dict[int | str, dict[str, Any]]:
+def declared(*codes: int, form: type[BaseModel] = ErrorAnswer) -> dict[int | str, dict[str, Any]]:
     """Error answers for a route's `responses`; those of every route are included. `describe` adds their schema."""
     # As a `model`, FastAPI would make a validator of each, a thousand in all, at the import and at the first request.
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorAnswer.__name__}"}}}
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{form.__name__}"}}}
     return {
         code: {"content": content, "description": _MEANING[code]}
         for code in sorted({400, 401, 403, 408, 413, 429, 500, 503, 507, *codes})
@@ -124,6 +147,8 @@ def describe(document: dict[str, Any]) -> dict[str, Any]:
     """Add to the description of an API what `declared` refers to."""
     schemas = document["components"]["schemas"]
     schemas[ErrorAnswer.__name__] = ErrorAnswer.model_json_schema()
+    openai = OpenAIErrorAnswer.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas |= {**openai.pop("$defs"), OpenAIErrorAnswer.__name__: openai}
     document["components"]["schemas"] = {name: schemas[name] for name in sorted(schemas)}
     return document
 
@@ -179,7 +204,7 @@ async def _ours(request: Request, error: Exception) -> Response:
     if status == 500:
         log.error("%s %s: %s", request.method, request.url.path, error)
     headers = {"Content-Range": f"bytes */{error.size}"} if isinstance(error, OutOfRange) else None
-    if isinstance(error, LimitReached):
+    if isinstance(error, LimitReached | NotServed):
         headers = {"Retry-After": str(error.retry_after)}
     if isinstance(error, WrongOffset):
         headers = {"Upload-Offset": str(error.offset)}
@@ -258,8 +283,19 @@ def sentence(found: Mapping[str, Any], body: Any = None) -> str:
     return str(InvalidRequest(field, found["input"], problem))
 
 
-def raw_answer(status: int, detail: str) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    """Headers and body of an error for code below the framework."""
-    body = json.dumps({"detail": detail}).encode()
+def openai_error(status: int, message: str) -> dict[str, Any]:
+    """The body of an error in OpenAI's form."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = OpenAIError(message=message, type=kind, param=None, code=status)
+    return OpenAIErrorAnswer(error=error).model_dump()
+
+
+def raw_answer(status: int, detail: str, path: str) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Headers and body of an error for code below the framework.
+
+    Args:
+        path: of the request, which decides the form.
+    """
+    body = json.dumps(openai_error(status, detail) if path.startswith(OPENAI) else {"detail": detail}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     return headers, body

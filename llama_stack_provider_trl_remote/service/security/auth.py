@@ -198,7 +198,7 @@ class Gate:
             self._note(scope, refusal.status_code, always=isinstance(refusal, Removed))
             if not answer.begun:
                 await _drain(scope, body)
-                await _answer(send, refusal)
+                await _answer(scope, send, refusal)
         finally:
             # Scope, body and uvicorn's cycle refer to one another. 200 connections that poll left 14 MiB of such cycles
             # to the garbage collector.
@@ -408,8 +408,8 @@ def _is_address(name: str) -> bool:
     return True
 
 
-async def _answer(send: Send, refusal: Refused) -> None:
-    headers, body = raw_answer(refusal.status_code, str(refusal.detail))
+async def _answer(scope: Scope, send: Send, refusal: Refused) -> None:
+    headers, body = raw_answer(refusal.status_code, str(refusal.detail), scope["path"])
     headers += [(name.lower().encode(), value.encode()) for name, value in (refusal.headers or {}).items()]
     headers = with_policy(headers)
     await send({"type": "http.response.start", "status": refusal.status_code, "headers": headers})

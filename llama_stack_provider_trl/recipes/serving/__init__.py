@@ -1,0 +1,1 @@
+"""Answers chats with one base model and adapters of it: the parts of the program `recipes.serve`."""

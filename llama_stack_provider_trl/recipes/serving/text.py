@@ -1,0 +1,64 @@
+"""The text of an answer while its tokens come: what of it can be sent, and where a stop text ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_INCOMPLETE = "\ufffd"
+"""Ends a decoded text whose last character lacks bytes."""
+
+
+class AnswerText:
+    """The text of one answer. All parts together are the text that decoding all tokens at once gives, up to the first
+    stop text.
+
+    Args:
+        stops: texts that end the answer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
+        self._tokenizer, self._stops = tokenizer, tuple(stops)
+        self._tokens: list[int] = []
+        self._sent = 0
+        self.is_stopped = False
+        """Whether a stop text was found: nothing follows."""
+
+    def add(self, token: int) -> str:
+        """The text that can be sent after one more token; empty where it may still become another one."""
+        self._tokens.append(token)
+        text = self._decoded()
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.is_stopped = True
+            return self._from_sent(text, min(found))
+        end = len(text.rstrip(_INCOMPLETE)) if text.endswith(_INCOMPLETE) else len(text)
+        return self._from_sent(text, end - _begun(text[:end], self._stops))
+
+    def rest(self) -> str:
+        """What was kept back until the end."""
+        text = self._decoded()
+        return "" if self.is_stopped else self._from_sent(text, len(text))
+
+    def _decoded(self) -> str:
+        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
+
+    def _from_sent(self, text: str, end: int) -> str:
+        begin = self._sent
+        self._sent = max(begin, end)
+        return text[begin:end]
+
+
+def _begun(text: str, stops: Sequence[str]) -> int:
+    """Characters at the end of a text that are the longest beginning of a stop text."""
+    longest = max((len(stop) - 1 for stop in stops), default=0)
+    for size in range(min(longest, len(text)), 0, -1):
+        ending = text[-size:]
+        if any(stop.startswith(ending) for stop in stops):
+            return size
+    return 0

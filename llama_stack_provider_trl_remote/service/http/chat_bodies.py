@@ -1,0 +1,79 @@
+"""Request bodies of chats and completions, in OpenAI's form. What is not here is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, field_validator
+
+from llama_stack_provider_trl.documented import Documented
+from llama_stack_provider_trl.specs.names import CheckedElsewhere, CheckedNames, FreeText
+from llama_stack_provider_trl.specs.serving import MOST_LOGPROBS, MOST_STOP, MOST_STOPS
+
+_MOST_TOKENS = 10**6
+Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP)]
+
+
+class StreamOptions(Documented, CheckedNames):
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = False
+    """Send a last event with the numbers of tokens."""
+
+
+class AnswerBody(Documented, CheckedNames):
+    """What chats and completions have in common."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str = Field(min_length=1)
+    """ft:JOB (the result of a job), job:JOB/CHECKPOINT, or a base model as jobs name it."""
+    stream: bool = False
+    """Send the answer as it is computed, as server-sent events."""
+    stream_options: StreamOptions | None = None
+    """Only with `stream`."""
+    temperature: float | None = Field(None, ge=0, le=2)
+    """Divides the logits; 0: the most likely token each time. Left out: 1."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """A token is chosen among the most likely ones whose probabilities together reach this. Left out: 1."""
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    """The same seed gives the same answer; left out: another one each time."""
+    stop: Annotated[Stop | list[Stop] | None, FreeText()] = None
+    """Texts that end the answer and are not in it, at most 4."""
+    n: Literal[1] | None = None
+    """Answers: 1."""
+
+    @field_validator("stop")
+    @classmethod
+    def _few_stops(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if isinstance(value, list) and len(value) > MOST_STOPS:
+            raise ValueError(f"expected at most {MOST_STOPS} texts")
+        return value
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class ChatBody(AnswerBody):
+    messages: Annotated[list[dict[str, Any]], CheckedElsewhere()] = Field(min_length=1)
+    """The conversation, in OpenAI's form, text only. The model's chat template renders it."""
+    tools: Annotated[list[dict[str, Any]] | None, CheckedElsewhere()] = None
+    """Functions that the chat template describes to the model. A call that it writes is in the answer's content."""
+    tool_choice: Literal["auto", "none"] | None = None
+    """none: `tools` are not described."""
+    max_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)
+    """Tokens of the answer at most; left out: as many as the model has positions for."""
+    max_completion_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)
+    """The newer name of `max_tokens`."""
+    logprobs: bool = False
+    """Report the log-probability of each token."""
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    """Most likely tokens to report in each place. Only with `logprobs`."""
+
+
+class CompletionBody(AnswerBody):
+    prompt: Annotated[str, FreeText()]
+    """The text to continue, as it is: no chat template renders it."""
+    max_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)
+    """Tokens of the answer at most. Left out: 16."""
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    """Report the log-probability of each token, and of so many most likely ones in its place."""

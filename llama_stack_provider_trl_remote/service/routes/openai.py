@@ -1,0 +1,116 @@
+"""OpenAI's calls for models that answer: chats, completions, and the list of models."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Request, Response
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from llama_stack_provider_trl.errors import JobNotFound
+
+from ..dependencies import ChatsDep
+from ..http.chat_bodies import ChatBody, CompletionBody
+from ..http.errors import OpenAIErrorAnswer, answered, declared, openai_error
+from ..security.access import USERS, USERS_JOB, CurrentCaller, GuardedRoute
+from ..security.streams import CountedStream
+from ..serving.chats import BegunAnswer
+from ..serving.openai import model_list
+
+_STREAM = "text/event-stream"
+
+
+class _ChatStream(CountedStream):
+    """The events of an answer, which is closed however the stream ends, also where it may not begin."""
+
+    def __init__(self, begun: BegunAnswer) -> None:
+        self._begun = begun
+        super().__init__(begun.stream(), media_type=_STREAM, headers={"Cache-Control": "no-store"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._begun.close()
+
+
+class OpenAIRoute(GuardedRoute):
+    """A route whose errors have OpenAI's form."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handled(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except Exception as error:
+                return await _error(request, error)
+
+        return handled
+
+
+async def _left(request: Request) -> None:
+    """Return when the client is gone. The body was received."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _error(request: Request, error: Exception) -> Response:
+    answer = await answered(request, error)
+    detail = json.loads(bytes(answer.body))["detail"]
+    headers = {name: value for name, value in answer.headers.items() if not name.startswith("content-")}
+    status = 404 if isinstance(error, JobNotFound) else answer.status_code
+    return JSONResponse(openai_error(status, detail), status, headers)
+
+
+router = APIRouter(route_class=OpenAIRoute, prefix="/openai/v1", tags=["chats, in OpenAI's form"])
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    **declared(404, form=OpenAIErrorAnswer),
+    200: {
+        "description": "The answer, or with `stream` its parts as events",
+        "content": {"application/json": {}, _STREAM: {"schema": {"type": "string"}}},
+    },
+}
+
+
+@router.post("/chat/completions", dependencies=[USERS_JOB], responses=_ANSWERS)
+async def chat_completions(chats: ChatsDep, body: ChatBody, caller: CurrentCaller, request: Request) -> Response:
+    """Answer a chat with the result of a job, a checkpoint, or a base model."""
+    return await _answer(chats, body, caller, request)
+
+
+@router.post("/completions", dependencies=[USERS_JOB], responses=_ANSWERS)
+async def completions(chats: ChatsDep, body: CompletionBody, caller: CurrentCaller, request: Request) -> Response:
+    """Continue a text with the result of a job, a checkpoint, or a base model."""
+    return await _answer(chats, body, caller, request)
+
+
+async def _answer(
+    chats: ChatsDep, body: ChatBody | CompletionBody, caller: CurrentCaller, request: Request
+) -> Response:
+    answer = await chats.begin(body, caller.name)
+    if body.stream:
+        return _ChatStream(answer)
+    found = await answer.whole(_left(request))
+    return Response(status_code=499) if found is None else JSONResponse(found)
+
+
+@router.get("/models", dependencies=[USERS], responses=declared(form=OpenAIErrorAnswer))
+async def models(chats: ChatsDep) -> Response:
+    """The results of completed jobs, and the models that jobs here were trained from."""
+    return JSONResponse(model_list(await asyncio.to_thread(chats.models)))
+
+
+@router.get("/models/{model:path}", dependencies=[USERS], responses=declared(404, form=OpenAIErrorAnswer))
+async def model(chats: ChatsDep, model: Annotated[str, Path(description="As in the list")]) -> Response:
+    """One entry of the list of models."""
+    rows = await asyncio.to_thread(chats.models)
+    found = next((row for row in rows if row["id"] == model), None)
+    if found is None:
+        text = f"no model {model[:200]!r} is listed: GET /openai/v1/models lists results of jobs and their base models"
+        return JSONResponse(openai_error(404, text), 404)
+    return JSONResponse(found)

@@ -1,0 +1,228 @@
+"""Turns chats and completions into requests of `specs.serving`, and their answers into OpenAI's form."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import Any
+
+from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, NotServed, TrlError
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.specs.methods import METHODS
+from llama_stack_provider_trl.specs.rows import Message, PromptExample, parse_row
+from llama_stack_provider_trl.specs.serving import (
+    ADAPTERS,
+    Answer,
+    AnswerBegun,
+    AnswerEnd,
+    AnswerPart,
+    AnswerRefused,
+    ServeRequest,
+)
+from llama_stack_provider_trl.system.data_dir import DataDir
+
+from ..http.chat_bodies import ChatBody, CompletionBody
+from ..http.errors import openai_error
+from ..settings import ServiceSettings
+from .openai import Json, Kind, Written, model_row
+from .served import Served
+from .serving import Serving
+
+_COMPLETION_TOKENS = 16
+"""As OpenAI's API has it."""
+_MOST_MODELS = 1000
+"""Results of jobs in a list of models, the newest ones."""
+_WITHOUT_MODEL = frozenset({"generate", "evaluate", *(name for name, made in METHODS.items() if made.trains_reward)})
+"""What jobs do that leave no model that writes text."""
+_READ = frozenset({"role", "content"})
+_MORE_READ = {
+    "assistant": frozenset({"tool_calls", "reasoning_content", "reasoning"}),
+    "tool": frozenset({"tool_call_id", "name"}),
+}
+"""Role -> keys of a message that are read, beside `_READ`."""
+
+
+class ChatRefused(TrlError, ValueError):
+    """Raised when the process that serves a model refuses a request, or fails."""
+
+    def __init__(self, message: str, status_code: int) -> None:
+        self.status_code = status_code
+        super().__init__(message)
+
+
+class Chats:
+    """Answers the calls of OpenAI's API."""
+
+    def __init__(self, settings: ServiceSettings, serving: Serving, store: Store) -> None:
+        self._settings, self._serving, self._store = settings, serving, store
+
+    async def begin(self, body: ChatBody | CompletionBody, caller: str) -> BegunAnswer:
+        """Begin an answer: its prompt was read when this returns.
+
+        Raises:
+            InvalidRequest, JobNotFound, ChatRefused: the request cannot be honoured.
+            LimitReached, NotServed: it can, later.
+            OSError: no process can be started.
+        """
+        request = _chat_request(body) if isinstance(body, ChatBody) else _completion_request(body)
+        served = await self._serving.find(body.model)
+        kind: Kind = "chat" if isinstance(body, ChatBody) else "completion"
+        written = Written(kind, body.model, request.logprobs is not None)
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._serving.counted(caller))
+            messages = await stack.enter_async_context(aclosing(self._serving.answer(served, request)))
+            first = await anext(messages, None)
+            if isinstance(first, AnswerRefused):
+                raise _refused(first, served)
+            if not isinstance(first, AnswerBegun):
+                raise ChatRefused("the process that serves the model did not answer: this is a bug", 500)
+            written.prompt_tokens = first.prompt_tokens
+            has_usage = body.stream_options is not None and body.stream_options.include_usage
+            return BegunAnswer(written, served, messages, stack.pop_all(), has_usage=has_usage)
+
+    def models(self) -> list[Json]:
+        """The results of jobs, newest first, and the models that jobs here were trained from."""
+        jobs, _ = self._store.queue_page(JobState.completed, None, _MOST_MODELS)
+        results, bases = [], {}
+        made = str(DataDir(self._settings.data_dir).checkpoints.resolve())
+        for job in jobs:
+            created = (job.completed_at or job.scheduled_at).timestamp()
+            if job.algorithm is not None and job.algorithm not in _WITHOUT_MODEL:
+                results.append(model_row(f"ft:{job.job_uuid}", created, job.created_by or "trl"))
+            if job.model is not None and not job.model.startswith(made):
+                bases[job.model] = model_row(job.model, job.scheduled_at.timestamp(), "base")
+        return [*results, *bases.values()]
+
+
+class BegunAnswer:
+    """An answer whose prompt was read. `whole` closes it; a stream has to be closed."""
+
+    def __init__(
+        self,
+        written: Written,
+        served: Served,
+        messages: AsyncGenerator[Answer],
+        stack: AsyncExitStack,
+        *,
+        has_usage: bool,
+    ) -> None:
+        self._written, self._served, self._messages = written, served, messages
+        self._stack, self._has_usage = stack, has_usage
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    async def whole(self, left: Coroutine[Any, Any, None]) -> Json | None:
+        """The answer in one piece; None: its client is gone.
+
+        Args:
+            left: returns when the client is gone.
+
+        Raises:
+            ChatRefused, NotServed.
+        """
+        collecting, leaving = asyncio.create_task(self._collect()), asyncio.create_task(left)
+        try:
+            await asyncio.wait([collecting, leaving], return_when=asyncio.FIRST_COMPLETED)
+            return self._written.whole() if collecting.done() and collecting.result() is None else None
+        finally:
+            for task in (collecting, leaving):
+                task.cancel()
+            await asyncio.wait([collecting, leaving])
+            await self.close()
+
+    async def _collect(self) -> None:
+        async for _ in self._events():
+            pass
+
+    async def stream(self) -> AsyncGenerator[bytes]:
+        """The answer as server-sent events, the last of which is `[DONE]`, or an error."""
+        if (first := self._written.first()) is not None:
+            yield _sent(first)
+        try:
+            async for event in self._events():
+                yield _sent(event)
+        except (ChatRefused, NotServed) as error:
+            yield _sent(openai_error(getattr(error, "status_code", 503), str(error)))
+            return
+        yield _sent(self._written.last())
+        if self._has_usage:
+            yield _sent(self._written.usage_event())
+        yield b"data: [DONE]\n\n"
+
+    async def _events(self) -> AsyncGenerator[Json]:
+        """The parts of the answer."""
+        async for message in self._messages:
+            if isinstance(message, AnswerPart):
+                if message.text or message.tokens:
+                    yield self._written.add(message.text, message.tokens)
+            elif isinstance(message, AnswerEnd):
+                self._written.reason, self._written.answer_tokens = message.reason, message.tokens
+            elif isinstance(message, AnswerRefused):
+                raise _refused(message, self._served)
+
+
+def _refused(message: AnswerRefused, served: Served) -> ChatRefused:
+    text = message.message
+    if served.adapter is not None:  # the process has a copy of it
+        text = re.sub(rf"[^\s']*{ADAPTERS}/{served.adapter.digest}", lambda _: served.name, text)
+    return ChatRefused(text, 400 if message.is_request else 500)
+
+
+def _sent(event: Json) -> bytes:
+    return f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode("utf-8", "replace")
+
+
+def _chat_request(body: ChatBody) -> ServeRequest:
+    if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
+        hint = "max_completion_tokens has another value: send one of them"
+        raise InvalidRequest("max_tokens", body.max_tokens, hint)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs", body.top_logprobs, "it needs logprobs true: send that, or leave it out")
+    messages = _messages(body.messages, None if body.tool_choice == "none" else body.tools)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    most = body.max_tokens or body.max_completion_tokens
+    return _request(body, messages=messages, max_tokens=most, logprobs=logprobs)
+
+
+def _completion_request(body: CompletionBody) -> ServeRequest:
+    return _request(body, prompt=body.prompt, max_tokens=body.max_tokens or _COMPLETION_TOKENS, logprobs=body.logprobs)
+
+
+def _request(body: ChatBody | CompletionBody, **more: Any) -> ServeRequest:
+    for text in (*body.stops, more.get("prompt") or ""):
+        text.encode()  # half of a surrogate pair is refused
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest(
+            "stream_options", body.stream_options.model_dump(), "it needs stream true: send that, or leave it out"
+        )
+    return ServeRequest(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        seed=secrets.token_hex(8) if body.seed is None else str(body.seed),
+        stop=body.stops,
+        **more,
+    )
+
+
+def _messages(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[Message]:
+    """The turns as the rows of a dataset are read. Raises InvalidRequest: names the message."""
+    for number, message in enumerate(messages):
+        read = _READ | _MORE_READ.get(str(message.get("role")), frozenset())
+        for key, value in message.items():
+            if key not in read and value is not None:
+                hint = f"messages of this role have {', '.join(sorted(read))}: leave it out"
+                raise InvalidRequest(f"messages.{number}.{key}", value, hint)
+    row = {"prompt": [dict(message) for message in messages], "tools": [*tools] if tools else None}
+    try:
+        example = parse_row(row, 0, "prompts")
+    except InvalidRows as error:
+        text = error.hint.removeprefix("row 0: ").replace("column prompt", "messages", 1)
+        raise InvalidRequest("messages", f"{len(messages)} messages", text) from error
+    assert isinstance(example, PromptExample)
+    return example.messages

@@ -1,0 +1,123 @@
+"""OpenAI's forms of answers: whole ones, the events of streams, lists of models."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from uuid import uuid4
+
+from llama_stack_provider_trl.specs.serving import ChosenToken, TokenLogprob
+
+Json = dict[str, Any]
+Kind = Literal["chat", "completion"]
+
+
+@dataclass
+class Written:
+    """An answer, and the forms in which it is sent.
+
+    Args:
+        model: as the request names it.
+        has_logprobs: whether the request wants log-probabilities.
+    """
+
+    kind: Kind
+    model: str
+    has_logprobs: bool
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    reason: str | None = None
+    _texts: list[str] = field(default_factory=list)
+    _tokens: list[ChosenToken] = field(default_factory=list)
+    _length: int = 0
+    id: str = field(init=False)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.id = f"{'chatcmpl' if self.kind == 'chat' else 'cmpl'}-{uuid4().hex}"
+
+    def add(self, text: str, tokens: Sequence[ChosenToken]) -> Json:
+        """Note the next part; returns the event that sends it."""
+        logprobs = self._logprobs(tokens, self._length) if tokens else None
+        self._texts.append(text)
+        self._tokens += tokens
+        self._length += sum(len(token.token) for token in tokens)
+        if self.kind == "chat":
+            return self._event({"delta": {"content": text}, "logprobs": logprobs})
+        return self._event({"text": text, "logprobs": logprobs})
+
+    def first(self) -> Json | None:
+        """The event that begins a stream; None: there is none."""
+        if self.kind == "completion":
+            return None
+        return self._event({"delta": {"role": "assistant", "content": ""}, "logprobs": None})
+
+    def last(self) -> Json:
+        """The event with the reason of the end."""
+        return self._event({"delta": {}, "logprobs": None} if self.kind == "chat" else {"text": "", "logprobs": None})
+
+    def usage_event(self) -> Json:
+        return {**self._head(is_event=True), "choices": [], "usage": self.usage()}
+
+    def whole(self) -> Json:
+        """The answer in one piece."""
+        logprobs = self._logprobs(self._tokens, 0) if self.has_logprobs else None
+        text = "".join(self._texts)
+        choice: Json = {"index": 0, "finish_reason": self.reason, "logprobs": logprobs}
+        if self.kind == "chat":
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            choice["text"] = text
+        return {**self._head(is_event=False), "choices": [choice], "usage": self.usage()}
+
+    def usage(self) -> Json:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.answer_tokens,
+            "total_tokens": self.prompt_tokens + self.answer_tokens,
+        }
+
+    def _event(self, choice: Json) -> Json:
+        return {**self._head(is_event=True), "choices": [{"index": 0, **choice, "finish_reason": self.reason}]}
+
+    def _head(self, *, is_event: bool) -> Json:
+        name = "text_completion"
+        if self.kind == "chat":
+            name = "chat.completion.chunk" if is_event else "chat.completion"
+        return {"id": self.id, "object": name, "created": self.created, "model": self.model}
+
+    def _logprobs(self, tokens: Sequence[ChosenToken], offset: int) -> Json:
+        if self.kind == "chat":
+            return {
+                "content": [{**_of_token(token), "top_logprobs": [*map(_of_token, token.top)]} for token in tokens],
+                "refusal": None,
+            }
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token.token)
+        return {
+            "tokens": [token.token for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [{each.token: each.logprob for each in token.top} for token in tokens],
+            "text_offset": offsets,
+        }
+
+
+def _of_token(token: TokenLogprob) -> Json:
+    return {
+        "token": token.token,
+        "logprob": token.logprob,
+        "bytes": None if token.bytes is None else list(token.bytes),
+    }
+
+
+def model_row(name: str, created: float, owner: str) -> Json:
+    """An entry of the list of models."""
+    return {"id": name, "object": "model", "created": int(created), "owned_by": owner}
+
+
+def model_list(rows: Iterable[Json]) -> Json:
+    return {"object": "list", "data": [*rows]}

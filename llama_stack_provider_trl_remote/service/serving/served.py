@@ -1,0 +1,108 @@
+"""What a name in a chat stands for: files of a base model, and of an adapter of it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.jobs.inputs.bases import find_served
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.requests.settings import Settings
+from llama_stack_provider_trl.specs.checkpoint_files import is_data_name
+from llama_stack_provider_trl.specs.model_source import ModelSource
+
+FIELD = "model"
+"""The field of a request that has the name."""
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class Files:
+    """A directory with files of a model or an adapter, as they are now."""
+
+    directory: Path
+    digest: str
+    """Of the names, sizes and times of the files: another one where a job has written them again."""
+
+    @classmethod
+    def of(cls, directory: Path) -> Files:
+        """Raises OSError."""
+        found = hashlib.sha256(str(directory).encode())
+        with os.scandir(directory) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if entry.is_file():
+                    stat = entry.stat()
+                    found.update(f"\0{entry.name}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
+        return cls(directory, found.hexdigest()[:32])
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that can answer."""
+
+    name: str
+    """As a request has it."""
+    source: ModelSource
+    files: Files | None
+    """Those of `source`; None: it is a model id."""
+    adapter: Files | None
+
+    @classmethod
+    def find(cls, name: str, settings: Settings, store: Store) -> Served:
+        """Look a name up.
+
+        Raises:
+            JobNotFound.
+            InvalidRequest: it cannot answer.
+        """
+        base = find_served(FIELD, name, settings, store)
+        source = ModelSource(
+            model=base.source.model, revision=base.source.revision, trust_remote_code=base.source.trust_remote_code
+        )
+        try:
+            path = Path(source.model)
+            files = Files.of(path) if path.is_absolute() and path.is_dir() else None
+            adapter = None if base.adapter is None else Files.of(base.adapter.directory)
+        except OSError as error:
+            raise InvalidRequest(FIELD, name, f"its files cannot be read: {error.strerror or error}") from error
+        return cls(name, source, files, adapter)
+
+    @property
+    def key(self) -> tuple[ModelSource, str]:
+        """What one process serves."""
+        return self.source, "" if self.files is None else self.files.digest
+
+
+def copy_adapter(adapter: Files, directory: Path) -> None:
+    """Copy the files of an adapter to where the process that serves it sees them: nothing else of the data directory
+    is in its view. A part of a copy is removed.
+
+    Raises:
+        OSError.
+    """
+    if directory.is_dir():
+        return
+    staged = directory.with_name(f"{directory.name}.tmp")
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir(parents=True)
+    try:
+        for name in _names(adapter.directory):
+            (staged / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(adapter.directory / name, staged / name)
+        staged.rename(directory)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def _names(directory: Path) -> Iterator[str]:
+    """Names of the adapter's weights, its configuration, and the tokenizer: not of the state of an optimizer."""
+    for path in sorted((*directory.iterdir(), *directory.glob("additional_chat_templates/*.jinja"))):
+        name = str(path.relative_to(directory))
+        is_weights = path.suffix == ".safetensors"
+        if path.is_file() and is_data_name(name) and (not is_weights or name == _ADAPTER_WEIGHTS):
+            yield name

@@ -1,0 +1,106 @@
+"""What of an answer is sent while its tokens come, and in which order threads get their turns."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from llama_stack_provider_trl.recipes.serving.text import AnswerText
+from llama_stack_provider_trl.recipes.serving.turns import Turns
+from tests.tiny import tiny_tokenizer
+
+pytestmark = pytest.mark.process
+
+TEXTS = ("Plain words.", "Zwölf 😊 Köpfe: 你好!", "one two  three\n\n  four", "\ufffd is a character, too", "")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> object:
+    return tiny_tokenizer(vocabulary=300)  # few words are tokens: characters take several
+
+
+def parts_of(tokenizer: object, text: str, *stops: str) -> tuple[list[str], AnswerText]:
+    answer = AnswerText(tokenizer, stops)  # type: ignore[arg-type]
+    parts = []
+    for token in tokenizer(text)["input_ids"]:  # type: ignore[operator]
+        parts.append(answer.add(token))
+        if answer.is_stopped:
+            return parts, answer
+    return [*parts, answer.rest()], answer
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("stops", [(), ("never there", "!?")])
+def test_the_parts_together_are_the_text_and_none_has_half_a_character(
+    tokenizer: object, text: str, stops: tuple[str, ...]
+) -> None:
+    parts, answer = parts_of(tokenizer, text, *stops)
+    assert "".join(parts) == text
+    assert not answer.is_stopped
+    if "\ufffd" not in text:
+        assert not [part for part in parts if "\ufffd" in part]
+    assert len(text) < 3 or sum(map(bool, parts)) > 1
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "kept"),
+    [
+        ("one two three", ("two",), "one "),
+        ("one two three", ("three", "two"), "one "),
+        ("one two three", ("two three", "wo"), "one t"),
+        ("ababac", ("abac",), "ab"),
+        ("Köpfe 😊 und mehr", ("😊",), "Köpfe "),
+        ("one", ("one",), ""),
+    ],
+)
+def test_an_answer_ends_before_the_first_stop_text_and_no_part_of_it_was_sent(
+    tokenizer: object, text: str, stops: tuple[str, ...], kept: str
+) -> None:
+    parts, answer = parts_of(tokenizer, text, *stops)
+    assert "".join(parts) == kept
+    assert answer.is_stopped
+    assert answer.rest() == ""
+
+
+def test_the_beginning_of_a_stop_text_is_sent_at_the_end(tokenizer: object) -> None:
+    parts, _ = parts_of(tokenizer, "one tw", "two")
+    assert parts[-1] == "tw"
+
+
+def test_turns_are_given_in_the_order_in_which_they_were_asked_for() -> None:
+    turns, order, threads = Turns(), [], []
+    turns.take()
+
+    def wait(number: int) -> None:
+        with turns:
+            order.append(number)
+
+    for number in range(8):
+        threads.append(threading.Thread(target=wait, args=(number,)))
+        threads[-1].start()
+        while len(turns._waiting) <= number:
+            time.sleep(0.001)
+    turns.give()
+    for thread in threads:
+        thread.join()
+    assert order == list(range(8))
+
+
+def test_so_many_have_a_turn_at_a_time_as_there_are() -> None:
+    turns, inside, most = Turns(3), [], []
+
+    def work() -> None:
+        with turns:
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.01)
+            inside.pop()
+
+    threads = [threading.Thread(target=work) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) == 3
