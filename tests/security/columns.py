@@ -33,7 +33,7 @@ def _texts(*names: str, **more: Any) -> Takes:
     return Takes(texts=frozenset(names), **more)
 
 
-_PROMPTS = ("prompts",)
+_PROMPTS = ("prompts", "system_prompt", "chat_template")
 _READS = (
     *("/health", "/metrics", "/openapi.json", "/docs", "/login", "/static/{name}", "/", "/nodes", "/new", "/data"),
     *("/compare", "/jobs/{job_uuid}", "/jobs/{job_uuid}/logs", "/jobs/{job_uuid}/samples"),
@@ -91,9 +91,9 @@ TAKES: dict[tuple[str, str], Takes] = {
     ("POST", "/logout"): Takes(),
     **{("POST", f"/jobs/{{job_uuid}}/{name}"): Takes() for name in ("cancel", "pause", "resume", "delete")},
     ("POST", "/nodes/{name}/{action}"): Takes(),
-    ("POST", "/data"): _texts("rows", work=True),
-    ("POST", "/new"): Takes(work=True),
-    ("POST", "/new/check"): Takes(work=True),
+    ("POST", "/data"): _texts("rows", "system_prompt", work=True),
+    ("POST", "/new"): _texts("system_prompt", work=True),
+    ("POST", "/new/check"): _texts("system_prompt", work=True),
 }
 """(method, path without its version) -> what it takes."""
 

@@ -35,6 +35,7 @@ ROWS = {
     "remote.service.datasets.reader._refuse_header_twice": PROGRAM,
     "remote.service.datasets.reader.convert": PROGRAM,
     "remote.service.datasets.reader.read_hub": PROGRAM,
+    "remote.service.serving.chats._messages": "one row, of the body of a request, which `http.received` bounds",
     "remote.service.datasets.registry.DatasetRegistry._file": "compares a file's ending with those of the readers",
 }
 """Who names a reader of rows, and where it runs."""
@@ -86,6 +87,7 @@ JSON = {
     "remote.service.cluster.launcher.ClusterLauncher._conclude": OURS,
     "remote.service.cluster.logs._difference": OURS,
     "remote.service.cluster.models._parsed": OURS,
+    "remote.service.routes.openai._error": "an answer of this service",
     "remote.service.pages.job_form._further": "at most 64 Ki characters (`MOST_OPTIONS`)",
     "remote.service.config_file.provider_block": "the operator's settings",
     "remote.service.datasets.blobs.Blobs._child": CHILD,
