@@ -252,7 +252,7 @@ class Service:
             settings, self.for_jobs, self.store, rows, self.datasets, self.quotas, self.space, self.wake
         )
         self.pipelines = Pipelines(self.jobs, self.datasets, self.submissions)
-        self.serving = Serving(settings, self.for_jobs, self._local, self.store, self.devices)
+        self.serving = Serving(settings, self.for_jobs, self._local, self.store, self.devices, self.space)
         self.chats = Chats(settings, self.serving, self.store)
         self._preflights = Preflights(settings, self._local, self.devices[0], self.for_jobs.max_ranks, self.space)
         self.checks = JobChecks(settings, self.for_jobs, self.store, rows, self._preflights)

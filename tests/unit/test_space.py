@@ -281,6 +281,8 @@ WRITERS = {
     "security/audit.py _begin_file": "bounded by audit_mb and audit_files",
     "security/audit.py open": "bounded by audit_mb and audit_files",
     "security/sessions.py _write": SMALL,
+    "serving/served.py copy_adapter": ASKS,
+    "serving/process.py _start": "the specification of a process, a few KiB",
     "views/preflights.py _start": ASKS,
 }
 """Module and function of the service -> why it may write."""

@@ -94,8 +94,8 @@ def test_rows_are_uploaded_from_a_file_or_as_they_are(client: TrlClient, service
 def test_bad_rows_are_refused_before_anything_is_sent(client: TrlClient, service: FakeService, tmp_path: Path) -> None:
     with pytest.raises(InvalidRows, match="row 1"):
         client.upload([{"a": 1}, 5])  # type: ignore[list-item]
-    with pytest.raises(InvalidRequest, match=r"expected \.jsonl"):
-        client.upload(tmp_path / "rows.parquet")
+    with pytest.raises(InvalidRequest, match=r"expected a name that ends in"):
+        client.upload(tmp_path / "rows.xlsx")
     with pytest.raises(FileNotFoundError):
         client.upload(tmp_path / "missing.jsonl")
     assert not service.seen

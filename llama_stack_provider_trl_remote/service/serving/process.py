@@ -25,6 +25,7 @@ from llama_stack_provider_trl.specs.serving import (
 )
 from llama_stack_provider_trl.system.files import RunDir, atomic_write, tail
 
+from ..space import Space
 from .served import Files, copy_adapter
 
 _CONNECT_PAUSE, _POLL_PAUSE = 0.02, 0.1
@@ -54,9 +55,15 @@ class ServingProcess:
     """
 
     def __init__(
-        self, launcher: Launcher, directory: Path, spec: ServeSpec, device: str, python: str | None = None
+        self,
+        launcher: Launcher,
+        directory: Path,
+        spec: ServeSpec,
+        device: str,
+        space: Space,
+        python: str | None = None,
     ) -> None:
-        self._launcher, self._directory, self._spec = launcher, directory, spec
+        self._launcher, self._directory, self._spec, self._space = launcher, directory, spec, space
         self.device = device
         self.task = TaskSpec(f"serving-{directory.name}", directory / RUN, (device,), python, serves=True)
         self.users = 0
@@ -104,7 +111,7 @@ class ServingProcess:
         if self._ready.done() and not self.has_ended:
             if adapter is not None:
                 async with self._copying:
-                    await asyncio.to_thread(copy_adapter, adapter, self._spec.adapters / adapter.digest)
+                    await asyncio.to_thread(copy_adapter, adapter, self._spec.adapters / adapter.digest, self._space)
                 request = request.model_copy(update={"adapter": adapter.digest})
             async with aclosing(self._exchange(request)) as messages:
                 async for message in messages:

@@ -16,6 +16,8 @@ from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.checkpoint_files import is_data_name
 from llama_stack_provider_trl.specs.model_source import ModelSource
 
+from ..space import Space, Use
+
 FIELD = "model"
 """The field of a request that has the name."""
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -78,15 +80,17 @@ class Served:
         return self.source, "" if self.files is None else self.files.digest
 
 
-def copy_adapter(adapter: Files, directory: Path) -> None:
+def copy_adapter(adapter: Files, directory: Path, space: Space) -> None:
     """Copy the files of an adapter to where the process that serves it sees them: nothing else of the data directory
     is in its view. A part of a copy is removed.
 
     Raises:
-        OSError.
+        OSError: also ENOSPC, where the disk has no space for what clients order.
     """
     if directory.is_dir():
         return
+    size = sum((adapter.directory / name).stat().st_size for name in _names(adapter.directory))
+    space.require(Use.ordered, directory.parent, size)
     staged = directory.with_name(f"{directory.name}.tmp")
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)

@@ -24,6 +24,7 @@ from llama_stack_provider_trl.specs.serving import ADAPTERS, Answer, ServeReques
 from llama_stack_provider_trl.system.data_dir import DataDir
 
 from ..settings import ServiceSettings
+from ..space import Space
 from .process import ProcessEnded, ServingProcess
 from .served import Served
 
@@ -41,10 +42,16 @@ class Serving:
     """
 
     def __init__(
-        self, settings: ServiceSettings, for_jobs: Settings, launcher: Launcher, store: Store, devices: Sequence[str]
+        self,
+        settings: ServiceSettings,
+        for_jobs: Settings,
+        launcher: Launcher,
+        store: Store,
+        devices: Sequence[str],
+        space: Space,
     ) -> None:
         self._settings, self._for_jobs = settings, for_jobs
-        self._launcher, self._store, self._devices = launcher, store, tuple(devices)
+        self._launcher, self._store, self._devices, self._space = launcher, store, tuple(devices), space
         self._directory = DataDir(settings.data_dir).serving
         self._python = str(settings.train_python) if settings.train_python else None
         self._processes: dict[tuple[ModelSource, str], ServingProcess] = {}
@@ -88,7 +95,7 @@ class Serving:
 
         Raises:
             NotServed: no process can answer now, or its device was needed.
-            OSError: no process can be started.
+            OSError: no process can be started, or the disk has no space for a copy of the adapter.
         """
         deadline = asyncio.get_running_loop().time() + self._settings.chat_timeout
         async with aclosing(self._answer(served, request)) as messages:
@@ -139,7 +146,7 @@ class Serving:
                 idle_seconds=self._settings.serving_idle_seconds,
                 at_once=_AT_ONCE,
             )
-            process = ServingProcess(self._launcher, directory, spec, device, self._python)
+            process = ServingProcess(self._launcher, directory, spec, device, self._space, self._python)
             self._processes[served.key] = process
             log.info("serving %s on %s", served.source.model, device)
             return process
