@@ -15,7 +15,7 @@ from llama_stack_provider_trl.errors import JobNotFound
 
 from ..dependencies import ChatsDep
 from ..http.chat_bodies import ChatBody, CompletionBody
-from ..http.errors import OpenAIErrorAnswer, answered, declared, openai_error
+from ..http.errors import OPENAI_FORM, answered, declared, openai_error
 from ..security.access import USERS, USERS_JOB, CurrentCaller, GuardedRoute
 from ..security.streams import CountedStream
 from ..serving.chats import BegunAnswer
@@ -69,7 +69,7 @@ async def _error(request: Request, error: Exception) -> Response:
 
 router = APIRouter(route_class=OpenAIRoute, prefix="/openai/v1", tags=["chats, in OpenAI's form"])
 _ANSWERS: dict[int | str, dict[str, Any]] = {
-    **declared(404, form=OpenAIErrorAnswer),
+    **declared(404, form=OPENAI_FORM),
     200: {
         "description": "The answer, or with `stream` its parts as events",
         "content": {"application/json": {}, _STREAM: {"schema": {"type": "string"}}},
@@ -99,13 +99,13 @@ async def _answer(
     return Response(status_code=499) if found is None else JSONResponse(found)
 
 
-@router.get("/models", dependencies=[USERS], responses=declared(form=OpenAIErrorAnswer))
+@router.get("/models", dependencies=[USERS], responses=declared(form=OPENAI_FORM))
 async def models(chats: ChatsDep) -> Response:
     """The results of completed jobs, and the models that jobs here were trained from."""
     return JSONResponse(model_list(await asyncio.to_thread(chats.models)))
 
 
-@router.get("/models/{model:path}", dependencies=[USERS], responses=declared(404, form=OpenAIErrorAnswer))
+@router.get("/models/{model:path}", dependencies=[USERS], responses=declared(404, form=OPENAI_FORM))
 async def model(chats: ChatsDep, model: Annotated[str, Path(description="As in the list")]) -> Response:
     """One entry of the list of models."""
     rows = await asyncio.to_thread(chats.models)
