@@ -198,7 +198,7 @@ def build_trainer(
     prompts = encode_prompts(
         spec.train.samples, tokenizer, positions_of(spec.source), spec.data.dropped_turns, vocabulary_size(spec.source)
     )
-    data = load_data(spec, tokenizer, writer)
+    data = load_data(spec, tokenizer, writer, batch_plan.rows_per_step)
     if ranks.rank() == 0:  # which exports
         try_exports(spec, tokenizer, warn)
     lost = lost_by_reward_models(spec, writer.heartbeat) if ranks.rank() == 0 else []
@@ -236,8 +236,14 @@ def build_trainer(
     return BuiltTrainer(trainer, data, policy, memory, head_kernels, padding_free, prompts.ids)
 
 
-def load_data(spec: JobSpec, tokenizer: PreTrainedTokenizerBase, writer: EventWriter) -> TrainingData:
-    """Tokenize the job's datasets, and pack them where the job does."""
+def load_data(
+    spec: JobSpec, tokenizer: PreTrainedTokenizerBase, writer: EventWriter, rows_per_step: int
+) -> TrainingData:
+    """Tokenize the job's datasets, and pack them where the job does.
+
+    Args:
+        rows_per_step: the global batch.
+    """
     check_rows_of_jobs(spec)
     teacher = load_teacher_tokenizer(spec)
     preparation = Preparation(
@@ -248,7 +254,9 @@ def load_data(spec: JobSpec, tokenizer: PreTrainedTokenizerBase, writer: EventWr
         teacher=teacher,
         embeddings=vocabulary_size(spec.source),
     )
-    train, steps = training_rows(preparation, spec.data), spec.data.max_validation_steps
+    cap = spec.train.max_steps_per_epoch
+    train = training_rows(preparation, spec.data, None if cap is None else cap * rows_per_step)
+    steps = spec.data.max_validation_steps
     validation = validation_rows(preparation, spec.data, None if steps is None else steps * spec.data.batch_size)
     return TrainingData(
         train=train.dataset,

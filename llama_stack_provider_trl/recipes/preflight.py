@@ -92,12 +92,12 @@ def _largest_batch(spec: JobSpec, batch_plan: BatchPlan, rows: int, tokens: int)
     return Batch(size * spec.sequences_per_row, min(tokens, spec.data.max_seq_length))
 
 
-def _with_groups(batch: Batch, spec: JobSpec, dataset: Dataset) -> Batch:
+def _with_groups(batch: Batch, spec: JobSpec, dataset: Dataset, mixture: Mixture | None) -> Batch:
     """A job's largest batch, where it is in one sequence with the rows that have the most tokens together."""
     if not spec.compute.padding_free:
         return batch
     rows = batch.sequences // (2 if spec.has_pairs else 1)
-    groups, scored = largest_groups(dataset, rows)
+    groups, scored = largest_groups(dataset, rows, mixture.most_repeats if mixture else 1)
     return replace(batch, groups=groups, scored=scored)
 
 
@@ -179,7 +179,7 @@ def before_training(
     if spec.preflight == "off" or ranks.rank() != 0:  # the other ranks end with rank 0
         return None
     planned = plan_steps(spec, row_lengths(dataset), batch_plan, mixture)
-    batch = _with_groups(planned.batch, spec, dataset)
+    batch = _with_groups(planned.batch, spec, dataset, mixture)
     here = spec.ranks * ranks.local_world_size() // ranks.world_size()
     try:
         capacity = Capacity(device_limit(device, here), machine_memory(), baseline=_baseline(device.type))
@@ -249,14 +249,15 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     teacher = load_teacher_tokenizer(spec)
     refs = [one.dataset for one in spec.data.mixed]
     preparation = Preparation(spec, tokenizer, writer, *refs, teacher=teacher, embeddings=embeddings)
-    prepared = training_rows(preparation, spec.data)
+    cap = spec.train.max_steps_per_epoch
+    prepared = training_rows(preparation, spec.data, None if cap is None else cap * spec.rows_per_step)
     try_exports(spec, tokenizer, notes.append)
     lost = lost_by_reward_models(spec, writer.heartbeat)
     requested = spec
     spec, batch_plan = in_parts(spec, BatchPlan.of_job(spec), prepared.dataset, request.device)
     planned = plan_steps(spec, row_lengths(prepared.dataset), batch_plan, prepared.mixture)
     warmup = problem_of_warmup(spec.train.optimizer, planned.total_steps)
-    planned = replace(planned, batch=_with_groups(planned.batch, spec, prepared.dataset))
+    planned = replace(planned, batch=_with_groups(planned.batch, spec, prepared.dataset, prepared.mixture))
     capacity = Capacity(
         device=request.memory_bytes or _device_memory(request.device) or machine_memory() // spec.ranks,
         machine=request.machine_memory_bytes or (None if request.device == "cuda" else machine_memory()),

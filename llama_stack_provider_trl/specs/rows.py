@@ -1231,6 +1231,8 @@ def _warnings(seen: _Seen, notes: _Notes, use: RowUse, data_format: DataFormat |
         warnings.append(f"message keys never read: {_listed(notes.message_keys)}")
     if notes.names and (unused := notes.names.roles.keys() - notes.used_roles):
         warnings.append(f"the option roles names roles that no message has: {_listed(unused)}")
+    if notes.system and (plain := seen.total() - notes.conversations):
+        warnings.append(f"{plain} of {seen.total()} rows are plain text, which gets no system_prompt")
     if notes.own_system:
         warnings.append(
             f"{notes.own_system} of {seen.total()} rows have a system turn of their own, which stands in place of the "

@@ -24,7 +24,7 @@ from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.events import Reason
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec
 from llama_stack_provider_trl.specs.previewed import inference_sentence
-from llama_stack_provider_trl.specs.row_files import ROW_READERS
+from llama_stack_provider_trl.specs.row_files import ENDINGS, ROW_READERS, ending_of
 from llama_stack_provider_trl.specs.row_verdicts import check_file
 from llama_stack_provider_trl.system.console import complain
 from llama_stack_provider_trl.system.files import put_rows
@@ -117,8 +117,8 @@ def _stored(file: Path, directory: Path) -> DatasetRef:
             raise InvalidRows(f"{file}: {answer.get('error') or f'its reader ended with {done.returncode}'}")
         digest, count = answer["sha256"], answer["num_rows"]
         return DatasetRef(dataset_id=file.name, path=directory / f"{digest}.jsonl", sha256=digest, num_rows=count)
-    if file.suffix.lower() not in ROW_READERS:
-        raise InvalidRequest("DATA", str(file), "expected a .jsonl, .ndjson, .json, .csv or .parquet file.")
+    if ending_of(file.name) not in ROW_READERS:
+        raise InvalidRequest("DATA", str(file), f"expected a file name that ends in {ENDINGS}.")
     blob = put_rows(directory, read_row_file(file))
     return DatasetRef(dataset_id=file.name, path=blob.path, sha256=blob.sha256, num_rows=blob.num_rows)
 

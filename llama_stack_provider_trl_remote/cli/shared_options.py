@@ -89,7 +89,7 @@ def _template(given: str | None) -> str | None:
     if given is None or not (file := Path(given)).is_file():
         return given  # what reads it refuses a name that it does not know
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise InvalidRequest("--chat-template", given, f"it cannot be read as UTF-8 text: {error}") from error
 

@@ -181,6 +181,9 @@ async def _job(options: Namespace, directory: Path, nodes: int) -> ResolvedJob:
     for name in _OF_A_SERVICE:
         if name in chosen.model_fields_set:
             raise InvalidRequest(f"provider_options.{name}", getattr(chosen, name), "only a service acts on it.")
+    if chosen.mixture is not None and len(chosen.mixture) > 1:
+        names = [one.dataset_id for one in chosen.mixture]
+        raise InvalidRequest("provider_options.mixture", names, "--data names the rows of one dataset: name one.")
     kind = PreferenceOptimizeRequest if algorithm_of(given) == "dpo" else SupervisedFineTuneRequest
     try:
         request = kind.model_validate(given)

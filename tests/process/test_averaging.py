@@ -78,7 +78,7 @@ def by_hand(spec: JobSpec, steps: int, workers: int = 2) -> dict[str, torch.Tens
     """The weights after so many steps, written out with torch alone."""
     averaging = spec.train.averaging
     assert averaging
-    rows = load_data(spec, load_tokenizer(spec.source), NullEventWriter()).train
+    rows = load_data(spec, load_tokenizer(spec.source), NullEventWriter(), spec.rows_per_step).train
     models = [AutoModelForCausalLM.from_pretrained(spec.source.model, dtype=torch.float32) for _ in range(workers)]
     make = torch.optim.SGD if spec.train.optimizer.name == "sgd" else torch.optim.AdamW
     optimizers = [make(model.parameters(), lr=spec.train.optimizer.learning_rate, weight_decay=0.0) for model in models]

@@ -199,6 +199,51 @@ def test_rows_of_one_dataset_per_epoch(tmp_path: Path) -> None:
     assert prepared.effective["mixture"] == [{"dataset_id": "few", "rows": 3, "rows_per_epoch": 8}]
 
 
+def test_a_shorter_epoch_is_reported_and_keeps_every_dataset(tmp_path: Path) -> None:
+    rows = {"few": SFT_ROWS[:2], "many": SFT_ROWS[2:]}
+    cap: dict[str, Any] = {"max_steps_per_epoch": 2, "batch_size": 3}
+    spec = mixed_spec(tmp_path / "one", "sft", rows, **cap)
+    (prepared,) = of_kind(trained(tmp_path / "one", spec), Prepared)
+    assert [one["rows_per_epoch"] for one in prepared.effective["mixture"]] == [1, 5]
+    assert prepared.total_steps == 2
+    shares = {"few": ShareSpec(weight=1), "many": ShareSpec(weight=20)}
+    status, events = run(
+        tmp_path / "run", mixed_spec(tmp_path / "two", "sft", rows, shares=shares, **{**cap, "max_steps_per_epoch": 1})
+    )
+    assert status != 0
+    assert "dataset 'few' has weight 1, and gets none of the 3 rows of an epoch" in of_kind(events, Failed)[0].message
+
+
+def test_rows_that_an_epoch_repeats_are_in_the_largest_batch(tmp_path: Path) -> None:
+    from llama_stack_provider_trl.recipes.data.prepare import tokenize
+    from llama_stack_provider_trl.recipes.fast.batches import largest_groups
+    from llama_stack_provider_trl.recipes.model.loading import load_tokenizer
+
+    spec = job_spec(tmp_path, tiny_model(), rows=SFT_ROWS[:2])
+    rows = tokenize(spec, spec.data.dataset, load_tokenizer(spec.source)).collect()[0]
+    assert Mixture((2,), (7,)).most_repeats == 5
+    assert Mixture((2, 3), (2, 1)).most_repeats == 1
+    groups, _ = largest_groups(rows, 4, 3)
+    assert len(groups) == 4
+    assert groups[0] == groups[1] == groups[2]
+
+
+def test_failures_and_repeated_passes_name_what_they_are_about(tmp_path: Path) -> None:
+    bad = [{"messages": [{"role": "assistant", "content": "Hi."}]}, *SFT_ROWS[:2]]
+    template = (
+        "{% for m in messages %}{% if m['content'] == 'Hi.' %}{{ raise_exception('no') }}{% endif %}"
+        "{{ m['content'] }}{% endfor %}"
+    )
+    spec = mixed_spec(tmp_path / "a", "sft", {"good": SFT_ROWS[:3], "bad": bad}, chat_template=template)
+    status, events = run(tmp_path / "run-a", spec)
+    assert status != 0
+    assert of_kind(events, Failed)[0].message.startswith("dataset 'bad': row 0: ")
+    spec = mixed_spec(tmp_path / "b", "sft", {"few": SFT_ROWS[:1]}, shares={"few": ShareSpec(rows=20_000)})
+    status, events = run(tmp_path / "run-b", spec)
+    assert status != 0
+    assert "would be gone through 20001 times in an epoch" in of_kind(events, Failed)[0].message
+
+
 def test_warnings_name_their_dataset(tmp_path: Path) -> None:
     rows = {"short": SFT_ROWS[:6], "long": LONG[6:]}
     events = trained(tmp_path, mixed_spec(tmp_path, "sft", rows, max_seq_length=40))
@@ -214,7 +259,7 @@ def test_a_dataset_of_which_an_epoch_takes_nothing_is_refused(tmp_path: Path) ->
     (failed,) = of_kind(events, Failed)
     assert status != 0
     assert failed.message == (
-        "dataset 'few' has weight 1e-06, which is none of the 12 rows of an epoch: raise it, or leave the dataset out"
+        "dataset 'few' has weight 1e-06, and gets none of the 12 rows of an epoch: give it more, or leave it out"
     )
 
 

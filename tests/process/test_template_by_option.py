@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from llama_stack_provider_trl.errors import InvalidRows
+from llama_stack_provider_trl.errors import InvalidRows, JobFailure
 from llama_stack_provider_trl.recipes.data.chat import Chat
 from llama_stack_provider_trl.recipes.data.prepare import tokenize
 from llama_stack_provider_trl.recipes.model.loading import load_job_tokenizer
@@ -98,6 +98,8 @@ def test_rows_with_a_system_turn_keep_it_with_a_warning_and_plain_text_is_refuse
     assert [warning for warning in report.warnings if "system_prompt" in warning] == [
         "3 of 4 rows have a system turn of their own, which stands in place of the option system_prompt"
     ]
+    mixed = check_rows([{"text": "Once."}, TALKS[0]], "sft", names=RowNames(system=BRIEF))
+    assert "1 of 2 rows are plain text, which gets no system_prompt" in mixed.warnings
     with pytest.raises(InvalidRows, match="the rows are plain text, and none is a conversation"):
         check_rows([{"text": "Once."}], "sft", names=RowNames(system=BRIEF))
 
@@ -125,6 +127,20 @@ def test_a_template_is_trained_exported_and_read_by_the_jobs_that_follow(tmp_pat
         further = job_spec(tmp_path / use, tiny_model(), lora=LORA, adapter=adapter)
         assert load_job_tokenizer(further).chat_template == SHOUTED
     assert load_job_tokenizer(further.changed(chat_template=CHATML)).chat_template == CHATML
+
+
+def test_a_template_beside_an_adapter_that_cannot_be_read_is_named_and_a_mark_is_left_out(tmp_path: Path) -> None:
+    adapter = AdapterSpec(model=str(tmp_path), use="continue")
+    spec = job_spec(tmp_path, tiny_model(), lora=LORA, adapter=adapter)
+    own = load_job_tokenizer(spec).chat_template
+    file = tmp_path / "chat_template.jinja"
+    file.write_text("\ufeff" + SHOUTED)
+    assert load_job_tokenizer(spec).chat_template == SHOUTED
+    file.write_text(" \n")
+    assert load_job_tokenizer(spec).chat_template == own
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(JobFailure, match=r"its chat_template\.jinja cannot be read"):
+        load_job_tokenizer(spec)
 
 
 def test_a_template_that_is_no_jinja_fails_the_job_in_one_sentence(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from datasets import Dataset, concatenate_datasets
 
-from ...errors import JobFailure
+from ...errors import InvalidRows, JobFailure
 from ...specs.events import Reason
 from ...specs.job import DatasetRef, DataSpec
 from .lengths import num_rows
@@ -17,6 +17,8 @@ from .prepare import DataReport
 from .prepared import Preparation, PreparedRows
 from .tables import with_source
 
+_MOST_PASSES = 10_000
+"""Of a dataset in an epoch: each takes a permutation of its own."""
 _GREATEST = ("max_tokens", "largest_id")
 """Of a report: what is not summed."""
 
@@ -48,22 +50,30 @@ class MixedRows:
         return [{"dataset_id": name, "rows": rows, "rows_per_epoch": count} for name, rows, count in of_epoch]
 
 
-def training_rows(preparation: Preparation, data: DataSpec) -> MixedRows:
+def training_rows(preparation: Preparation, data: DataSpec, most: int | None = None) -> MixedRows:
     """Tokenize what a job is trained on.
+
+    Args:
+        most: rows of an epoch at most, of packed ones sequences; None: any number.
 
     Raises:
         JobFailure: as `Preparation.rows`; invalid_request, an epoch takes no row of a dataset.
     """
     refs, shares = [one.dataset for one in data.mixed], [one.share for one in data.mixed]
-    rows = _joined(refs, [preparation.rows(ref) for ref in refs])
+    rows = _joined(refs, [_prepared(preparation, ref, len(refs)) for ref in refs])
     if len(refs) == 1 and shares[0].rows is None:
         return rows
     counts = [num_rows(part.dataset) for part in rows.parts]
-    mixture = mixture_of(shares, counts, [len(part.dataset) for part in rows.parts] if data.packed else None)
+    whole = mixture_of(shares, counts, [len(part.dataset) for part in rows.parts] if data.packed else None)
+    mixture = whole.capped(most)
     for ref, count, share in zip(refs, mixture.counts, shares, strict=True):
         if not count:
-            found = f"dataset {ref.dataset_id!r} has weight {share.weight:g}, which is none of the {sum(counts)} rows"
-            raise JobFailure(Reason.invalid_request, f"{found} of an epoch: raise it, or leave the dataset out")
+            weight = "" if share.weight is None else f" has weight {share.weight:g}, and"
+            found = f"dataset {ref.dataset_id!r}{weight} gets none of the {mixture.rows_per_epoch} rows of an epoch"
+            raise JobFailure(Reason.invalid_request, f"{found}: give it more, or leave it out")
+    if (times := mixture.most_repeats) > _MOST_PASSES:
+        found = f"a dataset of the mixture would be gone through {times} times in an epoch"
+        raise JobFailure(Reason.invalid_request, f"{found}, at most {_MOST_PASSES} are possible: lower its share")
     return replace(rows, mixture=mixture)
 
 
@@ -71,7 +81,7 @@ def validation_rows(preparation: Preparation, data: DataSpec, most: int | None) 
     """Tokenize what a job is evaluated on; None: nothing.
 
     Args:
-        most: rows that are used, of several datasets in proportion to their sizes; None: all.
+        most: rows that are used, of several datasets in proportion to their sizes, but one of each; None: all.
     """
     refs = [one.validation for one in data.mixed if one.validation is not None]
     if not refs:
@@ -79,7 +89,20 @@ def validation_rows(preparation: Preparation, data: DataSpec, most: int | None) 
     firsts: list[int | None] = [most] * len(refs)
     if most is not None and len(refs) > 1:
         firsts = [max(1, share) for share in apportioned([ref.num_rows for ref in refs], most)]
-    return _joined(refs, [preparation.rows(ref, first) for ref, first in zip(refs, firsts, strict=True)])
+    parts = [_prepared(preparation, ref, len(refs), first) for ref, first in zip(refs, firsts, strict=True)]
+    return _joined(refs, parts)
+
+
+def _prepared(preparation: Preparation, ref: DatasetRef, of: int, first: int | None = None) -> PreparedRows:
+    """The rows of one of several datasets, whose failures name it."""
+    try:
+        return preparation.rows(ref, first)
+    except JobFailure as error:
+        if of == 1 or repr(ref.dataset_id) in error.message:
+            raise
+        raise JobFailure(error.reason, f"dataset {ref.dataset_id!r}: {error.message}") from error
+    except InvalidRows as error:
+        raise (error if of == 1 else InvalidRows(f"dataset {ref.dataset_id!r}, {error}")) from error
 
 
 def _joined(refs: Sequence[DatasetRef], parts: Sequence[PreparedRows]) -> MixedRows:

@@ -27,6 +27,11 @@ class Mixture:
     def rows_per_epoch(self) -> int:
         return sum(self.counts)
 
+    @property
+    def most_repeats(self) -> int:
+        """How often an epoch has a row at most: once more where it begins in the middle of a pass."""
+        return max(-(-count // size) + (count > size) for count, size in zip(self.counts, self.sizes, strict=True))
+
     def capped(self, rows: int | None) -> Mixture:
         """The same shares in an epoch of at most so many rows, each exact to one row; None: of any number."""
         if rows is None or rows >= self.rows_per_epoch:

@@ -102,14 +102,18 @@ class FlatPairs:
         return tokens
 
 
-def largest_groups(dataset: Dataset, rows: int) -> tuple[tuple[Group, ...], int]:
-    """The groups of a batch of the `rows` rows (or pairs) with the most tokens, and its scored tokens."""
+def largest_groups(dataset: Dataset, rows: int, repeats: int = 1) -> tuple[tuple[Group, ...], int]:
+    """The groups of a batch of the `rows` rows (or pairs) with the most tokens, and its scored tokens.
+
+    Args:
+        repeats: how often a row may be in an epoch.
+    """
     columns = [
         name for name in ("input_ids", "prompt_ids", *_ANSWERS, "completion_ids") if name in dataset.column_names
     ]
     tokens = torch.stack([list_lengths(dataset, name) for name in columns]).sum(dim=0)
     largest = first_largest(tokens, rows)
-    batch = [dataset[number] for number in largest]
+    batch = [dataset[number] for number in largest for _ in range(repeats)][:rows]
     if "completion_ids" in columns:
         inputs = FlatAnswers().collate([(row["prompt_ids"], row["completion_ids"]) for row in batch])
     else:

@@ -161,11 +161,20 @@ def load_job_tokenizer(spec: JobSpec, warn: Callable[[str], None] = lambda _: No
     tokenizer = load_tokenizer(spec.source, warn=warn)
     template = spec.data.chat_template
     if template is None and spec.adapter is not None:
-        with suppress(FileNotFoundError, NotADirectoryError):  # an id of a hub is no directory
-            template = (Path(spec.adapter.location) / CHAT_TEMPLATE_FILE).read_text(encoding="utf-8")
-    if template is not None:
-        tokenizer.chat_template = template
+        template = _template_of(spec.adapter)
+    if template is not None and (text := template.removeprefix("\ufeff")).strip():
+        tokenizer.chat_template = text
     return tokenizer
+
+
+def _template_of(adapter: ModelSource) -> str | None:
+    """The chat template that lies beside an adapter; None: there is none. Raises JobFailure: it cannot be read."""
+    try:
+        return (Path(adapter.location) / CHAT_TEMPLATE_FILE).read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):  # an id of a hub is no directory
+        return None
+    except (OSError, ValueError) as error:
+        raise invalid_model(adapter.model, f"its {CHAT_TEMPLATE_FILE} cannot be read", error) from error
 
 
 def load_teacher_tokenizer(spec: JobSpec) -> PreTrainedTokenizerBase | None:

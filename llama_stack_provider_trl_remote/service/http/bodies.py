@@ -45,7 +45,7 @@ class SupervisedFineTuneBody(SupervisedFineTuneRequest):
     provider_options: Annotated[ProviderOptions | None, SkipValidation, CheckedElsewhere()] = None
     """Options that Llama Stack's schema has no field for; through Llama Stack, the key `trl` of
     X-LlamaStack-Provider-Data."""
-    dataset_digests: Annotated[dict[str, Sha256], Field(max_length=16)] | None = None
+    dataset_digests: Annotated[dict[str, Sha256], Field(max_length=65)] | None = None
     """Digest of the uploaded blob that each dataset_id means; other ids are looked up among the registered datasets."""
 
 
@@ -55,7 +55,7 @@ class PreferenceOptimizeBody(PreferenceOptimizeRequest):
     provider_options: Annotated[ProviderOptions | None, SkipValidation, CheckedElsewhere()] = None
     """Options that Llama Stack's schema has no field for; through Llama Stack, the key `trl` of
     X-LlamaStack-Provider-Data."""
-    dataset_digests: Annotated[dict[str, Sha256], Field(max_length=16)] | None = None
+    dataset_digests: Annotated[dict[str, Sha256], Field(max_length=65)] | None = None
     """Digest of the uploaded blob that each dataset_id means; other ids are looked up among the registered datasets."""
 
 
