@@ -418,7 +418,7 @@ def _datasets(group: argparse.ArgumentParser) -> None:
     check = commands.add_parser(
         "check", help="whether every row of a file trains, as inference renders it; calls no service"
     )
-    check.add_argument("data", metavar="DATA", help="rows: a .jsonl, .json, .csv or .parquet file")
+    check.add_argument("data", metavar="DATA", help="rows: a .jsonl, .json, .csv (also .gz, .zst) or .parquet file")
     check.add_argument(
         "--model", required=True, metavar="M", help="a directory, or a model id; its weights are not read"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from collections.abc import Callable
@@ -50,7 +51,9 @@ def model_with(root: Path, template: str) -> Path:
 
 
 def written(file: Path, rows: list[Any]) -> Path:
-    if file.suffix == ".parquet":
+    if file.suffix == ".gz":
+        file.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    elif file.suffix == ".parquet":
         import pyarrow
         from pyarrow import parquet
 
@@ -65,7 +68,7 @@ def written(file: Path, rows: list[Any]) -> Path:
     return file
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "ndjson", "json", "csv", "parquet"])
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "ndjson", "json", "csv", "parquet"])
 def test_rows_that_train_as_inference_renders_them_are_0(
     check: Check, model: Path, tmp_path: Path, suffix: str
 ) -> None:
@@ -155,7 +158,7 @@ def test_a_warning_is_1_where_the_check_is_strict(check: Check, model: Path, tmp
     ("words", "message"),
     [
         (("none.jsonl", "--model", "MODEL"), "No such file"),
-        (("rows.txt", "--model", "MODEL"), "expected a .jsonl, .ndjson, .json, .csv or .parquet file"),
+        (("rows.txt", "--model", "MODEL"), "expected a file name that ends in"),
         (("rows.jsonl", "--model", "/none"), "there is no such directory"),
         (("rows.jsonl", "--model", "org/no-such-model"), "org/no-such-model"),
         (("rows.jsonl", "--model", "MODEL", "--max-seq-length", "1"), "max_seq_length=1 is not supported"),
