@@ -15,6 +15,7 @@ from llama_stack_provider_trl_remote.cli.main import main
 from tests.process.forked_recipes import fork_recipes
 from tests.process.test_inferred import NUMBERED
 from tests.process.test_tool_templates import _TEMPLATES, ROW
+from tests.required import in_full
 from tests.tiny import CHATML, tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS
 
@@ -68,7 +69,7 @@ def written(file: Path, rows: list[Any]) -> Path:
     return file
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "ndjson", "json", "csv", "parquet"])
+@pytest.mark.parametrize("suffix", ["jsonl.gz", "parquet", *in_full("jsonl", "ndjson", "json", "csv")])
 def test_rows_that_train_as_inference_renders_them_are_0(
     check: Check, model: Path, tmp_path: Path, suffix: str
 ) -> None:
@@ -119,9 +120,10 @@ def test_a_turn_that_differs_is_1(check: Check, tmp_path: Path) -> None:
     ("row", "message"),
     [
         ({"prompt": "Well?", "completion": " "}, "row 12: column completion: found blank text, expected text"),
-        ({"colour": "red"}, "row 12: found the columns colour, expected for SFT one of"),
         (ROW, "row 12: the model's chat template writes no tools, and the row has them"),
-        ("no object", "row 12"),
+        *in_full(
+            ({"colour": "red"}, "row 12: found the columns colour, expected for SFT one of"), ("no object", "row 12")
+        ),
     ],
 )
 def test_a_row_that_does_not_train_is_1(check: Check, model: Path, tmp_path: Path, row: Any, message: str) -> None:
@@ -159,10 +161,12 @@ def test_a_warning_is_1_where_the_check_is_strict(check: Check, model: Path, tmp
     [
         (("none.jsonl", "--model", "MODEL"), "No such file"),
         (("rows.txt", "--model", "MODEL"), "expected a file name that ends in"),
-        (("rows.jsonl", "--model", "/none"), "there is no such directory"),
         (("rows.jsonl", "--model", "org/no-such-model"), "org/no-such-model"),
-        (("rows.jsonl", "--model", "MODEL", "--max-seq-length", "1"), "max_seq_length=1 is not supported"),
-        (("rows.jsonl", "--model", "MODEL", "--column", "colour=red"), "columns"),
+        *in_full(
+            (("rows.jsonl", "--model", "/none"), "there is no such directory"),
+            (("rows.jsonl", "--model", "MODEL", "--max-seq-length", "1"), "max_seq_length=1 is not supported"),
+            (("rows.jsonl", "--model", "MODEL", "--column", "colour=red"), "columns"),
+        ),
     ],
 )
 def test_a_command_that_cannot_check_is_2(
