@@ -120,7 +120,10 @@ def show_lines(*lines: str, flush: bool = False, to: TextIO | None = None) -> No
 
 def show_part(text: str) -> None:
     """Print a part of a text of several lines, which continues with the next part."""
-    stream = sys.stdout
+    _write_part(text, sys.stdout)
+
+
+def _write_part(text: str, stream: TextIO) -> None:
     stream.write("\n".join(_encodable(shown(line), stream) for line in text.split("\n")))
     stream.flush()
 

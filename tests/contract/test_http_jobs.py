@@ -316,15 +316,15 @@ def _distinct_weights(paths: Iterable[Path]) -> set[bytes]:
 
 
 def test_a_mixture_of_datasets_is_trained(stack: LlamaStack) -> None:
-    sums = stack.register("sums", QUESTIONS[:5])
+    sums = stack.register("mixed-sums", QUESTIONS[:5])
     words = stack.register(
-        "words", [{"question": f"Spell {word}.", "reply": "-".join(word)} for word in ("cat", "tree")]
+        "mixed-words", [{"question": f"Spell {word}.", "reply": "-".join(word)} for word in ("cat", "tree")]
     )
     columns = {"prompt": "question", "completion": "reply"}
     mixture = [{"dataset_id": sums, "rows": 3}, {"dataset_id": words, "columns": columns}]
     ended = stack.wait(stack.submit(SFT, sft("mixture", sums), options={"mixture": mixture}), "completed")
     found = ended["resources_allocated"]["effective_config"]["recipe"]["effective"]["mixture"]
     assert found == [
-        {"dataset_id": "sums", "rows": 5, "rows_per_epoch": 3},
-        {"dataset_id": "words", "rows": 2, "rows_per_epoch": 2},
+        {"dataset_id": "mixed-sums", "rows": 5, "rows_per_epoch": 3},
+        {"dataset_id": "mixed-words", "rows": 2, "rows_per_epoch": 2},
     ]

@@ -47,6 +47,7 @@ PREFLIGHT = {
     "data": {
         **dict.fromkeys(("num_rows", "examples", "trained", "truncated", "dropped", "median_tokens", "max_tokens"), 1),
         "histogram": [{"up_to": 64, "rows": 1}],
+        "mixture": [{"dataset_id": HOSTILE, "rows": 1, "rows_per_epoch": 1}],
     },
     "steps": {"total_steps": 1, "epochs": 1, "steps_per_epoch": 1, "global_batch": 1},
     "memory": {"estimate_bytes": 1, "limit_bytes": 1, "devices": 1, "device": HOSTILE, "host_bytes": 0},
@@ -65,6 +66,7 @@ PREVIEW = {
     "rows": [
         {
             "row": 0,
+            "dataset_id": HOSTILE,
             "example": 0,
             "examples": 2,
             "tokens": 1,
@@ -254,6 +256,7 @@ ELSEWHERE = {
     ("nodes", "status"): "as up",
     ("jobspec", ""): "prints the caller's own words, as a script",
     ("completion", ""): "prints a script out of the parser",
+    ("chat", ""): "streams answers: tests/contract/test_chats.py; the rule below keeps it from printing otherwise",
 }
 
 SILENT = {
@@ -456,6 +459,7 @@ PROGRAMS = {
     "llama_stack_provider_trl/recipes/distributed/torchrun.py": "torchrun's own output, which is the log of a training",
     "llama_stack_provider_trl/recipes/model/vllm_child.py": "a child of a training, whose output is the log",
     "llama_stack_provider_trl/recipes/results.py": "a child, whose output is a log",
+    "llama_stack_provider_trl/recipes/serve.py": "the process that answers chats, whose output is its log",
     "llama_stack_provider_trl/recipes/train.py": "a training, whose output is its log",
     "llama_stack_provider_trl/system/compiler.py": "its reader is the doctor",
     "llama_stack_provider_trl/system/fork.py": "the exit status of a fork, for what would print it",
