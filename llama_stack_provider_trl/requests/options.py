@@ -151,45 +151,6 @@ def _checked_text(text: str) -> str:
     return text
 
 
-SystemPrompt = Annotated[str, Field(max_length=32_000), AfterValidator(_checked_text)]
-ChatTemplate = Annotated[str, Field(max_length=200_000), AfterValidator(_checked_text)]
-
-
-class MixtureEntry(Documented, CheckedNames):
-    """A dataset of a mixture, and how much of an epoch it has: each of its rows once, where neither is set."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    dataset_id: str = Field(max_length=200)
-    """Its id, as in `data_config`, which names the first one."""
-    weight: float | None = Field(None, gt=0, le=10**6)
-    """Share of an epoch, in proportion to the other weights. An epoch then has as many rows as all datasets."""
-    rows: int | None = Field(None, gt=0, le=10**9)
-    """Rows of an epoch: fewer than there are, others in the next; more, and rows are taken several times."""
-    columns: dict[str, str] = Field({}, max_length=64)
-    """As the option `columns`, for this dataset. Default: that option's."""
-    roles: dict[str, str | list[str]] = Field({}, max_length=4)
-    """As the option `roles`, for this dataset. Default: that option's."""
-    system_prompt: Annotated[SystemPrompt | None, FreeText()] = None
-    """As the option `system_prompt`, for this dataset. Default: that option's."""
-
-    @field_validator("columns")
-    @classmethod
-    def _check_columns(cls, columns: dict[str, str]) -> dict[str, str]:
-        return _checked_columns(columns)
-
-    @field_validator("roles")
-    @classmethod
-    def _check_roles(cls, roles: dict[str, str | list[str]]) -> dict[str, str | list[str]]:
-        return _checked_roles(roles)
-
-    @model_validator(mode="after")
-    def _check_share(self) -> MixtureEntry:
-        if self.weight is not None and self.rows is not None:
-            raise ValueError("it has a weight and rows: send one of them")
-        return self
-
-
 def _checked_columns(columns: dict[str, str]) -> dict[str, str]:
     for own, name in columns.items():
         if own not in COLUMNS:
@@ -208,6 +169,37 @@ def _checked_roles(roles: dict[str, str | list[str]]) -> dict[str, str | list[st
             if known.setdefault(name, own) != own:
                 raise ValueError(f"{name!r} is there for {known[name]} and for {own}: name it once")
     return roles
+
+
+Columns = Annotated[dict[str, str], Field(max_length=64), AfterValidator(_checked_columns)]
+Roles = Annotated[dict[str, str | list[str]], Field(max_length=4), AfterValidator(_checked_roles)]
+SystemPrompt = Annotated[str, Field(max_length=32_000), AfterValidator(_checked_text)]
+ChatTemplate = Annotated[str, Field(max_length=200_000), AfterValidator(_checked_text)]
+
+
+class MixtureEntry(Documented, CheckedNames):
+    """A dataset of a mixture, and how much of an epoch it has: each of its rows once, where neither is set."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dataset_id: str = Field(max_length=200)
+    """Its id, as in `data_config`, which names the first one."""
+    weight: float | None = Field(None, gt=0, le=10**6)
+    """Share of an epoch, in proportion to the other weights. An epoch then has as many rows as all datasets."""
+    rows: int | None = Field(None, gt=0, le=10**9)
+    """Rows of an epoch: fewer than there are, others in the next; more, and rows are taken several times."""
+    columns: Columns = Field({})
+    """As the option `columns`, for this dataset. Default: that option's."""
+    roles: Roles = Field({})
+    """As the option `roles`, for this dataset. Default: that option's."""
+    system_prompt: Annotated[SystemPrompt | None, FreeText()] = None
+    """As the option `system_prompt`, for this dataset. Default: that option's."""
+
+    @model_validator(mode="after")
+    def _check_share(self) -> MixtureEntry:
+        if self.weight is not None and self.rows is not None:
+            raise ValueError("it has a weight and rows: send one of them")
+        return self
 
 
 def row_names(columns: dict[str, str], roles: dict[str, str | list[str]], system_prompt: str | None) -> RowNames | None:
@@ -321,10 +313,10 @@ class ProviderOptions(Documented, CheckedNames):
     dropped_turns: DroppedTurns = "warn"
     """Where the chat template leaves out turns of rows, or text of trained answers: `warn`, or `refuse`, which fails
     the job."""
-    columns: dict[str, str] = Field({}, max_length=64)
+    columns: Columns = Field({})
     """Names of the dataset's columns, under those of row shapes: `{"prompt": "question"}` reads `question` as
     `prompt`."""
-    roles: dict[str, str | list[str]] = Field({}, max_length=4)
+    roles: Roles = Field({})
     """Names of roles in the dataset's messages, under system, user, assistant and tool: `{"assistant": "agent"}`."""
     system_prompt: Annotated[SystemPrompt | None, FreeText()] = None
     """Text of a system turn for rows whose conversation begins without one. Send it in inference, too."""
@@ -415,16 +407,6 @@ class ProviderOptions(Documented, CheckedNames):
     """Where the estimated memory does not fit: `refuse` fails the job before it loads its model, `warn`, `off`."""
     device: str | None = None
     """One of the provider's devices, such as `cuda:1`; left out: the first free one."""
-
-    @field_validator("columns")
-    @classmethod
-    def _check_columns(cls, columns: dict[str, str]) -> dict[str, str]:
-        return _checked_columns(columns)
-
-    @field_validator("roles")
-    @classmethod
-    def _check_roles(cls, roles: dict[str, str | list[str]]) -> dict[str, str | list[str]]:
-        return _checked_roles(roles)
 
     @property
     def row_names(self) -> RowNames | None:

@@ -7,7 +7,7 @@ holds everything that a training process needs.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -326,11 +326,6 @@ class TrainSpec(Frozen):
     shuffle: bool = True
 
 
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The types that a field may have."""
-    return get_args(annotation) or (annotation,)
-
-
 class JobSpec(Frozen):
     """One job, resolved: every default filled in, every path absolute. This is the effective configuration."""
 
@@ -543,8 +538,6 @@ class JobSpec(Frozen):
         return self.changed(batch_size=batch_size, **changes)
 
 
-ROWS = tuple(name for name, field in DataSpec.model_fields.items() if DatasetRef in _alternatives(field.annotation))
-"""Fields of a DataSpec that name rows."""
 _PARTS: dict[str, type[Frozen]] = {
     "source": ModelSource,
     "data": DataSpec,
