@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.errors import StoreError
+from llama_stack_provider_trl.errors import InvalidRequest, StoreError
 from llama_stack_provider_trl.system.offload import CostlyWork, caller_name, serving
 from llama_stack_provider_trl_remote.service.datasets import blobs as module
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
@@ -54,6 +54,32 @@ def test_rows_that_are_requested_at_once_are_read_and_checked_once_and_leave_no_
     asyncio.run(fetch())
     assert done == ["read", "checked"]
     assert (len(blobs._checking), len(registry._reading)) == (0, 0)
+
+
+def test_rows_that_are_deleted_while_they_are_checked_are_gone_and_storage_is_not_at_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ServiceSettings(data_dir=tmp_path / "data")
+    blobs = Blobs(settings)
+    registry = DatasetRegistry(settings, blobs)
+    blobs.prepare()
+    registry.prepare()
+    row = {"prompt": "a", "completion": "b"}
+    body = {"dataset_id": "d", "purpose": "post-training/messages", "source": {"type": "rows", "rows": [row]}}
+
+    def check(limits: Any, path: Path, *given: Any) -> Any:
+        path.unlink()  # another request deletes the dataset
+        return found(limits, path, *given)
+
+    found = module.check_within
+    monkeypatch.setattr(module, "check_within", check)
+
+    async def fetch() -> None:
+        await registry.register(RegisterDataset.model_validate(body))
+        await registry.fetch("d", "sft", None)
+
+    with pytest.raises(InvalidRequest, match=r"its rows \([0-9a-f]{64}\) are gone: register it again"):
+        asyncio.run(fetch())
 
 
 @pytest.mark.parametrize("further", [0, 3])

@@ -307,8 +307,7 @@ class DatasetRegistry:
                 entry = await self._current(entry, entry.dataset.source.uri)
         assert entry.sha256 is not None
         if not await self._blobs.holds(entry.sha256):
-            hint = f"its rows ({entry.sha256}) are gone: register it again, with its rows"
-            raise InvalidRequest(FIELD, dataset_id, hint)
+            raise _gone(dataset_id, entry.sha256)
         return await self.fetch_blob(dataset_id, entry.sha256, use, data_format, names)
 
     async def fetch_blob(
@@ -323,7 +322,12 @@ class DatasetRegistry:
         if not await self._blobs.holds(sha256):
             hint = f"its rows ({sha256}) are not stored here: send them with PUT /v1/blobs/{sha256}"
             raise InvalidRequest(FIELD, dataset_id, hint)
-        return await self._blobs.checked(dataset_id, sha256, use, data_format, names)
+        try:
+            return await self._blobs.checked(dataset_id, sha256, use, data_format, names)
+        except (OSError, InvalidRows) as error:
+            if await self._blobs.holds(sha256):
+                raise
+            raise _gone(dataset_id, sha256) from error  # another request has deleted the dataset meanwhile
 
     async def _entry(self, body: RegisterDataset, stored: StoredRows | None, held: HeldRows) -> Entry:
         assert body.dataset_id is not None
@@ -504,6 +508,10 @@ def _content(entry: Entry) -> tuple[Any, ...]:
     source = entry.dataset.source
     what = source.uri if isinstance(source, UriSource) else entry.sha256
     return source.type, what, entry.dataset.purpose, entry.dataset.metadata
+
+
+def _gone(dataset_id: str, sha256: str) -> InvalidRequest:
+    return InvalidRequest(FIELD, dataset_id, f"its rows ({sha256}) are gone: register it again, with its rows")
 
 
 def _unknown(dataset_id: str) -> NotFound:

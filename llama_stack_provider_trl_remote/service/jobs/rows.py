@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 
 from llama_stack_provider_trl.jobs.inputs.made_rows import promised_rows
 from llama_stack_provider_trl.jobs.inputs.merges import no_rows
@@ -42,8 +43,9 @@ class RowSources:
             else:
                 found = await self._datasets.fetch(dataset_id, use, data_format, names)
             # A job writes its rows again, as parts of them or as tokens.
-            size = found[0].path.stat().st_size
-            await in_work_thread(self._space.require, Use.ordered, self._blobs.directory, size)
+            with suppress(FileNotFoundError):  # rows of a dataset that is deleted now: the store says so
+                size = found[0].path.stat().st_size
+                await in_work_thread(self._space.require, Use.ordered, self._blobs.directory, size)
             return found
 
         return rows
