@@ -26,6 +26,7 @@ from . import advise, found_machines, machine_commands, nodes_ssh, whole_jobs
 from .answers import answers
 from .chat import chat
 from .preview import preview
+from .register import register
 from .samples import samples
 from .terminal import audit_line, emit, job_line, preflight_lines, progress_line, table, token_row
 from .watch import exit_status, follow_log, watch
@@ -324,6 +325,7 @@ COMMANDS: dict[tuple[str, str], Command] = {
     ("train", ""): whole_jobs.train,
     ("generate", ""): whole_jobs.generate,
     ("chat", ""): chat,
+    ("register", ""): register,
     ("run", ""): whole_jobs.run,
     ("resume", ""): whole_jobs.resume,
     ("plot", ""): plot,

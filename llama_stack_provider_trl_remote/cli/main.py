@@ -21,6 +21,7 @@ from .shared_options import as_trained, at_service
 SERVE = "run the training service; its settings come from TRL_SERVICE_CONFIG"
 TRAINED = ("sft", "dpo", "orpo", "cpo", "simpo", "reward", "kto")
 """Methods that need nothing but rows. A test compares them with `specs.methods`, which imports pydantic."""
+_STACK = "address of Llama Stack (LLAMA_STACK_CLIENT_BASE_URL, http://127.0.0.1:8321)"
 AGENT = "be a worker node of a training service on another machine"
 
 
@@ -181,6 +182,7 @@ def parser() -> argparse.ArgumentParser:
     _train(groups.add_parser("train", help="upload rows, train a model on them, follow that, and pull the result"))
     _generation(groups.add_parser("generate", help="answer prompts with a model; the answers become a dataset"))
     _chat(groups.add_parser("chat", help="ask the result of a job, a checkpoint or a base model, or two of them"))
+    _register(groups.add_parser("register", help="let the result of a job answer in a running Llama Stack or OGX"))
     _run_file(groups.add_parser("run", help="submit the job of a file, or the jobs of a pipeline, and follow them"))
     _resume(groups.add_parser("resume", help="queue a paused job again, follow it, and pull its result"))
     _jobs(groups.add_parser("jobs", help="submit, list, show, watch, logs, cancel, pause, resume, pull"))
@@ -259,7 +261,7 @@ def _generation(command: argparse.ArgumentParser) -> None:
     command.add_argument("--samples", type=_positive, metavar="N", help="answers to each prompt (1)")
     command.add_argument("--batch-size", type=_positive, metavar="N", help="answers that are computed together (8)")
     command.add_argument("--job", metavar="NAME", help="the job_uuid (a new name)")
-    command.set_defaults(pull=None)
+    command.set_defaults(pull=None, register=None)
     command.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between polls (1)")
     at_service(command)
     command.add_argument("--detach", action="store_true", help="print the job_uuid and do not wait for the job")
@@ -275,6 +277,15 @@ def _chat(command: argparse.ArgumentParser) -> None:
     command.add_argument("--temperature", type=float, metavar="T", help="0: always the most likely token (1)")
     command.add_argument("--top-p", type=float, metavar="P", help="choose among the most likely tokens (1)")
     command.add_argument("--seed", type=_number, metavar="N", help="the same seed gives the same answers (a new one)")
+    at_service(command)
+
+
+def _register(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help="NAME (the result of that job), or a base model of the service")
+    command.add_argument("--stack", metavar="URL", help=_STACK)
+    command.add_argument(
+        "--provider", metavar="ID", help="its inference provider that calls the service (the one with its address)"
+    )
     at_service(command)
 
 
@@ -303,12 +314,15 @@ def _placement(command: argparse.ArgumentParser) -> None:
 
 
 def _following(command: argparse.ArgumentParser, *, detach: bool = True) -> None:
-    command.set_defaults(checkpoint=None)
+    command.set_defaults(checkpoint=None, register=None)
     command.add_argument("--pull", metavar="DIR", help="download the result into this new directory")
     command.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between polls (1)")
     if detach:
         at_service(command)
         command.add_argument("--detach", action="store_true", help="print the job_uuid and do not wait for the job")
+        command.add_argument(
+            "--register", nargs="?", const="", metavar="URL", help="let the result answer in Llama Stack, as `register`"
+        )
 
 
 def _checkpoint(command: argparse.ArgumentParser) -> None:

@@ -23,6 +23,8 @@ from ..pull import pull
 from ..request_files import read_request
 from ..row_files import has_preferences, name_by_content, register_rows, stored_rows
 from ..submitting import submit_request
+from .chat import model_name
+from .register import show_registered, stack_at
 from .shared_options import trained_as
 from .terminal import emit, table
 from .watch import exit_status, watch
@@ -35,7 +37,7 @@ _LIKE_A_PATH = ("/", "./", "../", "~")
 
 async def train(client: ServiceClient, options: Namespace) -> int:
     """Upload rows, submit a job for them, follow it, and pull its result."""
-    _check_pull(options)
+    _check_end(options)
     model = model_at(options.model, client.url)
     with ExitStack() as files:
         trained_on = [options.data, *(options.mix or [])]
@@ -92,7 +94,7 @@ async def run(client: ServiceClient, options: Namespace) -> int:
     """Submit the job of a file, follow it, and pull its result; or the jobs of a pipeline."""
     from ..pipeline import is_pipeline
 
-    _check_pull(options)
+    _check_end(options)
     body = read_request(options.file)
     if is_pipeline(body):
         return await _run_pipeline(client, body, options)
@@ -137,7 +139,7 @@ async def _run_pipeline(client: ServiceClient, body: dict[str, Any], options: Na
 
 async def resume(client: ServiceClient, options: Namespace) -> int:
     """Queue a paused job again, follow it, and pull its result."""
-    _check_pull(options)
+    _check_end(options)
     status = await client.status(options.job_uuid)
     if status["status"] in ENDED:
         raise JobConflict(
@@ -202,7 +204,8 @@ async def _follow(client: ServiceClient, job_uuid: str, options: Namespace) -> i
     if status["status"] != "completed":
         # In one sentence, for a shell that keeps standard error only.
         complain(_ending(status))
-    elif options.pull is not None:
+        return exit_status(ended)
+    if options.pull is not None:
         checkpoint = options.checkpoint or ("merged" if getattr(options, "merge", False) else "final")
         line = (lambda text: None) if options.json else (lambda text: show_lines(text, flush=True))
         identifier = await pull(client, job_uuid, checkpoint, Path(options.pull), line)
@@ -210,6 +213,9 @@ async def _follow(client: ServiceClient, job_uuid: str, options: Namespace) -> i
             show_json({"identifier": identifier, "directory": options.pull})
         else:
             show_lines(f"{identifier} is in {options.pull}")
+    if options.register is not None:
+        stack = stack_at(options.register)
+        await show_registered(client, stack, model_name(job_uuid), None, as_json=options.json)
     return exit_status(ended)
 
 
@@ -219,8 +225,13 @@ def _ending(status: dict[str, Any]) -> str:
     return f"job {status['job_uuid']} {status['status']}{why}"
 
 
-def _check_pull(options: Namespace) -> None:
-    """Find out before hours of training what would prevent the download after them."""
+def _check_end(options: Namespace) -> None:
+    """Find out before hours of training what would prevent the download and the registration after them."""
+    if options.register is not None:
+        if options.detach:
+            hint = "with --detach nothing waits for the result: use `register` later."
+            raise InvalidRequest("--register", options.register, hint)
+        stack_at(options.register)
     if options.pull is None:
         return
     if options.detach:

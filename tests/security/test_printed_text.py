@@ -256,6 +256,7 @@ ELSEWHERE = {
     ("nodes", "status"): "as up",
     ("jobspec", ""): "prints the caller's own words, as a script",
     ("completion", ""): "prints a script out of the parser",
+    ("register", ""): "calls a Llama Stack: tests/contract/test_registration.py; the rule below keeps it from printing",
     ("chat", ""): "streams answers: tests/contract/test_chats.py; the rule below keeps it from printing otherwise",
 }
 

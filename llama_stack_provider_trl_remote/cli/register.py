@@ -1,0 +1,50 @@
+"""`trl-remote register`: a result answers in a running Llama Stack or OGX."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+
+from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.system.console import show_json, show_lines
+
+from ..address import checked_token
+from ..client import ServiceClient
+from ..llama_stack import DEFAULT_URL, LlamaStack
+from .chat import model_name
+
+URL, TOKEN = "LLAMA_STACK_CLIENT_BASE_URL", "LLAMA_STACK_CLIENT_API_KEY"
+"""Variables of Llama Stack's own client."""
+
+
+def stack_at(given: str | None) -> LlamaStack:
+    """The Llama Stack of an option or, where it is empty, of the environment.
+
+    Raises:
+        InvalidRequest: it is no address, or the token cannot be sent.
+    """
+    url = (given or os.environ.get(URL) or DEFAULT_URL).rstrip("/").removesuffix("/v1")
+    if not url.startswith(("http://", "https://")) or "@" in url:
+        raise InvalidRequest("--stack", url, f"expected the address of Llama Stack, such as {DEFAULT_URL}")
+    try:
+        return LlamaStack(url, checked_token(os.environ.get(TOKEN)))
+    except ValueError as error:
+        raise InvalidRequest(TOKEN, "...", str(error)) from error
+
+
+async def register(client: ServiceClient, options: Namespace) -> int:
+    stack = stack_at(options.stack)
+    await show_registered(client, stack, model_name(options.model), options.provider, as_json=options.json)
+    return 0
+
+
+async def show_registered(
+    client: ServiceClient, stack: LlamaStack, model: str, provider: str | None, *, as_json: bool
+) -> None:
+    """Register a model of the service, and print its name in Llama Stack."""
+    found = await stack.register(model, client, provider)
+    if as_json:
+        show_json({"model": found.model, "url": stack.url, "listed": found.is_listed})
+        return
+    later = "" if found.is_listed else "; its list of models shows it after the next refresh of the provider"
+    show_lines(f"{found.model} answers at {stack.url}{later}")

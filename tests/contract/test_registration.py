@@ -1,0 +1,130 @@
+"""A tuned model answers through the API of a running Llama Stack, and OGX, after `trl-remote register`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import yaml
+
+from llama_stack_provider_trl_remote.cli.main import main
+from tests.contract.external import ExternalStack
+from tests.contract.payloads import LORA, QUESTIONS, sft
+from tests.contract.service import TrainingService, running_service
+from tests.contract.stack import SFT, LlamaStack, serving
+from tests.releases import OGX
+from tests.tiny import tiny_model
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
+FULL = os.environ.get("TRL_TESTS") == "full"
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingService]:
+    with running_service(tmp_path_factory.mktemp("service")) as service:
+        service.register("rows", QUESTIONS)
+        service.submit(SFT, sft("tuned", "rows", algorithm_config=LORA))
+        service.wait_state("tuned", "completed", timeout=120)
+        yield service
+
+
+def with_inference(file: Path, url: str) -> None:
+    """Add what the page says to a run file."""
+    config = yaml.safe_load(file.read_text())
+    config["apis"].append("inference")
+    address = f"{url}/openai/v1"
+    provider = {"url": address, "base_url": address, "api_token": "none", "refresh_models": True}
+    config["providers"]["inference"] = [{"provider_id": "trl", "provider_type": "remote::vllm", "config": provider}]
+    file.write_text(yaml.safe_dump(config))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "0.3.5",
+        pytest.param("0.7.3", marks=pytest.mark.skipif(not FULL, reason="TRL_TESTS=full runs it")),
+        pytest.param(OGX, marks=pytest.mark.skipif(not FULL, reason="TRL_TESTS=full runs it")),
+    ],
+)
+def stack(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, service: TrainingService
+) -> Iterator[LlamaStack]:
+    """A Llama Stack whose inference provider calls the service, where no model is registered."""
+    root = tmp_path_factory.mktemp("stack")
+    if request.param == "0.3.5":
+        stack = LlamaStack(root)
+        with_inference(root / "run.yaml", service.url)
+    else:
+        stack = ExternalStack(root, request.param, service)
+        with_inference(stack.run_file, service.url)
+    with serving(stack):
+        yield stack
+
+
+def register(service: TrainingService, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = main(["register", *words, "--url", service.url])
+    return status, *capsys.readouterr()
+
+
+def test_a_result_answers_in_llama_stack_and_registering_it_again_changes_nothing(
+    service: TrainingService, stack: LlamaStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        status, output, errors = register(service, capsys, "tuned", "--stack", stack.url, "--json")
+        assert (status, errors) == (0, "")
+        found = json.loads(output)
+        assert (found["model"], found["url"]) == ("trl/ft:tuned", stack.url)
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "What is two?"}], "temperature": 0}
+    answers = [
+        requests.post(f"{url}/chat/completions", json={**body, "model": model, "max_tokens": 8}, timeout=300).json()
+        for url, model in ((f"{stack.url}/v1", found["model"]), (f"{service.url}/openai/v1", "ft:tuned"))
+    ]
+    assert answers[0]["choices"][0]["message"]["content"] == answers[1]["choices"][0]["message"]["content"] != ""
+    if found["listed"]:
+        listed = stack.get("/models").json()["data"]
+        assert "trl/ft:tuned" in [row.get("identifier") or row["id"] for row in listed]
+
+
+def test_what_is_missing_is_said_in_one_sentence(
+    service: TrainingService, stack: LlamaStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, errors = register(service, capsys, "other", "--stack", stack.url)
+    assert status == 1
+    assert "is not told of ft:other, which the service does not list (it has ft:" in errors
+    status, _, errors = register(service, capsys, "tuned", "--stack", stack.url, "--provider", "another")
+    assert status == 1
+    assert "another" in errors
+    status, _, errors = register(service, capsys, "tuned", "--stack", "http://127.0.0.1:9")
+    assert status == 1
+    assert "Llama Stack at http://127.0.0.1:9 cannot be reached" in errors
+    status, _, errors = register(service, capsys, "tuned", "--stack", service.url)  # another program
+    assert status == 1
+    assert errors.count("\n") == 1
+
+
+def test_a_stack_whose_provider_calls_something_else_is_named_with_what_to_add(
+    service: TrainingService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stack = LlamaStack(tmp_path)
+    with_inference(tmp_path / "run.yaml", "http://127.0.0.1:9")
+    with serving(stack):
+        status, _, errors = register(service, capsys, "tuned", "--stack", stack.url)
+    assert status == 1
+    assert f"no inference provider that calls {service.url}/openai/v1 (it has trl (remote::vllm))" in errors
+
+
+def test_a_training_registers_its_result(
+    service: TrainingService, stack: LlamaStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    words = ["train", str(rows), "--model", str(tiny_model()), "--job", "later", "--url", service.url]
+    assert main([*words, "--register", stack.url, "--detach"]) == 1
+    assert "with --detach nothing waits for the result" in capsys.readouterr().err
+    assert main([*words, "--register", stack.url]) == 0
+    assert "trl/ft:later answers at" in capsys.readouterr().out
