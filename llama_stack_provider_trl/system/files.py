@@ -195,7 +195,7 @@ def put_lines(
         storing(digest)
         if not touched(path):
             os.replace(temporary, path)
-            _fsync_path(directory)
+            fsync_path(directory)
         return Blob(digest, path, num_rows, num_bytes)
     finally:
         temporary.unlink(missing_ok=True)
@@ -237,8 +237,8 @@ def fsync_tree(directory: Path) -> None:
     """Force every file and directory below (and including) `directory` to disk."""
     for root, _, files in os.walk(directory, topdown=False):
         for name in files:
-            _fsync_path(Path(root, name))
-        _fsync_path(Path(root))
+            fsync_path(Path(root, name))
+        fsync_path(Path(root))
 
 
 def write_manifest(directory: Path, digests: Mapping[str, str] | None = None) -> None:
@@ -312,7 +312,7 @@ def point_latest(directory: Path, name: str) -> None:
         file.write(name.encode() + b"\n")
         _flush(file)
     os.replace(temporary, directory / LATEST)
-    _fsync_path(directory)
+    fsync_path(directory)
 
 
 def put_in_place(staging: Path, target: Path, check: Callable[[], None] = lambda: None) -> None:
@@ -328,7 +328,7 @@ def put_in_place(staging: Path, target: Path, check: Callable[[], None] = lambda
     if target.exists():
         target.rename(old)
     staging.rename(target)
-    _fsync_path(target.parent)
+    fsync_path(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -495,7 +495,8 @@ def _flush(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def _fsync_path(path: Path) -> None:
+def fsync_path(path: Path) -> None:
+    """Force a file, or the names in a directory, to disk."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(fd)

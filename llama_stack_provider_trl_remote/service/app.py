@@ -26,6 +26,7 @@ from .pages import (
     login,
     new_job_pages,
     node_pages,
+    playground_pages,
     static_files,
 )
 from .routes import agents, datasets, job_files, jobs, live, nodes, openai, pools, tokens
@@ -74,6 +75,7 @@ def make_app(service: Service) -> FastAPI:
         _include(app, service_router, prefix)
     for router in (
         pages,
+        playground_pages.calls,
         *(
             each.router
             for each in (
@@ -86,6 +88,7 @@ def make_app(service: Service) -> FastAPI:
                 compare_pages,
                 new_job_pages,
                 call_pages,
+                playground_pages,
             )
         ),
     ):

@@ -45,10 +45,12 @@ from .cluster.presence import Presence
 from .cluster.uploads import UploadReceiver
 from .configured_pools import gpus_elsewhere, managed_pool, ray_datasets
 from .datasets.blobs import Blobs
+from .datasets.prompts import RowPrompts
 from .datasets.quotas import CountedRows, Quotas
 from .datasets.registration import Registration
 from .datasets.registry import DatasetRegistry
 from .datasets.uploads import RowUploads
+from .datasets.votes import Votes
 from .disks import DiskWatch
 from .http.received import Bodies
 from .jobs.checks import JobChecks
@@ -157,6 +159,8 @@ class Service:
         maker = partial(no_new_maker, self.store.database)
         self.datasets = DatasetRegistry(settings, self.blobs, self.ray_datasets, maker, counted)
         self.row_uploads = RowUploads(self.blobs, counted, self.quotas)
+        self.votes = Votes(self.datasets)
+        self.prompts = RowPrompts(self.datasets, self.blobs, settings.reader_memory_mb)
 
     def _add_machines(self) -> None:
         """This machine, the nodes that join, and the pools that may give more."""

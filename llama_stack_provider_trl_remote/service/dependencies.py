@@ -21,8 +21,10 @@ from .cluster.presence import Presence
 from .cluster.ray_datasets import RayDatasets
 from .cluster.uploads import UploadReceiver
 from .datasets.blobs import Blobs
+from .datasets.prompts import RowPrompts
 from .datasets.registry import DatasetRegistry
 from .datasets.uploads import RowUploads
+from .datasets.votes import Votes
 from .disks import DiskWatch
 from .jobs.checks import JobChecks
 from .jobs.pipelines import Pipelines
@@ -72,10 +74,12 @@ PipelinesDep = Annotated[Pipelines, _part("pipelines")]
 PollsDep = Annotated[Polls, _part("agent_polls")]
 PoolsDep = Annotated[Pools, _part("pools")]
 PresenceDep = Annotated[Presence, _part("presence")]
+PromptsDep = Annotated[RowPrompts, _part("prompts")]
 RayDatasetsDep = Annotated[RayDatasets, _part("ray_datasets")]
 RowUploadsDep = Annotated[RowUploads, _part("row_uploads")]
 SubmissionsDep = Annotated[Submissions, _part("submissions")]
 SupervisorDep = Annotated[Supervisor, _part("supervisor")]
 TokensDep = Annotated[CreatedTokens, _part("tokens")]
 UploadsDep = Annotated[UploadReceiver, _part("uploads")]
+VotesDep = Annotated[Votes, _part("votes")]
 WakeDep = Annotated[Callable[[], None], _part("wake")]

@@ -27,6 +27,7 @@ PAGES = (
     "/jobs/nobody",
     "/nodes",
     "/data",
+    "/playground?job=dpo",
     "/compare?job=dpo&job=alive",
 )
 

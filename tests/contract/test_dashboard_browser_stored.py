@@ -105,7 +105,13 @@ def test_html_and_script_are_text_on_every_page_and_in_charts(window: Window) ->
     poll(lambda: any("<b>bold</b>" in text for text in window.page.evaluate(titles)), "titles are text", timeout=20)
     assert any("<script>alert(1)</script>" in text for text in window.page.evaluate(titles))
     assert window.page.locator(".chart a, .chart image").count() == 0
-    for path in (f"/?search={HOSTILE}", f"/new?dataset={HOSTILE}", f"/data?dataset={HOSTILE}", f"/jobs/{HOSTILE}"):
+    for path in (
+        f"/?search={HOSTILE}",
+        f"/new?dataset={HOSTILE}",
+        f"/data?dataset={HOSTILE}",
+        f"/jobs/{HOSTILE}",
+        f"/playground?model_a={HOSTILE}&votes={HOSTILE}",
+    ):
         window.open(path)
         assert window.page.locator("img, main script:not([type='application/json'])").count() == 0, path
 
@@ -238,6 +244,7 @@ def test_with_scripts_off_pages_have_their_contents_and_forms_work(chromium: Any
             ("/nodes", "Add a node"),
             ("/new", "The same job elsewhere"),
             ("/data", "Dataset"),
+            ("/playground", "Scripts are off"),
         ):
             window.open(path)
             assert shown in page.locator("main").inner_text(), path
@@ -282,7 +289,7 @@ def test_everything_of_a_page_is_reached_by_tab_and_the_focus_is_seen(window: Wi
     window.page.keyboard.type(TOKENS["admin"])
     window.page.keyboard.press("Enter")
     window.page.wait_for_selector("h1:has-text('Jobs')")
-    for path in ("/?search=many-0001", "/jobs/ended", "/nodes", "/new", "/data", "/jobs/by-keys"):
+    for path in ("/?search=many-0001", "/jobs/ended", "/nodes", "/new", "/data", "/playground", "/jobs/by-keys"):
         window.open(path)
         visible = "all => [all.filter((one) => one.checkVisibility()).length, all.length]"
         numbers = None

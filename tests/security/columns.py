@@ -36,7 +36,14 @@ def _texts(*names: str, **more: Any) -> Takes:
 _PROMPTS = ("prompts", "system_prompt", "chat_template")
 _READS = (
     *("/health", "/metrics", "/openapi.json", "/docs", "/login", "/static/{name}", "/", "/nodes", "/new", "/data"),
-    *("/compare", "/jobs/{job_uuid}", "/jobs/{job_uuid}/logs", "/jobs/{job_uuid}/samples"),
+    *(
+        "/playground",
+        "/playground/votes",
+        "/compare",
+        "/jobs/{job_uuid}",
+        "/jobs/{job_uuid}/logs",
+        "/jobs/{job_uuid}/samples",
+    ),
     *("/jobs/{job_uuid}/checkpoints/{identifier}", "/tokens", "/audit", "/logs", "/pools", "/datasets"),
     *("/datasets/{dataset_id}", "/blobs/{sha256}", "/nodes/{name}", "/nodes/{name}/load"),
     *("/nodes/{name}/tasks/{task_id}/answers/{file}", "/nodes/{name}/tasks/{task_id}/models/{sha256}/files/{path}"),
@@ -93,6 +100,9 @@ TAKES: dict[tuple[str, str], Takes] = {
     ("POST", "/nodes/{name}/{action}"): Takes(),
     ("POST", "/data"): _texts("rows", "system_prompt", work=True),
     ("POST", "/new"): _texts("system_prompt", work=True),
+    ("GET", "/playground/prompt"): Takes(work=True),
+    ("POST", "/playground/answers"): _texts("messages", "tools", "stop"),
+    ("POST", "/playground/votes"): _texts("messages", "tools", "chosen", "rejected", work=True),
     ("POST", "/new/check"): _texts("system_prompt", work=True),
 }
 """(method, path without its version) -> what it takes."""

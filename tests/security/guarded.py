@@ -49,6 +49,8 @@ HIDDEN = {
     **dict.fromkeys([("POST", f"/jobs/{{job_uuid}}/{name}") for name in ("cancel", "pause", "resume")], USERS),
     **dict.fromkeys([("GET", "/data"), ("POST", "/data"), ("GET", "/compare"), ("GET", "/new")], USERS),
     **dict.fromkeys([("POST", "/new"), ("POST", "/new/check")], USERS),
+    **dict.fromkeys([("GET", f"/playground{path}") for path in ("", "/prompt", "/votes")], USERS),
+    **dict.fromkeys([("POST", f"/playground/{name}") for name in ("answers", "votes")], USERS),
     ("GET", "/nodes"): USERS,  # beside /v1/nodes, which answers with JSON
     **dict.fromkeys([("POST", "/jobs/{job_uuid}/delete"), ("POST", "/nodes/{name}/{action}")], frozenset({"admin"})),
 }

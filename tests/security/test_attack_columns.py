@@ -117,6 +117,11 @@ NAMES_OF_OTHERS = {
 FORMS = {"/new": "/new", "/new/check": "/new", "/data": "/data"}
 """Form whose fields name things -> the page that it is on. Those of the others are a token and a path of ours."""
 GOOD_FORM = {"model": str(tiny_model()), "dataset": "questions", "epochs": "1", "batch_size": "1", "lora_rank": "8"}
+ASKED = [{"role": "user", "content": "a"}]
+GOOD_PLAYGROUND = {
+    "request": json.dumps({"model": "ft:gone", "messages": ASKED, "stream": True}),
+    "vote": json.dumps({"dataset_id": "votes", "messages": ASKED, "chosen": "b", "rejected": "c"}),
+}
 
 
 def test_no_form_takes_a_name_with_characters_that_are_not_printed(service: Guarded) -> None:
@@ -309,7 +314,7 @@ def called(raw: Raw, browser: Browser, method: str, path: str) -> Answer:
     known = {**KNOWN, "job_uuid": "ended"} if "/checkpoints" in path else KNOWN
     target = path.format(**known)
     if ("GET", path) in PAGES or (method, path) in PAGES:
-        fields = {**GOOD_FORM, "form_token": browser.form_token(), "job": "of-a-form"}
+        fields = {**GOOD_FORM, **GOOD_PLAYGROUND, "form_token": browser.form_token(), "job": "of-a-form"}
         found = browser.get(target) if method == "GET" else browser.send(target, **fields)
         if path == "/logout":
             browser.login("admin")

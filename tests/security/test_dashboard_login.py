@@ -25,7 +25,7 @@ FORMS = (
     "/logout",
     *(f"/jobs/waiting/{name}" for name in ("cancel", "pause", "resume", "delete")),
     "/nodes/mine/uncordon",
-    *("/data", "/new", "/new/check"),
+    *("/data", "/new", "/new/check", "/playground/answers", "/playground/votes"),
 )
 PAGES = (
     "/",
@@ -37,6 +37,7 @@ PAGES = (
     "/jobs/hostile/samples",
     "/jobs/waiting/samples",
     "/nodes",
+    "/playground?job=ended",
 )
 
 

@@ -43,6 +43,8 @@ FREE = {
     "AnswerCheck.pattern": "searched in answers",
     "AnswerCheck.template": "a prompt",
     "CompletionBody.prompt": "a prompt",
+    "VoteBody.chosen": "an answer",
+    "VoteBody.rejected": "an answer",
     "Harness.system_instruction": "a prompt",
     "LogEntries.lines": "lines of a log; displayed by the console",
     "ModelFiles.why_not": "a sentence",
@@ -62,6 +64,8 @@ FREE = {
 ELSEWHERE = {
     "ChatBody.messages": "read as the rows of datasets are",
     "ChatBody.tools": "read as the rows of datasets are",
+    "VoteBody.messages": "read as the rows of datasets are",
+    "VoteBody.tools": "read as the rows of datasets are",
     "GRPOReward.check": "AnswerCheck",
     "GRPOConfig.rewards": "GRPOReward",
     "SupervisedFineTuneRequest.algorithm_config": "LoraFinetuningConfig, QATFinetuningConfig",

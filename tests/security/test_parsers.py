@@ -29,6 +29,8 @@ ROWS = {
     "specs.row_files": "the readers themselves",
     "specs.row_files.read_json": ON_THE_WAY,
     "specs.row_files.read_parquet": ON_THE_WAY,
+    "specs.row_prompts._messages": ON_THE_WAY,
+    "specs.row_prompts._prompt": LIMITED,
     "specs.row_verdicts._verdict": LIMITED,
     "specs.row_verdicts.check_file": ON_THE_WAY,
     "remote.service.datasets.reader.main": PROGRAM,
@@ -36,6 +38,7 @@ ROWS = {
     "remote.service.datasets.reader.convert": PROGRAM,
     "remote.service.datasets.reader.read_hub": PROGRAM,
     "remote.service.serving.chats._messages": "one row, of the body of a request, which `http.received` bounds",
+    "remote.service.datasets.votes.row_of": "one row, of the body of a request, which `http.received` bounds",
     "remote.service.datasets.registry.DatasetRegistry._file": "compares a file's ending with those of the readers",
 }
 """Who names a reader of rows, and where it runs."""

@@ -68,7 +68,7 @@ def test_a_tree_is_forced_to_disk_from_its_files_up(tmp_path: Path, monkeypatch:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "weights").write_text("x")
     synced: list[str] = []
-    monkeypatch.setattr("llama_stack_provider_trl.system.files._fsync_path", lambda path: synced.append(path.name))
+    monkeypatch.setattr("llama_stack_provider_trl.system.files.fsync_path", lambda path: synced.append(path.name))
     fsync_tree(tmp_path)
     assert synced == ["weights", "a", tmp_path.name]
 

@@ -274,6 +274,7 @@ WRITERS = {
     "datasets/reader.py _stored": "a process of its own, which compares the space that is free as it writes",
     "datasets/registration.py _read": "a process of its own, for whose rows `Registration.parse` asks",
     "datasets/registration.py _spooled": ASKS,
+    "datasets/registry.py _grown": ASKS,
     "datasets/registry.py _put": ASKS,
     "datasets/registry.py _write": "an entry of a few KiB; `register` asks",
     "datasets/registry.py register_made": ASKS,

@@ -22,6 +22,8 @@ from .blobs import Blobs
 
 _PIECE = 4 << 20
 """Bytes of an upload between two questions."""
+_OLD = 3
+"""Earlier rows of a dataset that grows which stay, for requests that have begun to read them."""
 UPLOADS = 16
 """Uploads of one token at a time: each holds a connection, memory and space. Clients send one at a time."""
 _RETRY_S = 5
@@ -274,6 +276,19 @@ class CountedRows:
                 if removed:
                     self._blobs.forget(sha256)
 
+    def release_old(self, dataset_id: str, sha256: str) -> None:
+        """Forget what a dataset had before its present rows, but for the last few, and remove these rows unless
+        something else has them."""
+        if self._owners is not None:
+            old = [
+                path for one in self._owners.of_dataset(dataset_id) if (path := self._blobs.path(one)).stem != sha256
+            ]
+            for path in sorted(old, key=_used_at)[:-_OLD]:
+                with self._removing:
+                    removed = self._owners.release(dataset_id, path, self._is_in_use)
+                if removed:
+                    self._blobs.forget(path.stem)
+
     def _discard(self, sha256: str, held: HeldRows) -> None:
         """Remove rows that were refused, unless something else has them."""
         if self._owners is not None:
@@ -292,3 +307,11 @@ class CountedRows:
 
     def _is_in_use(self, sha256: str) -> bool:
         return sha256 in self._held or self.is_registered(sha256)
+
+
+def _used_at(path: Path) -> float:
+    """Time of the last use of stored rows; 0: they are gone."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote
 from uuid import uuid4
 from weakref import WeakValueDictionary
@@ -28,7 +28,15 @@ from llama_stack_provider_trl.specs.row_files import ENDINGS, ROW_READERS, endin
 from llama_stack_provider_trl.specs.work import OF_JOB
 from llama_stack_provider_trl.system.beneath import open_beneath, path_of
 from llama_stack_provider_trl.system.data_dir import DataDir, expect_directory, read_own
-from llama_stack_provider_trl.system.files import atomic_write_json, open_regular, put_lines, put_rows
+from llama_stack_provider_trl.system.files import (
+    atomic_write_json,
+    fsync_path,
+    open_regular,
+    put_lines,
+    put_rows,
+    read_regular,
+)
+from llama_stack_provider_trl.system.json_rows import encoded
 from llama_stack_provider_trl.system.offload import caller_name, in_work_thread
 
 from ..http.bodies import BlobSource, Dataset, RegisterDataset, RowsSource, UriSource
@@ -63,6 +71,15 @@ class Entry(BaseModel):
     """Size and time of the file from which the rows were read."""
     created_by: str = ""
     """Name of the token that registered it."""
+
+
+class Growth(NamedTuple):
+    """What a dataset that grows row by row may have."""
+
+    mark: str
+    """Key of its metadata, whose value is true: no other dataset grows."""
+    most_rows: int
+    most_bytes: int
 
 
 class ClusterFiles(Protocol):
@@ -102,6 +119,8 @@ class DatasetRegistry:
         """None: not read yet. No other process writes the documents."""
         self._reading: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
         """Of the callers and datasets that are read at the moment: as `Blobs` has them for checks."""
+        self._growing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Of the datasets that get a row at the moment."""
 
     def prepare(self) -> None:
         """Create the directory, and read it: the only time. Raises OSError, StoreError."""
@@ -197,6 +216,64 @@ class DatasetRegistry:
                     f"dataset {dataset_id!r} was registered with another content meanwhile; the rows of this job are "
                     f"in {rows}: register them under another name"
                 )
+
+    async def add_row(self, dataset_id: str, row: dict[str, Any], growth: Growth, created_by: str) -> int:
+        """Add a row to a dataset that grows, which its first row creates. It is on the disk when this returns. The same
+        row again changes nothing. Returns the number of rows.
+
+        Args:
+            created_by: name of the caller's token; the rows count for the one that added the first row.
+
+        Raises:
+            InvalidRequest: no dataset can have this name.
+            Conflict: another dataset has it, or is made under it; or this one has as many rows as it may.
+            QuotaReached, StoreError, OSError: the row cannot be stored.
+        """
+        async with self._growing.setdefault(dataset_id, asyncio.Lock()):
+            known = await in_work_thread(self._read, dataset_id)
+            if known is None:
+                source = RowsSource(type="rows", rows=[row])
+                body = RegisterDataset(dataset_id=dataset_id, source=source, metadata={growth.mark: True})
+                await self.register(body, created_by=created_by)
+                return 1
+            if known.dataset.metadata.get(growth.mark) is not True or known.sha256 is None:
+                hint = f"it was not begun by the first of its {growth.mark}: choose another name"
+                raise Conflict(f"dataset {dataset_id!r} has other rows, {hint}")
+            with self._counted.holding() as held:
+                return await in_work_thread(self._grown, known, row, growth, held)
+
+    def _grown(self, known: Entry, row: dict[str, Any], growth: Growth, held: HeldRows) -> int:
+        """Store the rows of a dataset with one more. Returns their number."""
+        name, before = known.dataset.identifier, self._blobs.path(known.sha256 or "")
+        try:
+            data = read_regular(before, growth.most_bytes)
+            line = encoded(row, data.count(b"\n"))
+            if data and not data.endswith(b"\n"):
+                data += b"\n"
+            if data.startswith(line) or b"\n" + line in data:
+                return data.count(b"\n")
+            if data.count(b"\n") >= growth.most_rows or len(data) + len(line) > growth.most_bytes:
+                raise _full(name, growth)
+            self._blobs.check_space(len(data) + len(line))
+            blob = put_lines(self._blobs.directory, (data, line), storing=held.add)
+        except FileNotFoundError as error:
+            raise Conflict(f"the rows of dataset {name!r} are gone: choose another name, or delete it first") from error
+        except OSError as error:
+            if error.errno == errno.EFBIG:
+                raise _full(name, growth) from error
+            raise StoreError(f"dataset {name!r} cannot be stored: {error}") from error
+        with self._registering:
+            if self._read(name) != known:
+                raise Conflict(f"dataset {name!r} was changed meanwhile: send this again")
+            self._counted.check(blob.sha256, known.created_by, held)
+            self._write(known.model_copy(update={"sha256": blob.sha256, "num_rows": blob.num_rows}))
+            try:
+                fsync_path(self._directory)  # before the rows that it had are removed
+            except OSError as error:
+                raise StoreError(f"dataset {name!r} cannot be stored: {error}") from error
+            self._counted.note(blob.sha256, known.created_by, name)
+            self._counted.release_old(name, blob.sha256)
+        return blob.num_rows
 
     def _claim(self, entry: Entry, *, is_made: bool = False) -> Entry | None:
         """Register a dataset whose name is free; returns the one that has it, if it is not.
@@ -296,10 +373,22 @@ class DatasetRegistry:
         Raises:
             InvalidRequest: no such dataset, it cannot be read any more, or a row cannot be trained on.
         """
+        sha256 = await self.rows_of(dataset_id)
+        return await self.fetch_blob(dataset_id, sha256, use, data_format, names)
+
+    async def rows_of(self, dataset_id: str, field: str = FIELD) -> str:
+        """The digest of the rows of a registered dataset, which are stored here, and unchecked.
+
+        Args:
+            field: of the request that names the dataset.
+
+        Raises:
+            InvalidRequest: no such dataset, or it cannot be read any more.
+        """
         entry = await in_work_thread(self._read, dataset_id)
         if entry is None:
             hint = "no dataset of this name is registered here: POST /v1/datasets registers one"
-            raise InvalidRequest(FIELD, dataset_id, hint)
+            raise InvalidRequest(field, dataset_id, hint)
         if isinstance(entry.dataset.source, UriSource):
             # One reader at a time: the second job of a dataset reuses the rows that the first job's POST has stored.
             lock = self._reading.setdefault((caller_name(), dataset_id), asyncio.Lock())
@@ -307,8 +396,8 @@ class DatasetRegistry:
                 entry = await self._current(entry, entry.dataset.source.uri)
         assert entry.sha256 is not None
         if not await self._blobs.holds(entry.sha256):
-            raise _gone(dataset_id, entry.sha256)
-        return await self.fetch_blob(dataset_id, entry.sha256, use, data_format, names)
+            raise _gone(dataset_id, entry.sha256, field)
+        return entry.sha256
 
     async def fetch_blob(
         self,
@@ -510,8 +599,13 @@ def _content(entry: Entry) -> tuple[Any, ...]:
     return source.type, what, entry.dataset.purpose, entry.dataset.metadata
 
 
-def _gone(dataset_id: str, sha256: str) -> InvalidRequest:
-    return InvalidRequest(FIELD, dataset_id, f"its rows ({sha256}) are gone: register it again, with its rows")
+def _gone(dataset_id: str, sha256: str, field: str = FIELD) -> InvalidRequest:
+    return InvalidRequest(field, dataset_id, f"its rows ({sha256}) are gone: register it again, with its rows")
+
+
+def _full(dataset_id: str, growth: Growth) -> Conflict:
+    most = f"{growth.most_rows} rows, or {growth.most_bytes >> 20} MiB"
+    return Conflict(f"dataset {dataset_id!r} may have {most}, and this would be more: choose another name")
 
 
 def _unknown(dataset_id: str) -> NotFound:

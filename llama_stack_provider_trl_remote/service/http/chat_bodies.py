@@ -70,6 +70,22 @@ class ChatBody(AnswerBody):
     """Most likely tokens to report in each place. Only with `logprobs`."""
 
 
+class VoteBody(Documented, CheckedNames):
+    """Which of two answers to the same messages is better."""
+
+    model_config = ConfigDict(extra="forbid")
+    dataset_id: str = Field(min_length=1, max_length=512)
+    """Name of the dataset that gets the vote."""
+    messages: Annotated[list[dict[str, Any]], CheckedElsewhere()] = Field(min_length=1)
+    """The conversation before the answers, as chats have it."""
+    tools: Annotated[list[dict[str, Any]] | None, CheckedElsewhere()] = None
+    """As chats have them."""
+    chosen: Annotated[str, FreeText()] = Field(min_length=1)
+    """The better answer."""
+    rejected: Annotated[str, FreeText()] = Field(min_length=1)
+    """The other one."""
+
+
 class CompletionBody(AnswerBody):
     prompt: Annotated[str, FreeText()]
     """The text to continue, as it is: no chat template renders it."""

@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from llama_stack_provider_trl.jobs.decisions.states import ACTIVE, TERMINAL, JobState
 from llama_stack_provider_trl.jobs.store.tokens import Role
+from llama_stack_provider_trl.specs.methods import METHODS
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse
 
 from ..views.logs import LAUNCHER
@@ -97,10 +98,17 @@ def values(
             "pause": state in _PAUSABLE and not found.get("search"),
             "resume": state is JobState.paused,
             "delete": state in TERMINAL and role == "admin",
+            "chat": bool(status.checkpoints) and _writes_text(found["effective_config"]),
         },
         "warned_at": {message: step for step, message in warnings},
         "marks": [mark._asdict() for mark in marks_of(status, attempts, warnings)],
     }
+
+
+def _writes_text(config: Mapping[str, Any]) -> bool:
+    """Whether the checkpoints of a job are models that answer."""
+    work, method = config.get("work") or {"kind": "train"}, METHODS.get(config["algorithm"])
+    return work["kind"] in ("train", "merge") and not (method is not None and method.trains_reward)
 
 
 def result_of(result: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]:

@@ -24,10 +24,16 @@ router = APIRouter(route_class=PageRoute, prefix="/new", include_in_schema=False
 
 @router.get("", dependencies=[USERS])
 async def new_job_page(
-    request: Request, registry: DatasetsDep, dataset: Annotated[str, Query(max_length=512)] = ""
+    request: Request,
+    registry: DatasetsDep,
+    dataset: Annotated[str, Query(max_length=512)] = "",
+    model: Annotated[str, Query(max_length=4096)] = "",
+    method: Annotated[str, Query(max_length=20)] = "",
+    options: Annotated[str, Query(max_length=4096)] = "",
 ) -> Response:
-    """The empty form."""
-    return await _page(request, registry, {"dataset": dataset} if dataset else {})
+    """The form, empty but for what the address names."""
+    given = {"dataset": dataset, "model": model, "method": method, "options": options}
+    return await _page(request, registry, {name: value for name, value in given.items() if value})
 
 
 @router.post("/check", dependencies=[USERS_FORM])

@@ -35,7 +35,10 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-_NAVIGATION = (("/", "Jobs"), ("/new", "New job"), ("/compare", "Compare"), ("/nodes", "Nodes"), ("/data", "Data"))
+_NAVIGATION = (
+    *(("/", "Jobs"), ("/new", "New job"), ("/compare", "Compare"), ("/playground", "Playground")),
+    *(("/nodes", "Nodes"), ("/data", "Data")),
+)
 """The pages to which each page has a link, where the server has them: address, text."""
 _MISSING = (
     "the dashboard is not installed here: run `pip install 'llama_stack_provider_trl[dashboard]'` in the service's "

@@ -24,7 +24,7 @@ from ..serving.openai import model_list
 _STREAM = "text/event-stream"
 
 
-class _ChatStream(CountedStream):
+class ChatStream(CountedStream):
     """The events of an answer, which is closed however the stream ends, also where it may not begin."""
 
     def __init__(self, begun: BegunAnswer) -> None:
@@ -94,7 +94,7 @@ async def _answer(
 ) -> Response:
     answer = await chats.begin(body, caller.name)
     if body.stream:
-        return _ChatStream(answer)
+        return ChatStream(answer)
     found = await answer.whole(_left(request))
     return Response(status_code=499) if found is None else JSONResponse(found)
 

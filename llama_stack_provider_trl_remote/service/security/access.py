@@ -349,6 +349,8 @@ ADMINS = _access(frozenset({"admin"}))
 LOGIN_FORM = _access(frozenset(), body="form", record=False)
 """Needs no session: it opens one. The handler records it."""
 USERS_FORM = _access(_USERS, body="form")
+USERS_CHAT_FORM = _access(_USERS, body="form", limit=MIB)
+"""A chat, or a vote, in a field of a form."""
 ADMINS_FORM = _access(frozenset({"admin"}), body="form")
 TASK_JOB = _access(_ALL, needs_task="job_uuid")
 """What users read of a job; also for the nodes that it runs on."""

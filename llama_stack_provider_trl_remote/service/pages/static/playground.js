@@ -1,0 +1,290 @@
+// Two models beside each other: the same prompt to both, their answers as they come, and votes for the better one. All
+// texts of models, rows and names become text nodes.
+
+const main = document.getElementById("main");
+const form = document.getElementById("playground");
+const live = document.getElementById("live");
+const voted = document.getElementById("vote-state");
+const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
+const WAIT_MS = 500;
+const SIDES = ["a", "b"].map((name) => ({
+  name,
+  label: name.toUpperCase(),
+  model: element(`model_${name}`),
+  pane: element(`turns-${name}`),
+  state: element(`state-${name}`),
+  turns: [], // of the conversation, without the system prompt
+  asked: null, // messages of the last request
+  answer: "", // to them
+  ended: false, // by itself, and not by a stop or an error
+}));
+let tools = null;
+let question = null; // the last one that was sent
+let running = null;
+let counting = 0;
+let timer = 0;
+
+function element(id) {
+  return document.getElementById(id);
+}
+
+// --- A conversation
+
+function system() {
+  const content = element("system").value.trim();
+  return content ? [{ role: "system", content }] : [];
+}
+
+function body(side, messages) {
+  const given = { model: side.model.value.trim(), messages, stream: true };
+  if (tools) given.tools = tools;
+  for (const name of NUMBERS) if (element(name).value !== "") given[name] = Number(element(name).value);
+  return given;
+}
+
+function post(path, name, value, signal) {
+  const fields = { form_token: main.dataset.formToken, [name]: JSON.stringify(value) };
+  return fetch(path, { method: "POST", body: new URLSearchParams(fields), signal });
+}
+
+async function sentenceOf(answer) {
+  if (answer.status === 401) return "The session has ended: log in again in another tab, what is here stays.";
+  try {
+    const found = await answer.json();
+    return found.error?.message ?? found.detail;
+  } catch {
+    return `The service answered with ${answer.status}.`;
+  }
+}
+
+async function* eventsOf(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const events = (rest + value).split("\n\n");
+    rest = events.pop();
+    for (const event of events) {
+      const data = event.replace(/^data: /, "");
+      if (data === "[DONE]") return;
+      yield JSON.parse(data);
+    }
+  }
+}
+
+function show(side, role, text) {
+  const turn = document.createElement("div");
+  turn.className = `turn ${role}`;
+  const title = document.createElement("h3");
+  title.textContent = { user: "Prompt", assistant: "Answer", tool: "Result of a tool" }[role] ?? role;
+  const content = document.createElement("div");
+  content.className = "text";
+  const node = document.createTextNode(text);
+  content.append(node);
+  turn.append(title, content);
+  side.pane.append(turn);
+  side.pane.scrollTop = side.pane.scrollHeight;
+  return node;
+}
+
+async function ask(side, signal) {
+  side.asked = [...system(), ...side.turns, question];
+  side.answer = "";
+  side.ended = false;
+  side.state.textContent = "";
+  side.before = { turns: side.turns, shown: side.pane.childElementCount };
+  show(side, question.role, question.content);
+  const node = show(side, "assistant", "");
+  try {
+    const answer = await post("/playground/answers", "request", body(side, side.asked), signal);
+    if (!answer.ok) throw new Error(await sentenceOf(answer));
+    let reason = null;
+    for await (const event of eventsOf(answer)) {
+      if (event.error) throw new Error(event.error.message);
+      const [choice] = event.choices;
+      const text = choice?.delta.content ?? "";
+      side.answer += text;
+      node.appendData(text);
+      side.pane.scrollTop = side.pane.scrollHeight;
+      reason = choice?.finish_reason ?? reason;
+    }
+    if (!reason) throw new Error("The answer broke off: retry it.");
+    side.ended = true;
+    if (reason === "length") side.state.textContent = "It ended at its limit of tokens.";
+  } catch (error) {
+    side.state.textContent = signal.aborted ? "Stopped." : error.message;
+  }
+  // What was not answered is no part of the conversation.
+  if (side.answer) side.turns = [...side.turns, question, { role: "assistant", content: side.answer }];
+}
+
+async function askBoth() {
+  running = new AbortController();
+  live.textContent = "The models answer ...";
+  voted.textContent = "";
+  update();
+  await Promise.all(SIDES.map((side) => ask(side, running.signal)));
+  running = null;
+  const failed = SIDES.filter((side) => !side.ended).map((side) => side.label);
+  live.textContent = failed.length ? `No whole answer of ${failed.join(" and ")}.` : "Both models have answered.";
+  update();
+}
+
+function send() {
+  const content = element("prompt").value.trim();
+  if (!content || running || !form.reportValidity()) return;
+  question = { role: "user", content };
+  element("prompt").value = "";
+  askBoth();
+}
+
+function retry() {
+  for (const side of SIDES) {
+    side.turns = side.before.turns;
+    while (side.pane.childElementCount > side.before.shown) side.pane.lastElementChild.remove();
+  }
+  askBoth();
+}
+
+function begin(turns = []) {
+  question = null;
+  for (const side of SIDES) {
+    side.turns = turns;
+    side.asked = null;
+    side.answer = side.state.textContent = "";
+    side.ended = false;
+    side.pane.replaceChildren();
+    for (const turn of turns) show(side, turn.role, turn.content);
+  }
+  voted.textContent = "";
+  update();
+}
+
+function update() {
+  const [a, b] = SIDES;
+  const answered = a.ended && b.ended && !running;
+  const same = answered && JSON.stringify(a.asked) === JSON.stringify(b.asked);
+  for (const side of SIDES) element(`vote-${side.name}`).disabled = !same || !a.answer.trim() || !b.answer.trim() || a.answer === b.answer;
+  if (answered && !same) voted.textContent = "The conversations differ: a vote needs the same messages before both answers. Vote after each answer, or begin a new conversation.";
+  else if (answered && a.answer === b.answer) voted.textContent = "The answers are the same: there is nothing to vote for.";
+  else if (answered && !(a.answer.trim() && b.answer.trim())) voted.textContent = "An answer is empty: DPO cannot train on it.";
+  element("send").disabled = Boolean(running);
+  element("stop").disabled = !running;
+  element("retry").disabled = Boolean(running) || !question;
+  element("next").disabled = element("clear").disabled = Boolean(running);
+}
+
+// --- Rows
+
+async function next() {
+  const dataset = element("dataset").value.trim();
+  const row = Number(element("row").value || 0);
+  if (!dataset) {
+    live.textContent = "Name a dataset: its rows have the prompts.";
+    return element("dataset").focus();
+  }
+  const query = new URLSearchParams({ dataset, row });
+  if (main.dataset.job) query.set("job", main.dataset.job);
+  try {
+    const answer = await fetch(`/playground/prompt?${query}`);
+    if (!answer.ok) {
+      live.textContent = await sentenceOf(answer);
+      return;
+    }
+    const found = await answer.json();
+    if (running) return;
+    tools = found.tools;
+    const first = found.messages[0]?.role === "system" ? found.messages.shift() : null;
+    const last = found.messages.at(-1)?.role === "user" ? found.messages.pop() : null;
+    element("system").value = first?.content ?? "";
+    begin(found.messages);
+    element("prompt").value = last?.content ?? "";
+    element("row").value = row + 1;
+    live.textContent = `The prompt of row ${row}${tools ? ", with its tools" : ""}: send it.`;
+    element("prompt").focus();
+  } catch {
+    live.textContent = "The service does not answer.";
+  }
+}
+
+// --- Votes
+
+async function vote(better) {
+  const other = SIDES.find((side) => side !== better);
+  const given = {
+    dataset_id: element("votes").value.trim(),
+    messages: better.asked,
+    chosen: better.answer,
+    rejected: other.answer,
+  };
+  if (tools) given.tools = tools;
+  for (const side of SIDES) element(`vote-${side.name}`).disabled = true;
+  try {
+    const answer = await post("/playground/votes", "vote", given);
+    if (!answer.ok) throw new Error(await sentenceOf(answer));
+    // Both continue with it, so that the next answers follow the same messages.
+    other.turns = better.turns;
+    other.state.textContent = `The conversation continues with the answer of ${better.label}.`;
+    for (const side of SIDES) side.ended = false;
+    voted.textContent = `Stored: ${better.label} is better.`;
+    await count();
+  } catch (error) {
+    update();
+    voted.textContent = error instanceof TypeError ? "The service does not answer: vote again." : error.message;
+  }
+}
+
+// How many votes the dataset has: of several requests the last one counts.
+async function count() {
+  const dataset = element("votes").value.trim();
+  const number = (counting += 1);
+  const shown = element("count");
+  const link = element("train");
+  link.hidden = true;
+  shown.textContent = "";
+  if (!dataset) return;
+  const query = new URLSearchParams({ dataset, model: element("model_b").value.trim() });
+  try {
+    const answer = await fetch(`/playground/votes?${query}`);
+    const found = answer.ok ? await answer.json() : null;
+    if (number !== counting) return;
+    if (!found) shown.textContent = answer.status === 404 ? "It has no votes yet." : await sentenceOf(answer);
+    else {
+      shown.textContent = `It has ${found.votes} ${found.votes === 1 ? "vote" : "votes"}.`;
+      link.setAttribute("href", found.train);
+      link.hidden = false;
+    }
+  } catch {
+    shown.textContent = "The service does not answer.";
+  }
+}
+
+function countSoon() {
+  clearTimeout(timer);
+  timer = setTimeout(count, WAIT_MS);
+}
+
+form.addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+element("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+    event.preventDefault();
+    send();
+  }
+});
+element("stop").addEventListener("click", () => running?.abort());
+element("retry").addEventListener("click", retry);
+element("clear").addEventListener("click", () => {
+  tools = null;
+  begin();
+  live.textContent = "";
+});
+element("next").addEventListener("click", next);
+for (const side of SIDES) element(`vote-${side.name}`).addEventListener("click", () => vote(side));
+for (const id of ["votes", "model_b"]) element(id).addEventListener("input", countSoon);
+element("dataset").addEventListener("input", () => (element("row").value = 0));
+update();
+count();

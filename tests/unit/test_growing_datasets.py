@@ -1,0 +1,163 @@
+"""Datasets that grow row by row, and the prompts of stored rows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.errors import QuotaReached, StoreError
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.specs.job import RowNames
+from llama_stack_provider_trl.specs.row_prompts import MOST_CHARACTERS, _prompt
+from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
+from llama_stack_provider_trl_remote.service.datasets.quotas import CountedRows, Quotas
+from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry, Growth
+from llama_stack_provider_trl_remote.service.http.errors import Conflict
+from llama_stack_provider_trl_remote.service.settings import ServiceSettings
+
+GROWTH = Growth(mark="votes", most_rows=10, most_bytes=1 << 12)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with closing(Store(tmp_path / "jobs.sqlite3")) as store:
+        yield store
+
+
+@pytest.fixture
+def registry(store: Store, tmp_path: Path) -> DatasetRegistry:
+    return registry_of(store, tmp_path)
+
+
+def registry_of(store: Store, tmp_path: Path) -> DatasetRegistry:
+    settings = ServiceSettings.model_validate({"data_dir": tmp_path / "data", "device": "cpu"})
+    blobs = Blobs(settings)
+    blobs.prepare()
+    counted = CountedRows(blobs, store.rows, Quotas(store.rows, 1 << 13))
+    registry = DatasetRegistry(settings, blobs, counted=counted)
+    registry.prepare()
+    return registry
+
+
+def add(registry: DatasetRegistry, row: dict[str, Any], name: str = "d", owner: str = "a") -> int:
+    return asyncio.run(registry.add_row(name, row, GROWTH, owner))
+
+
+def rows_of(registry: DatasetRegistry, name: str = "d") -> list[Any]:
+    path = registry._blobs.path(asyncio.run(registry.rows_of(name)))
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_dataset_grows_by_each_new_row_and_keeps_few_of_its_earlier_files(
+    registry: DatasetRegistry, store: Store, tmp_path: Path
+) -> None:
+    rows = [{"n": number} for number in range(10)]
+    assert [add(registry, row) for row in rows] == [*range(1, 11)]
+    assert add(registry, rows[0]) == add(registry, rows[9]) == 10
+    assert rows_of(registry) == rows
+    assert registry.get("d").metadata["num_rows"] == 10
+    assert rows_of(registry_of(store, tmp_path)) == rows
+    assert len(list(registry._blobs.directory.glob("*.jsonl"))) == 4
+    with pytest.raises(Conflict, match="may have 10 rows"):
+        add(registry, {"n": 10})
+    registry.delete("d")
+    assert store.rows.used("a") == 0
+    assert not list(registry._blobs.directory.glob("*.jsonl"))
+
+
+def test_a_file_that_would_be_too_large_and_one_that_was_not_begun_by_a_row_do_not_grow(
+    registry: DatasetRegistry,
+) -> None:
+    add(registry, {"n": "x" * 2000})
+    with pytest.raises(Conflict, match="choose another name"):
+        add(registry, {"n": "y" * 3000})
+    assert len(rows_of(registry)) == 1
+    other = Growth(mark="others", most_rows=10, most_bytes=1 << 12)
+    with pytest.raises(Conflict, match="has other rows"):
+        asyncio.run(registry.add_row("d", {"n": 1}, other, "a"))
+
+
+def test_rows_count_for_the_caller_of_the_first_one(registry: DatasetRegistry, store: Store) -> None:
+    add(registry, {"n": "x" * 1500})
+    add(registry, {"n": "y" * 1500}, owner="b")
+    with pytest.raises(QuotaReached):
+        add(registry, {"n": "z" * 900}, owner="b")
+    assert store.rows.used("b") == 0
+    assert store.rows.used("a") <= 1 << 13
+
+
+def test_a_disk_that_is_full_keeps_the_rows_that_are_there(
+    registry: DatasetRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(registry, {"n": 1})
+
+    def full(announced: int) -> None:
+        assert announced > 0
+        raise OSError(28, "no space")
+
+    monkeypatch.setattr(registry._blobs, "check_space", full)
+    with pytest.raises(StoreError, match="no space"):
+        add(registry, {"n": 2})
+    assert rows_of(registry) == [{"n": 1}]
+
+
+def test_rows_that_are_added_at_once_are_all_there(registry: DatasetRegistry) -> None:
+    async def together() -> None:
+        await asyncio.gather(*(registry.add_row("d", {"n": number}, GROWTH, "a") for number in range(8)))
+
+    asyncio.run(together())
+    assert sorted(row["n"] for row in rows_of(registry)) == [*range(8)]
+
+
+def prompt(tmp_path: Path, row: Any, number: int = 1, names: RowNames | None = None) -> Any:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "first"}\n' + (row if isinstance(row, str) else json.dumps(row)) + "\n")
+    (found,) = _prompt(path, number, names)
+    return found
+
+
+USER = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"messages": [USER, {"role": "assistant", "content": "b"}]},
+        {
+            "chosen": [USER, {"role": "assistant", "content": "b"}],
+            "rejected": [USER, {"role": "assistant", "content": "c"}],
+        },
+        {"question": "a", "answer": "b"},
+    ],
+)
+def test_a_row_of_any_shape_with_a_prompt_has_it(tmp_path: Path, row: Any) -> None:
+    assert prompt(tmp_path, row) == {"messages": [USER], "num_rows": 0, "error": None}
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"text": "a"}, "row 1: found the columns text"),
+        ("{", "row 1: is not JSON"),
+        ({"prompt": "a" * (MOST_CHARACTERS + 1)}, "row 1: its prompt has"),
+    ],
+)
+def test_a_row_without_a_prompt_is_named(tmp_path: Path, row: Any, sentence: str) -> None:
+    found = prompt(tmp_path, row)
+    assert (found["messages"], sentence in found["error"]) == ([], True), found
+
+
+def test_a_row_behind_the_last_one_is_none_and_names_of_columns_are_those_of_a_job(tmp_path: Path) -> None:
+    assert prompt(tmp_path, {"prompt": "a"}, 2) == {"messages": [], "num_rows": 2, "error": None}
+    assert prompt(tmp_path, {"prompt": "a"}, 9)["num_rows"] == 2
+    names = RowNames(columns={"prompt": "frage"}, system="Be brief.")
+    found = prompt(tmp_path, {"frage": "a"}, names=names)
+    assert found["messages"] == [{"role": "system", "content": "Be brief."}, USER]
