@@ -191,7 +191,7 @@ def test_a_training_that_has_the_device_and_a_wrong_model_are_named_and_a_stop_e
 
 
 def test_prompts_of_rows_are_those_that_a_job_reads(user: Browser, service: Guarded) -> None:
-    service.register("renamed", [{"frage": "Was ist 2?"}])
+    service.register("renamed", [{"frage": "Wo 2?"}])
     body = sft("reads", "renamed")
     found = user.get("/playground/prompt?dataset=odd&row=2").json()
     assert found == {"row": 2, "messages": MESSAGES, "tools": None}
@@ -201,11 +201,11 @@ def test_prompts_of_rows_are_those_that_a_job_reads(user: Browser, service: Guar
     assert user.get("/playground/prompt?dataset=odd&row=3").status_code == 404
     assert user.get("/playground/prompt?dataset=odd&row=-1").status_code == 400
     assert user.get("/playground/prompt?dataset=odd&job=nobody").status_code in (400, 404)
-    service.register("named", [{"frage": "Was ist 2?", "antwort": "2"}])
+    service.register("named", [{"frage": "Wo 2?", "antwort": "2"}])
     body = sft("reads", "named")
     service.submit(SFT, body, options={"columns": {"prompt": "frage", "completion": "antwort"}})
     found = user.get("/playground/prompt?dataset=named&job=reads").json()
-    assert found["messages"] == [{"role": "user", "content": "Was ist 2?"}]
+    assert found["messages"] == [{"role": "user", "content": "Wo 2?"}]
     service.wait("reads", "completed")
 
 

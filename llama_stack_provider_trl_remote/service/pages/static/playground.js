@@ -165,14 +165,23 @@ function update() {
   const [a, b] = SIDES;
   const answered = a.ended && b.ended && !running;
   const same = answered && JSON.stringify(a.asked) === JSON.stringify(b.asked);
-  for (const side of SIDES) element(`vote-${side.name}`).disabled = !same || !a.answer.trim() || !b.answer.trim() || a.answer === b.answer;
+  const votable = same && a.answer.trim() && b.answer.trim() && a.answer !== b.answer;
+  for (const side of SIDES) allow(`vote-${side.name}`, votable);
   if (answered && !same) voted.textContent = "The conversations differ: a vote needs the same messages before both answers. Vote after each answer, or begin a new conversation.";
   else if (answered && a.answer === b.answer) voted.textContent = "The answers are the same: there is nothing to vote for.";
   else if (answered && !(a.answer.trim() && b.answer.trim())) voted.textContent = "An answer is empty: DPO cannot train on it.";
-  element("send").disabled = Boolean(running);
-  element("stop").disabled = !running;
-  element("retry").disabled = Boolean(running) || !question;
-  element("next").disabled = element("clear").disabled = Boolean(running);
+  for (const id of ["send", "next", "clear"]) allow(id, !running);
+  allow("stop", running);
+  allow("retry", !running && question);
+}
+
+// Not by `disabled`, which takes the focus away from who uses the keyboard.
+function allow(id, allowed) {
+  element(id).setAttribute("aria-disabled", String(!allowed));
+}
+
+function onClick(id, action) {
+  element(id).addEventListener("click", () => element(id).ariaDisabled === "true" || action());
 }
 
 // --- Rows
@@ -219,7 +228,7 @@ async function vote(better) {
     rejected: other.answer,
   };
   if (tools) given.tools = tools;
-  for (const side of SIDES) element(`vote-${side.name}`).disabled = true;
+  for (const side of SIDES) allow(`vote-${side.name}`, false);
   try {
     const answer = await post("/playground/votes", "vote", given);
     if (!answer.ok) throw new Error(await sentenceOf(answer));
@@ -275,15 +284,15 @@ element("prompt").addEventListener("keydown", (event) => {
     send();
   }
 });
-element("stop").addEventListener("click", () => running?.abort());
-element("retry").addEventListener("click", retry);
-element("clear").addEventListener("click", () => {
+onClick("stop", () => running.abort());
+onClick("retry", retry);
+onClick("clear", () => {
   tools = null;
   begin();
   live.textContent = "";
 });
-element("next").addEventListener("click", next);
-for (const side of SIDES) element(`vote-${side.name}`).addEventListener("click", () => vote(side));
+onClick("next", next);
+for (const side of SIDES) onClick(`vote-${side.name}`, () => vote(side));
 for (const id of ["votes", "model_b"]) element(id).addEventListener("input", countSoon);
 element("dataset").addEventListener("input", () => (element("row").value = 0));
 update();
