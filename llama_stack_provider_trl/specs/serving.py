@@ -27,6 +27,8 @@ MOST_LINE = 1 << 20
 MOST_STOPS, MOST_STOP = 4, 1000
 """Texts that end an answer, and characters of each."""
 MOST_LOGPROBS = 20
+CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+"""Around the JSON of a call, in the chat templates of Hermes and Qwen."""
 
 
 class ServeSpec(Frozen):
@@ -84,6 +86,8 @@ class AnswerBegun(Frozen):
 
     kind: Literal["begun"] = "begun"
     prompt_tokens: int
+    has_call_tags: bool = False
+    """Whether the chat template writes calls of tools as `<tool_call>JSON</tool_call>`, as those of Hermes and Qwen."""
 
 
 class AnswerPart(Frozen):

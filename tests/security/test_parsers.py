@@ -91,6 +91,7 @@ JSON = {
     "remote.service.cluster.logs._difference": OURS,
     "remote.service.cluster.models._parsed": OURS,
     "remote.service.routes.openai._error": "an answer of this service",
+    "remote.service.serving.tool_texts._call_of": "of an answer, as long as the model has positions",
     "remote.service.pages.job_form._further": "at most 64 Ki characters (`MOST_OPTIONS`)",
     "remote.service.config_file.provider_block": "the operator's settings",
     "remote.service.datasets.blobs.Blobs._child": CHILD,

@@ -21,6 +21,7 @@ from ...specs.events import Reason
 from ...specs.job import Dtype
 from ...specs.model_source import ModelSource
 from ...specs.serving import (
+    CALL_BEGIN,
     Answer,
     AnswerBegun,
     AnswerEnd,
@@ -129,7 +130,8 @@ class ServedModel:
                 self._turn.take()
             self._activate(voice)
 
-        next_turn(AnswerBegun(prompt_tokens=len(ids)))
+        has_call_tags = CALL_BEGIN in str(voice.tokenizer.chat_template)
+        next_turn(AnswerBegun(prompt_tokens=len(ids), has_call_tags=has_call_tags))
         config = GenerationConfig(
             max_new_tokens=most,
             do_sample=False,

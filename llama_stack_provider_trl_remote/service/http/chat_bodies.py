@@ -53,13 +53,22 @@ class AnswerBody(Documented, CheckedNames):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
+class ResponseFormat(Documented, CheckedNames):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text"]
+    """text: nothing constrains the answer."""
+
+
 class ChatBody(AnswerBody):
     messages: Annotated[list[dict[str, Any]], CheckedElsewhere()] = Field(min_length=1)
     """The conversation, in OpenAI's form, text only. The model's chat template renders it."""
     tools: Annotated[list[dict[str, Any]] | None, CheckedElsewhere()] = None
-    """Functions that the chat template describes to the model. A call that it writes is in the answer's content."""
+    """Functions that the chat template describes to the model. Calls that it writes are in `tool_calls` where the
+    template writes them as <tool_call>JSON</tool_call>, else in the answer's content."""
     tool_choice: Literal["auto", "none"] | None = None
     """none: `tools` are not described."""
+    response_format: ResponseFormat | None = None
+    """{"type": "text"}."""
     max_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)
     """Tokens of the answer at most; left out: as many as the model has positions for."""
     max_completion_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)
@@ -68,6 +77,11 @@ class ChatBody(AnswerBody):
     """Report the log-probability of each token."""
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     """Most likely tokens to report in each place. Only with `logprobs`."""
+
+    @property
+    def described_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the model is told of."""
+        return None if self.tool_choice == "none" else self.tools
 
 
 class VoteBody(Documented, CheckedNames):

@@ -73,7 +73,8 @@ async def answer(request: Request, chats: ChatsDep, caller: CurrentCaller) -> Re
     body = validated(ChatBody, await _given(request, caller, "request"))
     if not body.stream:
         raise InvalidRequest("stream", body.stream, "the playground reads streams: send true")
-    return ChatStream(await chats.begin(body, caller.name))
+    # As the model writes it, calls of tools included: a vote is about this text.
+    return ChatStream(await chats.begin(body, caller.name, reads_calls=False))
 
 
 @calls.post("/votes", dependencies=[USERS_CHAT_FORM])

@@ -32,6 +32,7 @@ from ..settings import ServiceSettings
 from .openai import Json, Kind, Written, model_row
 from .served import Served
 from .serving import Serving
+from .tool_texts import CallReader
 
 _COMPLETION_TOKENS = 16
 """As OpenAI's API has it."""
@@ -61,8 +62,11 @@ class Chats:
     def __init__(self, settings: ServiceSettings, serving: Serving, store: Store) -> None:
         self._settings, self._serving, self._store = settings, serving, store
 
-    async def begin(self, body: ChatBody | CompletionBody, caller: str) -> BegunAnswer:
+    async def begin(self, body: ChatBody | CompletionBody, caller: str, *, reads_calls: bool = True) -> BegunAnswer:
         """Begin an answer: its prompt was read when this returns.
+
+        Args:
+            reads_calls: whether calls of tools are separated from the answer's content.
 
         Raises:
             InvalidRequest, JobNotFound, ChatRefused: the request cannot be honoured.
@@ -82,6 +86,8 @@ class Chats:
             if not isinstance(first, AnswerBegun):
                 raise ChatRefused("the process that serves the model did not answer: this is a bug", 500)
             written.prompt_tokens = first.prompt_tokens
+            if reads_calls and first.has_call_tags and isinstance(body, ChatBody) and body.described_tools:
+                written.calls = CallReader()
             has_usage = body.stream_options is not None and body.stream_options.include_usage
             return BegunAnswer(written, served, messages, stack.pop_all(), has_usage=has_usage)
 
@@ -159,10 +165,12 @@ class BegunAnswer:
         """The parts of the answer."""
         async for message in self._messages:
             if isinstance(message, AnswerPart):
-                if message.text or message.tokens:
-                    yield self._written.add(message.text, message.tokens)
+                if event := self._written.add(message.text, message.tokens):
+                    yield event
             elif isinstance(message, AnswerEnd):
-                self._written.reason, self._written.answer_tokens = message.reason, message.tokens
+                if event := self._written.rest():
+                    yield event
+                self._written.end(message.reason, message.tokens)
             elif isinstance(message, AnswerRefused):
                 raise _refused(message, self._served)
 
@@ -184,7 +192,7 @@ def _chat_request(body: ChatBody) -> ServeRequest:
         raise InvalidRequest("max_tokens", body.max_tokens, hint)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs", body.top_logprobs, "it needs logprobs true: send that, or leave it out")
-    messages = _messages(body.messages, None if body.tool_choice == "none" else body.tools)
+    messages = _messages(body.messages, body.described_tools)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     most = body.max_tokens or body.max_completion_tokens
     return _request(body, messages=messages, max_tokens=most, logprobs=logprobs)

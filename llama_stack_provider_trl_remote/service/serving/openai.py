@@ -10,6 +10,8 @@ from uuid import uuid4
 
 from llama_stack_provider_trl.specs.serving import ChosenToken, TokenLogprob
 
+from .tool_texts import CallReader, ToolCall
+
 Json = dict[str, Any]
 Kind = Literal["chat", "completion"]
 
@@ -29,24 +31,53 @@ class Written:
     prompt_tokens: int = 0
     answer_tokens: int = 0
     reason: str | None = None
+    calls: CallReader | None = None
+    """Separates calls of tools from the content; None: what the model writes is content."""
     _texts: list[str] = field(default_factory=list)
     _tokens: list[ChosenToken] = field(default_factory=list)
     _length: int = 0
+    _tool_calls: list[Json] = field(default_factory=list)
     id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         self.id = f"{'chatcmpl' if self.kind == 'chat' else 'cmpl'}-{uuid4().hex}"
 
-    def add(self, text: str, tokens: Sequence[ChosenToken]) -> Json:
-        """Note the next part; returns the event that sends it."""
+    def add(self, text: str, tokens: Sequence[ChosenToken]) -> Json | None:
+        """Note the next part; returns the event that sends what is known with it, None: nothing is."""
         logprobs = self._logprobs(tokens, self._length) if tokens else None
-        self._texts.append(text)
         self._tokens += tokens
         self._length += sum(len(token.token) for token in tokens)
         if self.kind == "chat":
-            return self._event({"delta": {"content": text}, "logprobs": logprobs})
-        return self._event({"text": text, "logprobs": logprobs})
+            return self._delta([text] if self.calls is None else self.calls.add(text), logprobs)
+        self._texts.append(text)
+        return self._event({"text": text, "logprobs": logprobs}) if text or tokens else None
+
+    def rest(self) -> Json | None:
+        """The event that sends what was waiting for further text; None: nothing was."""
+        return None if self.calls is None else self._delta(self.calls.rest(), None)
+
+    def end(self, reason: str, tokens: int) -> None:
+        """Note why the answer ended, and how many tokens it has."""
+        self.reason = "tool_calls" if self._tool_calls and reason == "stop" else reason
+        self.answer_tokens = tokens
+
+    def _delta(self, parts: Iterable[str | ToolCall], logprobs: Json | None) -> Json | None:
+        """Note parts of a chat's answer; returns the event that sends them."""
+        content, calls = "", []
+        for part in parts:
+            if isinstance(part, str):
+                content += part
+                continue
+            function = {"name": part.name, "arguments": part.arguments}
+            call = {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
+            calls.append({"index": len(self._tool_calls), **call})
+            self._tool_calls.append(call)
+        self._texts.append(content)
+        delta: Json = {"content": content} if content or not calls else {}
+        if calls:
+            delta["tool_calls"] = calls
+        return self._event({"delta": delta, "logprobs": logprobs}) if content or calls or logprobs else None
 
     def first(self) -> Json | None:
         """The event that begins a stream; None: there is none."""
@@ -67,7 +98,10 @@ class Written:
         text = "".join(self._texts)
         choice: Json = {"index": 0, "finish_reason": self.reason, "logprobs": logprobs}
         if self.kind == "chat":
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            message: Json = {"role": "assistant", "content": text, "refusal": None}
+            if self._tool_calls:
+                message |= {"content": text or None, "tool_calls": self._tool_calls}
+            choice["message"] = message
         else:
             choice["text"] = text
         return {**self._head(is_event=False), "choices": [choice], "usage": self.usage()}
