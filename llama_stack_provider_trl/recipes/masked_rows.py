@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import batched, islice
 
-from ..specs.job import JobSpec
+from ..errors import InvalidRows, JobFailure
+from ..specs.job import DatasetRef, JobSpec
 from ..specs.methods import METHODS
 from ..specs.rows import LabelledExample, Message, PreferenceExample, PromptExample, SftExample
 from .data.chat import Chat
 from .data.inferred import ComparedTurn, Inference
-from .data.prepare import TruncationCounter, examples_of
+from .data.mixed import named_by_dataset
+from .data.prepare import TruncationCounter, read_examples
 from .data.tables import IGNORED
 from .data.tokenize import SftEncoder, encode_chats, encode_labelled, encode_pairs, without_thoughts
 
@@ -63,21 +65,35 @@ class RowReader:
     inference: Inference
 
     def read(self, first: int, most_rows: int | None, most_tokens: int | None) -> Iterator[list[MaskedRow]]:
-        """The examples of each row from `first` on.
+        """The examples of each row from `first` on, which is counted through all datasets.
 
         Args:
             most_rows: rows to read at most; None: all.
             most_tokens: tokens of the rows after which no further ones are read; None: all.
         """
-        read = enumerate(examples_of(self.spec))
-        last = None if most_rows is None else first + most_rows
-        tokens = 0
-        for chunk in batched(islice(read, first, last), _CHUNK):
-            for examples in self._of_chunk(chunk):
-                tokens += sum(one.length for one in examples)
-                yield examples
-            if most_tokens is not None and tokens >= most_tokens:
-                return
+        tokens, left = 0, most_rows
+        for one in self.spec.data.mixed:
+            begin, count = min(first, one.dataset.num_rows), left
+            first -= begin
+            if left is not None:
+                left -= min(left, one.dataset.num_rows - begin)
+            for chunk in self._of_dataset(one.dataset, begin, count):
+                for examples in chunk:
+                    tokens += sum(example.length for example in examples)
+                    yield examples
+                if most_tokens is not None and tokens >= most_tokens:
+                    return
+
+    def _of_dataset(self, dataset: DatasetRef, first: int, most: int | None) -> Iterator[list[list[MaskedRow]]]:
+        """The examples of each row of a dataset, a chunk at a time. Of a mixture, failures name the dataset."""
+        read = enumerate(read_examples(dataset.path, self.spec.algorithm, self.spec.data.data_format, dataset.names))
+        try:
+            for chunk in batched(islice(read, first, None if most is None else first + most), _CHUNK):
+                yield [*self._of_chunk(chunk)]
+        except (JobFailure, InvalidRows) as error:
+            if not self.spec.data.mixed_with:
+                raise
+            raise named_by_dataset(error, dataset) from error
 
     def _of_chunk(self, chunk: Sequence[tuple[int, object]]) -> Iterator[list[MaskedRow]]:
         if METHODS[self.spec.algorithm].rows == "kto":

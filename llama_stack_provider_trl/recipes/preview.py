@@ -89,6 +89,7 @@ class _Compared:
     equal: int = 0
     different: int = 0
     cut: int = 0
+    unasked: int = 0
     first_different: str = ""
     reasons: int = 0
     """Differences that are shown with their rows."""
@@ -99,6 +100,9 @@ class _Compared:
             if not turn.difference:
                 self.equal += not row.is_cut
                 self.cut += row.is_cut
+                continue
+            if turn.is_unasked:
+                self.unasked += 1
                 continue
             self.different += 1
             self.first_different = self.first_different or (
@@ -112,17 +116,20 @@ class _Compared:
         for turn in row.turns[:MOST_TURNS]:
             reason = turn.difference if self.reasons < _MOST_REASONS else ""
             self.reasons += bool(reason)
-            outcome = "different" if turn.difference else "cut" if row.is_cut else "equal"
+            outcome = "unasked" if turn.is_unasked else "different" if turn.difference else "equal"
+            if outcome == "equal" and row.is_cut:
+                outcome = "cut"
             found.append(PreviewedTurn(turn=turn.turn, part=turn.part, outcome=outcome, reason=reason))  # type: ignore[arg-type]
         return found
 
     def counts(self, not_compared: int) -> InferenceCounts:
         """The counts of all examples."""
         return InferenceCounts(
-            turns=self.equal + self.different + self.cut,
+            turns=self.equal + self.different + self.cut + self.unasked,
             equal=self.equal,
             different=self.different,
             cut=self.cut,
+            unasked=self.unasked,
             not_compared=not_compared,
             first_different=self.first_different,
         )
@@ -245,7 +252,7 @@ def examined(spec: JobSpec, request: PreviewSpec, alive: Callable[[], object], *
         found = f"the dataset has {_num_rows(spec)} rows and none at {request.first_row}"
         raise JobFailure(Reason.invalid_request, f"{found}: rows are counted from 0, send a smaller first_row")
     if not lengths or (every_row and not kept):
-        raise JobFailure(Reason.invalid_dataset, counter.nothing_left(unit))
+        raise JobFailure(Reason.invalid_dataset, counter.nothing_left(unit, chat))
     lost = _lost_by_reward_models(spec, request.first_row, counter.rows, alive)
     name, row = _row_of(spec, request.first_row + counter.largest_id_row)
     try:

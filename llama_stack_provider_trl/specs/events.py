@@ -166,9 +166,10 @@ class PreviewedTurn(BaseModel):
     """Its number in the row's conversation, from 0; of an answer, behind the turns of its prompt."""
     part: Name
     """The part of the row that has it."""
-    outcome: Literal["equal", "different", "cut"]
+    outcome: Literal["equal", "different", "cut", "unasked"]
     """equal: the tokens before it are those of inference, and the loss begins behind them. cut: they are, but the row
-    is cut or dropped, so that not all of it is trained."""
+    is cut or dropped, so that not all of it is trained. unasked: a greeting before any question, which inference has
+    otherwise or not at all."""
     reason: Message = ""
     """The first token that differs, with both texts; of 100 turns at most."""
 
@@ -219,7 +220,8 @@ class PreviewedRow(BaseModel):
 
 
 class InferenceCounts(BaseModel):
-    """Trained turns, or answers, of all rows that were read, compared with inference: `equal` + `different` + `cut`."""
+    """Trained turns, or answers, of all rows that were read, compared with inference: `equal` + `different` + `cut`
+    + `unasked`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -230,6 +232,8 @@ class InferenceCounts(BaseModel):
     different: Count
     cut: Count
     """Equal, in rows that are cut to `max_seq_length` or dropped."""
+    unasked: Count = 0
+    """Greetings: trained before any question, where inference renders them otherwise or not at all."""
     not_compared: Count = 0
     """Further turns: inference would render too many tokens for a preview."""
     first_different: Message = ""

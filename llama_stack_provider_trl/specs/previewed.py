@@ -33,6 +33,7 @@ def turn_sentence(turn: Mapping[str, Any]) -> str:
     outcome = {
         "equal": "as at inference",
         "cut": "as at inference, but its row is cut or dropped",
+        "unasked": "before any question, which inference does not begin with",
         "different": f"not as at inference: {turn['reason'] or 'as in rows before it'}",
     }
     return f"turn {turn['turn']}{part}: {outcome.get(turn['outcome'], turn['outcome'])}"
@@ -45,6 +46,7 @@ def inference_sentence(counts: Mapping[str, Any]) -> str:
         counts: `events.InferenceCounts`.
     """
     cut = f", {counts['cut']} more are in rows that are cut or dropped" if counts["cut"] else ""
+    unasked = f", {counts['unasked']} are before any question" if counts["unasked"] else ""
     left = f", {counts['not_compared']} were not compared" if counts["not_compared"] else ""
     equal = f"{counts['equal']} of {counts['turns']} trained turns are as at inference"
-    return f"{equal}, {counts['different']} differ{cut}{left}"
+    return f"{equal}, {counts['different']} differ{cut}{unasked}{left}"

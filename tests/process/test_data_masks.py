@@ -495,7 +495,7 @@ def test_rows_of_which_several_examples_are_made_are_counted_beside_them(chatml:
         "the chat template leaves out turns of 1 of 3 rows (1 system), first in row 1: the model does not see them. "
         "Put their text into user turns, or correct the template",
         f"2 of 6 {made}s were cut to max_seq_length=4 tokens and lack the end of the answer (the longest has 9)",
-        f"1 of 6 {made}s were dropped: within max_seq_length=4 tokens nothing is left to train on",
+        f"1 of 6 {made}s were dropped: the loss covers none of their tokens",
     ]
 
 

@@ -37,6 +37,9 @@ def check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, t
     return run
 
 
+UNTRAINED = {"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "Two.", "weight": 0}]}
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A model without its weights."""
@@ -105,6 +108,14 @@ def test_calls_thoughts_and_pairs_are_0_too(check: Check, tmp_path: Path) -> Non
     assert check(file, "--model", model, "--method", "kto")[0] == 0
 
 
+def test_a_greeting_before_any_question_is_0(check: Check, model: Path, tmp_path: Path) -> None:
+    talk = [("assistant", "Hello."), ("user", "1 + 1?"), ("assistant", "Two.")]
+    row = {"messages": [{"role": role, "content": content} for role, content in talk]}
+    exit_status, output, errors = check(written(tmp_path / "rows.jsonl", [row]), "--model", model, "--strict")
+    assert (exit_status, errors) == (0, "")
+    assert "1 of 2 trained turns are as at inference, 0 differ, 1 are before any question" in output
+
+
 def test_a_turn_that_differs_is_1(check: Check, tmp_path: Path) -> None:
     rows, model = written(tmp_path / "rows.jsonl", SFT_ROWS), model_with(tmp_path, NUMBERED)
     exit_status, output, errors = check(rows, "--model", model)
@@ -139,7 +150,11 @@ def test_a_row_that_does_not_train_is_1(check: Check, model: Path, tmp_path: Pat
 
 
 def test_rows_of_which_none_trains_are_1(check: Check, model: Path, tmp_path: Path) -> None:
-    for rows, message in (([LONG], "none of the 1 rows has a token left to train on"), ([], "the dataset is empty")):
+    for rows, message in (
+        ([LONG], "none of the 1 rows has a token left to train on"),
+        ([], "the dataset is empty"),
+        ([UNTRAINED], "none of the 1 rows has a token to train on: the loss covers none of them, as of answers with"),
+    ):
         file = written(tmp_path / "rows.jsonl", rows)
         exit_status, _, errors = check(file, "--model", model, "--max-seq-length", 24)
         assert (exit_status, message in errors) == (1, True), errors

@@ -200,6 +200,16 @@ def test_a_sequence_behind_other_tokens_is_named() -> None:
 def test_an_answer_before_any_question_has_no_inference() -> None:
     (found,) = compared(with_template(CHATML), {"messages": TALK[1:2]})
     assert "renders nothing for the messages before it" in found.difference
+    assert found.is_unasked
+
+
+def test_a_greeting_counts_apart_and_the_answers_behind_it_as_ever(tmp_path: Path) -> None:
+    hello = {"role": "assistant", "content": "Hello."}
+    found = previewed(tmp_path, "sft", [{"messages": [hello, *TALK]}, {"messages": TALK}])
+    counts, answers = found.inference, sum(message["role"] == "assistant" for message in TALK)
+    assert (counts.unasked, counts.equal, counts.different, counts.turns) == (1, 2 * answers, 0, 2 * answers + 1)
+    assert counts.first_different == ""
+    assert [turn.outcome for turn in found.rows[0].turns] == ["unasked", *["equal"] * answers]
 
 
 def test_with_loss_on_every_token_the_turns_before_an_answer_are_compared() -> None:

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.data.mixture import Mixture, apportioned, mixture_of
 from llama_stack_provider_trl.recipes.data.sampling import BatchPlan, EpochSampler, MismatchingSampler, pair_of_number
+from llama_stack_provider_trl.recipes.preview import examined
 from llama_stack_provider_trl.specs.events import Evaluated, Failed, Prepared, Progress, Warned
 from llama_stack_provider_trl.specs.job import (
     DatasetRef,
@@ -23,6 +25,7 @@ from llama_stack_provider_trl.specs.job import (
     ShareSpec,
 )
 from llama_stack_provider_trl.specs.model_source import ReferenceSpec
+from llama_stack_provider_trl.specs.preflight import PreviewSpec
 from tests.ranks import Ranks
 from tests.tiny import tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS, dataset, job_spec, of_kind, run
@@ -321,3 +324,16 @@ def test_a_reference_is_precomputed_for_all_datasets(tmp_path: Path) -> None:
     assert len(found) == len(expected) > 4
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+def test_a_row_that_cannot_be_rendered_is_named_by_its_dataset_and_its_number_there(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    talk = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2."}]
+    rows = {"plain": SFT_ROWS[:3], "called": [SFT_ROWS[3], {"messages": talk, "tools": tools}]}
+    spec = mixed_spec(tmp_path, "sft", rows)
+    for first in (0, 2, 4):
+        with pytest.raises(JobFailure, match=r"^dataset 'called': row 1: the model's chat template writes no tools"):
+            examined(spec, PreviewSpec(first_row=first), lambda: None)
+    status, events = run(tmp_path / "run", spec)
+    assert status != 0
+    assert "dataset 'called': row 1: the model's" in of_kind(events, Failed)[0].message

@@ -530,6 +530,17 @@ def test_answers_that_are_only_a_thought_are_not_trained_without_it() -> None:
     assert (report.kept, report.dropped) == (2, 1)
 
 
+def test_rows_that_lose_all_their_answers_with_their_thoughts_are_refused_by_reasoning() -> None:
+    only = [TALK[1], {"role": "assistant", "content": "<think>\nHm.\n</think>"}]
+    with pytest.raises(
+        JobFailure, match="none of the 1 rows has a token to train on: 1 answers are only a thought, wh"
+    ):
+        tokenize_sft([example_of({"messages": only})], tokenizer_of("qwen3"), 1024, reasoning="drop").collect()
+    rows = [example_of({"messages": talk}) for talk in (only, TALK[5:])]
+    _, report = tokenize_sft(rows, tokenizer_of("qwen3"), 1024, reasoning="drop").collect()
+    assert "1 of 2 rows were dropped: the loss covers none of their tokens" in report.warnings
+
+
 def test_a_call_that_is_not_written_is_refused_where_it_is_not_trained_though_its_words_are_in_the_text() -> None:
     tokenizer = tokenizer_of("gptoss")
     calls = [{"name": "weather", "arguments": {"city": city}} for city in ("Rome", "Paris")]

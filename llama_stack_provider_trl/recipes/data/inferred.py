@@ -42,6 +42,8 @@ class ComparedTurn(NamedTuple):
     """Which of the sequences of its row trains it."""
     difference: str = ""
     """The first token that differs, with both texts; empty: all are equal."""
+    is_unasked: bool = False
+    """No question is before it, and inference renders it otherwise or not at all: a greeting of the assistant's."""
 
 
 class _Run(NamedTuple):
@@ -104,6 +106,9 @@ class Inference:
             if turn not in found:
                 found[turn] = self._different(turn, ids, next(left, None), sequences)
         extra = [self._extra(turns, run, sequences) for run in left]
+        for turn, one in found.items():
+            if one.difference and all(message["role"] != "user" for message in messages[:turn]):
+                found[turn] = one._replace(is_unasked=True)
         return [*(found[turn] for turn in turns), *extra]
 
     def of_answer(

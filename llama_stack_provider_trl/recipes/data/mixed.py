@@ -97,12 +97,19 @@ def _prepared(preparation: Preparation, ref: DatasetRef, of: int, first: int | N
     """The rows of one of several datasets, whose failures name it."""
     try:
         return preparation.rows(ref, first)
-    except JobFailure as error:
-        if of == 1 or repr(ref.dataset_id) in error.message:
+    except (JobFailure, InvalidRows) as error:
+        if of == 1:
             raise
-        raise JobFailure(error.reason, f"dataset {ref.dataset_id!r}: {error.message}") from error
-    except InvalidRows as error:
-        raise (error if of == 1 else InvalidRows(f"dataset {ref.dataset_id!r}, {error}")) from error
+        raise named_by_dataset(error, ref) from error
+
+
+def named_by_dataset(error: JobFailure | InvalidRows, ref: DatasetRef) -> JobFailure | InvalidRows:
+    """The failure of one of several datasets, which names it."""
+    if isinstance(error, InvalidRows):
+        return InvalidRows(f"dataset {ref.dataset_id!r}, {error}")
+    if repr(ref.dataset_id) in error.message:
+        return error
+    return JobFailure(error.reason, f"dataset {ref.dataset_id!r}: {error.message}")
 
 
 def _joined(refs: Sequence[DatasetRef], parts: Sequence[PreparedRows]) -> MixedRows:

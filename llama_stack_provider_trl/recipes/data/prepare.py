@@ -168,12 +168,6 @@ def read_examples(
             yield parse_row(row, index, use, data_format, names)
 
 
-def examples_of(spec: JobSpec) -> Iterator[Example]:
-    """The examples that a job is trained on, dataset by dataset. Raises InvalidRows."""
-    for one in spec.data.mixed:
-        yield from read_examples(one.dataset.path, spec.algorithm, spec.data.data_format, one.dataset.names)
-
-
 @dataclass(frozen=True)
 class Tokenization:
     """The rows of a dataset, which are tokenized a part at a time while `tables` is read."""
@@ -435,6 +429,8 @@ class TruncationCounter:
     """Sequences or pairs that were made of them."""
     kept: int = 0
     truncated: int = 0
+    untrained: int = 0
+    """Dropped examples of which no token carries loss before they are cut."""
     identical: int = 0
     """Kept pairs that differ only in what was cut."""
     total_tokens: int = 0
@@ -458,6 +454,7 @@ class TruncationCounter:
         kept_ids, kept_labels = self.cut(ids, ids, self.limit), self.cut(labels, ids, self.limit)
         trained = len(kept_labels) - 1 - kept_labels[1:].count(IGNORED)
         if trained <= 0:
+            self.untrained += len(labels) - 1 - labels[1:].count(IGNORED) <= 0
             return None
         self._keep(len(kept_ids), trained, len(ids) > self.limit, labels, kept_ids)
         return kept_ids, kept_labels
@@ -535,7 +532,8 @@ class TruncationCounter:
         """Count what another counter has counted, of rows that follow these."""
         if later.largest_id > self.largest_id:
             self.largest_id, self.largest_id_row = later.largest_id, self.rows + later.largest_id_row
-        for name in ("rows", "examples", "kept", "truncated", "identical", "total_tokens", "trained_tokens"):
+        sums = ("rows", "examples", "kept", "truncated", "untrained", "identical", "total_tokens", "trained_tokens")
+        for name in sums:
             setattr(self, name, getattr(self, name) + getattr(later, name))
         self.longest = max(self.longest, later.longest)
         self.eos_trained = self.eos_trained or later.eos_trained
@@ -548,7 +546,7 @@ class TruncationCounter:
             JobFailure: nothing is left to train on.
         """
         if not self.kept:
-            raise JobFailure(Reason.invalid_dataset, self.nothing_left(unit))
+            raise JobFailure(Reason.invalid_dataset, self.nothing_left(unit, chat))
         return DataReport(
             num_rows=self.rows,
             examples=self.examples,
@@ -596,17 +594,26 @@ class TruncationCounter:
         """What an example is called in messages."""
         return "sequence" if self.examples != self.rows and unit == "row" else unit
 
-    def nothing_left(self, unit: str) -> str:
+    def nothing_left(self, unit: str, chat: Chat) -> str:
         """Why there is nothing to train on."""
         if not self.rows:
             return "the dataset is empty: expected at least one row"
         if not self.examples:
             return f"the {self.rows} rows make no {unit}: expected a row of which an answer is better than another"
         unit = self._example(unit)
+        if self.untrained == self.examples:
+            return f"none of the {self.examples} {unit}s has a token to train on: {self._why_untrained(chat)}"
+        uncut = f"; {self.untrained} have none before they are cut" if self.untrained else ""
         return (
             f"none of the {self.examples} {unit}s has a token left to train on within max_seq_length={self.limit}: "
-            f"raise max_seq_length (the longest {unit} has {self.longest} tokens) or shorten the prompts"
+            f"raise max_seq_length (the longest {unit} has {self.longest} tokens) or shorten the prompts{uncut}"
         )
+
+    def _why_untrained(self, chat: Chat) -> str:
+        if chat.only_thoughts:
+            found = f"{chat.only_thoughts} answers are only a thought, which reasoning 'drop' leaves out"
+            return f"{found}: send reasoning 'keep', or rows that answer behind their thoughts"
+        return "the loss covers none of them, as of answers with weight 0: give answers weight 1, or send other rows"
 
     def _end_warnings(self, chat: Chat) -> Iterator[str]:
         yield from chat.endings.warnings()
@@ -623,9 +630,11 @@ class TruncationCounter:
                 f"{'the end of the answer' if self.side == 'right' else 'their beginning'} "
                 f"(the longest has {self.longest})"
             )
-        if self.dropped:
+        if self.untrained:
+            yield f"{self.untrained} of {self.examples} {unit}s were dropped: the loss covers none of their tokens"
+        if cut := self.dropped - self.untrained:
             yield (
-                f"{self.dropped} of {self.examples} {unit}s were dropped: within max_seq_length={self.limit} "
+                f"{cut} of {self.examples} {unit}s were dropped: within max_seq_length={self.limit} "
                 "tokens nothing is left to train on"
             )
         if self.identical:
