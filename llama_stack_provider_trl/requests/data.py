@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from ..errors import InvalidRequest
-from ..specs.chat_templates import NAMED
+from ..specs.chat_templates import NAMED, OF_TRL
 from ..specs.evaluations import METRICS
 from ..specs.job import (
     Algorithm,
@@ -104,12 +104,16 @@ def resolve_trained(data: DataConfig, options: ProviderOptions, algorithm: Algor
 
 
 def resolve_chat_template(options: ProviderOptions) -> str | None:
-    """The text of the template; None: that of the model."""
+    """The text of the template, or its name in `OF_TRL`; None: that of the model."""
     given = options.chat_template
     if given is None or "{" in given:
         return given
+    if given in OF_TRL:
+        return given
     if given not in NAMED:
-        hint = f"{nearest_choice(given, [*NAMED])}, or the text of a template, which has {{{{ messages }}}} in it"
+        hint = (
+            f"{nearest_choice(given, [*NAMED, *OF_TRL])}, or the text of a template, which has {{{{ messages }}}} in it"
+        )
         raise InvalidRequest("provider_options.chat_template", given, hint)
     return NAMED[given]
 

@@ -321,7 +321,8 @@ class ProviderOptions(Documented, CheckedNames):
     system_prompt: Annotated[SystemPrompt | None, FreeText()] = None
     """Text of a system turn for rows whose conversation begins without one. Send it in inference, too."""
     chat_template: Annotated[ChatTemplate | None, FreeText()] = None
-    """The chat template of the model that is trained, as Jinja text, or `chatml`. Default: the model's own."""
+    """The chat template of the model that is trained: Jinja text, `chatml`, or a name such as `qwen3`, by which TRL has
+    it. Default: the model's own."""
     mixture: list[MixtureEntry] | None = Field(None, min_length=1, max_length=64)
     """Datasets to train on together, that of `data_config` first: [{dataset_id, weight or rows, columns, roles}]."""
     train_on: TrainOn = "assistant"

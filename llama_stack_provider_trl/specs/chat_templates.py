@@ -10,3 +10,12 @@ CHATML = (
 )
 """Turns between `<|im_start|>` and `<|im_end|>`, which the model's vocabulary should have as tokens."""
 NAMED = {"chatml": CHATML}
+OF_TRL = (
+    *("cohere", "cohere2", "deepseek_r1_distill", "deepseekv3", "diffusion_gemma", "gemma", "gemma3"),
+    *("gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5", "glm4moe", "gptoss"),
+    *("lfm2", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl", "lfm2_v2", "llama3", "llama3_1", "llama3_2", "muse_glimmer"),
+    *("nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra", "phi3", "phi3_5"),
+    *("qwen2_5", "qwen2_5_vl", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8"),
+    *("qwen3_instruct_2507", "qwen3_vl"),
+)
+"""Names of templates that TRL ships, and that the training process reads there: all that write the text of a turn."""

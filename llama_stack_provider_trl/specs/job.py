@@ -233,7 +233,8 @@ class DataSpec(Frozen):
     """Where a chat template leaves out turns, or text of trained answers: warn, a warning; refuse, the job fails before
     its model is loaded."""
     chat_template: str | None = None
-    """In place of the model's own one, also in what the job exports; None: that of the model."""
+    """Its text, or its name in `chat_templates.OF_TRL`: in place of the model's own one, also in what the job exports;
+    None: that of the model."""
     train_on_input: bool = False
     """SFT: False, the loss covers what `train_on` says; True, every token."""
     train_on: TrainOn = "assistant"

@@ -50,7 +50,7 @@ def as_trained(command: argparse.ArgumentParser) -> None:
     command.add_argument("--reasoning", choices=("keep", "drop"), help="thoughts of answers (keep; SFT)")
     command.add_argument("--system-prompt", metavar="TEXT", help="a system turn for rows that begin without one")
     command.add_argument(
-        "--chat-template", metavar="FILE", help="a Jinja file, or chatml, in place of the model's own template"
+        "--chat-template", metavar="FILE", help="a Jinja file, chatml, or a name of TRL's, in place of the model's own"
     )
     command.add_argument(
         "--column", action="append", default=[], type=_named, metavar="OWN=NAME", help="read column NAME as OWN"

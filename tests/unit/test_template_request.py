@@ -28,6 +28,7 @@ def spec_of(tmp_path: Path, **options: Any) -> JobSpec:
 def test_a_template_is_a_text_or_a_name(tmp_path: Path) -> None:
     assert spec_of(tmp_path).data.chat_template is None
     assert spec_of(tmp_path, chat_template="chatml").data.chat_template == CHATML
+    assert spec_of(tmp_path, chat_template="qwen3").data.chat_template == "qwen3"  # read where TRL is installed
     assert spec_of(tmp_path, chat_template="{{ messages }}\n").data.chat_template == "{{ messages }}\n"
 
 
@@ -41,6 +42,8 @@ def test_a_system_prompt_goes_with_the_rows(tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"chat_template": "chatlm"}, "the nearest is 'chatml', or the text of a template"),
+        ({"chat_template": "qwen4"}, "; the nearest is 'qwen3', or the text of a template"),
+        ({"chat_template": "qwen3_training"}, "expected one of chatml, cohere, "),
         ({"chat_template": " "}, "it is blank"),
         ({"system_prompt": ""}, "it is blank"),
         ({"system_prompt": "\ud800"}, "Input should be a valid string"),

@@ -125,6 +125,13 @@ class Forms:
         return text is not None and text.rstrip().endswith(THINK) and text != self._apply([_QUESTION])
 
     @cached_property
+    def closes_thought(self) -> bool:
+        """Whether `add_generation_prompt` writes an empty thought, which the template may leave out of earlier turns
+        (Qwen 3.5 that does not think)."""
+        text, plain = self._apply([_QUESTION], add_generation_prompt=True), self._apply([_QUESTION])
+        return text is not None and plain is not None and END_THINK in text.removeprefix(plain)
+
+    @cached_property
     def opens_thought(self) -> bool:
         """Whether generation begins within a thought, which the template writes for no turn (DeepSeek): so the template
         gets answers alone, as at inference, and the thought of a trained turn is put behind `<think>`."""

@@ -57,7 +57,8 @@ class SftEncoder:
 
     def _is_by_turns(self, example: SftExample) -> bool:
         messages = example.messages or []
-        if self.train_on != "assistant" or not is_plain(messages) or self.chat.forms.begins_thought:
+        forms = self.chat.forms
+        if self.train_on != "assistant" or not is_plain(messages) or forms.begins_thought or forms.closes_thought:
             return True
         if example.prompt_turns is not None and any(
             turn["role"] != "assistant" for turn in messages[example.prompt_turns :]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import CHAT_TEMPLATE_FILE
 
 from ...errors import JobFailure
+from ...specs.chat_templates import OF_TRL
 from ...specs.events import Reason
 from ...specs.job import Dtype, JobSpec, LoraSpec
 from ...specs.model_source import ModelSource
@@ -160,11 +162,21 @@ def load_job_tokenizer(spec: JobSpec, warn: Callable[[str], None] = lambda _: No
     """
     tokenizer = load_tokenizer(spec.source, warn=warn)
     template = spec.data.chat_template
+    if template in OF_TRL:
+        template = _shipped(template)
     if template is None and spec.adapter is not None:
         template = _template_of(spec.adapter)
     if template is not None and (text := template.removeprefix("\ufeff")).strip():
         tokenizer.chat_template = text
     return tokenizer
+
+
+def _shipped(name: str) -> str:
+    """The template of this name that the installed TRL has."""
+    package = find_spec("trl")  # an import would take seconds
+    assert package is not None
+    assert package.origin is not None
+    return (Path(package.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 def _template_of(adapter: ModelSource) -> str | None:
