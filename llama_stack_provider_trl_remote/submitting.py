@@ -7,9 +7,9 @@ from typing import Any
 
 from llama_stack_provider_trl.errors import InvalidRequest
 
-from .client import EVALUATE, GENERATE, MERGE, PREFERENCE_OPTIMIZE, SUPERVISED_FINE_TUNE, ServiceClient
+from .client import EVALUATE, EXPORT, GENERATE, MERGE, PREFERENCE_OPTIMIZE, SUPERVISED_FINE_TUNE, ServiceClient
 
-KINDS = {"generate": GENERATE, "evaluate": EVALUATE, "merge": MERGE}
+KINDS = {"generate": GENERATE, "evaluate": EVALUATE, "merge": MERGE, "export": EXPORT}
 """Kind of a job that does not train -> its call."""
 
 
@@ -19,7 +19,7 @@ async def submit_request(
     """POST a job to the call of its algorithm; None: the one that its fields are meant for.
 
     Args:
-        job: with a field `kind` where it does not train: `generate`, `evaluate`, `merge`.
+        job: with a field `kind` where it does not train: `generate`, `evaluate`, `merge`, `export`.
 
     Raises:
         InvalidRequest: there is no such kind.

@@ -117,6 +117,15 @@ class AsyncTrlClient:
         """
         return str((await submit_request(self._service, {**job, "kind": "merge"}))["job_uuid"])
 
+    async def export(self, job: Mapping[str, Any]) -> str:
+        """Queue a job that exports a model to files of other programs; returns its `job_uuid`. `result` in its last
+        status has the comparison with the model, and `pull` downloads the files.
+
+        Args:
+            job: `job_uuid`, `model`, `to` and more (docs/how-to/export.md).
+        """
+        return str((await submit_request(self._service, {**job, "kind": "export"}))["job_uuid"])
+
     async def run(self, pipeline: Mapping[str, Any]) -> dict[str, str]:
         """Queue the jobs of a pipeline that the service does not have yet; returns the `job_uuid` of each by its name
         in the pipeline, those that others depend on first.

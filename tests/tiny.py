@@ -56,6 +56,16 @@ def tiny_model(
     return _cached(cache, name, lambda path: _save_model(path, chat_template, tied, vocabulary))
 
 
+def tiny_decoder(model_type: str, cache: Path = CACHE, **changes: Any) -> Path:
+    """A random model of an architecture of transformers, with the tokenizer of `tiny_model`: 2 layers, hidden size 64.
+
+    Args:
+        changes: of its configuration.
+    """
+    digest = hashlib.sha256(json.dumps(changes, sort_keys=True).encode()).hexdigest()[:8]
+    return _cached(cache, f"{model_type}-{digest}", lambda path: _save_decoder(path, model_type, changes))
+
+
 def tiny_tokenizer(
     *,
     chat_template: bool = True,
@@ -157,6 +167,39 @@ def _save_model(path: Path, chat_template: bool, tied: bool, vocabulary: int) ->
         max_position_embeddings=2048,
         tie_word_embeddings=tied,
     )
+
+
+def _save_decoder(path: Path, model_type: str, changes: dict[str, Any]) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = tiny_tokenizer()
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.1,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if model_type.startswith("gemma"):
+        sizes["query_pre_attn_scalar"] = 16
+    config = AutoConfig.for_model(model_type, **{**sizes, **changes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.dim() == 1:  # norms, which begin at 1 or 0 everywhere, and biases
+                    weight.add_(torch.randn_like(weight) * 0.2)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
 
 
 def save_llama(path: Path, tokenizer: PreTrainedTokenizerFast, **sizes: Any) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from ..specs.events import EventWriter, NullEventWriter
 from ..specs.harness import HarnessSpec
 from ..specs.job import AttemptSpec, JobSpec
-from ..specs.work import CheckedAnswering, EvaluateSpec, GenerateSpec, MergeWork, members_of
+from ..specs.work import CheckedAnswering, EvaluateSpec, ExportWork, GenerateSpec, MergeWork, members_of
 from ..system import fork
 from ..system.files import RunDir
 from ..system.process import die_with_parent
@@ -98,6 +98,10 @@ def _import_task(attempt: AttemptSpec) -> Callable[[AttemptSpec, EventWriter], N
             from .merge import merge_attempt
 
             return merge_attempt
+        case ExportWork():
+            from .exports.attempt import export_attempt
+
+            return export_attempt
     from .session import train_attempt
 
     return train_attempt

@@ -16,7 +16,7 @@ from ..errors import InvalidRequest
 from ..specs.bases import MERGED_BASE, BaseJob
 from ..specs.job import JobSpec, LoraSpec
 from ..specs.model_source import AdapterSpec, ModelSource
-from ..specs.work import MergeWork
+from ..specs.work import ExportWork, MergeWork
 from .bodies import SupervisedFineTuneRequest
 from .names import JOB_UUID_PATTERN
 from .options import ProviderOptions
@@ -181,6 +181,9 @@ def _of_job(name: str, value: str, named: NamedJob, options: ProviderOptions, se
     job = named.spec
     if isinstance(job.work, MergeWork):
         return _of_merge(name, value, job, options, settings)
+    if isinstance(job.work, ExportWork):
+        hint = f"job {job.job_uuid!r} exports to {job.work.export.target}: name the model that it exports"
+        raise InvalidRequest(name, value, hint)
     if job.work is not None:
         hint = f"job {job.job_uuid!r} does not train ({job.work.kind}) and has no checkpoint: name one that does"
         raise InvalidRequest(name, value, hint)

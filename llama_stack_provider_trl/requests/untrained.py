@@ -10,14 +10,14 @@ from ..errors import InvalidRequest, InvalidRows
 from ..specs.answer_files import answering_of
 from ..specs.harness import HarnessSpec
 from ..specs.job import JobSpec, ShardingSpec
-from ..specs.work import OF_JOB, EvaluateSpec, MergeWork, Work
+from ..specs.work import OF_JOB, EvaluateSpec, ExportWork, MergeWork, Work
 from .bases import NamedJob, is_adapter
 from .choices import no_such_field, problem_of
 from .engines import is_answered_by_vllm
 from .lifecycle import evaluation_name
 from .options import ProviderOptions
 from .settings import Request, Settings
-from .work import EvaluateRequest, GenerateRequest, MergeRequest
+from .work import EvaluateRequest, ExportRequest, GenerateRequest, MergeRequest
 
 OPTIONS = ("after", "cancel_with", "device", "max_duration", "priority", "retries")
 """Provider options of all jobs that do not train."""
@@ -28,14 +28,19 @@ _DATA = "training_config.data_config."
 _MOST_ANSWERS = 10**6
 
 
-def options_of(kind: type[GenerateRequest | EvaluateRequest | MergeRequest]) -> list[str]:
-    """The provider options of a kind of jobs, sorted. A merge is one process."""
+type Kind = type[GenerateRequest | EvaluateRequest | MergeRequest | ExportRequest]
+
+
+def options_of(kind: Kind) -> list[str]:
+    """The provider options of a kind of jobs, sorted. A merge is one process, and so is an export, here."""
+    if issubclass(kind, ExportRequest):
+        return sorted(OPTIONS)
     if issubclass(kind, MergeRequest):
         return sorted([*OPTIONS, _RESOURCES])
     return sorted([*OPTIONS, _RANKS, _RESOURCES])
 
 
-def check_options(options: ProviderOptions, kind: type[GenerateRequest | EvaluateRequest | MergeRequest]) -> None:
+def check_options(options: ProviderOptions, kind: Kind) -> None:
     """Refuse the options of training. Raises InvalidRequest."""
     known = options_of(kind)
     if others := sorted(options.model_fields_set - set(known)):
@@ -116,6 +121,8 @@ def with_work(spec: JobSpec, work: Work) -> JobSpec:
             raise InvalidRequest("samples_per_prompt", answering.samples_per_prompt, hint)
         untrained |= {"lora": None, "token_cache": None}
     if harness_of(work) is not None:
+        untrained["token_cache"] = None
+    if isinstance(work, ExportWork):
         untrained["token_cache"] = None
     if isinstance(work, MergeWork):
         # The first of its inputs is what it reads, and of an adapter not the model below.

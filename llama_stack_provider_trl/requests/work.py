@@ -16,6 +16,7 @@ from pydantic import ConfigDict, Field
 from ..documented import Documented
 from ..errors import InvalidRequest
 from ..specs.answer_checks import AnswerCheck, refuse_unusable
+from ..specs.exports import ExportSpec, ExportTarget, GgufType
 from ..specs.harness import HarnessSpec
 from ..specs.merge import ADAPTER_METHODS, MODEL_METHODS, PRUNING_METHODS, MergeInput, MergeMethod, MergeSpec
 from ..specs.methods import Call
@@ -28,6 +29,7 @@ from ..specs.work import (
     Engine,
     EnsembleMember,
     EvaluateSpec,
+    ExportWork,
     FurtherModel,
     GenerateSpec,
     MergeWork,
@@ -366,6 +368,38 @@ class MergeRequest(_Kind):
         """The fields that name models, with their values."""
         found = [(f"models.{number}.model", one.model) for number, one in enumerate(self.models)]
         return [*found, *([("base", self.base)] if self.base is not None else [])]
+
+
+class ExportRequest(_Kind):
+    """A job that exports a model to files that other programs read, and proves that they answer as it does."""
+
+    job_uuid: str
+    """Name of the job: letters, digits, `.`, `_`, `-`, at most 128."""
+    model: str
+    """What is exported: `job:NAME`, `job:NAME/CHECKPOINT`, a directory of a model or an adapter, or a model id."""
+    to: ExportTarget
+    """safetensors, gguf."""
+    gguf_type: GgufType | None = None
+    """Of the weights in a GGUF file: f32, f16, bf16, q8_0. Default: that of the model's own files."""
+    checkpoint_dir: str | None = None
+    """Where the export is written: relative to the data directory, or absolute inside an allowed root."""
+
+    def with_options(self, options: ProviderOptions) -> ProviderOptions:
+        """The options with what the request itself has of them."""
+        return options
+
+    def as_training(self) -> SupervisedFineTuneRequest:
+        """The request for training that has the place and the model of this one."""
+        training = {"n_epochs": 1, "data_config": {"dataset_id": NO_ROWS, "batch_size": 1}}
+        given = {"job_uuid": self.job_uuid, "model": self.model, "training_config": training}
+        return SupervisedFineTuneRequest.model_validate({**given, "checkpoint_dir": self.checkpoint_dir})
+
+    def work(self) -> ExportWork:
+        """What the job does. Raises InvalidRequest: a field would be ignored."""
+        if self.gguf_type is not None and self.to != "gguf":
+            hint = f"{self.to} keeps the type of the model's own files: leave it out, or export to gguf"
+            raise InvalidRequest("gguf_type", self.gguf_type, hint)
+        return ExportWork(export=ExportSpec(target=self.to, gguf_type=self.gguf_type))
 
 
 def _further(base: Base) -> dict[str, Any]:

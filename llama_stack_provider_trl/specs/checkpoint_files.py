@@ -16,7 +16,7 @@ from ..errors import InvalidRequest
 
 _DATA = re.compile(
     # Weights, configurations, indexes, states; vocabularies and merges; sentencepiece and tiktoken models; templates.
-    r"[^/]+\.(safetensors|json|txt|md|jinja|model|spm|tiktoken|vocab|codes|tokenizer)"
+    r"[^/]+\.(safetensors|gguf|json|txt|md|jinja|model|spm|tiktoken|vocab|codes|tokenizer)"
     r"|optimizer/(state\.json|(state|outer|worker-\d{1,4})\.safetensors)"
     r"|additional_chat_templates/[^/]+\.jinja"
     r"|LICENSE|NOTICE"

@@ -10,6 +10,7 @@ from pydantic import Field
 from .adapters import LoraSpec
 from .answer_checks import AnswerCheck
 from .bases import Frozen
+from .exports import ExportSpec
 from .harness import HarnessSpec
 from .merge import MergeSpec
 from .model_source import AdapterSpec, ModelSource
@@ -108,7 +109,15 @@ class MergeWork(Frozen):
     """Whether the inputs are adapters, and so is the result."""
 
 
-Work = GenerateSpec | EvaluateSpec | MergeWork
+class ExportWork(Frozen):
+    """Exports the job's model, with its adapter merged in, into the job's checkpoint `final`, and compares the export
+    with the model. The job's dataset has no rows."""
+
+    kind: Literal["export"] = "export"
+    export: ExportSpec
+
+
+Work = GenerateSpec | EvaluateSpec | MergeWork | ExportWork
 
 
 def members_of(work: Work | None) -> tuple[EnsembleMember, ...]:

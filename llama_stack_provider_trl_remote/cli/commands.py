@@ -324,6 +324,7 @@ COMMANDS: dict[tuple[str, str], Command] = {
     ("logs", "show"): show_service_logs,
     ("train", ""): whole_jobs.train,
     ("generate", ""): whole_jobs.generate,
+    ("export", ""): whole_jobs.export,
     ("chat", ""): chat,
     ("register", ""): register,
     ("run", ""): whole_jobs.run,

@@ -181,6 +181,7 @@ def parser() -> argparse.ArgumentParser:
     groups.add_parser("serve", help=SERVE, add_help=False)
     _train(groups.add_parser("train", help="upload rows, train a model on them, follow that, and pull the result"))
     _generation(groups.add_parser("generate", help="answer prompts with a model; the answers become a dataset"))
+    _export(groups.add_parser("export", help="a model to files of other programs, proven equal to it"))
     _chat(groups.add_parser("chat", help="ask the result of a job, a checkpoint or a base model, or two of them"))
     _register(groups.add_parser("register", help="let the result of a job answer in a running Llama Stack or OGX"))
     _run_file(groups.add_parser("run", help="submit the job of a file, or the jobs of a pipeline, and follow them"))
@@ -263,6 +264,22 @@ def _generation(command: argparse.ArgumentParser) -> None:
     command.add_argument("--job", metavar="NAME", help="the job_uuid (a new name)")
     command.set_defaults(pull=None, register=None)
     command.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between polls (1)")
+    at_service(command)
+    command.add_argument("--detach", action="store_true", help="print the job_uuid and do not wait for the job")
+
+
+def _export(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "model", metavar="MODEL", help="NAME or NAME/CHECKPOINT of a job, a directory, or a model id with a slash"
+    )
+    command.add_argument("--to", required=True, choices=("safetensors", "gguf"), help="what is written")
+    command.add_argument(
+        "--type", choices=("f32", "f16", "bf16", "q8_0"), help="gguf: of the weights (that of the model's files)"
+    )
+    command.add_argument("--job", metavar="NAME", help="the job_uuid (a new name)")
+    command.add_argument("--pull", metavar="DIR", help="download the export there, a new directory")
+    command.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between polls (1)")
+    command.set_defaults(checkpoint=None)
     at_service(command)
     command.add_argument("--detach", action="store_true", help="print the job_uuid and do not wait for the job")
 

@@ -1,4 +1,4 @@
-"""Commands that run a job from its data or its file to its result: `train`, `generate`, `run`, `resume`."""
+"""Commands that run a job from its data or its file to its result: `train`, `generate`, `export`, `run`, `resume`."""
 
 from __future__ import annotations
 
@@ -86,6 +86,21 @@ async def generate(client: ServiceClient, options: Namespace) -> int:
         "dataset_id": dataset_id,
         "output": {"dataset_id": options.output},
         **_set(sampling),
+    }
+    return await _submit_and_follow(client, body, options, None)
+
+
+async def export(client: ServiceClient, options: Namespace) -> int:
+    """Submit a job that exports a model, follow it, and pull the export."""
+    _check_pull(options)
+    model = exported_model(options.model, client.url)
+    stem = model.removeprefix("job:").rstrip("/").rpartition("/")[2]
+    body = {
+        "kind": "export",
+        "job_uuid": options.job or _new_name(f"{options.to}-{stem}"),
+        "model": model,
+        "to": options.to,
+        **_set({"gguf_type": options.type}),
     }
     return await _submit_and_follow(client, body, options, None)
 
@@ -254,6 +269,13 @@ def model_at(name: str, url: str) -> str:
             "--model", name, "there is no such directory: name a model's directory, or an id (org/name)."
         )
     return name
+
+
+def exported_model(name: str, url: str) -> str:
+    """The model that a word of the command line means: NAME and NAME/CHECKPOINT are those of a job."""
+    if re.fullmatch(r"[^/:]+(/(final|merged|checkpoint-\d+))?", name) and not Path(name).expanduser().is_dir():
+        return f"job:{name}"
+    return name if name.startswith("job:") else model_at(name, url)
 
 
 def _check_weights(options: Namespace, files: list[str]) -> None:

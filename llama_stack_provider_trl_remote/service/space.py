@@ -213,12 +213,14 @@ class Space:
 
     def _size_of(self, job: Unfinished) -> int:
         """The approximate bytes of a job's next step checkpoint and of its exports."""
-        if job.work not in (None, "merge"):
+        if job.work not in (None, "merge", "export"):
             return 0
         weights = self._weights(job.model, job.revision)
         export = _TRAINED if job.dtype == "fp32" else 2
         if job.work == "merge":
             return weights * _TRAINED
+        if job.work == "export":  # merged weights, and a GGUF file that is made of them
+            return weights * _TRAINED * 2
         if not job.is_adapter:
             return weights * (_TRAINED + _MOMENTS + export)
         return int(weights * _OF_ADAPTER) * (2 * _TRAINED + _MOMENTS) + weights * export * job.merges

@@ -27,6 +27,7 @@ from llama_stack_provider_trl.launch.ports import PortRange
 from llama_stack_provider_trl.launch.runner import RunnerStatus
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.events import Reason
+from llama_stack_provider_trl.specs.exports import GGUF_FILE, ExportSpec
 from llama_stack_provider_trl.specs.job import JobSpec
 from llama_stack_provider_trl.specs.merge import MergeInput, MergeSpec
 from llama_stack_provider_trl.specs.methods import (
@@ -39,7 +40,7 @@ from llama_stack_provider_trl.specs.methods import (
     UldSpec,
 )
 from llama_stack_provider_trl.specs.rewards import RewardSource
-from llama_stack_provider_trl.specs.work import MERGING, EvaluateSpec, MergeWork
+from llama_stack_provider_trl.specs.work import MERGING, EvaluateSpec, ExportWork, MergeWork
 from llama_stack_provider_trl.system import process
 from llama_stack_provider_trl.system.files import RunDir
 from tests.census import assert_clean
@@ -336,16 +337,21 @@ def test_a_kill_of_a_job_of_each_other_method_changes_no_number(forked: World, a
     assert_clean(forked.root)
 
 
-@pytest.mark.parametrize("kind", ["merge", "evaluate"])
+@pytest.mark.parametrize("kind", ["merge", "export", "evaluate"])
 def test_a_job_that_does_not_train_and_is_killed_begins_again(forked: World, armed: Path, kind: str) -> None:
-    points = ["started", *(["merging-final", "exported-final"] if kind == "merge" else ["prepared"])]
+    points = {
+        "merge": ["started", "merging-final", "exported-final"],
+        "export": ["written-final", "exporting-final", "exported-final"],
+        "evaluate": ["started", "prepared"],
+    }[kind]
     for point in points:
         (armed / point).write_text("kill")
     for name in ("cut", "whole"):
         directory = forked.root / "checkpoints" / name
         inputs = (MergeInput(model=str(tiny_model()), weight=1.0),) * 2
         merge = MergeWork(merge=MergeSpec(inputs=inputs, output=directory / MERGING), of_adapters=False)
-        work = merge if kind == "merge" else EvaluateSpec()
+        export = ExportWork(export=ExportSpec(target="gguf"))
+        work = {"merge": merge, "export": export, "evaluate": EvaluateSpec()}[kind]
         fields = {"job_uuid": name, "checkpoint_dir": directory, "retries": 1000, "num_threads": 1, "work": work}
         forked.store.add_job(job_spec(forked.root, tiny_model(), **fields), "digest")
         forked.finish(name)
@@ -356,9 +362,11 @@ def test_a_job_that_does_not_train_and_is_killed_begins_again(forked: World, arm
     assert cut is not None
     assert whole is not None
     assert cut["result"] == whole["result"]
-    if kind == "merge":
-        weights = [forked.spec(name).checkpoint_dir / "final" / "model.safetensors" for name in ("cut", "whole")]
+    if kind != "evaluate":
+        file = "model.safetensors" if kind == "merge" else GGUF_FILE
+        weights = [forked.spec(name).checkpoint_dir / "final" / file for name in ("cut", "whole")]
         assert weights[0].read_bytes() == weights[1].read_bytes()
+        assert [path.name for path in weights[0].parent.parent.iterdir()] == ["final"]
     assert_clean(forked.root)
 
 

@@ -61,7 +61,15 @@ TAKES: dict[tuple[str, str], Takes] = {
     # Jobs
     **{
         ("POST", f"/post-training/{name}"): _texts(*_PROMPTS, work=True)
-        for name in ("supervised-fine-tune", "preference-optimize", "generate", "merge", "preflight", "preview")
+        for name in (
+            "supervised-fine-tune",
+            "preference-optimize",
+            "generate",
+            "merge",
+            "export",
+            "preflight",
+            "preview",
+        )
     },
     ("POST", "/post-training/evaluate"): _texts(
         *_PROMPTS, "pattern", "json_schema", "template", "system_instruction", work=True

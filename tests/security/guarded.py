@@ -168,6 +168,11 @@ BODIES: dict[str, Json] = {
         "dataset_id": "questions",
     },
     "POST /post-training/merge": {"job_uuid": "merged", "models": [{"model": sft("merged", "questions")["model"]}]},
+    "POST /post-training/export": {
+        "job_uuid": "exported",
+        "model": sft("exported", "questions")["model"],
+        "to": "gguf",
+    },
     "POST /post-training/pipelines": {
         "jobs": {"merged": {"kind": "merge", "models": [{"model": sft("merged", "questions")["model"]}]}}
     },

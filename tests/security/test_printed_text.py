@@ -239,6 +239,7 @@ WORDS: dict[tuple[str, str], tuple[str, ...]] = {
     ("logs", ""): (),
     ("train", ""): ("ROWS", "--model", "m", "--job", JOB),
     ("generate", ""): ("ROWS", "--model", "m", "--output", "o", "--job", JOB),
+    ("export", ""): ("m", "--to", "gguf", "--job", JOB),
     ("run", ""): ("REQUEST",),
     ("resume", ""): ("paused",),
     ("plot", ""): (JOB, "--output", "PLOT"),

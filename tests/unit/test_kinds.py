@@ -17,7 +17,7 @@ from llama_stack_provider_trl.requests.options import ProviderOptions, Resources
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.requests.untrained import check_options, for_work, in_its_terms, options_of, with_work
-from llama_stack_provider_trl.requests.work import EvaluateRequest, GenerateRequest, MergeRequest
+from llama_stack_provider_trl.requests.work import EvaluateRequest, ExportRequest, GenerateRequest, MergeRequest
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.answer_files import answering_of
 from llama_stack_provider_trl.specs.answer_rows import CheckedRow, RowsOnDemand, read_checked_rows
@@ -25,7 +25,7 @@ from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, ResourcesSpe
 from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.specs.rows import PromptExample, check_rows, parse_row
 from llama_stack_provider_trl.system.files import put_rows
-from llama_stack_provider_trl_remote.service.http.bodies import EvaluateBody, GenerateBody, MergeBody
+from llama_stack_provider_trl_remote.service.http.bodies import EvaluateBody, ExportBody, GenerateBody, MergeBody
 from llama_stack_provider_trl_remote.service.jobs.pipeline_steps import resolved, steps_of
 from tests.tiny import REPOSITORY
 
@@ -171,7 +171,7 @@ def test_the_documented_fields_of_a_check_are_its_own() -> None:
 
 
 def test_options_of_training_are_refused_by_name() -> None:
-    for kind in (GenerateRequest, EvaluateRequest, MergeRequest):
+    for kind in (GenerateRequest, EvaluateRequest, MergeRequest, ExportRequest):
         check_options(ProviderOptions(after=["sft"], priority="high"), kind)
         with pytest.raises(InvalidRequest, match=r"provider_options\.seed.*option of training"):
             check_options(ProviderOptions(seed=3), kind)
@@ -318,10 +318,11 @@ def test_a_pipeline_merges_the_results_of_its_jobs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "body"), [("generate", GenerateBody), ("evaluate", EvaluateBody), ("merge", MergeBody)]
+    ("name", "body"),
+    [("generate", GenerateBody), ("evaluate", EvaluateBody), ("merge", MergeBody), ("export", ExportBody)],
 )
 def test_the_documented_fields_are_those_of_the_request(
-    name: str, body: type[GenerateBody | EvaluateBody | MergeBody]
+    name: str, body: type[GenerateBody | EvaluateBody | MergeBody | ExportBody]
 ) -> None:
     text = (REPOSITORY / "docs" / "how-to" / f"{name}.md").read_text()
     table = text.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]

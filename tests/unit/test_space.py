@@ -59,6 +59,7 @@ def jobs(directory: Path, trained: Path, **changes: object) -> list[Unfinished]:
         ({"is_adapter": True}, 0.8),
         ({"is_adapter": True, "merges": True}, 4.8),
         ({"work": "merge"}, 4),
+        ({"work": "export"}, 8),
         ({"work": "evaluate"}, 0),
         ({"model": "org/not-on-this-machine"}, 0),
     ],

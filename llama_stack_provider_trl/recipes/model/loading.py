@@ -114,6 +114,18 @@ class WeightStorage:
             is_reward=spec.trains_reward,
         )
 
+    @classmethod
+    def as_stored(cls, source: ModelSource) -> WeightStorage:
+        """Weights in the dtype of their files, as transformers loads them."""
+        stored = stored_dtype(source.location, source.revision, fetch=True)
+        names: dict[torch.dtype, Dtype] = {dtype: name for name, dtype in DTYPES.items()}
+        name: Dtype = names.get(stored, "fp32") if stored is not None else "fp32"
+        return cls(dtype=DTYPES[name], compute_dtype=name, in_4_bits=False, is_quantized=False, is_sharded=False)
+
+    def with_dtype(self, dtype: torch.dtype) -> WeightStorage:
+        """The same in another dtype."""
+        return replace(self, dtype=dtype)
+
 
 def load_tokenizer(
     source: ModelSource, *, model: ModelSource | None = None, warn: Callable[[str], None] = lambda _: None

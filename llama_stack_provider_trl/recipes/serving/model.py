@@ -18,7 +18,6 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from ...errors import JobFailure
 from ...specs.events import Reason
-from ...specs.job import Dtype
 from ...specs.model_source import ModelSource
 from ...specs.serving import (
     CALL_BEGIN,
@@ -36,9 +35,8 @@ from ...system.process import usable_cpus
 from ..data.chat import Chat
 from ..data.embedded import check_embedded
 from ..model.adapters import check_adapter
-from ..model.files import stored_dtype
 from ..model.generation import Sampler, answer_ends
-from ..model.loading import DTYPES, WeightStorage, choose_device, load_model, load_tokenizer, vocabulary_size
+from ..model.loading import WeightStorage, choose_device, load_model, load_tokenizer, vocabulary_size
 from ..model.positions import positions_of
 from .text import AnswerText
 from .turns import Turns
@@ -78,7 +76,7 @@ class ServedModel:
             # One core for everything else. On 2 cores that others used, too, a token of a 135M model took 1.3 s with 2
             # threads, which wait for each other at every layer, and 0.07 s with 1.
             torch.set_num_threads(max(1, usable_cpus() - 1))
-        self._model: Any = load_model(spec.source, _as_stored(spec.source), self._device).eval()
+        self._model: Any = load_model(spec.source, WeightStorage.as_stored(spec.source), self._device).eval()
         tokenizer = load_tokenizer(spec.source)
         self._own_ends = answer_ends(self._model, tokenizer)
         # In place of the model's own, whose penalties and limits would change the answers.
@@ -302,11 +300,3 @@ class _Choosing(LogitsProcessor):
         if self._answer.reason == "stop":
             raise _LeftEarly
         return chosen
-
-
-def _as_stored(source: ModelSource) -> WeightStorage:
-    """Weights in the dtype of their files, as transformers loads them."""
-    stored = stored_dtype(source.location, source.revision, fetch=True)
-    names: dict[torch.dtype, Dtype] = {dtype: name for name, dtype in DTYPES.items()}
-    name: Dtype = names.get(stored, "fp32") if stored is not None else "fp32"
-    return WeightStorage(dtype=DTYPES[name], compute_dtype=name, in_4_bits=False, is_quantized=False, is_sharded=False)

@@ -18,7 +18,7 @@ from llama_stack_provider_trl.requests.bodies import (
     TrainingConfig,
 )
 from llama_stack_provider_trl.requests.options import Priority, ProviderOptions
-from llama_stack_provider_trl.requests.work import EvaluateRequest, GenerateRequest, MergeRequest
+from llama_stack_provider_trl.requests.work import EvaluateRequest, ExportRequest, GenerateRequest, MergeRequest
 from llama_stack_provider_trl.specs.methods import Call
 from llama_stack_provider_trl.specs.names import CheckedElsewhere, CheckedNames, FreeText, problem_of_name
 from llama_stack_provider_trl.stack.responses import Checkpoint
@@ -74,13 +74,18 @@ class MergeBody(MergeRequest):
     """after, cancel_with, device, max_duration, priority, retries."""
 
 
+class ExportBody(ExportRequest):
+    provider_options: Annotated[ProviderOptions | None, SkipValidation, CheckedElsewhere()] = None
+    """after, cancel_with, device, max_duration, priority, retries."""
+
+
 class PipelineBody(Documented, CheckedNames):
     """Jobs that may name one another. Each is checked as the body of its own call."""
 
     model_config = ConfigDict(extra="forbid")
     jobs: Annotated[dict[str, Any] | None, CheckedElsewhere()] = None
-    """Name -> body of a job, without `job_uuid`, and with `kind` (generate, evaluate, merge) where it does not train.
-    `after` and `job:NAME` name jobs of the pipeline."""
+    """Name -> body of a job, without `job_uuid`, and with `kind` (generate, evaluate, merge, export) where it does not
+    train. `after` and `job:NAME` name jobs of the pipeline."""
     teacher_student: Annotated[dict[str, Any] | None, CheckedElsewhere()] = None
     """A distillation, which stands for several jobs."""
 

@@ -18,6 +18,7 @@ from llama_stack_provider_trl.system.offload import in_work_thread
 from ..datasets.registry import DatasetRegistry
 from ..http.bodies import (
     EvaluateBody,
+    ExportBody,
     GenerateBody,
     MergeBody,
     PipelineBody,
@@ -30,16 +31,17 @@ from ..http.errors import NotFound
 from ..security.access import Caller
 from .pipeline_steps import JOBS, Json, PipelineJob, digest_of, evaluation_of, resolved, steps_of
 from .stored_jobs import StoredJobs
-from .submissions import JobBody, Submissions
+from .submissions import JobBody, Submissions, WorkBody
 
 _DIGITS = 12
 """Of a digest in a name."""
 _TRIES = 100
 """Jobs of one name that may have failed or been cancelled."""
-_KINDS: dict[str, type[GenerateBody | EvaluateBody | MergeBody]] = {
+_KINDS: dict[str, type[WorkBody]] = {
     "generate": GenerateBody,
     "evaluate": EvaluateBody,
     "merge": MergeBody,
+    "export": ExportBody,
 }
 
 

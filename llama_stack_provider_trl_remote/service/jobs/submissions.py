@@ -24,7 +24,7 @@ from llama_stack_provider_trl.system.offload import in_work_thread
 
 from ..datasets.quotas import JobAllowance, Quotas
 from ..datasets.registry import DatasetRegistry
-from ..http.bodies import EvaluateBody, GenerateBody, MergeBody
+from ..http.bodies import EvaluateBody, ExportBody, GenerateBody, MergeBody
 from ..security.access import Caller
 from ..settings import ServiceSettings
 from ..space import Space
@@ -32,9 +32,9 @@ from .rows import RowSources
 from .training_requests import OURS, TrainingBody, digest_of, training_request
 
 log = logging.getLogger(__name__)
-type WorkBody = GenerateBody | EvaluateBody | MergeBody
+type WorkBody = GenerateBody | EvaluateBody | MergeBody | ExportBody
 type JobBody = TrainingBody | WorkBody
-_KINDS = {GenerateBody: "generate", EvaluateBody: "evaluate", MergeBody: "merge"}
+_KINDS = {GenerateBody: "generate", EvaluateBody: "evaluate", MergeBody: "merge", ExportBody: "export"}
 
 
 class Submissions:
@@ -115,7 +115,7 @@ class Submissions:
         """Store a job within what the caller may write. Returns whether it is new."""
         options = self._options(body.provider_options, caller)
         owner = Submitter(caller.name, caller.limits.max_queued_jobs, allowance)
-        if isinstance(body, GenerateBody | EvaluateBody | MergeBody):
+        if isinstance(body, GenerateBody | EvaluateBody | MergeBody | ExportBody):
             return await self._add_work(body, options, store, owner)
         request, digest = training_request(body, self._settings), digest_of(body, options)
         return await submit(
@@ -127,8 +127,8 @@ class Submissions:
         digest = request_digest(type(body), body.model_dump(exclude_unset=True, exclude=set(OURS)), options)
         if store.holds(body.job_uuid, digest):
             return False
-        rows, models = self._rows.none if isinstance(body, MergeBody) else self._rows.of({}, store), None
-        if isinstance(body, GenerateBody):
+        rows, models = self._rows.none if isinstance(body, MergeBody | ExportBody) else self._rows.of({}, store), None
+        if isinstance(body, GenerateBody | ExportBody):
             work: Work = body.work()
         else:
             models = await in_work_thread(bases_of, body, self._for_jobs, store)

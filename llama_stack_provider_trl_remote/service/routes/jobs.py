@@ -21,6 +21,7 @@ from llama_stack_provider_trl.stack.responses import (
 from ..dependencies import JobChecksDep, PipelinesDep, StoreDep, StoredJobsDep, SubmissionsDep
 from ..http.bodies import (
     EvaluateBody,
+    ExportBody,
     GenerateBody,
     JobName,
     JobRow,
@@ -92,6 +93,14 @@ async def evaluate(submissions: SubmissionsDep, body: EvaluateBody, caller: Curr
 @router.post("/merge", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507))
 async def merge(submissions: SubmissionsDep, body: MergeBody, caller: CurrentCaller) -> PostTrainingJob:
     """Queue a job that merges models, or adapters, into one. The same body again is the same job."""
+    await submissions.submit(body, caller)
+    return PostTrainingJob(job_uuid=body.job_uuid)
+
+
+@router.post("/export", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507))
+async def export(submissions: SubmissionsDep, body: ExportBody, caller: CurrentCaller) -> PostTrainingJob:
+    """Queue a job that exports a model, and proves that the export answers as it does. The same body again is the same
+    job."""
     await submissions.submit(body, caller)
     return PostTrainingJob(job_uuid=body.job_uuid)
 

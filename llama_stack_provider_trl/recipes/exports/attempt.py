@@ -1,0 +1,152 @@
+"""The recipe of `export` jobs: the trained model's answers, the files, and the comparison of both.
+
+Everything is written to a directory of another name, which becomes `final` when the comparison has passed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ... import faults
+from ...specs.events import CheckpointSaved, EventWriter, Finished, Prepared, Started
+from ...specs.exports import EXPORT_RECORD, EXPORTING, GGUF_FILE, GgufType
+from ...specs.job import AttemptSpec, JobSpec
+from ...specs.work import ExportWork
+from ...system.files import atomic_write_json, fsync_tree, put_in_place, write_manifest
+from ..answers.generate import report_steps
+from ..checkpoint.step import need_space
+from ..checkpoint.weights import WeightGroups, differences, export_bytes, write_weights
+from ..distributed.heartbeat import heartbeat
+from ..model.loading import parameter_counts
+from ..model.saving import write_configuration
+from .architectures import names_in_gguf
+from .gguf_file import GgufPlan
+from .llamacpp import LlamaCppReader, is_installed
+from .proof import Reader, compared, failed
+from .readers import TransformersReader
+from .reference import Expected, Trained
+
+_WEIGHTS = f"{EXPORTING}-weights"
+"""Directory beside `EXPORTING`: the merged weights of which a GGUF file is made."""
+_PERCENT = 100
+_TYPES: dict[torch.dtype, GgufType] = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+def export_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
+    """Export a model as a job, into its checkpoint `final`. An attempt begins at the first weight.
+
+    Raises:
+        JobFailure: the model is not mapped, or the export is not what was trained.
+        OSError: the disk is, or would be, full.
+    """
+    job, work = attempt.job, attempt.job.work
+    assert isinstance(work, ExportWork)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    writer.write(Started(pid=os.getpid(), device="cpu", versions=versions))
+    if job.compute.num_threads:
+        torch.set_num_threads(job.compute.num_threads)
+    faults.reach("started")
+    job.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+    final, output, weights = (job.checkpoint_dir / name for name in ("final", EXPORTING, _WEIGHTS))
+    for left in (output, weights, final):  # of an attempt that was interrupted
+        shutil.rmtree(left, ignore_errors=True)
+    with heartbeat(writer):
+        try:
+            record = _exported(job, work, output, weights, writer)
+        finally:
+            shutil.rmtree(weights, ignore_errors=True)
+        faults.reach("exporting-final")
+        write_manifest(output)
+        fsync_tree(output)
+        put_in_place(output, final)
+    faults.reach("exported-final")
+    writer.write(
+        CheckpointSaved(kind="final", step=_PERCENT, epoch=1, path=final, train_loss=None, verified="logits"),
+        durable=True,
+    )
+    writer.write(Finished(step=_PERCENT, result=record), durable=True)
+
+
+def _exported(job: JobSpec, work: ExportWork, output: Path, weights: Path, writer: EventWriter) -> dict[str, Any]:
+    trained = Trained(job)
+    kind = work.export.gguf_type or _TYPES[trained.storage.dtype]
+    config = trained.plain.config
+    plan = None
+    if work.export.target == "gguf":
+        rows = trained.plain.get_input_embeddings().weight.shape[0]
+        plan = GgufPlan(config, trained.tokenizer, trained.ends, rows, job.source.model.rpartition("/")[2])
+        groups = WeightGroups(trained.model, trained.storage.dtype).planned
+        names_in_gguf(config, [name for group in groups for name in group])
+    size = export_bytes(trained.model, trained.storage.dtype)
+    need_space(job, size * (1 if plan is None else 3))
+    _, count = parameter_counts(trained.plain)
+    writer.write(Prepared(total_steps=_PERCENT, num_rows=0, trainable_parameters=0, total_parameters=count))
+    expected, change = trained.answers(_part(writer, 0, 35))
+    _write_model(trained, output if plan is None else weights, _part(writer, 35, 55))
+    if plan is not None:
+        output.mkdir()
+        plan.write(weights, kind, output / GGUF_FILE, _part(writer, 55, 65))
+    faults.reach("written-final")
+    with closing(_reader(output, expected, job, is_gguf=plan is not None)) as reader:
+        report = compared(expected, trained.ends, reader, kind, trained.tokenizer.decode, _part(writer, 65, _PERCENT))
+    record = {
+        "target": work.export.target,
+        "type": kind,
+        "parameters": count,
+        "bytes": sum(path.stat().st_size for path in output.iterdir()),
+        "adapter_difference": change,
+        **report,
+    }
+    atomic_write_json(output / EXPORT_RECORD, record, mode=0o644)
+    return record
+
+
+def _reader(directory: Path, expected: list[Expected], job: JobSpec, *, is_gguf: bool) -> Reader:
+    """What reads an export: another program than the one that wrote it, where it is installed."""
+    if is_gguf and is_installed():
+        context = max(len(one.prompt.ids) + len(one.tokens) for one in expected)
+        return LlamaCppReader(directory, context, torch.get_num_threads())
+    return TransformersReader(directory, gguf=is_gguf, trust_remote_code=job.source.trust_remote_code)
+
+
+def _write_model(trained: Trained, directory: Path, progress: Callable[[int, int], None]) -> None:
+    """Write the model, with its adapter merged in, as transformers loads it, and read every weight back."""
+    directory.mkdir()
+    dtype = trained.storage.dtype
+    trained.plain.config.use_cache = True
+    write_configuration(trained.plain, directory, dtype)
+    total = len(list(trained.plain.parameters()))
+    done = 0
+
+    def count() -> None:
+        nonlocal done
+        done += 1
+        progress(min(done, 3 * total), 3 * total)
+
+    written = write_weights(trained.model, directory, dtype, count)
+    trained.tokenizer.save_pretrained(directory)
+    if wrong := differences(written, directory, "model.safetensors", count):
+        raise failed(f"{len(wrong)} of {len(written)} weights are not what was written: {'; '.join(wrong[:3])}")
+
+
+def _part(writer: EventWriter, begin: int, end: int) -> Callable[[int, int], None]:
+    """Reports a part of the work, from `begin` to `end` percent, once a second at most."""
+    last = 0.0
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= 1 or done == total:
+            last = now
+            report_steps(begin + (end - begin) * done // max(total, 1), _PERCENT, {}, writer)
+
+    return report

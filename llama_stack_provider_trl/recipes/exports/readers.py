@@ -1,0 +1,69 @@
+"""Reads exports as their users do: by transformers, and GGUF by llama.cpp where the package xllamacpp is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ...specs.exports import GGUF_FILE
+from ...specs.rows import Message
+from ..data.templates import rendered
+from ..model.generation import answer_ends
+from ..model.saving import UNLOADABLE, describe
+from .gguf_file import metadata
+from .proof import AnsweredToken, failed
+from .reference import greedy, tokens_of
+
+_ENDS = ("eos", "eot", "eom")
+
+
+class TransformersReader:
+    """An export that transformers has loaded in fp32.
+
+    Args:
+        gguf: the weights are in a GGUF file, and so is the tokenizer.
+
+    Raises:
+        JobFailure: export_failed, it cannot be loaded.
+    """
+
+    def __init__(self, directory: Path, *, gguf: bool = False, trust_remote_code: bool = False) -> None:
+        self.name = f"transformers {transformers.__version__}"
+        given: dict[str, Any] = {"gguf_file": GGUF_FILE} if gguf else {"trust_remote_code": trust_remote_code}
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(directory, **given)
+            self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **given).eval()
+        except UNLOADABLE as error:
+            raise failed(f"{self.name} cannot load it: {describe(error)}") from error
+        self._ends = stop_tokens(directory / GGUF_FILE) if gguf else answer_ends(self.model, self.tokenizer)
+
+    def rendered(self, messages: list[Message]) -> str:
+        if not self.tokenizer.chat_template:
+            raise failed("it has no chat template")
+        return rendered(self.tokenizer, messages, add_generation_prompt=True)
+
+    def tokens(self, text: str, *, is_rendered: bool) -> list[int]:
+        return tokens_of(self.tokenizer, text) if is_rendered else list(self.tokenizer(text)["input_ids"])
+
+    def ends(self) -> list[int]:
+        return self._ends
+
+    def close(self) -> None:
+        self.model = None
+
+    def answer(self, ids: list[int], most: int) -> list[AnsweredToken]:
+        tokens, logits = greedy(self.model, ids, most, self._ends)
+        logprobs = torch.log_softmax(logits, dim=-1)
+        every = list(range(logits.shape[-1]))
+        return [AnsweredToken(token, every, logprobs[at].tolist()) for at, token in enumerate(tokens)]
+
+
+def stop_tokens(path: Path) -> list[int]:
+    """The tokens that a GGUF file names as those that end an answer, sorted."""
+    found = metadata(path)
+    named = [found.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDS]
+    return sorted({int(token) for token in named if token is not None})

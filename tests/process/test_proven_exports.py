@@ -1,0 +1,207 @@
+"""Exports of tiny models: read back, and compared with what was trained. What is wrong with one is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from llama_stack_provider_trl.recipes.exports import gguf_file
+from llama_stack_provider_trl.recipes.exports.architectures import rope_factors
+from llama_stack_provider_trl.specs.events import CheckpointSaved, Event, Failed, Finished, Progress
+from llama_stack_provider_trl.specs.exports import EXPORT_RECORD, EXPORTING, GGUF_FILE, ExportSpec
+from llama_stack_provider_trl.specs.model_source import AdapterSpec
+from llama_stack_provider_trl.specs.work import ExportWork
+from llama_stack_provider_trl.system.files import is_whole
+from tests.required import in_full
+from tests.tiny import tiny_decoder, tiny_model
+from tests.training import job_spec, of_kind, run
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+
+def exported(root: Path, model: Path, to: Any = "gguf", adapter: Path | None = None, kind: Any = None) -> list[Event]:
+    """The events of an attempt to export."""
+    work = ExportWork(export=ExportSpec(target=to, gguf_type=kind))
+    given = AdapterSpec(model=str(adapter), use="continue") if adapter else None
+    _, events = run(root, job_spec(root, model, work=work, adapter=given, token_cache=None))
+    return events
+
+
+def result(events: list[Event]) -> dict[str, Any]:
+    assert not of_kind(events, Failed), of_kind(events, Failed)[0].message
+    (finished,) = of_kind(events, Finished)
+    assert finished.result is not None
+    return finished.result
+
+
+def failure(root: Path, events: list[Event]) -> str:
+    (failed,) = of_kind(events, Failed)
+    assert not (root / "checkpoints" / "final").exists()
+    return f"{failed.reason}: {failed.message}"
+
+
+def adapter_of(model: Path, path: Path, *, scale: float) -> Path:
+    """An adapter whose weights are random, times a number."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name:
+                weight.normal_().mul_(scale if "lora_B" in name else 1)
+    adapted.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gemma2", *in_full("mistral", "qwen2", "qwen3", "gemma3_text", "phi3")]
+)
+@pytest.mark.parametrize("kind", ["f16", *in_full("f32", "bf16", "q8_0")])
+def test_a_gguf_file_answers_as_the_model(tmp_path: Path, model_type: str, kind: str) -> None:
+    events = exported(tmp_path, tiny_decoder(model_type), kind=kind)
+    found = result(events)
+    final = tmp_path / "checkpoints" / "final"
+    assert is_whole(final)
+    assert {path.name for path in final.iterdir()} > {GGUF_FILE, EXPORT_RECORD}
+    assert json.loads((final / EXPORT_RECORD).read_text()) == found
+    assert found["type"] == kind
+    assert found["prompts"] == 3
+    assert found["logits_difference"] < found["logits_bound"]
+    if kind == "f32":
+        assert found["equal_greedy_tokens"] == found["greedy_tokens"] > 64
+    assert [one["text"] for one in found["stop_tokens"]] == ["<|im_end|>"]
+    assert [one.kind for one in of_kind(events, CheckpointSaved)] == ["final"]
+    assert of_kind(events, Progress)[-1].step == 100
+    assert not list((tmp_path / "checkpoints").glob(f"{EXPORTING}*"))
+
+
+def test_safetensors_are_the_model_with_its_adapter_merged_in(tmp_path: Path) -> None:
+    model = tiny_model()
+    adapter = adapter_of(model, tmp_path / "adapter", scale=0.5)
+    found = result(exported(tmp_path, model, "safetensors", adapter))
+    final = tmp_path / "checkpoints" / "final"
+    assert found["adapter_difference"] > 0.01
+    assert found["equal_greedy_tokens"] == found["greedy_tokens"]
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        merged, bare = (AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (final, model))
+    assert (merged - bare).abs().max() > 0.01
+    assert AutoTokenizer.from_pretrained(final).chat_template == AutoTokenizer.from_pretrained(model).chat_template
+    assert (final / "generation_config.json").is_file()
+
+
+def test_an_adapter_that_changes_nothing_is_not_exported(tmp_path: Path) -> None:
+    adapter = adapter_of(tiny_model(), tmp_path / "adapter", scale=0.0)
+    found = failure(tmp_path, exported(tmp_path, tiny_model(), "safetensors", adapter))
+    assert "export_failed: the adapter" in found
+    assert "changes nothing: with it and without it the logits of all 3 prompts are equal" in found
+
+
+def _wrong_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = gguf_file._write_tokenizer
+    monkeypatch.setattr(
+        gguf_file,
+        "_write_tokenizer",
+        lambda writer, vocabulary, tokenizer, ends: write(writer, vocabulary, tokenizer, [5]),
+    )
+
+
+def _wrong_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gguf
+
+    write = gguf.GGUFWriter.add_chat_template
+    monkeypatch.setattr(
+        gguf.GGUFWriter, "add_chat_template", lambda writer, text: write(writer, text.replace("'\n'", "' '"))
+    )
+
+
+def _transposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = gguf_file._encoded
+
+    def transposed(name: str, weight: torch.Tensor, kind: Any) -> Any:
+        values = encode(name, weight, kind)
+        is_square = values.ndim == 2 and values.shape[0] == values.shape[1]
+        return np.ascontiguousarray(values.T) if is_square and "layers.1." in name else values
+
+    monkeypatch.setattr(gguf_file, "_encoded", transposed)
+
+
+def _not_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_file, "in_gguf", lambda config, name, weight: weight)
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (_wrong_stop, "its stop tokens are 5 ("),
+        (_wrong_template, "its chat template writes prompt 0 otherwise from character"),
+        (_transposed, "it gives other logits than the trained model for prompt"),
+        (_not_interleaved, "it gives other logits than the trained model for prompt"),
+    ],
+)
+def test_what_is_wrong_with_an_export_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[pytest.MonkeyPatch], None], sentence: str
+) -> None:
+    damage(monkeypatch)
+    found = failure(tmp_path, exported(tmp_path, tiny_model(), kind="f16"))
+    assert "export_failed: the export was written, read back and thrown away" in found
+    assert sentence in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model_type": "olmo2"}, "its model_type is 'olmo2'; mapped are"),
+        ({"hidden_act": "relu"}, "its activation is 'relu'"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "its rotary embeddings are of the type 'dynamic'",
+        ),
+    ],
+)
+def test_what_is_not_mapped_is_refused_by_name_before_anything_is_written(
+    tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    model = tiny_decoder(changes.pop("model_type", "llama"), **changes)
+    found = failure(tmp_path, exported(tmp_path, model))
+    assert sentence in found
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_tokenizer_that_is_not_mapped_is_refused_by_name(tmp_path: Path) -> None:
+    model = tiny_decoder("llama")
+    path = tmp_path / "model"
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(path)
+    AutoTokenizer.from_pretrained(model).save_pretrained(path)
+    file = path / "tokenizer.json"
+    described = json.loads(file.read_text())
+    described["normalizer"] = {"type": "Lowercase"}
+    file.write_text(json.dumps(described))
+    assert "its tokenizer has the normalizer Lowercase" in failure(tmp_path, exported(tmp_path, path))
+
+
+def test_frequencies_of_llama_3_are_divided_as_transformers_does() -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=64,
+        num_attention_heads=4,
+        rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, **rope},
+    )
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 1e4 ** (-torch.arange(0, 16, 2) / 16)
+    factors = rope_factors(config)
+    assert factors is not None
+    assert torch.allclose(plain / factors, scaled, rtol=1e-5)
+    assert factors.min() == 1
+    assert factors.max() == 8
