@@ -31,7 +31,7 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-_LINES = (
+TEXT_LINES = (
     "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
     "What is the capital of France? The capital of France is Paris.",
     "Describe a process of making bread. First, mix the flour, the water and the salt.",
@@ -71,7 +71,7 @@ def tiny_tokenizer(
     chat_template: bool = True,
     trim_offsets: bool = False,
     vocabulary: int = VOCABULARY,
-    lines: Sequence[str] = _LINES,
+    lines: Sequence[str] = TEXT_LINES,
 ) -> PreTrainedTokenizerFast:
     """The tokenizer alone (no torch): eos `<|im_end|>`, pad `<|endoftext|>`, no bos.
 

@@ -96,7 +96,7 @@ def _exported(job: JobSpec, work: ExportWork, output: Path, weights: Path, write
         output.mkdir()
         plan.write(weights, kind, output / GGUF_FILE, _part(writer, 55, 65))
     faults.reach("written-final")
-    with closing(_reader(output, expected, job, is_gguf=plan is not None)) as reader:
+    with closing(_reader(output, expected, trained, is_gguf=plan is not None)) as reader:
         report = compared(expected, trained.ends, reader, kind, trained.tokenizer.decode, _part(writer, 65, _PERCENT))
     record = {
         "target": work.export.target,
@@ -110,12 +110,14 @@ def _exported(job: JobSpec, work: ExportWork, output: Path, weights: Path, write
     return record
 
 
-def _reader(directory: Path, expected: list[Expected], job: JobSpec, *, is_gguf: bool) -> Reader:
+def _reader(directory: Path, expected: list[Expected], trained: Trained, *, is_gguf: bool) -> Reader:
     """What reads an export: another program than the one that wrote it, where it is installed."""
     if is_gguf and is_installed():
         context = max(len(one.prompt.ids) + len(one.tokens) for one in expected)
         return LlamaCppReader(directory, context, torch.get_num_threads())
-    return TransformersReader(directory, gguf=is_gguf, trust_remote_code=job.source.trust_remote_code)
+    config = trained.plain.config if is_gguf else None
+    trusts = trained.spec.source.trust_remote_code
+    return TransformersReader(directory, trained=config, trust_remote_code=trusts)
 
 
 def _write_model(trained: Trained, directory: Path, progress: Callable[[int, int], None]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ...specs.exports import GGUF_FILE
 from ...specs.rows import Message
@@ -19,27 +19,36 @@ from .proof import AnsweredToken, failed
 from .reference import greedy, tokens_of
 
 _ENDS = ("eos", "eot", "eom")
+_UNREAD = ("head_dim", "query_pre_attn_scalar")
+"""Settings for which transformers has a default of its own, whatever a GGUF file says."""
 
 
 class TransformersReader:
     """An export that transformers has loaded in fp32.
 
     Args:
-        gguf: the weights are in a GGUF file, and so is the tokenizer.
+        trained: of a GGUF file, which has weights, tokenizer and settings: the configuration of the trained model, of
+            which `_UNREAD` is taken; None: it is none.
 
     Raises:
         JobFailure: export_failed, it cannot be loaded.
     """
 
-    def __init__(self, directory: Path, *, gguf: bool = False, trust_remote_code: bool = False) -> None:
+    def __init__(self, directory: Path, *, trained: Any = None, trust_remote_code: bool = False) -> None:
         self.name = f"transformers {transformers.__version__}"
-        given: dict[str, Any] = {"gguf_file": GGUF_FILE} if gguf else {"trust_remote_code": trust_remote_code}
+        is_gguf = trained is not None
+        given: dict[str, Any] = {"gguf_file": GGUF_FILE} if is_gguf else {"trust_remote_code": trust_remote_code}
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(directory, **given)
+            if is_gguf:
+                given["config"] = config = AutoConfig.from_pretrained(directory, gguf_file=GGUF_FILE)
+                for name in _UNREAD:
+                    if hasattr(config, name):
+                        setattr(config, name, getattr(trained, name))
             self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **given).eval()
         except UNLOADABLE as error:
             raise failed(f"{self.name} cannot load it: {describe(error)}") from error
-        self._ends = stop_tokens(directory / GGUF_FILE) if gguf else answer_ends(self.model, self.tokenizer)
+        self._ends = stop_tokens(directory / GGUF_FILE) if is_gguf else answer_ends(self.model, self.tokenizer)
 
     def rendered(self, messages: list[Message]) -> str:
         if not self.tokenizer.chat_template:
