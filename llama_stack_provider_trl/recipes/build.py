@@ -18,6 +18,7 @@ from ..specs.methods import CustomSpec, GrpoSpec
 from .checkpoint.fencing import FencingToken
 from .checkpoint.step import need_space
 from .data.chat import check_chat_template
+from .data.duplicates import duplicates
 from .data.lengths import num_rows
 from .data.mixed import MixedRows, training_rows, validation_rows
 from .data.prepare import DataReport, with_filler
@@ -73,10 +74,13 @@ class TrainingData:
     """Of a packed job: rows and sequences."""
     sources: dict[str, str]
     """Of a job that has a token cache: dataset -> whether its rows were found there (`PreparedRows.source`)."""
+    duplicates: list[str]
+    """Sentences on examples that are trained several times, or are in the validation dataset, too."""
 
     @property
     def warnings(self) -> list[str]:
-        return [*self.report.warnings, *(self.validation_report.warnings if self.validation_report else [])]
+        of_validation = self.validation_report.warnings if self.validation_report else []
+        return [*self.report.warnings, *of_validation, *self.duplicates]
 
     def with_filler(self) -> TrainingData:
         """The same data with a filler row at the end of each dataset."""
@@ -258,6 +262,7 @@ def load_data(
     train = training_rows(preparation, spec.data, None if cap is None else cap * rows_per_step)
     steps = spec.data.max_validation_steps
     validation = validation_rows(preparation, spec.data, None if steps is None else steps * spec.data.batch_size)
+    held_out = validation.counted() if validation else None
     return TrainingData(
         train=train.dataset,
         validation=validation.dataset if validation else None,
@@ -266,6 +271,7 @@ def load_data(
         mixed=train,
         packing={"rows": num_rows(train.dataset), "sequences": len(train.dataset)} if spec.data.packed else None,
         sources=_sources(train, validation) if spec.data.token_cache else {},
+        duplicates=duplicates(spec.data.duplicates, train.counted(), held_out),
     )
 
 

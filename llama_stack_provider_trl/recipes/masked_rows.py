@@ -137,10 +137,10 @@ class RowReader:
 
     def _labelled(self, chunk: Sequence[tuple[int, LabelledExample]]) -> Iterator[list[MaskedRow]]:
         labelled = self.counter.read(encode_labelled(self.chat, chunk))
-        for (prompt, ids, _), (_, example) in zip(labelled, chunk, strict=True):
+        for (prompt, ids, label), (_, example) in zip(labelled, chunk, strict=True):
             turns = self.inference.of_answer("completion", example.prompt, example.completion, (prompt, ids))
             messages = [*example.prompt, *example.completion]
-            yield [replace(_answer(prompt, ids, self.counter), messages=messages, turns=turns)]
+            yield [replace(_answer(prompt, ids, label, self.counter), messages=messages, turns=turns)]
 
     def _prompts(self, chunk: Sequence[tuple[int, PromptExample]], answer: int) -> Iterator[list[MaskedRow]]:
         own = [ids for _, ids in encode_chats(self.chat, chunk)]
@@ -192,9 +192,9 @@ def _pair(prompt: list[int], chosen: list[int], rejected: list[int], counter: Tr
     )
 
 
-def _answer(prompt: list[int], answer: list[int], counter: TruncationCounter) -> MaskedRow:
+def _answer(prompt: list[int], answer: list[int], label: bool, counter: TruncationCounter) -> MaskedRow:
     length = len(prompt) + len(answer)
-    found = counter.cut_answer(prompt, answer)
+    found = counter.cut_answer(prompt, answer, label)
     if found is None:
         why = f"within max_seq_length={counter.limit} tokens the prompt leaves none for the answer"
         if not answer:

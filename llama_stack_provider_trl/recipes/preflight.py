@@ -22,6 +22,7 @@ from ..system.files import free_bytes
 from ..system.fork import imported_memory
 from ..system.process import allocated_memory, available_memory, limit_memory, machine_memory, resident_memory
 from .data.chat import check_chat_template
+from .data.duplicates import duplicates
 from .data.lengths import histogram, lengths_before_packing, row_lengths
 from .data.mixed import training_rows
 from .data.mixture import Mixture
@@ -251,6 +252,7 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     preparation = Preparation(spec, tokenizer, writer, *refs, teacher=teacher, embeddings=embeddings)
     cap = spec.train.max_steps_per_epoch
     prepared = training_rows(preparation, spec.data, None if cap is None else cap * spec.rows_per_step)
+    of_rows = [*prepared.report.warnings, *duplicates(spec.data.duplicates, prepared.counted())]
     try_exports(spec, tokenizer, notes.append)
     lost = lost_by_reward_models(spec, writer.heartbeat)
     requested = spec
@@ -279,7 +281,7 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
             },
             memory=memory,
             disk=disk,
-            warnings=[*notes, *prompts.lost_turns, *prepared.report.warnings, *lost, *filter(None, [warmup])],
+            warnings=[*notes, *prompts.lost_turns, *of_rows, *lost, *filter(None, [warmup])],
         ),
         durable=True,
     )

@@ -28,6 +28,7 @@ from ..specs.methods import METHODS
 from ..specs.preflight import PreviewSpec
 from ..specs.schedules import problem_of_warmup
 from .data.chat import Chat, check_chat_template
+from .data.duplicates import CountedExamples, duplicates
 from .data.embedded import check_embedded
 from .data.forms import split_thought
 from .data.inferred import ComparedTurn, Inference
@@ -255,6 +256,7 @@ def examined(spec: JobSpec, request: PreviewSpec, alive: Callable[[], object], *
         raise JobFailure(Reason.invalid_dataset, counter.nothing_left(unit, chat))
     lost = _lost_by_reward_models(spec, request.first_row, counter.rows, alive)
     name, row = _row_of(spec, request.first_row + counter.largest_id_row)
+    repeated = _duplicates(spec, counter, every_row)
     try:
         where = f"row {row} of the dataset {name!r}"
         check_embedded([counter.largest_id], vocabulary_size(spec.source), tokenizer, where)
@@ -273,6 +275,7 @@ def examined(spec: JobSpec, request: PreviewSpec, alive: Callable[[], object], *
             *notes,
             *prompts.lost_turns,
             *counter.warnings(unit, chat, taught),
+            *repeated,
             *lost,
             *_warmup(spec, counter, kept),
         ],
@@ -281,6 +284,19 @@ def examined(spec: JobSpec, request: PreviewSpec, alive: Callable[[], object], *
 
 def _num_rows(spec: JobSpec) -> int:
     return sum(one.dataset.num_rows for one in spec.data.mixed)
+
+
+def _duplicates(spec: JobSpec, counter: TruncationCounter, every_row: bool) -> list[str]:
+    """As `duplicates`, of the training rows where all of them were read."""
+    if counter.rows < _num_rows(spec):
+        return []
+    datasets = [(one.dataset.dataset_id, one.dataset.num_rows) for one in spec.data.mixed]
+    try:
+        return duplicates(spec.data.duplicates, CountedExamples(counter.digests, counter.kept, datasets))
+    except JobFailure as error:
+        if every_row:
+            raise
+        return [f"the job fails: {error.message}"]
 
 
 def _row_of(spec: JobSpec, number: int) -> tuple[str, int]:

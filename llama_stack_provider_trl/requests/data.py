@@ -61,6 +61,7 @@ def resolve_data(
         "max_seq_length_is_default": options.max_seq_length is None,
         "truncation_side": options.truncation_side,
         "dropped_turns": options.dropped_turns,
+        "duplicates": options.duplicates,
         "chat_template": resolve_chat_template(options),
         "token_cache": DataDir(settings.data_dir).tokens if options.token_cache else None,
         **resolve_evaluations(options, data, algorithm),

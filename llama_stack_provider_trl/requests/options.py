@@ -21,6 +21,7 @@ from ..specs.job import (
     AttentionMask,
     AttnImplementation,
     DroppedTurns,
+    Duplicates,
     GradientSync,
     PeftMethod,
     Prefetch,
@@ -312,6 +313,9 @@ class ProviderOptions(Documented, CheckedNames):
     """What of a longer sequence is cut: its end, or its beginning (DPO: that of the prompt)."""
     dropped_turns: DroppedTurns = "warn"
     """Where the chat template leaves out turns of rows, or text of trained answers: `warn`, or `refuse`, which fails
+    the job."""
+    duplicates: Duplicates = "warn"
+    """Where training examples repeat others, or validation examples are trained, too: `warn`, or `refuse`, which fails
     the job."""
     columns: Columns = Field({})
     """Names of the dataset's columns, under those of row shapes: `{"prompt": "question"}` reads `question` as

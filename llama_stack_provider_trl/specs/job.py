@@ -36,6 +36,7 @@ SchedulerName = Literal["linear", "cosine", "constant", "warmup_stable_decay"]
 DataFormat = Literal["instruct", "dialog"]
 TruncationSide = Literal["right", "left"]
 DroppedTurns = Literal["warn", "refuse"]
+Duplicates = Literal["warn", "refuse"]
 TrainOn = Literal["assistant", "all", "last_turn", "final_answer"]
 ReasoningUse = Literal["keep", "drop"]
 ShardingStrategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
@@ -232,6 +233,9 @@ class DataSpec(Frozen):
     dropped_turns: DroppedTurns = "warn"
     """Where a chat template leaves out turns, or text of trained answers: warn, a warning; refuse, the job fails before
     its model is loaded."""
+    duplicates: Duplicates | None = "warn"
+    """Where examples are trained several times, or are in the validation rows, too: warn, a warning; refuse, the job
+    fails before its model is loaded. None, of what is evaluated only: they are not looked for."""
     chat_template: str | None = None
     """Its text, or its name in `chat_templates.OF_TRL`: in place of the model's own one, also in what the job exports;
     None: that of the model."""

@@ -434,6 +434,7 @@ OPTION_ASKS: dict[str, Try] = {
     "max_seq_length": Try(77),
     "truncation_side": Try("left"),
     "dropped_turns": Try("refuse"),
+    "duplicates": Try("refuse"),
     "columns": Try({"text": "note"}),
     "roles": Try({"user": "customer"}),
     "system_prompt": Try("Answer briefly."),

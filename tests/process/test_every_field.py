@@ -382,6 +382,7 @@ ELSEWHERE: dict[str, str] = {
     OPTION + "chat_template": "tests/process/test_template_by_option.py, tests/unit/test_template_request.py",
     OPTION + "train_on": "needs conversations: tests/process/test_tool_templates.py",
     OPTION + "reasoning": "needs thoughts: tests/process/test_tool_templates.py",
+    OPTION + "duplicates": "fails a job before it trains: tests/process/test_duplicates.py",
     OPTION + "dropped_turns": "fails a job before it trains: tests/process/test_lost_turns.py",
     OPTION + "keep_last": "the supervisor deletes, not the training: tests/unit/test_supervisor.py",
     OPTION + "retries": NO_TRAINING + "tests/unit/test_supervisor.py",

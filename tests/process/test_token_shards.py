@@ -129,7 +129,8 @@ def test_rows_and_report_are_those_of_one_process_without_shards(
 ) -> None:
     monkeypatch.setattr(shards, "workers_for", lambda rows, shards: workers)
     spec = large(tmp_path, algorithm)
-    rows, report = tokenize(spec, spec.data.dataset, lossy_tokenizer()).collect()
+    tokenization = tokenize(spec, spec.data.dataset, lossy_tokenizer())
+    rows, report = tokenization.collect()
     found = [prepare(spec) for _ in range(2)]
     assert [one.source for one in found] == ["computed", "cache"]
     assert shards_at(entry(spec)) == [f"rows-0000{number}.arrow" for number in range(4)]
@@ -137,6 +138,7 @@ def test_rows_and_report_are_those_of_one_process_without_shards(
         assert values(one.dataset) == values(rows)
         assert one.dataset.features == rows.features
         assert one.report == report
+        assert one.digests == tokenization.counter.digests
         assert row_lengths(one.dataset).tolist() == row_lengths(rows).tolist()
         assert values(with_filler(one.dataset)) == values(with_filler(rows))
     assert len(found[1].dataset.cache_files) == 4  # mapped, not copied
@@ -180,7 +182,7 @@ def test_all_that_a_chat_counts_is_in_the_counts_of_a_shard() -> None:
     assert {name for name, value in vars(chat.endings).items() if not name.startswith("_")} <= listed
     one = TruncationCounter(None, None, 4)
     other = TruncationCounter(None, None, 4)
-    settings = {"eos", "bos", "limit", "side"}
+    settings = {"eos", "bos", "limit", "side", "digests"}
     for number, field in enumerate(fields(TruncationCounter), start=1):
         if field.name not in settings:
             setattr(other, field.name, [1] if field.name == "example_end" else number)

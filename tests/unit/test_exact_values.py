@@ -164,6 +164,7 @@ def test_a_choice_that_nothing_is_near_to_is_not_guessed(value: str) -> None:
         ("lr_scheduler", "Cosine", "cosine"),
         ("truncation_side", "LEFT", "left"),
         ("dropped_turns", "Refuse", "refuse"),
+        ("duplicates", "WARN", "warn"),
         ("gradient_sync", "micro-step", "micro_step"),
         ("preflight", "Warn", "warn"),
         ("priority", "HIGH", "high"),

@@ -6,10 +6,11 @@ The order counts: of texts and ends of answers a report has the first, and of eq
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from .chat import Chat, LostTexts, LostTurns
+from .duplicates import ExampleDigests
 from .endings import Examples
 from .prepare import Tokenization, TruncationCounter
 
@@ -28,9 +29,10 @@ Counts = dict[str, Any]
 
 def counts_of(tokenization: Tokenization) -> Counts:
     """What was counted in the rows that a tokenization has read."""
-    teacher = tokenization.teacher
+    teacher, counter = tokenization.teacher, tokenization.counter
+    rows = {field.name: getattr(counter, field.name) for field in fields(counter)}
     return {
-        "rows": asdict(tokenization.counter),
+        "rows": {**rows, "digests": counter.digests.stored()},
         "chat": _of_chat(tokenization.chat),
         "teacher": None if teacher is None else _of_chat(teacher),
     }
@@ -38,7 +40,8 @@ def counts_of(tokenization: Tokenization) -> Counts:
 
 def add_counts(tokenization: Tokenization, later: Counts) -> None:
     """Count what `counts_of` has of the rows that follow those of a tokenization."""
-    tokenization.counter.add(TruncationCounter(**later["rows"]))
+    rows = later["rows"]
+    tokenization.counter.add(TruncationCounter(**{**rows, "digests": ExampleDigests.read(rows["digests"])}))
     _add_to_chat(tokenization.chat, later["chat"])
     if tokenization.teacher is not None:
         _add_to_chat(tokenization.teacher, later["teacher"])

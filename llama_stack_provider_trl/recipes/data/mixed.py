@@ -11,6 +11,7 @@ from datasets import Dataset, concatenate_datasets
 from ...errors import InvalidRows, JobFailure
 from ...specs.events import Reason
 from ...specs.job import DatasetRef, DataSpec
+from .duplicates import CountedExamples, ExampleDigests
 from .lengths import num_rows
 from .mixture import Mixture, apportioned, mixture_of
 from .prepare import DataReport
@@ -40,6 +41,15 @@ class MixedRows:
     def found(self) -> dict[str, str]:
         """Dataset -> whether its rows were in the cache (`PreparedRows.source`)."""
         return {name: part.source for name, part in zip(self.names, self.parts, strict=True)}
+
+    def counted(self) -> CountedExamples:
+        """The examples of all datasets, for `duplicates`."""
+        digests, rows = ExampleDigests(), 0
+        for part in self.parts:
+            digests.add(part.digests, rows)
+            rows += part.report.num_rows
+        sizes = [part.report.num_rows for part in self.parts]
+        return CountedExamples(digests, self.report.kept, [*zip(self.names, sizes, strict=True)])
 
     def described(self) -> list[dict[str, Any]]:
         """The mixture for the job's record: of each dataset the rows that can be trained on, and what an epoch takes of

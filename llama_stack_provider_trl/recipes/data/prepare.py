@@ -34,6 +34,7 @@ from ...specs.rows import Example, LabelledExample, PreferenceExample, PromptExa
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 from .chat import Chat
+from .duplicates import ExampleDigests
 from .tables import (
     DPO_COLUMNS,
     IGNORED,
@@ -324,8 +325,8 @@ def tokenize_kto(
         table(
             [
                 (*cut, label)
-                for *ids, label in counter.read(encode_labelled(chat, chunk))
-                if (cut := counter.cut_answer(*ids))
+                for prompt, answer, label in counter.read(encode_labelled(chat, chunk))
+                if (cut := counter.cut_answer(prompt, answer, label))
             ],
             KTO_COLUMNS,
         )
@@ -441,6 +442,8 @@ class TruncationCounter:
     eos_trained: bool = False
     example_end: list[int] = field(default_factory=list)
     """The last trained ids of the first sequence that was not cut."""
+    digests: ExampleDigests = field(default_factory=ExampleDigests)
+    """Of the kept examples."""
 
     def read[Row](self, rows: Iterable[Row]) -> Iterator[Row]:
         """The rows, each counted before it is taken: the examples that are cut next are counted as made of it."""
@@ -457,6 +460,7 @@ class TruncationCounter:
             self.untrained += len(labels) - 1 - labels[1:].count(IGNORED) <= 0
             return None
         self._keep(len(kept_ids), trained, len(ids) > self.limit, labels, kept_ids)
+        self.digests.count(self.rows - 1, kept_ids, kept_labels)
         return kept_ids, kept_labels
 
     def cut_pair(
@@ -475,10 +479,13 @@ class TruncationCounter:
         self.identical += one == other and chosen != rejected
         trained = len(one) + len(other)
         self._keep(2 * len(prompt) + trained, trained, length > self.limit, chosen, prompt, one, other)
+        self.digests.count(self.rows - 1, prompt, one, other)
         return prompt, one, other
 
-    def cut_answer(self, prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]] | None:
-        """The prompt and its only answer, cut as a pair is; None if they are dropped."""
+    def cut_answer(
+        self, prompt: list[int], answer: list[int], label: bool = True
+    ) -> tuple[list[int], list[int]] | None:
+        """The prompt and its only answer, which may have a label, cut as a pair is; None if they are dropped."""
         length = len(prompt) + len(answer)
         self._count(length)
         if self.side == "left":
@@ -487,6 +494,7 @@ class TruncationCounter:
         if not kept:
             return None
         self._keep(len(prompt) + len(kept), len(kept), length > self.limit, answer, prompt, kept)
+        self.digests.count(self.rows - 1, prompt, kept, [label])
         return prompt, kept
 
     def keeps(self, prompt: list[int], answer: int, theirs: int = 0) -> bool:
@@ -500,6 +508,7 @@ class TruncationCounter:
         if not prompt or length + answer > self.limit:
             return False
         self._keep(length, answer, False, [], prompt)
+        self.digests.count(self.rows - 1, prompt)
         return True
 
     def cut(self, values: list[int], ids: list[int], limit: int) -> list[int]:
@@ -532,6 +541,7 @@ class TruncationCounter:
         """Count what another counter has counted, of rows that follow these."""
         if later.largest_id > self.largest_id:
             self.largest_id, self.largest_id_row = later.largest_id, self.rows + later.largest_id_row
+        self.digests.add(later.digests, self.rows)
         sums = ("rows", "examples", "kept", "truncated", "untrained", "identical", "total_tokens", "trained_tokens")
         for name in sums:
             setattr(self, name, getattr(self, name) + getattr(later, name))

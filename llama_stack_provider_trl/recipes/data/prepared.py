@@ -15,6 +15,7 @@ from ...specs.job import DatasetRef, JobSpec
 from ...specs.methods import METHODS
 from .cache import Add, CachedRows, NotCached, Shards, TokenCache
 from .chat import DEFAULT_TEMPLATE_WARNING, ensure_chat_template, refuse_lost_turns
+from .duplicates import ExampleDigests
 from .embedded import check_embedded
 from .keys import RowKeys
 from .packing import pack, packed_tables
@@ -39,6 +40,8 @@ class PreparedRows:
     dataset: Dataset
     """Packed where the job packs them."""
     report: DataReport
+    digests: ExampleDigests
+    """Of all examples, also where the dataset has only the first ones."""
     source: str = "not kept"
     """cache: they were there. computed: they are there now. not kept: they are in this process's memory only."""
 
@@ -109,7 +112,8 @@ class Preparation:
             message = f"tokenized rows are not kept on disk, and each process has them in memory ({reason})"
             self._writer.write(Warned(message=message))
             return None
-        return PreparedRows(rows, self._report(entry.notes), "cache" if entry.was_found else "computed")
+        digests = ExampleDigests.read(entry.notes["digests"])
+        return PreparedRows(rows, self._report(entry.notes), digests, "cache" if entry.was_found else "computed")
 
     def _tokens(self, cache: TokenCache, key: str, dataset: DatasetRef) -> CachedRows:
         columns = COLUMNS[METHODS[self._spec.algorithm].rows] if self._teacher is None else TAUGHT_COLUMNS
@@ -156,7 +160,8 @@ class Preparation:
             self._progress.show(tokenization.rows)
         report = self._report(_notes(tokenization))
         rows = _first(in_memory(tables), first)
-        return PreparedRows(pack(rows, self._spec.data.max_seq_length) if self._spec.data.packed else rows, report)
+        packed = pack(rows, self._spec.data.max_seq_length) if self._spec.data.packed else rows
+        return PreparedRows(packed, report, tokenization.counter.digests)
 
     def _wait(self, note: str) -> None:
         """While another process tokenizes the same rows: `note` is the number of those that it has done."""
@@ -196,7 +201,8 @@ def _notes(tokenization: Tokenization) -> dict[str, Any]:
     property of the rows: the first dataset of a job alone has that warning."""
     report = asdict(tokenization.report())
     report["warnings"] = [warning for warning in report["warnings"] if warning != DEFAULT_TEMPLATE_WARNING]
-    return {"report": report, "has_rendered": tokenization.chat.has_rendered}
+    digests = tokenization.counter.digests.stored()
+    return {"report": report, "has_rendered": tokenization.chat.has_rendered, "digests": digests}
 
 
 def _first(rows: Dataset, count: int | None) -> Dataset:

@@ -19,6 +19,7 @@ from ...specs.job import DatasetRef, JobSpec
 from ...system.process import available_memory, usable_cpus
 from .cache import Add, Shards, TokenCache
 from .counts import Counts, add_counts, counts_of
+from .duplicates import bits_for
 from .prepare import CHUNK_ROWS, RowRange, Tokenization, tokenize
 from .shard_worker import Lost, Worker
 
@@ -63,6 +64,7 @@ class ShardedRows:
 
         def write(add: Add) -> Counts:
             tokenization = tokenize(self.spec, self.dataset, self.tokenizer, self.teacher, rows)
+            tokenization.counter.digests.bits = bits_for(self.dataset.num_rows)
             for table in tokenization.tables:
                 add(table)
                 show(tokenization.rows)

@@ -103,6 +103,7 @@ def _built(spec: JobSpec, writer: EventWriter) -> BuiltTrainer:
     spec, warnings = within_positions(spec)
     for message in warnings:
         writer.write(Warned(message=message))
+    spec = spec.changed(duplicates=None)  # the rows are those of training and of validation
     if members_of(spec.work):
         check_members(spec)
     built = build_trainer(spec, choose_device(spec.device), writer)

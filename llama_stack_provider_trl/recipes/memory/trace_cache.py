@@ -46,7 +46,7 @@ _UNREAD = frozenset(
         *("job_uuid", "output_name", "checkpoint_dir", "token_cache", "bases", "resume_from"),
         # Rows and their order: the batch has what a trace needs.
         *("dataset", "validation", "data_format", "train_on_input", "truncation_side", "shuffle", "seed"),
-        *("dropped_turns", "train_on", "reasoning"),
+        *("dropped_turns", "duplicates", "train_on", "reasoning"),
         *("batch_size", "max_seq_length", "max_seq_length_is_default", "group_by_length", "dataloader_num_workers"),
         # Steps, and what is done between them.
         *("n_epochs", "max_steps_per_epoch", "max_validation_steps", "optimizer", "save_steps", "eval_steps"),

@@ -1,0 +1,206 @@
+"""Examples that are equal are counted: among the training rows, over shards and datasets, and with the validation's."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.recipes.build import load_data
+from llama_stack_provider_trl.recipes.data.duplicates import MOST, CountedExamples, ExampleDigests, bits_for, duplicates
+from llama_stack_provider_trl.recipes.data.prepare import tokenize_dpo, tokenize_kto, tokenize_prompts, tokenize_sft
+from llama_stack_provider_trl.recipes.evaluation.evaluate import evaluate
+from llama_stack_provider_trl.recipes.preview import examined
+from llama_stack_provider_trl.specs.events import Failed, NullEventWriter, Reason, Warned
+from llama_stack_provider_trl.specs.job import JobSpec, MixedDataset
+from llama_stack_provider_trl.specs.preflight import PreviewSpec
+from llama_stack_provider_trl.specs.rows import LabelledExample, Message, PreferenceExample, PromptExample, SftExample
+from tests.tiny import tiny_model, tiny_tokenizer
+from tests.training import SFT_ROWS, dataset, job_spec, of_kind, run
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+REPEATED = [*SFT_ROWS, SFT_ROWS[3], SFT_ROWS[3], SFT_ROWS[1]]
+OF_REPEATED = "3 of 15 training examples repeat an earlier one (row 12 repeats row 3)"
+OF_OVERLAP = (
+    "2 of 3 validation examples are trained, too (validation row 1 is training row 5): the evaluation does not show "
+    "how the model does on new rows"
+)
+UNSEEN = {"prompt": "What is two?", "completion": "A number."}
+
+
+def counted(examples: list[int], most: int = MOST, bits: int = 0) -> ExampleDigests:
+    digests = ExampleDigests(most=most, bits=bits)
+    for row, example in enumerate(examples):
+        digests.count(row, [example], [-100, example])
+    return digests
+
+
+def warnings(spec: JobSpec) -> list[str]:
+    return load_data(spec, tiny_tokenizer(), NullEventWriter(), 4).warnings
+
+
+def drawn(rows: int, different: int, seed: int = 0) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(different) for _ in range(rows)]
+
+
+# --- digests ----------------------------------------------------------------------------------------------------------
+
+
+def test_counts_are_exact_while_all_digests_are_kept() -> None:
+    examples = drawn(5000, 3000)
+    digests = counted(examples)
+    assert digests.bits == 0
+    assert digests.repeated(5000) == 5000 - len({*examples})
+    first, second = digests.pair or (0, 0)
+    assert examples[first] == examples[second]
+    assert len({*examples[:second]}) == second  # no earlier row repeats one
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sample_estimates_repetitions(seed: int) -> None:
+    examples = drawn(20_000, 30_000, seed)
+    digests = counted(examples, most=2000)
+    assert 1000 < len(digests.firsts) <= 2000
+    expected = len(examples) - len({*examples})
+    assert digests.repeated(len(examples)) == pytest.approx(expected, rel=0.15)
+
+
+def test_one_example_that_is_repeated_often_is_counted_whether_the_sample_has_it_or_not() -> None:
+    has_it = Counter[bool]()
+    for often in range(30_000, 30_012):
+        examples = [*range(10_000), *[often] * 10_000]
+        digests = counted(examples, most=1000)
+        assert digests.repeated(len(examples)) == pytest.approx(9999, rel=0.3)
+        has_it[bool(digests.repeats)] += 1
+    assert len(has_it) == 2
+
+
+@pytest.mark.parametrize("most", [100, MOST])
+def test_parts_have_together_the_digests_of_the_whole(most: int) -> None:
+    examples = drawn(3000, 2500)
+    whole, begin = counted(examples, most), 0
+    united = ExampleDigests(most=most)
+    for end in (0, 1, 700, 701, 2900, 3000):
+        part = ExampleDigests.read(json.loads(json.dumps(counted(examples[begin:end], most).stored())))
+        united.add(part, begin)
+        begin = end
+    assert (united.bits, united.repeats) == (whole.bits, whole.repeats)
+    assert united.firsts == whole.firsts
+    assert most < MOST or united.pair == whole.pair is not None
+
+
+def test_shards_of_a_large_dataset_begin_with_a_sample() -> None:
+    assert [bits_for(rows) for rows in (0, 4 * MOST - 1, 4 * MOST, 10_000_000)] == [0, 0, 1, 6]
+    examples = drawn(4000, 3000)
+    sampled, whole = counted(examples, most=300, bits=1), counted(examples, most=300)
+    assert (sampled.bits, sampled.firsts, sampled.repeats) == (whole.bits, whole.firsts, whole.repeats)
+
+
+def test_an_overlap_of_samples_is_an_estimate() -> None:
+    trained = CountedExamples(counted([*range(20_000)], most=2000), 20_000, [("rows", 20_000)])
+    validation = CountedExamples(counted([*range(15_000, 25_000)], most=5000), 10_000, [("held", 10_000)])
+    (message,) = duplicates("warn", trained, validation)
+    words = message.split()
+    assert words[0] == "about"
+    assert int(words[1]) == pytest.approx(5000, rel=0.2)
+
+
+# --- examples ---------------------------------------------------------------------------------------------------------
+
+
+def test_examples_are_equal_with_their_loss_answers_and_labels() -> None:
+    turns = (("user", "?"), ("assistant", "y"), ("assistant", "n"))
+    ask, yes, no = ({"role": role, "content": content} for role, content in turns)
+    chatml = tiny_tokenizer()
+    talk = [ask, yes]
+
+    def long(end: str) -> Message:
+        return {"role": "assistant", "content": f"{'word ' * 20}{end}"}
+
+    pair, label = PreferenceExample.of, LabelledExample
+    cases: list[tuple[Any, int]] = [
+        (tokenize_sft([SftExample(talk, None), SftExample(talk, 1)], chatml, 64), 1),
+        (tokenize_sft([SftExample(talk * 2, None), SftExample([*talk, ask, yes], 3)], chatml, 64), 0),
+        (tokenize_dpo([pair([ask], [yes], [no]), pair([ask], [no], [yes])], chatml, 64), 0),
+        (tokenize_dpo([pair([ask], [yes], [no])] * 3, chatml, 64), 2),
+        (tokenize_kto([label([ask], [yes], True), label([ask], [yes], False)], chatml, 64), 0),
+        (tokenize_kto([label([ask], [yes], True)] * 2, chatml, 64), 1),
+        (tokenize_prompts([PromptExample([ask])] * 2, chatml, 64, 8), 1),
+        (tokenize_sft([SftExample([ask, long(word)], None) for word in "yn"], chatml, 20), 1),  # cut
+    ]
+    for tokenization, expected in cases:
+        _, report = tokenization.collect()
+        assert tokenization.counter.digests.repeated(report.kept) == expected
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"packed": True, "max_seq_length": 128}, {"token_cache": None}])
+def test_a_job_counts_repeated_and_validated_rows_whether_they_are_cached_or_not(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    held = [UNSEEN, SFT_ROWS[5], SFT_ROWS[5]]
+    spec = job_spec(tmp_path, tiny_model(), rows=REPEATED, validation_rows=held, **changes)
+    for _ in range(2):
+        assert warnings(spec)[-2:] == [OF_REPEATED, OF_OVERLAP]
+
+
+def test_rows_that_are_there_once_have_no_warning(tmp_path: Path) -> None:
+    assert not warnings(job_spec(tmp_path, tiny_model(), validation_rows=[UNSEEN]))
+
+
+def test_a_mixture_counts_over_its_datasets(tmp_path: Path) -> None:
+    def named(name: str, *rows: dict[str, Any]) -> Any:
+        return dataset(tmp_path, rows).model_copy(update={"dataset_id": name})
+
+    other = MixedDataset(dataset=named("other", UNSEEN, SFT_ROWS[2]), validation=named("other", SFT_ROWS[7]))
+    own = {"dataset": named("own", *SFT_ROWS), "validation": named("own", UNSEEN)}
+    repeated, overlap = warnings(job_spec(tmp_path, tiny_model(), **own, mixed_with=(other,)))
+    assert repeated.endswith("(row 1 of dataset 'other' repeats row 2 of dataset 'own')")
+    assert overlap.startswith(
+        "2 of 2 validation examples are trained, too (validation row 0 of dataset 'own' is training row 0 of dataset "
+        "'other')"
+    )
+
+
+def test_a_job_warns_or_fails(tmp_path: Path) -> None:
+    spec = job_spec(tmp_path, tiny_model(), rows=REPEATED)
+    status, events = run(tmp_path / "warns", spec)
+    assert status == 0
+    assert OF_REPEATED in [event.message for event in of_kind(events, Warned)]
+    status, events = run(tmp_path / "refuses", spec.changed(duplicates="refuse"))
+    (failed,) = of_kind(events, Failed)
+    assert failed.reason == Reason.invalid_dataset
+    assert failed.message == f"{OF_REPEATED}. With duplicates 'warn' the job trains on them all the same"
+
+
+def test_an_overlap_is_refused(tmp_path: Path) -> None:
+    spec = job_spec(tmp_path, tiny_model(), validation_rows=[UNSEEN, SFT_ROWS[5]], duplicates="refuse")
+    with pytest.raises(JobFailure, match="1 of 2 validation examples are trained, too"):
+        warnings(spec)
+
+
+def test_a_preview_counts_where_it_reads_all_rows(tmp_path: Path) -> None:
+    spec = job_spec(tmp_path, tiny_model(), rows=REPEATED)
+
+    def shown(spec: JobSpec, first: int = 0, **more: bool) -> list[str]:
+        return examined(spec, PreviewSpec(rows=1, first_row=first), lambda: None, **more).warnings
+
+    assert shown(spec)[-1] == OF_REPEATED
+    assert not [warning for warning in shown(spec, 1) if "repeat" in warning]
+    refuses = spec.changed(duplicates="refuse")
+    assert shown(refuses)[-1].startswith(f"the job fails: {OF_REPEATED}")
+    with pytest.raises(JobFailure, match="training examples repeat"):
+        shown(refuses, every_row=True)
+
+
+def test_an_evaluation_has_no_warning_of_its_own_rows(tmp_path: Path) -> None:
+    found = evaluate(job_spec(tmp_path, tiny_model(), rows=REPEATED, validation_rows=REPEATED))
+    assert not [warning for warning in found["warnings"] if "examples" in warning]
