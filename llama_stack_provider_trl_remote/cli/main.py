@@ -246,6 +246,7 @@ def _train(command: argparse.ArgumentParser) -> None:
     command.add_argument("--eval-data", metavar="FILE", help="rows to evaluate on before checkpoints and at the end")
     _placement(command)
     _following(command)
+    _registration(command)
 
 
 def _generation(command: argparse.ArgumentParser) -> None:
@@ -313,6 +314,7 @@ def _run_file(command: argparse.ArgumentParser) -> None:
     command.add_argument("--algorithm", choices=("sft", "dpo"), help="default: from the request's fields")
     _placement(command)
     _following(command)
+    _registration(command)
     _checkpoint(command)
 
 
@@ -337,9 +339,12 @@ def _following(command: argparse.ArgumentParser, *, detach: bool = True) -> None
     if detach:
         at_service(command)
         command.add_argument("--detach", action="store_true", help="print the job_uuid and do not wait for the job")
-        command.add_argument(
-            "--register", nargs="?", const="", metavar="URL", help="let the result answer in Llama Stack, as `register`"
-        )
+
+
+def _registration(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--register", nargs="?", const="", metavar="URL", help="let the result answer in Llama Stack, as `register`"
+    )
 
 
 def _checkpoint(command: argparse.ArgumentParser) -> None:

@@ -92,7 +92,7 @@ async def generate(client: ServiceClient, options: Namespace) -> int:
 
 async def export(client: ServiceClient, options: Namespace) -> int:
     """Submit a job that exports a model, follow it, and pull the export."""
-    _check_pull(options)
+    _check_end(options)
     model = exported_model(options.model, client.url)
     stem = model.removeprefix("job:").rstrip("/").rpartition("/")[2]
     body = {
