@@ -280,7 +280,7 @@ def _export(command: argparse.ArgumentParser) -> None:
     command.add_argument("--job", metavar="NAME", help="the job_uuid (a new name)")
     command.add_argument("--pull", metavar="DIR", help="download the export there, a new directory")
     command.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between polls (1)")
-    command.set_defaults(checkpoint=None)
+    command.set_defaults(checkpoint=None, register=None)
     at_service(command)
     command.add_argument("--detach", action="store_true", help="print the job_uuid and do not wait for the job")
 

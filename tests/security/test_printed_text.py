@@ -83,7 +83,7 @@ PREVIEW = {
         }
     ],
     "inference": {
-        **dict.fromkeys(("turns", "equal", "different", "cut", "not_compared"), HOSTILE),
+        **dict.fromkeys(("turns", "equal", "different", "cut", "unasked", "not_compared"), HOSTILE),
         "first_different": HOSTILE,
     },
 }
