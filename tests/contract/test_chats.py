@@ -178,6 +178,26 @@ def test_adapters_of_one_base_share_a_process_and_answer_beside_each_other(servi
     assert [spec["source"]["model"] for spec in specs].count(str(tiny_model())) == 1
 
 
+def test_several_answers_are_choices_each_with_random_numbers_of_its_own(service: TrainingService) -> None:
+    hot = {"temperature": 1.5, "max_tokens": 16, "seed": 3, "response_format": {"type": "text"}}
+    alone = chat(service, "ft:whole", "Tell me.", **hot)
+    body = chat_body("ft:whole", "Tell me.", n=4, **hot)
+    whole = post(service, CHAT, body).json()
+    texts = [choice["message"]["content"] for choice in whole["choices"]]
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
+    assert texts[0] == alone
+    assert len({*texts}) > 1
+    assert whole["usage"]["completion_tokens"] > whole["usage"]["prompt_tokens"] / 100
+    events = streamed(service, CHAT, {**body, "stream_options": {"include_usage": True}})
+    assert events.pop()["usage"] == whole["usage"]
+    parts = ["", "", "", ""]
+    for event in events:
+        (choice,) = event["choices"]
+        parts[choice["index"]] += choice["delta"].get("content", "")
+    assert parts == texts
+    assert {event["id"] for event in events} == {events[0]["id"]}
+
+
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.9, "seed": 11}, {"stop": "?"}])
 def test_a_stream_has_the_parts_of_the_whole_answer(service: TrainingService, changes: Json) -> None:
     body = chat_body("ft:adapter", "Tell me.", logprobs=True, top_logprobs=3, **changes)
@@ -245,7 +265,8 @@ def test_openais_own_client_reads_the_answers(service: TrainingService) -> None:
         ({"model": "ft:adapter/final"}, 400, "send ft:NAME"),
         ({"model": "/no/such/model"}, 400, "there is no such directory"),
         ({"presence_penalty": 1}, 400, "presence_penalty"),
-        ({"n": 2}, 400, "n="),
+        ({"n": 5}, 400, "n="),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "a", "name": "me"}]}, 400, "messages.0.name"),
         ({"messages": [{"role": "robot", "content": "a"}]}, 400, "messages, turn 0"),

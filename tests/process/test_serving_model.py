@@ -169,7 +169,7 @@ def test_tools_are_written_by_the_chat_template_of_the_model(tmp_path: Path) -> 
     model = tmp_path / "model"
     shutil.copytree(tiny_model(), model)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+    tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}" + CHATML
     tokenizer.save_pretrained(model)
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
     turn = {"role": "user", "content": "What is two and two?"}
@@ -179,4 +179,4 @@ def test_tools_are_written_by_the_chat_template_of_the_model(tmp_path: Path) -> 
         messages: list[Any] = []
         request = ServeRequest(messages=[{**turn, **({"tools": given} if given else {})}], max_tokens=1, seed="1")
         served.answer(request, messages.append, lambda: None)
-        assert messages[0].prompt_tokens == len(ids)
+        assert (messages[0].prompt_tokens, messages[0].has_call_tags) == (len(ids), True)

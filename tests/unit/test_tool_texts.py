@@ -20,10 +20,8 @@ def written(text: str, size: int) -> tuple[Any, list[Any]]:
     events.append(found.rest())
     found.end("stop", 1)
     deltas = [event["choices"][0]["delta"] for event in events if event]
-    assert "".join(delta.get("content", "") for delta in deltas) == (
-        found.whole()["choices"][0]["message"]["content"] or ""
-    )
-    return found.whole()["choices"][0], deltas
+    assert "".join(delta.get("content", "") for delta in deltas) == (found.choice()["message"]["content"] or "")
+    return found.choice(), deltas
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])

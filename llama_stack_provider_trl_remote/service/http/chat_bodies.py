@@ -11,6 +11,7 @@ from llama_stack_provider_trl.specs.names import CheckedElsewhere, CheckedNames,
 from llama_stack_provider_trl.specs.serving import MOST_LOGPROBS, MOST_STOP, MOST_STOPS
 
 _MOST_TOKENS = 10**6
+MOST_ANSWERS = 4
 Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP)]
 
 
@@ -38,8 +39,6 @@ class AnswerBody(Documented, CheckedNames):
     """The same seed gives the same answer; left out: another one each time."""
     stop: Annotated[Stop | list[Stop] | None, FreeText()] = None
     """Texts that end the answer and are not in it, at most 4."""
-    n: Literal[1] | None = None
-    """Answers: 1."""
 
     @field_validator("stop")
     @classmethod
@@ -67,6 +66,8 @@ class ChatBody(AnswerBody):
     template writes them as <tool_call>JSON</tool_call>, else in the answer's content."""
     tool_choice: Literal["auto", "none"] | None = None
     """none: `tools` are not described."""
+    n: int | None = Field(None, ge=1, le=MOST_ANSWERS)
+    """Answers, each with random numbers of its own. They count as so many chats. Left out: 1."""
     response_format: ResponseFormat | None = None
     """{"type": "text"}."""
     max_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)
@@ -103,6 +104,8 @@ class VoteBody(Documented, CheckedNames):
 class CompletionBody(AnswerBody):
     prompt: Annotated[str, FreeText()]
     """The text to continue, as it is: no chat template renders it."""
+    n: Literal[1] | None = None
+    """Answers: 1."""
     max_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)
     """Tokens of the answer at most. Left out: 16."""
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)

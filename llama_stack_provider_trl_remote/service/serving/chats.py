@@ -6,8 +6,8 @@ import asyncio
 import json
 import re
 import secrets
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, NotServed, TrlError
@@ -29,7 +29,7 @@ from llama_stack_provider_trl.system.data_dir import DataDir
 from ..http.chat_bodies import ChatBody, CompletionBody
 from ..http.errors import openai_error
 from ..settings import ServiceSettings
-from .openai import Json, Kind, Written, model_row
+from .openai import Json, Kind, Written, model_row, usage_event_of, whole_of
 from .served import Served
 from .serving import Serving
 from .tool_texts import CallReader
@@ -76,20 +76,61 @@ class Chats:
         request = _chat_request(body) if isinstance(body, ChatBody) else _completion_request(body)
         served = await self._serving.find(body.model)
         kind: Kind = "chat" if isinstance(body, ChatBody) else "completion"
-        written = Written(kind, body.model, request.logprobs is not None)
+        requests = _several(request, body.n or 1)
+        written = [Written(kind, body.model, request.logprobs is not None, index=n) for n in range(len(requests))]
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._serving.counted(caller))
-            messages = await stack.enter_async_context(aclosing(self._serving.answer(served, request)))
-            first = await anext(messages, None)
+            for _ in requests:
+                await stack.enter_async_context(self._serving.counted(caller))
+            messages = await stack.enter_async_context(self._answers(served, requests))
+            _, first = await anext(messages, (0, None))
             if isinstance(first, AnswerRefused):
                 raise _refused(first, served)
             if not isinstance(first, AnswerBegun):
                 raise ChatRefused("the process that serves the model did not answer: this is a bug", 500)
-            written.prompt_tokens = first.prompt_tokens
-            if reads_calls and first.has_call_tags and isinstance(body, ChatBody) and body.described_tools:
-                written.calls = CallReader()
+            has_calls = isinstance(body, ChatBody) and bool(body.described_tools) and first.has_call_tags
+            for answer in written:
+                answer.id, answer.created = written[0].id, written[0].created
+                answer.prompt_tokens = first.prompt_tokens
+                if reads_calls and has_calls:
+                    answer.calls = CallReader()
             has_usage = body.stream_options is not None and body.stream_options.include_usage
             return BegunAnswer(written, served, messages, stack.pop_all(), has_usage=has_usage)
+
+    @asynccontextmanager
+    async def _answers(
+        self, served: Served, requests: Sequence[ServeRequest]
+    ) -> AsyncIterator[AsyncGenerator[tuple[int, Answer]]]:
+        """The parts of the answers to some requests, each with the number of its request, as they come.
+
+        Several are read beside each other: each waits in the process for others only, and never for its reader, which
+        would be waiting for one that has no turn yet.
+        """
+        if len(requests) == 1:
+            async with (
+                aclosing(self._serving.answer(served, requests[0])) as messages,
+                aclosing(_first(messages)) as one,
+            ):
+                yield one
+            return
+        queue: asyncio.Queue[tuple[int, Answer | Exception | None]] = asyncio.Queue()
+
+        async def read(number: int, request: ServeRequest) -> None:
+            try:
+                async with aclosing(self._serving.answer(served, request)) as messages:
+                    async for message in messages:
+                        queue.put_nowait((number, message))
+                queue.put_nowait((number, None))
+            except Exception as error:
+                queue.put_nowait((number, error))
+
+        tasks = [asyncio.create_task(read(number, request)) for number, request in enumerate(requests)]
+        try:
+            async with aclosing(_taken(queue, len(requests))) as several:
+                yield several
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
     def models(self) -> list[Json]:
         """The results of jobs, newest first, and the models that jobs here were trained from."""
@@ -105,14 +146,38 @@ class Chats:
         return [*results, *bases.values()]
 
 
+async def _first(messages: AsyncGenerator[Answer]) -> AsyncGenerator[tuple[int, Answer]]:
+    """The parts of the only answer to a request."""
+    async for message in messages:
+        yield 0, message
+
+
+async def _taken(
+    queue: asyncio.Queue[tuple[int, Answer | Exception | None]], count: int
+) -> AsyncGenerator[tuple[int, Answer]]:
+    """What comes until so many answers have ended. Raises what the first one that fails has raised."""
+    while count:
+        number, message = await queue.get()
+        if isinstance(message, Exception):
+            raise message
+        if message is None:
+            count -= 1
+        else:
+            yield number, message
+
+
 class BegunAnswer:
-    """An answer whose prompt was read. `whole` closes it; a stream has to be closed."""
+    """The answers to a request whose prompt was read. `whole` closes it; a stream has to be closed.
+
+    Args:
+        written: the form of each answer.
+    """
 
     def __init__(
         self,
-        written: Written,
+        written: Sequence[Written],
         served: Served,
-        messages: AsyncGenerator[Answer],
+        messages: AsyncGenerator[tuple[int, Answer]],
         stack: AsyncExitStack,
         *,
         has_usage: bool,
@@ -135,7 +200,7 @@ class BegunAnswer:
         collecting, leaving = asyncio.create_task(self._collect()), asyncio.create_task(left)
         try:
             await asyncio.wait([collecting, leaving], return_when=asyncio.FIRST_COMPLETED)
-            return self._written.whole() if collecting.done() and collecting.result() is None else None
+            return whole_of(self._written) if collecting.done() and collecting.result() is None else None
         finally:
             for task in (collecting, leaving):
                 task.cancel()
@@ -148,31 +213,40 @@ class BegunAnswer:
 
     async def stream(self) -> AsyncGenerator[bytes]:
         """The answer as server-sent events, the last of which is `[DONE]`, or an error."""
-        if (first := self._written.first()) is not None:
-            yield _sent(first)
+        for answer in self._written:
+            if (first := answer.first()) is not None:
+                yield _sent(first)
         try:
             async for event in self._events():
                 yield _sent(event)
         except (ChatRefused, NotServed) as error:
             yield _sent(openai_error(getattr(error, "status_code", 503), str(error)))
             return
-        yield _sent(self._written.last())
+        for answer in self._written:
+            yield _sent(answer.last())
         if self._has_usage:
-            yield _sent(self._written.usage_event())
+            yield _sent(usage_event_of(self._written))
         yield b"data: [DONE]\n\n"
 
     async def _events(self) -> AsyncGenerator[Json]:
-        """The parts of the answer."""
-        async for message in self._messages:
+        """The parts of the answers."""
+        async for number, message in self._messages:
+            answer = self._written[number]
             if isinstance(message, AnswerPart):
-                if event := self._written.add(message.text, message.tokens):
+                if event := answer.add(message.text, message.tokens):
                     yield event
             elif isinstance(message, AnswerEnd):
-                if event := self._written.rest():
+                if event := answer.rest():
                     yield event
-                self._written.end(message.reason, message.tokens)
+                answer.end(message.reason, message.tokens)
             elif isinstance(message, AnswerRefused):
                 raise _refused(message, self._served)
+
+
+def _several(request: ServeRequest, count: int) -> list[ServeRequest]:
+    """The request with random numbers of its own for each of several answers; the first has those of the request."""
+    more = (request.model_copy(update={"seed": f"{request.seed}/{number}"}) for number in range(1, count))
+    return [request, *more]
 
 
 def _refused(message: AnswerRefused, served: Served) -> ChatRefused:

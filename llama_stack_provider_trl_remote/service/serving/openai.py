@@ -31,6 +31,8 @@ class Written:
     prompt_tokens: int = 0
     answer_tokens: int = 0
     reason: str | None = None
+    index: int = 0
+    """Number of the answer, of several to one request."""
     calls: CallReader | None = None
     """Separates calls of tools from the content; None: what the model writes is content."""
     _texts: list[str] = field(default_factory=list)
@@ -89,14 +91,11 @@ class Written:
         """The event with the reason of the end."""
         return self._event({"delta": {}, "logprobs": None} if self.kind == "chat" else {"text": "", "logprobs": None})
 
-    def usage_event(self) -> Json:
-        return {**self._head(is_event=True), "choices": [], "usage": self.usage()}
-
-    def whole(self) -> Json:
+    def choice(self) -> Json:
         """The answer in one piece."""
         logprobs = self._logprobs(self._tokens, 0) if self.has_logprobs else None
         text = "".join(self._texts)
-        choice: Json = {"index": 0, "finish_reason": self.reason, "logprobs": logprobs}
+        choice: Json = {"index": self.index, "finish_reason": self.reason, "logprobs": logprobs}
         if self.kind == "chat":
             message: Json = {"role": "assistant", "content": text, "refusal": None}
             if self._tool_calls:
@@ -104,19 +103,13 @@ class Written:
             choice["message"] = message
         else:
             choice["text"] = text
-        return {**self._head(is_event=False), "choices": [choice], "usage": self.usage()}
-
-    def usage(self) -> Json:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.answer_tokens,
-            "total_tokens": self.prompt_tokens + self.answer_tokens,
-        }
+        return choice
 
     def _event(self, choice: Json) -> Json:
-        return {**self._head(is_event=True), "choices": [{"index": 0, **choice, "finish_reason": self.reason}]}
+        return {**self.head(is_event=True), "choices": [{"index": self.index, **choice, "finish_reason": self.reason}]}
 
-    def _head(self, *, is_event: bool) -> Json:
+    def head(self, *, is_event: bool) -> Json:
+        """What answers, and events of streams, have in common."""
         name = "text_completion"
         if self.kind == "chat":
             name = "chat.completion.chunk" if is_event else "chat.completion"
@@ -138,6 +131,25 @@ class Written:
             "top_logprobs": [{each.token: each.logprob for each in token.top} for token in tokens],
             "text_offset": offsets,
         }
+
+
+def whole_of(answers: Sequence[Written]) -> Json:
+    """The answers to a request in one piece."""
+    return {
+        **answers[0].head(is_event=False),
+        "choices": [answer.choice() for answer in answers],
+        "usage": _usage_of(answers),
+    }
+
+
+def usage_event_of(answers: Sequence[Written]) -> Json:
+    """The event of a stream with its numbers of tokens."""
+    return {**answers[0].head(is_event=True), "choices": [], "usage": _usage_of(answers)}
+
+
+def _usage_of(answers: Sequence[Written]) -> Json:
+    prompt, tokens = answers[0].prompt_tokens, sum(answer.answer_tokens for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
 
 
 def _of_token(token: TokenLogprob) -> Json:
