@@ -321,3 +321,4 @@ def test_pages_of_a_data_directory_without_a_service(chromium: Any, tmp_path: Pa
             if path.startswith("/compare") or path in ("/jobs/ended", "/jobs/hostile"):
                 window.wait_for_charts()
             assert window.page.locator("img, b").count() == 0, path
+            assert window.page.locator("text=Talk to it").count() == 0, path

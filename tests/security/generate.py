@@ -34,8 +34,9 @@ _PREVIEW_FIELDS = ("model", "dataset", "method", "first_row", "rows", "train_on_
 PAGES: dict[tuple[str, str], tuple[str, ...]] = {
     **{("GET", path): () for path in ("/", "/login", "/nodes", "/static/{name}", "/jobs/{job_uuid}", "/docs")},
     **{("GET", f"/jobs/{{job_uuid}}/{name}"): () for name in ("logs", "samples", "checkpoints/{identifier}")},
-    **{("GET", path): ("dataset", "job", "metric", "axis", "page", "search") for path in ("/data", "/new", "/compare")},
+    **{("GET", path): ("dataset", "job", "metric", "axis", "page", "search") for path in ("/data", "/compare")},
     **{("GET", path): () for path in ("/metrics", "/openapi.json")},
+    ("GET", "/new"): ("dataset", "model", "method", "options"),
     ("GET", "/playground"): ("job", "model_a", "model_b", "dataset", "votes"),
     ("GET", "/playground/prompt"): ("dataset", "row", "job"),
     ("GET", "/playground/votes"): ("dataset", "model"),
