@@ -170,6 +170,8 @@ class RewardConfig(_Body):
     """reward."""
     center_rewards_coefficient: float | None = Field(None, ge=0)
     """Weight of the squared sum of both rewards of a pair. Default 0."""
+    margin: bool | None = None
+    """Each pair has a margin: the row's `margin`, or the difference of its answers' scores. Default false."""
 
 
 class KTOConfig(_Body):

@@ -62,6 +62,11 @@ def _names(one: MixtureEntry, options: ProviderOptions) -> RowNames | None:
     )
 
 
+def with_margins(names: RowNames | None) -> RowNames:
+    """What rows are read by whose pairs have margins."""
+    return (names or RowNames()).model_copy(update={"margins": True})
+
+
 def with_rows(
     named: Sequence[NamedDataset], rows: Sequence[tuple[DatasetRef, DatasetRef | None]], names: RowNames | None
 ) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def _reward(config: RewardConfig, options: ProviderOptions, where: str) -> Rewar
     if options.lora and (options.lora.quantize_base or options.lora.use_dora):
         name = "quantize_base" if options.lora.quantize_base else "use_dora"
         raise InvalidRequest(f"provider_options.lora.{name}", True, "a reward model trains with plain LoRA only")
-    return RewardSpec(**_given(config, "center_rewards_coefficient"))
+    return RewardSpec(**_given(config, "center_rewards_coefficient", "margin"))
 
 
 def _kto(config: KTOConfig, options: ProviderOptions, where: str) -> KtoSpec:

@@ -20,7 +20,7 @@ from .data import resolve_data, resolve_data_config, resolve_shard, resolve_trai
 from .engines import check_vllm_ranks
 from .lifecycle import resolve_lifecycle
 from .method import jobs_named_by, resolve_method
-from .mixture import NamedDataset, resolve_datasets, with_rows
+from .mixture import NamedDataset, resolve_datasets, with_margins, with_rows
 from .options import ProviderOptions
 from .paths import resolve_paths
 from .placement import on_reserved_cores, resolve_placement, with_sharding
@@ -106,4 +106,7 @@ def resolve(
     check_vllm_ranks(fields)
     share, shard = resolve_train_share(data), resolve_shard(options)
     datasets = resolve_datasets(data, options, algorithm)
-    return Resolution(datasets, data.validation_dataset_id, fields, warnings, trackers, share, shard, options.row_names)
+    names = options.row_names
+    if method["method"].has_margins:
+        names, datasets = with_margins(names), tuple(one._replace(names=with_margins(one.names)) for one in datasets)
+    return Resolution(datasets, data.validation_dataset_id, fields, warnings, trackers, share, shard, names)

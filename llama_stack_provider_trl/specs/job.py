@@ -71,6 +71,8 @@ class RowNames(Frozen):
     """Role in the dataset's messages -> system, user, assistant or tool."""
     system: str | None = None
     """Text of a system turn for conversations that begin with none; None: they stay as they are."""
+    margins: bool = False
+    """Each pair has a margin: the row's column `margin`, or the difference of its answers' scores."""
 
 
 class DatasetRef(Frozen):

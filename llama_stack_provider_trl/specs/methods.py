@@ -79,6 +79,11 @@ class MethodParameters(Frozen):
         return False
 
     @property
+    def has_margins(self) -> bool:
+        """Whether each pair has a margin."""
+        return False
+
+    @property
     def answered_by_vllm(self) -> VllmSpec | None:
         """How vLLM computes the answers; None: it does not."""
         return None
@@ -167,6 +172,13 @@ class RewardSpec(MethodParameters):
     algorithm: Literal["reward"] = "reward"
     center_rewards_coefficient: float = Field(0.0, ge=0)
     """Weight of the squared sum of both rewards (arXiv:2312.09244), which keeps their mean near 0."""
+    margin: bool = False
+    """The chosen answer's reward is to be higher by the margin of its pair (arXiv:2307.09288): -log sigmoid(chosen -
+    rejected - margin)."""
+
+    @property
+    def has_margins(self) -> bool:
+        return self.margin
 
 
 class VllmSpec(Frozen):

@@ -79,6 +79,9 @@ _TOOL_NAME = re.compile(r"""(["'])name\1\s*:\s*\1([^"'\\]+)\1""")
 _NUMBER = re.compile(r"-?\d{1,15}(\.\d{1,15})?")
 _COMPLETION_SCORES = ("overall_score", "fine-grained_score", "fine_grained_score")
 """Keys with the score of an answer in UltraFeedback: the first one that all answers of a row have is read."""
+MARGIN = "margin"
+"""Column with the margin of a pair, or a list of those of several, which reward models are trained with by option."""
+_GREATEST_MARGIN = 1e6
 _NAMES_SHOWN = 12
 _MESSAGES = "a list of {role, content} messages"
 UNREAD = "columns never read: "
@@ -113,11 +116,19 @@ class PreferenceExample:
     """Assistant turns of each answer, each answer once."""
     pairs: list[tuple[int, int]]
     """Chosen and rejected, as indexes into `answers`. None: no answer of the row is better than another."""
+    margins: list[float] | None = None
+    """Of each pair; None: the rows are read without margins."""
 
     @classmethod
-    def of(cls, prompt: list[Message], chosen: list[Message], *rejected: list[Message]) -> PreferenceExample:
+    def of(
+        cls,
+        prompt: list[Message],
+        chosen: list[Message],
+        *rejected: list[Message],
+        margins: list[float] | None = None,
+    ) -> PreferenceExample:
         """One answer that is better than others."""
-        return cls(prompt, [chosen, *rejected], [(0, number) for number in range(1, len(rejected) + 1)])
+        return cls(prompt, [chosen, *rejected], [(0, number) for number in range(1, len(rejected) + 1)], margins)
 
     def written_out(self) -> Iterator[PreferencePair]:
         """Each pair on its own."""
@@ -163,8 +174,12 @@ class _Notes:
     """Column of a shape -> column of the dataset."""
     system: str = field(init=False)
     """Text of a system turn for rows that have none; empty: there is none."""
+    margins: bool = field(init=False)
+    """Whether each pair has a margin."""
     roles: dict[str, str] = field(init=False)
     """Role in messages -> one of the four."""
+    call_roles: frozenset[str] = field(init=False)
+    """Roles of turns whose content is a call; none that `names` has for something else."""
     named: set[str] = field(default_factory=set)
     """Columns of `columns` that some row has."""
     used_roles: set[str] = field(default_factory=set)
@@ -194,7 +209,9 @@ class _Notes:
     def __post_init__(self) -> None:
         self.columns = self.names.columns if self.names else {}
         self.system = (self.names and self.names.system) or ""
+        self.margins = bool(self.names and self.names.margins)
         self.roles = {**ROLES, **self.names.roles} if self.names else ROLES
+        self.call_roles = frozenset(CALL_ROLES) - (self.names.roles.keys() if self.names else frozenset())
 
 
 class _Row:
@@ -301,7 +318,7 @@ class _Row:
         where = f"{where} ({role})"
         self._note_extra_keys(message, {role_key, content_key}, role, where, turn == 0)
         found: Message = {"role": role, "content": ""}
-        if self.notes.roles is ROLES and message[role_key] in CALL_ROLES:
+        if message[role_key] in self.notes.call_roles:
             found["tool_calls"] = read_calls(message.get(content_key), where, self.refuse)
             message = {key: value for key, value in message.items() if key != content_key}
         found |= self._beside(message, role, where)
@@ -540,13 +557,13 @@ def _read_preference(row: _Row) -> PreferenceExample:
     rejected = [
         (where, _without_prompt(prompt, row.turns_of(value, where, "assistant"))) for where, value in _rejected(row)
     ]
-    _check_scores(row, len(rejected))
+    differences = _score_differences(row, len(rejected))
     shared = _shared_turns([turns for _, turns in (chosen, *rejected)])
     if shared[-len(prompt) :] == prompt:  # the conversations carry more context, such as a system turn
-        return _behind(row, shared, shared, chosen, rejected)
+        return _behind(row, shared, shared, chosen, rejected, differences)
     if shared and shared[0]["role"] == "assistant" and shared[-1]["role"] != "assistant":  # and more turns
-        return _behind(row, prompt + shared, shared, chosen, rejected)
-    return _better(row, prompt, chosen, rejected)
+        return _behind(row, prompt + shared, shared, chosen, rejected, differences)
+    return _better(row, prompt, chosen, rejected, differences)
 
 
 def _read_implicit_preference(row: _Row) -> PreferenceExample:
@@ -557,14 +574,14 @@ def _read_implicit_preference(row: _Row) -> PreferenceExample:
             raise row.refuse(where, _kind(value), expected + _likely_prompt(row))
     chosen = ("chosen", row.messages("chosen"))
     rejected = [(where, row.messages_of(value, where)) for where, value in of_rejected]
-    _check_scores(row, len(rejected))
+    differences = _score_differences(row, len(rejected))
     shared = _shared_turns([turns for _, turns in (chosen, *rejected)])
     if not shared:
         expected = f"the same leading turns in {'both' if len(rejected) == 1 else 'all'} (they are the prompt)"
         found = "a first turn that differs from that of rejected"
         raise row.refuse("chosen", found, f"{expected}, or a prompt column{_likely_prompt(row)}")
     _refuse_open_answer(row, "chosen", shared)
-    return _behind(row, shared, shared, chosen, rejected)
+    return _behind(row, shared, shared, chosen, rejected, differences)
 
 
 def _rejected(row: _Row) -> list[tuple[str, Any]]:
@@ -575,23 +592,26 @@ def _rejected(row: _Row) -> list[tuple[str, Any]]:
     return [(f"rejected, answer {number}", one) for number, one in enumerate(value)]
 
 
-def _check_scores(row: _Row, count: int) -> None:
-    """Refuse scores by which a rejected answer is the better one. They have no other use.
+def _score_differences(row: _Row, count: int) -> list[float] | None:
+    """By how much the chosen answer's score is above that of each rejected one; None: there are no scores. Scores by
+    which a rejected answer is the better one are refused.
 
     Args:
         count: rejected answers.
     """
     if "score_chosen" not in row.values or "score_rejected" not in row.values:
-        return
+        return None
     chosen, value = row.number(row.values["score_chosen"], "score_chosen"), row.values["score_rejected"]
     values = value if isinstance(value, list) else [value]
     if len(values) != count:
         raise row.refuse("score_rejected", f"{len(values)} scores", f"{count}, one for each rejected answer")
-    best = max(row.number(score, "score_rejected") for score in values)
+    scores = [row.number(score, "score_rejected") for score in values]
+    best = max(scores)
     if best > chosen:
         expected = "a score that is not below that of a rejected answer: swap the answers, or correct the scores"
         raise row.refuse("score_chosen", f"{_shown(chosen)} where score_rejected is {_shown(best)}", expected)
     row.notes.equal_scores += best == chosen
+    return [chosen - score for score in scores]
 
 
 def _read_openai_preference(row: _Row) -> PreferenceExample:
@@ -639,7 +659,8 @@ def _read_nectar(row: _Row) -> PreferenceExample:
     _note_unread(row, [one for _, one in found], {"answer", "rank"})
     ranks = [row.number(one.get("rank"), f"{where}, rank") for where, one in found]
     prompt = _dialog_in_text(row, "prompt") or _prompt(row, "prompt")
-    return _best_of(row, prompt, [(where, one["answer"]) for where, one in found], [-rank for rank in ranks])
+    answers = [(where, one["answer"]) for where, one in found]
+    return _best_of(row, prompt, answers, [-rank for rank in ranks], are_scores=False)
 
 
 def _dialog_in_text(row: _Row, column: str) -> list[Message] | None:
@@ -667,7 +688,7 @@ def _ranked_reader(column: str, sign: int) -> Callable[[_Row], PreferenceExample
             raise row.refuse(column, f"{len(numbers)} numbers", f"{len(answers)}, one for each of responses")
         values = [sign * row.number(value, f"{column}, number {number}") for number, value in enumerate(numbers)]
         found = [(f"responses, answer {number}", answer) for number, answer in enumerate(answers)]
-        return _best_of(row, _prompt(row, "prompt"), found, values)
+        return _best_of(row, _prompt(row, "prompt"), found, values, are_scores=sign > 0)
 
     return read
 
@@ -688,19 +709,26 @@ def _note_unread(row: _Row, objects: Sequence[Mapping[str, Any]], read: set[str]
 
 
 def _best_of(
-    row: _Row, prompt: list[Message], given: Sequence[tuple[str, Any]], values: Sequence[float]
+    row: _Row,
+    prompt: list[Message],
+    given: Sequence[tuple[str, Any]],
+    values: Sequence[float],
+    *,
+    are_scores: bool = True,
 ) -> PreferenceExample:
     """The best of several answers, the first of those that are equally good, against each that is less good.
 
     Args:
         given: where each answer is, and its text or messages.
         values: how good each is.
+        are_scores: their differences mean something; not those of ranks.
     """
     answers = [(where, _without_prompt(prompt, row.turns_of(value, where, "assistant"))) for where, value in given]
     best = max(values, default=0.0)
     worse = [answer for answer, value in zip(answers, values, strict=True) if value < best]
     if worse:
-        return _better(row, prompt, answers[values.index(best)], worse)
+        differences = [best - value for value in values if value < best] if are_scores else None
+        return _better(row, prompt, answers[values.index(best)], worse, differences)
     row.notes.pairless += 1
     return PreferenceExample(prompt, [], [])
 
@@ -752,20 +780,53 @@ def _answer(row: _Row, column: str, turns: list[Message], *others: str) -> list[
 
 
 def _behind(
-    row: _Row, prompt: list[Message], shared: list[Message], chosen: _Answer, rejected: Sequence[_Answer]
+    row: _Row,
+    prompt: list[Message],
+    shared: list[Message],
+    chosen: _Answer,
+    rejected: Sequence[_Answer],
+    differences: list[float] | None,
 ) -> PreferenceExample:
     """As `_better`, of answers that begin with turns that they share."""
     first, *others = ((where, turns[len(shared) :]) for where, turns in (chosen, *rejected))
-    return _better(row, prompt, first, others)
+    return _better(row, prompt, first, others, differences)
 
 
-def _better(row: _Row, prompt: list[Message], chosen: _Answer, rejected: Sequence[_Answer]) -> PreferenceExample:
-    """An answer that is better than others."""
+def _better(
+    row: _Row,
+    prompt: list[Message],
+    chosen: _Answer,
+    rejected: Sequence[_Answer],
+    differences: list[float] | None = None,
+) -> PreferenceExample:
+    """An answer that is better than others.
+
+    Args:
+        differences: of its score and theirs; None: they have none.
+    """
     first, *others = (_answer(row, where, turns) for where, turns in (chosen, *rejected))
     row.notes.pairs += len(others)
     row.notes.identical += others.count(first)
     row.notes.repeating += _repeats(prompt, first) or any(_repeats(prompt, answer) for answer in others)
-    return PreferenceExample.of(prompt, first, *others)
+    margins = _margins(row, len(others), differences) if row.notes.margins else None
+    return PreferenceExample.of(prompt, first, *others, margins=margins)
+
+
+def _margins(row: _Row, count: int, differences: list[float] | None) -> list[float]:
+    """The margin of each pair of a row."""
+    value = row.values.get(MARGIN)
+    if value is not None:
+        values = value if isinstance(value, list) else [value]
+        if len(values) != count:
+            raise row.refuse(MARGIN, f"{len(values)} margins", f"{count}, one for each rejected answer")
+        differences = [row.number(one, MARGIN) for one in values]
+    if differences is None:
+        expected = "column margin, or scores of both answers, since the job is trained with margins"
+        raise row.refuse(MARGIN, "neither a margin nor scores", expected)
+    for margin in differences:
+        if not 0 <= margin <= _GREATEST_MARGIN:
+            raise row.refuse(MARGIN, f"{_shown(margin)}", f"a number from 0 to {_GREATEST_MARGIN:.0f}")
+    return differences
 
 
 def _repeats(prompt: list[Message], answer: list[Message]) -> bool:
@@ -808,7 +869,8 @@ class RowShape:
     @property
     def read_beside(self) -> tuple[str, ...]:
         """Columns that are read where a row has them; a plain text is written by no chat template."""
-        return self.optional if self.columns == ("text",) else (*self.optional, *_AROUND)
+        margin = (MARGIN,) if self.use == "dpo" else ()
+        return self.optional if self.columns == ("text",) else (*self.optional, *margin, *_AROUND)
 
 
 ROW_SHAPES: tuple[RowShape, ...] = (
@@ -1225,6 +1287,8 @@ _Seen = Counter[tuple[RowShape, frozenset[str]]]
 def _warnings(seen: _Seen, notes: _Notes, use: RowUse, data_format: DataFormat | None) -> list[str]:
     warnings = []
     unread = {column for shape, columns in seen for column in columns.difference(shape.columns, shape.read_beside)}
+    if not notes.margins:
+        unread |= {MARGIN for _, columns in seen if MARGIN in columns}
     if unread and use != "grpo":  # rewards get whole rows
         warnings.append(f"{UNREAD}{_listed(unread)}")
     if notes.message_keys:

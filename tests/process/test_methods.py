@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Evaluated, Failed, Prepared, Progress
-from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
+from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, RowNames, ShardingSpec
 from llama_stack_provider_trl.specs.methods import CpoSpec, KtoSpec, OrpoSpec, RewardSpec
 from tests.ranks import Ranks
 from tests.required import FULL, in_full
@@ -36,7 +36,12 @@ METHODS: dict[str, tuple[str, Any]] = {
     "simpo": ("simpo", SIMPO),
     "simpo-with-alpha": ("simpo", SIMPO.model_copy(update={"alpha": 0.3})),
 }
-REWARDS = {"reward": RewardSpec(), "reward-centered": RewardSpec(center_rewards_coefficient=0.1)}
+MARGINS = [{**row, "margin": n % 4 / 2} for n, row in enumerate(ROWS)]
+REWARDS = {
+    "reward": RewardSpec(),
+    "reward-margin": RewardSpec(margin=True),
+    "reward-centered": RewardSpec(center_rewards_coefficient=0.1),
+}
 UNPAIRED = [
     {"prompt": row["prompt"], "completion": row["chosen" if n % 3 else "rejected"], "label": bool(n % 3)}
     for n, row in enumerate(ROWS)
@@ -139,10 +144,15 @@ def trl_trainer(model: Path, root: Path, parameters: Any) -> Any:
         model=auto.from_pretrained(model, dtype="float32"),
         args=config,
         processing_class=AutoTokenizer.from_pretrained(model),
-        train_dataset=Dataset.from_list(
-            [as_chat(row) for row in (UNPAIRED if isinstance(parameters, KtoSpec) else ROWS)[: 2 * STEPS]]
-        ),
+        train_dataset=Dataset.from_list([as_chat(row) for row in rows_of(parameters)[: 2 * STEPS]]),
     )
+
+
+def rows_of(parameters: Any) -> list[dict[str, Any]]:
+    """The rows of the comparison with TRL."""
+    if isinstance(parameters, RewardSpec) and parameters.margin:
+        return MARGINS
+    return UNPAIRED if isinstance(parameters, KtoSpec) else ROWS
 
 
 def as_chat(row: dict[str, Any]) -> dict[str, Any]:
@@ -188,14 +198,16 @@ def test_kto_gives_the_losses_of_trl_called_directly(model: Path, tmp_path: Path
         )
 
 
-@pytest.mark.parametrize("name", REWARDS if FULL else ["reward-centered"])
+@pytest.mark.parametrize("name", REWARDS if FULL else ["reward-centered", "reward-margin"])
 def test_a_reward_model_gives_the_losses_of_trl_called_directly(reward_model: Path, tmp_path: Path, name: str) -> None:
     trainer = trl_trainer(reward_model, tmp_path, REWARDS[name])
     trainer.train()
     expected = [entry for entry in trainer.state.log_history if "loss" in entry]
-    spec = job_spec(
-        tmp_path, reward_model, "reward", rows=ROWS[: 2 * STEPS], shuffle=False, batch_size=2, method=REWARDS[name]
-    )
+    rows = rows_of(REWARDS[name])[: 2 * STEPS]
+    spec = job_spec(tmp_path, reward_model, "reward", rows=rows, shuffle=False, batch_size=2, method=REWARDS[name])
+    if REWARDS[name].margin:
+        named = spec.data.dataset.model_copy(update={"names": RowNames(margins=True)})
+        spec = spec.changed(dataset=named)
     status, events = run(tmp_path, spec)
     assert status == 0
     assert losses(events) == pytest.approx([entry["loss"] for entry in expected], rel=1e-4)

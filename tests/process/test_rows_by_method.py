@@ -170,7 +170,7 @@ TRAINED: dict[str, Any] = {
     "orpo": OrpoSpec(),
     "cpo": CpoSpec(),
     "simpo": CpoSpec(algorithm="simpo", loss_type="simpo", beta=2.0, gamma=0.5, alpha=0.0),
-    "reward": RewardSpec(),
+    "reward": RewardSpec(margin=True),
     "kto": KtoSpec(),
     "grpo": GrpoSpec(rewards=REWARDS, num_generations=3, max_completion_length=5, beta=0.2),
     "distillation": DistillationSpec(reference=reference_to("."), max_completion_length=5, beta=0.5),
@@ -199,11 +199,23 @@ def rows_of(use: str, shape: str | None) -> list[Row]:
     return [make(n) for n in ((3, 4) if len(SHAPES[use]) < GLOBAL_BATCH else (3,)) for make in SHAPES[use].values()]
 
 
+def with_margin(row: Row, number: int) -> Row:
+    """The pair with a margin, but for those that have scores."""
+    if "scores" in row:
+        return row
+    several = isinstance(row.get("rejected"), list) and isinstance(row["rejected"][0], str)
+    margin = number / 4
+    return {**row, "margin": [margin, 2 * margin] if several else margin}
+
+
 def spec_of(root: Path, name: str, shape: str | None, ranks: int = 1, **changes: Any) -> JobSpec:
     """The same job for any number of ranks: the same rows in each step."""
     algorithm, method = ALGORITHMS[name], TRAINED[name]
     use = METHODS[algorithm].rows
-    rows, names = rows_of(use, shape), {"names": NAMES} if shape in (None, "mapped") else {}
+    rows, names = rows_of(use, shape), {"names": NAMES if shape in (None, "mapped") else None}
+    if name == "reward":
+        rows = [with_margin(row, number) for number, row in enumerate(rows)]
+        names = {"names": (names["names"] or RowNames()).model_copy(update={"margins": True})}
     if algorithm == "distillation":
         method = method.model_copy(update={"reference": reference_to(teacher_of(root.parent / "teacher", name))})
     given = dataset(root, rows).model_copy(update=names)

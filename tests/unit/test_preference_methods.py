@@ -21,10 +21,10 @@ from llama_stack_provider_trl.requests.resolve import Resolution, resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.bases import with_parts
 from llama_stack_provider_trl.specs.custom import ALGORITHMS
-from llama_stack_provider_trl.specs.job import Algorithm, DatasetRef, JobSpec
+from llama_stack_provider_trl.specs.job import Algorithm, DatasetRef, JobSpec, RowNames
 from llama_stack_provider_trl.specs.methods import METHODS, CpoSpec, KtoSpec, OrpoSpec, RewardSpec
 from llama_stack_provider_trl.specs.model_source import ModelSource
-from llama_stack_provider_trl.specs.rows import LabelledExample, check_rows, parse_row
+from llama_stack_provider_trl.specs.rows import LabelledExample, PreferenceExample, check_rows, parse_row
 from llama_stack_provider_trl_remote.service.http.bodies import PreflightBody
 from tests.tiny import REPOSITORY
 
@@ -74,6 +74,67 @@ def test_a_reward_model_gets_its_parameter_and_its_own_learning_rates() -> None:
     assert (spec.trains_reward, spec.has_pairs) == (True, True)
     assert spec.train.optimizer.learning_rate == 1e-4
     assert spec_of({"type": "reward"}, lora={"rank": 4}).train.optimizer.learning_rate == 1e-3
+
+
+def test_rows_of_a_reward_model_are_read_with_margins_where_it_has_them() -> None:
+    spec = spec_of({"type": "reward", "margin": True})
+    assert spec.method == RewardSpec(margin=True)
+    assert spec.data.dataset.names == RowNames(margins=True)
+    named = spec_of({"type": "reward", "margin": True}, columns={"margin": "gap"}).data.dataset.names
+    assert named == RowNames(columns={"margin": "gap"}, margins=True)
+    assert spec_of({"type": "reward"}).data.dataset.names is None
+    for method in ("dpo", "orpo", "kto"):
+        with pytest.raises(InvalidRequest, match=r"algorithm_config\.margin"):
+            spec_of({"type": method, "margin": True})
+
+
+MANY = {"prompt": "a", "chosen": "b", "rejected": ["c", "d"]}
+
+
+@pytest.mark.parametrize(
+    ("row", "margins"),
+    [
+        ({**PAIR, "margin": 0.5}, [0.5]),
+        ({**PAIR, "margin": "2", "score_chosen": 9, "score_rejected": 1}, [2.0]),
+        ({**PAIR, "score_chosen": 9, "score_rejected": 1.5}, [7.5]),
+        ({**MANY, "margin": [1, 0]}, [1, 0]),
+        ({**MANY, "score_chosen": 3, "score_rejected": [1, 2]}, [2, 1]),
+        ({"prompt": "a", "responses": ["b", "c", "d"], "scores": [0.5, 2, 0.5]}, [1.5, 1.5]),
+        ({"instruction": "a", "completions": [{"response": r, "overall_score": len(r)} for r in ("b", "cc")]}, [1]),
+    ],
+)
+def test_the_margin_of_a_pair_is_its_column_or_the_difference_of_its_scores(row: Any, margins: list[float]) -> None:
+    example = parse_row(row, 0, "reward", names=RowNames(margins=True))
+    assert isinstance(example, PreferenceExample)
+    assert example.margins == margins
+    assert len(example.pairs) == len(margins)
+    plain = parse_row(row, 0, "dpo")
+    assert isinstance(plain, PreferenceExample)
+    assert plain.margins is None
+    assert plain.answers == example.answers
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (PAIR, "row 0: column margin: found neither a margin nor scores, expected column margin, or scores of both"),
+        ({"prompt": "a", "responses": ["b", "c"], "ranks": [1, 2]}, "found neither a margin nor scores"),
+        ({**PAIR, "margin": -0.1}, "column margin: found -0.1, expected a number from 0 to 1000000"),
+        ({**PAIR, "margin": 1e9}, "expected a number from 0 to 1000000"),
+        ({**PAIR, "margin": "much"}, "column margin: found text 'much', expected a number"),
+        ({**MANY, "margin": 1}, "column margin: found 1 margins, expected 2, one for each rejected answer"),
+    ],
+)
+def test_a_pair_without_a_margin_is_refused_by_its_row_and_column(row: Any, words: str) -> None:
+    with pytest.raises(InvalidRows, match=re.escape(words)):
+        check_rows([row], "reward", names=RowNames(margins=True))
+    check_rows([row], "reward")
+
+
+def test_margins_that_no_loss_reads_are_named() -> None:
+    row = {**PAIR, "margin": 0.5}
+    assert check_rows([row], "reward").warnings == ["columns never read: margin"]
+    assert check_rows([row], "reward", names=RowNames(margins=True)).warnings == []
 
 
 def test_kto_gets_its_parameters_and_the_reference_of_dpo(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRows
+from llama_stack_provider_trl.specs.job import RowNames
 from llama_stack_provider_trl.specs.rows import SftExample, check_rows, parse_row
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -126,6 +127,28 @@ def test_sharegpt_writes_calls_and_results_as_turns() -> None:
         {"from": "gpt", "value": "7."},
     ]
     assert parse_row({"conversations": talk, "tools": json.dumps([FUNCTION])}, 0, "sft") == EXPECTED
+
+
+def test_calls_as_turns_are_read_under_other_names_too_but_for_a_role_that_is_named() -> None:
+    talk = [
+        {"from": "client", "value": "Warm?"},
+        {"from": "function_call", "value": json.dumps(CALL)},
+        {"from": "observation", "value": "7"},
+        {"from": "gpt", "value": "7."},
+    ]
+    row = {"talk": talk, "tools": [FUNCTION]}
+    names = RowNames(columns={"conversations": "talk"}, roles={"client": "user"})
+    assert parse_row(row, 0, "sft", names=names) == EXPECTED
+    plain = [{**turn, "from": "human"} if turn["from"] == "client" else turn for turn in talk]
+    system = parse_row({"conversations": plain, "tools": [FUNCTION]}, 0, "sft", names=RowNames(system="Be brief."))
+    assert isinstance(system, SftExample)
+    assert system.messages is not None
+    assert system.messages[2]["tool_calls"] == [CALL]
+    named = names.model_copy(update={"roles": {"client": "user", "function_call": "assistant"}})
+    example = parse_row(row, 0, "sft", names=named)
+    assert isinstance(example, SftExample)
+    assert example.messages is not None
+    assert example.messages[1]["content"] == json.dumps(CALL)
 
 
 def test_ids_and_names_of_results_are_kept() -> None:

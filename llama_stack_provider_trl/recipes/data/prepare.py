@@ -39,6 +39,8 @@ from .tables import (
     DPO_COLUMNS,
     IGNORED,
     KTO_COLUMNS,
+    MARGIN,
+    MARGIN_COLUMNS,
     PROMPT_COLUMNS,
     SFT_COLUMNS,
     SOURCE,
@@ -223,7 +225,8 @@ def tokenize(
             return tokenize_taught_prompts(prompts, tokenizer, teacher, most, spec.method.answer_tokens, first)
         return tokenize_prompts(prompts, tokenizer, most, spec.method.answer_tokens, first)
     if spec.has_pairs:
-        return tokenize_dpo(read_examples(path, "dpo", names=names, rows=rows), tokenizer, most, side, first)
+        pairs = read_examples(path, "dpo", names=names, rows=rows)
+        return tokenize_dpo(pairs, tokenizer, most, side, first, margins=names is not None and names.margins)
     if METHODS[spec.algorithm].rows == "kto":
         return tokenize_kto(read_examples(path, "kto", names=names, rows=rows), tokenizer, most, side, first)
     examples = read_examples(path, "sft", spec.data.data_format, names, rows)
@@ -282,6 +285,8 @@ def tokenize_dpo(
     max_seq_length: int,
     side: TruncationSide = "right",
     first: int = 0,
+    *,
+    margins: bool = False,
 ) -> Tokenization:
     """Tokenize for `DPOTrainer`, a part at a time, with its `_prepare_dataset` switched off.
 
@@ -292,18 +297,24 @@ def tokenize_dpo(
 
     Returns:
         Tables with the columns `prompt_ids`, `chosen_ids` and `rejected_ids`, cut so that the prompt with either answer
-        has at most `max_seq_length` tokens, in the order of rows and their pairs; after the last one, the report.
+        has at most `max_seq_length` tokens, in the order of rows and their pairs; after the last one, the report. With
+        `margins` a further column has the margin of each pair, which the rows must have been read with.
     """
-    chat = Chat(tokenizer)
+    chat, columns = Chat(tokenizer), MARGIN_COLUMNS if margins else DPO_COLUMNS
     counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
     tables = (
         table(
-            [cut for row in counter.read(encode_pairs(chat, chunk)) for ids in row if (cut := counter.cut_pair(*ids))],
-            DPO_COLUMNS,
+            [
+                (*cut, margin) if margins else cut
+                for row, (_, example) in zip(counter.read(encode_pairs(chat, chunk)), chunk, strict=True)
+                for ids, margin in zip(row, example.margins or [0.0] * len(row), strict=True)
+                if (cut := counter.cut_pair(*ids))
+            ],
+            columns,
         )
         for chunk in batched(enumerate(pairs, first), CHUNK_ROWS)
     )
-    return Tokenization(tables, DPO_COLUMNS, chat, "pair", counter)
+    return Tokenization(tables, columns, chat, "pair", counter)
 
 
 def tokenize_kto(
@@ -412,7 +423,9 @@ def with_filler(dataset: Dataset) -> Dataset:
     elif "row" in first:
         filler = in_memory([table([(first["prompt_ids"][:2], [])], PROMPT_COLUMNS)])
     else:
-        filler = in_memory([table([(first["prompt_ids"][:2] or first["chosen_ids"][:2], [], [])], DPO_COLUMNS)])
+        ids = first["prompt_ids"][:2] or first["chosen_ids"][:2]
+        columns, margin = (MARGIN_COLUMNS, [0.0]) if MARGIN in first else (DPO_COLUMNS, [])
+        filler = in_memory([table([(ids, [], [], *margin)], columns)])
     return concatenate_datasets([dataset, with_source(filler, 0) if SOURCE in first else filler])
 
 

@@ -21,7 +21,7 @@ from .keys import RowKeys
 from .packing import pack, packed_tables
 from .prepare import DataReport, Tokenization, tokenize
 from .shards import ShardedRows, shards_of
-from .tables import COLUMNS, PACKED_COLUMNS, TAUGHT_COLUMNS, in_memory
+from .tables import COLUMNS, MARGIN_COLUMNS, PACKED_COLUMNS, TAUGHT_COLUMNS, in_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,6 +117,8 @@ class Preparation:
 
     def _tokens(self, cache: TokenCache, key: str, dataset: DatasetRef) -> CachedRows:
         columns = COLUMNS[METHODS[self._spec.algorithm].rows] if self._teacher is None else TAUGHT_COLUMNS
+        if dataset.names is not None and dataset.names.margins:
+            columns = MARGIN_COLUMNS
         if (count := shards_of(dataset)) == 1:
             return cache.get(key, columns, partial(self._write_tokens, cache, dataset))
         rows = ShardedRows(self._spec, dataset, self._tokenizer, self._teacher, cache.directory, key, columns)

@@ -20,6 +20,9 @@ PROMPT_COLUMNS = ("prompt_ids", "row")
 TAUGHT_COLUMNS = (*PROMPT_COLUMNS, "teacher_ids")
 """The last one: of a teacher with another vocabulary, the prompt as it reads it."""
 DPO_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
+MARGIN = "margin"
+"""A number of a pair, of jobs whose pairs have margins."""
+MARGIN_COLUMNS = (*DPO_COLUMNS, MARGIN)
 KTO_COLUMNS = ("prompt_ids", "completion_ids", "label")
 SOURCE = "source"
 """A number: that of the dataset which a row is of, in a mixture."""
@@ -28,9 +31,10 @@ COLUMNS = {"sft": SFT_COLUMNS, "dpo": DPO_COLUMNS, "kto": KTO_COLUMNS, "prompts"
 
 
 def schema(columns: Sequence[str]) -> pa.Schema:
-    """Columns of lists of numbers, and `label`, a boolean."""
+    """Columns of lists of numbers, and of single values: `label`, a boolean, and `margin`, a number."""
     # int32 holds every vocabulary and takes half the memory; the collators make int64 tensors of it.
-    of = {column: Value("bool") if column == "label" else List(Value("int32")) for column in columns}
+    single = {"label": Value("bool"), MARGIN: Value("float32")}
+    of = {column: single.get(column) or List(Value("int32")) for column in columns}
     return Features(of).arrow_schema
 
 

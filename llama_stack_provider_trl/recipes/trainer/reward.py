@@ -18,19 +18,20 @@ from .pairs import reward_metrics
 from .trl_patches import PreparedDatasets
 
 
-def reward_loss(rewards: torch.Tensor, spec: RewardSpec) -> torch.Tensor:
+def reward_loss(rewards: torch.Tensor, spec: RewardSpec, margins: torch.Tensor | float = 0.0) -> torch.Tensor:
     """Loss of each pair, shape (pairs,).
 
     Args:
         rewards: of the chosen answers, then of the rejected ones, shape (2 * pairs,).
+        margins: of the pairs, shape (pairs,).
     """
     chosen, rejected = rewards.chunk(2)
-    return -F.logsigmoid(chosen - rejected) + spec.center_rewards_coefficient * (chosen + rejected) ** 2
+    return -F.logsigmoid(chosen - rejected - margins) + spec.center_rewards_coefficient * (chosen + rejected) ** 2
 
 
 class WholeAnswers:
-    """Collates pairs with the columns prompt_ids, chosen_ids and rejected_ids: all chosen sequences, then all rejected
-    ones, padded; `real` is 0 for a filler, which has no answers."""
+    """Collates pairs with the columns prompt_ids, chosen_ids and rejected_ids, and perhaps margin: all chosen
+    sequences, then all rejected ones, padded; `real` is 0 for a filler, which has no answers."""
 
     def __init__(self, pad_token_id: int) -> None:
         self._collate = DataCollatorForPreference(pad_token_id=pad_token_id)
@@ -39,7 +40,8 @@ class WholeAnswers:
         answers = ("chosen_ids", "rejected_ids")
         whole = [{name: [*pair["prompt_ids"], *pair[name]] for name in answers} for pair in pairs]
         real = torch.tensor([float(bool(pair["chosen_ids"])) for pair in pairs])
-        return {**self._collate(whole), "real": real}
+        margins = {"margins": torch.tensor([pair["margin"] for pair in pairs])} if "margin" in pairs[0] else {}
+        return {**self._collate(whole), "real": real, **margins}
 
 
 class RewardRecipe(PreparedDatasets, RecipeTrainer, RewardTrainer):
@@ -66,7 +68,7 @@ class RewardRecipe(PreparedDatasets, RecipeTrainer, RewardTrainer):
         mask = {"attention_mask": inputs["attention_mask"]} if passes else {}
         outputs = model(input_ids=inputs["input_ids"], use_cache=False, **mask)
         rewards, real = outputs.logits.squeeze(-1).float(), inputs["real"]
-        losses = reward_loss(rewards, self._reward) * real
+        losses = reward_loss(rewards, self._reward, inputs.get("margins", 0.0)) * real
         tokens = inputs["attention_mask"].sum(dim=1).view(2, -1).sum(dim=0) * real
         num_pairs = self._note(rewards.detach(), real, tokens.sum())
         if self.model.training:
