@@ -378,7 +378,7 @@ class ExportRequest(_Kind):
     model: str
     """What is exported: `job:NAME`, `job:NAME/CHECKPOINT`, a directory of a model or an adapter, or a model id."""
     to: ExportTarget
-    """safetensors, gguf."""
+    """safetensors, gguf, ollama."""
     gguf_type: GgufType | None = None
     """Of the weights in a GGUF file: f32, f16, bf16, q8_0. Default: that of the model's own files."""
     checkpoint_dir: str | None = None
@@ -396,7 +396,7 @@ class ExportRequest(_Kind):
 
     def work(self) -> ExportWork:
         """What the job does. Raises InvalidRequest: a field would be ignored."""
-        if self.gguf_type is not None and self.to != "gguf":
+        if self.gguf_type is not None and self.to == "safetensors":
             hint = f"{self.to} keeps the type of the model's own files: leave it out, or export to gguf"
             raise InvalidRequest("gguf_type", self.gguf_type, hint)
         return ExportWork(export=ExportSpec(target=self.to, gguf_type=self.gguf_type))

@@ -19,7 +19,7 @@ _DATA = re.compile(
     r"[^/]+\.(safetensors|gguf|json|txt|md|jinja|model|spm|tiktoken|vocab|codes|tokenizer)"
     r"|optimizer/(state\.json|(state|outer|worker-\d{1,4})\.safetensors)"
     r"|additional_chat_templates/[^/]+\.jinja"
-    r"|LICENSE|NOTICE"
+    r"|LICENSE|NOTICE|Modelfile"
 )
 _CODE = re.compile(r"[^/]+\.py")
 

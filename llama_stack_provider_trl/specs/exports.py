@@ -6,7 +6,7 @@ from typing import Literal
 
 from .bases import Frozen
 
-ExportTarget = Literal["safetensors", "gguf"]
+ExportTarget = Literal["safetensors", "gguf", "ollama"]
 GgufType = Literal["f32", "f16", "bf16", "q8_0"]
 GGUF_FILE = "model.gguf"
 EXPORT_RECORD = "export.json"
@@ -20,4 +20,4 @@ class ExportSpec(Frozen):
 
     target: ExportTarget
     gguf_type: GgufType | None = None
-    """Of the weights in a GGUF file; None: that of the model's own files. Of other targets: None."""
+    """Of the weights in a GGUF file; None: that of the model's own files. Of safetensors: None."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,8 +25,8 @@ from llama_stack_provider_trl.specs.model_source import AdapterSpec
 from llama_stack_provider_trl.specs.work import ExportWork
 from llama_stack_provider_trl.system.files import is_whole
 from tests.required import IN_FULL, in_full
-from tests.tiny import REPOSITORY, TEXT_LINES, qwen_tokenizer, save_llama, tiny_decoder, tiny_model
-from tests.training import job_spec, of_kind, run
+from tests.tiny import CHATML, REPOSITORY, TEXT_LINES, qwen_tokenizer, save_llama, tiny_decoder, tiny_model
+from tests.training import LORA, job_spec, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -177,6 +178,45 @@ def test_safetensors_are_the_model_with_its_adapter_merged_in(tmp_path: Path) ->
     assert (merged - bare).abs().max() > 0.01
     assert AutoTokenizer.from_pretrained(final).chat_template == AutoTokenizer.from_pretrained(model).chat_template
     assert (final / "generation_config.json").is_file()
+
+
+def test_a_modelfile_has_the_template_and_the_stop_tokens_of_the_model(tmp_path: Path) -> None:
+    model = tmp_path / "named"
+    shutil.copytree(tiny_decoder("llama"), model)
+    (model / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A model\n")
+    trained = job_spec(tmp_path, model, job_uuid="sft-1", lora=LORA)
+    (model / "training_job.json").write_text(trained.without_model_paths().model_dump_json())
+    found = result(exported(tmp_path, model, "ollama", kind="q8_0"))
+    final = tmp_path / "checkpoints" / "final"
+    assert (final / "Modelfile").read_text() == (
+        'FROM ./model.gguf\nTEMPLATE """{{ if .System }}<|im_start|>system\n{{ .System }}<|im_end|>\n'
+        "{{ else }}{{ end }}"
+        '{{ range .Messages }}{{ if eq .Role "user" }}<|im_start|>user\n{{ .Content }}<|im_end|>\n'
+        '{{ else if eq .Role "assistant" }}<|im_start|>assistant\n{{ .Content }}<|im_end|>\n{{ end }}{{ end }}'
+        '<|im_start|>assistant\n"""\nPARAMETER stop "<|im_end|>"\n'
+    )
+    lineage = json.loads((final / "lineage.json").read_text())
+    assert lineage["export"] == found
+    assert (lineage["license"], lineage["export_job"]) == ("apache-2.0", "job")
+    card = (final / "README.md").read_text()
+    assert card.startswith("---\nbase_model:")
+    assert "license: apache-2.0" in card
+    assert f"{found['prompt_tokens']} tokens" in card
+    rows = trained.data.dataset
+    assert lineage["training"]["dataset"] == {"id": rows.dataset_id, "sha256": rows.sha256, "rows": rows.num_rows}
+    assert f"| rows | {rows.num_rows} of `{rows.dataset_id}`, sha256 `{rows.sha256}` |" in card
+    assert "| rank | `" in card
+    assert str(tmp_path) not in card + json.dumps(lineage)
+
+
+def test_a_template_that_ollama_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_decoder("llama"), model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = CHATML.replace("message['content']", "message['content'] | upper")
+    tokenizer.save_pretrained(model)
+    found = failure(tmp_path, exported(tmp_path, model, "ollama"))
+    assert "the model cannot be exported to Ollama: its chat template writes more than texts around turns" in found
 
 
 def test_an_adapter_that_changes_nothing_is_not_exported(tmp_path: Path) -> None:

@@ -20,20 +20,25 @@ from ... import faults
 from ...specs.events import CheckpointSaved, EventWriter, Finished, Prepared, Started
 from ...specs.exports import EXPORT_RECORD, EXPORTING, GGUF_FILE, GgufType
 from ...specs.job import AttemptSpec, JobSpec
+from ...specs.rows import Message
 from ...specs.work import ExportWork
 from ...system.files import atomic_write_json, fsync_tree, put_in_place, write_manifest
 from ..answers.generate import report_steps
 from ..checkpoint.step import need_space
 from ..checkpoint.weights import WeightGroups, differences, export_bytes, write_weights
+from ..data.templates import rendered
 from ..distributed.heartbeat import heartbeat
 from ..model.loading import parameter_counts
 from ..model.saving import write_configuration
 from .architectures import names_in_gguf
+from .card import CARD, LINEAGE, card, lineage
 from .gguf_file import GgufPlan
 from .llamacpp import LlamaCppReader, is_installed
+from .ollama import MODELFILE, TurnTexts, modelfile, turn_texts
 from .proof import Reader, compared, failed
 from .readers import TransformersReader
 from .reference import Expected, Trained
+from .vocabulary import adds_bos
 
 _WEIGHTS = f"{EXPORTING}-weights"
 """Directory beside `EXPORTING`: the merged weights of which a GGUF file is made."""
@@ -81,11 +86,12 @@ def _exported(job: JobSpec, work: ExportWork, output: Path, weights: Path, write
     kind = work.export.gguf_type or _TYPES[trained.storage.dtype]
     config = trained.plain.config
     plan = None
-    if work.export.target == "gguf":
+    if work.export.target in ("gguf", "ollama"):
         rows = trained.plain.get_input_embeddings().weight.shape[0]
         plan = GgufPlan(config, trained.tokenizer, trained.ends, rows, job.source.model.rpartition("/")[2])
         groups = WeightGroups(trained.model, trained.storage.dtype).planned
         names_in_gguf(config, [name for group in groups for name in group])
+    texts = _texts_of(trained) if work.export.target == "ollama" else None
     size = export_bytes(trained.model, trained.storage.dtype)
     need_space(job, size * (1 if plan is None else 3))
     _, count = parameter_counts(trained.plain)
@@ -95,6 +101,9 @@ def _exported(job: JobSpec, work: ExportWork, output: Path, weights: Path, write
     if plan is not None:
         output.mkdir()
         plan.write(weights, kind, output / GGUF_FILE, _part(writer, 55, 65))
+    if texts is not None:
+        ends = [trained.tokenizer.decode([end]) for end in trained.ends]
+        (output / MODELFILE).write_text(modelfile(GGUF_FILE, texts, ends))
     faults.reach("written-final")
     with closing(_reader(output, expected, trained, is_gguf=plan is not None)) as reader:
         report = compared(expected, trained.ends, reader, kind, trained.tokenizer.decode, _part(writer, 65, _PERCENT))
@@ -107,7 +116,21 @@ def _exported(job: JobSpec, work: ExportWork, output: Path, weights: Path, write
         **report,
     }
     atomic_write_json(output / EXPORT_RECORD, record, mode=0o644)
+    origin = lineage(trained, record)
+    atomic_write_json(output / LINEAGE, origin, mode=0o644)
+    (output / CARD).write_text(card(origin), encoding="utf-8")
     return record
+
+
+def _texts_of(trained: Trained) -> TurnTexts:
+    """The parts of the chat template. Raises JobFailure: they are not all of it."""
+    tokenizer = trained.tokenizer
+
+    def render(messages: list[Message], add_generation_prompt: bool) -> str:
+        return rendered(tokenizer, messages, add_generation_prompt=add_generation_prompt)
+
+    bos = tokenizer.bos_token if adds_bos(tokenizer) else None
+    return turn_texts(render, trained.prompts(), str(bos) if bos else None)
 
 
 def _reader(directory: Path, expected: list[Expected], trained: Trained, *, is_gguf: bool) -> Reader:

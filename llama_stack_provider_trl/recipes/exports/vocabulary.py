@@ -83,7 +83,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase, rows: int) -> Vocabulary:
     tokens, types = _tokens(model["vocab"], added, rows)
     merges = [_pair(merge) for merge in model["merges"]]
     common: dict[str, Any] = {"tokens": tokens, "types": types, "strips_right": _strips_right(added)}
-    common["adds_bos"] = _adds_bos(tokenizer)
+    common["adds_bos"] = adds_bos(tokenizer)
     if model.get("byte_fallback"):
         return _sentencepiece(described, merges, common)
     pre = _pre_tokenizer(described)
@@ -122,7 +122,8 @@ def _strips_right(added: Sequence[Mapping[str, Any]]) -> bool:
     return any(one.get("rstrip") for one in added if one.get("special"))
 
 
-def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer writes its first token before every text. Raises JobFailure: it writes one behind it."""
     ids = list(tokenizer("a")["input_ids"])
     if tokenizer.eos_token_id is not None and ids[-1:] == [tokenizer.eos_token_id]:
         raise unmapped("its tokenizer writes the token that ends an answer behind every text")
