@@ -20,7 +20,7 @@ from ...specs.events import Reason
 from ...specs.job import Duplicates
 
 MOST = 1 << 16
-"""ExampleDigests of a sample: 10 MB in memory, and up to 1.4 MB on disk."""
+"""Digests of a sample: up to 12 MB in memory, and up to 1.4 MB on disk."""
 _DEVIATIONS = 3
 """Standard deviations of the number of different examples within which that of repeated ones is estimated."""
 _STORED = {"digests": "<u8", "rows": "<u4", "repeats": "<u4"}
