@@ -219,7 +219,7 @@ ASKS: dict[str, Try] = {
     "algorithm_config.reward_scale": Try(2.0, "dpo"),
     "algorithm_config.reward_clip": Try(5.0, "dpo"),
     "algorithm_config.center_rewards_coefficient": Try(0.1, "dpo", around={"algorithm_config": {"type": "reward"}}),
-    "algorithm_config.margin": Try(False, "dpo", around={"algorithm_config": {"type": "reward"}}),
+    "algorithm_config.margin": Try(True, "dpo", around={"algorithm_config": {"type": "reward"}}),
     "algorithm_config.desirable_weight": Try(0.5, "dpo", around={"algorithm_config": {"type": "kto"}}),
     "algorithm_config.undesirable_weight": Try(0.5, "dpo", around={"algorithm_config": {"type": "kto"}}),
     "algorithm_config.rewards": Try(
