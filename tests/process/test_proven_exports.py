@@ -272,7 +272,7 @@ def test_what_is_wrong_with_an_export_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[pytest.MonkeyPatch], None], sentence: str
 ) -> None:
     damage(monkeypatch)
-    found = failure(tmp_path, exported(tmp_path, tiny_model(), kind="f16"))
+    found = failure(tmp_path, exported(tmp_path, tiny_decoder("llama"), kind="f16"))
     assert "export_failed: the export was written, read back and thrown away" in found
     assert sentence in found
 
