@@ -1,0 +1,55 @@
+"""`trl-remote export` of a trained adapter, from the command to the files.
+
+It takes a minute: `TRL_TESTS=full ./scripts/test.sh tests/contract/test_export_jobs.py` runs it.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from llama_stack_provider_trl_remote.cli.main import main
+from tests.contract.crashing import CrashingService
+from tests.contract.payloads import LORA, QUESTIONS, sft
+from tests.contract.service import running
+from tests.contract.stack import SFT
+from tests.required import IN_FULL
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(400), IN_FULL]
+
+
+def test_the_result_of_a_job_is_exported_by_one_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = CrashingService(tmp_path)
+    with closing(server.store), running(server):
+        monkeypatch.setenv("TRL_SERVICE_URL", server.url)
+        server.register("rows", QUESTIONS)
+        server.submit(SFT, {**sft("tune", "rows"), "algorithm_config": LORA})
+        words = [
+            "export",
+            "tune",
+            "--to",
+            "gguf",
+            "--type",
+            "f16",
+            "--job",
+            "exported",
+            "--pull",
+            str(tmp_path / "gguf"),
+        ]
+        assert main(words) == 0, capsys.readouterr()
+        found = server.status("exported")["resources_allocated"]["result"]
+        assert json.loads((tmp_path / "gguf" / "export.json").read_text()) == found
+        assert (tmp_path / "gguf" / "model.gguf").stat().st_size > 100_000
+        assert found["adapter_difference"] > 0
+        lineage = json.loads((tmp_path / "gguf" / "lineage.json").read_text())
+        assert lineage["adapter_made_by"] == "tune/final"
+        assert lineage["training"]["dataset"]["id"] == "rows"
+        unmapped = {"job_uuid": "x", "model": "job:tune", "to": "safetensors", "gguf_type": "f16"}
+        answer = server.post("/post-training/export", unmapped)
+        assert answer.status_code == 400
+        assert "gguf_type='f16' is not supported: safetensors keeps the type" in answer.text
