@@ -75,6 +75,15 @@ class RowNames(Frozen):
     """Each pair has a margin: the row's column `margin`, or the difference of its answers' scores."""
 
 
+class RowsOrigin(Frozen):
+    """Whence the rows of a dataset were read."""
+
+    uri: str
+    version: str | None = None
+    """Of what the uri named when they were read: the commit of a hub dataset, size and time of a file, or a digest of
+    the names, sizes and ETags of a bucket's files; None: it is not known."""
+
+
 class DatasetRef(Frozen):
     """A dataset as a content-addressed NDJSON file: one JSON object per line, absent values left out."""
 
@@ -89,6 +98,8 @@ class DatasetRef(Frozen):
     """The part of the rows of `of_job` that is meant; None: all."""
     names: RowNames | None = None
     """Other names than those of shapes and roles."""
+    origin: RowsOrigin | None = None
+    """None: a request has sent them."""
 
 
 class ShareSpec(Frozen):

@@ -1,11 +1,11 @@
-"""The cache of Hugging Face's hub on this machine: which models it has, and where their files are."""
+"""The cache of Hugging Face's hub on this machine: which models and datasets it has, and where their files are."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -14,10 +14,10 @@ _YES = ("1", "ON", "YES", "TRUE")
 
 
 class CachedCommit(NamedTuple):
-    """The files of one commit of a model."""
+    """The files of one commit of a model or a dataset."""
 
     repository: Path
-    """The model's directory in the cache: links of a snapshot lead to other files in it."""
+    """Its directory in the cache: links of a snapshot lead to other files in it."""
     commit: str
 
     @property
@@ -45,17 +45,19 @@ def cached_models(environ: Mapping[str, str]) -> list[str]:
     return sorted(path.name.removeprefix("models--").replace("--", "/") for path in found)
 
 
-def find_snapshot(environ: Mapping[str, str], model: str, revision: str | None) -> CachedCommit | None:
+def find_snapshot(
+    environ: Mapping[str, str], name: str, revision: str | None, kind: Literal["models", "datasets"] = "models"
+) -> CachedCommit | None:
     """The snapshot that an id stands for in the cache; None: there is none.
 
     Args:
         revision: branch, tag or commit; None: the default branch.
     """
     revision = revision or "main"
-    is_name = _ID.fullmatch(model) and _REVISION.fullmatch(revision) and ".." not in (*Path(revision).parts, model)
+    is_name = _ID.fullmatch(name) and _REVISION.fullmatch(revision) and ".." not in (*Path(revision).parts, name)
     if not is_name:
         return None
-    repository = hub_cache(environ) / f"models--{model.replace('/', '--')}"
+    repository = hub_cache(environ) / f"{kind}--{name.replace('/', '--')}"
     commit = revision
     try:
         if not _COMMIT.fullmatch(revision):
@@ -67,5 +69,5 @@ def find_snapshot(environ: Mapping[str, str], model: str, revision: str | None) 
 
 
 def is_offline(environ: Mapping[str, str]) -> bool:
-    """Whether models that the cache lacks are not requested from the hub."""
+    """Whether files that the cache lacks are not requested from the hub."""
     return any(environ.get(name, "").upper() in _YES for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))

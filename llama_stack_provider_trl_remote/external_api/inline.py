@@ -18,7 +18,7 @@ from llama_stack_provider_trl.system.offload import serving
 from ..service.datasets.blobs import Blobs
 from ..service.datasets.registry import DatasetRegistry
 from ..service.http.bodies import BlobSource, Dataset, ListDatasetsResponse, RegisterDataset
-from ..service.settings import ServiceSettings
+from ..service.settings import BucketPath, ServiceSettings
 
 _MOST_LISTED = 10_000
 """Datasets of a list, which has no pages here; as many as `max_datasets` allows."""
@@ -29,6 +29,8 @@ class ExternalTrlConfig(TrlConfig):
 
     dataset_roots: list[Path] = Field(default_factory=list)
     """Directories whose files may be named as a dataset's uri (POST /v1/datasets); none: no files."""
+    dataset_buckets: list[BucketPath] = Field(default_factory=list)
+    """Paths in buckets, such as s3://BUCKET/PATH, whose files may be named as a dataset's uri; none: no bucket."""
 
     @field_validator("dataset_roots")
     @classmethod
@@ -44,6 +46,7 @@ class ExternalTrl(TrlPostTraining):
         settings = ServiceSettings(
             data_dir=config.data_dir,
             dataset_roots=tuple(config.dataset_roots),
+            dataset_buckets=tuple(config.dataset_buckets),
             train_python=config.train_python,
             min_free_disk_mb=config.min_free_disk_mb,
         )

@@ -8,9 +8,9 @@ import platform
 import re
 import ssl
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import AliasChoices, ConfigDict, Field, SecretStr, field_validator
+from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, SecretStr, field_validator
 
 from llama_stack_provider_trl.config import EngineSettings
 from llama_stack_provider_trl.documented import Documented
@@ -37,6 +37,19 @@ RESERVED = re.compile(rf"{OPERATOR}|{NODES}|{LOCAL}|configured-\d+")
 
 class SettingsError(TrlError, ValueError):
     """Raised when the service cannot start with its settings; names the setting and the remedy."""
+
+
+_BUCKET_PATH = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/?#\s]+)*/?")
+
+
+def _bucket_path(value: str) -> str:
+    if not _BUCKET_PATH.fullmatch(value) or {".", ".."} & {*value.split("/")}:
+        raise ValueError(f"{value!r} is no path of a bucket: expected s3://BUCKET or s3://BUCKET/PATH")
+    return value
+
+
+BucketPath = Annotated[str, AfterValidator(_bucket_path)]
+"""`s3://BUCKET` or `s3://BUCKET/PATH`."""
 
 
 class _Block(Documented, ExactValues):
@@ -197,6 +210,9 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     """Machines that are requested when jobs wait, and given back: see docs/clusters.md."""
     dataset_roots: tuple[Path, ...] = ()
     """Directories whose files may be named as a dataset's uri; none: no files."""
+    dataset_buckets: tuple[BucketPath, ...] = ()
+    """Paths in buckets, such as s3://BUCKET/PATH, whose files may be named as a dataset's uri; none: no bucket. Needs
+    pyarrow (extra s3)."""
     max_body_mb: int = Field(32, gt=0)
     """MiB of a request body, rows of a registered dataset included; more is a 413."""
     max_upload_mb: int = Field(16384, gt=0)

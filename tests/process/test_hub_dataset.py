@@ -1,172 +1,205 @@
-"""A dataset of the hub is read through the real `datasets` library, from a small hub that the test serves."""
+"""Datasets of the hub are read by the real libraries from a hub that the test serves (tests/hub_server.py)."""
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
+import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.errors import InvalidRows
-from llama_stack_provider_trl_remote.service.datasets.blobs import READING
-from llama_stack_provider_trl_remote.service.datasets.reader import read_hub
+from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
+from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
+from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
+from llama_stack_provider_trl_remote.service.settings import ServiceSettings
+from tests.hub_server import Hub, lines, serve
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 ROWS = [{"prompt": f"question {number}", "completion": f"answer {number}"} for number in range(5)]
-FILES = {"train.jsonl": ROWS[:3], "test.jsonl": ROWS[3:]}
-COMMIT = "a" * 40
 URI = "huggingface://datasets/acme/pairs"
+TOKEN = "hf_secretsecretsecret"
+READ_ALL = """
+import json, sys
+from llama_stack_provider_trl_remote.service.datasets.reader import main
+for arguments in json.loads(sys.argv[1]):
+    main(arguments)
+"""
+"""Reads one uri after the other, to import the libraries once."""
 
 
-def content(name: str) -> bytes:
-    return "".join(json.dumps(row) + "\n" for row in FILES[name]).encode()
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with serve() as hub:
+        hub.add("acme/pairs", {"train.jsonl": lines(*ROWS[:3]), "test.jsonl": lines(*ROWS[3:])})
+        yield hub
 
 
-class Hub(BaseHTTPRequestHandler):
-    """As much of the hub's API as `load_dataset` asks about one repository, `acme/pairs`."""
-
-    protocol_version = "HTTP/1.1"
-    api = "/api/datasets/acme/pairs"
-
-    def do_GET(self) -> None:
-        path, _, _ = self.path.partition("?")
-        name = path.rpartition("/")[2]
-        if path in (self.api, f"{self.api}/revision/{COMMIT}"):
-            self.reply({"id": "acme/pairs", "sha": COMMIT, "siblings": [{"rfilename": name} for name in FILES]})
-        elif path == f"{self.api}/tree/{COMMIT}":
-            described = [{"type": "file", "path": name, "size": len(content(name)), "oid": name} for name in FILES]
-            self.reply(described)
-        elif path.startswith("/datasets/acme/pairs/resolve/") and name in FILES:
-            etag = f'"{hashlib.sha1(content(name)).hexdigest()}"'
-            self.answer(200, content(name), {"ETag": etag, "X-Repo-Commit": COMMIT})
-        else:
-            self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
-
-    do_HEAD = do_GET
-
-    def reply(self, body: Any) -> None:
-        self.answer(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
-
-    def answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for header, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(header, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-@contextmanager
-def hub() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        thread = Thread(target=server.serve_forever, args=[0.05])
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def read(root: Path, uri: str, **environ: str) -> tuple[dict[str, Any], list[Any]]:
-    """What the service's reader answers, and the rows that it has stored."""
+def read(root: Path, hub: Hub | None, *uris: str, known: str = "", max_mb: int = 64, **environ: str) -> list[Any]:
+    """What the service's reader answers for each uri, with the rows that it has stored. None: offline."""
+    variables = {"HF_HOME": str(root / "home"), "HF_HUB_OFFLINE": "0" if hub else "1", "HF_HUB_DISABLE_XET": "1"}
+    if hub:
+        variables["HF_ENDPOINT"] = hub.url
+    calls = [["convert", uri, str(root), "100", str(max_mb), "0", known, "2048"] for uri in uris]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            READING,
-            "convert",
-            uri,
-            str(root),
-            "100",
-            "64",
-            "0",
-            "2048",
-        ],
-        env={**os.environ, "HF_HOME": str(root / "home"), **environ},
+        [sys.executable, "-c", READ_ALL, json.dumps(calls)],
+        env={**os.environ, **variables, **environ},
         capture_output=True,
         text=True,
         timeout=100,
         check=True,
     )
-    answer = json.loads(done.stdout)
-    stored = root / f"{answer.get('sha256')}.jsonl"
-    return answer, [json.loads(line) for line in stored.read_text().splitlines()] if stored.exists() else []
+    assert TOKEN not in done.stdout + done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    for answer in answers:
+        if "sha256" in answer:
+            answer["rows"] = [
+                json.loads(line) for line in (root / f"{answer['sha256']}.jsonl").read_text().splitlines()
+            ]
+    return answers
 
 
-def test_a_dataset_is_read_from_the_hub_and_offline_from_the_cache(tmp_path: Path) -> None:
-    with hub() as url:
-        answer, rows = read(tmp_path, f"{URI}?split=train", HF_ENDPOINT=url, HF_HUB_OFFLINE="0")
-        assert (answer["num_rows"], rows) == (3, ROWS[:3])
-        _, rows = read(tmp_path, f"{URI}?split=test&revision={COMMIT}", HF_ENDPOINT=url, HF_HUB_OFFLINE="0")
-        assert rows == ROWS[3:]
-        answer, _ = read(tmp_path, f"{URI}?split=validation", HF_ENDPOINT=url, HF_HUB_OFFLINE="0")
-        assert "validation" in answer["error"]
-    _, rows = read(tmp_path, f"{URI}?split=train", HF_HUB_OFFLINE="1")
-    assert rows == ROWS[:3]
-
-
-@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
-def test_a_column_that_a_file_of_the_hub_has_twice_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+def test_a_revision_is_a_commit_online_and_offline_and_a_branch_that_moves_is_read_again(
+    tmp_path: Path, hub: Hub
 ) -> None:
-    import datasets
+    repository = hub.repositories["acme/pairs"]
+    first = repository.branches["main"]
+    (answer,) = read(tmp_path, hub, f"{URI}?split=train")
+    assert (answer["num_rows"], answer["rows"], answer["stamp"]) == (3, ROWS[:3], first)
+    assert hub.sent() == ["train.jsonl"]  # and no file of another split
+    assert read(tmp_path, hub, f"{URI}?split=train", known=first) == [{"same": True}]
+    second = repository.push({"train.jsonl": lines(ROWS[4])})
+    moved, pinned, by_suffix, other = read(
+        tmp_path, hub, URI, f"{URI}?revision={first}", f"hf://datasets/acme/pairs@{first}?split=test", f"{URI}@{second}"
+    )
+    assert (moved["rows"], moved["stamp"]) == ([ROWS[4]], second)
+    assert (pinned["rows"], pinned["stamp"]) == (ROWS[:3], first)
+    assert (by_suffix["rows"], by_suffix["stamp"]) == (ROWS[3:], first)
+    assert other["rows"] == [ROWS[4]]
+    old, new, missing = read(tmp_path, None, f"{URI}?revision={first}", URI, f"{URI}?revision={'d' * 40}")
+    assert (old["rows"], new["rows"], new["stamp"]) == (ROWS[:3], [ROWS[4]], second)
+    assert "has no revision" in missing["error"]
+    assert "hf download acme/pairs --repo-type dataset --revision ddd" in missing["error"]
+    # A hub that does not answer: what a commit has is known, what a branch has is not.
+    gone = Hub(url="http://127.0.0.1:9")
+    old, branch = read(tmp_path, gone, f"{URI}?revision={first}", URI)
+    assert old["rows"] == ROWS[:3]
+    assert "the hub http://127.0.0.1:9 does not answer" in branch["error"]
+    (tmp_path / "home" / "hub" / "datasets--acme--pairs" / "snapshots" / first / "train.jsonl").unlink()
+    (cut,) = read(tmp_path, None, f"{URI}?revision={first}")
+    assert "lacks 1 of 1 files of the split 'train'" in cut["error"]
+
+
+def test_what_cannot_be_read_is_one_sentence_without_the_token(tmp_path: Path, hub: Hub) -> None:
+    hub.add("acme/gated", {"train.jsonl": lines(*ROWS)}, gated=True)
+    hub.add("acme/private", {"train.jsonl": lines(*ROWS)}, token="hf_of_somebody_else")
+    hub.add("acme/mine", {"train.jsonl": lines(*ROWS)}, token=TOKEN)
+    hub.add("acme/empty", {"README.md": b"# nothing"})
+    away = b"---\nconfigs:\n- config_name: default\n  data_files: %s\n---\n"
+    for number, named in enumerate((b"/etc/hosts", b"https://127.0.0.1:9/x.jsonl", b"../../x.jsonl")):
+        hub.add(f"acme/away{number}", {"README.md": away % named, "train.jsonl": lines(*ROWS)})
+    hub.add("acme/odd", {"../../../odd.jsonl": lines(*ROWS)})
+    expected = {
+        "acme/gated": "is gated on",
+        "acme/private": "has no dataset 'acme/private' that may be read",
+        "acme/absent": "check the name",
+        "acme/pairs?revision=v9": "has no revision 'v9'",
+        "acme/pairs?split=dev": "has no split 'dev': expected one of 'train', 'test'",
+        "acme/pairs?name=other": "BuilderConfig 'other' not found",
+        "acme/pairs?split=train[x]": "'train[x]' is no split",
+        "acme/empty": "cannot be read by datasets",
+        "acme/away0": "names the files '/etc/hosts' in its card",
+        "acme/away1": "names the files 'https://127.0.0.1:9/x.jsonl' in its card",
+        "acme/away2": "names the files '../../x.jsonl' in its card",
+        "acme/odd": "lists a file '../../../odd.jsonl'",
+    }
+    uris = [f"huggingface://datasets/{name}" for name in (*expected, "acme/mine")]
+    *refused, mine = read(tmp_path, hub, *uris, HF_TOKEN=TOKEN)
+    for answer, text in zip(refused, expected.values(), strict=True):
+        assert text in answer["error"]
+        assert len(answer["error"]) < 400
+        assert "\n" not in answer["error"]
+    assert mine["rows"] == ROWS
+    hub.status = 503
+    (busy,) = read(tmp_path, hub, URI, HF_TOKEN=TOKEN)
+    assert f"{hub.url} answers with 503" in busy["error"]
+    hub.status = 200  # a login page, or a directory listing
+    (page,) = read(tmp_path, hub, URI, HF_ENDPOINT=hub.url.replace("//", f"//user:{TOKEN}@"))
+    assert f"the hub {hub.url} does not answer" in page["error"]
+
+
+def test_files_that_are_too_large_are_not_downloaded(tmp_path: Path, hub: Hub) -> None:
+    hub.add("acme/large", {"train.jsonl": lines({"prompt": "x" * (1 << 20), "completion": "y"}, ROWS[0])})
+    (answer,) = read(tmp_path, hub, "hf://datasets/acme/large", max_mb=1)
+    assert answer == {"too_large": True, "what": "the files of the split 'train' have 1 MiB,"}
+    assert hub.sent() == []
+
+
+def test_rows_of_the_hub_keep_their_own_keys_and_types(tmp_path: Path, hub: Hub) -> None:
     import pyarrow as pa
     from pyarrow.parquet import write_table
 
-    file = tmp_path / "acme" / "pairs" / f"train.{kind}"  # read as a repository of the hub is
-    file.parent.mkdir(parents=True)
-    if kind == "parquet":
-        columns = [pa.array(["a"]), pa.array(["b"]), pa.array(["c"])]
-        write_table(pa.Table.from_arrays(columns, names=["prompt", "completion", "prompt"]), file)
-    else:
-        text = {"csv": "prompt,completion,prompt\na,b,c\n", "jsonl": '{"prompt":"a","completion":"b","prompt":"c"}\n'}
-        file.write_text(text[kind])
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    with pytest.raises(InvalidRows, match="the column prompt is there twice, expected each name once"):
-        list(read_hub(URI))
+    call = {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}]}
+    other = {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "g", "arguments": {"b": "x"}}}]}]}
+    hub.add("acme/calls", {"a.jsonl": lines(call), "b.jsonl": lines(other, {"messages": [], "weight": 1})})
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
+    write_table(twice, parquet := io.BytesIO())
+    hub.add("acme/twice", {"train.parquet": parquet.getvalue()})
+    hub.add("acme/csv", {"train.csv": b"prompt,completion,x,x.1\na,b,1,2\n"})
+    hub.add("acme/csv2", {"train.csv": b"x,x.1,prompt,x\n1,2,a,3\n"})
+    card = b"---\nconfigs:\n- config_name: default\n  data_files: train.csv\n  sep: ;\n---\n"
+    hub.add("acme/sep", {"README.md": card, "train.csv": b"x;x.1;prompt;completion\n1;2;a;b\n"})
+    hub.add("acme/sep2", {"README.md": card, "train.csv": b"prompt;completion;completion\na;b;c\n"})
+    names = ("calls", "twice", "csv", "csv2", "sep", "sep2", "pairs?split=train[1:]+test[:50%]")
+    found = read(tmp_path, hub, *(f"hf://datasets/acme/{name}" for name in names))
+    calls, twice_, csv, csv2, sep, sep2, part = found
+    assert calls["rows"] == [call, other, {"messages": [], "weight": 1}]  # and no `"b": null` in the first one
+    for answer, column in ((twice_, "prompt"), (csv2, "x"), (sep2, "completion")):
+        assert f"the column {column} is there twice" in answer["error"]
+    assert csv["rows"] == [{"prompt": "a", "completion": "b", "x": "1", "x.1": "2"}]
+    assert sep["rows"] == [{"x": 1, "x.1": 2, "prompt": "a", "completion": "b"}]
+    assert part["rows"] == [ROWS[1], ROWS[2], ROWS[3]]
 
 
-@pytest.mark.parametrize(
-    ("text", "twice"),
-    [
-        ("prompt,completion,x,x.1\na,b,1,2\n", None),
-        ("x;x.1;prompt;completion\n1;2;a;b\n", None),
-        ("x,x.1,prompt,x\n1,2,a,3\n", "x"),
-        ("\ufeffprompt,completion,completion,completion\na,b,c,d\n", "completion"),
-    ],
-)
-def test_a_column_whose_name_ends_in_a_number_is_no_other_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, twice: str | None
+def test_jobs_on_a_branch_that_moves_have_the_rows_and_the_commit_of_their_time(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import datasets
+    for name, value in {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}.items():
+        monkeypatch.setenv(name, value)
+    settings = ServiceSettings(data_dir=tmp_path / "data", min_free_disk_mb=0)
+    registry = DatasetRegistry(settings, blobs := Blobs(settings))
+    blobs.prepare()
+    registry.prepare()
+    body = {"dataset_id": "d", "source": {"type": "uri", "uri": URI}}
 
-    home = tmp_path / "acme" / "pairs"
-    home.mkdir(parents=True)
-    (home / "train.csv").write_text(text)
-    if ";" in text:
-        (home / "README.md").write_text(
-            "---\nconfigs:\n- config_name: default\n  data_files: train.csv\n  sep: ;\n---\n"
-        )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    if twice:
-        with pytest.raises(InvalidRows, match=f"the column {twice} is there twice"):
-            read_hub(URI)
-    else:
-        (row,) = read_hub(URI)
-        assert row == {"prompt": "a", "completion": "b", "x": 1, "x.1": 2}
+    async def fetch() -> Any:
+        ref, _ = await registry.fetch("d", "sft", None)
+        return ref
+
+    asyncio.run(registry.register(RegisterDataset.model_validate(body)))
+    first, again = asyncio.run(fetch()), asyncio.run(fetch())
+    assert first == again
+    assert hub.sent() == ["train.jsonl"]
+    repository = hub.repositories["acme/pairs"]
+    commits = [repository.branches["main"], repository.push({"train.jsonl": lines(ROWS[4])})]
+    second = asyncio.run(fetch())
+    assert [ref.origin.version for ref in (first, second)] == commits
+    assert [ref.num_rows for ref in (first, second)] == [3, 1]
+    assert first.path.exists()
+    assert registry.get("d").metadata["commit"] == commits[1]
+    assert not list(blobs.directory.glob(".incoming-*"))
+    shutil.rmtree(tmp_path / "home")
+    pinned = {"dataset_id": "p", "source": {"type": "uri", "uri": f"{URI}@{commits[0]}"}}
+    asyncio.run(registry.register(RegisterDataset.model_validate(pinned)))
+    ref, _ = asyncio.run(registry.fetch("p", "sft", None))
+    assert (ref.sha256, ref.origin and ref.origin.version) == (first.sha256, commits[0])
+    hub.asked.clear()
+    asyncio.run(registry.fetch("p", "sft", None))
+    assert hub.asked == []  # what a commit has, does not change

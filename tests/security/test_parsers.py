@@ -34,12 +34,15 @@ ROWS = {
     "specs.row_verdicts._verdict": LIMITED,
     "specs.row_verdicts.check_file": ON_THE_WAY,
     "remote.service.datasets.reader.main": PROGRAM,
-    "remote.service.datasets.reader._refuse_header_twice": PROGRAM,
+    "remote.service.datasets.buckets._listed": "compares the endings of names with those of the readers",
+    "remote.service.datasets.buckets._rows": PROGRAM,
+    "remote.service.datasets.hub._builder": PROGRAM,
+    "remote.service.datasets.hub._split_rows": PROGRAM,
     "remote.service.datasets.reader.convert": PROGRAM,
-    "remote.service.datasets.reader.read_hub": PROGRAM,
     "remote.service.serving.chats._messages": "one row, of the body of a request, which `http.received` bounds",
     "remote.service.datasets.votes.row_of": "one row, of the body of a request, which `http.received` bounds",
     "remote.service.datasets.registry.DatasetRegistry._file": "compares a file's ending with those of the readers",
+    "remote.service.datasets.registry.DatasetRegistry._refuse_bucket": "compares a name's ending with those of readers",
 }
 """Who names a reader of rows, and where it runs."""
 READERS = {
@@ -53,7 +56,8 @@ READERS = {
         "check_file",
         "check_custom_rows",
     ),
-    *("read_checked_rows", "RowsOnDemand", "ParquetFile", "load_dataset", "read_parquet", "read_hub"),
+    *("read_checked_rows", "RowsOnDemand", "ParquetFile", "load_dataset", "load_dataset_builder"),
+    *("read_parquet", "read_hub", "read_bucket"),
 }
 
 OURS = "a file or a row of the database that this project writes, of bounded values"
@@ -117,7 +121,8 @@ FORMATS = {
 LIBRARIES = {
     "specs.compressed": {"gzip", "pyarrow", "zlib"},
     "specs.row_files": {"csv", "pyarrow"},
-    "remote.service.datasets.reader": {"datasets"},
+    "remote.service.datasets.buckets": {"pyarrow"},
+    "remote.service.datasets.hub": {"datasets"},
 }
 """Who imports libraries of formats that can take much more memory than their files."""
 

@@ -39,7 +39,7 @@ def test_rows_that_are_requested_at_once_are_read_and_checked_once_and_leave_no_
         done.append("checked")
         return found(*given)
 
-    async def convert(uri: str, file: int | None = None, storing: Any = None) -> tuple[str, int]:
+    async def convert(uri: str, file: int | None = None, *given: Any) -> Any:
         done.append("read")
         return await read(uri, file)
 

@@ -13,10 +13,10 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, get_args
+from typing import Any, BinaryIO, NamedTuple, get_args
 from weakref import WeakValueDictionary
 
 from llama_stack_provider_trl import __version__
@@ -33,8 +33,10 @@ from llama_stack_provider_trl.system.process import child_environment
 from ..http.errors import TooLarge
 from ..settings import ServiceSettings
 from ..space import Space, Use
+from .buckets import credentials
 from .children import OutOfTime, run
 from .reader import too_much_memory
+from .uris import BUCKET
 
 log = logging.getLogger(__name__)
 READING = "llama_stack_provider_trl_remote.service.datasets.reader"
@@ -48,8 +50,18 @@ _SMALL_S = 20
 """Seconds of CPU time for that."""
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Environment of readers: each thread of a numeric library takes tens of MiB of their memory limit."""
+_NO_VARIABLES: Mapping[str, str] = {}
 _CHILDREN = 2
 """Processes that read datasets at a time."""
+
+
+class Converted(NamedTuple):
+    """Rows that were read from a uri, and are stored."""
+
+    sha256: str
+    num_rows: int
+    stamp: str | None = None
+    """Of their source, where only its reader can find it out: the commit of a hub dataset."""
 
 
 class Blobs:
@@ -126,28 +138,40 @@ class Blobs:
         return await in_work_thread(_count_lines, self.path(sha256))
 
     async def convert(
-        self, uri: str, file: int | None = None, storing: Callable[[str], object] = lambda digest: None
-    ) -> tuple[str, int]:
-        """Store the rows of a file or a hub dataset; returns their digest and number.
+        self,
+        uri: str,
+        file: int | None = None,
+        storing: Callable[[str], object] = lambda digest: None,
+        known: str | None = None,
+    ) -> Converted | None:
+        """Store the rows of a file, a hub dataset or files of a bucket.
 
         Args:
-            file: descriptor of the file; it stays open. None: the uri is one of the hub.
+            file: descriptor of the file; it stays open. None: the uri is one of the hub or a bucket.
             storing: see `put_lines`.
+            known: stamp of the rows that are stored already, of a uri without a file.
+
+        Returns:
+            None: they have the stamp `known`.
 
         Raises:
             InvalidRows: it cannot be read, or not in time, or not within `reader_memory_mb`.
-            TooLarge: it has too many rows, or they take more than `max_upload_mb`.
+            TooLarge: it has too many rows, or they or its files take more than `max_upload_mb`.
             OSError: the disk is full.
         """
         async with entered(self._converting()) as (staging, spare):
             limits = map(str, (self._settings.max_rows, self._settings.max_upload_mb, spare))
-            # In an empty directory: the hub's library reads ORG/NAME as a local directory where one exists.
-            answer = await self._child(staging, "convert", uri, str(staging), *limits, file=file, write=[staging])
+            added = credentials(os.environ) if uri.startswith(f"{BUCKET}://") else {}
+            answer = await self._child(
+                staging, "convert", uri, str(staging), *limits, known or "", file=file, write=[staging], added=added
+            )
+            if "same" in answer:
+                return None
             if "too_many" in answer:
                 raise self._too_many()
             if "too_large" in answer:
-                limit = self._settings.max_upload_mb
-                raise TooLarge(f"the rows of the dataset take more than {limit} MiB (max_upload_mb): split it")
+                limit, what = self._settings.max_upload_mb, answer.get("what") or "the rows of the dataset take"
+                raise TooLarge(f"{what} more than {limit} MiB (max_upload_mb): split it")
             if "disk_full" in answer:
                 raise OSError(errno.ENOSPC, f"reading {uri}: {answer['disk_full']}")
             if "error" in answer:
@@ -155,7 +179,7 @@ class Blobs:
             rows = staging / f"{answer['sha256']}.jsonl"
             await in_work_thread(storing, answer["sha256"])
             await in_work_thread(self.keep, rows, answer["sha256"])
-            return answer["sha256"], answer["num_rows"]
+            return Converted(answer["sha256"], answer["num_rows"], answer.get("stamp"))
 
     async def checked(
         self,
@@ -230,7 +254,13 @@ class Blobs:
         return digest.hexdigest()
 
     async def _child(
-        self, cwd: Path, *arguments: str, file: int | None = None, read: Sequence[Path] = (), write: Sequence[Path] = ()
+        self,
+        cwd: Path,
+        *arguments: str,
+        file: int | None = None,
+        read: Sequence[Path] = (),
+        write: Sequence[Path] = (),
+        added: Mapping[str, str] = _NO_VARIABLES,
     ) -> dict[str, Any]:
         """Run `reading` in the training interpreter.
 
@@ -239,9 +269,10 @@ class Blobs:
 
         Args:
             file: descriptor that it gets as its last argument.
+            added: variables that it gets beside those of a training.
         """
         python = self._settings.train_python or Path(sys.executable)
-        environment = child_environment(os.environ, _ONE_THREAD)
+        environment = child_environment(os.environ, {**_ONE_THREAD, **added})
         argv = [str(python), "-m", READING, *arguments]
         limit = self._settings.convert_timeout
         memory = self._settings.reader_memory_mb

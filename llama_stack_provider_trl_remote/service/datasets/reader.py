@@ -2,10 +2,11 @@
 
     python -m llama_stack_provider_trl_remote.service.datasets.reader check FILE ALGORITHM DATA_FORMAT NAMES MEMORY_MB
     python -m llama_stack_provider_trl_remote.service.datasets.reader convert URI DIRECTORY MAX_ROWS MAX_MB \
-        MIN_FREE_MB MEMORY_MB [FD]
+        MIN_FREE_MB KNOWN MEMORY_MB [FD]
 
 prints one JSON object: a `RowsVerdict`, or `{"sha256", "num_rows"}`, or `{"error"}` with a sentence for the user. FD is
-the file of the URI, opened when it was checked: the path is not opened again.
+the file of the URI, opened when it was checked: the path is not opened again. Rows of the hub and of buckets have a
+`stamp`, which is another one when their content is: where it is KNOWN, the answer is `{"same": true}`.
 
 A file's ending decides its format, and what it is compressed by. Both a Parquet file (1.6 KB hold 4 GB of rows) and a
 compressed one (1 KB of gzip hold 1 MB, 1 KB of zstd 30 MB) may be bombs, so limits hold for what comes out: the number
@@ -24,82 +25,56 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
-from llama_stack_provider_trl.errors import InvalidRows
+from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.specs import row_files
 from llama_stack_provider_trl.specs.row_files import Row
 from llama_stack_provider_trl.specs.row_verdicts import check_file, names_of
 from llama_stack_provider_trl.system.files import free_bytes, put_rows
 from llama_stack_provider_trl.system.process import die_with_parent, limit_memory
 
-HUB = "huggingface"
-_TWICE = re.compile(r"Multiple matches for FieldRef\.Name\((.*?)\) in|Column\(/(.*?)\) was specified twice")
-"""What Arrow reports of a Parquet and of a JSON file."""
-_NUMBERED = re.compile(r"\.\d+$")
+from .buckets import read_bucket
+from .hub import TooLargeFiles, read_hub
+from .uris import BUCKET, bucket_files, hub_dataset
+
+_SECRET = re.compile("TOKEN|SECRET|KEY|PASSWORD")
 _ROWS_PER_CHECK = 16
 """Rows between two checks of the free space: 16 of the longest are 256 MiB."""
 
 
-def read_hub(uri: str) -> Iterable[Row]:
-    """Read `huggingface://datasets/ORG/NAME?split=train&name=CONFIG&revision=SHA`, from the local cache when
-    offline.
+class _RowLimits(NamedTuple):
+    """What the rows of a dataset may take."""
 
-    Raises:
-        InvalidRows: a column is there twice.
-    """
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
-
-    parts = urlsplit(uri)
-    options = dict(parse_qsl(parts.query))
-    try:
-        found = load_dataset(parts.path.strip("/"), **{"split": "train", **options})
-    except DatasetGenerationError as error:
-        if name := _TWICE.search(str(error.__cause__)):
-            row_files.refuse_twice([name[1] or name[2]] * 2)
-        raise
-    numbered = (name for name in found.column_names if _NUMBERED.search(name))
-    if found.builder_name == "csv" and any(_NUMBERED.sub("", name) in found.column_names for name in numbered):
-        _refuse_header_twice(parts.path.strip("/"), options, len(found.column_names))
-    return found
+    rows: int
+    size: int
+    """Bytes that are written, and of files of the hub."""
+    spare: int
+    """Bytes that must stay free on each disk."""
 
 
-def _refuse_header_twice(name: str, options: dict[str, str], columns: int) -> None:
-    """Return if the CSV files of a dataset have no name twice, of which pandas calls the second one `prompt.1`: their
-    headers are read as rows.
-
-    Raises:
-        InvalidRows: a column is there twice.
-    """
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
-
-    only_first = {"names": [str(number) for number in range(columns)], "nrows": 1, "keep_default_na": False}
-    try:
-        headers = load_dataset(name, **{"split": "train", **options, **only_first})
-    except (DatasetGenerationError, ValueError, TypeError, OSError):
-        return  # only its rows are here: the files were checked when they were read
-    for header in headers:
-        row_files.refuse_twice([str(column) for column in header.values() if column not in (None, "")])
-
-
-def convert(uri: str, directory: Path, max_rows: int, spare: int, file: int | None) -> dict[str, Any]:
-    """Store the rows of a file or a hub dataset as `<directory>/<sha256>.jsonl`.
+def convert(uri: str, directory: Path, limits: _RowLimits, known: str | None, file: int | None) -> dict[str, Any]:
+    """Store the rows of a file, a hub dataset or files of a bucket as `<directory>/<sha256>.jsonl`.
 
     Args:
-        spare: bytes that must stay free on the disk of `directory`.
-        file: descriptor of the file; None: the uri is one of the hub.
+        known: stamp of the rows that the caller has already; None: none.
+        file: descriptor of the file; None: the uri is one of the hub or a bucket.
     """
-    if file is None:
-        return _stored(read_hub(uri), directory, max_rows, spare)
-    with open(file, "rb") as source:
-        return _stored(row_files.ROW_READERS[row_files.ending_of(uri)](source), directory, max_rows, spare)
+    if file is not None:
+        with open(file, "rb") as source:
+            return _stored(row_files.ROW_READERS[row_files.ending_of(uri)](source), directory, limits)
+    scheme, _, _ = uri.partition("://")
+    if scheme == BUCKET:
+        listed = read_bucket(bucket_files(uri), known)
+        return {"same": True} if listed is None else {**_stored(listed.rows, directory, limits), "stamp": listed.stamp}
+    with TemporaryDirectory(dir=directory) as work:
+        found = read_hub(hub_dataset(uri), Path(work), known, limits.size, limits.spare)
+        return {"same": True} if found is None else {**_stored(found.rows, directory, limits), "stamp": found.commit}
 
 
-def _stored(rows: Iterable[Row], directory: Path, max_rows: int, spare: int) -> dict[str, Any]:
-    blob = put_rows(directory, _limited(rows, max_rows, directory, spare))
+def _stored(rows: Iterable[Row], directory: Path, limits: _RowLimits) -> dict[str, Any]:
+    blob = put_rows(directory, _limited(rows, limits.rows, directory, limits.spare))
     return {"sha256": blob.sha256, "num_rows": blob.num_rows}
 
 
@@ -132,16 +107,19 @@ def main(arguments: list[str]) -> None:
             case ["check", path, use, data_format, named, memory]:
                 limit_memory((memory_mb := int(memory)) << 20)
                 answer: Any = check_file(Path(path), use, data_format or None, names_of(named))  # type: ignore[arg-type]
-            case ["convert", uri, directory, max_rows, max_mb, min_free_mb, memory, *file]:
+            case ["convert", uri, directory, max_rows, max_mb, min_free_mb, known, memory, *file]:
                 _limit_written(int(max_mb) << 20)
                 limit_memory((memory_mb := int(memory)) << 20)
                 descriptor = int(file[0]) if file else None
-                answer = convert(uri, Path(directory), int(max_rows), int(min_free_mb) << 20, descriptor)
+                limits = _RowLimits(int(max_rows), int(max_mb) << 20, int(min_free_mb) << 20)
+                answer = convert(uri, Path(directory), limits, known or None, descriptor)
             case _:
                 sys.exit(__doc__)
     except _TooMany:
         answer = {"too_many": True}
-    except InvalidRows as error:
+    except TooLargeFiles as error:
+        answer = {"too_large": True, "what": str(error)}
+    except InvalidRequest as error:  # InvalidRows, or a uri
         answer = {"error": str(error)}
     except MemoryError:  # pyarrow's error derives from it
         answer = {"error": too_much_memory(memory_mb)}
@@ -154,8 +132,16 @@ def main(arguments: list[str]) -> None:
             cause: BaseException = error
             while cause.__cause__ is not None:  # datasets reports "an error occurred" first
                 cause = cause.__cause__
-            answer = {"error": f"it cannot be read: {type(cause).__name__}: {str(cause)[:1000]}"}
+            answer = {"error": f"it cannot be read: {type(cause).__name__}: {_without_secrets(str(cause))[:1000]}"}
     print(json.dumps(answer))
+
+
+def _without_secrets(text: str) -> str:
+    """A library's message without the values of variables that hold tokens and keys."""
+    secrets = [value for name, value in os.environ.items() if _SECRET.search(name) and len(value) >= 8]
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return text
 
 
 def too_much_memory(memory_mb: int) -> str:

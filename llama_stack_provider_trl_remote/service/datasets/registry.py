@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 from pydantic import BaseModel
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, JobConflict, StoreError
-from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowNames, RowUse
+from llama_stack_provider_trl.specs.job import DataFormat, DatasetRef, RowNames, RowsOrigin, RowUse
 from llama_stack_provider_trl.specs.names import STORED
 from llama_stack_provider_trl.specs.row_files import ENDINGS, ROW_READERS, ending_of
 from llama_stack_provider_trl.specs.work import OF_JOB
@@ -44,12 +44,11 @@ from ..http.errors import Conflict, NotFound, TooLarge
 from ..http.places import ListPlace
 from ..settings import ServiceSettings
 from ..space import Use
-from .blobs import Blobs
+from .blobs import Blobs, Converted
 from .index import DatasetIndex
 from .quotas import CountedRows, HeldRows
-from .reader import HUB
 from .registration import StoredRows
-from .uris import Readable, hub_name, split_uri
+from .uris import BUCKET, HUB, HUB_FORM, Readable, bucket_files, hub_dataset, is_within, split_uri
 
 log = logging.getLogger(__name__)
 FIELD = "training_config.data_config.dataset_id"
@@ -68,7 +67,7 @@ class Entry(BaseModel):
     """Digest and number of the rows; None: a uri that no job has requested yet."""
     num_rows: int | None = None
     stamp: str | None = None
-    """Size and time of the file from which the rows were read."""
+    """Size and time of the file from which the rows were read, commit of the hub, or digest of a bucket's list."""
     created_by: str = ""
     """Name of the token that registered it."""
 
@@ -111,6 +110,7 @@ class DatasetRegistry:
         self._blobs, self._cluster, self._maker, self._counted = blobs, cluster, maker, counted or CountedRows(blobs)
         self._counted.is_registered = lambda sha256: self._index.has_rows(sha256)
         self._roots = tuple(root.resolve() for root in settings.dataset_roots)
+        self._buckets = settings.dataset_buckets
         self._data_dir = DataDir(settings.data_dir)
         self._directory = self._data_dir.registry
         self._most = settings.max_datasets
@@ -373,8 +373,9 @@ class DatasetRegistry:
         Raises:
             InvalidRequest: no such dataset, it cannot be read any more, or a row cannot be trained on.
         """
-        sha256 = await self.rows_of(dataset_id)
-        return await self.fetch_blob(dataset_id, sha256, use, data_format, names)
+        entry, sha256 = await self._with_rows(dataset_id)
+        ref, warnings = await self.fetch_blob(dataset_id, sha256, use, data_format, names)
+        return ref.model_copy(update={"origin": _origin(entry)}), warnings
 
     async def rows_of(self, dataset_id: str, field: str = FIELD) -> str:
         """The digest of the rows of a registered dataset, which are stored here, and unchecked.
@@ -385,6 +386,11 @@ class DatasetRegistry:
         Raises:
             InvalidRequest: no such dataset, or it cannot be read any more.
         """
+        _, sha256 = await self._with_rows(dataset_id, field)
+        return sha256
+
+    async def _with_rows(self, dataset_id: str, field: str = FIELD) -> tuple[Entry, str]:
+        """A registered dataset, and the digest of its rows, as `rows_of`."""
         entry = await in_work_thread(self._read, dataset_id)
         if entry is None:
             hint = "no dataset of this name is registered here: POST /v1/datasets registers one"
@@ -397,7 +403,7 @@ class DatasetRegistry:
         assert entry.sha256 is not None
         if not await self._blobs.holds(entry.sha256):
             raise _gone(dataset_id, entry.sha256, field)
-        return entry.sha256
+        return entry, entry.sha256
 
     async def fetch_blob(
         self,
@@ -469,13 +475,17 @@ class DatasetRegistry:
         """The entry with the current rows of its uri."""
         with await in_work_thread(self._readable, uri) as found, self._counted.holding() as held:
             known = await in_work_thread(self._read, entry.dataset.identifier) or entry
-            if known.sha256 and known.stamp == found.stamp and await self._blobs.holds(known.sha256):
+            is_stored = bool(known.sha256 and await self._blobs.holds(known.sha256))
+            if is_stored and known.stamp == found.stamp:
                 return known
             try:
-                sha256, num_rows = await self._converted(found, held)
+                read = await self._converted(found, held, known.stamp if is_stored and found.stamp is None else None)
             except InvalidRows as error:
                 raise InvalidRows(f"dataset {entry.dataset.identifier!r} ({uri}), {error}") from error
-            current = known.model_copy(update={"sha256": sha256, "num_rows": num_rows, "stamp": found.stamp})
+            if read is None:
+                return known
+            changes = {"sha256": read.sha256, "num_rows": read.num_rows, "stamp": found.stamp or read.stamp}
+            current = known.model_copy(update=changes)
             await in_work_thread(self._replace, known, current, held)
             return current
 
@@ -487,30 +497,44 @@ class DatasetRegistry:
                 self._write(current)
                 self._counted.note(current.sha256, current.created_by, current.dataset.identifier)
 
-    async def _converted(self, found: Readable, held: HeldRows) -> tuple[str, int]:
-        """Digest and number of the rows, which are stored."""
+    async def _converted(self, found: Readable, held: HeldRows, known: str | None) -> Converted | None:
+        """Store the rows. None: they have the stamp `known`."""
         if found.stamp != _RAY or self._cluster is None:
-            return await self._blobs.convert(found.name, found.file, held.add)
+            return await self._blobs.convert(found.name, found.file, held.add, known)
         sha256 = await self._cluster.read(found.name)
         await in_work_thread(held.add, sha256)
-        return sha256, await self._blobs.count(sha256)
+        return Converted(sha256, await self._blobs.count(sha256))
 
     def _readable(self, uri: str) -> Readable:
         """Open the source of a uri. Raises InvalidRequest."""
         scheme, separator, _ = uri.partition("://")
-        if scheme == HUB:
-            return Readable(hub_name(uri), "hub")
+        if scheme in HUB:
+            return Readable(uri, hub_dataset(uri).commit)
+        if scheme == BUCKET:
+            self._refuse_bucket(uri)
+            return Readable(uri, None)
         if scheme == _RAY and self._cluster is not None:
             self._cluster.find(uri)
             return Readable(uri, _RAY)
         if (separator and scheme != "file") or not (separator or uri.startswith("/")):
             hint = (
-                "expected an absolute path or file:// below one of the configured dataset_roots, or "
-                "huggingface://datasets/ORG/NAME?split=train, or ray:///PATH of a configured Ray cluster; or send the "
-                "rows themselves"
+                "expected an absolute path or file:// below one of the configured dataset_roots, "
+                f"{HUB_FORM}, s3://BUCKET/PATH below one of the configured dataset_buckets, or ray:///PATH of a "
+                "configured Ray cluster; or send the rows themselves"
             )
             raise InvalidRequest("source.uri", uri, hint)
         return self._file(uri, Path(unquote(split_uri(uri).path) if separator else uri))
+
+    def _refuse_bucket(self, uri: str) -> None:
+        """Return if a uri lies below a configured path of a bucket. Raises InvalidRequest."""
+        files = bucket_files(uri)
+        if not any(is_within(files, bucket_files(allowed)) for allowed in self._buckets):
+            allowed = ", ".join(self._buckets) or "none is configured"
+            hint = f"it must lie below one of the configured dataset_buckets ({allowed}); or send the rows themselves"
+            raise InvalidRequest("source.uri", uri, hint)
+        if not files.is_directory and ending_of(files.path) not in ROW_READERS:
+            hint = f"expected a file name that ends in {ENDINGS}, or a directory that ends in a slash"
+            raise InvalidRequest("source.uri", uri, hint)
 
     def _file(self, uri: str, path: Path) -> Readable:
         """Open a file below its root. It is opened once: later changes of the path have no effect."""
@@ -588,9 +612,22 @@ class DatasetRegistry:
 
 def shown(entry: Entry) -> Dataset:
     """A dataset as an answer: number and digest stand for its rows."""
-    known = {"num_rows": entry.num_rows, "sha256": entry.sha256, "created_by": entry.created_by or None}
+    source = entry.dataset.source
+    is_on_hub = isinstance(source, UriSource) and source.uri.partition("://")[0] in HUB
+    known = {
+        "num_rows": entry.num_rows,
+        "sha256": entry.sha256,
+        "commit": entry.stamp if is_on_hub else None,
+        "created_by": entry.created_by or None,
+    }
     metadata = {**entry.dataset.metadata, **{name: value for name, value in known.items() if value is not None}}
     return entry.dataset.model_copy(update={"metadata": metadata})
+
+
+def _origin(entry: Entry) -> RowsOrigin | None:
+    """Whence the rows of a uri are; None: a request has sent them."""
+    source = entry.dataset.source
+    return RowsOrigin(uri=source.uri, version=entry.stamp) if isinstance(source, UriSource) else None
 
 
 def _content(entry: Entry) -> tuple[Any, ...]:

@@ -254,7 +254,8 @@ class UriSource(_RequestBody):
     uri: str = Field(max_length=4096)
     """An absolute path or file:// below one of the configured dataset_roots (.csv, .jsonl, .ndjson, .json, these
     also with .gz or .zst behind it, .parquet),
-    huggingface://datasets/ORG/NAME?split=train, or ray:///PATH below the dataset_roots of a pool of kind ray."""
+    huggingface://datasets/ORG/NAME?split=train&revision=COMMIT (also hf://datasets/ORG/NAME@COMMIT), s3://BUCKET/PATH
+    below one of the configured dataset_buckets, or ray:///PATH below the dataset_roots of a pool of kind ray."""
 
 
 class BlobSource(_RequestBody):
