@@ -41,8 +41,10 @@ class Repository:
         self.branches[branch] = commit
         return commit
 
-    def commit(self, revision: str) -> str | None:
-        return self.branches.get(revision) or (revision if revision in self.commits else None)
+    def revision(self, path: str) -> str | None:
+        """The branch or commit with which a path begins; None: there is none."""
+        known = sorted({*self.branches, *self.commits}, key=len, reverse=True)
+        return next((one for one in known if f"{path}/".startswith(f"{one}/")), None)
 
 
 @dataclass
@@ -102,26 +104,29 @@ class _Handler(BaseHTTPRequestHandler):
         return repository.token is None or self.headers.get("Authorization") == f"Bearer {repository.token}"
 
     def api(self, name: str, repository: Repository, what: str, argument: str) -> None:
-        revision = argument if what in ("revision", "tree") else "main"
-        commit = repository.commit(revision)
-        if commit is None:
+        revision = repository.revision(argument) if what in ("revision", "tree") else "main"
+        if revision is None:
             return self.refuse(404, "RevisionNotFound")
         if repository.gated:
             return self.refuse(403, "GatedRepo")
+        commit = repository.branches.get(revision, revision)
         files = repository.commits[commit]
-        if what == "tree":
-            oids = {path: hashlib.sha1(data).hexdigest() for path, data in files.items()}
-            return self.reply(
-                [{"type": "file", "path": path, "size": len(data), "oid": oids[path]} for path, data in files.items()]
-            )
-        return self.reply({"id": name, "sha": commit, "siblings": [{"rfilename": path} for path in files]})
+        if what != "tree":
+            return self.reply({"id": name, "sha": commit, "siblings": [{"rfilename": path} for path in files]})
+        if below := argument.removeprefix(revision).strip("/"):
+            files = {path: data for path, data in files.items() if path.startswith(f"{below}/")}
+            if not files:
+                return self.refuse(404, "EntryNotFound")
+        oids = {path: hashlib.sha1(data).hexdigest() for path, data in files.items()}
+        return self.reply(
+            [{"type": "file", "path": path, "size": len(data), "oid": oids[path]} for path, data in files.items()]
+        )
 
     def resolve(self, repository: Repository, argument: str) -> None:
-        revisions = sorted({*repository.branches, *repository.commits}, key=len, reverse=True)
-        revision = next((one for one in revisions if argument.startswith(f"{one}/")), None)
+        revision = repository.revision(argument)
         if revision is None:
             return self.refuse(404, "RevisionNotFound")
-        commit = repository.commit(revision) or ""
+        commit = repository.branches.get(revision, revision)
         data = repository.commits[commit].get(argument.removeprefix(f"{revision}/"))
         if data is None:
             return self.refuse(404, "EntryNotFound", {"X-Repo-Commit": commit})

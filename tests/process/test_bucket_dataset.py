@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.launch.isolation import isolate
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
 from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
@@ -73,9 +74,9 @@ def test_files_of_a_bucket_are_read_in_the_order_of_their_names_and_again_when_o
     all_, one = read(tmp_path, store.environment, "s3://rows/a/", "s3://rows/ab.jsonl")
     assert (all_["rows"], one["rows"]) == (ROWS[:4], [ROWS[4]])
     assert read(tmp_path, store.environment, "s3://rows/a/", known=all_["stamp"]) == [{"same": True}]
-    store.put("rows", "a/1.jsonl.gz", gzip.compress(lines(ROWS[4])))
+    store.put("rows", "a/2/x.csv", b"prompt,completion\nquestion 1,answer 9\n")  # of the same size
     (changed,) = read(tmp_path, store.environment, "s3://rows/a/", known=all_["stamp"])
-    assert changed["rows"] == [ROWS[4], *ROWS[1:4]]
+    assert changed["rows"] == [ROWS[0], {**ROWS[1], "completion": "answer 9"}, *ROWS[2:4]]
 
 
 def test_what_a_bucket_does_not_give_is_one_sentence(tmp_path: Path, store: Store) -> None:
@@ -103,7 +104,7 @@ def test_only_paths_that_the_operator_names_are_read_with_the_operators_account(
         monkeypatch.setenv(name, value)
     store.put("rows", "team/x.jsonl", lines(*ROWS))
     settings = ServiceSettings(data_dir=tmp_path / "data", min_free_disk_mb=0, dataset_buckets=("s3://rows/team",))
-    registry = DatasetRegistry(settings, blobs := Blobs(settings))
+    registry = DatasetRegistry(settings, blobs := Blobs(settings, isolate("auto", [settings.data_dir])))
     blobs.prepare()
     registry.prepare()
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from llama_stack_provider_trl.launch.isolation import isolate
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
 from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
@@ -174,7 +175,7 @@ def test_jobs_on_a_branch_that_moves_have_the_rows_and_the_commit_of_their_time(
     for name, value in {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}.items():
         monkeypatch.setenv(name, value)
     settings = ServiceSettings(data_dir=tmp_path / "data", min_free_disk_mb=0)
-    registry = DatasetRegistry(settings, blobs := Blobs(settings))
+    registry = DatasetRegistry(settings, blobs := Blobs(settings, isolate("auto", [settings.data_dir])))
     blobs.prepare()
     registry.prepare()
     body = {"dataset_id": "d", "source": {"type": "uri", "uri": URI}}

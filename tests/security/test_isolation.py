@@ -344,9 +344,10 @@ def test_a_reader_converts_the_file_that_it_was_given(site: Site, is_isolated: b
     blobs = Blobs(settings, isolation(site.data) if is_isolated else NO_ISOLATION)
     blobs.prepare()
     with open(files / "rows.jsonl", "rb") as file:
-        sha256, num_rows = asyncio.run(blobs.convert(str(files / "rows.jsonl"), file.fileno()))
-    assert num_rows == 1
-    assert asyncio.run(blobs.holds(sha256))
+        read = asyncio.run(blobs.convert(str(files / "rows.jsonl"), file.fileno()))
+    assert read is not None
+    assert read.num_rows == 1
+    assert asyncio.run(blobs.holds(read.sha256))
 
 
 # Limits
