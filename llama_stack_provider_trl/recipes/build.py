@@ -55,6 +55,7 @@ from .trainer.methods import trainer_of
 from .trainer.reference import check_vocabulary
 from .trainer.rewards import other_packages, used_packages
 from .trainer.trl_patches import choose_head_kernels
+from .vision import with_images
 
 _NOT_COUNTS = ("warnings", "lost_turns", "largest_id", "largest_id_row")
 """Of a report on rows: what the job's record lacks."""
@@ -121,7 +122,9 @@ class BuiltTrainer:
     def passes_mask(self) -> bool:
         """Whether the model gets an attention mask."""
         spec = self.trainer.spec
-        return not spec.data.packed and passes_padding_mask(spec, self.policy.model, self.trainer.args.device.type)
+        if spec.data.packed:
+            return False
+        return spec.data.has_images or passes_padding_mask(spec, self.policy.model, self.trainer.args.device.type)
 
     def effective(self) -> dict[str, Any]:
         """What was decided beyond the spec, for the job's record."""
@@ -197,6 +200,7 @@ def build_trainer(
     tokenizer = load_job_tokenizer(spec, warn)
     check_chat_template(spec, tokenizer)
     check_models(spec, warn)
+    spec = with_images(spec)
     check_vocabulary(spec, tokenizer)
     # Data before weights: a bad row is found in a second, a large model takes minutes to load.
     prompts = encode_prompts(

@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import batched, islice
 
 from ..errors import InvalidRows, JobFailure
+from ..specs.images import images_in
 from ..specs.job import DatasetRef, JobSpec
 from ..specs.methods import METHODS
 from ..specs.rows import LabelledExample, Message, PreferenceExample, PromptExample, SftExample
 from .data.chat import Chat
+from .data.images import Images
 from .data.inferred import ComparedTurn, Inference
 from .data.mixed import named_by_dataset
 from .data.prepare import TruncationCounter, read_examples
@@ -108,12 +110,13 @@ class RowReader:
     def _sequences(self, chunk: Sequence[tuple[int, SftExample]]) -> Iterator[list[MaskedRow]]:
         data, counter = self.spec.data, self.counter
         encoded = counter.read(SftEncoder(self.chat, data.trained, data.reasoning).encode(chunk))
-        for sequences, (_, example) in zip(encoded, chunk, strict=True):
+        for sequences, (row, example) in zip(encoded, chunk, strict=True):
+            images = [image for _, image in images_in(example.messages or ())]
             seen = without_thoughts(example) if data.reasoning == "drop" else example
             turns = self.inference.of_sequences(seen, sequences, data.trained)
             yield [
                 replace(
-                    _sft_row(ids, labels, counter),
+                    _sft_row(ids, labels, counter, self.chat.images, images, row),
                     messages=example.messages or (),
                     turns=[turn for turn in turns if turn.sequence == number],
                 )
@@ -151,12 +154,19 @@ class RowReader:
             yield [replace(_prompt(*ids, answer, self.counter), messages=example.messages, turns=turns)]
 
 
-def _sft_row(ids: list[int], labels: list[int], counter: TruncationCounter) -> MaskedRow:
-    if counter.cut_row(ids, labels) is None:
+def _sft_row(
+    ids: list[int], labels: list[int], counter: TruncationCounter, images: Images | None, own: list[bytes], row: int
+) -> MaskedRow:
+    never_cut = images.token_ids if images is not None and own else frozenset[int]()
+    cut = counter.images_cut
+    if counter.cut_row(ids, labels, never_cut) is None:
         why = f"within max_seq_length={counter.limit} tokens nothing is left to train on"
+        if counter.images_cut > cut:
+            why = f"max_seq_length={counter.limit} would cut off a part of its images"
         if len(labels) - 1 - labels[1:].count(IGNORED) <= 0:
             why = "the loss covers none of its tokens"
         return MaskedRow([MaskedPart("sequence", ids, set(), set())], len(ids), why)
+    counter.images += len(images.of_sequence(ids, own, row)) if images is not None and own else 0
     kept = counter.cut([*range(len(ids))], ids, counter.limit)
     # Nothing predicts the first token.
     trained = {position for position in kept[1:] if labels[position] != IGNORED}

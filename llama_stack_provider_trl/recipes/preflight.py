@@ -46,6 +46,7 @@ from .model.positions import positions_of, within_positions
 from .model.saving import try_exports
 from .preview import preview
 from .reward_templates import lost_by_reward_models
+from .vision import with_images
 
 
 @dataclass(frozen=True)
@@ -243,6 +244,7 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     tokenizer = load_job_tokenizer(spec, notes.append)
     check_chat_template(spec, tokenizer)
     check_models(spec, notes.append)
+    spec = with_images(spec)
     embeddings = vocabulary_size(spec.source)
     prompts = encode_prompts(
         spec.train.samples, tokenizer, positions_of(spec.source), spec.data.dropped_turns, embeddings
@@ -267,6 +269,8 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
         baseline=_baseline(request.device),
     )
     memory = check(spec, planned.batch, request.device, capacity, requested)
+    if spec.data.has_images:
+        notes.append("the estimate of memory leaves out what the vision part of the model takes for images")
     disk = _disk(spec, planned, request)
     writer.write(
         Preflighted(
@@ -302,6 +306,7 @@ def _data(report: DataReport, lengths: torch.Tensor, mixture: list[dict[str, Any
         "median_tokens": int(ordered[len(ordered) // 2]),
         "max_tokens": int(ordered[-1]),
         "histogram": histogram(lengths),
+        **({"images": report.images} if report.images else {}),
         **({"mixture": mixture} if mixture else {}),
     }
 

@@ -31,6 +31,7 @@ from .data.chat import Chat, check_chat_template
 from .data.duplicates import CountedExamples, duplicates
 from .data.embedded import check_embedded
 from .data.forms import split_thought
+from .data.images import Images
 from .data.inferred import ComparedTurn, Inference
 from .data.lengths import histogram
 from .data.packing import best_fit
@@ -43,6 +44,7 @@ from .model.loading import load_job_tokenizer, load_teacher_tokenizer, vocabular
 from .model.positions import positions_of, within_positions
 from .model.saving import lacking_in_exports
 from .reward_templates import lost_by_reward_models
+from .vision import with_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -221,9 +223,11 @@ def examined(spec: JobSpec, request: PreviewSpec, alive: Callable[[], object], *
     spec, notes = within_positions(spec)
     tokenizer = load_job_tokenizer(spec, notes.append)
     check_chat_template(spec, tokenizer)
+    spec = with_images(spec)
     notes += lacking_in_exports(spec)
     prompts = encode_prompts(spec.train.samples, tokenizer, positions_of(spec.source))
-    chat, teacher = Chat(tokenizer), load_teacher_tokenizer(spec)
+    images = Images(spec.source, tokenizer) if spec.data.has_images else None
+    chat, teacher = Chat(tokenizer, images), load_teacher_tokenizer(spec)
     taught = None if teacher is None else Chat(teacher)
     counter = TruncationCounter(
         tokenizer.eos_token_id, tokenizer.bos_token_id, spec.data.max_seq_length, spec.data.truncation_side
@@ -398,4 +402,5 @@ def _data(spec: JobSpec, counter: TruncationCounter, lengths: Sequence[int]) -> 
         "longest_before_cut": counter.longest,
         "median_tokens": ordered[len(ordered) // 2],
         "histogram": histogram(ordered),
+        **({"images": counter.images} if counter.images else {}),
     }

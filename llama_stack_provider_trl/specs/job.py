@@ -265,6 +265,8 @@ class DataSpec(Frozen):
     """Processes per rank that prepare batches; None: 2 on cuda, else 0."""
     group_by_length: bool = True
     """Put the rows of an optimizer step into batches by length: less padding, the same numbers up to rounding."""
+    has_images: bool = False
+    """Rows have images, which an attempt finds out itself: the model is one that reads them."""
     packed: bool = False
     """SFT: several rows in a sequence of `max_seq_length` tokens, none of which sees another; `batch_size` counts
     sequences. The rows of an evaluation are packed too, which does not change its numbers."""

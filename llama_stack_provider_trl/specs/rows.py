@@ -22,6 +22,7 @@ from typing import Any, cast
 from ..errors import InvalidRows
 from ..system.json_rows import STAND_INS
 from ..system.texts import DuplicateKey, parse_json
+from . import images as of_images
 from .job import DataFormat, RowNames, RowUse
 from .methods import METHODS
 from .tool_calls import Tool, faults_of, read_calls, read_tools
@@ -29,7 +30,8 @@ from .tool_calls import Tool, faults_of, read_calls, read_tools
 Message = dict[str, Any]
 """One turn: `role` (system, user, assistant or tool) and `content`, text. Where the row has them: of an assistant turn
 `reasoning` (text), `tool_calls` (`tool_calls.ToolCall`) and `weight` (0: no loss); of a tool's result `tool_call_id`
-and `name`; of the first turn `tools`, which the conversation may call."""
+and `name`; of the first turn `tools`, which the conversation may call; of a user's turn `images`, the bytes of each,
+for which `images.MARK` stands in the content."""
 
 ROLES = {
     "system": "system",
@@ -68,7 +70,9 @@ TOOLS = ("tools", "functions")
 SYSTEM = "system"
 """Column with the text of a system turn before the conversation."""
 _AROUND = (SYSTEM, *TOOLS)
-_MORE_KEYS = frozenset(("reasoning", "tool_calls", "weight", "tool_call_id", "name", "tools"))
+_MORE_KEYS = frozenset(("reasoning", "tool_calls", "weight", "tool_call_id", "name", "tools", "images"))
+_UNSEEN = ("audio", "input_audio", "video", "video_url")
+"""Types of parts that no method reads."""
 _LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from)['"]\s*:""")
 _LIKELY_PROMPTS = ("question", "instruction", "input", "query", "context", "user", "prompts", "problem", "post")
 """Columns in which other datasets of pairs have the prompt."""
@@ -203,6 +207,8 @@ class _Notes:
     """Rows that a chat template writes."""
     own_system: int = 0
     """Those with a system turn of their own, where `names` has one for all."""
+    images: int = 0
+    """In all rows."""
     calls: Counter[str] = field(default_factory=Counter)
     """Calls that do not fit the schemas of their tools, by what is wrong."""
 
@@ -331,7 +337,10 @@ class _Row:
             except (TypeError, ValueError, RecursionError) as error:
                 raise self.refuse(where, f"a result that is no JSON ({error})", "text, or values of JSON") from error
         elif not (found.get("tool_calls") and (_absent(content) or content == [])):
+            content, images = self._without_images(content, role, where)
             found["content"] = self.content(content, column, where)
+            if images:
+                found["images"] = images
         needs_text = role == "user" or (role == "assistant" and not found.get("tool_calls"))
         if needs_text and (not found["content"] or found["content"].isspace()):
             raise self.refuse(where, "blank text", "text")
@@ -412,6 +421,33 @@ class _Row:
             return "".join(self._part(part, column, where) for part in content)
         return self.plain(content, column, where)
 
+    def _without_images(self, content: Any, role: str, where: str) -> tuple[Any, list[bytes | None]]:
+        """A content with a mark in place of each image, and the images; None: one of the column."""
+        parts = [content] if isinstance(content, Mapping) else content
+        if not isinstance(parts, list) or not any(map(of_images.is_image, parts)):
+            return content, []
+        if role != "user":
+            raise self.refuse(where, f"an image in {_article(role)} turn", "images in turns of users")
+        images, kept = list[bytes | None](), []
+        for number, part in enumerate(parts):
+            if of_images.is_image(part):
+                images.append(of_images.image_of(part, f"{where}, part {number}", self.refuse))
+                part = of_images.MARK
+            kept.append(part)
+        return kept, images
+
+    def images(self) -> tuple[str | None, list[bytes]]:
+        """The column of images that the row has, and its images; None: it has none."""
+        found = [column for column in of_images.COLUMNS if column in self.values]
+        if not found:
+            return None, []
+        if len(found) > 1:
+            raise self.refuse("image", "it beside the column images", "one of them")
+        value = self.values[found[0]]
+        listed = value if isinstance(value, list) else [value]
+        read = of_images.read_image
+        return found[0], [read(one, f"{found[0]}, image {n}", self.refuse) for n, one in enumerate(listed)]
+
     def _part(self, part: Any, column: str, where: str) -> str:
         if isinstance(part, Mapping) and part.get("type") == "text":
             part = part.get("text")
@@ -419,6 +455,8 @@ class _Row:
             return self.plain(part, column, where)
         named = isinstance(part, Mapping) and "type" in part
         found = f"a content part of type {_shown(part['type'])}" if named else _kind(part)
+        if named and part["type"] in _UNSEEN:
+            raise self.refuse(where, found, "text or images: audio and video are not supported")
         raise self.refuse(where, found, 'text, or parts {"type": "text", "text": ...}')
 
 
@@ -869,8 +907,10 @@ class RowShape:
     @property
     def read_beside(self) -> tuple[str, ...]:
         """Columns that are read where a row has them; a plain text is written by no chat template."""
-        margin = (MARGIN,) if self.use == "dpo" else ()
-        return self.optional if self.columns == ("text",) else (*self.optional, *margin, *_AROUND)
+        if self.columns == ("text",):
+            return self.optional
+        more = of_images.COLUMNS if self.use == "sft" else (MARGIN,) if self.use == "dpo" else ()
+        return (*self.optional, *more, *_AROUND)
 
 
 ROW_SHAPES: tuple[RowShape, ...] = (
@@ -1079,8 +1119,37 @@ def _parse(
     example = shape.read(reader)
     if notes.system or not columns.isdisjoint(_AROUND):
         example = _with_around(reader, example, shape)
+    _read_images(reader, example, use, columns)
     _refuse_weights(reader, example)
     return shape, columns, example
+
+
+def _read_images(row: _Row, example: Example, use: RowUse, columns: frozenset[str]) -> None:
+    """Place the images of a row. Only SFT trains on them."""
+    talks = _conversations(example)
+    if columns.isdisjoint(of_images.COLUMNS) and not any("images" in turn for talk in talks for turn in talk):
+        return
+    if use != "sft":
+        named = [column for column in of_images.COLUMNS if of_images.holds_images(row.values.get(column))]
+        if named or any("images" in turn for talk in talks for turn in talk):
+            title = "prompts" if use == "prompts" else METHODS[use].title
+            raise row.refuse((named or ["messages"])[0], "images", f"text alone: {title} reads no images, SFT does")
+        return
+    (talk,) = talks or ([],)
+    if not talk:
+        return  # a plain text
+    column, images = row.images()
+    of_images.place_images(talk, column, images, row.refuse)
+    row.notes.images += of_images.count_images(talk)
+
+
+def _conversations(example: Example) -> list[list[Message]]:
+    """The turns of a row; of a pair or a labelled answer, those of its parts."""
+    if isinstance(example, PreferenceExample):
+        return [example.prompt, *example.answers]
+    if isinstance(example, LabelledExample):
+        return [example.prompt, example.completion]
+    return [] if example.messages is None else [example.messages]
 
 
 def _refuse_weights(row: _Row, example: Example) -> None:

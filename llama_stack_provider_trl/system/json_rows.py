@@ -16,6 +16,7 @@ from decimal import Decimal
 from typing import Any
 
 from ..errors import InvalidRows
+from .image_bytes import data_uri
 
 _OPTIONS: dict[str, Any] = {"allow_nan": False, "check_circular": False, "separators": (",", ":")}
 _ENCODE = json.JSONEncoder(ensure_ascii=False, **_OPTIONS).encode
@@ -62,6 +63,9 @@ def _writable(value: Any) -> Any:
     if isinstance(value, float):
         return (None if value != value else {"number": str(value)}) if not math.isfinite(value) else value
     if isinstance(value, Mapping):
+        held = value.get("bytes")
+        if isinstance(held, bytes) and value.keys() <= {"bytes", "path"} and (uri := data_uri(held)):
+            return {"bytes": uri, "path": None}  # an image, as Parquet files of `datasets` have them
         return {str(key): _writable(one) for key, one in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_writable(one) for one in value]

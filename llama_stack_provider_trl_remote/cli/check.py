@@ -163,6 +163,8 @@ def _lines(found: dict[str, Any], ok: bool) -> Iterator[str]:
         f"tokens  {data['trained_tokens']} of {data['total_tokens']} in the loss; longest "
         f"{data['longest_before_cut']}, median {data['median_tokens']}"
     )
+    if data.get("images"):
+        yield f"images  {data['images']}, whose tokens carry no loss"
     yield f"turns   {inference_sentence(found['inference'])}"
     yield from (f"note    {warning}" for warning in found["warnings"])
     if ok:

@@ -70,6 +70,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     made = f", which make {data['examples']} examples" if data["examples"] != data["read"] else ""
     yield f"{data['read']} of {data['num_rows']} rows read{made}: {counts}, {data['dropped']} dropped"
     yield f"{data['trained_tokens']} of {data['total_tokens']} tokens in the loss; longest {data['longest_before_cut']}"
+    if data.get("images"):
+        yield f"{data['images']} images, whose tokens carry no loss"
     for bucket in data["histogram"]:
         yield f"  up to {bucket['up_to']:>7} tokens: {bucket['rows']}"
     yield inference_sentence(found["inference"])

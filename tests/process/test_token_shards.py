@@ -177,7 +177,7 @@ def test_ranges_are_all_rows_of_a_file(tmp_path: Path, monkeypatch: pytest.Monke
 def test_all_that_a_chat_counts_is_in_the_counts_of_a_shard() -> None:
     chat = Chat(tiny_tokenizer())
     listed = {*counts._SUMS, *counts._of_chat(chat), "endings"}
-    known = {"tokenizer", "forms", "_unwritten", "_calls_lost"}  # no counts
+    known = {"tokenizer", "images", "forms", "_unwritten", "_calls_lost"}  # no counts
     assert {*vars(chat)} - known <= listed
     assert {name for name, value in vars(chat.endings).items() if not name.startswith("_")} <= listed
     one = TruncationCounter(None, None, 4)

@@ -403,7 +403,7 @@ SFT_ERRORS: list[tuple[Any, str]] = [
     ({"dialog": [user(" "), ANSWER]}, "column dialog, turn 0 (user): found blank text, expected text"),
     (
         {"messages": [user([{"type": "image_url", "image_url": {}}]), ANSWER]},
-        "column messages, turn 0 (user): found a content part of type 'image_url', expected text, or parts",
+        "column messages, turn 0 (user), part 0: found an object without the bytes of an image, expected a data URI",
     ),
     (
         {"messages": [QUESTION, {**ANSWER, "tool_calls": [{"id": "1"}]}]},

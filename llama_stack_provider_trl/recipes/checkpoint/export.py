@@ -31,8 +31,9 @@ from ...specs.job import JobSpec
 from ...system.files import fsync_tree, put_in_place, write_manifest
 from ...system.process import available_memory
 from ..distributed import ranks
+from ..model.files import copy_processor
 from ..model.fsdp import gather, reshard
-from ..model.loading import DTYPES, auto_class, load_adapter, quantize
+from ..model.loading import DTYPES, auto_class, load_adapter, load_config, quantize
 from ..model.saving import SAMPLE, UNLOADABLE, Kind, describe, tokenizer_fault, write_configuration
 from .fencing import FencingToken
 from .step import need_space
@@ -144,6 +145,7 @@ def export(
         if ranks.rank() != 0:
             return None
         tokenizer.save_pretrained(staging)
+        copy_processor(spec.source, staging)
         (staging / "training_job.json").write_text(spec.without_model_paths().model_dump_json(indent=2) + "\n")
         fsync_tree(staging)
         faults.reach(f"written-{kind}")
@@ -221,7 +223,7 @@ def _check_logits(
                 adapter = {name: digest(weight) for name, weight in get_peft_model_state_dict(loaded).items()}
                 strange = [name for name in expected if adapter.get(name) != expected[name]]
             else:
-                auto, _ = auto_class(is_reward=spec.trains_reward)
+                auto, _ = auto_class(load_config(spec.source), is_reward=spec.trains_reward)
                 loaded, report = auto.from_pretrained(
                     directory, output_loading_info=True, trust_remote_code=spec.source.trust_remote_code
                 )

@@ -13,11 +13,13 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from ...errors import JobFailure
 from ...specs.events import Reason
+from ...specs.images import images_in
 from ...specs.job import DroppedTurns, JobSpec
 from ...specs.rows import Message, is_plain
 from ...specs.tool_calls import Tool
 from .endings import Endings, Examples
 from .forms import Forms, with_links
+from .images import Images
 from .marks import CLOSE, OPEN, common_prefix, marked_texts, markings, unmarked, visible
 from .templates import rendered
 
@@ -200,10 +202,14 @@ def default_chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 class Chat:
-    """A tokenizer and its chat template, with counts of what the template changed."""
+    """A tokenizer and its chat template, with counts of what the template changed.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
+    Args:
+        images: reads the images of conversations; None: the model reads none.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, images: Images | None = None) -> None:
+        self.tokenizer, self.images = tokenizer, images
         self.template_warning: str | None = None
         """The warning that the default template was given."""
         self.forms = Forms(self._applied)
@@ -495,11 +501,13 @@ class Chat:
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         turns, tools = self.as_taken(messages)
-        return rendered(self.tokenizer, turns, add_generation_prompt=add_generation_prompt, **tools)
+        text = rendered(self.tokenizer, turns, add_generation_prompt=add_generation_prompt, **tools)
+        images = [image for _, image in images_in(messages)]
+        return self.images.expanded(text, images) if self.images else text
 
     def as_taken(self, messages: Sequence[Message]) -> tuple[Sequence[dict[str, Any]], dict[str, Any]]:
         """A conversation in the form that the template takes, and its tools as an option of rendering."""
-        if is_plain(messages) and not self._takes_thoughts_apart(messages):
+        if is_plain(messages) and not self._takes_thoughts_apart(messages) and not self.forms.takes_parts:
             return messages, {}
         tools = {"tools": messages[0]["tools"]} if messages[0].get("tools") else {}
         return self.forms.of(messages), tools

@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import count, product, takewhile
 from typing import Any, Literal, NamedTuple
 
+from ...specs.images import as_parts
 from ...specs.rows import Message
 from ...specs.tool_calls import Tool, ToolCall, as_text
 
@@ -52,12 +53,24 @@ class Forms:
     """
 
     def __init__(self, apply: Apply) -> None:
-        self._apply = apply
+        self._write = apply
 
     def of(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages in the template's form."""
         calls, (linked, _) = self.calls or CallForm(False, "", False), with_links(messages)
-        return [_turn(self._with_thought(message), calls) for message in _with_ids(linked, calls.has_nine)]
+        turns = [_turn(self._with_thought(message), calls) for message in _with_ids(linked, calls.has_nine)]
+        if not self.takes_parts and not any("images" in message for message in messages):
+            return turns
+        return [_in_parts(turn, "images" in message) for turn, message in zip(turns, messages, strict=True)]
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template writes a text only where it is a list of parts, as those of some vision models do."""
+        text, content = self._write([_QUESTION]), _QUESTION["content"]
+        return (text is None or content not in text) and content in (self._write([_in_parts(_QUESTION)]) or "")
+
+    def _apply(self, turns: Sequence[dict[str, Any]], **options: Any) -> str | None:
+        return self._write([_in_parts(turn) for turn in turns] if self.takes_parts else list(turns), **options)
 
     @cached_property
     def calls(self) -> CallForm | None:
@@ -214,8 +227,13 @@ def as_content(thought: str, content: str) -> str:
     return f"{THINK}\n{thought.strip(chr(10))}\n{END_THINK}\n\n{content.lstrip(chr(10))}"
 
 
+def _in_parts(turn: dict[str, Any], has_images: bool = False) -> dict[str, Any]:
+    content = turn.get("content")
+    return {**turn, "content": as_parts(content, has_images=has_images)} if isinstance(content, str) else turn
+
+
 def _turn(message: Message, form: CallForm) -> dict[str, Any]:
-    turn = {key: value for key, value in message.items() if key not in ("tools", "weight")}
+    turn = {key: value for key, value in message.items() if key not in ("tools", "weight", "images")}
     calls = turn.get("tool_calls")
     if not calls:
         return turn

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from jinja2 import TemplateError
 
+from ...specs.images import images_in
 from ...specs.job import TrainOn
 from ...specs.rows import Message, SftExample
 from .chat import Chat, call_tokenizer
@@ -168,7 +169,10 @@ class Inference:
         if not messages:
             return None
         turns, tools = self.chat.as_taken(messages)
+        images = [image for _, image in images_in(messages)]
         try:
+            if self.chat.images is not None:
+                return self.chat.images.inferred(turns, images, add_generation_prompt=True, **tools)
             return rendered_ids(self.chat.tokenizer, turns, add_generation_prompt=True, **tools)
         except (TemplateError, TypeError, ValueError):
             return None

@@ -12,11 +12,12 @@ import jinja2
 import tokenizers
 import transformers
 
+from ...specs import images, tool_calls
 from ...specs import rows as row_shapes
-from ...specs import tool_calls
 from ...specs.job import DatasetRef, JobSpec
 from ...specs.methods import METHODS
 from .chat import call_tokenizer, default_chat_template
+from .images import digest_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +28,8 @@ _VARYING = re.compile(r"strftime_now|lipsum|\|\s*random\b")
 
 def _digest_of_code() -> str:
     """Digest of the modules that turn rows into tokens: what another release has cached is not used."""
-    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(row_shapes.__file__), Path(tool_calls.__file__)]
+    of_rows = [Path(row_shapes.__file__), Path(tool_calls.__file__), Path(images.__file__)]
+    files = [*sorted(Path(__file__).parent.glob("*.py")), *of_rows]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
@@ -65,6 +67,7 @@ class RowKeys:
             max_seq_length=spec.data.max_seq_length,
             truncation_side=spec.data.truncation_side,
             answer=spec.method.answer_tokens,
+            **({"images": digest_of(spec.source)} if spec.data.has_images else {}),
             **({"teacher": self._teacher} if self._teacher else {}),
             # The ranks and attempts of a job train on the same rows also where the template writes the date.
             job=spec.job_uuid if varies else None,

@@ -26,6 +26,7 @@ from datasets import Dataset, concatenate_datasets
 
 from ...errors import InvalidRows, JobFailure
 from ...specs.events import Reason
+from ...specs.images import images_in
 from ...specs.job import DataFormat, DatasetRef, JobSpec, ReasoningUse, RowNames, RowUse, TrainOn, TruncationSide
 from ...specs.methods import METHODS
 from ...specs.row_files import parse_line
@@ -35,9 +36,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 from .chat import Chat
 from .duplicates import ExampleDigests
+from .images import Images, chunked
 from .tables import (
     DPO_COLUMNS,
     IGNORED,
+    IMAGE_COLUMNS,
+    IMAGES,
     KTO_COLUMNS,
     MARGIN,
     MARGIN_COLUMNS,
@@ -78,6 +82,8 @@ class DataReport:
     """Of the kept tokens: the model must have an embedding for it."""
     largest_id_row: int
     """The first row that has it."""
+    images: int
+    """Of the kept examples."""
     warnings: list[str]
     lost_turns: list[str]
     """Those of the warnings that are about turns, or text of answers, that a chat template does not write."""
@@ -231,6 +237,9 @@ def tokenize(
         return tokenize_kto(read_examples(path, "kto", names=names, rows=rows), tokenizer, most, side, first)
     examples = read_examples(path, "sft", spec.data.data_format, names, rows)
     data = spec.data
+    if data.has_images:
+        encoder = SftEncoder(Chat(tokenizer, Images(spec.source, tokenizer)), data.trained, data.reasoning)
+        return tokenize_sft_with_images(examples, encoder, most, side, first)
     return tokenize_sft(examples, tokenizer, most, data.train_on_input, side, data.train_on, data.reasoning, first)
 
 
@@ -277,6 +286,34 @@ def tokenize_sft(
         for chunk in batched(enumerate(examples, first), CHUNK_ROWS)
     )
     return Tokenization(tables, SFT_COLUMNS, encoder.chat, "row", counter)
+
+
+def tokenize_sft_with_images(
+    examples: Iterable[SftExample],
+    encoder: SftEncoder,
+    max_seq_length: int,
+    side: TruncationSide = "right",
+    first: int = 0,
+) -> Tokenization:
+    """As `tokenize_sft`, of rows that may have images, with the column `IMAGES`. A row whose cut would take a token of
+    an image is dropped."""
+    chat, tokenizer = encoder.chat, encoder.chat.tokenizer
+    assert chat.images is not None
+    images = chat.images
+    counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
+
+    def rows(chunk: Sequence[tuple[int, SftExample]]) -> Iterator[tuple[list[int], list[int], list[bytes]]]:
+        for sequences, (row, example) in zip(counter.read(encoder.encode(chunk)), chunk, strict=True):
+            own = [image for _, image in images_in(example.messages or ())]
+            for ids, labels in sequences:
+                if cut := counter.cut_row(ids, labels, images.token_ids if own else frozenset()):
+                    kept = images.of_sequence(ids, own, row) if own else []
+                    counter.images += len(kept)
+                    yield *cut, kept
+
+    chunks = chunked(enumerate(examples, first), CHUNK_ROWS)
+    tables = (table(list(rows(chunk)), IMAGE_COLUMNS) for chunk in chunks)
+    return Tokenization(tables, IMAGE_COLUMNS, chat, "row", counter)
 
 
 def tokenize_dpo(
@@ -411,6 +448,9 @@ def with_filler(dataset: Dataset) -> Dataset:
     if "labels" in first:
         ids = first["input_ids"][:2]
         filler = in_memory([table([(ids, [IGNORED] * len(ids))], SFT_COLUMNS)])
+        if IMAGES in first:  # every rank computes the features of images at every step
+            ids = first["input_ids"]
+            filler = in_memory([table([(ids, [IGNORED] * len(ids), first[IMAGES])], IMAGE_COLUMNS)])
         if "seq_lengths" in first:
             from .packing import pack  # imports torch, which a process that only tokenizes does not need
 
@@ -452,6 +492,10 @@ class TruncationCounter:
     longest: int = 0
     largest_id: int = -1
     largest_id_row: int = 0
+    images: int = 0
+    """Of kept rows."""
+    images_cut: int = 0
+    """Rows that were dropped since the cut would take a part of an image."""
     eos_trained: bool = False
     example_end: list[int] = field(default_factory=list)
     """The last trained ids of the first sequence that was not cut."""
@@ -464,10 +508,19 @@ class TruncationCounter:
             self.rows += 1
             yield row
 
-    def cut_row(self, ids: list[int], labels: list[int]) -> tuple[list[int], list[int]] | None:
-        """The row, cut; None if it is dropped. The first label never counts: nothing predicts the first token."""
+    def cut_row(
+        self, ids: list[int], labels: list[int], never_cut: frozenset[int] = frozenset()
+    ) -> tuple[list[int], list[int]] | None:
+        """The row, cut; None if it is dropped. The first label never counts: nothing predicts the first token.
+
+        Args:
+            never_cut: tokens of images, with one of which a row would lose a part of an image.
+        """
         self._count(len(ids))
         kept_ids, kept_labels = self.cut(ids, ids, self.limit), self.cut(labels, ids, self.limit)
+        if never_cut and sum(map(never_cut.__contains__, ids)) > sum(map(never_cut.__contains__, kept_ids)):
+            self.images_cut += 1
+            return None
         trained = len(kept_labels) - 1 - kept_labels[1:].count(IGNORED)
         if trained <= 0:
             self.untrained += len(labels) - 1 - labels[1:].count(IGNORED) <= 0
@@ -555,8 +608,8 @@ class TruncationCounter:
         if later.largest_id > self.largest_id:
             self.largest_id, self.largest_id_row = later.largest_id, self.rows + later.largest_id_row
         self.digests.add(later.digests, self.rows)
-        sums = ("rows", "examples", "kept", "truncated", "untrained", "identical", "total_tokens", "trained_tokens")
-        for name in sums:
+        counted = ("rows", "examples", "kept", "truncated", "untrained", "identical", "images", "images_cut")
+        for name in (*counted, "total_tokens", "trained_tokens"):
             setattr(self, name, getattr(self, name) + getattr(later, name))
         self.longest = max(self.longest, later.longest)
         self.eos_trained = self.eos_trained or later.eos_trained
@@ -581,6 +634,7 @@ class TruncationCounter:
             max_tokens=self.longest,
             largest_id=self.largest_id,
             largest_id_row=self.largest_id_row,
+            images=self.images,
             warnings=self.warnings(unit, chat, teacher),
             lost_turns=self.lost_turns(unit, chat, teacher),
         )
@@ -655,7 +709,12 @@ class TruncationCounter:
             )
         if self.untrained:
             yield f"{self.untrained} of {self.examples} {unit}s were dropped: the loss covers none of their tokens"
-        if cut := self.dropped - self.untrained:
+        if self.images_cut:
+            yield (
+                f"{self.images_cut} of {self.examples} {unit}s were dropped: max_seq_length={self.limit} would cut "
+                f"off a part of their images (the longest has {self.longest} tokens)"
+            )
+        if cut := self.dropped - self.untrained - self.images_cut:
             yield (
                 f"{cut} of {self.examples} {unit}s were dropped: within max_seq_length={self.limit} "
                 "tokens nothing is left to train on"

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
 
-from ...specs.events import EventWriter, Tokenizing, Warned
+from ...errors import JobFailure
+from ...specs.events import EventWriter, Reason, Tokenizing, Warned
 from ...specs.job import DatasetRef, JobSpec
 from ...specs.methods import METHODS
 from .cache import Add, CachedRows, NotCached, Shards, TokenCache
@@ -18,10 +19,11 @@ from .chat import DEFAULT_TEMPLATE_WARNING, ensure_chat_template, refuse_lost_tu
 from .duplicates import ExampleDigests
 from .embedded import check_embedded
 from .keys import RowKeys
+from .lengths import list_lengths
 from .packing import pack, packed_tables
 from .prepare import DataReport, Tokenization, tokenize
 from .shards import ShardedRows, shards_of
-from .tables import COLUMNS, MARGIN_COLUMNS, PACKED_COLUMNS, TAUGHT_COLUMNS, in_memory
+from .tables import COLUMNS, IMAGE_COLUMNS, IMAGES, MARGIN_COLUMNS, PACKED_COLUMNS, TAUGHT_COLUMNS, in_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,10 +92,22 @@ class Preparation:
         where = f"dataset {dataset.dataset_id!r}: "
         refuse_lost_turns(self._spec.data.dropped_turns, prepared.report.lost_turns, where)
         self._progress.end(dataset.num_rows)
+        if self._spec.data.has_images and self._spec.ranks > 1:
+            self._refuse_rows_without_images(prepared.dataset, dataset)
         if self._embeddings is not None:
             name = f"row {prepared.report.largest_id_row} of the dataset {dataset.dataset_id!r}"
             check_embedded([prepared.report.largest_id], self._embeddings, self._tokenizer, name)
         return prepared
+
+    def _refuse_rows_without_images(self, rows: Dataset, dataset: DatasetRef) -> None:
+        """Ranks that share a model compute its vision part together, so each batch needs an image."""
+        lacking = int((list_lengths(rows, IMAGES) == 0).sum())
+        if lacking:
+            raise JobFailure(
+                Reason.invalid_dataset,
+                f"dataset {dataset.dataset_id!r}: {lacking} of {len(rows)} sequences have no image, and on "
+                f"{self._spec.ranks} ranks each needs one. Train on one rank, or give them a job of their own.",
+            )
 
     def _cached(self, dataset: DatasetRef, first: int | None) -> PreparedRows | None:
         """The rows in the cache; None: it does not hold them."""
@@ -119,6 +133,7 @@ class Preparation:
         columns = COLUMNS[METHODS[self._spec.algorithm].rows] if self._teacher is None else TAUGHT_COLUMNS
         if dataset.names is not None and dataset.names.margins:
             columns = MARGIN_COLUMNS
+        columns = IMAGE_COLUMNS if self._spec.data.has_images else columns
         if (count := shards_of(dataset)) == 1:
             return cache.get(key, columns, partial(self._write_tokens, cache, dataset))
         rows = ShardedRows(self._spec, dataset, self._tokenizer, self._teacher, cache.directory, key, columns)

@@ -14,6 +14,9 @@ from datasets.table import InMemoryTable
 IGNORED = -100
 """Label of a token outside the loss (the default of PyTorch's cross-entropy)."""
 SFT_COLUMNS = ("input_ids", "labels")
+IMAGES = "image_files"
+"""The bytes of a row's images, in the order of their tokens. TRL takes rows with a column `images` for its own ones."""
+IMAGE_COLUMNS = (*SFT_COLUMNS, IMAGES)
 PACKED_COLUMNS = (*SFT_COLUMNS, "seq_lengths")
 PROMPT_COLUMNS = ("prompt_ids", "row")
 """`row`: one number, that of the row in its file."""
@@ -31,11 +34,11 @@ COLUMNS = {"sft": SFT_COLUMNS, "dpo": DPO_COLUMNS, "kto": KTO_COLUMNS, "prompts"
 
 
 def schema(columns: Sequence[str]) -> pa.Schema:
-    """Columns of lists of numbers, and of single values: `label`, a boolean, and `margin`, a number."""
+    """Columns of lists of numbers, of single values (`label`, a boolean, and `margin`, a number), and `IMAGES`, lists of
+    bytes."""
     # int32 holds every vocabulary and takes half the memory; the collators make int64 tensors of it.
-    single = {"label": Value("bool"), MARGIN: Value("float32")}
-    of = {column: single.get(column) or List(Value("int32")) for column in columns}
-    return Features(of).arrow_schema
+    kinds = {"label": Value("bool"), MARGIN: Value("float32"), IMAGES: List(Value("binary"))}
+    return Features({column: kinds.get(column) or List(Value("int32")) for column in columns}).arrow_schema
 
 
 def table(rows: Sequence[Sequence[Any]], columns: Sequence[str]) -> pa.Table:

@@ -74,6 +74,23 @@ def rendered_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
     return list(_limited(tokenizer, render, characters))
 
 
+def processed_ids(
+    processor: Any, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any
+) -> list[int]:
+    """As `rendered_ids`, of a processor, with the tokens of the images in the messages' parts."""
+    characters = len(rendered(tokenizer, messages, **options))
+    render = partial(
+        processor.apply_chat_template,
+        list(messages),
+        chat_template=tokenizer.chat_template,
+        tokenize=True,
+        return_dict=True,
+        **options,
+    )
+    found: Any = _limited(tokenizer, render, characters)["input_ids"]
+    return [int(token) for token in (found[0] if isinstance(found[0], list) else found)]
+
+
 def limit(tokenizer: PreTrainedTokenizerBase) -> None:
     """Have a tokenizer that is given to a library render within the limits, too."""
     apply = tokenizer.apply_chat_template

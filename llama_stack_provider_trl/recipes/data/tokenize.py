@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from ...errors import JobFailure
+from ...specs.events import Reason
+from ...specs.images import count_images
 from ...specs.job import ReasoningUse, TrainOn
 from ...specs.rows import LabelledExample, Message, PreferenceExample, PromptExample, SftExample, is_plain
 from .chat import Chat, TokenIndex, call_tokenizer
 from .forms import END_THINK, split_thought, without_thought
+from .images import check_images
 from .spans import answer_spans, begins_with_space, split_groups, split_rows
 from .tables import IGNORED
 from .turns import TrainedText, trained_numbers, trained_texts, whole_text
@@ -37,11 +41,34 @@ class SftEncoder:
             for (_, before), (_, after) in zip(chunk, kept, strict=True):
                 self.chat.only_thoughts += _untrained(after) - _untrained(before)
             chunk = kept
+        with_images = {row for row, example in chunk if self._has_images(row, example)}
         encoded: dict[int, list[Encoded]] = {}
         for kind, encode in self._kinds():
             rows = {row: example for row, example in chunk if row not in encoded and kind(example)}
             encoded |= zip(rows, encode(rows) if rows else (), strict=True)
+        for row in with_images:
+            encoded[row] = [(ids, self._without_placeholders(ids, labels)) for ids, labels in encoded[row]]
         return [encoded[row] for row, _ in chunk]
+
+    def _has_images(self, row: int, example: SftExample) -> bool:
+        """Raises JobFailure, InvalidRows: the job reads none, or one of them cannot be decoded."""
+        if not (count := count_images(example.messages)):
+            return False
+        if self.chat.images is None:
+            raise JobFailure(
+                Reason.invalid_model,
+                f"row {row} has {count} images, which only SFT of a vision-language model with a processor reads: the "
+                f"model {self.chat.tokenizer.name_or_path!r} is none, or the job does something else. Name such a "
+                "model, or leave the images out of the rows",
+            )
+        check_images(example.messages or (), row)
+        return True
+
+    def _without_placeholders(self, ids: list[int], labels: list[int]) -> list[int]:
+        """Labels without those of the tokens that features of images take the place of."""
+        assert self.chat.images is not None
+        never = self.chat.images.token_ids
+        return [IGNORED if token in never else label for token, label in zip(ids, labels, strict=True)]
 
     def _kinds(
         self,

@@ -33,7 +33,7 @@ def _source(model: RewardModel) -> ModelSource:
 @lru_cache(maxsize=16)
 def _parameters(source: ModelSource) -> int:
     config = copy.deepcopy(load_config(source))
-    auto, head = auto_class(is_reward=True)
+    auto, head = auto_class(config, is_reward=True)
     config.num_labels = head["num_labels"]
     try:
         with torch.device("meta"):

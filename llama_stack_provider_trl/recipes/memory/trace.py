@@ -352,7 +352,7 @@ def _built(config: Any, source: ModelSource, spec: JobSpec) -> PreTrainedModel:
     in_half = spec.frozen_dtype != "fp32" if spec.lora else spec.compute.dtype != "fp32" and is_sharded(spec)
     dtype = torch.bfloat16 if in_half else torch.float32
     config = copy.deepcopy(config)  # its dtype is set, and the given one has that of the files
-    auto, head = auto_class(is_reward=spec.trains_reward)
+    auto, head = auto_class(config, is_reward=spec.trains_reward)
     if head:
         config.num_labels = head["num_labels"]
         config.get_text_config().pad_token_id = config.get_text_config().pad_token_id or 0

@@ -7,6 +7,7 @@ with `..`, or an absolute one, reads a file elsewhere, whose content the exporte
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable
 from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
@@ -40,6 +41,8 @@ from ...system.model_damage import (
     tokenizer_files,
 )
 
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+PROCESSOR_TEMPLATE = "chat_template.json"
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _INTEGERS = {"I64", "I32", "I16", "I8", "BOOL"}
 """Of buffers, such as position ids. U8 is not among them: packed weights have it."""
@@ -223,6 +226,28 @@ def _named_in_config(model: str, revision: str | None, *, local_only: bool = Fal
         return json.loads(config.read_text()).get("transformers_weights") if config else None
     except (OSError, ValueError, AttributeError, RecursionError):
         return None  # loading reports the error
+
+
+def template_of_processor(source: ModelSource) -> str | None:
+    """The chat template that older processors have in a file of their own; None: there is none, or it is damaged."""
+    if (found := _found(source.location, PROCESSOR_TEMPLATE, source.revision)) is None:
+        return None
+    try:
+        template = json.loads(found.read_text(encoding="utf-8"))["chat_template"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return template if isinstance(template, str) else None
+
+
+def copy_processor(source: ModelSource, directory: Path) -> None:
+    """Copy the files by which a model's processor reads images to an export; of a model without one there are none.
+
+    Raises:
+        OSError: the disk is full, or a file cannot be read.
+    """
+    for name in PROCESSOR_FILES:
+        if (found := _found(source.location, name, source.revision, local_only=True)) is not None:
+            shutil.copyfile(found, directory / name)
 
 
 def _found(model: str, name: str, revision: str | None, *, local_only: bool = False) -> Path | None:

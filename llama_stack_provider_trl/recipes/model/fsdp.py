@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, fsdp_utils
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
@@ -144,9 +144,31 @@ def name_blocks(model: torch.nn.Module, accelerator: Accelerator) -> None:
     It takes the names that the architecture lists in `_no_split_modules`, and refuses a model without one of them: the
     text model of Qwen3.5 lists the block of the vision model that it belongs to.
     """
+    _find_final_norms()
     plugin = accelerator.state.fsdp_plugin
     there = {type(module).__name__ for module in model.modules()}
     plugin.transformer_cls_names_to_wrap = sorted(there & set(getattr(model, "_no_split_modules", None) or ()))
+
+
+@functools.cache
+def _find_final_norms() -> None:
+    """Have accelerate find the last norm of a model whose base model has none itself, but its decoder.
+
+    Output weights that are not tied are one unit with that norm, whose forward gathers them: a fused head reads them
+    without calling theirs. In a unit of their own they stayed in parts, and each rank trained its part by its own rows
+    alone (vision-language models, accelerate 1.15).
+    """
+    find = fsdp_utils._find_final_norm
+
+    def found(model: torch.nn.Module) -> torch.nn.Module | None:
+        norm: torch.nn.Module | None = find(model)
+        decoder = getattr(model, "get_decoder", lambda: None)()
+        if norm is None and isinstance(decoder, torch.nn.Module):
+            norms = [child for child in decoder.children() if "Norm" in type(child).__name__]
+            norm = norms[-1] if norms else None
+        return norm
+
+    fsdp_utils._find_final_norm = found
 
 
 def mixed_precision(dtype: torch.dtype | None) -> MixedPrecisionPolicy:

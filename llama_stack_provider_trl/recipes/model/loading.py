@@ -15,7 +15,10 @@ import torch
 from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, VeraConfig
 from safetensors import SafetensorError
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
@@ -34,7 +37,14 @@ from . import quantization
 from .agreement import complete, pad_within_embeddings, read_generation_config, refuse_padding, untie
 from .attention import without_cudnn
 from .configs import DAMAGE, invalid_model, read_config
-from .files import check_adapter_files, check_tokenizer_files, check_weights_index, stored_dtype, whole_weights
+from .files import (
+    check_adapter_files,
+    check_tokenizer_files,
+    check_weights_index,
+    stored_dtype,
+    template_of_processor,
+    whole_weights,
+)
 from .fsdp import is_sharded
 from .merging import merged_later
 from .shapes import missing_weights, not_loadable, refuse_unfitting
@@ -51,9 +61,13 @@ SCORE = "score.weight"
 """The head of a reward model, in most architectures that transformers has one for."""
 
 
-def auto_class(*, is_reward: bool) -> tuple[Any, dict[str, Any]]:
-    """The class that loads a model, and its arguments for the head."""
-    return (AutoModelForSequenceClassification, {"num_labels": 1}) if is_reward else (AutoModelForCausalLM, {})
+def auto_class(config: Any, *, is_reward: bool) -> tuple[Any, dict[str, Any]]:
+    """The class that loads a model of a configuration, and its arguments for the head."""
+    if is_reward:
+        return AutoModelForSequenceClassification, {"num_labels": 1}
+    # Some vision-language models have a class of the first kind, too: it is the same one, or reads text alone.
+    is_vision = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if is_vision else AutoModelForCausalLM, {}
 
 
 def choose_device(name: str) -> torch.device:
@@ -153,6 +167,8 @@ def load_tokenizer(
         raise invalid_model(source.model, "its tokenizer cannot be loaded", error) from error
     if source.path is not None:
         tokenizer.name_or_path = source.model
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = template_of_processor(source)
     if isinstance(tokenizer.chat_template, str):  # transformers keeps the mark, which would begin every prompt
         tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
     complete(tokenizer, source, warn)
@@ -305,7 +321,7 @@ def load_model(
             quantization.in_files() if is_mapped and storage.in_4_bits else nullcontext(),
             merged_later() if is_mapped else nullcontext(),
         ):
-            auto, head = auto_class(is_reward=storage.is_reward)
+            auto, head = auto_class(config, is_reward=storage.is_reward)
             model, loaded = auto.from_pretrained(
                 source.location,
                 dtype=dtype,
@@ -372,7 +388,7 @@ def loading_dtype(source: ModelSource, storage: WeightStorage, config: Any, stor
 
 def outline(source: ModelSource, config: Any, dtype: torch.dtype, *, is_reward: bool = False) -> PreTrainedModel:
     """The model without weights; uses up no random numbers of the job."""
-    auto, head = auto_class(is_reward=is_reward)
+    auto, head = auto_class(config, is_reward=is_reward)
     config = copy.deepcopy(config)
     for name, value in head.items():
         setattr(config, name, value)
@@ -399,9 +415,10 @@ def shallow_model(source: ModelSource, dtype: torch.dtype, device: torch.device)
         JobFailure: invalid_model.
     """
     with torch.random.fork_rng(), torch.device(device):
-        return AutoModelForCausalLM.from_config(
-            with_depth(load_config(source), 2), dtype=dtype, trust_remote_code=source.trust_remote_code
-        )
+        config = with_depth(load_config(source), 2)
+        auto, _ = auto_class(config, is_reward=False)
+        model: PreTrainedModel = auto.from_config(config, dtype=dtype, trust_remote_code=source.trust_remote_code)
+    return model
 
 
 def load_adapter(spec: JobSpec, adapter: Path, *, as_trained: bool = False) -> PeftModel:
@@ -418,7 +435,7 @@ def load_adapter(spec: JobSpec, adapter: Path, *, as_trained: bool = False) -> P
     else:
         check_weights(source, is_reward=spec.trains_reward)
         check_weights_index(source.location, source.revision)
-        auto, head = auto_class(is_reward=spec.trains_reward)
+        auto, head = auto_class(load_config(source), is_reward=spec.trains_reward)
         base = auto.from_pretrained(
             source.location,
             dtype=DTYPES[spec.frozen_dtype],
@@ -482,7 +499,8 @@ def adapter_config(model: PreTrainedModel, spec: LoraSpec, *, is_reward: bool = 
             f"directly. Set apply_lora_to_mlp to false and name lora_attn_modules among: {', '.join(usable)}.",
         )
     # Short names keep adapter_config.json readable; full names where a short one would also match something else.
-    is_exact = set(_matching(attention + mlp, suffixes)) == set(wanted)
+    alike = [name for name, _ in model.named_modules()] if language_model(model) else attention + mlp
+    is_exact = set(_matching(alike, suffixes)) == set(wanted)
     if spec.method == "ia3":
         return _ia3_config(wanted, [name for name in wanted if name in mlp], is_exact)
     target_modules = suffixes if is_exact else wanted
@@ -512,10 +530,13 @@ def _ia3_config(wanted: list[str], feedforward: list[str], is_exact: bool) -> IA
 def linear_modules(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     """Names of the linear layers inside the decoder blocks: (attention, everything else).
 
-    A block is whatever the architecture lists in `_no_split_modules`; the output projection is in no block.
+    A block is whatever the architecture lists in `_no_split_modules`; the output projection is in no block. Of a
+    vision-language model only the blocks of its language model count.
     """
-    blocks = set(model._no_split_modules or ())
-    roots = [name for name, module in model.named_modules() if type(module).__name__ in blocks]
+    blocks, decoder = set(model._no_split_modules or ()), language_model(model)
+    roots = [
+        name for name, module in model.named_modules() if type(module).__name__ in blocks and name.startswith(decoder)
+    ]
     attention: list[str] = []
     other: list[str] = []
     for root in roots:
@@ -524,6 +545,14 @@ def linear_modules(model: PreTrainedModel) -> tuple[list[str], list[str]]:
                 is_attention = any("attn" in part or "attention" in part for part in name.lower().split("."))
                 (attention if is_attention else other).append(f"{root}.{name}")
     return attention, other
+
+
+def language_model(model: PreTrainedModel) -> str:
+    """The beginning of the names of modules in the language model of a vision-language model; empty: it is no such."""
+    if model.config.get_text_config() is model.config or getattr(model.config, "vision_config", None) is None:
+        return ""
+    decoder = model.get_decoder()
+    return next((f"{name}." for name, module in model.named_modules() if module is decoder and name), "")
 
 
 def expert_parameters(model: PreTrainedModel) -> list[str]:

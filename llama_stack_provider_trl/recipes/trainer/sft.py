@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from trl import SFTTrainer
 
 from ...specs.job import JobSpec
+from ..data.images import Images
+from ..data.tables import IMAGES
 from ..fast.batches import collate_rows, forward_arguments
 from ..model.attention import passes_padding_mask
 from .base import RecipeTrainer
@@ -29,6 +32,14 @@ def in_one_sequence(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {**flat, **lengths, "max_length_q": longest, "max_length_k": longest}
 
 
+def collate_images(images: Images, collate: Callable[[Any], dict[str, Any]], rows: Sequence[Any]) -> dict[str, Any]:
+    """A batch of rows with the column `IMAGES`: the inputs of `collate`, and the features of their images, which are
+    decoded here."""
+    inputs = collate([{name: value for name, value in row.items() if name != IMAGES} for row in rows])
+    features = images.features([row[IMAGES] for row in rows], inputs["input_ids"].tolist())
+    return {**inputs, **features}
+
+
 class SftRecipe(RecipeTrainer, SFTTrainer):
     """Computes the token-level cross entropy over the whole (accumulated) batch: TRL's loss and numbers.
 
@@ -41,6 +52,8 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
         super().__init__(spec=spec, data_collator=collate_rows if spec.compute.padding_free else None, **arguments)
         if not spec.compute.padding_free:
             self.data_collator.return_position_ids = spec.data.packed
+        if spec.data.has_images:
+            self.data_collator = partial(collate_images, Images(spec.source), self.data_collator)
 
     def compute_loss(
         self,
@@ -101,7 +114,8 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
             return forward_arguments(inputs)
         # Without an attention mask transformers separates the rows of a packed sequence by their positions, and takes
         # each padding token for a row.
-        if self.spec.data.packed or not passes_padding_mask(self.spec, model, self.args.device.type):
+        has_mask = self.spec.data.has_images or passes_padding_mask(self.spec, model, self.args.device.type)
+        if self.spec.data.packed or not has_mask:
             inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
         if self.spec.data.packed and self.spec.uses_flash_kernels:
             inputs = in_one_sequence(inputs)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..data.tables import IGNORED, SOURCE
+from ..data.tables import IGNORED, IMAGES, SOURCE
 from .metrics import TrainingMetrics
 
 PREFIX = "loss/"
@@ -39,8 +39,9 @@ class SourceLosses(TrainingMetrics):
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        if SOURCE not in self._signature_columns:  # else it would be removed from the rows
-            self._signature_columns = [*self._signature_columns, SOURCE]
+        for column in (SOURCE, IMAGES):
+            if column not in self._signature_columns:  # else it would be removed from the rows
+                self._signature_columns = [*self._signature_columns, column]
 
     def _get_dataloader(self, dataset: Any, *arguments: Any, **named: Any) -> Any:
         collate: Collate = self.data_collator

@@ -140,6 +140,8 @@ class RowCounts(BaseModel):
     median_tokens: int
     histogram: list[dict[str, int]]
     """Examples, as `rows`, of more than half of `up_to` tokens, and at most `up_to`."""
+    images: int = 0
+    """Of the examples that are trained on."""
 
 
 class MixturePart(BaseModel):

@@ -1,0 +1,82 @@
+"""Finds out whether a job's rows have images, and whether the job can train on them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+from ..errors import InvalidRows, JobFailure
+from ..specs.events import Reason
+from ..specs.images import COLUMNS, count_images
+from ..specs.job import DatasetRef, JobSpec
+from ..specs.row_files import parse_line
+from ..specs.rows import parse_row
+from .data.images import load_processor
+from .model.configs import DAMAGE
+from .model.loading import auto_class, load_config
+
+
+def with_images(spec: JobSpec) -> JobSpec:
+    """The job, with `has_images` where a row of it has an image: then its batches are padded.
+
+    Rows are read until one has an image, and only where the model has a vision part: those of other models are refused
+    when they are tokenized.
+
+    Raises:
+        JobFailure: invalid_request, the job asks for what is not done with images; invalid_model, the model's class, or
+            its processor, reads none.
+    """
+    config = load_config(spec.source)
+    if getattr(config, "vision_config", None) is None or spec.algorithm != "sft" or spec.data.has_images:
+        return spec
+    refs = [ref for one in spec.data.mixed for ref in (one.dataset, one.validation) if ref is not None]
+    if not any(_has_images(ref, spec) for ref in refs):
+        return spec
+    if refused := next(_refused(spec), None):
+        raise JobFailure(
+            Reason.invalid_request, f"the rows have images, and {refused}: leave that out, or the images of the rows"
+        )
+    try:
+        auto, _ = auto_class(config, is_reward=False)
+        known = auto._model_mapping[type(config)]
+        takes_images = "pixel_values" in inspect.signature(known.forward).parameters
+    except (*DAMAGE, RuntimeError):
+        takes_images = False
+    if not takes_images:
+        raise JobFailure(
+            Reason.invalid_model,
+            f"model {spec.source.model!r}: the rows have images, and transformers loads it by a class that reads text "
+            "alone. Name another vision-language model, or leave the images out of the rows.",
+        )
+    load_processor(spec.source)
+    return spec.changed(has_images=True, padding_free=False)
+
+
+def _has_images(ref: DatasetRef, spec: JobSpec) -> bool:
+    named = ref.names.columns if ref.names else {}
+    keys = [b'"image', *(f'"{named[column]}"'.encode() for column in COLUMNS if column in named)]
+    with open(ref.path, "rb") as file:
+        for number, line in enumerate(file):
+            if not any(key in line for key in keys):
+                continue
+            try:
+                row = parse_row(parse_line(line.decode()), number, "sft", spec.data.data_format, ref.names)
+            except (InvalidRows, ValueError):
+                return False  # reading the rows reports it
+            if count_images(getattr(row, "messages", None)):
+                return True
+    return False
+
+
+def _refused(spec: JobSpec) -> Iterator[str]:
+    """What of a job has not been shown to train as it should with images."""
+    if spec.work is not None:
+        yield "jobs that do not train read text alone"
+    if spec.data.packed:
+        yield "packed is true"
+    if spec.train.qat is not None:
+        yield "quantization-aware training is asked for"
+    if spec.lora is not None and spec.lora.quantize_base:
+        yield "quantize_base is true"
+    if spec.adapter is not None:
+        yield "an adapter is continued or merged"

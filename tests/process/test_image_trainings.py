@@ -1,0 +1,242 @@
+"""Rows with images: losses are those of transformers itself, on one process and on two ranks, and after a resume."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.recipes.build import load_data
+from llama_stack_provider_trl.recipes.model.loading import load_job_tokenizer
+from llama_stack_provider_trl.recipes.vision import with_images
+from llama_stack_provider_trl.specs.events import (
+    CheckpointSaved,
+    Failed,
+    NullEventWriter,
+    Prepared,
+    Progress,
+    Reason,
+    Warned,
+)
+from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
+from tests.ranks import Ranks
+from tests.tiny import tiny_model
+from tests.tiny_vision import FAMILIES, image_rows, picture, tiny_vision_model, uri
+from tests.training import LORA, SFT_ROWS, dataset, job_spec, of_kind, run
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+RATE = 5e-3
+SGD = OptimizerSpec(name="sgd", learning_rate=RATE, scheduler="constant", weight_decay=0.0, max_grad_norm=0.0)
+"""The plainest: whose steps show a gradient of another size, too."""
+
+
+def image_job(root: Path, family: str = "llava", ranks: int = 1, **changes: Any) -> JobSpec:
+    fields = {
+        "rows": image_rows(5),
+        "ranks": ranks,
+        "batch_size": 2 // ranks,
+        "shuffle": False,
+        "sharding": ShardingSpec() if ranks > 1 else None,
+        "optimizer": SGD,
+    }
+    return job_spec(root, tiny_vision_model(family), **{**fields, **changes})
+
+
+def losses(events: list[Any]) -> list[float]:
+    return [event.metrics["loss"] for event in of_kind(events, Progress)]
+
+
+def losses_of_transformers(family: str, rows: list[dict[str, Any]]) -> list[float]:
+    """SGD over batches of two rows, each padded, with labels where the answers are."""
+    import base64
+
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    directory = tiny_vision_model(family)
+    processor = AutoProcessor.from_pretrained(directory)
+    model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+
+    def opened(part: dict[str, Any]) -> dict[str, Any]:
+        held = part["image_url"]["url"] if part["type"] == "image_url" else part.get("image")
+        if held is None:
+            return part
+        data = base64.b64decode(held.partition(",")[2])
+        return {"type": "image", "image": Image.open(io.BytesIO(data)).convert("RGB")}
+
+    def parts(content: Any) -> list[dict[str, Any]]:
+        return [{"type": "text", "text": content}] if isinstance(content, str) else [opened(part) for part in content]
+
+    found = []
+    for first in range(0, len(rows), 2):
+        talks = [
+            [{"role": turn["role"], "content": parts(turn["content"])} for turn in row["messages"]]
+            for row in rows[first : first + 2]
+        ]
+        inputs = processor.apply_chat_template(
+            talks, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs={"padding": True}
+        )
+        labels = torch.full_like(inputs["input_ids"], -100)
+        for number, talk in enumerate(talks):
+            for turn, message in enumerate(talk):
+                if message["role"] == "assistant":
+                    before, behind = (
+                        processor.apply_chat_template(
+                            talk[:count], tokenize=True, return_dict=True, add_generation_prompt=count == turn
+                        )["input_ids"][0]
+                        for count in (turn, turn + 1)
+                    )
+                    labels[number, len(before) : len(behind)] = torch.tensor(behind[len(before) :])
+        loss = model(**inputs, labels=labels).loss
+        found.append(float(loss.detach()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_are_those_of_a_loop_over_the_models_own_processor(tmp_path: Path, family: str) -> None:
+    spec = image_job(tmp_path, family)
+    status, events = run(tmp_path, spec)
+    assert status == 0, of_kind(events, Failed)
+    assert losses(events) == pytest.approx(losses_of_transformers(family, image_rows(5)), rel=1e-5)
+    (prepared,) = of_kind(events, Prepared)
+    assert prepared.effective["data"]["images"] == 6
+    assert prepared.effective["attention_mask"] == "passed"
+    # What is exported reads images again, and has learnt.
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    final = of_kind(events, CheckpointSaved)[-1].path
+    before, after = (
+        AutoModelForImageTextToText.from_pretrained(path).state_dict() for path in (tiny_vision_model(family), final)
+    )
+    vision = [name for name in before if "vision" in name and "position" not in name and name.endswith("weight")]
+    assert any(not torch.equal(before[name], after[name]) for name in vision)
+    image = Image.open(io.BytesIO(picture(0)))
+    ids = [AutoProcessor.from_pretrained(path)(images=[image], text=["<image>"]) for path in (spec.source.model, final)]
+    assert ids[0]["input_ids"] == ids[1]["input_ids"]
+
+
+def test_two_ranks_train_what_one_process_trains(tmp_path: Path, ranks: Ranks) -> None:
+    spec, together = image_job(tmp_path / "one"), image_job(tmp_path / "two", ranks=2)
+    _, events = run(tmp_path / "one", spec)
+    codes, of_ranks = ranks.run(tmp_path / "two" / "run", together)
+    assert codes == [0, 0], of_kind(of_ranks, Failed)
+    assert losses(of_ranks) == pytest.approx(losses(events), rel=1e-4)
+
+
+def test_a_resumed_job_ends_with_the_weights_of_one_that_was_not_stopped(tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    changes = {"n_epochs": 2, "shuffle": True}
+    found = []
+    for name in ("whole", "resumed"):
+        root = tmp_path / name
+        spec = image_job(root, **changes)
+        _, events = run(root, spec)
+        if name == "resumed":
+            first = of_kind(events, CheckpointSaved)[0]
+            assert (first.kind, first.step) == ("step", 3)
+            status, events = run(root / "again", spec, resume_from=first.path)
+            assert status == 0
+            assert [point.step for point in of_kind(events, Progress)] == [4, 5, 6]
+        found.append(AutoModelForImageTextToText.from_pretrained(spec.checkpoint_dir / "final").state_dict())
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_adapters_are_added_to_the_language_model_alone(tmp_path: Path) -> None:
+    status, events = run(tmp_path, image_job(tmp_path, lora=LORA, merge_adapter=True))
+    assert status == 0, of_kind(events, Failed)
+    from safetensors.torch import load_file
+
+    final, merged = (saved.path for saved in of_kind(events, CheckpointSaved)[-2:])
+    names = load_file(final / "adapter_model.safetensors").keys()
+    assert names
+    assert all(".language_model." in name for name in names)
+    assert all((path / "processor_config.json").is_file() for path in (final, merged))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_preview_finds_each_turn_as_the_processor_has_it_at_inference(tmp_path: Path, family: str) -> None:
+    from llama_stack_provider_trl.recipes.preview import examined
+    from llama_stack_provider_trl.specs.preflight import PreviewSpec
+
+    found = examined(image_job(tmp_path, family), PreviewSpec(first_row=0, rows=5), lambda: None, every_row=True)
+    assert (found.data["images"], found.inference.turns, found.inference.equal) == (6, 6, 6)
+    marks = [mark for row in found.rows for mark, text in zip(row.trained, row.texts, strict=True) if text == "<image>"]
+    assert set(marks) == {"0"}
+
+
+def test_a_row_whose_images_would_be_cut_is_dropped_and_counted(tmp_path: Path) -> None:
+    rows = image_rows(3)
+    _, events = run(tmp_path, image_job(tmp_path, "idefics3", rows=rows, max_seq_length=60))
+    messages = [event.message for event in of_kind(events, Warned)]
+    assert any("max_seq_length=60 would cut off a part of their images" in message for message in messages), messages
+
+
+def test_what_reads_no_images_refuses_them_by_a_sentence(tmp_path: Path) -> None:
+    _, events = run(tmp_path, image_job(tmp_path, "llava").changed(source=job_spec(tmp_path, tiny_model()).source))
+    (failed,) = of_kind(events, Failed)
+    assert failed.reason is Reason.invalid_model
+    assert "row 0 has 1 images" in failed.message
+    _, events = run(tmp_path / "packed", image_job(tmp_path, packed=True))
+    assert "the rows have images, and packed is true" in of_kind(events, Failed)[0].message
+
+
+def test_a_broken_image_is_named_with_its_row_and_turn(tmp_path: Path) -> None:
+    rows = image_rows(2)
+    rows[1]["messages"][0]["content"][0] = {"type": "image", "image": uri(picture(1)[:60])}
+    _, events = run(tmp_path, image_job(tmp_path, rows=rows))
+    (failed,) = of_kind(events, Failed)
+    assert failed.reason is Reason.invalid_dataset
+    assert "row 1" in failed.message
+    assert "turn 0: image 0 cannot be decoded" in failed.message
+
+
+def test_rows_without_images_train_beside_those_with_some(tmp_path: Path) -> None:
+    rows = [*image_rows(2), *({"messages": _messages(row)} for row in SFT_ROWS[:3])]
+    status, events = run(tmp_path, image_job(tmp_path, rows=rows))
+    assert status == 0, of_kind(events, Failed)
+    assert losses(events) == pytest.approx(losses_of_transformers("llava", rows), rel=1e-5)
+
+
+def test_on_several_ranks_each_row_needs_an_image(tmp_path: Path) -> None:
+    rows = [*image_rows(2), {"messages": _messages(SFT_ROWS[0])}]
+    spec = with_images(image_job(tmp_path, rows=rows, ranks=2))
+    with pytest.raises(JobFailure, match="1 of 3 sequences have no image, and on 2 ranks each needs one"):
+        load_data(spec, load_job_tokenizer(spec), NullEventWriter(), 2)
+
+
+def test_the_template_of_an_older_processor_is_found_in_its_own_file(tmp_path: Path) -> None:
+    directory = shutil.copytree(tiny_vision_model("llava"), tmp_path / "model")
+    template = (directory / "chat_template.jinja").read_text()
+    (directory / "chat_template.jinja").unlink()
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert load_job_tokenizer(job_spec(tmp_path, directory)).chat_template == template
+
+
+def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
+
+
+def test_a_column_of_images_is_read_as_parts_are(tmp_path: Path) -> None:
+    from llama_stack_provider_trl.recipes.data.prepare import read_examples
+
+    parts = image_rows(1)
+    column = [
+        {
+            "messages": [{"role": "user", "content": "<image>What is picture 0?"}, parts[0]["messages"][1]],
+            "images": [{"bytes": picture(0), "path": "0.png"}],
+        }
+    ]
+    one, other = (list(read_examples(dataset(tmp_path, rows).path, "sft")) for rows in (parts, column))
+    assert one == other

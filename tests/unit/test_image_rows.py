@@ -1,0 +1,128 @@
+"""Images in rows: where they may be, and the sentences about what is no image."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.errors import InvalidRows
+from llama_stack_provider_trl.specs.images import MARK, as_parts
+from llama_stack_provider_trl.specs.rows import SftExample, check_rows, parse_row
+from llama_stack_provider_trl.system.json_rows import encoded
+
+PNG, JPEG = b"\x89PNG\r\n\x1a\n" + b"one", b"\xff\xd8\xff" + b"other"
+ANSWER = {"role": "assistant", "content": "A cat."}
+
+
+def uri(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def row(content: Any, **columns: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}, ANSWER], **columns}
+
+
+def first_turn(given: dict[str, Any]) -> tuple[str, list[bytes]]:
+    example = parse_row(given, 0, "sft")
+    assert isinstance(example, SftExample)
+    assert example.messages is not None
+    return example.messages[0]["content"], example.messages[0].get("images", [])
+
+
+IMAGE_PROMPT = [{"role": "user", "content": [{"type": "image", "image": uri(PNG)}]}]
+
+
+def text(value: str) -> dict[str, str]:
+    return {"type": "text", "text": value}
+
+
+@pytest.mark.parametrize(
+    ("given", "content", "images"),
+    [
+        (
+            row([text("See "), {"type": "image_url", "image_url": {"url": uri(PNG)}}, text("?")]),
+            f"See {MARK}?",
+            [PNG],
+        ),
+        (row([{"type": "image", "image": uri(PNG)}, text("?")]), f"{MARK}?", [PNG]),
+        (row([{"type": "image", "image": {"bytes": uri(PNG), "path": None}}]), MARK, [PNG]),
+        # Arrow gives each part the keys of all others.
+        (row([{"type": "image", "text": None}, {"type": "text", "text": "?"}], images=[uri(PNG)]), f"{MARK}?", [PNG]),
+        (row("<image> and <image>?", images=[uri(PNG), uri(JPEG)]), f"{MARK} and {MARK}?", [PNG, JPEG]),
+        (row("?", image=uri(PNG)), f"{MARK}?", [PNG]),
+        (row("Write <image>."), "Write <image>.", []),
+        (
+            row(
+                [text("<image>, then "), {"type": "image", "image": uri(JPEG)}, text("?")],
+                images=[{"bytes": uri(PNG)}],
+            ),
+            f"{MARK}, then {MARK}?",
+            [PNG, JPEG],
+        ),
+    ],
+)
+def test_where_images_may_be(given: dict[str, Any], content: str, images: list[bytes]) -> None:
+    assert first_turn(given) == (content, images)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (row([{"type": "image", "image": "https://a.test/b.png"}]), "address 'https://a.test/b.png', which no"),
+        (row([{"type": "image", "path": "b.png"}]), "'b.png', expected a data URI"),
+        (row([{"type": "image", "image": uri(b"GIF89a")}]), "another format, expected PNG, JPEG or WebP"),
+        (row([{"type": "image", "image": uri(PNG)[:-1]}]), "a data URI that is not base64"),
+        (row([{"type": "image"}]), "an image part without an image"),
+        (row("<image> <image>", images=[uri(PNG)]), "column images: found 1 images, expected 2, one for each"),
+        (row(f"<image> {MARK}", images=[uri(PNG)]), "U+FFFC"),
+        (row([text(f"<image> {MARK}"), {"type": "image"}], images=[uri(PNG), uri(PNG)]), "one for each placeholder"),
+        (row([{"type": "image", "image": uri(PNG)}, text(MARK)]), "U+FFFC"),
+        (row([{"type": "video", "video": "a.mp4"}]), "audio and video are not supported"),
+        (row([{"type": "input_audio", "input_audio": {}}]), "audio and video are not supported"),
+        (row("?", images=[{"bytes": {"binary": "9 bytes"}, "path": None}]), "binary value (9 bytes) that is no image"),
+        (
+            {"messages": [*row("?")["messages"], {"role": "assistant", "content": [{"type": "image"}]}]},
+            "an image in an assistant turn, expected images in turns of users",
+        ),
+    ],
+)
+def test_what_is_no_image_is_refused_by_a_sentence(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRows) as caught:
+        parse_row(given, 0, "sft")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("use", "given"),
+    [
+        ("dpo", {"prompt": "<image>?", "chosen": "a", "rejected": "b", "images": [uri(PNG)]}),
+        ("dpo", {"prompt": IMAGE_PROMPT, "chosen": "a", "rejected": "b"}),
+        ("kto", {**row([{"type": "image", "image": uri(PNG)}]), "label": True}),
+        ("grpo", {"prompt": IMAGE_PROMPT}),
+        ("prompts", {"prompt": "?", "images": [{"bytes": uri(PNG)}]}),
+    ],
+)
+def test_every_other_method_refuses_images_by_name(use: Any, given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRows, match=r"found images, expected text alone: .* reads no images, SFT does"):
+        parse_row(given, 0, use)
+
+
+def test_columns_of_that_name_with_something_else_are_not_read_by_other_methods() -> None:
+    report = check_rows([{"prompt": "?", "chosen": "a", "rejected": "b", "image": "b.png"}], "dpo")
+    assert any("columns never read: image" in warning for warning in report.warnings)
+
+
+def test_bytes_of_images_in_parquet_files_are_stored_and_others_are_not() -> None:
+    stored = json.loads(encoded(row("?", images=[{"bytes": PNG, "path": "a.png"}], other={"bytes": b"12"}), 0))
+    assert stored["other"] == {"bytes": {"binary": "2 bytes"}}
+    del stored["other"]
+    assert first_turn(stored) == (f"{MARK}?", [PNG])
+
+
+def test_a_content_as_parts() -> None:
+    image = {"type": "image"}
+    assert as_parts(f"a{MARK}{MARK}b", has_images=True) == [text("a"), image, image, text("b")]
+    assert as_parts(f"a{MARK}", has_images=False) == [text(f"a{MARK}")]
