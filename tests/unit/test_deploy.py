@@ -169,7 +169,7 @@ def test_a_pool_in_the_cluster_has_the_rights_that_it_uses_and_no_others() -> No
 
 
 SERVED = {"service", "dashboard", "search", "tensorboard", "mlflow", "wandb", "trackio", "ssh", "discovery"}
-TRAINED = {"train", "quantization", "harness"}
+TRAINED = {"train", "quantization", "harness", "images"}
 NOT_IN_IMAGES = {
     "stack": "Llama Stack has images of its own",
     "ogx": "as Llama Stack",
