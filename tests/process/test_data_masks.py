@@ -290,7 +290,7 @@ def test_a_row_that_the_template_refuses_fails_the_job_by_number(chatml: Any) ->
 def test_a_template_that_drops_the_answer_fails_the_job(chatml: Any) -> None:
     chatml.chat_template = (
         "{% for message in messages %}{{ message['role'] + ':' }}"
-        "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+        "{% if message['role'] != 'assistant' %}{{ message['content'] }}{% endif %}"
         "{{ '<|im_end|>' }}{% endfor %}"
     )
     with pytest.raises(JobFailure, match=r"row 0: .*leaves out the answer's text") as caught:
@@ -302,7 +302,7 @@ def test_a_template_that_drops_the_answer_fails_the_job(chatml: Any) -> None:
 def test_an_answer_that_the_template_itself_writes_elsewhere_is_no_answer(chatml: Any, answer: str) -> None:
     chatml.chat_template = (
         "{% for message in messages %}{{ message['role'] + ', An Assistant, to the end of utterance:' }}"
-        "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+        "{% if message['role'] != 'assistant' %}{{ message['content'] }}{% endif %}"
         "{{ '<|im_end|>' }}{% endfor %}"
     )
     reply = [{"role": "assistant", "content": answer}]

@@ -584,8 +584,8 @@ def _index_from_offsets(offsets: list[tuple[int, int]], searched: TokenIndex) ->
 def _left_out(row: int) -> JobFailure:
     return JobFailure(
         Reason.invalid_model,
-        f"row {row}: the model's chat template leaves out the answer's text, as templates of vision models do "
-        "with plain text: give the model's tokenizer files a chat template for text",
+        f"row {row}: the model's chat template leaves out the answer's text: give the model's tokenizer files a chat "
+        "template that writes it, or send one as the provider option chat_template",
     )
 
 

@@ -66,8 +66,11 @@ class Forms:
     @cached_property
     def takes_parts(self) -> bool:
         """Whether the template writes a text only where it is a list of parts, as those of some vision models do."""
-        text, content = self._write([_QUESTION]), _QUESTION["content"]
-        return (text is None or content not in text) and content in (self._write([_in_parts(_QUESTION)]) or "")
+        content = _QUESTION["content"]
+        if self._write([_QUESTION]) != self._write([{**_QUESTION, "content": "zqother"}]):
+            return False  # it writes something of a text
+        written = self._write([_in_parts(_QUESTION)]) or ""
+        return content in written and "'type'" not in written  # which is in a list that is written as it is
 
     def _apply(self, turns: Sequence[dict[str, Any]], **options: Any) -> str | None:
         return self._write([_in_parts(turn) for turn in turns] if self.takes_parts else list(turns), **options)
