@@ -168,12 +168,13 @@ def test_a_pool_in_the_cluster_has_the_rights_that_it_uses_and_no_others() -> No
     assert "serviceAccountName" not in agents
 
 
-SERVED = {"service", "dashboard", "search", "tensorboard", "mlflow", "wandb", "trackio", "ssh", "discovery"}
-TRAINED = {"train", "quantization", "harness", "images"}
+SERVED = {"service", "dashboard", "search", "tensorboard", "mlflow", "wandb", "trackio", "ssh", "discovery", "s3"}
+TRAINED = {"train", "quantization", "harness", "images", "gguf"}
 NOT_IN_IMAGES = {
     "stack": "Llama Stack has images of its own",
     "ogx": "as Llama Stack",
     "ray": "a Ray cluster has its own interpreter; the service calls its HTTP API",
+    "llamacpp": "100 MB: transformers reads exports where it is not there",
     **{"plot": "of the command line", "completion": "of the command line"},
     **{"demo": "of an example", "dev": "of a checkout"},
 }

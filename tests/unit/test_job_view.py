@@ -22,7 +22,8 @@ def attempt(number: int, **changes: Any) -> dict[str, Any]:
 
 
 def status(state: str, *attempts: dict[str, Any], **changes: Any) -> PostTrainingJobStatusResponse:
-    found = {"state": state, "attempts": list(attempts), "effective_config": {"ranks": 1}, **changes}
+    config = {"ranks": 1, "algorithm": "sft"}
+    found = {"state": state, "attempts": list(attempts), "effective_config": config, **changes}
     checkpoint = Checkpoint(
         identifier="mine-checkpoint-40",
         created_at=NOW,
@@ -65,7 +66,23 @@ def test_a_result_is_shown_value_by_value() -> None:
 )
 def test_the_forms_are_those_that_state_and_role_allow(state: str, role: Any, allowed: set[str]) -> None:
     can = job_view.values(status(state), role)["can"]
-    assert {name for name, may in can.items() if may} == allowed
+    assert {name for name, may in can.items() if may} - {"chat"} == allowed
+
+
+@pytest.mark.parametrize(
+    ("config", "answers"),
+    [
+        ({"algorithm": "sft", "work": None}, True),
+        ({"algorithm": "reward", "work": None}, False),
+        ({"algorithm": "sft", "work": {"kind": "merge"}}, True),
+        ({"algorithm": "sft", "work": {"kind": "evaluate"}}, False),
+        ({"algorithm": "sft", "work": {"kind": "export"}}, False),
+    ],
+)
+def test_a_job_can_be_talked_to_where_its_checkpoints_write_text(config: Any, answers: bool) -> None:
+    found = status("completed", effective_config={"ranks": 1, **config})
+    assert job_view.values(found, "submit")["can"]["chat"] is answers
+    assert not job_view.values(found.model_copy(update={"checkpoints": []}), "submit")["can"]["chat"]
 
 
 def test_each_attempt_has_its_end_in_words_and_its_part_of_the_ribbon() -> None:
@@ -121,7 +138,8 @@ def test_marks_logs_and_addresses() -> None:
         ("warning", 50, "little memory is free"),
     ]
     assert found["path"] == "/jobs/a%20b%2Fc"
-    assert job_view.logs_of(status("failed", effective_config={"ranks": 2})) == ["0", "1", "launcher"]
+    config = {"ranks": 2, "algorithm": "sft"}
+    assert job_view.logs_of(status("failed", effective_config=config)) == ["0", "1", "launcher"]
 
 
 def test_a_line_of_fifty_megabytes_is_cut() -> None:

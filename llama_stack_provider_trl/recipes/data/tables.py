@@ -34,8 +34,8 @@ COLUMNS = {"sft": SFT_COLUMNS, "dpo": DPO_COLUMNS, "kto": KTO_COLUMNS, "prompts"
 
 
 def schema(columns: Sequence[str]) -> pa.Schema:
-    """Columns of lists of numbers, of single values (`label`, a boolean, and `margin`, a number), and `IMAGES`, lists of
-    bytes."""
+    """Columns of lists of numbers, of single values (`label`, a boolean, and `margin`, a number), and of lists of bytes
+    (`IMAGES`)."""
     # int32 holds every vocabulary and takes half the memory; the collators make int64 tensors of it.
     kinds = {"label": Value("bool"), MARGIN: Value("float32"), IMAGES: List(Value("binary"))}
     return Features({column: kinds.get(column) or List(Value("int32")) for column in columns}).arrow_schema
