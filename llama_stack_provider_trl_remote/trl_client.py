@@ -324,6 +324,10 @@ class TrlClient:
         """As `AsyncTrlClient.merge`."""
         return _run(self._client.merge(job))
 
+    def export(self, job: Mapping[str, Any]) -> str:
+        """As `AsyncTrlClient.export`."""
+        return _run(self._client.export(job))
+
     def run(self, pipeline: Mapping[str, Any]) -> dict[str, str]:
         """As `AsyncTrlClient.run`."""
         return _run(self._client.run(pipeline))
