@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from aiohttp import ClientError, ClientSession, ClientTimeout
 
@@ -69,16 +69,21 @@ class LlamaStack:
         if model not in (row["id"] for row in listed["data"]):
             known = ", ".join(row["id"] for row in listed["data"][:10]) or "none"
             raise StackRefusal(self.url, f"is not told of {model}, which the service does not list (it has {known})")
-        provider = provider or await self._provider_of(service.url)
-        name = await self._listed(provider, model)
-        if name is None:
-            name = await self._registered(provider, model) or await self._listed(provider, model)
-        found = Registered(name or f"{provider}/{model}", name is not None)
-        await self._chat(found.model)
-        return found
+        provider = provider or await self.provider_of(service.url)
+        if (name := await self._listed(provider, model)) is not None:
+            await self._chat(name)
+            return Registered(name, is_listed=True)
+        name = await self._registered(provider, model)
+        try:
+            await self._chat(name or f"{provider}/{model}")
+        except TrlError:
+            if name is not None:  # nothing is left of what does not answer
+                await self._call("DELETE", f"/v1/models/{quote(name)}")
+            raise
+        return Registered(name or f"{provider}/{model}", is_listed=name is not None)
 
-    async def _provider_of(self, service_url: str) -> str:
-        """The inference provider that calls the service."""
+    async def provider_of(self, service_url: str) -> str:
+        """The inference provider that calls the service. Raises StackRefusal: there is none."""
         providers = [row for row in (await self._call("GET", "/v1/providers"))["data"] if row["api"] == "inference"]
         for row in providers:
             config = row.get("config") or {}
@@ -132,7 +137,7 @@ class LlamaStack:
                     if len(text) > _MOST_ANSWER:
                         raise StackRefusal(self.url, f"answers {path} with more than {_MOST_ANSWER >> 20} MiB")
                 if response.status < 300:
-                    return json.loads(text)
+                    return json.loads(text) if text else None
                 raise StackRefusal(self.url, f"answered {response.status}: {_sentence(bytes(text))}", response.status)
         except ValueError as error:
             raise StackRefusal(self.url, f"answers {path} with no JSON: is it Llama Stack's address?") from error

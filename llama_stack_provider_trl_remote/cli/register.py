@@ -8,7 +8,7 @@ from argparse import Namespace
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.system.console import show_json, show_lines
 
-from ..address import checked_token
+from ..address import checked_token, checked_url
 from ..client import ServiceClient
 from ..llama_stack import DEFAULT_URL, LlamaStack
 from .chat import model_name
@@ -23,13 +23,11 @@ def stack_at(given: str | None) -> LlamaStack:
     Raises:
         InvalidRequest: it is no address, or the token cannot be sent.
     """
-    url = (given or os.environ.get(URL) or DEFAULT_URL).rstrip("/").removesuffix("/v1")
-    if not url.startswith(("http://", "https://")) or "@" in url:
-        raise InvalidRequest("--stack", url, f"expected the address of Llama Stack, such as {DEFAULT_URL}")
     try:
+        url = checked_url(given or os.environ.get(URL) or DEFAULT_URL, "Llama Stack", DEFAULT_URL, TOKEN)
         return LlamaStack(url, checked_token(os.environ.get(TOKEN)))
     except ValueError as error:
-        raise InvalidRequest(TOKEN, "...", str(error)) from error
+        raise InvalidRequest("--stack", "...", str(error)) from error
 
 
 async def register(client: ServiceClient, options: Namespace) -> int:

@@ -37,7 +37,7 @@ _LIKE_A_PATH = ("/", "./", "../", "~")
 
 async def train(client: ServiceClient, options: Namespace) -> int:
     """Upload rows, submit a job for them, follow it, and pull its result."""
-    _check_end(options)
+    await _check_end(client, options)
     model = model_at(options.model, client.url)
     with ExitStack() as files:
         trained_on = [options.data, *(options.mix or [])]
@@ -48,6 +48,8 @@ async def train(client: ServiceClient, options: Namespace) -> int:
             if not blob.num_rows:
                 raise InvalidRequest("DATA", str(file), "it has no rows.")
         method = options.method or ("dpo" if has_preferences(blobs[0].path) else "sft")
+        if options.register is not None and method == "reward":
+            raise InvalidRequest("--register", options.register, "a reward model writes no text: leave it out.")
         datasets = [
             await register_rows(client, blob, name_by_content(stem_of(file.name), blob))
             for file, blob in zip(files_given, blobs, strict=True)
@@ -92,7 +94,7 @@ async def generate(client: ServiceClient, options: Namespace) -> int:
 
 async def export(client: ServiceClient, options: Namespace) -> int:
     """Submit a job that exports a model, follow it, and pull the export."""
-    _check_end(options)
+    await _check_end(client, options)
     model = exported_model(options.model, client.url)
     stem = model.removeprefix("job:").rstrip("/").rpartition("/")[2]
     body = {
@@ -109,10 +111,13 @@ async def run(client: ServiceClient, options: Namespace) -> int:
     """Submit the job of a file, follow it, and pull its result; or the jobs of a pipeline."""
     from ..pipeline import is_pipeline
 
-    _check_end(options)
+    await _check_end(client, options)
     body = read_request(options.file)
     if is_pipeline(body):
         return await _run_pipeline(client, body, options)
+    if options.register is not None and body.get("kind") not in (None, "merge"):
+        hint = f"a job of the kind {body['kind']!r} makes no model that answers: leave it out."
+        raise InvalidRequest("--register", options.register, hint)
     given = body.get("job_uuid")
     # A job that resumes from another one is another job.
     stem = str(given or ("job" if options.file == "-" else Path(options.file).stem))
@@ -130,9 +135,12 @@ async def _run_pipeline(client: ServiceClient, body: dict[str, Any], options: Na
     """Submit the jobs that the service does not have yet, and follow all of them."""
     from ..pipeline import place
 
-    for name in ("job", "nodes", "nproc_per_node", "resume_from", "algorithm", "pull", "checkpoint"):
+    for name in ("job", "nodes", "nproc_per_node", "resume_from", "algorithm", "pull", "checkpoint", "register"):
         if (value := getattr(options, name)) is not None:
-            hint = "it is for the file of one job: set it in the requests, or fetch a result with trl-remote jobs pull."
+            hint = (
+                "it is for the file of one job: set it in the requests, or use trl-remote jobs pull and trl-remote "
+                "register for a result."
+            )
             raise InvalidRequest(f"--{name.replace('_', '-')}", value, hint)
     placed = await place(client, body)
     if options.json:
@@ -154,7 +162,7 @@ async def _run_pipeline(client: ServiceClient, body: dict[str, Any], options: Na
 
 async def resume(client: ServiceClient, options: Namespace) -> int:
     """Queue a paused job again, follow it, and pull its result."""
-    _check_end(options)
+    await _check_end(client, options)
     status = await client.status(options.job_uuid)
     if status["status"] in ENDED:
         raise JobConflict(
@@ -240,13 +248,13 @@ def _ending(status: dict[str, Any]) -> str:
     return f"job {status['job_uuid']} {status['status']}{why}"
 
 
-def _check_end(options: Namespace) -> None:
+async def _check_end(client: ServiceClient, options: Namespace) -> None:
     """Find out before hours of training what would prevent the download and the registration after them."""
     if options.register is not None:
         if options.detach:
             hint = "with --detach nothing waits for the result: use `register` later."
             raise InvalidRequest("--register", options.register, hint)
-        stack_at(options.register)
+        await stack_at(options.register).provider_of(client.url)
     if options.pull is None:
         return
     if options.detach:

@@ -14,7 +14,7 @@ import yaml
 
 from llama_stack_provider_trl_remote.cli.main import main
 from tests.contract.external import ExternalStack
-from tests.contract.payloads import LORA, QUESTIONS, sft
+from tests.contract.payloads import LORA, PAIRS, QUESTIONS, sft
 from tests.contract.service import TrainingService, running_service
 from tests.contract.stack import SFT, LlamaStack, serving
 from tests.releases import OGX
@@ -99,6 +99,8 @@ def test_what_is_missing_is_said_in_one_sentence(
     status, _, errors = register(service, capsys, "tuned", "--stack", stack.url, "--provider", "another")
     assert status == 1
     assert "another" in errors
+    listed = stack.get("/models").json()["data"]
+    assert not [row for row in listed if "another" in json.dumps(row)]  # what does not answer is not left there
     status, _, errors = register(service, capsys, "tuned", "--stack", "http://127.0.0.1:9")
     assert status == 1
     assert "Llama Stack at http://127.0.0.1:9 cannot be reached" in errors
@@ -126,5 +128,18 @@ def test_a_training_registers_its_result(
     words = ["train", str(rows), "--model", str(tiny_model()), "--job", "later", "--url", service.url]
     assert main([*words, "--register", stack.url, "--detach"]) == 1
     assert "with --detach nothing waits for the result" in capsys.readouterr().err
+    for more, found in (
+        (["--method", "reward"], "a reward model writes no text"),
+        (["--register", "http://me:hunter2@stack:8321"], "found one with a password in it"),
+        (["--register", "http://127.0.0.1:9"], "Llama Stack at http://127.0.0.1:9 cannot be reached"),
+    ):
+        pairs = tmp_path / "pairs.jsonl"
+        pairs.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+        data = [str(pairs)] if "reward" in more else [str(rows)]
+        assert main(["train", *data, *words[2:], "--register", stack.url, *more]) == 1
+        errors = capsys.readouterr().err
+        assert found in errors
+        assert "hunter2" not in errors
+    assert "later" not in [job["job_uuid"] for job in service.get("/post-training/jobs").json()["data"]]
     assert main([*words, "--register", stack.url]) == 0
     assert "trl/ft:later answers at" in capsys.readouterr().out

@@ -169,6 +169,19 @@ def test_rows_of_the_hub_keep_their_own_keys_and_types(tmp_path: Path, hub: Hub)
     assert part["rows"] == [ROWS[1], ROWS[2], ROWS[3]]
 
 
+def test_what_a_card_calls_an_image_is_opened_by_nobody(tmp_path: Path, hub: Hub) -> None:
+    """The author of a dataset would have the service send requests, and learn which files it has."""
+    card = (
+        "---\nconfigs:\n- config_name: default\n  data_files: train.csv\n  sep: ;\n"
+        "dataset_info:\n  features:\n  - name: prompt\n    dtype: string\n  - name: x\n    dtype: image\n---\n"
+    )
+    table = f"prompt;x\na;{hub.url}/secret-admin\nb;/etc/hostname\nc;/nonexistent\n"
+    hub.add("acme/opened", {"README.md": card.encode(), "train.csv": table.encode()})
+    (answer,) = read(tmp_path, hub, "hf://datasets/acme/opened")
+    assert not [one for one in hub.asked if "secret-admin" in one]
+    assert [row["x"]["path"] for row in answer["rows"]] == [f"{hub.url}/secret-admin", "/etc/hostname", "/nonexistent"]
+
+
 def test_jobs_on_a_branch_that_moves_have_the_rows_and_the_commit_of_their_time(
     tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,8 @@ _COMPLETION_TOKENS = 16
 """As OpenAI's API has it."""
 _MOST_MODELS = 1000
 """Results of jobs in a list of models, the newest ones."""
-_WITHOUT_MODEL = frozenset({"generate", "evaluate", *(name for name, made in METHODS.items() if made.trains_reward)})
+_REWARDS = (name for name, made in METHODS.items() if made.trains_reward)
+_WITHOUT_MODEL = frozenset({"generate", "evaluate", "export", *_REWARDS})
 """What jobs do that leave no model that writes text."""
 _READ = frozenset({"role", "content"})
 _MORE_READ = {
