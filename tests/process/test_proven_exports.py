@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,16 +18,23 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from llama_stack_provider_trl.recipes.exports import gguf_file
+from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.recipes.exports import attempt, gguf_file, llamacpp, reference
 from llama_stack_provider_trl.recipes.exports.architectures import rope_factors
+from llama_stack_provider_trl.recipes.exports.proof import AnsweredToken, compared
+from llama_stack_provider_trl.recipes.exports.readers import TransformersReader
+from llama_stack_provider_trl.recipes.exports.reference import Expected, Prompt
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Event, Failed, Finished, Progress
 from llama_stack_provider_trl.specs.exports import EXPORT_RECORD, EXPORTING, GGUF_FILE, ExportSpec
+from llama_stack_provider_trl.specs.job import DatasetRef, MixedDataset, ShareSpec
 from llama_stack_provider_trl.specs.model_source import AdapterSpec
+from llama_stack_provider_trl.specs.rows import Message
 from llama_stack_provider_trl.specs.work import ExportWork
 from llama_stack_provider_trl.system.files import is_whole
 from tests.required import IN_FULL, in_full
 from tests.tiny import CHATML, REPOSITORY, TEXT_LINES, qwen_tokenizer, save_llama, tiny_decoder, tiny_model
-from tests.training import LORA, job_spec, of_kind, run
+from tests.tiny_vision import tiny_vision_model
+from tests.training import LORA, SFT_ROWS, dataset, job_spec, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -88,6 +96,7 @@ def test_a_gguf_file_answers_as_the_model(tmp_path: Path, model_type: str, kind:
     assert found["type"] == kind
     assert found["prompts"] == 3
     assert found["logits_difference"] < found["logits_bound"]
+    assert found["logits_difference"] <= found["largest_logits_difference"] < 4 * found["logits_bound"]
     assert found["greedy_tokens"] > 64
     assert (found["equal_greedy_tokens"] == found["greedy_tokens"]) is not bool(found["differing"])
     assert [one["text"] for one in found["stop_tokens"]] == ["<|im_end|>"]
@@ -180,11 +189,24 @@ def test_safetensors_are_the_model_with_its_adapter_merged_in(tmp_path: Path) ->
     assert (final / "generation_config.json").is_file()
 
 
+def identity(rows: DatasetRef) -> dict[str, Any]:
+    return {"id": rows.dataset_id, "sha256": rows.sha256, "rows": rows.num_rows}
+
+
 def test_a_modelfile_has_the_template_and_the_stop_tokens_of_the_model(tmp_path: Path) -> None:
     model = tmp_path / "named"
     shutil.copytree(tiny_decoder("llama"), model)
     (model / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A model\n")
-    trained = job_spec(tmp_path, model, job_uuid="sft-1", lora=LORA)
+    other = dataset(tmp_path, SFT_ROWS[:2]).model_copy(update={"dataset_id": "other"})
+    trained = job_spec(
+        tmp_path,
+        model,
+        job_uuid="sft-1",
+        lora=LORA,
+        validation_rows=SFT_ROWS[:1],
+        share=ShareSpec(weight=2),
+        mixed_with=(MixedDataset(dataset=other, share=ShareSpec(rows=3)),),
+    )
     (model / "training_job.json").write_text(trained.without_model_paths().model_dump_json())
     found = result(exported(tmp_path, model, "ollama", kind="q8_0"))
     final = tmp_path / "checkpoints" / "final"
@@ -202,9 +224,16 @@ def test_a_modelfile_has_the_template_and_the_stop_tokens_of_the_model(tmp_path:
     assert card.startswith("---\nbase_model:")
     assert "license: apache-2.0" in card
     assert f"{found['prompt_tokens']} tokens" in card
-    rows = trained.data.dataset
-    assert lineage["training"]["dataset"] == {"id": rows.dataset_id, "sha256": rows.sha256, "rows": rows.num_rows}
-    assert f"| rows | {rows.num_rows} of `{rows.dataset_id}`, sha256 `{rows.sha256}` |" in card
+    (one, other), held_out = (mixed.dataset for mixed in trained.data.mixed), trained.data.validation
+    assert held_out is not None
+    assert lineage["training"]["datasets"] == [
+        {**identity(one), "share": {"weight": 2.0}, "validation": identity(held_out)},
+        {**identity(other), "share": {"rows": 3}},
+    ]
+    texts = [f"{rows.num_rows} of `{rows.dataset_id}`, sha256 `{rows.sha256}`" for rows in (one, held_out, other)]
+    assert f'| rows | {texts[0]}, share `{{"weight": 2.0}}` |\n| validation rows | {texts[1]} |\n' in card
+    assert f'| rows | {texts[2]}, share `{{"rows": 3}}` |' in card
+    assert "in the median of the worst prompt" in card
     assert "| rank | `" in card
     assert str(tmp_path) not in card + json.dumps(lineage)
 
@@ -275,6 +304,83 @@ def test_what_is_wrong_with_an_export_is_found(
     found = failure(tmp_path, exported(tmp_path, tiny_decoder("llama"), kind="f16"))
     assert "export_failed: the export was written, read back and thrown away" in found
     assert sentence in found
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+class Late:
+    """A reader whose logits are right up to a token, and random with the same winner after it."""
+
+    name = "late"
+
+    def __init__(self, one: Expected, right: int) -> None:
+        self.one, self.right = one, right
+
+    def rendered(self, messages: list[Message]) -> str:
+        raise AssertionError
+
+    def tokens(self, text: str, *, is_rendered: bool) -> list[int]:
+        return self.one.prompt.ids
+
+    def ends(self) -> list[int]:
+        return [2]
+
+    def close(self) -> None: ...
+
+    def answer(self, ids: list[int], most: int) -> list[AnsweredToken]:
+        logits = self.one.logits.clone()
+        for at in range(self.right, len(logits)):
+            others = torch.randn(logits.shape[1])
+            others[self.one.tokens[at]] = others.max() + 1
+            logits[at] = others
+        logprobs = torch.log_softmax(logits, dim=-1).tolist()
+        every = list(range(logits.shape[1]))
+        return [AnsweredToken(token, every, logprobs[at]) for at, token in enumerate(self.one.tokens[:most])]
+
+
+def test_logits_that_are_wrong_late_in_an_answer_are_found() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(64, 100)
+    one = Expected(Prompt(None, "text", [5]), logits.argmax(dim=-1).tolist(), logits)
+    report = compared([one], [2], Late(one, 64), "f16", str)
+    assert report["logits_difference"] == report["largest_logits_difference"] < 1e-6
+    with pytest.raises(JobFailure, match=r"for prompt 0: those of token 33 differ by .* precision explains 0\.04"):
+        compared([one], [2], Late(one, 33), "f16", str)
+
+
+def test_a_vision_language_model_is_refused_by_name_before_anything_is_written(tmp_path: Path) -> None:
+    found = failure(tmp_path, exported(tmp_path, tiny_vision_model("llava"), "safetensors"))
+    assert "is a vision-language model (its model_type is 'llava', with a vision_config)" in found
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_an_export_is_read_in_the_dtype_of_the_trained_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "model"
+    AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.bfloat16).save_pretrained(model)
+    AutoTokenizer.from_pretrained(tiny_model()).save_pretrained(model)
+    dtypes = list[torch.dtype]()
+
+    def read(*args: Any, **given: Any) -> TransformersReader:
+        reader = TransformersReader(*args, **given)
+        dtypes.append(reader.model.dtype)
+        return reader
+
+    monkeypatch.setattr(attempt, "TransformersReader", read)
+    monkeypatch.setattr(reference, "available_memory", lambda: 0)
+    assert result(exported(tmp_path, model, "safetensors"))["largest_logits_difference"] < 1e-6
+    assert dtypes == [torch.bfloat16]
+
+
+def test_llama_cpp_that_does_not_answer_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llamacpp, "_TIMEOUT", 0.1)
+    reader = object.__new__(llamacpp.LlamaCppReader)
+    reader.name, reader._socket = "llama.cpp", tmp_path / "s"
+    with pytest.raises(JobFailure, match=r"llama\.cpp does not answer /tokenize: FileNotFoundError"):
+        reader.tokens("text", is_rendered=False)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "s"))
+        silent.listen()
+        with pytest.raises(JobFailure, match=r"llama\.cpp does not answer /tokenize: TimeoutError"):
+            reader.tokens("text", is_rendered=False)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ import torch
 import transformers
 
 from ... import faults
-from ...specs.events import CheckpointSaved, EventWriter, Finished, Prepared, Started
+from ...errors import JobFailure
+from ...specs.events import CheckpointSaved, EventWriter, Finished, Prepared, Reason, Started
 from ...specs.exports import EXPORT_RECORD, EXPORTING, GGUF_FILE, GgufType
 from ...specs.job import AttemptSpec, JobSpec
 from ...specs.rows import Message
@@ -28,7 +29,7 @@ from ..checkpoint.step import need_space
 from ..checkpoint.weights import WeightGroups, differences, export_bytes, write_weights
 from ..data.templates import rendered
 from ..distributed.heartbeat import heartbeat
-from ..model.loading import parameter_counts
+from ..model.loading import load_config, parameter_counts
 from ..model.saving import write_configuration
 from .architectures import names_in_gguf
 from .card import CARD, LINEAGE, card, lineage
@@ -67,12 +68,15 @@ def export_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
     with heartbeat(writer):
         try:
             record = _exported(job, work, output, weights, writer)
-        finally:
             shutil.rmtree(weights, ignore_errors=True)
-        faults.reach("exporting-final")
-        write_manifest(output)
-        fsync_tree(output)
-        put_in_place(output, final)
+            faults.reach("exporting-final")
+            write_manifest(output)
+            fsync_tree(output)
+            put_in_place(output, final)
+        except BaseException:  # a signal, too
+            for left in (output, weights):
+                shutil.rmtree(left, ignore_errors=True)
+            raise
     faults.reach("exported-final")
     writer.write(
         CheckpointSaved(kind="final", step=_PERCENT, epoch=1, path=final, train_loss=None, verified="logits"),
@@ -82,6 +86,7 @@ def export_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
 
 
 def _exported(job: JobSpec, work: ExportWork, output: Path, weights: Path, writer: EventWriter) -> dict[str, Any]:
+    _refuse_vision(job)
     trained = Trained(job)
     kind = work.export.gguf_type or _TYPES[trained.storage.dtype]
     config = trained.plain.config
@@ -122,6 +127,17 @@ def _exported(job: JobSpec, work: ExportWork, output: Path, weights: Path, write
     return record
 
 
+def _refuse_vision(job: JobSpec) -> None:
+    config = load_config(job.source)
+    if getattr(config, "vision_config", None) is not None:
+        raise JobFailure(
+            Reason.invalid_model,
+            f"the model {job.source.model!r} is a vision-language model (its model_type is {config.model_type!r}, with "
+            "a vision_config), and an export has no image processor and is compared by texts alone. Nothing was "
+            "written; export a model that reads text alone, or use the files that training has written.",
+        )
+
+
 def _texts_of(trained: Trained) -> TurnTexts:
     """The parts of the chat template. Raises JobFailure: they are not all of it."""
     tokenizer = trained.tokenizer
@@ -140,7 +156,7 @@ def _reader(directory: Path, expected: list[Expected], trained: Trained, *, is_g
         return LlamaCppReader(directory, context, torch.get_num_threads())
     config = trained.plain.config if is_gguf else None
     trusts = trained.spec.source.trust_remote_code
-    return TransformersReader(directory, trained=config, trust_remote_code=trusts)
+    return TransformersReader(directory, trained=config, trust_remote_code=trusts, dtype=trained.compared_in)
 
 
 def _write_model(trained: Trained, directory: Path, progress: Callable[[int, int], None]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ...specs.job import JobSpec
+from ...specs.job import DatasetRef, JobSpec, MixedDataset
 from ...system.bounded_yaml import check_levels
 from .reference import Trained
 
@@ -38,11 +38,10 @@ def lineage(trained: Trained, record: Mapping[str, Any]) -> dict[str, Any]:
     }
     if (job := _training_job(directory)) is not None:
         found["base"] = _name(job.source.model)
-        rows = job.data.dataset
         found["training"] = {
             "job_uuid": job.job_uuid,
             "method": job.method.algorithm,
-            "dataset": {"id": rows.dataset_id, "sha256": rows.sha256, "rows": rows.num_rows},
+            "datasets": [_rows(one) for one in job.data.mixed],
             "train": job.train.model_dump(mode="json", exclude={"method"}, exclude_defaults=True),
             "lora": None if job.lora is None else job.lora.model_dump(mode="json"),
         }
@@ -64,22 +63,27 @@ def card(found: Mapping[str, Any]) -> str:
     if (licence := found.get("license")) is not None:
         head["license"] = licence
     if training:
-        head["datasets"] = [training["dataset"]["id"]]
+        head["datasets"] = list(dict.fromkeys(one["id"] for one in training["datasets"]))
     lines = ["---", yaml.safe_dump(head, sort_keys=True, allow_unicode=True).rstrip(), "---", ""]
     lines += [f"# {training.get('job_uuid') or found['export_job']}", "", f"Base model: `{base}`.", ""]
     if training:
-        data = training["dataset"]
         lines += ["## Training", "", "| what | value |", "|---|---|", f"| method | {training['method']} |"]
-        lines += [f"| rows | {data['rows']} of `{data['id']}`, sha256 `{data['sha256']}` |"]
+        for data in training["datasets"]:
+            share = f", share `{json.dumps(data['share'])}`" if "share" in data else ""
+            lines += [f"| rows | {_described(data)}{share} |"]
+            if "validation" in data:
+                lines += [f"| validation rows | {_described(data['validation'])} |"]
         for part in ("train", "lora"):
             lines += [f"| {name} | `{json.dumps(value)}` |" for name, value in (training[part] or {}).items()]
         lines += [""]
     lines += ["## How it was verified", ""]
     lines += [f"The files were read back by {record['read_by']} and compared with the trained model:"]
     lines += [
-        f"{record['prompts']} prompts have the same {record['prompt_tokens']} tokens; the logits differ by at most "
-        f"{record['logits_difference']:.2g} of their scale ({record['logits_bound']:g} is the bound of "
-        f"{record['type']}); {record['equal_greedy_tokens']} of {record['greedy_tokens']} greedy tokens are equal, up "
+        f"{record['prompts']} prompts have the same {record['prompt_tokens']} tokens; the logits differ by "
+        f"{record['logits_difference']:.2g} of their scale in the median of the worst prompt "
+        f"({record['logits_bound']:g} is the bound of {record['type']}), and by "
+        f"{record['largest_logits_difference']:.2g} at the worst token; "
+        f"{record['equal_greedy_tokens']} of {record['greedy_tokens']} greedy tokens are equal, up "
         "to the first other one of each answer.",
         "",
     ]
@@ -110,6 +114,24 @@ def _training_job(directory: Path) -> JobSpec | None:
         return JobSpec.model_validate_json((directory / _TRAINING_JOB).read_text())
     except (OSError, ValueError):
         return None
+
+
+def _rows(mixed: MixedDataset) -> dict[str, Any]:
+    """A dataset of a job, with its share of a mixture and its validation rows where it has them."""
+    found = _identity(mixed.dataset)
+    if share := mixed.share.model_dump(mode="json", exclude_none=True):
+        found["share"] = share
+    if mixed.validation is not None:
+        found["validation"] = _identity(mixed.validation)
+    return found
+
+
+def _identity(rows: DatasetRef) -> dict[str, Any]:
+    return {"id": rows.dataset_id, "sha256": rows.sha256, "rows": rows.num_rows}
+
+
+def _described(rows: Mapping[str, Any]) -> str:
+    return f"{rows['rows']} of `{rows['id']}`, sha256 `{rows['sha256']}`"
 
 
 def _name(model: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ...specs.exports import GGUF_FILE
 from ...specs.rows import Message
+from ..model.saving import describe
 from .gguf_file import metadata
 from .proof import AnsweredToken, failed
 from .readers import stop_tokens
@@ -24,6 +25,8 @@ from .readers import stop_tokens
 PACKAGE = "xllamacpp"
 _TOP = 200
 """Likeliest tokens that are compared at each place."""
+_TIMEOUT = 600.0
+"""Seconds that the server may take for a token."""
 _BIAS = 1e6
 """Added to the logit of a token that is to be chosen."""
 _BOS = "tokenizer.ggml.bos_token_id"
@@ -114,6 +117,8 @@ class LlamaCppReader:
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
             answer = connection.getresponse()
             text = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise failed(f"{self.name} does not answer {path}: {describe(error)}") from error
         finally:
             connection.close()
         if answer.status != 200:
@@ -126,9 +131,10 @@ class _Connection(http.client.HTTPConnection):
     """A connection to a socket of this machine."""
 
     def __init__(self, path: str) -> None:
-        super().__init__("localhost")
+        super().__init__("localhost", timeout=_TIMEOUT)
         self._path = path
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
         self.sock.connect(self._path)

@@ -19,7 +19,10 @@ from ...specs.rows import Message
 from .reference import Expected
 
 BOUNDS: dict[GgufType, float] = {"f32": 0.005, "f16": 0.01, "bf16": 0.05, "q8_0": 0.1}
-"""Up to which fraction of their own scale the logits of an export in this type may differ."""
+"""Up to which fraction of their own scale the logits of an export in this type may differ, in the median over the
+tokens of an answer."""
+_LARGEST = 4
+"""Times the bound of the median: that of every single token, of its logits and of the choice between two tokens."""
 
 
 class AnsweredToken(NamedTuple):
@@ -85,11 +88,13 @@ def compared(
         "stop_tokens": [{"id": end, "text": decode([end])} for end in sorted(ends)],
         "logits_bound": BOUNDS[kind],
     }
-    differences, tokens, differing = list[float](), 0, list[dict[str, Any]]()
+    medians, largest, tokens, differing = list[float](), list[float](), 0, list[dict[str, Any]]()
     for number, one in enumerate(expected):
         _check_prompt(number, one, reader, decode)
         steps = reader.answer(one.prompt.ids, len(one.tokens))
-        differences.append(_check_logits(number, one, steps, BOUNDS[kind]))
+        median, most = _check_logits(number, one, steps, BOUNDS[kind])
+        medians.append(median)
+        largest.append(most)
         same = _same_tokens(one, steps)
         tokens += same
         if same < len(one.tokens):
@@ -97,7 +102,8 @@ def compared(
         progress(number + 1, len(expected))
     return {
         **report,
-        "logits_difference": max(differences),
+        "logits_difference": max(medians),
+        "largest_logits_difference": max(largest),
         "greedy_tokens": sum(len(one.tokens) for one in expected),
         "equal_greedy_tokens": tokens,
         "differing": differing,
@@ -128,9 +134,13 @@ def _same_tokens(one: Expected, steps: Sequence[AnsweredToken]) -> int:
     return next((at for at, (token, step) in pairs if token != step.token), min(len(one.tokens), len(steps)))
 
 
-def _check_logits(number: int, one: Expected, steps: Sequence[AnsweredToken], bound: float) -> float:
-    """The median difference over the tokens of an answer, up to the first one that is another."""
-    found = list[float]()
+def _check_logits(number: int, one: Expected, steps: Sequence[AnsweredToken], bound: float) -> tuple[float, float]:
+    """The median and the largest difference over the tokens of an answer, up to the first one that is another.
+
+    Raises:
+        JobFailure: the median is beyond the bound, or a token beyond `_LARGEST` times the bound.
+    """
+    found, places = list[float](), list[int]()
     for at in range(min(_same_tokens(one, steps) + 1, len(steps), len(one.tokens))):
         logits = one.logits[at]
         step = steps[at]
@@ -140,6 +150,7 @@ def _check_logits(number: int, one: Expected, steps: Sequence[AnsweredToken], bo
         wanted = torch.log_softmax(logits, dim=-1)[step.ids]
         spread = float(logits.std(correction=0))
         found.append(float((given - wanted).pow(2).mean().sqrt()) / max(spread, 1e-6))
+        places.append(at)
     if not found:
         raise failed(f"it answers prompt {number} with no token")
     median = sorted(found)[len(found) // 2]
@@ -148,7 +159,13 @@ def _check_logits(number: int, one: Expected, steps: Sequence[AnsweredToken], bo
             f"it gives other logits than the trained model for prompt {number}: they differ by {median:.2g} of their "
             f"scale, where its precision explains {bound:g}"
         )
-    return median
+    for at, value in zip(places, found, strict=True):
+        if not value <= _LARGEST * bound:
+            raise failed(
+                f"it gives other logits than the trained model for prompt {number}: those of token {at} differ by "
+                f"{value:.2g} of their scale, where its precision explains {_LARGEST * bound:g}"
+            )
+    return median, max(found)
 
 
 def _check_choice(
@@ -185,7 +202,7 @@ def _check_choice(
         "export": described(step.token),
     }
     gap = float(logprobs[wanted] - logprobs[step.token])
-    if gap > 4 * bound * spread:
+    if gap > _LARGEST * bound * spread:
         raise failed(
             f"its greedy answer to prompt {number} has {decode([step.token])!r} in place of {decode([wanted])!r} as "
             f"token {at}, which the trained model gives probabilities of {report['export']['probability']:.3g} and "

@@ -24,17 +24,25 @@ _UNREAD = ("head_dim", "query_pre_attn_scalar")
 
 
 class TransformersReader:
-    """An export that transformers has loaded in fp32.
+    """An export that transformers has loaded.
 
     Args:
         trained: of a GGUF file, which has weights, tokenizer and settings: the configuration of the trained model, of
             which `_UNREAD` is taken; None: it is none.
+        dtype: that the trained model's answers were computed in.
 
     Raises:
         JobFailure: export_failed, it cannot be loaded.
     """
 
-    def __init__(self, directory: Path, *, trained: Any = None, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        trained: Any = None,
+        trust_remote_code: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.name = f"transformers {transformers.__version__}"
         is_gguf = trained is not None
         given: dict[str, Any] = {"gguf_file": GGUF_FILE} if is_gguf else {"trust_remote_code": trust_remote_code}
@@ -45,7 +53,7 @@ class TransformersReader:
                 for name in _UNREAD:
                     if hasattr(config, name):
                         setattr(config, name, getattr(trained, name))
-            self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **given).eval()
+            self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **given).eval()
         except UNLOADABLE as error:
             raise failed(f"{self.name} cannot load it: {describe(error)}") from error
         self._ends = stop_tokens(directory / GGUF_FILE) if is_gguf else answer_ends(self.model, self.tokenizer)

@@ -81,6 +81,8 @@ class Trained:
         """With weights in the dtype of their files, which are mapped into memory."""
         self.ends = answer_ends(self.plain, self.tokenizer)
         """Tokens that end an answer."""
+        self.compared_in = torch.float32
+        """The dtype that `answers` has computed in."""
 
     @property
     def plain(self) -> PreTrainedModel:
@@ -118,8 +120,8 @@ class Trained:
             JobFailure: export_failed, where the adapter changes nothing; out_of_memory.
         """
         _, count = parameter_counts(self.plain)
-        exact = torch.float32 if count * 5 < available_memory() else self.storage.dtype
-        model = self.model if exact == self.storage.dtype else self._load(exact)
+        self.compared_in = torch.float32 if count * 5 < available_memory() else self.storage.dtype
+        model = self.model if self.compared_in == self.storage.dtype else self._load(self.compared_in)
         prompts, found, changes = self.prompts(), list[Expected](), list[float]()
         most = _room(self.spec.source, prompts)
         for number, prompt in enumerate(prompts):
