@@ -247,7 +247,7 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     serving_idle_seconds: float = Field(300.0, gt=0, le=10**6)
     """Seconds without a chat after which the process that answers for a model ends, and its memory is free."""
     max_chats: int = Field(128, ge=1, le=60_000)
-    """Chats at a time of one token; more is a 429."""
+    """Chats at a time of one token; more is a 429, and more answers (`n`) in one request a 400."""
     chat_timeout: float = Field(600.0, gt=0)
     """Seconds that an answer may take, waiting for its turn and for the model included; then it is a 503."""
 

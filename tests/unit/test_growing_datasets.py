@@ -11,14 +11,21 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.errors import QuotaReached, StoreError
+from llama_stack_provider_trl.errors import InvalidRequest, QuotaReached, StoreError
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.job import RowNames
 from llama_stack_provider_trl.specs.row_prompts import MOST_CHARACTERS, _prompt
-from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
-from llama_stack_provider_trl_remote.service.datasets.quotas import CountedRows, Quotas
+from llama_stack_provider_trl.system.files import put_rows
+from llama_stack_provider_trl_remote.service.datasets import registry as registry_module
+from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs, Converted
+from llama_stack_provider_trl_remote.service.datasets.quotas import CountedRows, HeldRows, Quotas
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry, Growth
+from llama_stack_provider_trl_remote.service.datasets.uris import Readable
+from llama_stack_provider_trl_remote.service.datasets.votes import row_of
+from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset, RowsSource, UriSource
+from llama_stack_provider_trl_remote.service.http.chat_bodies import ChatBody, VoteBody
 from llama_stack_provider_trl_remote.service.http.errors import Conflict
+from llama_stack_provider_trl_remote.service.serving.chats import Chats
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 
 GROWTH = Growth(mark="votes", most_rows=10, most_bytes=1 << 12)
@@ -113,6 +120,66 @@ def test_rows_that_are_added_at_once_are_all_there(registry: DatasetRegistry) ->
 
     asyncio.run(together())
     assert sorted(row["n"] for row in rows_of(registry)) == [*range(8)]
+
+
+def test_only_a_dataset_that_a_row_began_grows_whatever_its_metadata_says(registry: DatasetRegistry) -> None:
+    source = RowsSource(type="rows", rows=[{"n": 0}])
+    body = RegisterDataset(dataset_id="d", source=source, metadata={"votes": True})
+    asyncio.run(registry.register(body, created_by="a"))
+    with pytest.raises(Conflict, match="has other rows"):
+        add(registry, {"n": 1})
+    assert registry.count("d", GROWTH) is None
+    assert add(registry, {"n": 1}, "e") == registry.count("e", GROWTH) == 1
+
+
+def test_the_first_row_is_answered_when_its_document_is_on_the_disk(
+    registry: DatasetRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(registry_module, "fsync_path", synced.append)
+    add(registry, {"n": 1})
+    assert synced == [registry._directory]
+
+
+def test_a_look_at_rows_asks_no_source_and_a_changed_source_leaves_few_old_rows(
+    registry: DatasetRegistry, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = RegisterDataset(dataset_id="d", source=UriSource(type="uri", uri="s3://team/rows.jsonl"))
+    monkeypatch.setattr(registry, "_readable", lambda uri: Readable(uri, None))
+    asyncio.run(registry.register(body, created_by="a"))
+    reads: list[str] = []
+
+    async def read(found: Readable, held: HeldRows, known: str | None) -> Converted:
+        reads.append(found.name)
+        blob = put_rows(registry._blobs.directory, [{"n": len(reads)}], storing=held.add)
+        return Converted(blob.sha256, blob.num_rows, str(len(reads)))
+
+    monkeypatch.setattr(registry, "_converted", read)
+    for _ in range(7):
+        current = asyncio.run(registry.rows_of("d"))
+    assert len(reads) == 7
+    assert asyncio.run(registry.rows_of("d", is_current=False)) == current
+    assert len(reads) == 7
+    assert len(store.rows.of_dataset("d")) == len(list(registry._blobs.directory.glob("*.jsonl"))) == 4
+    registry._blobs.path(current).unlink()
+    registry._blobs.forget(current)
+    asyncio.run(registry.rows_of("d", is_current=False))
+    assert len(reads) == 8
+
+
+def test_more_answers_than_chats_at_a_time_are_a_bad_request(tmp_path: Path) -> None:
+    settings = ServiceSettings.model_validate({"data_dir": tmp_path / "data", "device": "cpu", "max_chats": 2})
+    chats = Chats(settings, None, None)  # type: ignore[arg-type]
+    body = ChatBody(model="m", messages=[{"role": "user", "content": "x"}], n=3)
+    with pytest.raises(InvalidRequest, match=r"^n=3 .*max_chats of the service is 2"):
+        asyncio.run(chats.begin(body, "a"))
+
+
+def test_a_vote_with_a_key_that_chats_refuse_is_refused_by_name() -> None:
+    messages = [{"role": "user", "content": "x", "weird": 3}]
+    body = VoteBody(dataset_id="d", messages=messages, chosen="a", rejected="b")
+    with pytest.raises(InvalidRequest, match=r"messages\.0\.weird=3"):
+        row_of(body)
 
 
 def prompt(tmp_path: Path, row: Any, number: int = 1, names: RowNames | None = None) -> Any:

@@ -40,7 +40,8 @@ class RowPrompts:
             NotFound: the dataset has fewer rows.
             LimitReached, OSError: it cannot be read now.
         """
-        sha256 = await self._registry.rows_of(dataset_id, "dataset")
+        # A look at a row does not wait for the hub or a bucket, which a job asks.
+        sha256 = await self._registry.rows_of(dataset_id, "dataset", is_current=False)
         try:
             found = await in_work_thread(prompt_within, self._limits, self._blobs.path(sha256), number, names)
         except FileNotFoundError as error:

@@ -23,7 +23,7 @@ from .blobs import Blobs
 _PIECE = 4 << 20
 """Bytes of an upload between two questions."""
 _OLD = 3
-"""Earlier rows of a dataset that grows which stay, for requests that have begun to read them."""
+"""Earlier rows of a dataset which stay when it has others, for requests that have begun to read them."""
 UPLOADS = 16
 """Uploads of one token at a time: each holds a connection, memory and space. Clients send one at a time."""
 _RETRY_S = 5

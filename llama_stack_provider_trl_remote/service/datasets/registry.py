@@ -70,13 +70,15 @@ class Entry(BaseModel):
     """Size and time of the file from which the rows were read, commit of the hub, or digest of a bucket's list."""
     created_by: str = ""
     """Name of the token that registered it."""
+    grows: str | None = None
+    """The mark of its growth, where `add_row` began it: no request can set it."""
 
 
 class Growth(NamedTuple):
     """What a dataset that grows row by row may have."""
 
     mark: str
-    """Key of its metadata, whose value is true: no other dataset grows."""
+    """Kind of its rows: no other dataset grows. It is also a key of its metadata, whose value is true."""
     most_rows: int
     most_bytes: int
 
@@ -129,12 +131,20 @@ class DatasetRegistry:
         self._known = DatasetIndex(found)
         self._counted.recount((place.name, created_by, sha256) for place, created_by, sha256 in found)
 
-    async def register(self, body: RegisterDataset, stored: StoredRows | None = None, created_by: str = "") -> Dataset:
+    async def register(
+        self,
+        body: RegisterDataset,
+        stored: StoredRows | None = None,
+        created_by: str = "",
+        *,
+        grows: str | None = None,
+    ) -> Dataset:
         """Register a dataset; repeating the same registration changes nothing.
 
         Args:
             stored: its rows, where they were too many for this process.
             created_by: name of the caller's token.
+            grows: mark of its growth; None: it does not grow.
 
         Raises:
             InvalidRequest: a source that cannot be read from here.
@@ -146,7 +156,8 @@ class DatasetRegistry:
             hint = f"{OF_JOB}NAME means the rows that the job NAME makes: choose another name"
             raise InvalidRequest("dataset_id", body.dataset_id, hint)
         with self._counted.holding() as held:
-            entry = (await self._entry(body, stored, held)).model_copy(update={"created_by": created_by})
+            update = {"created_by": created_by, "grows": grows}
+            entry = (await self._entry(body, stored, held)).model_copy(update=update)
             return await self._registered(entry, held)
 
     async def _registered(self, entry: Entry, held: HeldRows) -> Dataset:
@@ -234,9 +245,9 @@ class DatasetRegistry:
             if known is None:
                 source = RowsSource(type="rows", rows=[row])
                 body = RegisterDataset(dataset_id=dataset_id, source=source, metadata={growth.mark: True})
-                await self.register(body, created_by=created_by)
+                await self.register(body, created_by=created_by, grows=growth.mark)
                 return 1
-            if known.dataset.metadata.get(growth.mark) is not True or known.sha256 is None:
+            if known.grows != growth.mark or known.sha256 is None:
                 hint = f"it was not begun by the first of its {growth.mark}: choose another name"
                 raise Conflict(f"dataset {dataset_id!r} has other rows, {hint}")
             with self._counted.holding() as held:
@@ -267,10 +278,7 @@ class DatasetRegistry:
                 raise Conflict(f"dataset {name!r} was changed meanwhile: send this again")
             self._counted.check(blob.sha256, known.created_by, held)
             self._write(known.model_copy(update={"sha256": blob.sha256, "num_rows": blob.num_rows}))
-            try:
-                fsync_path(self._directory)  # before the rows that it had are removed
-            except OSError as error:
-                raise StoreError(f"dataset {name!r} cannot be stored: {error}") from error
+            self._sync(name)  # before the rows that it had are removed
             self._counted.note(blob.sha256, known.created_by, name)
             self._counted.release_old(name, blob.sha256)
         return blob.num_rows
@@ -300,6 +308,8 @@ class DatasetRegistry:
                             "cancel that job first"
                         )
                     self._write(entry)
+                if entry.grows is not None:  # its first row is on the disk when it is answered
+                    self._sync(name)
             # Repeated where the database could not be written before.
             self._counted.note((known or entry).sha256, (known or entry).created_by, name)
             return known
@@ -310,6 +320,11 @@ class DatasetRegistry:
         if entry is None:
             raise _unknown(dataset_id)
         return shown(entry)
+
+    def count(self, dataset_id: str, growth: Growth) -> int | None:
+        """The number of rows of a dataset that grows; None: there is none of this name and mark. Raises StoreError."""
+        entry = self._read(dataset_id)
+        return None if entry is None or entry.grows != growth.mark else entry.num_rows
 
     def holds(self, dataset_id: str) -> bool:
         """Whether a name is registered. It takes no lock: its holder may wait for the caller's transaction to end.
@@ -377,15 +392,21 @@ class DatasetRegistry:
         ref, warnings = await self.fetch_blob(dataset_id, sha256, use, data_format, names)
         return ref.model_copy(update={"origin": _origin(entry)}), warnings
 
-    async def rows_of(self, dataset_id: str, field: str = FIELD) -> str:
+    async def rows_of(self, dataset_id: str, field: str = FIELD, *, is_current: bool = True) -> str:
         """The digest of the rows of a registered dataset, which are stored here, and unchecked.
 
         Args:
             field: of the request that names the dataset.
+            is_current: ask the source of a uri whether it has changed; else the source is read only where no rows of it
+                are stored.
 
         Raises:
             InvalidRequest: no such dataset, or it cannot be read any more.
         """
+        if not is_current:
+            known = await in_work_thread(self._read, dataset_id)
+            if known is not None and known.sha256 is not None and await self._blobs.holds(known.sha256):
+                return known.sha256
         _, sha256 = await self._with_rows(dataset_id, field)
         return sha256
 
@@ -496,6 +517,9 @@ class DatasetRegistry:
                 self._counted.check(current.sha256, current.created_by, held)
                 self._write(current)
                 self._counted.note(current.sha256, current.created_by, current.dataset.identifier)
+                if current.sha256 is not None:
+                    self._sync(current.dataset.identifier)  # before the rows that it had are removed
+                    self._counted.release_old(current.dataset.identifier, current.sha256)
 
     async def _converted(self, found: Readable, held: HeldRows, known: str | None) -> Converted | None:
         """Store the rows. None: they have the stamp `known`."""
@@ -590,6 +614,13 @@ class DatasetRegistry:
         except OSError as error:
             raise StoreError(f"{path} cannot be written: {error}") from error
         self._index.add(ListPlace(entry.registered_at, entry.dataset.identifier), entry.created_by, entry.sha256)
+
+    def _sync(self, dataset_id: str) -> None:
+        """Return when the names of the documents are on the disk. Raises StoreError."""
+        try:
+            fsync_path(self._directory)
+        except OSError as error:
+            raise StoreError(f"dataset {dataset_id!r} cannot be stored: {error}") from error
 
     @property
     def _index(self) -> DatasetIndex:

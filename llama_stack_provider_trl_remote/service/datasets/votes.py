@@ -9,7 +9,7 @@ from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
 from llama_stack_provider_trl.specs.rows import parse_row
 from llama_stack_provider_trl.system.offload import in_work_thread
 
-from ..http.chat_bodies import VoteBody
+from ..http.chat_bodies import VoteBody, refuse_unknown_keys
 from ..http.errors import NotFound
 from .registry import DatasetRegistry, Growth
 
@@ -38,16 +38,17 @@ class Votes:
 
     async def count(self, dataset_id: str) -> int:
         """The number of votes in a dataset. Raises NotFound: no vote was stored under this name."""
-        found = await asyncio.to_thread(self._registry.get, dataset_id)
-        if found.metadata.get(_GROWTH.mark) is not True:
+        count = await asyncio.to_thread(self._registry.count, dataset_id, _GROWTH)
+        if count is None:
             raise NotFound(f"dataset {dataset_id!r} has no votes: choose another name")
-        return int(found.metadata.get("num_rows") or 0)
+        return count
 
 
 def row_of(body: VoteBody) -> dict[str, Any]:
     """A vote as a preference pair. Raises InvalidRequest: names what cannot be trained on."""
     if body.chosen == body.rejected:
         raise InvalidRequest("rejected", body.rejected, "it is the same as chosen: no answer is better")
+    refuse_unknown_keys(body.messages)
     row: dict[str, Any] = {
         "prompt": body.messages,
         "chosen": [{"role": "assistant", "content": body.chosen}],

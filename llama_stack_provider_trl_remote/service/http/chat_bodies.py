@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
 from llama_stack_provider_trl.documented import Documented
+from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.specs.names import CheckedElsewhere, CheckedNames, FreeText
 from llama_stack_provider_trl.specs.serving import MOST_LOGPROBS, MOST_STOP, MOST_STOPS
 
 _MOST_TOKENS = 10**6
 MOST_ANSWERS = 4
+_READ = frozenset({"role", "content"})
+_MORE_READ = {
+    "assistant": frozenset({"tool_calls", "reasoning_content", "reasoning"}),
+    "tool": frozenset({"tool_call_id", "name"}),
+}
+"""Role -> keys of a message that are read, beside `_READ`."""
 Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP)]
 
 
@@ -110,3 +118,13 @@ class CompletionBody(AnswerBody):
     """Tokens of the answer at most. Left out: 16."""
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     """Report the log-probability of each token, and of so many most likely ones in its place."""
+
+
+def refuse_unknown_keys(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Return if every key of the messages is read. Raises InvalidRequest: names the message and the key."""
+    for number, message in enumerate(messages):
+        read = _READ | _MORE_READ.get(str(message.get("role")), frozenset())
+        for key, value in message.items():
+            if key not in read and value is not None:
+                hint = f"messages of this role have {', '.join(sorted(read))}: leave it out"
+                raise InvalidRequest(f"messages.{number}.{key}", value, hint)

@@ -26,7 +26,7 @@ from llama_stack_provider_trl.specs.serving import (
 )
 from llama_stack_provider_trl.system.data_dir import DataDir
 
-from ..http.chat_bodies import ChatBody, CompletionBody
+from ..http.chat_bodies import ChatBody, CompletionBody, refuse_unknown_keys
 from ..http.errors import openai_error
 from ..settings import ServiceSettings
 from .openai import Json, Kind, Written, model_row, usage_event_of, whole_of
@@ -41,12 +41,6 @@ _MOST_MODELS = 1000
 _REWARDS = (name for name, made in METHODS.items() if made.trains_reward)
 _WITHOUT_MODEL = frozenset({"generate", "evaluate", "export", *_REWARDS})
 """What jobs do that leave no model that writes text."""
-_READ = frozenset({"role", "content"})
-_MORE_READ = {
-    "assistant": frozenset({"tool_calls", "reasoning_content", "reasoning"}),
-    "tool": frozenset({"tool_call_id", "name"}),
-}
-"""Role -> keys of a message that are read, beside `_READ`."""
 
 
 class ChatRefused(TrlError, ValueError):
@@ -75,6 +69,10 @@ class Chats:
             OSError: no process can be started.
         """
         request = _chat_request(body) if isinstance(body, ChatBody) else _completion_request(body)
+        most = self._settings.max_chats
+        if (body.n or 1) > most:  # sending it again would not help
+            hint = f"each answer counts as a chat, and max_chats of the service is {most}: send at most {most}"
+            raise InvalidRequest("n", body.n, hint)
         served = await self._serving.find(body.model)
         kind: Kind = "chat" if isinstance(body, ChatBody) else "completion"
         requests = _several(request, body.n or 1)
@@ -295,12 +293,7 @@ def _request(body: ChatBody | CompletionBody, **more: Any) -> ServeRequest:
 
 def _messages(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> list[Message]:
     """The turns as the rows of a dataset are read. Raises InvalidRequest: names the message."""
-    for number, message in enumerate(messages):
-        read = _READ | _MORE_READ.get(str(message.get("role")), frozenset())
-        for key, value in message.items():
-            if key not in read and value is not None:
-                hint = f"messages of this role have {', '.join(sorted(read))}: leave it out"
-                raise InvalidRequest(f"messages.{number}.{key}", value, hint)
+    refuse_unknown_keys(messages)
     row = {"prompt": [dict(message) for message in messages], "tools": [*tools] if tools else None}
     try:
         example = parse_row(row, 0, "prompts")
