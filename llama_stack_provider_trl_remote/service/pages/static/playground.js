@@ -20,6 +20,8 @@ const SIDES = ["a", "b"].map((name) => ({
 }));
 let tools = null;
 let question = null; // the last one that was sent
+let waiting = null; // last turn of a row that the prompt field cannot have: it is shown, and sent where the field is empty
+let held = null; // the last one that was waiting
 let running = null;
 let counting = 0;
 let timer = 0;
@@ -88,13 +90,20 @@ function show(side, role, text) {
   return node;
 }
 
+// The text of a turn; calls of tools as JSON behind it.
+function textOf(turn) {
+  const content = typeof turn.content === "string" ? turn.content : JSON.stringify(turn.content ?? "");
+  const calls = turn.tool_calls?.length ? JSON.stringify(turn.tool_calls, null, 2) : "";
+  return [content === '""' ? "" : content, calls].filter(Boolean).join("\n");
+}
+
 async function ask(side, signal) {
   side.asked = [...system(), ...side.turns, question];
   side.answer = "";
   side.ended = false;
   side.state.textContent = "";
   side.before = { turns: side.turns, shown: side.pane.childElementCount };
-  show(side, question.role, question.content);
+  if (question !== held) show(side, question.role, textOf(question));
   const node = show(side, "assistant", "");
   try {
     const answer = await post("/playground/answers", "request", body(side, side.asked), signal);
@@ -133,8 +142,14 @@ async function askBoth() {
 
 function send() {
   const content = element("prompt").value.trim();
-  if (!content || running || !form.reportValidity()) return;
-  question = { role: "user", content };
+  if (running || !form.reportValidity()) return;
+  if (!content && !waiting) {
+    live.textContent = "There is nothing to send: write a prompt, or take a row's prompt.";
+    return element("prompt").focus();
+  }
+  if (content && waiting) for (const side of SIDES) side.turns = [...side.turns, waiting];
+  question = content ? { role: "user", content } : waiting;
+  waiting = null;
   element("prompt").value = "";
   askBoth();
 }
@@ -148,14 +163,14 @@ function retry() {
 }
 
 function begin(turns = []) {
-  question = null;
+  question = waiting = held = null;
   for (const side of SIDES) {
     side.turns = turns;
     side.asked = null;
     side.answer = side.state.textContent = "";
     side.ended = false;
     side.pane.replaceChildren();
-    for (const turn of turns) show(side, turn.role, turn.content);
+    for (const turn of turns) show(side, turn.role, textOf(turn));
   }
   voted.textContent = "";
   update();
@@ -205,12 +220,19 @@ async function next() {
     if (running) return;
     tools = found.tools;
     const first = found.messages[0]?.role === "system" ? found.messages.shift() : null;
-    const last = found.messages.at(-1)?.role === "user" ? found.messages.pop() : null;
+    const last = found.messages.pop() ?? null;
+    const isText = last?.role === "user" && typeof last.content === "string";
     element("system").value = first?.content ?? "";
     begin(found.messages);
-    element("prompt").value = last?.content ?? "";
+    element("prompt").value = isText ? last.content : "";
+    if (last && !isText) {
+      waiting = held = last;
+      for (const side of SIDES) show(side, last.role, textOf(last));
+    }
     element("row").value = row + 1;
-    live.textContent = `The prompt of row ${row}${tools ? ", with its tools" : ""}: send it.`;
+    const what = `The prompt of row ${row}${tools ? ", with its tools" : ""}`;
+    if (!last) live.textContent = `${what} has no turn to answer: write a prompt.`;
+    else live.textContent = isText ? `${what}: send it.` : `${what} ends in a turn of ${last.role}: send it as it is.`;
     element("prompt").focus();
   } catch {
     live.textContent = "The service does not answer.";
