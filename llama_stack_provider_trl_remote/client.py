@@ -102,6 +102,25 @@ class ServiceAnswer(NamedTuple):
     """Header Upload-Offset: bytes that the service has of a file that is sent in parts."""
 
 
+def json_of(body: bytes, most: int) -> Any:
+    """A JSON document that another program has sent.
+
+    Args:
+        most: bytes that such a document has at most.
+
+    Raises:
+        ValueError: it is none.
+        OverflowError: it would take more memory than its bytes suggest; says what it is.
+    """
+    values = most // _VALUE_BYTES
+    if sum(map(body.count, (b",", b"[", b"{"))) > values:  # each takes memory of its own
+        raise OverflowError(f"a document of more than {values} values")
+    try:
+        return json.loads(body)
+    except RecursionError as error:
+        raise OverflowError("a document of too many levels") from error
+
+
 class ServiceClient:
     """Calls the service.
 
@@ -324,13 +343,10 @@ class ServiceClient:
         Raises:
             ServiceUnreachable: it is none, or would take more memory than its bytes suggest.
         """
-        values = (self.most_answer if most is None else most) // _VALUE_BYTES
-        if sum(map(body.count, (b",", b"[", b"{"))) > values:  # each takes memory of its own
-            raise self.endless(f"a document of more than {values} values")
         try:
-            return json.loads(body)
-        except RecursionError as error:
-            raise self.endless("a document of too many levels") from error
+            return json_of(body, self.most_answer if most is None else most)
+        except OverflowError as error:
+            raise self.endless(str(error)) from error
         except ValueError as error:
             found = f"answered {kind} where JSON was expected"
             raise ServiceUnreachable(self.url, found, "check that TRL_SERVICE_URL is its address") from error

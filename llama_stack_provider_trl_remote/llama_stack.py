@@ -7,7 +7,6 @@ lists it at its next refresh; all of them route a chat with `PROVIDER/MODEL` to 
 
 from __future__ import annotations
 
-import json
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
@@ -15,7 +14,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout
 
 from llama_stack_provider_trl.errors import TrlError
 
-from .client import ServiceClient
+from .client import ServiceClient, json_of
 
 DEFAULT_URL = "http://127.0.0.1:8321"
 _SERVED = "/openai/v1"
@@ -137,8 +136,10 @@ class LlamaStack:
                     if len(text) > _MOST_ANSWER:
                         raise StackRefusal(self.url, f"answers {path} with more than {_MOST_ANSWER >> 20} MiB")
                 if response.status < 300:
-                    return json.loads(text) if text else None
+                    return json_of(bytes(text), _MOST_ANSWER) if text else None
                 raise StackRefusal(self.url, f"answered {response.status}: {_sentence(bytes(text))}", response.status)
+        except OverflowError as error:
+            raise StackRefusal(self.url, f"answers {path} with {error}") from error
         except ValueError as error:
             raise StackRefusal(self.url, f"answers {path} with no JSON: is it Llama Stack's address?") from error
         except TimeoutError as error:
@@ -162,8 +163,8 @@ def _sentence(body: bytes) -> str:
     """What an answer says is wrong."""
     text = body.decode(errors="replace")
     try:
-        found = json.loads(text)
+        found = json_of(body, _MOST_ANSWER)
         detail = found.get("detail") or found["error"]
         return str(detail.get("message", detail) if isinstance(detail, dict) else detail)[:2000]
-    except (ValueError, LookupError, AttributeError):
+    except (ValueError, OverflowError, LookupError, AttributeError):
         return text[:200] or "no reason given"

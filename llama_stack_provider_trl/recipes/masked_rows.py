@@ -15,7 +15,7 @@ from ..specs.job import DatasetRef, JobSpec
 from ..specs.methods import METHODS
 from ..specs.rows import LabelledExample, Message, PreferenceExample, PromptExample, SftExample
 from .data.chat import Chat
-from .data.images import Images
+from .data.images import Images, image_numbers
 from .data.inferred import ComparedTurn, Inference
 from .data.mixed import named_by_dataset
 from .data.prepare import TruncationCounter, read_examples
@@ -159,7 +159,7 @@ def _sft_row(
 ) -> MaskedRow:
     never_cut = images.token_ids if images is not None and own else frozenset[int]()
     cut = counter.images_cut
-    if counter.cut_row(ids, labels, never_cut) is None:
+    if counter.cut_row(ids, labels, never_cut, image_numbers(own)) is None:
         why = f"within max_seq_length={counter.limit} tokens nothing is left to train on"
         if counter.images_cut > cut:
             why = f"max_seq_length={counter.limit} would cut off a part of its images"

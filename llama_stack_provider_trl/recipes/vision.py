@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator
 
 from ..errors import InvalidRows, JobFailure
@@ -54,7 +55,9 @@ def with_images(spec: JobSpec) -> JobSpec:
 
 def _has_images(ref: DatasetRef, spec: JobSpec) -> bool:
     named = ref.names.columns if ref.names else {}
-    keys = [b'"image', *(f'"{named[column]}"'.encode() for column in COLUMNS if column in named)]
+    mapped = [named[column] for column in COLUMNS if column in named]
+    # Stored rows have characters beyond ASCII as they are, or as escapes where a row has bytes.
+    keys = [b'"image', *(json.dumps(name, ensure_ascii=way).encode() for name in mapped for way in (True, False))]
     with open(ref.path, "rb") as file:
         for number, line in enumerate(file):
             if not any(key in line for key in keys):

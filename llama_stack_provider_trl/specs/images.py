@@ -97,7 +97,8 @@ def place_images(
     for message in messages:
         if column is not None and message["role"] == "user" and PLACEHOLDER in message["content"]:
             message.update(_with_marks(message))
-    waiting = sum(image is None for message in messages for image in message.get("images", ()))
+    places = [image for message in messages for image in message.get("images", ()) if not isinstance(image, bytes)]
+    waiting = len(places)
     first = next((message for message in messages if message["role"] == "user"), None)
     if column is None and waiting:
         raise refuse("messages", "an image part without an image", "its image, or a column images with it")
@@ -108,13 +109,16 @@ def place_images(
         first["images"] = [*images, *first.get("images", ())]
     elif column is not None and waiting != len(images):
         raise refuse(column, f"{len(images)} images", f"{waiting}, one for each placeholder in the messages")
-    left = iter(images)
+    numbers = [number if place is None else place for number, place in enumerate(places)]
+    if sorted(numbers) != [*range(waiting)]:
+        raise refuse("messages", f"image parts with the indexes {numbers}", f"each image of {column} once, from 0 on")
+    left = iter([images[number] for number in numbers])
     for turn, message in enumerate(messages):
         own = message.get("images", [])
         if message["content"].count(MARK) != len(own) and "images" in message:
             raise refuse(f"messages, turn {turn}", "the character U+FFFC beside images", "a text without it")
-        if None in own:
-            message["images"] = [next(left) if image is None else image for image in own]
+        if not all(isinstance(image, bytes) for image in own):
+            message["images"] = [image if isinstance(image, bytes) else next(left) for image in own]
 
 
 def _with_marks(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +126,7 @@ def _with_marks(message: Mapping[str, Any]) -> dict[str, Any]:
     if message["content"].count(MARK) != len(message.get("images", ())):
         return {}  # which the caller refuses
     own, pieces = iter(message.get("images", ())), []
-    images: list[bytes | None] = []
+    images: list[bytes | int | None] = []
     for piece in re.split(f"({PLACEHOLDER}|{MARK})", message["content"]):
         if piece == PLACEHOLDER:
             images.append(None)

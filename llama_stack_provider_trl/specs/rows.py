@@ -421,17 +421,23 @@ class _Row:
             return "".join(self._part(part, column, where) for part in content)
         return self.plain(content, column, where)
 
-    def _without_images(self, content: Any, role: str, where: str) -> tuple[Any, list[bytes | None]]:
-        """A content with a mark in place of each image, and the images; None: one of the column."""
+    def _without_images(self, content: Any, role: str, where: str) -> tuple[Any, list[bytes | int | None]]:
+        """A content with a mark in place of each image, and the images: a number is that of one in the column, None the
+        next one there."""
         parts = [content] if isinstance(content, Mapping) else content
         if not isinstance(parts, list) or not any(map(of_images.is_image, parts)):
             return content, []
         if role != "user":
             raise self.refuse(where, f"an image in {_article(role)} turn", "images in turns of users")
-        images, kept = list[bytes | None](), []
+        images, kept = list[bytes | int | None](), []
         for number, part in enumerate(parts):
             if of_images.is_image(part):
-                images.append(of_images.image_of(part, f"{where}, part {number}", self.refuse))
+                image = of_images.image_of(part, f"{where}, part {number}", self.refuse)
+                index = part.get("index") if isinstance(part, Mapping) else None
+                if index is not None and (image is not None or type(index) is not int):
+                    expected = "the number of an image in the column images"
+                    raise self.refuse(f"{where}, part {number}, index", _shown(index), expected)
+                images.append(index if image is None else image)
                 part = of_images.MARK
             kept.append(part)
         return kept, images

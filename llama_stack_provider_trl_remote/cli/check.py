@@ -38,8 +38,8 @@ from .terminal import emit
 _MODULE = "llama_stack_provider_trl.recipes.check"
 _READER = "llama_stack_provider_trl_remote.service.datasets.reader"
 """The program that reads Parquet, within a limit of memory."""
-_READER_LIMITS = ("1000000000", "1048576", "0", "4096")
-"""Rows, MiB on the disk, MiB that stay free there, MiB of memory."""
+_READER_LIMITS = ("1000000000", "1048576", "0", "", "4096")
+"""Rows, MiB on the disk, MiB that stay free there, the rows that are here already (none), MiB of memory."""
 _OF_ROWS = (Reason.invalid_dataset, Reason.invalid_model)
 """Reasons of failures that may be about a row. The message of these begins with it."""
 

@@ -270,7 +270,7 @@ def test_openais_own_client_reads_the_answers(service: TrainingService) -> None:
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "a", "name": "me"}]}, 400, "messages.0.name"),
         ({"messages": [{"role": "robot", "content": "a"}]}, 400, "messages, turn 0"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content part of type"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "found images, expected"),
         ({"max_tokens": 5000}, 400, "positions of the model"),
         ({"top_logprobs": 2}, 400, "it needs logprobs"),
         ({"stream_options": {"include_usage": True}}, 400, "it needs stream"),

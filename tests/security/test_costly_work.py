@@ -300,6 +300,7 @@ async def _at_once(calls: Limited) -> None:
 
 SHARED: dict[str, str] = {
     "service/cluster/models.py": "nodes alone call it, and its threads are theirs",
+    "service/datasets/buckets.py": "the reader's process, which has one caller",
 }
 """Modules of the service that make threads of their own, with the reason why no caller waits for another there."""
 

@@ -52,6 +52,11 @@ def text(value: str) -> dict[str, str]:
         # Arrow gives each part the keys of all others.
         (row([{"type": "image", "text": None}, {"type": "text", "text": "?"}], images=[uri(PNG)]), f"{MARK}?", [PNG]),
         (row("<image> and <image>?", images=[uri(PNG), uri(JPEG)]), f"{MARK} and {MARK}?", [PNG, JPEG]),
+        (
+            row([{"type": "image", "index": 1}, {"type": "image", "index": 0}], images=[uri(PNG), uri(JPEG)]),
+            MARK * 2,
+            [JPEG, PNG],
+        ),
         (row("?", image=uri(PNG)), f"{MARK}?", [PNG]),
         (row("Write <image>."), "Write <image>.", []),
         (
@@ -87,6 +92,11 @@ def test_where_images_may_be(given: dict[str, Any], content: str, images: list[b
             {"messages": [*row("?")["messages"], {"role": "assistant", "content": [{"type": "image"}]}]},
             "an image in an assistant turn, expected images in turns of users",
         ),
+        (
+            row([{"type": "image", "index": 0}, {"type": "image", "index": 0}], images=[uri(PNG), uri(JPEG)]),
+            "image parts with the indexes [0, 0], expected each image of images once, from 0 on",
+        ),
+        (row([{"type": "image", "index": "a"}], images=[uri(PNG)]), "index: found 'a', expected the number of"),
     ],
 )
 def test_what_is_no_image_is_refused_by_a_sentence(given: dict[str, Any], message: str) -> None:

@@ -265,6 +265,11 @@ def _size(example: SftExample) -> int:
     return sum(len(image) for message in example.messages or () for image in message.get("images", ()))
 
 
+def image_numbers(images: Iterable[bytes]) -> list[int]:
+    """Numbers by which images differ."""
+    return [int.from_bytes(sha256(image).digest()[:8]) for image in images]
+
+
 def check_images(messages: Sequence[Mapping[str, Any]], row: int) -> None:
     """Return if the images of a conversation can be decoded. Raises InvalidRows: names the row, turn and image."""
     for turn, message in enumerate(messages):

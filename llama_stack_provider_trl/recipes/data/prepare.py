@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 from .chat import Chat
 from .duplicates import ExampleDigests
-from .images import Images, chunked
+from .images import Images, chunked, image_numbers
 from .tables import (
     DPO_COLUMNS,
     IGNORED,
@@ -283,7 +283,8 @@ def tokenize_sft(
             ],
             SFT_COLUMNS,
         )
-        for chunk in batched(enumerate(examples, first), CHUNK_ROWS)
+        # By their bytes, too: rows with images, which are refused, would fill the memory before.
+        for chunk in chunked(enumerate(examples, first), CHUNK_ROWS)
     )
     return Tokenization(tables, SFT_COLUMNS, encoder.chat, "row", counter)
 
@@ -305,8 +306,13 @@ def tokenize_sft_with_images(
     def rows(chunk: Sequence[tuple[int, SftExample]]) -> Iterator[tuple[list[int], list[int], list[bytes]]]:
         for sequences, (row, example) in zip(counter.read(encoder.encode(chunk)), chunk, strict=True):
             own = [image for _, image in images_in(example.messages or ())]
+            beside = image_numbers(own)
             for ids, labels in sequences:
-                if cut := counter.cut_row(ids, labels, images.token_ids if own else frozenset()):
+                if not own and (stray := images.token_ids.intersection(ids)):
+                    token = tokenizer.convert_ids_to_tokens(min(stray))
+                    text = f"row {row}: the text {token!r} without an image, which stands for a part of one"
+                    raise JobFailure(Reason.invalid_dataset, f"{text}: leave it out, or send the image")
+                if cut := counter.cut_row(ids, labels, images.token_ids if own else frozenset(), beside):
                     kept = images.of_sequence(ids, own, row) if own else []
                     counter.images += len(kept)
                     yield *cut, kept
@@ -509,24 +515,31 @@ class TruncationCounter:
             yield row
 
     def cut_row(
-        self, ids: list[int], labels: list[int], never_cut: frozenset[int] = frozenset()
+        self,
+        ids: list[int],
+        labels: list[int],
+        never_cut: frozenset[int] = frozenset(),
+        beside: Sequence[int] = (),
     ) -> tuple[list[int], list[int]] | None:
         """The row, cut; None if it is dropped. The first label never counts: nothing predicts the first token.
 
         Args:
             never_cut: tokens of images, with one of which a row would lose a part of an image.
+            beside: numbers by which the row differs from others with these tokens.
         """
         self._count(len(ids))
         kept_ids, kept_labels = self.cut(ids, ids, self.limit), self.cut(labels, ids, self.limit)
+        if len(labels) - 1 - labels[1:].count(IGNORED) <= 0:
+            self.untrained += 1
+            return None
         if never_cut and sum(map(never_cut.__contains__, ids)) > sum(map(never_cut.__contains__, kept_ids)):
             self.images_cut += 1
             return None
         trained = len(kept_labels) - 1 - kept_labels[1:].count(IGNORED)
         if trained <= 0:
-            self.untrained += len(labels) - 1 - labels[1:].count(IGNORED) <= 0
             return None
         self._keep(len(kept_ids), trained, len(ids) > self.limit, labels, kept_ids)
-        self.digests.count(self.rows - 1, kept_ids, kept_labels)
+        self.digests.count(self.rows - 1, kept_ids, kept_labels, beside)
         return kept_ids, kept_labels
 
     def cut_pair(
@@ -681,6 +694,8 @@ class TruncationCounter:
         if self.untrained == self.examples:
             return f"none of the {self.examples} {unit}s has a token to train on: {self._why_untrained(chat)}"
         uncut = f"; {self.untrained} have none before they are cut" if self.untrained else ""
+        if self.images_cut:
+            uncut += f"; of {self.images_cut} it would cut off a part of an image"
         return (
             f"none of the {self.examples} {unit}s has a token left to train on within max_seq_length={self.limit}: "
             f"raise max_seq_length (the longest {unit} has {self.longest} tokens) or shorten the prompts{uncut}"
