@@ -232,6 +232,8 @@ class ServedModel:
             voice = self._voices.pop(unused.pop(0))
             assert self._peft is not None
             assert voice.adapter is not None
+            # PEFT would choose another one by itself, with a warning, where this was the last one that answered.
+            self._apply(next((name for name in self._peft.peft_config if name != voice.adapter), None))
             self._peft.delete_adapter(voice.adapter)
             self._apply(None)
 

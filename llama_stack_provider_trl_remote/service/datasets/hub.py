@@ -338,7 +338,8 @@ def _stream(builder: Any, snapshot: Path, names: Sequence[str]) -> Any:
     paths = [str(snapshot / name) for name in names]
     builder.config.data_files = DataFilesDict(rows=DataFilesList(paths, [()] * len(paths)))
     # A card may declare a text to be an image or a sound: undecoded, it stays what the file has, and nothing opens it.
-    return builder.as_streaming_dataset("rows").decode(False)
+    found = builder.as_streaming_dataset("rows")
+    return found if found.features is None else found.decode(False)
 
 
 def _refuse_header_twice(builder: Any, snapshot: Path, names: Sequence[str], columns: int) -> None:
