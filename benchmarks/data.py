@@ -175,15 +175,15 @@ def prepare(options: argparse.Namespace) -> dict[str, Any]:
 @contextmanager
 def peak_memory() -> Iterator[dict[str, int]]:
     """MB that this process takes while this is open beyond what it has before (all, and without mapped files), and what
-    it and the processes that it starts take at once."""
+    it and the processes that it starts take at once, pages that they share counted once."""
     peak, over = {"all": 0, "own": 0, "tree": 0}, threading.Event()
     before = resident("self")
 
     def watch() -> None:
-        while not over.wait(0.02):
+        while not over.wait(0.1):
             now = resident("self")
             beyond = {name: now[name] - before[name] for name in now}
-            tree = now["VmRSS:"] + sum(resident(child).get("VmRSS:", 0) for child in children())
+            tree = sum(proportional(process) for process in ("self", *children()))
             for name, size in {"all": beyond["VmRSS:"], "own": beyond["RssAnon:"], "tree": tree}.items():
                 peak[name] = max(peak[name], size >> 10)
 
@@ -202,6 +202,15 @@ def resident(process: str) -> dict[str, int]:
         return {}
     found = (line.split() for line in lines)
     return {words[0]: int(words[1]) for words in found if words[0] in ("VmRSS:", "RssAnon:")}
+
+
+def proportional(process: str) -> int:
+    """KiB of a process, of a page that N processes have an Nth; 0 of one that has ended."""
+    try:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 def children() -> list[str]:

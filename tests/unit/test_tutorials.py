@@ -74,3 +74,10 @@ def test_each_link_of_a_page_outside_of_the_site_leads_somewhere(page: str) -> N
             titles = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
             slugs = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
             assert anchor in slugs, f"{page} links to #{anchor} of {file}, which has no such title"
+
+
+def test_the_index_links_each_page() -> None:
+    docs = REPOSITORY / "docs"
+    linked = set(re.findall(r"\]\(([\w/-]+\.md)", (docs / "index.md").read_text()))
+    pages = {str(path.relative_to(docs)) for path in docs.rglob("*.md") if path.parent.name != "decisions"}
+    assert pages - {"index.md"} <= linked
