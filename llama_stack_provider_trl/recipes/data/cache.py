@@ -42,7 +42,7 @@ _ABANDONED = 24 * 3600.0
 _ROWS, _ENTRY = "rows.arrow", "entry.json"
 _SHARD = "rows-{number:05}"
 """Of the files of a shard, without their endings: its rows, and what was stored with them."""
-_BATCH_BYTES = 32 << 20
+_BATCH_BYTES = 8 << 20
 """Of a record batch, of which a file has few: opening it reads the head of each."""
 _POLL = 0.05
 """Seconds between two polls of a lock."""

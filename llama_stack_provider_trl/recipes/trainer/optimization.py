@@ -15,6 +15,7 @@ from ..model.fsdp import is_sharded, name_blocks
 from ..model.quantization import move_constants
 from .arguments import optimizer_class, scheduler_arguments
 from .averaging import OuterOptimizer, without_ddp
+from .kept_walks import KeptParameters, keep_walks
 from .metrics import TrainingMetrics
 
 
@@ -27,6 +28,10 @@ class Optimization(TrainingMetrics):
 
     _momentum_of: Path | None = None
     """The step checkpoint that has the momentum of outer steps; None: training begins without one."""
+    _kept: KeptParameters
+    """From the first step on."""
+    _flops_per_token: int | None = None
+    """None: not counted yet."""
 
     def __init__(self, *, deferred: DeferredWeights | None = None, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -60,7 +65,23 @@ class Optimization(TrainingMetrics):
             trained = self.accelerator.unwrap_model(self.model).named_parameters()
             weights = {name: weight for name, weight in trained if weight.requires_grad}
             self.outer = OuterOptimizer(averaging, weights, self.workers, self._momentum_of)
+        self._kept = keep_walks(prepared[0])
         return prepared
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Trainer's, whose operations per token are counted once."""
+        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        if not torch.is_tensor(tokens) or not tokens.numel():
+            return 0
+        if self._flops_per_token is None:
+            self._flops_per_token = super().floating_point_ops(inputs) // tokens.numel()
+        return tokens.numel() * self._flops_per_token
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return super()._clip_grad_norm(self._kept)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return super()._get_grad_norm(self._kept, grad_norm=grad_norm)
 
     @property
     def gradient_sync(self) -> str | None:

@@ -28,8 +28,10 @@ RELEASES = {"trl": ((1, 16), (1, 17)), "transformers": ((5, 23), (6, 0))}
 """Library -> its first minor release with the names below, and the first without, as in pyproject.toml. The arguments
 of transformers 5.17 lack activation_checkpointing."""
 OVERRIDDEN = (
+    "_clip_grad_norm",
     "_get_dataloader",
     "_get_eval_sampler",
+    "_get_grad_norm",
     "_get_num_items_in_batch",
     "_get_output_dir",
     "_get_train_sampler",
