@@ -168,8 +168,8 @@ class PreviewedTurn(BaseModel):
     """The part of the row that has it."""
     outcome: Literal["equal", "different", "cut", "unasked"]
     """equal: the tokens before it are those of inference, and the loss begins behind them. cut: they are, but the row
-    is cut or dropped, so that not all of it is trained. unasked: a greeting before any question, which inference has
-    otherwise or not at all."""
+    is cut or dropped, so that not all of it is trained. unasked: a greeting before any question, for which
+    inference has no prompt."""
     reason: Message = ""
     """The first token that differs, with both texts; of 100 turns at most."""
 

@@ -203,6 +203,15 @@ def test_an_answer_before_any_question_has_no_inference() -> None:
     assert found.is_unasked
 
 
+def test_an_answer_to_a_system_turn_alone_is_compared_where_the_template_writes_that_turn() -> None:
+    task = {"messages": [{"role": "system", "content": "Count."}, {"role": "assistant", "content": "One."}]}
+    (found,) = compared(with_template(CHATML), task)
+    assert (found.difference, found.is_unasked) == ("", False)
+    (found,) = compared(with_template(NUMBERED), task)
+    assert found.difference
+    assert not found.is_unasked
+
+
 def test_a_greeting_counts_apart_and_the_answers_behind_it_as_ever(tmp_path: Path) -> None:
     hello = {"role": "assistant", "content": "Hello."}
     found = previewed(tmp_path, "sft", [{"messages": [hello, *TALK]}, {"messages": TALK}])

@@ -44,7 +44,7 @@ class ComparedTurn(NamedTuple):
     difference: str = ""
     """The first token that differs, with both texts; empty: all are equal."""
     is_unasked: bool = False
-    """No question is before it, and inference renders it otherwise or not at all: a greeting of the assistant's."""
+    """No question is before it, and inference has no prompt for it: a greeting of the assistant's."""
 
 
 class _Run(NamedTuple):
@@ -108,7 +108,8 @@ class Inference:
                 found[turn] = self._different(turn, ids, next(left, None), sequences)
         extra = [self._extra(turns, run, sequences) for run in left]
         for turn, one in found.items():
-            if one.difference and all(message["role"] != "user" for message in messages[:turn]):
+            is_asked = before[turn] is not None or any(message["role"] == "user" for message in messages[:turn])
+            if one.difference and not is_asked:
                 found[turn] = one._replace(is_unasked=True)
         return [*(found[turn] for turn in turns), *extra]
 
