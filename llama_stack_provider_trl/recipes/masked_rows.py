@@ -126,16 +126,17 @@ class RowReader:
     def _pairs(self, chunk: Sequence[tuple[int, PreferenceExample]]) -> Iterator[list[MaskedRow]]:
         compare = self.inference.of_answer
         for found, (_, example) in zip(self.counter.read(encode_pairs(self.chat, chunk)), chunk, strict=True):
+            margins: Sequence[float | None] = example.margins or [None] * len(found)
             yield [
                 replace(
-                    _pair(prompt, chosen, rejected, self.counter),
+                    _pair(prompt, chosen, rejected, self.counter, margin),
                     messages=[*pair.prompt, *pair.chosen, *pair.rejected],
                     turns=[
                         *compare("chosen", pair.prompt, pair.chosen, (prompt, chosen)),
                         *compare("rejected", pair.prompt, pair.rejected, (prompt, rejected)),
                     ],
                 )
-                for (prompt, chosen, rejected), pair in zip(found, example.written_out(), strict=True)
+                for (prompt, chosen, rejected), pair, margin in zip(found, example.written_out(), margins, strict=True)
             ]
 
     def _labelled(self, chunk: Sequence[tuple[int, LabelledExample]]) -> Iterator[list[MaskedRow]]:
@@ -182,9 +183,11 @@ def _prompt(ids: list[int], theirs: list[int], answer: int, counter: TruncationC
     return MaskedRow([MaskedPart("prompt", ids, set(), set())], len(longest), why)
 
 
-def _pair(prompt: list[int], chosen: list[int], rejected: list[int], counter: TruncationCounter) -> MaskedRow:
+def _pair(
+    prompt: list[int], chosen: list[int], rejected: list[int], counter: TruncationCounter, margin: float | None
+) -> MaskedRow:
     length = len(prompt) + max(len(chosen), len(rejected))
-    found = counter.cut_pair(prompt, chosen, rejected)
+    found = counter.cut_pair(prompt, chosen, rejected, () if margin is None else [margin])
     if found is None:
         parts = [("prompt", prompt), ("chosen", chosen), ("rejected", rejected)]
         why = f"within max_seq_length={counter.limit} tokens the prompt leaves none for an answer"

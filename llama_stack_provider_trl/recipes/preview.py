@@ -295,8 +295,10 @@ def _duplicates(spec: JobSpec, counter: TruncationCounter, every_row: bool) -> l
     if counter.rows < _num_rows(spec):
         return []
     datasets = [(one.dataset.dataset_id, one.dataset.num_rows) for one in spec.data.mixed]
+    has_shares = any(one.share.rows or one.share.weight is not None for one in spec.data.mixed)
+    takes_all = spec.train.max_steps_per_epoch is None and not has_shares
     try:
-        return duplicates(spec.data.duplicates, CountedExamples(counter.digests, counter.kept, datasets))
+        return duplicates(spec.data.duplicates, CountedExamples(counter.digests, counter.kept, datasets, takes_all))
     except JobFailure as error:
         if every_row:
             raise

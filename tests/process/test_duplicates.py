@@ -124,11 +124,16 @@ def test_examples_are_equal_with_their_loss_answers_and_labels() -> None:
         return {"role": "assistant", "content": f"{'word ' * 20}{end}"}
 
     pair, label = PreferenceExample.of, LabelledExample
+
+    def margin(value: float) -> PreferenceExample:
+        return pair([ask], [yes], [no], margins=[value])
+
     cases: list[tuple[Any, int]] = [
         (tokenize_sft([SftExample(talk, None), SftExample(talk, 1)], chatml, 64), 1),
         (tokenize_sft([SftExample(talk * 2, None), SftExample([*talk, ask, yes], 3)], chatml, 64), 0),
         (tokenize_dpo([pair([ask], [yes], [no]), pair([ask], [no], [yes])], chatml, 64), 0),
         (tokenize_dpo([pair([ask], [yes], [no])] * 3, chatml, 64), 2),
+        (tokenize_dpo([margin(1.0), margin(0.5), margin(1.0)], chatml, 64, margins=True), 1),
         (tokenize_kto([label([ask], [yes], True), label([ask], [yes], False)], chatml, 64), 0),
         (tokenize_kto([label([ask], [yes], True)] * 2, chatml, 64), 1),
         (tokenize_prompts([PromptExample([ask])] * 2, chatml, 64, 8), 1),
@@ -154,6 +159,19 @@ def test_a_job_counts_repeated_and_validated_rows_whether_they_are_cached_or_not
 
 def test_rows_that_are_there_once_have_no_warning(tmp_path: Path) -> None:
     assert not warnings(job_spec(tmp_path, tiny_model(), validation_rows=[UNSEEN]))
+
+
+def test_rows_that_a_limit_of_steps_leaves_out_are_counted_with_a_note(tmp_path: Path) -> None:
+    note = "; rows that a limit of steps or a mixture leaves out are compared, too"
+    spec = job_spec(tmp_path, tiny_model(), rows=REPEATED, max_steps_per_epoch=2)
+    found = [
+        warnings(spec)[-1],
+        examined(spec, PreviewSpec(rows=1, first_row=0), lambda: None).warnings[-1],
+        warnings(spec.changed(max_steps_per_epoch=4))[-1],
+    ]
+    assert found == [OF_REPEATED + note, OF_REPEATED + note, OF_REPEATED]
+    held = job_spec(tmp_path, tiny_model(), validation_rows=[UNSEEN] * 4 + [SFT_ROWS[5]], max_validation_steps=1)
+    assert warnings(held)[-1].endswith(note)
 
 
 def test_a_mixture_counts_over_its_datasets(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ class ExampleDigests:
     pair: tuple[int, int] | None = None
     """The first row that repeats another one, behind that; of a sample without meaning."""
 
-    def count(self, row: int, *parts: Sequence[int]) -> None:
+    def count(self, row: int, *parts: Sequence[float]) -> None:
         """Count an example.
 
         Args:
@@ -143,6 +143,8 @@ class CountedExamples(NamedTuple):
     """All of them."""
     datasets: Sequence[tuple[str, int]]
     """Id of each dataset, and its rows."""
+    takes_all: bool = True
+    """Whether an epoch, or an evaluation, takes each of them: no limit of steps, and no mixture, leaves some out."""
 
     def place(self, row: int) -> str:
         """How a message names a row."""
@@ -178,7 +180,8 @@ def _repeated(trained: CountedExamples) -> Iterable[str]:
         example = ""
         if digests.pair and not digests.bits:
             example = f" ({trained.place(digests.pair[1])} repeats {trained.place(digests.pair[0])})"
-        yield f"{_about(digests.bits, count)} of {trained.kept} training examples repeat an earlier one{example}"
+        number = _about(digests.bits, count)
+        yield f"{number} of {trained.kept} training examples repeat an earlier one{example}{_left_out(trained)}"
 
 
 def _overlap(trained: CountedExamples, validation: CountedExamples) -> Iterable[str]:
@@ -191,8 +194,15 @@ def _overlap(trained: CountedExamples, validation: CountedExamples) -> Iterable[
         number = _about(bits, min(count, validation.kept))
         yield (
             f"{number} of {validation.kept} validation examples are trained, too {example}: the evaluation does not "
-            "show how the model does on new rows"
+            f"show how the model does on new rows{_left_out(trained, validation)}"
         )
+
+
+def _left_out(*counted: CountedExamples) -> str:
+    """How a sentence ends where some examples are not taken; empty: all are."""
+    if all(one.takes_all for one in counted):
+        return ""
+    return "; rows that a limit of steps or a mixture leaves out are compared, too"
 
 
 def _about(bits: int, count: int) -> str:

@@ -36,6 +36,8 @@ class MixedRows:
     parts: tuple[PreparedRows, ...]
     mixture: Mixture | None = None
     """What an epoch takes of each; None: each row of one dataset once."""
+    takes_all: bool = True
+    """Whether an epoch, or an evaluation, takes each row."""
 
     @property
     def found(self) -> dict[str, str]:
@@ -49,7 +51,7 @@ class MixedRows:
             digests.add(part.digests, rows)
             rows += part.report.num_rows
         sizes = [part.report.num_rows for part in self.parts]
-        return CountedExamples(digests, self.report.kept, [*zip(self.names, sizes, strict=True)])
+        return CountedExamples(digests, self.report.kept, [*zip(self.names, sizes, strict=True)], self.takes_all)
 
     def described(self) -> list[dict[str, Any]]:
         """The mixture for the job's record: of each dataset the rows that can be trained on, and what an epoch takes of
@@ -72,7 +74,7 @@ def training_rows(preparation: Preparation, data: DataSpec, most: int | None = N
     refs, shares = [one.dataset for one in data.mixed], [one.share for one in data.mixed]
     rows = _joined(refs, [_prepared(preparation, ref, len(refs)) for ref in refs])
     if len(refs) == 1 and shares[0].rows is None:
-        return rows
+        return replace(rows, takes_all=most is None or most >= len(rows.dataset))
     counts = [num_rows(part.dataset) for part in rows.parts]
     whole = mixture_of(shares, counts, [len(part.dataset) for part in rows.parts] if data.packed else None)
     mixture = whole.capped(most)
@@ -84,7 +86,8 @@ def training_rows(preparation: Preparation, data: DataSpec, most: int | None = N
     if (times := mixture.most_repeats) > _MOST_PASSES:
         found = f"a dataset of the mixture would be gone through {times} times in an epoch"
         raise JobFailure(Reason.invalid_request, f"{found}, at most {_MOST_PASSES} are possible: lower its share")
-    return replace(rows, mixture=mixture)
+    takes_all = all(count >= size for count, size in zip(mixture.counts, mixture.sizes, strict=True))
+    return replace(rows, mixture=mixture, takes_all=takes_all)
 
 
 def validation_rows(preparation: Preparation, data: DataSpec, most: int | None) -> MixedRows | None:
@@ -100,7 +103,8 @@ def validation_rows(preparation: Preparation, data: DataSpec, most: int | None) 
     if most is not None and len(refs) > 1:
         firsts = [max(1, share) for share in apportioned([ref.num_rows for ref in refs], most)]
     parts = [_prepared(preparation, ref, len(refs), first) for ref, first in zip(refs, firsts, strict=True)]
-    return _joined(refs, parts)
+    rows = _joined(refs, parts)
+    return replace(rows, takes_all=all(num_rows(part.dataset) >= part.report.kept for part in parts))
 
 
 def _prepared(preparation: Preparation, ref: DatasetRef, of: int, first: int | None = None) -> PreparedRows:

@@ -351,7 +351,7 @@ def tokenize_dpo(
                 (*cut, margin) if margins else cut
                 for row, (_, example) in zip(counter.read(encode_pairs(chat, chunk)), chunk, strict=True)
                 for ids, margin in zip(row, example.margins or [0.0] * len(row), strict=True)
-                if (cut := counter.cut_pair(*ids))
+                if (cut := counter.cut_pair(*ids, [margin] if margins else ()))
             ],
             columns,
         )
@@ -543,9 +543,13 @@ class TruncationCounter:
         return kept_ids, kept_labels
 
     def cut_pair(
-        self, prompt: list[int], chosen: list[int], rejected: list[int]
+        self, prompt: list[int], chosen: list[int], rejected: list[int], beside: Sequence[float] = ()
     ) -> tuple[list[int], list[int], list[int]] | None:
-        """The pair, cut; None if it is dropped because the prompt takes all `limit` tokens."""
+        """The pair, cut; None if it is dropped because the prompt takes all `limit` tokens.
+
+        Args:
+            beside: numbers by which the pair differs from others with these tokens.
+        """
         longest = max(len(chosen), len(rejected))
         length = len(prompt) + longest
         self._count(length)
@@ -558,7 +562,7 @@ class TruncationCounter:
         self.identical += one == other and chosen != rejected
         trained = len(one) + len(other)
         self._keep(2 * len(prompt) + trained, trained, length > self.limit, chosen, prompt, one, other)
-        self.digests.count(self.rows - 1, prompt, one, other)
+        self.digests.count(self.rows - 1, prompt, one, other, beside)
         return prompt, one, other
 
     def cut_answer(
