@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from ..errors import InvalidRows
 from ..system.json_rows import STAND_INS
@@ -636,7 +636,15 @@ def _rejected(row: _Row) -> list[tuple[str, Any]]:
     return [(f"rejected, answer {number}", one) for number, one in enumerate(value)]
 
 
-def _score_differences(row: _Row, count: int) -> list[float] | None:
+class _Differences(NamedTuple):
+    """By how much the score of an answer is above those of others."""
+
+    columns: str
+    """That the row has the scores in."""
+    values: list[float]
+
+
+def _score_differences(row: _Row, count: int) -> _Differences | None:
     """By how much the chosen answer's score is above that of each rejected one; None: there are no scores. Scores by
     which a rejected answer is the better one are refused.
 
@@ -655,7 +663,7 @@ def _score_differences(row: _Row, count: int) -> list[float] | None:
         expected = "a score that is not below that of a rejected answer: swap the answers, or correct the scores"
         raise row.refuse("score_chosen", f"{_shown(chosen)} where score_rejected is {_shown(best)}", expected)
     row.notes.equal_scores += best == chosen
-    return [chosen - score for score in scores]
+    return _Differences("score_chosen, score_rejected", [chosen - score for score in scores])
 
 
 def _read_openai_preference(row: _Row) -> PreferenceExample:
@@ -694,7 +702,7 @@ def _read_ultrafeedback(row: _Row) -> PreferenceExample:
     _note_unread(row, objects, {"response", *_COMPLETION_SCORES})
     scores = [row.number(one[key], f"{where}, {key}") for where, one in found]
     prompt = [{"role": "user", "content": row.text("instruction")}]
-    return _best_of(row, prompt, [(where, one["response"]) for where, one in found], scores)
+    return _best_of(row, prompt, [(where, one["response"]) for where, one in found], scores, f"completions, {key}")
 
 
 def _read_nectar(row: _Row) -> PreferenceExample:
@@ -704,7 +712,7 @@ def _read_nectar(row: _Row) -> PreferenceExample:
     ranks = [row.number(one.get("rank"), f"{where}, rank") for where, one in found]
     prompt = _dialog_in_text(row, "prompt") or _prompt(row, "prompt")
     answers = [(where, one["answer"]) for where, one in found]
-    return _best_of(row, prompt, answers, [-rank for rank in ranks], are_scores=False)
+    return _best_of(row, prompt, answers, [-rank for rank in ranks])
 
 
 def _dialog_in_text(row: _Row, column: str) -> list[Message] | None:
@@ -732,7 +740,7 @@ def _ranked_reader(column: str, sign: int) -> Callable[[_Row], PreferenceExample
             raise row.refuse(column, f"{len(numbers)} numbers", f"{len(answers)}, one for each of responses")
         values = [sign * row.number(value, f"{column}, number {number}") for number, value in enumerate(numbers)]
         found = [(f"responses, answer {number}", answer) for number, answer in enumerate(answers)]
-        return _best_of(row, _prompt(row, "prompt"), found, values, are_scores=sign > 0)
+        return _best_of(row, _prompt(row, "prompt"), found, values, column if sign > 0 else "")
 
     return read
 
@@ -757,21 +765,21 @@ def _best_of(
     prompt: list[Message],
     given: Sequence[tuple[str, Any]],
     values: Sequence[float],
-    *,
-    are_scores: bool = True,
+    columns: str = "",
 ) -> PreferenceExample:
     """The best of several answers, the first of those that are equally good, against each that is less good.
 
     Args:
         given: where each answer is, and its text or messages.
         values: how good each is.
-        are_scores: their differences mean something; not those of ranks.
+        columns: with scores, whose differences mean something; empty: the values are ranks.
     """
     answers = [(where, _without_prompt(prompt, row.turns_of(value, where, "assistant"))) for where, value in given]
     best = max(values, default=0.0)
     worse = [answer for answer, value in zip(answers, values, strict=True) if value < best]
     if worse:
-        differences = [best - value for value in values if value < best] if are_scores else None
+        below = [best - value for value in values if value < best]
+        differences = _Differences(columns, below) if columns else None
         return _better(row, prompt, answers[values.index(best)], worse, differences)
     row.notes.pairless += 1
     return PreferenceExample(prompt, [], [])
@@ -829,7 +837,7 @@ def _behind(
     shared: list[Message],
     chosen: _Answer,
     rejected: Sequence[_Answer],
-    differences: list[float] | None,
+    differences: _Differences | None,
 ) -> PreferenceExample:
     """As `_better`, of answers that begin with turns that they share."""
     first, *others = ((where, turns[len(shared) :]) for where, turns in (chosen, *rejected))
@@ -841,7 +849,7 @@ def _better(
     prompt: list[Message],
     chosen: _Answer,
     rejected: Sequence[_Answer],
-    differences: list[float] | None = None,
+    differences: _Differences | None = None,
 ) -> PreferenceExample:
     """An answer that is better than others.
 
@@ -856,21 +864,25 @@ def _better(
     return PreferenceExample.of(prompt, first, *others, margins=margins)
 
 
-def _margins(row: _Row, count: int, differences: list[float] | None) -> list[float]:
+def _margins(row: _Row, count: int, differences: _Differences | None) -> list[float]:
     """The margin of each pair of a row."""
-    value = row.values.get(MARGIN)
+    value, most = row.values.get(MARGIN), f"{_GREATEST_MARGIN:.0f}"
     if value is not None:
         values = value if isinstance(value, list) else [value]
         if len(values) != count:
             raise row.refuse(MARGIN, f"{len(values)} margins", f"{count}, one for each rejected answer")
-        differences = [row.number(one, MARGIN) for one in values]
+        margins = [row.number(one, MARGIN) for one in values]
+        for margin in margins:
+            if not 0 <= margin <= _GREATEST_MARGIN:
+                raise row.refuse(MARGIN, _shown(margin), f"a number from 0 to {most}")
+        return margins
     if differences is None:
         expected = "column margin, or scores of both answers, since the job is trained with margins"
         raise row.refuse(MARGIN, "neither a margin nor scores", expected)
-    for margin in differences:
-        if not 0 <= margin <= _GREATEST_MARGIN:
-            raise row.refuse(MARGIN, f"{_shown(margin)}", f"a number from 0 to {_GREATEST_MARGIN:.0f}")
-    return differences
+    if (greatest := max(differences.values, default=0.0)) > _GREATEST_MARGIN:
+        expected = f"at most {most}, since the job is trained with margins: send smaller scores, or a column margin"
+        raise row.refuse(differences.columns, f"scores that differ by {_shown(greatest)}", expected)
+    return differences.values
 
 
 def _repeats(prompt: list[Message], answer: list[Message]) -> bool:

@@ -121,6 +121,11 @@ def test_the_margin_of_a_pair_is_its_column_or_the_difference_of_its_scores(row:
         ({"prompt": "a", "responses": ["b", "c"], "ranks": [1, 2]}, "found neither a margin nor scores"),
         ({**PAIR, "margin": -0.1}, "column margin: found -0.1, expected a number from 0 to 1000000"),
         ({**PAIR, "margin": 1e9}, "expected a number from 0 to 1000000"),
+        (
+            {**PAIR, "score_chosen": 2e6, "score_rejected": 0},
+            "column score_chosen, score_rejected: found scores that differ by 2000000.0, expected at most 1000000",
+        ),
+        ({"prompt": "a", "responses": ["b", "c"], "scores": [2000000, 0]}, "column scores: found scores that differ"),
         ({**PAIR, "margin": "much"}, "column margin: found text 'much', expected a number"),
         ({**MANY, "margin": 1}, "column margin: found 1 margins, expected 2, one for each rejected answer"),
     ],
