@@ -240,11 +240,10 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     if request.preview:
         return preview(spec, request.preview, writer)
     spec, notes = within_positions(spec)
-    spec, _ = with_batches(spec)
     tokenizer = load_job_tokenizer(spec, notes.append)
     check_chat_template(spec, tokenizer)
     check_models(spec, notes.append)
-    spec = with_images(spec)
+    spec, _ = with_batches(with_images(spec))
     embeddings = vocabulary_size(spec.source)
     prompts = encode_prompts(
         spec.train.samples, tokenizer, positions_of(spec.source), spec.data.dropped_turns, embeddings

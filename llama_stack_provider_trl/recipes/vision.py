@@ -18,7 +18,7 @@ from .model.loading import auto_class, load_config
 
 
 def with_images(spec: JobSpec) -> JobSpec:
-    """The job, with `has_images` where a row of it has an image: then its batches are padded.
+    """The job, with `has_images` where a row of it has an image: then its batches are padded (`fast.support`).
 
     Rows are read until one has an image, and only where the model has a vision part: those of other models are refused
     when they are tokenized.
@@ -50,7 +50,7 @@ def with_images(spec: JobSpec) -> JobSpec:
             "alone. Name another vision-language model, or leave the images out of the rows.",
         )
     load_processor(spec.source)
-    return spec.changed(has_images=True, padding_free=False)
+    return spec.changed(has_images=True)
 
 
 def _has_images(ref: DatasetRef, spec: JobSpec) -> bool:

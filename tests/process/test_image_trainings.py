@@ -113,6 +113,7 @@ def test_losses_are_those_of_a_loop_over_the_models_own_processor(tmp_path: Path
     assert prepared.effective["attention_mask"] == "passed"
     # What is exported reads images again, and has learnt.
     from PIL import Image
+    assert prepared.effective["padding_free"] == "not used: the rows have images"
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     final = of_kind(events, CheckpointSaved)[-1].path

@@ -50,6 +50,8 @@ def why_padded(spec: JobSpec) -> str:
 
     The same on every rank and machine: nothing is computed with the job's own weights or on its device.
     """
+    if spec.data.has_images:
+        return "the rows have images"
     if spec.compute.attention_mask == "always":
         return "attention_mask is 'always'"
     if spec.compute.attn_implementation not in (None, "sdpa"):
