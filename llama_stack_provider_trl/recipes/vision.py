@@ -11,8 +11,9 @@ from ..specs.events import Reason
 from ..specs.images import COLUMNS, count_images
 from ..specs.job import DatasetRef, JobSpec
 from ..specs.row_files import parse_line
-from ..specs.rows import parse_row
+from ..specs.rows import SftExample, parse_row
 from .data.images import load_processor
+from .data.mixed import named_by_dataset
 from .model.configs import DAMAGE
 from .model.loading import auto_class, load_config
 
@@ -26,6 +27,7 @@ def with_images(spec: JobSpec) -> JobSpec:
     Raises:
         JobFailure: invalid_request, the job asks for what is not done with images; invalid_model, the model's class, or
             its processor, reads none.
+        InvalidRows: a column of images has something else.
     """
     config = load_config(spec.source)
     if getattr(config, "vision_config", None) is None or spec.algorithm != "sft" or spec.data.has_images:
@@ -54,6 +56,7 @@ def with_images(spec: JobSpec) -> JobSpec:
 
 
 def _has_images(ref: DatasetRef, spec: JobSpec) -> bool:
+    """Whether a row has an image. Raises InvalidRows: a row's column of images has something else."""
     named = ref.names.columns if ref.names else {}
     mapped = [named[column] for column in COLUMNS if column in named]
     # Stored rows have characters beyond ASCII as they are, or as escapes where a row has bytes.
@@ -66,7 +69,12 @@ def _has_images(ref: DatasetRef, spec: JobSpec) -> bool:
                 row = parse_row(parse_line(line.decode()), number, "sft", spec.data.data_format, ref.names)
             except (InvalidRows, ValueError):
                 return False  # reading the rows reports it
-            if count_images(getattr(row, "messages", None)):
+            if not isinstance(row, SftExample):
+                return False
+            if row.unread_image:
+                error = InvalidRows(row.unread_image)
+                raise named_by_dataset(error, ref) if spec.data.mixed_with else error
+            if count_images(row.messages):
                 return True
     return False
 

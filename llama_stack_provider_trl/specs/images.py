@@ -24,6 +24,8 @@ PARTS = ("image", "image_url")
 _DATA_URI = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII | re.IGNORECASE)
 _VALUES = ("image", "image_url", "url", "base64", "bytes", "data", "path")
 """Keys of a part with its image."""
+_OF_OBJECTS = ("url", "bytes", "path")
+"""Keys of an object with an image."""
 Refuse = Callable[[str, str, str], Exception]
 """(where, found, expected) -> the error to raise."""
 
@@ -40,6 +42,17 @@ def holds_images(value: Any) -> bool:
     if isinstance(value, Mapping):
         return not {"bytes", "url"}.isdisjoint(value)
     return isinstance(value, str) and _DATA_URI.match(value) is not None
+
+
+def unread_keys(part: Mapping[str, Any]) -> Iterator[str]:
+    """The keys of an image part that nothing reads, each behind the type of the part."""
+    for key, value in part.items():
+        if value is None or value == "" or key == "type":
+            continue
+        if key not in (*_VALUES, "index"):
+            yield f"{part['type']}.{key}"
+        elif isinstance(value, Mapping):
+            yield from (f"{key}.{name}" for name, held in value.items() if name not in _OF_OBJECTS and held is not None)
 
 
 def image_of(part: Mapping[str, Any], where: str, refuse: Refuse) -> bytes | None:
@@ -80,6 +93,11 @@ def read_image(value: Any, where: str, refuse: Refuse) -> bytes:
     if media_type(data) is None:
         raise refuse(where, "an image of another format", f"{FORMATS}, by its first bytes")
     return data
+
+
+def has_placeholder(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a text of a user has what stands for an image of the column."""
+    return any(message["role"] == "user" and PLACEHOLDER in message["content"] for message in messages)
 
 
 def place_images(

@@ -100,6 +100,9 @@ class SftExample:
     prompt_turns: int | None
     """Leading messages that are context only, the loss is on the rest; None: the loss is on every assistant turn."""
     text: str | None = None
+    unread_image: str | None = None
+    """Why the row's column of images cannot be read, where nothing else in the row refers to it: a text model does not
+    need it, and one that reads images refuses the row. None: there is no such column, or its images are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +212,8 @@ class _Notes:
     """Those with a system turn of their own, where `names` has one for all."""
     images: int = 0
     """In all rows."""
+    unread_images: set[str] = field(default_factory=set)
+    """Columns of images that have something else in some row (`SftExample.unread_image`)."""
     calls: Counter[str] = field(default_factory=Counter)
     """Calls that do not fit the schemas of their tools, by what is wrong."""
 
@@ -223,10 +228,10 @@ class _Notes:
 class _Row:
     """One row without its absent values. Turns columns into text and messages, or raises InvalidRows."""
 
-    __slots__ = ("index", "notes", "values")
+    __slots__ = ("index", "notes", "null_images", "values")
 
-    def __init__(self, index: int, values: Mapping[str, Any], notes: _Notes) -> None:
-        self.index, self.values, self.notes = index, values, notes
+    def __init__(self, index: int, values: Mapping[str, Any], notes: _Notes, null_images: str | None = None) -> None:
+        self.index, self.values, self.notes, self.null_images = index, values, notes, null_images
 
     def refuse(self, where: str, found: str, expected: str) -> InvalidRows:
         return InvalidRows(f"column {where}: found {found}, expected {expected}", row=self.index)
@@ -433,6 +438,7 @@ class _Row:
         for number, part in enumerate(parts):
             if of_images.is_image(part):
                 image = of_images.image_of(part, f"{where}, part {number}", self.refuse)
+                self.notes.message_keys.update(of_images.unread_keys(part))
                 index = part.get("index") if isinstance(part, Mapping) else None
                 if index is not None and (image is not None or type(index) is not int):
                     expected = "the number of an image in the column images"
@@ -443,14 +449,14 @@ class _Row:
         return kept, images
 
     def images(self) -> tuple[str | None, list[bytes]]:
-        """The column of images that the row has, and its images; None: it has none."""
+        """The column of images that the row has, and its images, none where it is null or blank; None: it has none."""
         found = [column for column in of_images.COLUMNS if column in self.values]
         if not found:
-            return None, []
+            return self.null_images, []
         if len(found) > 1:
             raise self.refuse("image", "it beside the column images", "one of them")
         value = self.values[found[0]]
-        listed = value if isinstance(value, list) else [value]
+        listed = value if isinstance(value, list) else [value] if value != "" else []
         read = of_images.read_image
         return found[0], [read(one, f"{found[0]}, image {n}", self.refuse) for n, one in enumerate(listed)]
 
@@ -1133,32 +1139,51 @@ def _parse(
         lacking = sorted({*notes.columns.values()} - {column for column, value in row.items() if not _absent(value)})
         hint = f". This row lacks {_listed(lacking)}, which the option columns names" if lacking else ""
         raise InvalidRows(_no_shape(values if notes.columns else row, columns, use) + hint, row=index)
-    reader = _Row(index, values, notes)
+    reader = _Row(index, values, notes, _null_images(row, notes))
     example = shape.read(reader)
     if notes.system or not columns.isdisjoint(_AROUND):
         example = _with_around(reader, example, shape)
-    _read_images(reader, example, use, columns)
+    example = _with_images(reader, example, use)
     _refuse_weights(reader, example)
     return shape, columns, example
 
 
-def _read_images(row: _Row, example: Example, use: RowUse, columns: frozenset[str]) -> None:
-    """Place the images of a row. Only SFT trains on them."""
+def _null_images(row: Mapping[str, Any], notes: _Notes) -> str | None:
+    """The column of images that is null in a row; None: none is."""
+    for own in of_images.COLUMNS:
+        name = notes.columns.get(own, own)
+        is_read = own in notes.columns or name not in notes.columns.values()
+        if is_read and name in row and _absent(row[name]):
+            return own
+    return None
+
+
+def _with_images(row: _Row, example: Example, use: RowUse) -> Example:
+    """The example with its images in place. Only SFT trains on them."""
     talks = _conversations(example)
-    if columns.isdisjoint(of_images.COLUMNS) and not any("images" in turn for talk in talks for turn in talk):
-        return
+    in_turns = any("images" in turn for talk in talks for turn in talk)
+    if row.null_images is None and row.values.keys().isdisjoint(of_images.COLUMNS) and not in_turns:
+        return example
     if use != "sft":
         named = [column for column in of_images.COLUMNS if of_images.holds_images(row.values.get(column))]
-        if named or any("images" in turn for talk in talks for turn in talk):
+        if named or in_turns:
             title = "prompts" if use == "prompts" else METHODS[use].title
             raise row.refuse((named or ["messages"])[0], "images", f"text alone: {title} reads no images, SFT does")
-        return
+        return example
     (talk,) = talks or ([],)
-    if not talk:
-        return  # a plain text
-    column, images = row.images()
+    if not talk or not isinstance(example, SftExample):
+        return example  # a plain text
+    try:
+        column, images = row.images()
+    except InvalidRows as error:
+        named = [column for column in of_images.COLUMNS if column in row.values]
+        if in_turns or of_images.has_placeholder(talk) or any(of_images.holds_images(row.values[one]) for one in named):
+            raise
+        row.notes.unread_images.update(named)
+        return replace(example, unread_image=error.hint)
     of_images.place_images(talk, column, images, row.refuse)
     row.notes.images += of_images.count_images(talk)
+    return example
 
 
 def _conversations(example: Example) -> list[list[Message]]:
@@ -1376,6 +1401,7 @@ def _warnings(seen: _Seen, notes: _Notes, use: RowUse, data_format: DataFormat |
     unread = {column for shape, columns in seen for column in columns.difference(shape.columns, shape.read_beside)}
     if not notes.margins:
         unread |= {MARGIN for _, columns in seen if MARGIN in columns}
+    unread |= notes.unread_images
     if unread and use != "grpo":  # rewards get whole rows
         warnings.append(f"{UNREAD}{_listed(unread)}")
     if notes.message_keys:

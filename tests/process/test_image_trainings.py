@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.errors import InvalidRows, JobFailure
 from llama_stack_provider_trl.recipes.build import load_data
+from llama_stack_provider_trl.recipes.data.images import load_processor
+from llama_stack_provider_trl.recipes.data.keys import RowKeys
 from llama_stack_provider_trl.recipes.model.loading import load_job_tokenizer
 from llama_stack_provider_trl.recipes.vision import with_images
 from llama_stack_provider_trl.specs.events import (
@@ -24,7 +26,7 @@ from llama_stack_provider_trl.specs.events import (
     Reason,
     Warned,
 )
-from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
+from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, RowNames, ShardingSpec
 from tests.ranks import Ranks
 from tests.tiny import tiny_model
 from tests.tiny_vision import FAMILIES, image_rows, picture, tiny_vision_model, uri
@@ -111,9 +113,9 @@ def test_losses_are_those_of_a_loop_over_the_models_own_processor(tmp_path: Path
     (prepared,) = of_kind(events, Prepared)
     assert prepared.effective["data"]["images"] == 6
     assert prepared.effective["attention_mask"] == "passed"
+    assert prepared.effective["padding_free"] == "not used: the rows have images"
     # What is exported reads images again, and has learnt.
     from PIL import Image
-    assert prepared.effective["padding_free"] == "not used: the rows have images"
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     final = of_kind(events, CheckpointSaved)[-1].path
@@ -201,6 +203,66 @@ def test_a_broken_image_is_named_with_its_row_and_turn(tmp_path: Path) -> None:
     assert failed.reason is Reason.invalid_dataset
     assert "row 1" in failed.message
     assert "turn 0: image 0 cannot be decoded" in failed.message
+
+
+def warnings(spec: JobSpec) -> list[str]:
+    spec = with_images(spec)
+    return load_data(spec, load_job_tokenizer(spec), NullEventWriter(), 2).warnings
+
+
+def test_rows_that_differ_in_their_images_alone_are_no_duplicates(tmp_path: Path) -> None:
+    rows = [{"messages": image_rows(1)[0]["messages"]} for _ in range(3)]
+    rows[1] = json.loads(json.dumps(rows[1]).replace(uri(picture(0)), uri(picture(1))))
+    (message,) = warnings(image_job(tmp_path, rows=rows))
+    assert message == "1 of 3 training examples repeat an earlier one (row 2 repeats row 0)"
+
+
+def test_a_text_with_the_models_own_image_token_is_refused(tmp_path: Path) -> None:
+    turns = _messages({"prompt": "What is <image>?", "completion": "A word."})
+    for row, sentence in (
+        ({"messages": turns}, "it writes 1 placeholders '<image>' for 0 images"),
+        ({"text": "A <image>."}, "row 1: the text '<image>' without an image, which stands for a part of one"),
+    ):
+        with pytest.raises(JobFailure, match=sentence):
+            warnings(image_job(tmp_path, rows=[*image_rows(1), row]))
+
+
+@pytest.mark.parametrize("way", [True, False])
+def test_a_column_of_images_may_have_a_name_beyond_ascii(tmp_path: Path, way: bool) -> None:
+    turns = _messages({"prompt": "<image>What is it?", "completion": "A picture."})
+    spec = image_job(tmp_path, rows=[{"messages": turns, "büder": [uri(picture(0))]}])
+    ref = spec.data.dataset
+    ref.path.write_text(json.dumps(json.loads(ref.path.read_text()), ensure_ascii=way) + "\n")
+    assert not with_images(spec).data.has_images
+    named = spec.changed(dataset=ref.model_copy(update={"names": RowNames(columns={"images": "büder"})}))
+    assert with_images(named).data.has_images
+
+
+def test_a_vision_model_refuses_a_column_of_images_with_paths_that_a_text_model_does_not_read(tmp_path: Path) -> None:
+    plain = {**SFT_ROWS[0], "image": "a.png"}
+    for rows in ([plain], [*image_rows(1), plain]):
+        spec = image_job(tmp_path, rows=rows)
+        with pytest.raises(InvalidRows, match=f"^row {len(rows) - 1}: column image, image 0: found 'a.png'"):
+            warnings(spec)
+    spec = job_spec(tmp_path, tiny_model(), rows=[plain])
+    assert load_data(with_images(spec), load_job_tokenizer(spec), NullEventWriter(), 4).report.kept == 1
+
+
+def test_rows_that_a_processor_of_the_models_own_has_read_are_not_cached(tmp_path: Path) -> None:
+    directory = shutil.copytree(tiny_vision_model("llava"), tmp_path / "model")
+    code = "from transformers import LlavaProcessor\n\nclass Own(LlavaProcessor):\n    ...\n"
+    (directory / "own.py").write_text(code)
+    path = directory / "processor_config.json"
+    described = json.loads(path.read_text())
+    described |= {"processor_class": "Own", "auto_map": {"AutoProcessor": "own.Own"}}
+    path.write_text(json.dumps(described))
+    spec = image_job(tmp_path)
+    of_library = with_images(spec)
+    own = spec.changed(source=job_spec(tmp_path, directory, trust_remote_code=True).source, has_images=True)
+    assert type(load_processor(own.source)).__name__ == "Own"
+    tokenizer = load_job_tokenizer(spec)
+    assert RowKeys(of_library, tokenizer).of(spec.data.dataset)
+    assert RowKeys(own, tokenizer).of(spec.data.dataset) is None
 
 
 def test_rows_without_images_train_beside_those_with_some(tmp_path: Path) -> None:

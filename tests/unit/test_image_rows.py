@@ -10,6 +10,7 @@ import pytest
 
 from llama_stack_provider_trl.errors import InvalidRows
 from llama_stack_provider_trl.specs.images import MARK, as_parts
+from llama_stack_provider_trl.specs.job import RowNames
 from llama_stack_provider_trl.specs.rows import SftExample, check_rows, parse_row
 from llama_stack_provider_trl.system.json_rows import encoded
 
@@ -59,6 +60,8 @@ def text(value: str) -> dict[str, str]:
         ),
         (row("?", image=uri(PNG)), f"{MARK}?", [PNG]),
         (row("Write <image>."), "Write <image>.", []),
+        (row("?", images=None, image=""), "?", []),
+        (row("?", images=None, image=uri(PNG)), f"{MARK}?", [PNG]),
         (
             row(
                 [text("<image>, then "), {"type": "image", "image": uri(JPEG)}, text("?")],
@@ -82,6 +85,10 @@ def test_where_images_may_be(given: dict[str, Any], content: str, images: list[b
         (row([{"type": "image", "image": uri(PNG)[:-1]}]), "a data URI that is not base64"),
         (row([{"type": "image"}]), "an image part without an image"),
         (row("<image> <image>", images=[uri(PNG)]), "column images: found 1 images, expected 2, one for each"),
+        (row("<image>?", images=None), "column images: found 0 images, expected 1, one for each"),
+        (row("<image>?", image=float("nan")), "column image: found 0 images, expected 1, one for each"),
+        (row("<image>?", image="b.png"), "column image, image 0: found 'b.png', expected a data URI"),
+        (row("?", images=[uri(PNG), "b.png"]), "column images, image 1: found 'b.png', expected a data URI"),
         (row(f"<image> {MARK}", images=[uri(PNG)]), "U+FFFC"),
         (row([text(f"<image> {MARK}"), {"type": "image"}], images=[uri(PNG), uri(PNG)]), "one for each placeholder"),
         (row([{"type": "image", "image": uri(PNG)}, text(MARK)]), "U+FFFC"),
@@ -123,6 +130,30 @@ def test_every_other_method_refuses_images_by_name(use: Any, given: dict[str, An
 def test_columns_of_that_name_with_something_else_are_not_read_by_other_methods() -> None:
     report = check_rows([{"prompt": "?", "chosen": "a", "rejected": "b", "image": "b.png"}], "dpo")
     assert any("columns never read: image" in warning for warning in report.warnings)
+
+
+@pytest.mark.parametrize("image", ["b.png", ["a.png", "b.png"], 3, {"width": 3}])
+def test_a_column_of_that_name_without_images_is_named_as_not_read_where_nothing_refers_to_it(image: Any) -> None:
+    assert check_rows([row("?", image=image)], "sft").warnings == ["columns never read: image"]
+    example = parse_row(row("?", image=image), 7, "sft")
+    assert isinstance(example, SftExample)
+    assert (example.messages or [])[0] == {"role": "user", "content": "?"}
+    assert (example.unread_image or "").startswith("row 7: column image")
+
+
+def test_a_null_column_is_that_of_the_option_columns() -> None:
+    names = RowNames(columns={"images": "bilder"})
+    with pytest.raises(InvalidRows, match="column images: found 0 images"):
+        parse_row(row("<image>?", bilder=None), 0, "sft", names=names)
+    check_rows([row("<image>?", bild=None), row("?", bilder=[uri(PNG)])], "sft", names=names)
+
+
+def test_keys_of_image_parts_that_nothing_reads_are_named() -> None:
+    parts = [
+        {"type": "image_url", "image_url": {"url": uri(PNG), "detail": "high"}, "cache": None},
+        {"type": "image", "image": {"bytes": uri(PNG), "path": "a.png"}, "index": None, "max_pixels": 99},
+    ]
+    assert check_rows([row(parts)], "sft").warnings == ["message keys never read: image.max_pixels, image_url.detail"]
 
 
 def test_bytes_of_images_in_parquet_files_are_stored_and_others_are_not() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from ...errors import JobFailure
+from ...errors import InvalidRows, JobFailure
 from ...specs.events import Reason
 from ...specs.images import count_images
 from ...specs.job import ReasoningUse, TrainOn
@@ -51,7 +51,9 @@ class SftEncoder:
         return [encoded[row] for row, _ in chunk]
 
     def _has_images(self, row: int, example: SftExample) -> bool:
-        """Raises JobFailure, InvalidRows: the job reads none, or one of them cannot be decoded."""
+        """Raises JobFailure, InvalidRows: the job reads none, or one of them cannot be read or decoded."""
+        if example.unread_image and self.chat.images is not None:
+            raise InvalidRows(example.unread_image)
         if not (count := count_images(example.messages)):
             return False
         if self.chat.images is None:
