@@ -239,9 +239,13 @@ def _unfit(source: ModelSource, found: str) -> JobFailure:
     )
 
 
-def digest_of(source: ModelSource) -> str:
-    """What of a processor determines the tokens of images. Raises as `load_processor`."""
+def digest_of(source: ModelSource) -> str | None:
+    """What of a processor determines the tokens of images; None: it is not known, since Python code of the model's own
+    decides, too. Raises as `load_processor`."""
     processor = load_processor(source)
+    classes = [type(processor), type(processor.image_processor)]
+    if not all(one.__module__.startswith("transformers.") for one in classes):
+        return None
     described = [type(processor).__qualname__, processor.to_json_string(), processor.image_processor.to_json_string()]
     return sha256("\n".join(described).encode()).hexdigest()
 

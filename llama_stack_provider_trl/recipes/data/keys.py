@@ -50,8 +50,9 @@ class RowKeys:
             self._inputs = None
 
     def of(self, rows: DatasetRef) -> str | None:
-        """The key of a dataset's rows; None: the content of the tokenizer is not known."""
-        if self._inputs is None:
+        """The key of a dataset's rows; None: the content of the tokenizer or processor is not known."""
+        of_images = digest_of(self._spec.source) if self._spec.data.has_images else ""
+        if self._inputs is None or of_images is None:
             return None
         spec, is_sft = self._spec, not self._spec.has_pairs
         templates = [inputs["chat_template"] for inputs in (self._inputs, self._teacher) if inputs]
@@ -67,7 +68,7 @@ class RowKeys:
             max_seq_length=spec.data.max_seq_length,
             truncation_side=spec.data.truncation_side,
             answer=spec.method.answer_tokens,
-            **({"images": digest_of(spec.source)} if spec.data.has_images else {}),
+            **({"images": of_images} if of_images else {}),
             **({"teacher": self._teacher} if self._teacher else {}),
             # The ranks and attempts of a job train on the same rows also where the template writes the date.
             job=spec.job_uuid if varies else None,
