@@ -22,7 +22,7 @@ class RowPrompt(TypedDict):
     """The prompt of a row."""
 
     messages: list[dict[str, Any]]
-    """Turns in OpenAI's form, tools beside the first one; empty: there is no such row, or it has no prompt."""
+    """Turns as rows have them, tools beside the first one; empty: there is no such row, or it has no prompt."""
     num_rows: int
     """Rows of the file, where it has no such row; else 0."""
     error: str | None

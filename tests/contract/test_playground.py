@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import pytest
 import requests
@@ -188,6 +189,35 @@ def test_a_training_that_has_the_device_and_a_wrong_model_are_named_and_a_stop_e
         page.wait_for_selector("#state-b:has-text('a training comes first: job \\'busy\\' has cpu')", timeout=60_000)
         service.post("/post-training/jobs/busy/cancel")
         service.wait("busy", "cancelled")
+
+
+def test_a_row_that_ends_in_the_result_of_a_tool_is_shown_and_sent_as_it_is(service: Guarded) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "double", "parameters": schema}}]
+    call = {"type": "function", "function": {"name": "double", "arguments": {"a": 2}}, "id": "1"}
+    asked = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    result = {"role": "tool", "content": "4", "tool_call_id": "1"}
+    service.register("tools", [{"prompt": [*asked, result], "tools": tools}])
+    with browser.chromium() as chromium, browser.window(chromium, service) as window:
+        page = window.page
+        window.login("submit")
+        window.open("/playground?model_a=ft:tuned&model_b=ft:tuned&dataset=tools")
+        page.click("#next")
+        page.wait_for_selector("#live:has-text('with its tools ends in a turn of tool: send it as it is.')")
+        assert (page.input_value("#system"), page.input_value("#prompt")) == ("Be brief.", "")
+        shown = page.locator("#turns-a .text")
+        assert (shown.nth(0).inner_text(), shown.nth(2).inner_text()) == (MESSAGES[1]["content"], "4")
+        assert json.loads(shown.nth(1).inner_text())[0]["name"] == "double"
+        with page.expect_request("**/playground/answers") as sent:
+            page.click("#send")
+        (request,) = parse_qs(sent.value.post_data)["request"]
+        body = json.loads(request)
+        assert (body["messages"][0], body["messages"][-1], body["tools"]) == (MESSAGES[0], result, tools)
+        (calls,) = [message["tool_calls"] for message in body["messages"] if "tool_calls" in message]
+        assert calls[0]["name"] == "double"
+        assert [message["role"] for message in body["messages"]] == ["system", "user", "assistant", "tool"]
+        page.wait_for_selector("#live:has-text('No whole answer of A and B.')", timeout=60_000)
+        assert shown.count() == 4, "the turn of the tool is there once"
 
 
 def test_prompts_of_rows_are_those_that_a_job_reads(user: Browser, service: Guarded) -> None:
