@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -291,6 +292,8 @@ class _Row:
         is_number = isinstance(value, int) and not isinstance(value, bool)
         if not is_number and not (isinstance(value, float) and math.isfinite(value)):
             raise self.refuse(where, _kind(value), "a number")
+        if abs(cast(float, value)) > sys.float_info.max:
+            raise self.refuse(where, _kind(value), "a number below 1e308")
         return cast(float, value)
 
     def plain(self, value: Any, column: str, where: str) -> str:

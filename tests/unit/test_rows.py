@@ -471,7 +471,11 @@ DPO_ERRORS: list[tuple[Any, str]] = [
     ),
     (
         {"prompt": "Why?", "chosen": "A.", "rejected": "B.", "score_chosen": 1.5, "score_rejected": 10**400},
-        "column score_chosen: found 1.5 where score_rejected is 1000",
+        "column score_rejected: found a number 1000",
+    ),
+    (
+        {"prompt": "Why?", "responses": ["A.", "B."], "scores": [10**400, 1.5]},
+        "column scores, number 0: found a number 1000",
     ),
     (
         {"prompt": "Why?", "chosen": "A.", "rejected": ["B.", "C."], "score_chosen": 2, "score_rejected": 1},
