@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypedDict
 
 from ..errors import InvalidRows
-from ..system.limited import Limited, LimitExceeded
+from ..system.limited import Limited
+from .limited_rows import read_within
 from .row_files import read_ndjson
 
 if TYPE_CHECKING:
@@ -41,17 +42,8 @@ def prompt_within(limits: Limited, path: Path, number: int, names: RowNames | No
         LimitReached: the machine is too busy.
         OSError: the file cannot be read, or there can be no further process.
     """
-    try:
-        (found,) = limits.call(_prompt, path, number, names, before=_load)
-    except LimitExceeded as error:
-        raise InvalidRows(
-            f"reading row {number} takes more than {limits.seconds} s or {limits.memory >> 20} MiB of memory: take a "
-            "row nearer to the beginning, or split long rows"
-        ) from error
-    except RuntimeError as error:
-        raise OSError(f"{path.name} cannot be read: {error}") from error
-    prompt: RowPrompt = found
-    return prompt
+    advice = "take a row nearer to the beginning, or split long rows"
+    return read_within(limits, _prompt, path, number, names, doing=f"reading row {number}", advice=advice)
 
 
 def _prompt(path: Path, number: int, names: RowNames | None) -> Iterator[RowPrompt]:
@@ -102,7 +94,3 @@ def _messages(row: dict[str, Any], names: RowNames | None) -> list[dict[str, Any
     if length > MOST_CHARACTERS:
         raise InvalidRows(f"its prompt has {length} characters, expected at most {MOST_CHARACTERS}: take another row")
     return messages
-
-
-def _load() -> None:
-    from . import rows  # noqa: F401

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from ..errors import InvalidRows
-from ..system.limited import Limited, LimitExceeded
+from ..system.limited import Limited
+from .limited_rows import read_within
 from .row_files import read_ndjson
 
 if TYPE_CHECKING:
@@ -57,22 +58,9 @@ def check_within(
         LimitReached: too many files are checked, or the machine is too busy.
         OSError: the file cannot be read, or there can be no further process.
     """
-    try:
-        (verdict,) = limits.call(_verdict, path, use, data_format, names, before=_load)
-    except LimitExceeded as error:
-        raise InvalidRows(
-            f"checking it takes more than {limits.seconds} s or {limits.memory >> 20} MiB of memory: split long rows, "
-            "or leave out columns that are not read"
-        ) from error
-    except RuntimeError as error:
-        raise OSError(f"{path.name} cannot be checked: {error}") from error
-    found: RowsVerdict = verdict
-    return found
+    advice = "split long rows, or leave out columns that are not read"
+    return read_within(limits, _verdict, path, use, data_format, names, doing="checking it", advice=advice)
 
 
 def _verdict(path: Path, use: RowUse, data_format: DataFormat | None, names: RowNames | None) -> Iterator[RowsVerdict]:
     yield check_file(path, use, data_format, names)
-
-
-def _load() -> None:
-    from . import rows  # noqa: F401
