@@ -29,7 +29,7 @@ def _zstd(file: BinaryIO) -> Any:
             "the file is compressed by zstd, which Python reads from 3.14 on, and before with pyarrow, which is not "
             "installed: run `pip install pyarrow`, or compress the file by gzip"
         ) from error
-    return pyarrow.CompressedInputStream(pyarrow.PythonFile(_Borrowed(file), mode="r"), "zstd")
+    return pyarrow.CompressedInputStream(pyarrow.PythonFile(Borrowed(file), mode="r"), "zstd")
 
 
 class Packing(NamedTuple):
@@ -125,7 +125,7 @@ class _Decompressed(io.RawIOBase):
         return InvalidRows(f"the file is damaged or cut ({self._packing.name}: {found}): copy or compress it again")
 
 
-class _Borrowed(io.RawIOBase):
+class Borrowed(io.RawIOBase):
     """A file that is not closed with the stream that reads it."""
 
     def __init__(self, file: BinaryIO) -> None:

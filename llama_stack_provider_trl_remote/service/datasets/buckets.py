@@ -12,12 +12,13 @@ import io
 import json
 import os
 import re
-from collections.abc import Buffer, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, NamedTuple
 
 from llama_stack_provider_trl.errors import InvalidRows
 from llama_stack_provider_trl.specs import row_files
+from llama_stack_provider_trl.specs.compressed import Borrowed
 from llama_stack_provider_trl.specs.row_files import Row
 
 from .uris import BUCKET, BucketFiles
@@ -160,31 +161,18 @@ def _buffered(file: Any) -> BinaryIO:
     return io.BufferedReader(_Ranges(file), _BLOCK)
 
 
-class _Ranges(io.RawIOBase):
+class _Ranges(Borrowed):
     """A file of the store, of which each read is a request."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def readable(self) -> bool:
-        return True
 
     def seekable(self) -> bool:
         return True
-
-    def readinto(self, buffer: Buffer) -> int:
-        view = memoryview(buffer)
-        data = self._file.read(len(view))
-        view[: len(data)] = data
-        return len(data)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._file.seek(offset, whence)
         return self.tell()
 
     def tell(self) -> int:
-        position: int = self._file.tell()
-        return position
+        return self._file.tell()
 
 
 def _refusal(files: BucketFiles, error: OSError) -> InvalidRows:
