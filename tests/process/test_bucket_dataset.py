@@ -5,10 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import io
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +19,8 @@ from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.bucket_store import ENVIRONMENT, Store, serve
 from tests.hub_server import lines
-from tests.process.test_hub_dataset import READ_ALL, ROWS
+from tests.process.dataset_reader import read_uris
+from tests.process.test_hub_dataset import ROWS
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("moto")
@@ -39,23 +36,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 def read(root: Path, environ: dict[str, str], *uris: str, known: str = "") -> list[Any]:
     """What the service's reader answers for each uri, with the rows that it has stored."""
-    calls = [["convert", uri, str(root), "1000", "64", "0", known, "2048"] for uri in uris]
-    done = subprocess.run(
-        [sys.executable, "-c", READ_ALL, json.dumps(calls)],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-    assert ENVIRONMENT["AWS_SECRET_ACCESS_KEY"] not in done.stdout + done.stderr
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    for answer in answers:
-        if "sha256" in answer:
-            answer["rows"] = [
-                json.loads(line) for line in (root / f"{answer['sha256']}.jsonl").read_text().splitlines()
-            ]
-    return answers
+    return read_uris(root, environ, *uris, secret=ENVIRONMENT["AWS_SECRET_ACCESS_KEY"], known=known)
 
 
 def test_files_of_a_bucket_are_read_in_the_order_of_their_names_and_again_when_one_changes(

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,19 +17,13 @@ from llama_stack_provider_trl_remote.service.datasets.registry import DatasetReg
 from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.hub_server import Hub, lines, serve
+from tests.process.dataset_reader import read_uris
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 ROWS = [{"prompt": f"question {number}", "completion": f"answer {number}"} for number in range(5)]
 URI = "huggingface://datasets/acme/pairs"
 TOKEN = "hf_secretsecretsecret"
-READ_ALL = """
-import json, sys
-from llama_stack_provider_trl_remote.service.datasets.reader import main
-for arguments in json.loads(sys.argv[1]):
-    main(arguments)
-"""
-"""Reads one uri after the other, to import the libraries once."""
 
 
 @pytest.fixture
@@ -48,23 +38,7 @@ def read(root: Path, hub: Hub | None, *uris: str, known: str = "", max_mb: int =
     variables = {"HF_HOME": str(root / "home"), "HF_HUB_OFFLINE": "0" if hub else "1", "HF_HUB_DISABLE_XET": "1"}
     if hub:
         variables["HF_ENDPOINT"] = hub.url
-    calls = [["convert", uri, str(root), "100", str(max_mb), "0", known, "2048"] for uri in uris]
-    done = subprocess.run(
-        [sys.executable, "-c", READ_ALL, json.dumps(calls)],
-        env={**os.environ, **variables, **environ},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-    assert TOKEN not in done.stdout + done.stderr
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    for answer in answers:
-        if "sha256" in answer:
-            answer["rows"] = [
-                json.loads(line) for line in (root / f"{answer['sha256']}.jsonl").read_text().splitlines()
-            ]
-    return answers
+    return read_uris(root, {**variables, **environ}, *uris, secret=TOKEN, known=known, max_rows=100, max_mb=max_mb)
 
 
 def test_a_revision_is_a_commit_online_and_offline_and_a_branch_that_moves_is_read_again(
