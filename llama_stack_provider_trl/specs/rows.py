@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 
 from ..errors import InvalidRows
 from ..system.json_rows import STAND_INS
-from ..system.texts import DuplicateKey, parse_json
+from ..system.texts import DuplicateKey, beginning_of, parse_json
 from . import images as of_images
 from .job import DataFormat, RowNames, RowUse
 from .methods import METHODS
@@ -392,7 +392,7 @@ class _Row:
         is_right = value in (0, 1) and (key == "train" or not isinstance(value, bool))
         if not is_right:
             expected = "0, no loss on this turn, or 1" if key == "weight" else "true, or false: no loss on this turn"
-            raise self.refuse(where, f"{key} {_shown(value)}", expected)
+            raise self.refuse(where, f"{key} {beginning_of(value)}", expected)
         if value and role != "assistant":
             self.notes.weighted[role] += 1
         return int(value)
@@ -415,7 +415,7 @@ class _Row:
         if isinstance(role, str) and role in self.notes.roles:
             self.notes.used_roles.add(role)
             return self.notes.roles[role]
-        found = f"no {key}" if role is None else f"{key} {_shown(role)}"
+        found = f"no {key}" if role is None else f"{key} {beginning_of(role)}"
         like = role.strip().lower() if isinstance(role, str) else ""
         raise self.refuse(where, found, f"{like!r}" if like in ROLES else f"one of {', '.join(ROLES)}")
 
@@ -445,7 +445,7 @@ class _Row:
                 index = part.get("index") if isinstance(part, Mapping) else None
                 if index is not None and (image is not None or type(index) is not int):
                     expected = "the number of an image in the column images"
-                    raise self.refuse(f"{where}, part {number}, index", _shown(index), expected)
+                    raise self.refuse(f"{where}, part {number}, index", beginning_of(index), expected)
                 images.append(index if image is None else image)
                 part = of_images.MARK
             kept.append(part)
@@ -469,7 +469,7 @@ class _Row:
         if isinstance(part, str):
             return self.plain(part, column, where)
         named = isinstance(part, Mapping) and "type" in part
-        found = f"a content part of type {_shown(part['type'])}" if named else _kind(part)
+        found = f"a content part of type {beginning_of(part['type'])}" if named else _kind(part)
         if named and part["type"] in _UNSEEN:
             raise self.refuse(where, found, "text or images: audio and video are not supported")
         raise self.refuse(where, found, 'text, or parts {"type": "text", "text": ...}')
@@ -670,7 +670,9 @@ def _score_differences(row: _Row, count: int) -> _Differences | None:
     best = max(scores)
     if best > chosen:
         expected = "a score that is not below that of a rejected answer: swap the answers, or correct the scores"
-        raise row.refuse("score_chosen", f"{_shown(chosen)} where score_rejected is {_shown(best)}", expected)
+        raise row.refuse(
+            "score_chosen", f"{beginning_of(chosen)} where score_rejected is {beginning_of(best)}", expected
+        )
     row.notes.equal_scores += best == chosen
     return _Differences("score_chosen, score_rejected", [chosen - score for score in scores])
 
@@ -883,14 +885,14 @@ def _margins(row: _Row, count: int, differences: _Differences | None) -> list[fl
         margins = [row.number(one, MARGIN) for one in values]
         for margin in margins:
             if not 0 <= margin <= _GREATEST_MARGIN:
-                raise row.refuse(MARGIN, _shown(margin), f"a number from 0 to {most}")
+                raise row.refuse(MARGIN, beginning_of(margin), f"a number from 0 to {most}")
         return margins
     if differences is None:
         expected = "column margin, or scores of both answers, since the job is trained with margins"
         raise row.refuse(MARGIN, "neither a margin nor scores", expected)
     if (greatest := max(differences.values, default=0.0)) > _GREATEST_MARGIN:
         expected = f"at most {most}, since the job is trained with margins: send smaller scores, or a column margin"
-        raise row.refuse(differences.columns, f"scores that differ by {_shown(greatest)}", expected)
+        raise row.refuse(differences.columns, f"scores that differ by {beginning_of(greatest)}", expected)
     return differences.values
 
 
@@ -1485,7 +1487,7 @@ def _kind(value: Any) -> str:
     name = "null" if value is None else names.get(type(value), f"a value of type {type(value).__name__}")
     if (text := _stand_in(value)) is not None:
         return f"a {next(iter(value))} ({text[:60]})"
-    return name if value is None or value == [] else f"{name} {_shown(value)}"
+    return name if value is None or value == [] else f"{name} {beginning_of(value)}"
 
 
 def _stand_in(value: Any) -> str | None:
@@ -1494,11 +1496,6 @@ def _stand_in(value: Any) -> str | None:
         return None
     ((kind, text),) = value.items()
     return text if kind in STAND_INS and isinstance(text, str) else None
-
-
-def _shown(value: Any, limit: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def _article(noun: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidRows
-from ..system.texts import parse_json
+from ..system.texts import beginning_of, parse_json
 
 Refuse = Callable[[str, str, str], InvalidRows]
 """(where, what was found, what is expected) -> the error to raise."""
@@ -40,7 +40,6 @@ _OF_PARTS = re.compile(r"(\w+)\[(.*)\]")
 _NO_ARGUMENTS = frozenset(("$defs", "definitions", "additionalProperties", "patternProperties"))
 _IDS = ("id", "call_id", "tool_call_id")
 _READ = frozenset((*_ARGUMENTS, *_NAMES, *_IDS, "type", "function", "index"))
-_SHOWN = 60
 
 
 def read_tools(value: Any, where: str, refuse: Refuse) -> list[Tool]:
@@ -60,9 +59,9 @@ def _tool(value: Any, where: str, refuse: Refuse) -> Tool:
     expected = 'a tool: {"type": "function", "function": {"name": ..., "parameters": a JSON schema}}'
     tool = _without_nulls(_decoded(value, where, refuse, expected), where, refuse)
     if not isinstance(tool, dict):
-        raise refuse(where, _shown(value), expected)
+        raise refuse(where, beginning_of(value), expected)
     if tool.get("type", "function") != "function" and ("function" in tool or not {*tool} & {*_NAMES}):
-        raise refuse(where, f"a tool of type {_shown(tool['type'])}", expected)
+        raise refuse(where, f"a tool of type {beginning_of(tool['type'])}", expected)
     function = tool["function"] if isinstance(tool.get("function"), dict) else dict(tool)
     name = next((function[key] for key in _NAMES if function.get(key)), None)
     if not isinstance(name, str) or not name.strip():
@@ -75,7 +74,7 @@ def _tool(value: Any, where: str, refuse: Refuse) -> Tool:
     parameters = _decoded(function[written[0]], at, refuse, "a JSON schema") if written else None
     if parameters is not None:
         if not isinstance(parameters, dict):
-            raise refuse(at, _shown(parameters), "a JSON schema")
+            raise refuse(at, beginning_of(parameters), "a JSON schema")
         rest["parameters"] = _schema(parameters)
     description = {"description": rest.pop("description")} if "description" in rest else {}
     schema = {"parameters": rest.pop("parameters")} if "parameters" in rest else {}
@@ -145,10 +144,10 @@ def _call(value: Any, where: str, refuse: Refuse) -> ToolCall:
     expected = 'a call: {"type": "function", "function": {"name": ..., "arguments": an object or its JSON text}}'
     call = _decoded(value, where, refuse, expected)
     if not isinstance(call, Mapping):
-        raise refuse(where, _shown(value), expected)
+        raise refuse(where, beginning_of(value), expected)
     call = {key: part for key, part in call.items() if part is not None}
     if call.get("type", "function") not in ("function", "function_call", "tool_call"):
-        raise refuse(where, f"a call of type {_shown(call['type'])}", expected)
+        raise refuse(where, f"a call of type {beginning_of(call['type'])}", expected)
     function = call.get("function")
     parts = dict(call)
     if isinstance(function, Mapping):
@@ -177,7 +176,7 @@ def _arguments(value: Any, where: str, refuse: Refuse) -> dict[str, Any]:
     if decoded in (None, ""):
         return {}
     if not isinstance(decoded, Mapping):
-        raise refuse(where, _shown(value), expected)
+        raise refuse(where, beginning_of(value), expected)
     # Tables merge the keys of all rows: what others have is null here. Text has only its own.
     return dict(decoded) if isinstance(value, str) else _without_nulls(dict(decoded), where, refuse)
 
@@ -221,7 +220,7 @@ def _decoded(value: Any, where: str, refuse: Refuse, expected: str) -> Any:
     try:
         return parse_json(value)
     except (ValueError, RecursionError) as error:
-        raise refuse(where, f"text that is not JSON ({error}): {_shown(value)}", expected) from error
+        raise refuse(where, f"text that is not JSON ({error}): {beginning_of(value)}", expected) from error
 
 
 def _without_nulls(value: Any, where: str, refuse: Refuse) -> Any:
@@ -270,8 +269,3 @@ def texts_of(arguments: Any) -> Iterator[str]:
 def as_text(arguments: Mapping[str, Any]) -> str:
     """Arguments as JSON text."""
     return json.dumps(arguments, ensure_ascii=False)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

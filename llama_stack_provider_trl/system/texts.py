@@ -114,6 +114,12 @@ def _cause(text: str, error: json.JSONDecodeError) -> str:
     return f"{name[1]} is not JSON: write true, false or null, or text in quotes" if name else ""
 
 
+def beginning_of(value: Any) -> str:
+    """A value as Python writes it, of which 60 characters at most."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
 def first_duplicate(keys: list[Any]) -> Any:
     """The first of several keys that is among those before it; None: all differ."""
     seen = set()
