@@ -51,8 +51,14 @@ def unread_keys(part: Mapping[str, Any]) -> Iterator[str]:
             continue
         if key not in (*_VALUES, "index"):
             yield f"{part['type']}.{key}"
-        elif isinstance(value, Mapping):
-            yield from (f"{key}.{name}" for name, held in value.items() if name not in _OF_OBJECTS and held is not None)
+        else:
+            yield from unread_keys_of_object(key, value)
+
+
+def unread_keys_of_object(where: str, value: Any) -> Iterator[str]:
+    """The keys of an object with an image that nothing reads, each behind `where` it is; of other values none."""
+    if isinstance(value, Mapping):
+        yield from (f"{where}.{key}" for key, held in value.items() if key not in _OF_OBJECTS and held is not None)
 
 
 def image_of(part: Mapping[str, Any], where: str, refuse: Refuse) -> bytes | None:

@@ -461,7 +461,10 @@ class _Row:
         value = self.values[found[0]]
         listed = value if isinstance(value, list) else [value] if value != "" else []
         read = of_images.read_image
-        return found[0], [read(one, f"{found[0]}, image {n}", self.refuse) for n, one in enumerate(listed)]
+        images = [read(one, f"{found[0]}, image {n}", self.refuse) for n, one in enumerate(listed)]
+        for one in listed:
+            self.notes.message_keys.update(of_images.unread_keys_of_object(found[0], one))
+        return found[0], images
 
     def _part(self, part: Any, column: str, where: str) -> str:
         if isinstance(part, Mapping) and part.get("type") == "text":

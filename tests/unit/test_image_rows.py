@@ -154,6 +154,8 @@ def test_keys_of_image_parts_that_nothing_reads_are_named() -> None:
         {"type": "image", "image": {"bytes": uri(PNG), "path": "a.png"}, "index": None, "max_pixels": 99},
     ]
     assert check_rows([row(parts)], "sft").warnings == ["message keys never read: image.max_pixels, image_url.detail"]
+    images = [{"bytes": uri(PNG), "path": None, "caption": "A cat."}]
+    assert check_rows([row("?", images=images)], "sft").warnings == ["message keys never read: images.caption"]
 
 
 def test_bytes_of_images_in_parquet_files_are_stored_and_others_are_not() -> None:
