@@ -12,6 +12,7 @@ from torch import nn
 
 from llama_stack_provider_trl.recipes.trainer import optimization
 from llama_stack_provider_trl.recipes.trainer.kept_walks import keep_walks
+from llama_stack_provider_trl.recipes.trainer.metrics import TrainingMetrics
 from llama_stack_provider_trl.recipes.trainer.optimization import Optimization
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Progress
 from tests.tiny import tiny_model
@@ -66,7 +67,7 @@ def _trained(root: Path, *, keeps: bool) -> tuple[tuple[list[Any], bytes], Walks
         if keeps:
             status, events = run(root, spec)
         else:
-            plain = patch.object(Optimization, "floating_point_ops", optimization.TrainingMetrics.floating_point_ops)
+            plain = patch.object(Optimization, "floating_point_ops", TrainingMetrics.floating_point_ops)
             with plain, patch.object(optimization, "keep_walks", Unkept):
                 status, events = run(root, spec)
     assert status == 0

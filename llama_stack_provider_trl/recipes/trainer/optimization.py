@@ -70,7 +70,7 @@ class Optimization(TrainingMetrics):
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Trainer's, whose operations per token are counted once."""
-        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        tokens: Any = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
         if not torch.is_tensor(tokens) or not tokens.numel():
             return 0
         if self._flops_per_token is None:
