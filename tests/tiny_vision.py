@@ -98,6 +98,21 @@ def image_rows(count: int) -> list[dict[str, Any]]:
     return rows
 
 
+def image_pairs(count: int) -> list[dict[str, Any]]:
+    """Pairs whose prompt has an image; every third one has a second image, and a turn of its own for it."""
+    pairs = []
+    for number, row in enumerate(image_rows(count)):
+        *prompt, last = row["messages"]
+        pairs.append(
+            {
+                "prompt": prompt,
+                "chosen": [last],
+                "rejected": [{"role": "assistant", "content": f"I cannot see {number + 1} of them."}],
+            }
+        )
+    return pairs
+
+
 def _tokenizer(*special: str) -> Any:
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [TURN, EOS, "<image>", *special]})

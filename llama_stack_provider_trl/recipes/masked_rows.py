@@ -125,10 +125,11 @@ class RowReader:
 
     def _pairs(self, chunk: Sequence[tuple[int, PreferenceExample]]) -> Iterator[list[MaskedRow]]:
         compare = self.inference.of_answer
-        for found, (_, example) in zip(self.counter.read(encode_pairs(self.chat, chunk)), chunk, strict=True):
+        for found, (row, example) in zip(self.counter.read(encode_pairs(self.chat, chunk)), chunk, strict=True):
+            images = [image for _, image in images_in(example.prompt)]
             yield [
                 replace(
-                    _pair(prompt, chosen, rejected, self.counter),
+                    _pair(prompt, chosen, rejected, self.counter, self.chat.images, images, row),
                     messages=[*pair.prompt, *pair.chosen, *pair.rejected],
                     turns=[
                         *compare("chosen", pair.prompt, pair.chosen, (prompt, chosen)),
@@ -182,15 +183,27 @@ def _prompt(ids: list[int], theirs: list[int], answer: int, counter: TruncationC
     return MaskedRow([MaskedPart("prompt", ids, set(), set())], len(longest), why)
 
 
-def _pair(prompt: list[int], chosen: list[int], rejected: list[int], counter: TruncationCounter) -> MaskedRow:
+def _pair(
+    prompt: list[int],
+    chosen: list[int],
+    rejected: list[int],
+    counter: TruncationCounter,
+    images: Images | None,
+    own: list[bytes],
+    row: int,
+) -> MaskedRow:
     length = len(prompt) + max(len(chosen), len(rejected))
-    found = counter.cut_pair(prompt, chosen, rejected)
+    cut = counter.images_cut
+    found = counter.cut_pair(prompt, chosen, rejected, images.token_ids if images and own else frozenset(), own)
     if found is None:
         parts = [("prompt", prompt), ("chosen", chosen), ("rejected", rejected)]
         why = f"within max_seq_length={counter.limit} tokens the prompt leaves none for an answer"
         if not chosen or not rejected:
             why = "an answer has no token"
+        if counter.images_cut > cut:
+            why = f"max_seq_length={counter.limit} would cut off a part of its images"
         return MaskedRow([MaskedPart(name, ids, set(), set()) for name, ids in parts], length, why)
+    counter.images += len(images.of_sequence(found[0], own, row)) if images and own else 0
     kept = [{*counter.cut([*range(len(prompt))], prompt, len(found[0]))}, *({*range(len(one))} for one in found[1:])]
     return MaskedRow(
         [

@@ -893,6 +893,10 @@ def _shared_turns(answers: Sequence[list[Message]]) -> list[Message]:
     return first[:count]
 
 
+def _reads_images(use: RowUse) -> bool:
+    return use != "prompts" and METHODS[use].reads_images
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RowShape:
     """One way to write a row. Columns beside those of the shape are allowed, not read, and reported."""
@@ -915,8 +919,9 @@ class RowShape:
         """Columns that are read where a row has them; a plain text is written by no chat template."""
         if self.columns == ("text",):
             return self.optional
-        more = of_images.COLUMNS if self.use == "sft" else (MARGIN,) if self.use == "dpo" else ()
-        return (*self.optional, *more, *_AROUND)
+        images = of_images.COLUMNS if _reads_images(self.use) else ()
+        margin = (MARGIN,) if self.use == "dpo" else ()
+        return (*self.optional, *images, *margin, *_AROUND)
 
 
 ROW_SHAPES: tuple[RowShape, ...] = (
@@ -1131,21 +1136,23 @@ def _parse(
 
 
 def _read_images(row: _Row, example: Example, use: RowUse, columns: frozenset[str]) -> None:
-    """Place the images of a row. Only SFT trains on them."""
+    """Place the images of a row: of pairs in their prompt, which both answers share."""
     talks = _conversations(example)
     if columns.isdisjoint(of_images.COLUMNS) and not any("images" in turn for talk in talks for turn in talk):
         return
-    if use != "sft":
+    if not _reads_images(use):
         named = [column for column in of_images.COLUMNS if of_images.holds_images(row.values.get(column))]
         if named or any("images" in turn for talk in talks for turn in talk):
             title = "prompts" if use == "prompts" else METHODS[use].title
-            raise row.refuse((named or ["messages"])[0], "images", f"text alone: {title} reads no images, SFT does")
+            *readers, last = (method.title for method in METHODS.values() if method.reads_images)
+            expected = f"text alone: {title} reads no images, {', '.join(readers)} and {last} do"
+            raise row.refuse((named or ["messages"])[0], "images", expected)
         return
-    (talk,) = talks or ([],)
-    if not talk:
+    if not talks:
         return  # a plain text
+    talk, where = talks[0], "messages" if isinstance(example, SftExample) else "prompt"
     column, images = row.images()
-    of_images.place_images(talk, column, images, row.refuse)
+    of_images.place_images(talk, column, images, row.refuse, where)
     row.notes.images += of_images.count_images(talk)
 
 
@@ -1362,6 +1369,8 @@ _Seen = Counter[tuple[RowShape, frozenset[str]]]
 def _warnings(seen: _Seen, notes: _Notes, use: RowUse, data_format: DataFormat | None) -> list[str]:
     warnings = []
     unread = {column for shape, columns in seen for column in columns.difference(shape.columns, shape.read_beside)}
+    if not _reads_images(use):  # a method that reads the same rows may
+        unread |= {column for _, columns in seen for column in columns.intersection(of_images.COLUMNS)}
     if not notes.margins:
         unread |= {MARGIN for _, columns in seen if MARGIN in columns}
     if unread and use != "grpo":  # rewards get whole rows

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import InvalidRows, JobFailure
 from ...specs.events import Reason
-from ...specs.images import count_images
+from ...specs.images import images_in
 from ...specs.model_source import ModelSource
-from ...specs.rows import SftExample
+from ...specs.rows import PreferenceExample, SftExample
 from .templates import processed_ids
 
 if TYPE_CHECKING:
@@ -144,6 +144,13 @@ class Images:
             "tokenizer that has the image token of the processor as one token: use the files of one model.",
         )
 
+    def refuse_stray(self, ids: Sequence[int], row: int) -> None:
+        """Return if no token is one that features of images take the place of. Raises JobFailure: invalid_dataset."""
+        if stray := self.token_ids.intersection(ids):
+            token = (self._tokenizer or self.processor.tokenizer).convert_ids_to_tokens(min(stray))
+            text = f"row {row}: the text {token!r} without an image, which stands for a part of one"
+            raise JobFailure(Reason.invalid_dataset, f"{text}: leave it out, or send the image")
+
     def placeholders(self, ids: Sequence[int]) -> int:
         """Tokens that features of images take the place of."""
         return sum(token in self.token_ids for token in ids)
@@ -164,12 +171,15 @@ class Images:
             given.append(turn)
         return processed_ids(self.processor, self._tokenizer or self.processor.tokenizer, given, **options)
 
-    def features(self, rows: Sequence[Sequence[bytes]], ids: Sequence[Sequence[int]]) -> dict[str, Any]:
+    def features(
+        self, rows: Sequence[Sequence[bytes]], ids: Sequence[Sequence[int]], repeats: int = 1
+    ) -> dict[str, Any]:
         """The inputs of the model beside the tokens, as tensors; none: no row has an image, and the model needs none.
 
         Args:
             rows: images of each row.
-            ids: tokens of each row, padded.
+            ids: tokens of each sequence, padded: `repeats` times as many as rows.
+            repeats: how often the rows follow one another with these images, which are read once.
         """
         import torch
 
@@ -181,7 +191,8 @@ class Images:
         if nested:
             texts = [self.token * len(row) for row in nested]
             out = self.processor(images=nested, text=texts, padding=True, return_tensors="pt")
-            found |= {key: value for key, value in out.items() if key not in _OF_TEXT}
+            # The first dimension counts rows, images or patches, all of them in the order of the rows.
+            found |= {key: torch.cat([value] * repeats) for key, value in out.items() if key not in _OF_TEXT}
         return found
 
     @cached_property
@@ -246,9 +257,9 @@ def digest_of(source: ModelSource) -> str:
     return sha256("\n".join(described).encode()).hexdigest()
 
 
-def chunked(
-    examples: Iterable[tuple[int, SftExample]], rows: int, most: int = _CHUNK_BYTES
-) -> Iterator[tuple[tuple[int, SftExample], ...]]:
+def chunked[Row: SftExample | PreferenceExample](
+    examples: Iterable[tuple[int, Row]], rows: int, most: int = _CHUNK_BYTES
+) -> Iterator[tuple[tuple[int, Row], ...]]:
     """The examples in chunks of at most so many rows, and about so many bytes of images."""
     left = iter(examples)
     while chunk := list(islice(left, 1)):
@@ -259,10 +270,9 @@ def chunked(
         yield tuple(chunk)
 
 
-def _size(example: SftExample) -> int:
-    if not count_images(example.messages):
-        return 0
-    return sum(len(image) for message in example.messages or () for image in message.get("images", ()))
+def _size(example: SftExample | PreferenceExample) -> int:
+    messages = example.prompt if isinstance(example, PreferenceExample) else example.messages
+    return sum(len(image) for _, image in images_in(messages or ()))
 
 
 def image_numbers(images: Iterable[bytes]) -> list[int]:
@@ -270,12 +280,16 @@ def image_numbers(images: Iterable[bytes]) -> list[int]:
     return [int.from_bytes(sha256(image).digest()[:8]) for image in images]
 
 
-def check_images(messages: Sequence[Mapping[str, Any]], row: int) -> None:
-    """Return if the images of a conversation can be decoded. Raises InvalidRows: names the row, turn and image."""
+def check_images(messages: Sequence[Mapping[str, Any]], row: int, where: str = "messages") -> None:
+    """Return if the images of a conversation can be decoded. Raises InvalidRows: names the row, turn and image.
+
+    Args:
+        where: what the messages are called.
+    """
     for turn, message in enumerate(messages):
         for number, image in enumerate(message.get("images", ())):
             try:
                 decode(image)
             except BrokenImage as error:
-                found = f"messages, turn {turn}: image {number} {error}"
+                found = f"{where}, turn {turn}: image {number} {error}"
                 raise InvalidRows(f"{found}: expected a whole PNG, JPEG or WebP image", row=row) from error
