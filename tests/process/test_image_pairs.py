@@ -19,7 +19,8 @@ from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, OptimizerSpec, 
 from llama_stack_provider_trl.specs.methods import CpoSpec
 from llama_stack_provider_trl.specs.model_source import ModelSource
 from tests.ranks import Ranks
-from tests.tiny_vision import FAMILIES, image_pairs, picture, tiny_vision_model, uri
+from tests.required import in_full
+from tests.tiny_vision import FAMILIES, IMAGE_TOKENS, image_pairs, picture, tiny_vision_model, uri
 from tests.training import LORA, job_spec, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
@@ -67,10 +68,10 @@ def simpo_loss(logps: torch.Tensor, reference: torch.Tensor, lengths: torch.Tens
 def losses_of_transformers(family: str, rows: list[dict[str, Any]], loss_of: Loss = dpo_loss) -> list[float]:
     """SGD over batches of two pairs, of which each answer is a padded row of its own with all the images."""
     from PIL import Image
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoModelForImageTextToText
 
     directory = tiny_vision_model(family)
-    processor = AutoProcessor.from_pretrained(directory)
+    processor = load_processor(ModelSource(model=str(directory)))
     model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).train()
     reference = copy.deepcopy(model).eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -117,7 +118,7 @@ def losses_of_transformers(family: str, rows: list[dict[str, Any]], loss_of: Los
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *in_full("qwen2_5_vl")])
 def test_losses_are_those_of_a_loop_over_the_models_own_processor(tmp_path: Path, family: str) -> None:
     status, events = run(tmp_path, pair_job(tmp_path, family))
     assert status == 0, of_kind(events, Failed)
@@ -142,8 +143,9 @@ def test_cpo_and_simpo_are_computed_over_the_same_features(tmp_path: Path, metho
     assert losses(events) == pytest.approx(losses_of_transformers("llava", image_pairs(4), loss_of), rel=1e-5)
 
 
-def test_two_ranks_train_what_one_process_trains(tmp_path: Path, ranks: Ranks) -> None:
-    spec, together = pair_job(tmp_path / "one"), pair_job(tmp_path / "two", ranks=2)
+@pytest.mark.parametrize("family", ["llava", *in_full("qwen2_vl")])
+def test_two_ranks_train_what_one_process_trains(tmp_path: Path, ranks: Ranks, family: str) -> None:
+    spec, together = pair_job(tmp_path / "one", family), pair_job(tmp_path / "two", family, ranks=2)
     _, events = run(tmp_path / "one", spec)
     codes, of_ranks = ranks.run(tmp_path / "two" / "run", together)
     assert codes == [0, 0], of_kind(of_ranks, Failed)
@@ -209,7 +211,9 @@ def test_a_preview_finds_each_answer_as_the_processor_has_it_at_inference(tmp_pa
 
     found = examined(pair_job(tmp_path, family), PreviewSpec(first_row=0, rows=5), lambda: None, every_row=True)
     assert (found.data["images"], found.inference.turns, found.inference.equal) == (6, 10, 10)
-    marks = [mark for row in found.rows for mark, text in zip(row.trained, row.texts, strict=True) if text == "<image>"]
+    marks = [
+        mark for row in found.rows for mark, text in zip(row.trained, row.texts, strict=True) if text in IMAGE_TOKENS
+    ]
     assert set(marks) == {"0"}
 
 
@@ -246,7 +250,7 @@ def test_a_text_with_a_token_that_a_processor_writes_around_images_is_refused(
     ids = [processor.image_token_id, processor.tokenizer.eos_token_id]
     monkeypatch.setattr(processor, "_image_token_ids", ids, raising=False)
     _, events = run(tmp_path, spec)
-    assert "row 0: the text '<|im_end|>' without an image" in of_kind(events, Failed)[0].message
+    assert "row 0: the text '<|im_end|>', which stands for a part of an image" in of_kind(events, Failed)[0].message
 
 
 def test_a_reference_with_another_processor_is_refused_by_name(tmp_path: Path) -> None:

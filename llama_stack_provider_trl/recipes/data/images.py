@@ -37,6 +37,10 @@ _OF_TEXT = frozenset(("input_ids", "attention_mask", "token_type_ids", "mm_token
 """What a processor returns that is of the text."""
 
 
+_VIDEOS = "video_processor"
+"""Part of a processor."""
+
+
 class BrokenImage(ValueError):
     """Raised for bytes that are no image, with what is wrong as a sentence's end."""
 
@@ -95,6 +99,11 @@ class Images:
         return str(self.processor.image_token)
 
     @cached_property
+    def _video_token(self) -> str:
+        """The placeholder of a video; empty: the model reads none."""
+        return str(getattr(self.processor, "video_token", None) or "")
+
+    @cached_property
     def token_ids(self) -> frozenset[int]:
         """Of the placeholders that features take the place of."""
         return frozenset(self.processor.image_token_ids)
@@ -103,9 +112,11 @@ class Images:
         """What a template has written, with all the tokens of each image, and the one that begins texts.
 
         Raises:
-            ValueError: it has other placeholders than the conversation has images.
+            ValueError: it has other placeholders than the conversation has images, or one of a video.
             BrokenImage: an image cannot be decoded.
         """
+        if self._video_token and self._video_token in text:
+            raise ValueError(f"it writes {self._video_token!r}, which stands for a video, and no method reads videos")
         first, *others = (self._begin(text) + text).split(self.token)
         if len(others) != len(images):
             raise ValueError(
@@ -145,11 +156,20 @@ class Images:
         )
 
     def refuse_stray(self, ids: Sequence[int], row: int) -> None:
-        """Return if no token is one that features of images take the place of. Raises JobFailure: invalid_dataset."""
-        if stray := self.token_ids.intersection(ids):
+        """Return if no token is one that features of images, or videos, take the place of.
+
+        Raises:
+            JobFailure: invalid_dataset, names the row and the token.
+        """
+        if stray := self._never_text.intersection(ids):
             token = (self._tokenizer or self.processor.tokenizer).convert_ids_to_tokens(min(stray))
-            text = f"row {row}: the text {token!r} without an image, which stands for a part of one"
+            text = f"row {row}: the text {token!r}, which stands for a part of an image or a video"
             raise JobFailure(Reason.invalid_dataset, f"{text}: leave it out, or send the image")
+
+    @cached_property
+    def _never_text(self) -> frozenset[int]:
+        of_videos = getattr(self.processor, "video_token_ids", ())
+        return self.token_ids.union(token for token in of_videos if token is not None)
 
     def placeholders(self, ids: Sequence[int]) -> int:
         """Tokens that features of images take the place of."""
@@ -222,13 +242,17 @@ def load_processor(source: ModelSource) -> Any:
     Raises:
         JobFailure: invalid_model, there is none that transformers can load, or it reads no images.
     """
-    from transformers import AutoProcessor  # imports torch, which a process that tokenizes texts does not need
+    from transformers import (  # imports torch, which a process that tokenizes texts does not need
+        AutoConfig,
+        AutoProcessor,
+    )
 
     arguments: dict[str, Any] = {"trust_remote_code": source.trust_remote_code}
     if source.revision:
         arguments["revision"] = source.revision
     try:
-        processor = AutoProcessor.from_pretrained(source.location, **arguments)
+        known = _without_videos(AutoConfig.from_pretrained(source.location, **arguments))
+        processor = (known or AutoProcessor).from_pretrained(source.location, **arguments)
     except MemoryError:
         raise
     except Exception as error:  # of transformers, and of each processor's own class
@@ -240,6 +264,25 @@ def load_processor(source: ModelSource) -> Any:
     if getattr(processor, "image_processor", None) is None or not getattr(processor, "image_token", None):
         raise _unfit(source, f"transformers finds a {type(processor).__name__} in its files, which reads no images")
     return processor
+
+
+def _without_videos(config: Any) -> Any:
+    """The class of a model's processor without its part for videos, which needs torchvision, and no row has one. None:
+    torchvision is installed, or the processor has no such part."""
+    from transformers import PROCESSOR_MAPPING
+    from transformers.utils import is_torchvision_available
+
+    known = None if is_torchvision_available() else PROCESSOR_MAPPING.get(type(config), None)
+    if known is None or _VIDEOS not in known.get_attributes():
+        return None
+
+    class OfImages(known):  # type: ignore[misc, valid-type]
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return [name for name in super().get_attributes() if name != _VIDEOS]
+
+    OfImages.__name__ = OfImages.__qualname__ = known.__name__  # of which digests know it
+    return OfImages
 
 
 def _unfit(source: ModelSource, found: str) -> JobFailure:
