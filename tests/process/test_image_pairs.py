@@ -12,12 +12,27 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import PeftModel
 
+from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.recipes.build import load_data
 from llama_stack_provider_trl.recipes.data.images import load_processor
-from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Prepared, Progress, Reason, Warned
+from llama_stack_provider_trl.recipes.model.loading import load_job_tokenizer
+from llama_stack_provider_trl.recipes.vision import with_images
+from llama_stack_provider_trl.specs.events import (
+    CheckpointSaved,
+    Failed,
+    NullEventWriter,
+    Preflighted,
+    Prepared,
+    Progress,
+    Reason,
+    Warned,
+)
 from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, OptimizerSpec, ReferenceSpec, ShardingSpec
 from llama_stack_provider_trl.specs.methods import CpoSpec
 from llama_stack_provider_trl.specs.model_source import ModelSource
+from llama_stack_provider_trl.specs.preflight import PreflightSpec, PreviewSpec
 from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny_vision import FAMILIES, IMAGE_TOKENS, image_pairs, picture, tiny_vision_model, uri
@@ -65,8 +80,14 @@ def simpo_loss(logps: torch.Tensor, reference: torch.Tensor, lengths: torch.Tens
     return -F.logsigmoid(BETA * (chosen - rejected) - 0.3).mean()
 
 
-def losses_of_transformers(family: str, rows: list[dict[str, Any]], loss_of: Loss = dpo_loss) -> list[float]:
-    """SGD over batches of two pairs, of which each answer is a padded row of its own with all the images."""
+def losses_of_transformers(
+    family: str, rows: list[dict[str, Any]], loss_of: Loss = dpo_loss, adapter: Path | None = None
+) -> list[float]:
+    """SGD over batches of two pairs, of which each answer is a padded row of its own with all the images.
+
+    Args:
+        adapter: that is trained; None: every weight is.
+    """
     from PIL import Image
     from transformers import AutoModelForImageTextToText
 
@@ -74,7 +95,9 @@ def losses_of_transformers(family: str, rows: list[dict[str, Any]], loss_of: Los
     processor = load_processor(ModelSource(model=str(directory)))
     model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).train()
     reference = copy.deepcopy(model).eval()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    if adapter:
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True).train()
+    optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=RATE)
 
     def opened(part: dict[str, Any]) -> dict[str, Any]:
         if part["type"] == "text":
@@ -128,6 +151,18 @@ def test_losses_are_those_of_a_loop_over_the_models_own_processor(tmp_path: Path
     (prepared,) = of_kind(events, Prepared)
     assert prepared.effective["data"]["images"] == 6
     assert prepared.effective["attention_mask"] == "passed"
+
+
+def test_an_adapter_is_compared_with_the_model_without_it(tmp_path: Path) -> None:
+    lora = LORA.model_copy(update={"dropout": 0.0})
+    still = SGD.model_copy(update={"learning_rate": 1e-12})
+    _, events = run(tmp_path / "begin", pair_job(tmp_path / "begin", "qwen2_vl", lora=lora, optimizer=still))
+    begin = of_kind(events, CheckpointSaved)[-1].path
+    status, events = run(tmp_path, pair_job(tmp_path, "qwen2_vl", lora=lora))
+    assert status == 0, of_kind(events, Failed)
+    expected = losses_of_transformers("qwen2_vl", image_pairs(5), adapter=begin)
+    assert losses(events) == pytest.approx(expected, rel=1e-5)
+    assert expected[-1] < 0.69
 
 
 @pytest.mark.parametrize(
@@ -204,10 +239,28 @@ def test_a_pair_whose_images_would_be_cut_is_dropped_and_counted(tmp_path: Path)
     assert any(found in message for message in messages), messages
 
 
+def test_pairs_without_images_train_beside_those_with_some_on_one_rank(tmp_path: Path) -> None:
+    answers = [[{"role": "assistant", "content": text}] for text in ("It is 4.", "I would rather not.")]
+    plain = {"prompt": [{"role": "user", "content": "What is 2 plus 2?"}], "chosen": answers[0], "rejected": answers[1]}
+    rows = [image_pairs(1)[0], plain, plain, image_pairs(3)[2]]
+    status, events = run(tmp_path, pair_job(tmp_path, "qwen2_vl", rows=rows))
+    assert status == 0, of_kind(events, Failed)
+    assert losses(events) == pytest.approx(losses_of_transformers("qwen2_vl", rows), rel=1e-5)
+    spec = with_images(pair_job(tmp_path, rows=rows, ranks=2))
+    with pytest.raises(JobFailure, match="2 of 4 pairs have no image, and on 2 ranks each needs one"):
+        load_data(spec, load_job_tokenizer(spec), NullEventWriter(), 2)
+
+
+def test_a_preflight_counts_the_images_of_pairs_and_says_what_its_estimate_lacks(tmp_path: Path) -> None:
+    _, events = run(tmp_path, pair_job(tmp_path), preflight=PreflightSpec(device="cpu"))
+    (found,) = of_kind(events, Preflighted)
+    assert (found.data["images"], found.data["trained"]) == (6, 5)
+    assert "the estimate of memory leaves out what the vision part of the model takes for images" in found.warnings
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_preview_finds_each_answer_as_the_processor_has_it_at_inference(tmp_path: Path, family: str) -> None:
     from llama_stack_provider_trl.recipes.preview import examined
-    from llama_stack_provider_trl.specs.preflight import PreviewSpec
 
     found = examined(pair_job(tmp_path, family), PreviewSpec(first_row=0, rows=5), lambda: None, every_row=True)
     assert (found.data["images"], found.inference.turns, found.inference.equal) == (6, 10, 10)
