@@ -187,6 +187,13 @@ def test_two_ranks_train_what_one_process_trains(tmp_path: Path, ranks: Ranks, f
     assert losses(of_ranks) == pytest.approx(losses(events), rel=1e-4)
 
 
+def test_ranks_with_whole_models_wait_for_no_gradient_of_unused_vision_blocks(tmp_path: Path, ranks: Ranks) -> None:
+    whole = {"sharding": ShardingSpec(strategy="NO_SHARD"), "gradient_checkpointing": True}
+    codes, events = ranks.run(tmp_path / "run", pair_job(tmp_path, ranks=2, **whole))
+    assert codes == [0, 0], of_kind(events, Failed)
+    assert losses(events) == pytest.approx(losses_of_transformers("llava", image_pairs(5)), rel=1e-4)
+
+
 def test_a_resumed_job_ends_with_the_weights_of_one_that_was_not_stopped(tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText
 
