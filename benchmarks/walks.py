@@ -11,6 +11,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from machine import REPOSITORY, machine, print_header
 
@@ -33,14 +35,18 @@ def main() -> None:
         adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
         walks = [
             milliseconds(adapted.train),
-            milliseconds(lambda adapted=adapted: adapted.num_parameters(exclude_embeddings=True)),
+            milliseconds(partial(adapted.num_parameters, exclude_embeddings=True)),
             milliseconds(adapted.zero_grad),
-            milliseconds(lambda adapted=adapted: list(adapted.parameters())),
+            milliseconds(partial(listed, adapted)),
         ]
         kept = keep_walks(adapted)
         steps = milliseconds(adapted.train) + milliseconds(adapted.zero_grad)
-        steps += milliseconds(lambda kept=kept: list(kept.parameters()))
+        steps += milliseconds(partial(listed, kept))
         print("| " + " | ".join([str(layers), *(f"{one:.2f}" for one in (*walks, sum(walks), steps))]) + " |")
+
+
+def listed(model: Any) -> None:
+    list(model.parameters())
 
 
 def milliseconds(walk: Callable[[], object]) -> float:

@@ -1,12 +1,15 @@
-"""Two whole vision-language models with random weights, made here with their processors: LLaVA and Idefics3.
+"""Whole vision-language models with random weights, made here with their processors: LLaVA, Idefics3 and Qwen2-VL.
 
-LLaVA writes 4 tokens for every image; Idefics3 cuts an image into tiles, and writes tokens around each.
+LLaVA writes 4 tokens for every image; Idefics3 cuts an image into tiles, and writes tokens around each. Qwen2-VL writes
+as many as an image has patches, which the processor puts one behind another for all images of a batch, and numbers
+positions by rows and columns of them. Its processor reads videos, too.
 """
 
 from __future__ import annotations
 
 import base64
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +52,14 @@ _VISION: dict[str, Any] = {
     "num_attention_heads": 2,
     "patch_size": 14,
 }
-FAMILIES = ("llava", "idefics3")
+IMAGE_TOKENS = ("<image>", "<|image_pad|>")
+FAMILIES = ("llava", "idefics3", "qwen2_vl")
 
 
 def tiny_vision_model(family: str, cache: Path = CACHE) -> Path:
     """Directory of a model of `FAMILIES` with its processor."""
-    return _cached(cache, f"vision-{family}-2", {"llava": _save_llava, "idefics3": _save_idefics3}[family])
+    save = {"llava": _save_llava, "idefics3": _save_idefics3, "qwen2_vl": _save_qwen2, "qwen2_5_vl": _save_qwen2_5}
+    return _cached(cache, f"vision-{family}-2", save[family])
 
 
 def picture(number: int, width: int = 40, height: int = 30, kind: str = "PNG") -> bytes:
@@ -96,6 +101,21 @@ def image_rows(count: int) -> list[dict[str, Any]]:
             ]
         rows.append({"messages": turns})
     return rows
+
+
+def image_pairs(count: int) -> list[dict[str, Any]]:
+    """Pairs whose prompt has an image; every third one has a second image, and a turn of its own for it."""
+    pairs = []
+    for number, row in enumerate(image_rows(count)):
+        *prompt, last = row["messages"]
+        pairs.append(
+            {
+                "prompt": prompt,
+                "chosen": [last],
+                "rejected": [{"role": "assistant", "content": f"I cannot see {number + 1} of them."}],
+            }
+        )
+    return pairs
 
 
 def _tokenizer(*special: str) -> Any:
@@ -164,6 +184,56 @@ def _save_idefics3(path: Path) -> None:
         image_seq_len=4,
         chat_template=IN_PLACE_TEMPLATE,
     ).save_pretrained(path)
+
+
+def _save_qwen2(path: Path) -> None:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    vision = {"embed_dim": 32, "hidden_size": 64, "depth": 2, "num_heads": 2, "mlp_ratio": 2}
+    _save_qwen(path, Qwen2VLConfig, Qwen2VLForConditionalGeneration, vision)
+
+
+def _save_qwen2_5(path: Path) -> None:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "out_hidden_size": 64,
+        "depth": 2,
+        "num_heads": 2,
+        "window_size": 56,
+        "fullatt_block_indexes": [1],
+    }
+    _save_qwen(path, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, vision)
+
+
+def _save_qwen(path: Path, config_class: Any, model_class: Any, vision: dict[str, Any]) -> None:
+    """The files of the processor are those that the hub has: its own class writes them with torchvision only."""
+    import torch
+
+    begin, image, video, end = "<|vision_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_end|>"
+    tokenizer = _tokenizer(begin, image, video, end)
+    ids = {
+        f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
+        for name, token in {"vision_start": begin, "vision_end": end, "image": image, "video": video}.items()
+    }
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    text = {**_TEXT, **_of(tokenizer), "vocab_size": len(tokenizer), "rope_parameters": rope}
+    config = config_class(text_config=text, vision_config=vision, **ids)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model_class(config).save_pretrained(path)
+    tokenizer.chat_template = IN_PLACE_TEMPLATE.replace("<image>", begin + image + end)
+    tokenizer.save_pretrained(path)
+    name = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}[config.model_type]
+    preprocessor = {
+        "processor_class": name,
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "min_pixels": 28 * 28,
+        "max_pixels": 84 * 84,
+    }
+    (path / "preprocessor_config.json").write_text(json.dumps(preprocessor))
 
 
 def _of(tokenizer: Any) -> dict[str, Any]:

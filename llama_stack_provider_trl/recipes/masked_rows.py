@@ -125,11 +125,12 @@ class RowReader:
 
     def _pairs(self, chunk: Sequence[tuple[int, PreferenceExample]]) -> Iterator[list[MaskedRow]]:
         compare = self.inference.of_answer
-        for found, (_, example) in zip(self.counter.read(encode_pairs(self.chat, chunk)), chunk, strict=True):
+        for found, (row, example) in zip(self.counter.read(encode_pairs(self.chat, chunk)), chunk, strict=True):
+            images = [image for _, image in images_in(example.prompt)]
             margins: Sequence[float | None] = example.margins or [None] * len(found)
             yield [
                 replace(
-                    _pair(prompt, chosen, rejected, self.counter, margin),
+                    _pair(prompt, chosen, rejected, self.counter, margin, self.chat.images, images, row),
                     messages=[*pair.prompt, *pair.chosen, *pair.rejected],
                     turns=[
                         *compare("chosen", pair.prompt, pair.chosen, (prompt, chosen)),
@@ -184,16 +185,29 @@ def _prompt(ids: list[int], theirs: list[int], answer: int, counter: TruncationC
 
 
 def _pair(
-    prompt: list[int], chosen: list[int], rejected: list[int], counter: TruncationCounter, margin: float | None
+    prompt: list[int],
+    chosen: list[int],
+    rejected: list[int],
+    counter: TruncationCounter,
+    margin: float | None,
+    images: Images | None,
+    own: list[bytes],
+    row: int,
 ) -> MaskedRow:
     length = len(prompt) + max(len(chosen), len(rejected))
-    found = counter.cut_pair(prompt, chosen, rejected, () if margin is None else [margin])
+    cut = counter.images_cut
+    never_cut = images.token_ids if images and own else frozenset[int]()
+    beside = [*(() if margin is None else [margin]), *image_numbers(own)]
+    found = counter.cut_pair(prompt, chosen, rejected, never_cut, beside)
     if found is None:
         parts = [("prompt", prompt), ("chosen", chosen), ("rejected", rejected)]
         why = f"within max_seq_length={counter.limit} tokens the prompt leaves none for an answer"
         if not chosen or not rejected:
             why = "an answer has no token"
+        if counter.images_cut > cut:
+            why = f"max_seq_length={counter.limit} would cut off a part of its images"
         return MaskedRow([MaskedPart(name, ids, set(), set()) for name, ids in parts], length, why)
+    counter.images += len(images.of_sequence(found[0], own, row)) if images and own else 0
     kept = [{*counter.cut([*range(len(prompt))], prompt, len(found[0]))}, *({*range(len(one))} for one in found[1:])]
     return MaskedRow(
         [

@@ -107,13 +107,14 @@ def has_placeholder(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def place_images(
-    messages: Sequence[dict[str, Any]], column: str | None, images: Sequence[bytes], refuse: Refuse
+    messages: Sequence[dict[str, Any]], column: str | None, images: Sequence[bytes], refuse: Refuse, where: str
 ) -> None:
     """Put the images of a row where its messages have placeholders: parts without an image, or `<image>` in a text of a
     user. Without any, all of them stand before the text of the first user turn, as TRL has it.
 
     Args:
         column: that the images are of; None: the row has none.
+        where: what the messages are called in errors.
 
     Raises:
         what `refuse` returns.
@@ -125,7 +126,7 @@ def place_images(
     waiting = len(places)
     first = next((message for message in messages if message["role"] == "user"), None)
     if column is None and waiting:
-        raise refuse("messages", "an image part without an image", "its image, or a column images with it")
+        raise refuse(where, "an image part without an image", "its image, or a column images with it")
     if column is not None and not waiting and images:
         if first is None:
             raise refuse(column, "images in a conversation without a user", "a user turn")
@@ -135,12 +136,12 @@ def place_images(
         raise refuse(column, f"{len(images)} images", f"{waiting}, one for each placeholder in the messages")
     numbers = [number if place is None else place for number, place in enumerate(places)]
     if sorted(numbers) != [*range(waiting)]:
-        raise refuse("messages", f"image parts with the indexes {numbers}", f"each image of {column} once, from 0 on")
+        raise refuse(where, f"image parts with the indexes {numbers}", f"each image of {column} once, from 0 on")
     left = iter([images[number] for number in numbers])
     for turn, message in enumerate(messages):
         own = message.get("images", [])
         if message["content"].count(MARK) != len(own) and "images" in message:
-            raise refuse(f"messages, turn {turn}", "the character U+FFFC beside images", "a text without it")
+            raise refuse(f"{where}, turn {turn}", "the character U+FFFC beside images", "a text without it")
         if not all(isinstance(image, bytes) for image in own):
             message["images"] = [image if isinstance(image, bytes) else next(left) for image in own]
 

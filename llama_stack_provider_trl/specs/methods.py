@@ -368,6 +368,8 @@ class Method:
     """Its result is a reward model, which writes no text."""
     has_reference: bool = False
     """It compares the model with a reference."""
+    reads_images: bool = False
+    """Its rows may have images."""
 
     @property
     def has_pairs(self) -> bool:
@@ -384,11 +386,11 @@ _PAIR_METRICS = ("eval_loss", "eval_rewards/accuracies", "eval_rewards/margins")
 _PREFERENCE_RATES = (1e-6, 1e-5)
 _ANSWERS = "it trains on answers that differ in each step"
 METHODS: dict[Algorithm, Method] = {
-    "sft": Method("SFT", "sft", "sft", (2e-5, 2e-4), ("eval_loss", "eval_mean_token_accuracy")),
-    "dpo": Method("DPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS, has_reference=True),
+    "sft": Method("SFT", "sft", "sft", (2e-5, 2e-4), ("eval_loss", "eval_mean_token_accuracy"), reads_images=True),
+    "dpo": Method("DPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS, has_reference=True, reads_images=True),
     "orpo": Method("ORPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS, "ORPO's loss covers prompts too"),
-    "cpo": Method("CPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS),
-    "simpo": Method("SimPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS),
+    "cpo": Method("CPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS, reads_images=True),
+    "simpo": Method("SimPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS, reads_images=True),
     "reward": Method(
         "a reward model", "dpo", "dpo", (1e-4, 1e-3), _PAIR_METRICS, "a reward is read at the end of a row", True
     ),

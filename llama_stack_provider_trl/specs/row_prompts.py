@@ -90,6 +90,8 @@ def _messages(row: dict[str, Any], names: RowNames | None) -> list[dict[str, Any
     else:
         assert isinstance(example, PreferenceExample | LabelledExample)
         messages = example.prompt
+        if any("images" in message for message in messages):
+            raise InvalidRows("its prompt has images, expected text alone: take another row")
     length = sum(len(str(message)) for message in messages)
     if length > MOST_CHARACTERS:
         raise InvalidRows(f"its prompt has {length} characters, expected at most {MOST_CHARACTERS}: take another row")

@@ -126,6 +126,8 @@ class PreferenceExample:
     """Chosen and rejected, as indexes into `answers`. None: no answer of the row is better than another."""
     margins: list[float] | None = None
     """Of each pair; None: the rows are read without margins."""
+    unread_image: str | None = None
+    """As that of `SftExample`."""
 
     @classmethod
     def of(
@@ -919,6 +921,10 @@ def _shared_turns(answers: Sequence[list[Message]]) -> list[Message]:
     return first[:count]
 
 
+def _reads_images(use: RowUse) -> bool:
+    return use != "prompts" and METHODS[use].reads_images
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RowShape:
     """One way to write a row. Columns beside those of the shape are allowed, not read, and reported."""
@@ -941,8 +947,9 @@ class RowShape:
         """Columns that are read where a row has them; a plain text is written by no chat template."""
         if self.columns == ("text",):
             return self.optional
-        more = of_images.COLUMNS if self.use == "sft" else (MARGIN,) if self.use == "dpo" else ()
-        return (*self.optional, *more, *_AROUND)
+        images = of_images.COLUMNS if _reads_images(self.use) else ()
+        margin = (MARGIN,) if self.use == "dpo" else ()
+        return (*self.optional, *images, *margin, *_AROUND)
 
 
 ROW_SHAPES: tuple[RowShape, ...] = (
@@ -1151,7 +1158,7 @@ def _parse(
     example = shape.read(reader)
     if notes.system or not columns.isdisjoint(_AROUND):
         example = _with_around(reader, example, shape)
-    example = _with_images(reader, example, use)
+    example = _with_images(reader, example, use, columns)
     _refuse_weights(reader, example)
     return shape, columns, example
 
@@ -1166,21 +1173,23 @@ def _null_images(row: Mapping[str, Any], notes: _Notes) -> str | None:
     return None
 
 
-def _with_images(row: _Row, example: Example, use: RowUse) -> Example:
-    """The example with its images in place. Only SFT trains on them."""
+def _with_images(row: _Row, example: Example, use: RowUse, columns: frozenset[str]) -> Example:
+    """The example with its images in place: of pairs in their prompt, which both answers share."""
     talks = _conversations(example)
     in_turns = any("images" in turn for talk in talks for turn in talk)
-    if row.null_images is None and row.values.keys().isdisjoint(of_images.COLUMNS) and not in_turns:
+    if row.null_images is None and columns.isdisjoint(of_images.COLUMNS) and not in_turns:
         return example
-    if use != "sft":
+    if not _reads_images(use):
         named = [column for column in of_images.COLUMNS if of_images.holds_images(row.values.get(column))]
         if named or in_turns:
             title = "prompts" if use == "prompts" else METHODS[use].title
-            raise row.refuse((named or ["messages"])[0], "images", f"text alone: {title} reads no images, SFT does")
+            *readers, last = (method.title for method in METHODS.values() if method.reads_images)
+            expected = f"text alone: {title} reads no images, {', '.join(readers)} and {last} do"
+            raise row.refuse((named or ["messages"])[0], "images", expected)
         return example
-    (talk,) = talks or ([],)
-    if not talk or not isinstance(example, SftExample):
+    if not talks or not isinstance(example, SftExample | PreferenceExample):
         return example  # a plain text
+    talk, where = talks[0], "messages" if isinstance(example, SftExample) else "prompt"
     try:
         column, images = row.images()
     except InvalidRows as error:
@@ -1189,7 +1198,7 @@ def _with_images(row: _Row, example: Example, use: RowUse) -> Example:
             raise
         row.notes.unread_images.update(named)
         return replace(example, unread_image=error.hint)
-    of_images.place_images(talk, column, images, row.refuse)
+    of_images.place_images(talk, column, images, row.refuse, where)
     row.notes.images += of_images.count_images(talk)
     return example
 
@@ -1407,6 +1416,8 @@ _Seen = Counter[tuple[RowShape, frozenset[str]]]
 def _warnings(seen: _Seen, notes: _Notes, use: RowUse, data_format: DataFormat | None) -> list[str]:
     warnings = []
     unread = {column for shape, columns in seen for column in columns.difference(shape.columns, shape.read_beside)}
+    if not _reads_images(use):  # a method that reads the same rows may
+        unread |= {column for _, columns in seen for column in columns.intersection(of_images.COLUMNS)}
     if not notes.margins:
         unread |= {MARGIN for _, columns in seen if MARGIN in columns}
     unread |= notes.unread_images

@@ -27,9 +27,11 @@ from llama_stack_provider_trl.specs.events import (
     Warned,
 )
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, RowNames, ShardingSpec
+from llama_stack_provider_trl.specs.model_source import ModelSource
 from tests.ranks import Ranks
+from tests.required import in_full
 from tests.tiny import tiny_model
-from tests.tiny_vision import FAMILIES, image_rows, picture, tiny_vision_model, uri
+from tests.tiny_vision import FAMILIES, IMAGE_TOKENS, image_rows, picture, tiny_vision_model, uri
 from tests.training import LORA, SFT_ROWS, dataset, job_spec, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
@@ -59,10 +61,11 @@ def losses_of_transformers(family: str, rows: list[dict[str, Any]]) -> list[floa
     import base64
 
     from PIL import Image
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoModelForImageTextToText
 
     directory = tiny_vision_model(family)
-    processor = AutoProcessor.from_pretrained(directory)
+    # Where torchvision is not installed, transformers alone loads no processor that reads videos, too.
+    processor = load_processor(ModelSource(model=str(directory)))
     model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
 
@@ -104,7 +107,11 @@ def losses_of_transformers(family: str, rows: list[dict[str, Any]]) -> list[floa
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *in_full("qwen2_5_vl")])
 def test_losses_are_those_of_a_loop_over_the_models_own_processor(tmp_path: Path, family: str) -> None:
     spec = image_job(tmp_path, family)
     status, events = run(tmp_path, spec)
@@ -116,21 +123,27 @@ def test_losses_are_those_of_a_loop_over_the_models_own_processor(tmp_path: Path
     assert prepared.effective["padding_free"] == "not used: the rows have images"
     # What is exported reads images again, and has learnt.
     from PIL import Image
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoModelForImageTextToText
 
     final = of_kind(events, CheckpointSaved)[-1].path
     before, after = (
         AutoModelForImageTextToText.from_pretrained(path).state_dict() for path in (tiny_vision_model(family), final)
     )
-    vision = [name for name in before if "vision" in name and "position" not in name and name.endswith("weight")]
+    vision = [
+        name
+        for name in before
+        if ("vision" in name or "visual" in name) and "position" not in name and name.endswith("weight")
+    ]
     assert any(not torch.equal(before[name], after[name]) for name in vision)
     image = Image.open(io.BytesIO(picture(0)))
-    ids = [AutoProcessor.from_pretrained(path)(images=[image], text=["<image>"]) for path in (spec.source.model, final)]
-    assert ids[0]["input_ids"] == ids[1]["input_ids"]
+    processors = [load_processor(ModelSource(model=str(path))) for path in (spec.source.model, final)]
+    ids = [one(images=[image], text=[one.image_token])["input_ids"] for one in processors]
+    assert ids[0] == ids[1]
 
 
-def test_two_ranks_train_what_one_process_trains(tmp_path: Path, ranks: Ranks) -> None:
-    spec, together = image_job(tmp_path / "one"), image_job(tmp_path / "two", ranks=2)
+@pytest.mark.parametrize("family", ["llava", *in_full("qwen2_vl")])
+def test_two_ranks_train_what_one_process_trains(tmp_path: Path, ranks: Ranks, family: str) -> None:
+    spec, together = image_job(tmp_path / "one", family), image_job(tmp_path / "two", family, ranks=2)
     _, events = run(tmp_path / "one", spec)
     codes, of_ranks = ranks.run(tmp_path / "two" / "run", together)
     assert codes == [0, 0], of_kind(of_ranks, Failed)
@@ -156,8 +169,9 @@ def test_a_resumed_job_ends_with_the_weights_of_one_that_was_not_stopped(tmp_pat
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_adapters_are_added_to_the_language_model_alone(tmp_path: Path) -> None:
-    status, events = run(tmp_path, image_job(tmp_path, lora=LORA, merge_adapter=True))
+@pytest.mark.parametrize("family", ["llava", *in_full("qwen2_vl")])
+def test_adapters_are_added_to_the_language_model_alone(tmp_path: Path, family: str) -> None:
+    status, events = run(tmp_path, image_job(tmp_path, family, lora=LORA, merge_adapter=True))
     assert status == 0, of_kind(events, Failed)
     from safetensors.torch import load_file
 
@@ -165,7 +179,10 @@ def test_adapters_are_added_to_the_language_model_alone(tmp_path: Path) -> None:
     names = load_file(final / "adapter_model.safetensors").keys()
     assert names
     assert all(".language_model." in name for name in names)
-    assert all((path / "processor_config.json").is_file() for path in (final, merged))
+    assert all(
+        (path / ("preprocessor_config.json" if family == "qwen2_vl" else "processor_config.json")).is_file()
+        for path in (final, merged)
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -175,7 +192,9 @@ def test_a_preview_finds_each_turn_as_the_processor_has_it_at_inference(tmp_path
 
     found = examined(image_job(tmp_path, family), PreviewSpec(first_row=0, rows=5), lambda: None, every_row=True)
     assert (found.data["images"], found.inference.turns, found.inference.equal) == (6, 6, 6)
-    marks = [mark for row in found.rows for mark, text in zip(row.trained, row.texts, strict=True) if text == "<image>"]
+    marks = [
+        mark for row in found.rows for mark, text in zip(row.trained, row.texts, strict=True) if text in IMAGE_TOKENS
+    ]
     assert set(marks) == {"0"}
 
 
@@ -265,6 +284,23 @@ def test_rows_that_a_processor_of_the_models_own_has_read_are_not_cached(tmp_pat
     assert RowKeys(own, tokenizer).of(spec.data.dataset) is None
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"messages": _messages({"prompt": "?", "completion": "A <|video_pad|>."})},
+            "writes '<|video_pad|>', which stands",
+        ),
+        ({"text": "A <|video_pad|>."}, "row 1: the text '<|video_pad|>', which stands for a part of"),
+    ],
+)
+def test_a_placeholder_of_a_video_is_refused(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    _, events = run(tmp_path, image_job(tmp_path, "qwen2_vl", rows=[*image_rows(1), row]))
+    (failed,) = of_kind(events, Failed)
+    assert failed.reason is Reason.invalid_dataset
+    assert message in failed.message
+
+
 def test_rows_without_images_train_beside_those_with_some(tmp_path: Path) -> None:
     rows = [*image_rows(2), *({"messages": _messages(row)} for row in SFT_ROWS[:3])]
     status, events = run(tmp_path, image_job(tmp_path, rows=rows))
@@ -285,10 +321,6 @@ def test_the_template_of_an_older_processor_is_found_in_its_own_file(tmp_path: P
     (directory / "chat_template.jinja").unlink()
     (directory / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     assert load_job_tokenizer(job_spec(tmp_path, directory)).chat_template == template
-
-
-def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
 
 
 def test_a_column_of_images_is_read_as_parts_are(tmp_path: Path) -> None:

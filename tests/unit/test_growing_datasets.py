@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Iterator
 from contextlib import closing
@@ -182,6 +183,19 @@ def test_a_vote_with_a_key_that_chats_refuse_is_refused_by_name() -> None:
         row_of(body)
 
 
+PNG = b"\x89PNG\r\n\x1a\n"
+PICTURE = {
+    "type": "image_url",
+    "image_url": {"url": f"data:image/png;base64,{base64.b64encode(PNG).decode()}"},
+}
+
+
+def test_a_vote_on_a_question_with_an_image_is_refused() -> None:
+    body = VoteBody(dataset_id="d", messages=[{"role": "user", "content": [PICTURE]}], chosen="a", rejected="b")
+    with pytest.raises(InvalidRequest, match=r"they have images, expected text alone"):
+        row_of(body)
+
+
 def prompt(tmp_path: Path, row: Any, number: int = 1, names: RowNames | None = None) -> Any:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "first"}\n' + (row if isinstance(row, str) else json.dumps(row)) + "\n")
@@ -215,6 +229,10 @@ def test_a_row_of_any_shape_with_a_prompt_has_it(tmp_path: Path, row: Any) -> No
         ({"text": "a"}, "row 1: found the columns text"),
         ("{", "row 1: is not JSON"),
         ({"prompt": "a" * (MOST_CHARACTERS + 1)}, "row 1: its prompt has"),
+        (
+            {"prompt": [{"role": "user", "content": [PICTURE]}], "chosen": "b", "rejected": "c"},
+            "row 1: its prompt has images, expected text alone",
+        ),
     ],
 )
 def test_a_row_without_a_prompt_is_named(tmp_path: Path, row: Any, sentence: str) -> None:

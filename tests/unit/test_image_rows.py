@@ -11,7 +11,7 @@ import pytest
 from llama_stack_provider_trl.errors import InvalidRows
 from llama_stack_provider_trl.specs.images import MARK, as_parts
 from llama_stack_provider_trl.specs.job import RowNames
-from llama_stack_provider_trl.specs.rows import SftExample, check_rows, parse_row
+from llama_stack_provider_trl.specs.rows import PreferenceExample, SftExample, check_rows, parse_row
 from llama_stack_provider_trl.system.json_rows import encoded
 
 PNG, JPEG = b"\x89PNG\r\n\x1a\n" + b"one", b"\xff\xd8\xff" + b"other"
@@ -115,20 +115,63 @@ def test_what_is_no_image_is_refused_by_a_sentence(given: dict[str, Any], messag
 @pytest.mark.parametrize(
     ("use", "given"),
     [
-        ("dpo", {"prompt": "<image>?", "chosen": "a", "rejected": "b", "images": [uri(PNG)]}),
-        ("dpo", {"prompt": IMAGE_PROMPT, "chosen": "a", "rejected": "b"}),
+        ("reward", {"prompt": "<image>?", "chosen": "a", "rejected": "b", "images": [uri(PNG)]}),
+        ("orpo", {"prompt": IMAGE_PROMPT, "chosen": "a", "rejected": "b"}),
         ("kto", {**row([{"type": "image", "image": uri(PNG)}]), "label": True}),
         ("grpo", {"prompt": IMAGE_PROMPT}),
         ("prompts", {"prompt": "?", "images": [{"bytes": uri(PNG)}]}),
     ],
 )
 def test_every_other_method_refuses_images_by_name(use: Any, given: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRows, match=r"found images, expected text alone: .* reads no images, SFT does"):
+    expected = r"found images, expected text alone: .* reads no images, SFT, DPO, CPO and SimPO do"
+    with pytest.raises(InvalidRows, match=expected):
         parse_row(given, 0, use)
 
 
+ASKED = {"role": "user", "content": [{"type": "image", "image": uri(PNG)}, text("?")]}
+PLACED = {"role": "user", "content": [{"type": "image"}, text("?")]}
+OTHER = {"role": "assistant", "content": "A dog."}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"prompt": [ASKED], "chosen": "A cat.", "rejected": "A dog."},
+        {"prompt": "<image>?", "chosen": "A cat.", "rejected": ["A dog."], "image": {"bytes": uri(PNG), "path": None}},
+        {"prompt": [PLACED], "chosen": [ANSWER], "rejected": [OTHER], "images": [uri(PNG)]},
+        {"chosen": [PLACED, ANSWER], "rejected": [PLACED, OTHER], "images": [uri(PNG)]},
+        {"prompt": [ASKED], "chosen": [ASKED, ANSWER], "rejected": [ASKED, OTHER]},
+        {"input": {"messages": [ASKED]}, "preferred_output": [ANSWER], "non_preferred_output": [OTHER]},
+        {"prompt": "?", "responses": ["A dog.", "A cat."], "scores": [1, 2], "images": [uri(PNG)]},
+    ],
+)
+def test_both_answers_of_a_pair_share_the_images_of_its_prompt(given: dict[str, Any]) -> None:
+    example = parse_row(given, 0, "dpo")
+    assert isinstance(example, PreferenceExample)
+    assert example.prompt == [{"role": "user", "content": f"{MARK}?", "images": [PNG]}]
+    assert [pair.chosen + pair.rejected for pair in example.written_out()] == [[ANSWER, OTHER]]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"rejected": [{"role": "assistant", "content": [{"type": "image"}]}]},
+            "column rejected, turn 0 (assistant): ",
+        ),
+        ({"images": [uri(PNG), uri(PNG)]}, "column images: found 2 images, expected 1, one for each placeholder"),
+        ({"images": None}, "column prompt: found an image part without an image"),
+    ],
+)
+def test_an_image_of_an_answer_or_too_many_of_a_pair_are_refused(changed: dict[str, Any], message: str) -> None:
+    pair = {"prompt": [PLACED], "chosen": [ANSWER], "rejected": [OTHER], "images": [uri(PNG)]}
+    with pytest.raises(InvalidRows) as caught:
+        parse_row({**pair, **changed}, 0, "dpo")
+    assert message in str(caught.value)
+
+
 def test_columns_of_that_name_with_something_else_are_not_read_by_other_methods() -> None:
-    report = check_rows([{"prompt": "?", "chosen": "a", "rejected": "b", "image": "b.png"}], "dpo")
+    report = check_rows([{"prompt": "?", "chosen": "a", "rejected": "b", "image": "b.png"}], "orpo")
     assert any("columns never read: image" in warning for warning in report.warnings)
 
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import InvalidRows, JobFailure
 from ...specs.events import Reason
-from ...specs.images import count_images
+from ...specs.images import images_in
 from ...specs.model_source import ModelSource
-from ...specs.rows import SftExample
+from ...specs.rows import PreferenceExample, SftExample
 from .templates import processed_ids
 
 if TYPE_CHECKING:
@@ -35,6 +35,10 @@ _CHUNK_BYTES = 64 << 20
 """Of the images that are tokenized at once."""
 _OF_TEXT = frozenset(("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"))
 """What a processor returns that is of the text."""
+
+
+_VIDEOS = "video_processor"
+"""Part of a processor."""
 
 
 class BrokenImage(ValueError):
@@ -95,6 +99,11 @@ class Images:
         return str(self.processor.image_token)
 
     @cached_property
+    def _video_token(self) -> str:
+        """The placeholder of a video; empty: the model reads none."""
+        return str(getattr(self.processor, "video_token", None) or "")
+
+    @cached_property
     def token_ids(self) -> frozenset[int]:
         """Of the placeholders that features take the place of."""
         return frozenset(self.processor.image_token_ids)
@@ -103,9 +112,11 @@ class Images:
         """What a template has written, with all the tokens of each image, and the one that begins texts.
 
         Raises:
-            ValueError: it has other placeholders than the conversation has images.
+            ValueError: it has other placeholders than the conversation has images, or one of a video.
             BrokenImage: an image cannot be decoded.
         """
+        if self._video_token and self._video_token in text:
+            raise ValueError(f"it writes {self._video_token!r}, which stands for a video, and no method reads videos")
         first, *others = (self._begin(text) + text).split(self.token)
         if len(others) != len(images):
             raise ValueError(
@@ -144,6 +155,22 @@ class Images:
             "tokenizer that has the image token of the processor as one token: use the files of one model.",
         )
 
+    def refuse_stray(self, ids: Sequence[int], row: int) -> None:
+        """Return if no token is one that features of images, or videos, take the place of.
+
+        Raises:
+            JobFailure: invalid_dataset, names the row and the token.
+        """
+        if stray := self._never_text.intersection(ids):
+            token = (self._tokenizer or self.processor.tokenizer).convert_ids_to_tokens(min(stray))
+            text = f"row {row}: the text {token!r}, which stands for a part of an image or a video"
+            raise JobFailure(Reason.invalid_dataset, f"{text}: leave it out, or send the image")
+
+    @cached_property
+    def _never_text(self) -> frozenset[int]:
+        of_videos = getattr(self.processor, "video_token_ids", ())
+        return self.token_ids.union(token for token in of_videos if token is not None)
+
     def placeholders(self, ids: Sequence[int]) -> int:
         """Tokens that features of images take the place of."""
         return sum(token in self.token_ids for token in ids)
@@ -164,12 +191,15 @@ class Images:
             given.append(turn)
         return processed_ids(self.processor, self._tokenizer or self.processor.tokenizer, given, **options)
 
-    def features(self, rows: Sequence[Sequence[bytes]], ids: Sequence[Sequence[int]]) -> dict[str, Any]:
+    def features(
+        self, rows: Sequence[Sequence[bytes]], ids: Sequence[Sequence[int]], repeats: int = 1
+    ) -> dict[str, Any]:
         """The inputs of the model beside the tokens, as tensors; none: no row has an image, and the model needs none.
 
         Args:
             rows: images of each row.
-            ids: tokens of each row, padded.
+            ids: tokens of each sequence, padded: `repeats` times as many as rows.
+            repeats: how often the rows follow one another with these images, which are read once.
         """
         import torch
 
@@ -181,7 +211,8 @@ class Images:
         if nested:
             texts = [self.token * len(row) for row in nested]
             out = self.processor(images=nested, text=texts, padding=True, return_tensors="pt")
-            found |= {key: value for key, value in out.items() if key not in _OF_TEXT}
+            # The first dimension counts rows, images or patches, all of them in the order of the rows.
+            found |= {key: torch.cat([value] * repeats) for key, value in out.items() if key not in _OF_TEXT}
         return found
 
     @cached_property
@@ -211,13 +242,17 @@ def load_processor(source: ModelSource) -> Any:
     Raises:
         JobFailure: invalid_model, there is none that transformers can load, or it reads no images.
     """
-    from transformers import AutoProcessor  # imports torch, which a process that tokenizes texts does not need
+    from transformers import (  # imports torch, which a process that tokenizes texts does not need
+        AutoConfig,
+        AutoProcessor,
+    )
 
     arguments: dict[str, Any] = {"trust_remote_code": source.trust_remote_code}
     if source.revision:
         arguments["revision"] = source.revision
     try:
-        processor = AutoProcessor.from_pretrained(source.location, **arguments)
+        known = _without_videos(AutoConfig.from_pretrained(source.location, **arguments))
+        processor = (known or AutoProcessor).from_pretrained(source.location, **arguments)
     except MemoryError:
         raise
     except Exception as error:  # of transformers, and of each processor's own class
@@ -229,6 +264,25 @@ def load_processor(source: ModelSource) -> Any:
     if getattr(processor, "image_processor", None) is None or not getattr(processor, "image_token", None):
         raise _unfit(source, f"transformers finds a {type(processor).__name__} in its files, which reads no images")
     return processor
+
+
+def _without_videos(config: Any) -> Any:
+    """The class of a model's processor without its part for videos, which needs torchvision, and no row has one. None:
+    torchvision is installed, or the processor has no such part."""
+    from transformers import PROCESSOR_MAPPING
+    from transformers.utils import is_torchvision_available
+
+    known = None if is_torchvision_available() else PROCESSOR_MAPPING.get(type(config), None)
+    if known is None or _VIDEOS not in known.get_attributes():
+        return None
+
+    class OfImages(known):  # type: ignore[misc, valid-type]
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return [name for name in super().get_attributes() if name != _VIDEOS]
+
+    OfImages.__name__ = OfImages.__qualname__ = known.__name__  # of which digests know it
+    return OfImages
 
 
 def _unfit(source: ModelSource, found: str) -> JobFailure:
@@ -250,9 +304,9 @@ def digest_of(source: ModelSource) -> str | None:
     return sha256("\n".join(described).encode()).hexdigest()
 
 
-def chunked(
-    examples: Iterable[tuple[int, SftExample]], rows: int, most: int = _CHUNK_BYTES
-) -> Iterator[tuple[tuple[int, SftExample], ...]]:
+def chunked[Row: SftExample | PreferenceExample](
+    examples: Iterable[tuple[int, Row]], rows: int, most: int = _CHUNK_BYTES
+) -> Iterator[tuple[tuple[int, Row], ...]]:
     """The examples in chunks of at most so many rows, and about so many bytes of images."""
     left = iter(examples)
     while chunk := list(islice(left, 1)):
@@ -263,10 +317,9 @@ def chunked(
         yield tuple(chunk)
 
 
-def _size(example: SftExample) -> int:
-    if not count_images(example.messages):
-        return 0
-    return sum(len(image) for message in example.messages or () for image in message.get("images", ()))
+def _size(example: SftExample | PreferenceExample) -> int:
+    messages = example.prompt if isinstance(example, PreferenceExample) else example.messages
+    return sum(len(image) for _, image in images_in(messages or ()))
 
 
 def image_numbers(images: Iterable[bytes]) -> list[int]:
@@ -274,12 +327,16 @@ def image_numbers(images: Iterable[bytes]) -> list[int]:
     return [int.from_bytes(sha256(image).digest()[:8]) for image in images]
 
 
-def check_images(messages: Sequence[Mapping[str, Any]], row: int) -> None:
-    """Return if the images of a conversation can be decoded. Raises InvalidRows: names the row, turn and image."""
+def check_images(messages: Sequence[Mapping[str, Any]], row: int, where: str = "messages") -> None:
+    """Return if the images of a conversation can be decoded. Raises InvalidRows: names the row, turn and image.
+
+    Args:
+        where: what the messages are called.
+    """
     for turn, message in enumerate(messages):
         for number, image in enumerate(message.get("images", ())):
             try:
                 decode(image)
             except BrokenImage as error:
-                found = f"messages, turn {turn}: image {number} {error}"
+                found = f"{where}, turn {turn}: image {number} {error}"
                 raise InvalidRows(f"{found}: expected a whole PNG, JPEG or WebP image", row=row) from error

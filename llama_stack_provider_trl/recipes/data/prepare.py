@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import batched, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import pyarrow as pa
 from datasets import Dataset, concatenate_datasets
@@ -231,8 +231,11 @@ def tokenize(
             return tokenize_taught_prompts(prompts, tokenizer, teacher, most, spec.method.answer_tokens, first)
         return tokenize_prompts(prompts, tokenizer, most, spec.method.answer_tokens, first)
     if spec.has_pairs:
-        pairs = read_examples(path, "dpo", names=names, rows=rows)
-        return tokenize_dpo(pairs, tokenizer, most, side, first, margins=names is not None and names.margins)
+        # By the method's own name: not every one on pairs reads images.
+        pairs = cast(Iterator[PreferenceExample], read_examples(path, spec.algorithm, names=names, rows=rows))
+        images = Images(spec.source, tokenizer) if spec.data.has_images else None
+        margins = names is not None and names.margins
+        return tokenize_dpo(pairs, tokenizer, most, side, first, margins=margins, images=images)
     if METHODS[spec.algorithm].rows == "kto":
         return tokenize_kto(read_examples(path, "kto", names=names, rows=rows), tokenizer, most, side, first)
     examples = read_examples(path, "sft", spec.data.data_format, names, rows)
@@ -308,18 +311,17 @@ def tokenize_sft_with_images(
             own = [image for _, image in images_in(example.messages or ())]
             beside = image_numbers(own)
             for ids, labels in sequences:
-                if not own and (stray := images.token_ids.intersection(ids)):
-                    token = tokenizer.convert_ids_to_tokens(min(stray))
-                    text = f"row {row}: the text {token!r} without an image, which stands for a part of one"
-                    raise JobFailure(Reason.invalid_dataset, f"{text}: leave it out, or send the image")
+                if not own:
+                    images.refuse_stray(ids, row)
                 if cut := counter.cut_row(ids, labels, images.token_ids if own else frozenset(), beside):
                     kept = images.of_sequence(ids, own, row) if own else []
                     counter.images += len(kept)
                     yield *cut, kept
 
     chunks = chunked(enumerate(examples, first), CHUNK_ROWS)
-    tables = (table(list(rows(chunk)), IMAGE_COLUMNS) for chunk in chunks)
-    return Tokenization(tables, IMAGE_COLUMNS, chat, "row", counter)
+    columns = IMAGE_COLUMNS["sft"]
+    tables = (table(list(rows(chunk)), columns) for chunk in chunks)
+    return Tokenization(tables, columns, chat, "row", counter)
 
 
 def tokenize_dpo(
@@ -330,6 +332,7 @@ def tokenize_dpo(
     first: int = 0,
     *,
     margins: bool = False,
+    images: Images | None = None,
 ) -> Tokenization:
     """Tokenize for `DPOTrainer`, a part at a time, with its `_prepare_dataset` switched off.
 
@@ -341,22 +344,25 @@ def tokenize_dpo(
     Returns:
         Tables with the columns `prompt_ids`, `chosen_ids` and `rejected_ids`, cut so that the prompt with either answer
         has at most `max_seq_length` tokens, in the order of rows and their pairs; after the last one, the report. With
-        `margins` a further column has the margin of each pair, which the rows must have been read with.
+        `margins` a further column has the margin of each pair, which the rows must have been read with; with `images`
+        the column `IMAGES` has those of the prompt, of which no cut takes a token: such a pair is dropped.
     """
-    chat, columns = Chat(tokenizer), MARGIN_COLUMNS if margins else DPO_COLUMNS
+    chat = Chat(tokenizer, images)
+    columns = IMAGE_COLUMNS["dpo"] if images else MARGIN_COLUMNS if margins else DPO_COLUMNS
     counter = TruncationCounter(tokenizer.eos_token_id, tokenizer.bos_token_id, max_seq_length, side)
-    tables = (
-        table(
-            [
-                (*cut, margin) if margins else cut
-                for row, (_, example) in zip(counter.read(encode_pairs(chat, chunk)), chunk, strict=True)
-                for ids, margin in zip(row, example.margins or [0.0] * len(row), strict=True)
-                if (cut := counter.cut_pair(*ids, [margin] if margins else ()))
-            ],
-            columns,
-        )
-        for chunk in batched(enumerate(pairs, first), CHUNK_ROWS)
-    )
+
+    def rows(chunk: Sequence[tuple[int, PreferenceExample]]) -> Iterator[tuple[Any, ...]]:
+        for found, (row, example) in zip(counter.read(encode_pairs(chat, chunk)), chunk, strict=True):
+            own = [image for _, image in images_in(example.prompt)] if images else []
+            never_cut = images.token_ids if images and own else frozenset[int]()
+            for ids, margin in zip(found, example.margins or [0.0] * len(found), strict=True):
+                if cut := counter.cut_pair(*ids, never_cut, [*([margin] if margins else ()), *image_numbers(own)]):
+                    kept = images.of_sequence(cut[0], own, row) if images and own else []
+                    counter.images += len(kept)
+                    yield (*cut, kept) if images else (*cut, margin) if margins else cut
+
+    chunks = chunked(enumerate(pairs, first), CHUNK_ROWS)
+    tables = (table(list(rows(chunk)), columns) for chunk in chunks)
     return Tokenization(tables, columns, chat, "pair", counter)
 
 
@@ -456,7 +462,7 @@ def with_filler(dataset: Dataset) -> Dataset:
         filler = in_memory([table([(ids, [IGNORED] * len(ids))], SFT_COLUMNS)])
         if IMAGES in first:  # every rank computes the features of images at every step
             ids = first["input_ids"]
-            filler = in_memory([table([(ids, [IGNORED] * len(ids), first[IMAGES])], IMAGE_COLUMNS)])
+            filler = in_memory([table([(ids, [IGNORED] * len(ids), first[IMAGES])], IMAGE_COLUMNS["sft"])])
         if "seq_lengths" in first:
             from .packing import pack  # imports torch, which a process that only tokenizes does not need
 
@@ -470,8 +476,11 @@ def with_filler(dataset: Dataset) -> Dataset:
         filler = in_memory([table([(first["prompt_ids"][:2], [])], PROMPT_COLUMNS)])
     else:
         ids = first["prompt_ids"][:2] or first["chosen_ids"][:2]
-        columns, margin = (MARGIN_COLUMNS, [0.0]) if MARGIN in first else (DPO_COLUMNS, [])
-        filler = in_memory([table([(ids, [], [], *margin)], columns)])
+        if IMAGES in first:
+            filler = in_memory([table([(first["prompt_ids"], [], [], first[IMAGES])], IMAGE_COLUMNS["dpo"])])
+        else:
+            columns, margin = (MARGIN_COLUMNS, [0.0]) if MARGIN in first else (DPO_COLUMNS, [])
+            filler = in_memory([table([(ids, [], [], *margin)], columns)])
     return concatenate_datasets([dataset, with_source(filler, 0) if SOURCE in first else filler])
 
 
@@ -543,18 +552,29 @@ class TruncationCounter:
         return kept_ids, kept_labels
 
     def cut_pair(
-        self, prompt: list[int], chosen: list[int], rejected: list[int], beside: Sequence[float] = ()
+        self,
+        prompt: list[int],
+        chosen: list[int],
+        rejected: list[int],
+        never_cut: frozenset[int] = frozenset(),
+        beside: Sequence[float] = (),
     ) -> tuple[list[int], list[int], list[int]] | None:
-        """The pair, cut; None if it is dropped because the prompt takes all `limit` tokens.
+        """The pair, cut; None if it is dropped because the prompt takes all `limit` tokens, or would lose a part of an
+        image.
 
         Args:
+            never_cut: tokens of images.
             beside: numbers by which the pair differs from others with these tokens.
         """
         longest = max(len(chosen), len(rejected))
         length = len(prompt) + longest
         self._count(length)
         if self.side == "left":
+            whole = sum(map(never_cut.__contains__, prompt)) if never_cut else 0
             prompt = self.cut(prompt, prompt, max(self.limit - longest, 1))
+            if whole and sum(map(never_cut.__contains__, prompt)) < whole:
+                self.images_cut += 1
+                return None
         free = max(self.limit - len(prompt), 0)
         one, other = chosen[:free], rejected[:free]
         if not one or not other:

@@ -101,11 +101,12 @@ class Preparation:
 
     def _refuse_rows_without_images(self, rows: Dataset, dataset: DatasetRef) -> None:
         """Ranks that share a model compute its vision part together, so each batch needs an image."""
+        unit = "pair" if self._spec.has_pairs else "sequence"
         lacking = int((list_lengths(rows, IMAGES) == 0).sum())
         if lacking:
             raise JobFailure(
                 Reason.invalid_dataset,
-                f"dataset {dataset.dataset_id!r}: {lacking} of {len(rows)} sequences have no image, and on "
+                f"dataset {dataset.dataset_id!r}: {lacking} of {len(rows)} {unit}s have no image, and on "
                 f"{self._spec.ranks} ranks each needs one. Train on one rank, or give them a job of their own.",
             )
 
@@ -133,7 +134,8 @@ class Preparation:
         columns = COLUMNS[METHODS[self._spec.algorithm].rows] if self._teacher is None else TAUGHT_COLUMNS
         if dataset.names is not None and dataset.names.margins:
             columns = MARGIN_COLUMNS
-        columns = IMAGE_COLUMNS if self._spec.data.has_images else columns
+        if self._spec.data.has_images:
+            columns = IMAGE_COLUMNS[METHODS[self._spec.algorithm].rows]
         if (count := shards_of(dataset)) == 1:
             return cache.get(key, columns, partial(self._write_tokens, cache, dataset))
         rows = ShardedRows(self._spec, dataset, self._tokenizer, self._teacher, cache.directory, key, columns)

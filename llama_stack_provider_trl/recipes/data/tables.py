@@ -16,7 +16,6 @@ IGNORED = -100
 SFT_COLUMNS = ("input_ids", "labels")
 IMAGES = "image_files"
 """The bytes of a row's images, in the order of their tokens. TRL takes rows with a column `images` for its own ones."""
-IMAGE_COLUMNS = (*SFT_COLUMNS, IMAGES)
 PACKED_COLUMNS = (*SFT_COLUMNS, "seq_lengths")
 PROMPT_COLUMNS = ("prompt_ids", "row")
 """`row`: one number, that of the row in its file."""
@@ -26,6 +25,8 @@ DPO_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
 MARGIN = "margin"
 """A number of a pair, of jobs whose pairs have margins."""
 MARGIN_COLUMNS = (*DPO_COLUMNS, MARGIN)
+IMAGE_COLUMNS: dict[str, tuple[str, ...]] = {"sft": (*SFT_COLUMNS, IMAGES), "dpo": (*DPO_COLUMNS, IMAGES)}
+"""By `specs.methods.Method.rows`, of rows that may have images."""
 KTO_COLUMNS = ("prompt_ids", "completion_ids", "label")
 SOURCE = "source"
 """A number: that of the dataset which a row is of, in a mixture."""

@@ -41,7 +41,7 @@ class SftEncoder:
             for (_, before), (_, after) in zip(chunk, kept, strict=True):
                 self.chat.only_thoughts += _untrained(after) - _untrained(before)
             chunk = kept
-        with_images = {row for row, example in chunk if self._has_images(row, example)}
+        with_images = {row for row, example in chunk if has_images(self.chat, example, example.messages or (), row)}
         encoded: dict[int, list[Encoded]] = {}
         for kind, encode in self._kinds():
             rows = {row: example for row, example in chunk if row not in encoded and kind(example)}
@@ -49,22 +49,6 @@ class SftEncoder:
         for row in with_images:
             encoded[row] = [(ids, self._without_placeholders(ids, labels)) for ids, labels in encoded[row]]
         return [encoded[row] for row, _ in chunk]
-
-    def _has_images(self, row: int, example: SftExample) -> bool:
-        """Raises JobFailure, InvalidRows: the job reads none, or one of them cannot be read or decoded."""
-        if example.unread_image and self.chat.images is not None:
-            raise InvalidRows(example.unread_image)
-        if not (count := count_images(example.messages)):
-            return False
-        if self.chat.images is None:
-            raise JobFailure(
-                Reason.invalid_model,
-                f"row {row} has {count} images, which only SFT of a vision-language model with a processor reads: the "
-                f"model {self.chat.tokenizer.name_or_path!r} is none, or the job does something else. Name such a "
-                "model, or leave the images out of the rows",
-            )
-        check_images(example.messages or (), row)
-        return True
 
     def _without_placeholders(self, ids: list[int], labels: list[int]) -> list[int]:
         """Labels without those of the tokens that features of images take the place of."""
@@ -190,16 +174,56 @@ class SftEncoder:
         return encoded
 
 
+def has_images(
+    chat: Chat,
+    example: SftExample | PreferenceExample,
+    messages: Sequence[Message],
+    row: int,
+    where: str = "messages",
+) -> bool:
+    """Whether a conversation of an example has images.
+
+    Args:
+        where: what it is called.
+
+    Raises:
+        JobFailure: invalid_model, the job reads none.
+        InvalidRows: one of them cannot be read or decoded.
+    """
+    if example.unread_image and chat.images is not None:
+        raise InvalidRows(example.unread_image)
+    if not (count := count_images(messages)):
+        return False
+    if chat.images is None:
+        raise JobFailure(
+            Reason.invalid_model,
+            f"row {row} has {count} images, which only a vision-language model with a processor reads: the model "
+            f"{chat.tokenizer.name_or_path!r} is none, or the job does not train. Name such a model, or leave the "
+            "images out of the rows",
+        )
+    check_images(messages, row, where)
+    return True
+
+
 def encode_pairs(chat: Chat, chunk: Sequence[tuple[int, PreferenceExample]]) -> Iterator[list[EncodedPair]]:
-    """The pairs of each row, in the order of its `pairs`."""
+    """The pairs of each row, in the order of its `pairs`.
+
+    Raises:
+        JobFailure, InvalidRows: as `has_images`; invalid_dataset, a text has a token of images.
+    """
+    with_images = {row for row, example in chunk if has_images(chat, example, example.prompt, row, "prompt")}
     rows = [(row, example) for row, example in chunk if example.pairs]
     prompts, answers = [example.prompt for _, example in rows], [example.answers for _, example in rows]
     split = split_groups(chat, prompts, answers, [row for row, _ in rows], [example.pairs for _, example in rows])
-    for _, example in chunk:
+    for number, example in chunk:
         found = [(prompt, chosen, rejected) for prompt, (chosen, rejected) in (next(split) if example.pairs else ())]
         for (_, chosen, rejected), pair in zip(found, example.written_out(), strict=True):
             # Pairs that are equal in their rows have their own warning.
             chat.equal_answers += chosen == rejected and pair.chosen != pair.rejected
+        if chat.images is not None:
+            for parts in found:
+                for ids in parts[1:] if number in with_images else parts:
+                    chat.images.refuse_stray(ids, number)
         yield found
 
 

@@ -146,6 +146,8 @@ def _trainer_arguments(spec: JobSpec, device: torch.device) -> dict[str, Any]:
         "eval_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
+        # The last blocks of many vision parts are unused. Trainer looks for such only without activation checkpointing.
+        "ddp_find_unused_parameters": spec.data.has_images or None,
         "ddp_timeout": int(COLLECTIVE_TIMEOUT.total_seconds()),
         **sharding,
         "accelerator_config": {"non_blocking": device.type == "cuda", **sharding.get("accelerator_config", {})},

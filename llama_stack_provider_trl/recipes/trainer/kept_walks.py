@@ -45,7 +45,7 @@ def keep_walks(model: nn.Module) -> KeptParameters:
             elif weight.grad is not None:
                 weight.grad.detach_().zero_()
 
-    model.train, model.zero_grad = train, zero_grad  # type: ignore[method-assign]
+    model.train, model.zero_grad = train, zero_grad
     return KeptParameters(model)
 
 

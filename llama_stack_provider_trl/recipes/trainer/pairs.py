@@ -3,6 +3,8 @@ and what the trainers on pairs have in common."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +13,14 @@ from peft.tuners.lora import LoraLayer
 from trl import DPOTrainer
 
 from ...specs.job import JobSpec
+from ..data.images import Images
+from ..data.tables import IMAGES
 from ..fast.batches import FlatPairs
 from ..model.adapters import DEFAULT
 from ..model.attention import passes_padding_mask
 from .base import RecipeTrainer
 from .reference import NoReference
+from .source_losses import Collate
 from .trl_patches import PreparedDatasets
 
 
@@ -27,10 +32,18 @@ class PaddedPairs:
 
     def forward_arguments(self, model: torch.nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
         """Arguments of a forward of `model` that scores the answers: log-probabilities of shape (2 * pairs, tokens)."""
-        passes = passes_padding_mask(self._spec, model, inputs["input_ids"].device.type)
+        device = inputs["input_ids"].device.type
+        passes = self._spec.data.has_images or passes_padding_mask(self._spec, model, device)
         mask = {"attention_mask": inputs["attention_mask"]} if passes else {}
         labels = inputs["input_ids"].masked_fill(self._scored(inputs) == 0, -100)
-        return {"input_ids": inputs["input_ids"], "labels": labels, "use_cache": False, "fused_lm_head": True, **mask}
+        return {
+            "input_ids": inputs["input_ids"],
+            "labels": labels,
+            "use_cache": False,
+            "fused_lm_head": True,
+            **mask,
+            **inputs.get("features", {}),
+        }
 
     def _scored(self, inputs: dict[str, Any]) -> torch.Tensor:
         """1 for each token whose log-probability is computed."""
@@ -53,6 +66,14 @@ class PaddedPairs:
         return tokens
 
 
+def collate_images(images: Images, collate: Collate, pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A batch of pairs with the column `IMAGES`: the inputs of `collate`, and `features`, those of the images, which
+    are decoded here: once for both answers, and given to the model for each."""
+    inputs = collate([{name: value for name, value in pair.items() if name != IMAGES} for pair in pairs])
+    ids = inputs["input_ids"].tolist()
+    return {**inputs, "features": images.features([pair[IMAGES] for pair in pairs], ids, repeats=2)}
+
+
 class WholePairs(PaddedPairs):
     """Padded batches in which prompts are scored too, for losses that cover them."""
 
@@ -68,7 +89,7 @@ class WholePairs(PaddedPairs):
 class PairRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
     """What trainers on preference pairs share: TRL's DPOTrainer without a reference model and without its loss.
 
-    Datasets have the columns prompt_ids, chosen_ids and rejected_ids.
+    Datasets have the columns prompt_ids, chosen_ids and rejected_ids, and `IMAGES` where rows have images.
     """
 
     head_outputs = ("log_probs",)
@@ -83,6 +104,8 @@ class PairRecipe(PreparedDatasets, RecipeTrainer, DPOTrainer):
             **arguments,
         )
         self.ref_model = None
+        if spec.data.has_images:
+            self.data_collator = partial(collate_images, Images(spec.source), self.data_collator)
         if spec.lora:
             set_adapter_dropout(self.model, spec.lora.dropout)
 

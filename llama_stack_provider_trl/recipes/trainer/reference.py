@@ -22,6 +22,7 @@ from ...specs.events import Reason
 from ...specs.job import JobSpec
 from ...specs.methods import OTHER_VOCABULARY
 from ...specs.model_source import ModelSource
+from ..data.images import digest_of
 from ..data.pieces import Pieces, pieces_of
 from ..distributed import ranks
 from ..fast.model import use_rows
@@ -226,6 +227,7 @@ class Precomputation:
             # Where bf16 rounds depends on it.
             precision="units" if is_sharded(self._spec) and self._spec.compute.dtype != "fp32" else "autocast",
             **self._adapter_of_key(cache),
+            **({"images": digest_of(self._spec.source)} if self._spec.data.has_images else {}),
         )
 
     def _adapter_of_key(self, cache: LogProbCache) -> dict[str, str]:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from ...system.files import atomic_write, atomic_write_json
+from ..data.tables import IMAGES
 
 KEEP_SECONDS = 30 * 24 * 3600.0
 KEEP_BYTES = 1 << 30
@@ -50,7 +51,8 @@ class LogProbCache:
 
         Args:
             model: a directory, known by the content of its files, or a model id, known by `commit`.
-            rows: the token ids, as bytes. What decided them (tokenizer, chat template, truncation) is in them.
+            rows: the token ids and images, as bytes. What decided them (tokenizer, chat template, truncation) is in
+                them.
             settings: other inputs that determine the numbers; JSON values.
         """
         weights = self.content(Path(model)) if Path(model).is_dir() else commit and f"{model}@{commit}"
@@ -139,11 +141,20 @@ class LogProbCache:
 
 
 def row_bytes(rows: Dataset, num_rows: int) -> Iterator[bytes]:
-    """The token ids of a tokenized DPO dataset's first `num_rows` pairs; lengths and ids determine the bytes."""
+    """The token ids of a tokenized DPO dataset's first `num_rows` pairs, and their images; lengths and ids, and the
+    sizes and bytes of images, determine the bytes."""
     for lists in _lists(rows, num_rows):
         for column in lists:
             yield column.value_lengths().to_numpy().tobytes()
             yield column.flatten().to_numpy().tobytes()
+    if IMAGES in rows.column_names:
+        arrow = rows.with_format("arrow")
+        for row in range(num_rows):  # one may have 16 MiB
+            images = arrow[row : row + 1].column(IMAGES).combine_chunks().flatten()
+            yield len(images).to_bytes(8)
+            for image in images:
+                yield len(image.as_buffer()).to_bytes(8)
+                yield image.as_buffer()
 
 
 def pair_lengths(rows: Dataset, num_rows: int) -> torch.Tensor:

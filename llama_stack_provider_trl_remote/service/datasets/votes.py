@@ -6,7 +6,8 @@ import asyncio
 from typing import Any
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
-from llama_stack_provider_trl.specs.rows import parse_row
+from llama_stack_provider_trl.specs.images import count_images
+from llama_stack_provider_trl.specs.rows import PreferenceExample, parse_row
 from llama_stack_provider_trl.system.offload import in_work_thread
 
 from ..http.chat_bodies import VoteBody, refuse_unknown_keys
@@ -57,11 +58,14 @@ def row_of(body: VoteBody) -> dict[str, Any]:
     if body.tools:
         row["tools"] = body.tools
     try:
-        parse_row(row, 0, "dpo")
+        example = parse_row(row, 0, "dpo")
     except InvalidRows as error:
         text = error.hint.removeprefix("row 0: ").replace("column prompt", "messages", 1)
         for name, value in (("chosen", body.chosen), ("rejected", body.rejected)):
             if text.startswith(f"column {name}"):
                 raise InvalidRequest(name, value, text.removeprefix(f"column {name}, ")) from error
         raise InvalidRequest("messages", f"{len(body.messages)} messages", text) from error
+    if count_images(example.prompt if isinstance(example, PreferenceExample) else None):
+        found = f"{len(body.messages)} messages"
+        raise InvalidRequest("messages", found, "they have images, expected text alone")
     return row
