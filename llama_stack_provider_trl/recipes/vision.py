@@ -54,7 +54,7 @@ def with_images(spec: JobSpec) -> JobSpec:
             "have images, and its processor reads them otherwise. Name a reference with the same processor, such as an "
             "earlier checkpoint of the model, or leave it out: the base model.",
         )
-    return spec.changed(has_images=True, padding_free=False)
+    return spec.changed(has_images=True)
 
 
 def _has_vision(source: ModelSource) -> bool:

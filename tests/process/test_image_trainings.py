@@ -240,7 +240,7 @@ def test_a_text_with_the_models_own_image_token_is_refused(tmp_path: Path) -> No
     turns = _messages({"prompt": "What is <image>?", "completion": "A word."})
     for row, sentence in (
         ({"messages": turns}, "it writes 1 placeholders '<image>' for 0 images"),
-        ({"text": "A <image>."}, "row 1: the text '<image>' without an image, which stands for a part of one"),
+        ({"text": "A <image>."}, "row 1: the text '<image>', which stands for a part of an image"),
     ):
         with pytest.raises(JobFailure, match=sentence):
             warnings(image_job(tmp_path, rows=[*image_rows(1), row]))

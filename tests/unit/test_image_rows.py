@@ -160,7 +160,7 @@ def test_both_answers_of_a_pair_share_the_images_of_its_prompt(given: dict[str, 
             "column rejected, turn 0 (assistant): ",
         ),
         ({"images": [uri(PNG), uri(PNG)]}, "column images: found 2 images, expected 1, one for each placeholder"),
-        ({"images": None}, "column prompt: found an image part without an image"),
+        ({"images": None}, "column images: found 0 images, expected 1, one for each placeholder"),
     ],
 )
 def test_an_image_of_an_answer_or_too_many_of_a_pair_are_refused(changed: dict[str, Any], message: str) -> None:
@@ -181,6 +181,14 @@ def test_a_column_of_that_name_without_images_is_named_as_not_read_where_nothing
     example = parse_row(row("?", image=image), 7, "sft")
     assert isinstance(example, SftExample)
     assert (example.messages or [])[0] == {"role": "user", "content": "?"}
+    assert (example.unread_image or "").startswith("row 7: column image")
+
+
+def test_such_a_column_beside_pairs_is_named_as_not_read() -> None:
+    pair = {"prompt": "?", "chosen": "a", "rejected": "b", "image": "b.png"}
+    assert check_rows([pair], "dpo").warnings == ["columns never read: image"]
+    example = parse_row(pair, 7, "dpo")
+    assert isinstance(example, PreferenceExample)
     assert (example.unread_image or "").startswith("row 7: column image")
 
 
