@@ -52,6 +52,7 @@ FREE = {
     "RowsSource.rows": "content",
     "Samples.prompts": "prompts",
     "MixtureEntry.system_prompt": "the text of a turn",
+    "ProviderOptions.metadata": "any text; its keys are names",
     "ProviderOptions.system_prompt": "the same",
     "ProviderOptions.chat_template": "a template",
     "TaskOrder.spec": "the specification of a job, of which prompts are a part; from the service to its nodes",
