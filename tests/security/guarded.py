@@ -16,6 +16,7 @@ from typing import Any
 from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.process import FileLock
 from llama_stack_provider_trl_remote.nodes.identity import versions
+from llama_stack_provider_trl_remote.openai.names import Called
 from tests.contract.ended import add_ended_job
 from tests.contract.payloads import QUESTIONS, promised, sft
 from tests.contract.service import TrainingService, ndjson, running
@@ -34,7 +35,7 @@ KNOWN = {
     **{"job_uuid": "waiting", "dataset_id": "questions", "sha256": ROWS_DIGEST, "identifier": "final"},
     **{"path": "model.bin", "name": NODE, "task_id": "waiting-1", "file": "rank-0.log", "checkpoint": "final"},
     **{"token_id": "none", "id": "none", "action": "cordon", "reading": "none"},
-    "model": "ft:ended",
+    **{"model": "ft:ended", "file_id": "file-known", "job_id": "ftjob-known"},
 }
 """Path parameter -> a value that the service knows."""
 USERS = frozenset({"submit", "admin"})
@@ -74,6 +75,8 @@ class Guarded(TrainingService):
 
     def __init__(self, root: Path, **settings: Any) -> None:
         tokens = [{"token": TOKENS[role], "role": role} for role in ("submit", "node", "metrics")]
+        models = {"known": {"model": sft("known", "questions")["model"]}}
+        settings = {"openai": {"models": models}, **settings}
         super().__init__(root, **{"api_token": TOKENS["admin"], "tokens": tokens, **settings})
         self.session.headers["Authorization"] = f"Bearer {TOKENS['admin']}"
         self.credentials: dict[str, str] = {}
@@ -143,6 +146,13 @@ def fill(service: Guarded) -> None:
     questions = service.register("questions", QUESTIONS)
     assert service.put_blob(QUESTIONS)[0].ok
     service.submit(SFT, sft("waiting", questions))
+    # As OpenAI's API has them: a file is a dataset, and a job says in its metadata what it was called with.
+    mark: Json = {"filename": "known.jsonl", "bytes": 1, "purpose": "fine-tune"}
+    rows = {"type": "rows", "rows": QUESTIONS}
+    known = {"dataset_id": "file-known", "source": rows, "metadata": {"openai": mark}}
+    assert service.post("/datasets", known).ok
+    called = Called("known", "known", "", {"type": "supervised", "supervised": {"hyperparameters": {}}})
+    service.submit(SFT, sft("ftjob-known", "file-known"), options={"metadata": {"openai": called.text()}})
     # The supervisor writes once, some time after the request, what the job waits for.
     poll(lambda: service.status("waiting")["resources_allocated"]["detail"], "the job waits for a device", timeout=20)
     for name in (NODE, OTHER_NODE):
@@ -182,6 +192,7 @@ BODIES: dict[str, Json] = {
     # Of a job that is not here: no model may answer while the device is locked.
     "POST /openai/v1/chat/completions": {"model": "ft:gone", "messages": [{"role": "user", "content": "a"}]},
     "POST /openai/v1/completions": {"model": "ft:gone", "prompt": "a"},
+    "POST /openai/v1/fine_tuning/jobs": {"model": "known", "training_file": "file-known"},
     "POST /datasets": {
         "dataset_id": "new",
         "purpose": "post-training/messages",

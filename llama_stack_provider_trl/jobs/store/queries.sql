@@ -50,6 +50,22 @@ WHERE age > coalesce((SELECT age FROM jobs WHERE job_uuid = :after), 0)
   AND (:states IS NULL OR state IN (SELECT value FROM json_each(:states)))
 ORDER BY age LIMIT :limit;
 
+-- name: select_newest
+-- Jobs whose names begin alike, newest first: those older than `after` (null: all), with all pairs of `metadata` (a JSON
+-- object), in one of the states (null: any).
+SELECT job_uuid, completed_at FROM jobs
+WHERE job_uuid >= :prefix AND job_uuid < :prefix || '~'
+  AND (:after IS NULL OR age < (SELECT age FROM jobs WHERE job_uuid = :after))
+  AND (:states IS NULL OR state IN (SELECT value FROM json_each(:states)))
+  AND (:metadata = '{}' OR json_valid(spec) AND NOT EXISTS (
+      SELECT 1 FROM json_each(:metadata) AS wanted WHERE NOT EXISTS (
+          SELECT 1 FROM json_each(spec, '$.metadata') AS pair WHERE pair.key = wanted.key AND pair.value = wanted.value)))
+ORDER BY age DESC LIMIT :limit;
+
+-- name: select_with_result
+-- Those of some jobs (a JSON array) that have a result.
+SELECT DISTINCT job_uuid FROM checkpoints WHERE kind = 'final' AND job_uuid IN (SELECT value FROM json_each(:names));
+
 -- name: select_page
 -- As select_name_page, with what a list shows; of the specs no more than that is read.
 SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.train.method.type'), json_extract(spec, '$.train.method.algorithm')) END AS algorithm,
