@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from llama_stack_provider_trl.documented import Documented
-from llama_stack_provider_trl.specs.names import CheckedElsewhere, CheckedNames
+from llama_stack_provider_trl.specs.names import CheckedElsewhere, CheckedNames, FreeText, problem_of_name
 
 MARK = "openai"
 """Key of a job's metadata, and of a dataset's, that has what OpenAI's API shows and nothing else has."""
@@ -78,7 +78,7 @@ class CreateFineTuningJob(_OpenAIBody):
     """Part of the fine-tuned model's name: letters, digits, `.`, `_`, `-`."""
     seed: int | None = Field(None, ge=0, lt=2**31)
     """Decides shuffling and the initial values of adapters. Left out: a random one."""
-    metadata: dict[str, str] | None = Field(None, max_length=_PAIRS)
+    metadata: Annotated[dict[str, str] | None, FreeText()] = Field(None, max_length=_PAIRS)
     """At most 16 texts of 512 characters, under names of 64."""
     integrations: Annotated[list[dict[str, Any]] | None, CheckedElsewhere()] = None
     """Refused, unless it is empty: the setting `trackers.default` names the trackers of jobs."""
@@ -89,6 +89,8 @@ class CreateFineTuningJob(_OpenAIBody):
         for name, text in (value or {}).items():
             if len(name) > _KEY or len(text) > _VALUE:
                 raise ValueError(f"{name[:_KEY]!r}: a name has at most {_KEY} characters, and its text {_VALUE}")
+            if problem := problem_of_name(name):
+                raise ValueError(f"{name!r}: {problem}")
             if name == MARK:
                 raise ValueError(f"the name {MARK!r} is reserved: choose another one")
         return value

@@ -14,13 +14,13 @@ ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/
 """Without colons, which part the names of fine-tuned models."""
 
 
-class _Block(Documented, ExactValues):
+class _OpenAIBlock(Documented, ExactValues):
     model_config = ConfigDict(
         extra="forbid", frozen=True, hide_input_in_errors=True, defer_build=True, protected_namespaces=()
     )
 
 
-class OpenAIModel(_Block):
+class OpenAIModel(_OpenAIBlock):
     """What a name of `openai.models` stands for."""
 
     model: str = Field(min_length=1, max_length=4096)
@@ -49,7 +49,7 @@ class OpenAIModel(_Block):
     """Priority of its jobs; null: the setting `priority`."""
 
 
-class OpenAISettings(_Block):
+class OpenAISettings(_OpenAIBlock):
     """OpenAI's fine-tuning API."""
 
     models: dict[ModelName, OpenAIModel] = Field(default_factory=dict, max_length=1000)

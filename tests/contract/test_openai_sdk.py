@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -257,3 +258,36 @@ def test_files_are_listed_in_pages_of_either_order(client: OpenAI) -> None:
     assert [file.id for file in client.files.list(limit=1, order="asc", purpose="fine-tune")] == newest[::-1]
     page = client.files.list(limit=1, after=mine[2])
     assert [file.id for file in page.data] == [mine[1]]
+
+
+def test_a_kill_leaves_no_half_file_and_loses_no_job(tmp_path: Path) -> None:
+    """In the middle of an upload and of a training: the client's poll continues, and what it repeats is there."""
+    models = {NAME: {"model": str(tiny_model()), "lora_rank": 4}}
+    with running_service(tmp_path, openai={"models": models}) as service:
+        url = f"{service.url}/openai/v1"
+        with OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            body = {"model": NAME, "training_file": uploaded(client, CHATS), "hyperparameters": {"n_epochs": 20}}
+            job = client.fine_tuning.jobs.create(**body)  # type: ignore[arg-type]
+            poll(
+                lambda: any(one.type == "metrics" for one in client.fine_tuning.jobs.list_events(job.id).data),
+                "it trains",
+                timeout=60,
+            )
+            before = [event.id for event in client.fine_tuning.jobs.list_events(job.id)]
+            head = '--b\r\nContent-Disposition: form-data; name="file"; filename="x.jsonl"\r\n\r\n{"a": 1}\n'
+            with socket.create_connection(("127.0.0.1", service.port)) as half:
+                half.sendall(
+                    b"POST /openai/v1/files HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000000\r\n"
+                    b"Content-Type: multipart/form-data; boundary=b\r\n\r\n" + head.encode() + b"x" * 200_000
+                )
+                poll(lambda: [*(service.data_dir / "datasets").glob(".incoming-*")], "the upload arrives", timeout=20)
+                service.kill()
+            service.start()
+            assert [file.id for file in client.files.list(purpose="fine-tune")] == [body["training_file"]]
+            assert not [*(service.data_dir / "datasets").glob(".incoming-*")]
+            repeated = client.fine_tuning.jobs.create(**body, extra_headers={"x-stainless-retry-count": "1"})  # type: ignore[arg-type]
+            assert repeated.id == job.id
+            assert ended(client, job.id).status == "succeeded"
+            events = [event.id for event in client.fine_tuning.jobs.list_events(job.id)]
+            assert len(events) == len({*events})
+            assert [event for event in events if event in before] == before

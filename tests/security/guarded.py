@@ -150,14 +150,15 @@ def fill(service: Guarded) -> None:
     mark: Json = {"filename": "known.jsonl", "bytes": 1, "purpose": "fine-tune"}
     rows = {"type": "rows", "rows": QUESTIONS}
     known = {"dataset_id": "file-known", "source": rows, "metadata": {"openai": mark}}
-    assert service.post("/datasets", known).ok
+    submits = {"Authorization": f"Bearer {TOKENS['submit']}"}
+    assert service.post("/datasets", known, headers=submits).ok
     called = Called("known", "known", "", {"type": "supervised", "supervised": {"hyperparameters": {}}})
-    service.submit(SFT, sft("ftjob-known", "file-known"), options={"metadata": {"openai": called.text()}})
+    options = {"metadata": {"openai": called.text()}}
+    assert service.post(SFT, sft("ftjob-known", "file-known"), options=options, headers=submits).ok
     # The supervisor writes once, some time after the request, what the job waits for.
     poll(lambda: service.status("waiting")["resources_allocated"]["detail"], "the job waits for a device", timeout=20)
     for name in (NODE, OTHER_NODE):
         service.join(name)
-    submits = {"Authorization": f"Bearer {TOKENS['submit']}"}
     assert service.get("/nodes", headers=submits).status_code == 200  # used once, as the credentials are
     scrapes = {"Authorization": f"Bearer {TOKENS['metrics']}"}
     assert service.get("/metrics", prefix="", headers=scrapes).status_code == 200
@@ -204,6 +205,14 @@ BODIES: dict[str, Json] = {
     "POST /nodes/{name}/tasks/{task_id}/checkpoints/{checkpoint}": {"kind": "final", "files": []},
 }
 """Bodies that are good: who gets past the check of roles changes something, or is answered with 2xx."""
+MULTIPART = {
+    "POST /openai/v1/files": (
+        b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n'
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n{}\n\r\n--b--\r\n',
+        "multipart/form-data; boundary=b",
+    )
+}
+"""The same for routes that take a form: body and Content-Type."""
 
 
 # --- The documented table of roles ------------------------------------------------------------------------------------
