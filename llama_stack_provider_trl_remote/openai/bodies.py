@@ -82,6 +82,16 @@ class CreateFineTuningJob(_OpenAIBody):
     """At most 16 texts of 512 characters, under names of 64."""
     integrations: Annotated[list[dict[str, Any]] | None, CheckedElsewhere()] = None
     """Refused, unless it is empty: the setting `trackers.default` names the trackers of jobs."""
+    _job_id: str | None = None
+
+    @property
+    def job_id(self) -> str | None:
+        """The job that it has become, for the audit log; None: none yet."""
+        return self._job_id
+
+    @job_id.setter
+    def job_id(self, name: str) -> None:
+        self._job_id = name
 
     @field_validator("metadata")
     @classmethod

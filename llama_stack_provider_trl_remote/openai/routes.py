@@ -121,6 +121,7 @@ async def create_job(
     """Queue a fine-tuning job. A request that the SDK repeats is the job that the first one has made."""
     is_retry = retry is not None and retry.isdigit() and int(retry[:9]) > 0
     name = await calls.fine_tuning.create(body, caller, is_retry=is_retry)
+    body.job_id = name
     return _job(store, name)
 
 

@@ -195,9 +195,14 @@ def test_what_cannot_be_honoured_is_refused_by_its_field(client: OpenAI) -> None
         "invalid_request_error",
     )
     bad = uploaded(client, [*CHATS, {"messages": [{"role": "user", "content": "a"}]}])
+    broken = client.files.create(
+        file=("broken.jsonl", lines(CHATS) + b'{"messages": "\xff"}\n'), purpose="fine-tune"
+    ).id
     for changes, param, text in (
         ({"training_file": "file-gone"}, "training_file", "no file 'file-gone'"),
         ({"training_file": bad}, "training_file", "row 10"),
+        ({"training_file": broken}, "training_file", "UTF-8"),
+        ({"training_file": file, "validation_file": bad}, "validation_file", "row 10"),
         ({"method": {"type": "reinforcement", "reinforcement": {"grader": {}}}}, "method.type", "reinforcement"),
         ({"suffix": "a b"}, "suffix", "suffix"),
         ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations", "trackers"),

@@ -16,8 +16,8 @@ from typing import Any
 from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.process import FileLock
 from llama_stack_provider_trl_remote.nodes.identity import versions
-from llama_stack_provider_trl_remote.openai.names import Called
 from tests.contract.ended import add_ended_job
+from tests.contract.openai_known import FILE, JOB, add_known
 from tests.contract.payloads import QUESTIONS, promised, sft
 from tests.contract.service import TrainingService, ndjson, running
 from tests.contract.stack import SFT, Json, poll
@@ -35,7 +35,7 @@ KNOWN = {
     **{"job_uuid": "waiting", "dataset_id": "questions", "sha256": ROWS_DIGEST, "identifier": "final"},
     **{"path": "model.bin", "name": NODE, "task_id": "waiting-1", "file": "rank-0.log", "checkpoint": "final"},
     **{"token_id": "none", "id": "none", "action": "cordon", "reading": "none"},
-    **{"model": "ft:ended", "file_id": "file-known", "job_id": "ftjob-known"},
+    **{"model": "ft:ended", "file_id": FILE, "job_id": JOB},
 }
 """Path parameter -> a value that the service knows."""
 USERS = frozenset({"submit", "admin"})
@@ -146,15 +146,8 @@ def fill(service: Guarded) -> None:
     questions = service.register("questions", QUESTIONS)
     assert service.put_blob(QUESTIONS)[0].ok
     service.submit(SFT, sft("waiting", questions))
-    # As OpenAI's API has them: a file is a dataset, and a job says in its metadata what it was called with.
-    mark: Json = {"filename": "known.jsonl", "bytes": 1, "purpose": "fine-tune"}
-    rows = {"type": "rows", "rows": QUESTIONS}
-    known = {"dataset_id": "file-known", "source": rows, "metadata": {"openai": mark}}
     submits = {"Authorization": f"Bearer {TOKENS['submit']}"}
-    assert service.post("/datasets", known, headers=submits).ok
-    called = Called("known", "known", "", {"type": "supervised", "supervised": {"hyperparameters": {}}})
-    options = {"metadata": {"openai": called.text()}}
-    assert service.post(SFT, sft("ftjob-known", "file-known"), options=options, headers=submits).ok
+    add_known(service, submits)
     # The supervisor writes once, some time after the request, what the job waits for.
     poll(lambda: service.status("waiting")["resources_allocated"]["detail"], "the job waits for a device", timeout=20)
     for name in (NODE, OTHER_NODE):
@@ -193,7 +186,7 @@ BODIES: dict[str, Json] = {
     # Of a job that is not here: no model may answer while the device is locked.
     "POST /openai/v1/chat/completions": {"model": "ft:gone", "messages": [{"role": "user", "content": "a"}]},
     "POST /openai/v1/completions": {"model": "ft:gone", "prompt": "a"},
-    "POST /openai/v1/fine_tuning/jobs": {"model": "known", "training_file": "file-known"},
+    "POST /openai/v1/fine_tuning/jobs": {"model": "known", "training_file": FILE},
     "POST /datasets": {
         "dataset_id": "new",
         "purpose": "post-training/messages",

@@ -1,4 +1,4 @@
-"""Events are read backwards as they are read forwards, in pages of any size."""
+"""Lists whose newest entry is first: events are read backwards as they are read forwards, jobs by name and metadata."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.records import EventFile
+from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.events import LINE_BYTES
 from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl_remote.service.views.events import Cursor, Line, read_back, read_page
+from tests.fakes import job_spec
 
 
 def line(number: int, size: int = 20) -> bytes:
@@ -77,3 +79,25 @@ def test_a_cursor_of_another_job_is_refused(store: Any) -> None:
     for cursor in (Cursor(3, 5), Cursor(1, 10**9)):
         with pytest.raises(InvalidRequest, match="after"):
             read_back(store, "job", cursor, 10)
+
+
+def test_jobs_are_found_by_the_beginning_of_their_names_and_their_metadata(tmp_path: Path) -> None:
+    store = Store(tmp_path / "jobs.sqlite3")
+    texts = ["a", "ä\U0001f600", '\x00\x1f\x7f\b\f\n\r\t\\"/\u2028', "", "a"]
+    for number, text in enumerate(texts):
+        spec = job_spec(f"ft-{number}", checkpoint_dir=tmp_path / str(number), metadata={"team": text, "n": "1"})
+        store.add_job(spec, "digest")
+    store.add_job(job_spec("gt-1", checkpoint_dir=tmp_path / "gt-1", metadata={"team": "a"}), "digest")
+    store.add_job(job_spec("ft", checkpoint_dir=tmp_path / "ft"), "digest")
+    assert store.newest("ft-") == ["ft-4", "ft-3", "ft-2", "ft-1", "ft-0"]
+    assert store.newest("ft-", after="ft-3", limit=2) == ["ft-2", "ft-1"]
+    assert store.newest("ft-", metadata={"team": "a", "n": "1"}) == ["ft-4", "ft-0"]
+    assert store.newest("ft-", after="ft-4", metadata={"team": "a"}, limit=5) == ["ft-0"]
+    for number, text in enumerate(texts[1:4], 1):
+        assert store.newest("ft-", metadata={"team": text}) == [f"ft-{number}"]
+    for wanted in ({"team": "b"}, {"n": "1", "team": "b"}, {"": "a"}, {"source": "a"}):
+        assert store.newest("ft-", metadata=wanted) == []
+    with pytest.raises(JobNotFound):
+        store.newest("ft-", after="gone")
+    assert store.completed("ft-") == []
+    store.close()

@@ -317,6 +317,7 @@ def test_every_command_that_calls_the_service_takes_json() -> None:
         "completion",
         "dashboard",
         "jobspec",
+        "openai",
         "serve",
     }
 
@@ -324,7 +325,7 @@ def test_every_command_that_calls_the_service_takes_json() -> None:
 def test_every_command_that_calls_the_service_takes_the_options_of_logs() -> None:
     """The others call no service, or are it."""
     without = {" ".join(words) for words in subcommands() if not {"--verbose", "--log-level"} <= options_of(words)}
-    alone = {"completion", "dashboard", "datasets check", "doctor", "evaluate", "jobspec", "merge", "serve"}
+    alone = {"completion", "dashboard", "datasets check", "doctor", "evaluate", "jobspec", "merge", "openai", "serve"}
     assert without == alone
 
 

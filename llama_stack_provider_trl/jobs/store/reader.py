@@ -119,7 +119,6 @@ class JobReader:
         self,
         prefix: str,
         after: str | None = None,
-        states: Iterable[JobState] | None = None,
         limit: int | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> Sequence[str]:
@@ -132,13 +131,19 @@ class JobReader:
         Raises:
             JobNotFound: there is no job `after`.
         """
-        more = {"prefix": prefix, "metadata": json.dumps(dict(metadata or {}))}
-        return [row["job_uuid"] for row in self._page("select_newest", after, states, limit, **more)]
+        if not metadata:
+            return [row["job_uuid"] for row in self._page("select_newest", after, None, limit, prefix=prefix)]
+        pairs = dict(metadata)
+        name = max(pairs, key=lambda name: len(pairs[name]))
+        # As pydantic writes it.
+        fragment = json.dumps({name: pairs[name]}, ensure_ascii=False, separators=(",", ":"))[1:-1]
+        more = {"prefix": prefix, "metadata": json.dumps(pairs), "fragment": fragment}
+        return [row["job_uuid"] for row in self._page("select_newest_with", after, None, limit, **more)]
 
     def completed(self, prefix: str) -> Sequence[tuple[float, str]]:
         """End (seconds since the epoch) and job_uuid of each completed job whose name begins with `prefix`."""
-        rows = self._page("select_newest", None, [JobState.completed], None, prefix=prefix, metadata="{}")
-        return [(row["completed_at"], row["job_uuid"]) for row in rows if row["completed_at"] is not None]
+        rows = self.database.select("select_completed_named", {"prefix": prefix})
+        return [(row["completed_at"], row["job_uuid"]) for row in rows]
 
     def page(
         self, after: str | None = None, states: Iterable[JobState] | None = None, limit: int | None = None
