@@ -146,7 +146,12 @@ def served_job_of(name: str, value: str) -> tuple[str, str] | None:
         InvalidRequest: that is no name of a job.
     """
     if value.startswith(RESULT):
+        # Of ft:MODEL:trl:SUFFIX:NAME, OpenAI's form, the last part counts; ckpt-step-N behind it is a checkpoint.
         job_uuid, rest = value.removeprefix(RESULT), ""
+        if ":" in job_uuid:
+            *_, before, job_uuid = job_uuid.split(":")
+            if found := re.fullmatch(r"ckpt-step-(\d+)", job_uuid):
+                job_uuid, rest = before, f"/checkpoint-{found[1]}"
     elif value.startswith(PREFIX):
         job_uuid, slash, rest = value.removeprefix(PREFIX).partition("/")
         rest = slash + rest

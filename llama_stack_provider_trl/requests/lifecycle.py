@@ -37,6 +37,7 @@ def resolve_lifecycle(
             min_free_bytes=settings.min_free_disk_mb << 20,
         ),
         "preflight": options.preflight,
+        "metadata": options.metadata,
         "logging_steps": options.logging_steps,
         "save_steps": options.save_steps or settings.save_steps,
         "keep_last": options.keep_last or settings.keep_last,

@@ -32,7 +32,7 @@ from ..specs.job import (
     TrainOn,
 )
 from ..specs.model_source import AdapterUse
-from ..specs.names import CheckedElsewhere, CheckedNames, FreeText
+from ..specs.names import CheckedElsewhere, CheckedNames, FreeText, problem_of_name
 from ..specs.rows import COLUMNS, ROLES
 from .bodies import LoraFinetuningConfig
 from .choices import nearest, problem_of
@@ -170,6 +170,20 @@ def _checked_roles(roles: dict[str, str | list[str]]) -> dict[str, str | list[st
             if known.setdefault(name, own) != own:
                 raise ValueError(f"{name!r} is there for {known[name]} and for {own}: name it once")
     return roles
+
+
+MOST_METADATA = 32_768
+"""Characters of a job's metadata, names included."""
+
+
+def _checked_metadata(metadata: dict[str, str]) -> dict[str, str]:
+    for name, text in metadata.items():
+        if problem := _problem_of_text(text) or problem_of_name(name):
+            raise ValueError(f"{name!r}: {problem}")
+    characters = sum(len(name) + len(text) for name, text in metadata.items())
+    if characters > MOST_METADATA:
+        raise ValueError(f"names and texts have {characters} characters together, at most {MOST_METADATA} fit")
+    return metadata
 
 
 Columns = Annotated[dict[str, str], Field(max_length=64), AfterValidator(_checked_columns)]
@@ -410,6 +424,9 @@ class ProviderOptions(Documented, CheckedNames):
     """A job `JOB_UUID-evaluation` that comes after this one evaluates its result: {dataset_id, checks ...}."""
     preflight: PreflightMode = "refuse"
     """Where the estimated memory does not fit: `refuse` fails the job before it loads its model, `warn`, `off`."""
+    metadata: Annotated[dict[str, str], AfterValidator(_checked_metadata), FreeText()] = Field({}, max_length=64)
+    """Texts that the job carries under names of your choice, such as {"team": "a"}. Its status has them, and nothing in
+    its training reads them."""
     device: str | None = None
     """One of the provider's devices, such as `cuda:1`; left out: the first free one."""
 

@@ -382,6 +382,8 @@ class JobSpec(Frozen):
     """A cancel of one of these cancels this job; False: it fails."""
     evaluation: str | None = None
     """Name of the job, stored with this one, that evaluates its result; None: none does."""
+    metadata: dict[str, str] = Field(default={})
+    """Texts that its caller gave it, by their names: for lists and statuses."""
     search: SearchSpec | None = None
     """Not None: it is not trained itself, its trials are; the other fields are those of its first trial."""
     pruning: PruningSpec | None = None

@@ -78,6 +78,12 @@ def _completion(options: argparse.Namespace) -> int:
     return 0
 
 
+def _openai(options: argparse.Namespace) -> int:
+    from .openai_lines import print_lines
+
+    return print_lines(options)
+
+
 def _evaluate(options: argparse.Namespace) -> int:
     from .evaluate import evaluate
 
@@ -111,6 +117,7 @@ _LOCAL = {
     "merge": merge.merge,
     "datasets check": _check,
     "dashboard": _dashboard,
+    "openai": _openai,
 }
 """Commands that call no service."""
 
@@ -206,6 +213,9 @@ def parser() -> argparse.ArgumentParser:
     doctor = groups.add_parser("doctor", help="whether this machine is fit for the service; exit status 0 yes, 1 no")
     doctor.add_argument("--config", type=Path, help="the service's run file (TRL_SERVICE_CONFIG, ./run_fsdp.yaml)")
     doctor.add_argument("--json", action="store_true", help="the findings as a list")
+    variables = groups.add_parser("openai", help="the variables by which scripts with OpenAI's SDK call the service")
+    help_ = "address of the service (TRL_SERVICE_URL, http://127.0.0.1:8322)"
+    variables.add_argument("--url", default=os.environ.get("TRL_SERVICE_URL") or "http://127.0.0.1:8322", help=help_)
     completion = groups.add_parser("completion", help="a script that completes these commands in a shell")
     completion.add_argument("shell", choices=("bash", "zsh"))
     return top

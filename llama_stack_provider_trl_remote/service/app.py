@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.system.data_dir import DataDir
 
+from ..openai.routes import router as fine_tuning
 from .cluster.credentials import NodeCredentials
 from .context import Dashboard, Service
 from .http.errors import describe, handle_errors
@@ -71,6 +72,7 @@ def make_app(service: Service) -> FastAPI:
     _include(app, tokens.audit, "/v1", dependencies=token)
     _include(app, tokens.logs, "/v1", dependencies=token)
     _include(app, openai.router, "", dependencies=token)
+    _include(app, fine_tuning, "", dependencies=token)
     for prefix in ("/v1", ""):
         _include(app, service_router, prefix)
     for router in (

@@ -25,6 +25,7 @@ from llama_stack_provider_trl.specs.job import Prefetch, ShardingSpec, ShardingS
 from llama_stack_provider_trl.system.logs import LogLevel
 
 from ..wire import NAME
+from .openai_settings import OpenAISettings
 from .pool_settings import PoolSettings
 from .tls import server_context
 
@@ -256,6 +257,8 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     audit_files: int = Field(20, ge=2, le=10_000)
     """Files of the audit log that are kept; the oldest is removed when one more begins."""
 
+    openai: OpenAISettings = OpenAISettings()
+    """Models of OpenAI's fine-tuning API: docs/how-to/openai.md."""
     vllm_python: Path | None = None
     """Interpreter that has vLLM, for jobs that answer prompts with engine vllm, and GRPO with use_vllm; null: none may.
     Checked at start."""

@@ -472,6 +472,7 @@ OPTION_ASKS: dict[str, Try] = {
     "evaluate": Try({"dataset_id": "held-out"}),
     "shard": Try({"index": 1, "count": 2}),
     "preflight": Try("warn"),
+    "metadata": Try({"team": "a"}),
     "device": Try("cuda:1"),
 }
 

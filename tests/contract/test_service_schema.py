@@ -15,6 +15,7 @@ import pytest
 
 from llama_stack_provider_trl.system.process import FileLock
 from tests.contract.ended import add_ended_job
+from tests.contract.openai_known import FILE, JOB, add_known
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, ndjson, running_service
 from tests.contract.stack import SFT
@@ -59,6 +60,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingServic
         for name in ("waiting", "held"):
             service.submit(SFT, sft(name, questions))
         assert service.put_blob(QUESTIONS)[0].ok
+        add_known(service)
         yield service
     device.release()
 
@@ -114,6 +116,8 @@ def configuration() -> str:
         "path.identifier": ("final",),
         "path.path": ("model.bin",),
         "path.dataset_id": ("questions",),
+        "path.job_id": (JOB,),
+        "path.file_id": (FILE,),
         "body.training_config.data_config.dataset_id": ("questions",),
         "body.model": (str(tiny_model()),),
         "body.checkpoint_dir": ("results",),

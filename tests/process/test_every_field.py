@@ -408,6 +408,7 @@ ELSEWHERE: dict[str, str] = {
         f"{OPTION}fsdp_config.{field}": "several ranks: tests/unit/test_resolve.py, tests/process/test_ranks.py"
         for field in FsdpOptions.model_fields
     },
+    OPTION + "metadata": "nothing in the training reads it: tests/contract/test_openai_sdk.py",
     OPTION + "nproc_per_node": "several ranks, with the numbers of one: tests/process/test_ranks.py",
     OPTION + "device": NO_TRAINING + "tests/unit/test_placement.py",
     **{

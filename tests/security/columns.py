@@ -33,7 +33,7 @@ def _texts(*names: str, **more: Any) -> Takes:
     return Takes(texts=frozenset(names), **more)
 
 
-_PROMPTS = ("prompts", "system_prompt", "chat_template")
+_PROMPTS = ("prompts", "system_prompt", "chat_template", "metadata")
 _READS = (
     *("/health", "/metrics", "/openapi.json", "/docs", "/login", "/static/{name}", "/", "/nodes", "/new", "/data"),
     *(
@@ -80,8 +80,19 @@ TAKES: dict[tuple[str, str], Takes] = {
     ("DELETE", "/post-training/jobs/{job_uuid}"): Takes(),
     # Chats
     **{("GET", f"/openai/v1/{name}"): Takes() for name in ("models", "models/{model}")},
+    ("DELETE", "/openai/v1/models/{model}"): Takes(),
     ("POST", "/openai/v1/chat/completions"): _texts("messages", "tools", "stop"),
     ("POST", "/openai/v1/completions"): _texts("prompt", "stop"),
+    # OpenAI's fine-tuning
+    ("POST", "/openai/v1/files"): Takes(work=True),
+    **{("GET", f"/openai/v1/files{name}"): Takes() for name in ("", "/{file_id}", "/{file_id}/content")},
+    ("DELETE", "/openai/v1/files/{file_id}"): Takes(),
+    ("POST", "/openai/v1/fine_tuning/jobs"): _texts("metadata", work=True),
+    **{
+        ("GET", f"/openai/v1/fine_tuning/jobs{name}"): Takes()
+        for name in ("", "/{job_id}", "/{job_id}/events", "/{job_id}/checkpoints")
+    },
+    **{("POST", f"/openai/v1/fine_tuning/jobs/{{job_id}}/{name}"): Takes() for name in ("cancel", "pause", "resume")},
     # Rows
     ("POST", "/datasets"): _texts("rows", work=True, any_keys=True),
     ("DELETE", "/datasets/{dataset_id}"): Takes(),

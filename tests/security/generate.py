@@ -304,6 +304,10 @@ class _Making:
     def _fill_body(self) -> None:
         rng, request = self.rng, self.request
         schema = self.generator.schema_of_body(self.operation)
+        if self.call == "POST /openai/v1/files":
+            request.headers.append(("Content-Type", b"multipart/form-data; boundary=b"))
+            request.body = self._form_body()
+            return
         if schema is None:
             request.headers.append(("Content-Type", b"application/octet-stream"))
             request.body = self._bytes_body()
@@ -318,6 +322,21 @@ class _Making:
         request.body = _bytes(_dumps(value))
         if rng.random() < 0.12:
             request.body = self._damaged_text(request.body)
+
+    def _form_body(self) -> bytes:
+        """Of an upload as a form: mostly whole, or with a part that is damaged."""
+        rng = self.rng
+        head = b'--b\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n'
+        name = rng.choice((b"rows.jsonl", b"\xff", b"../../a", b"x" * 5000, _text(rng).encode("utf-8", "replace")))
+        purpose = rng.choice((b"fine-tune", b"evals", b"", b"\xff", b"x" * 5000))
+        file = rng.choice((b"file", b"file", b"file", b"files", b""))
+        parts = [
+            head % (b"purpose", b"") + purpose + b"\r\n",
+            head % (file, b'; filename="%s"' % name) + self._bytes_body() + b"\r\n",
+        ]
+        rng.shuffle(parts)
+        body = b"".join(parts) + rng.choice((b"--b--\r\n", b"--b--\r\n", b"--b\r\n", b""))
+        return self._damaged_text(body) if rng.random() < 0.2 else body
 
     def _own_copy(self, good: dict[str, Any]) -> dict[str, Any]:
         """Names of its own, so that jobs and datasets are made and not only repeated."""

@@ -17,6 +17,7 @@ from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.process import FileLock
 from llama_stack_provider_trl_remote.nodes.identity import versions
 from tests.contract.ended import add_ended_job
+from tests.contract.openai_known import FILE, JOB, add_known
 from tests.contract.payloads import QUESTIONS, promised, sft
 from tests.contract.service import TrainingService, ndjson, running
 from tests.contract.stack import SFT, Json, poll
@@ -34,7 +35,7 @@ KNOWN = {
     **{"job_uuid": "waiting", "dataset_id": "questions", "sha256": ROWS_DIGEST, "identifier": "final"},
     **{"path": "model.bin", "name": NODE, "task_id": "waiting-1", "file": "rank-0.log", "checkpoint": "final"},
     **{"token_id": "none", "id": "none", "action": "cordon", "reading": "none"},
-    "model": "ft:ended",
+    **{"model": "ft:ended", "file_id": FILE, "job_id": JOB},
 }
 """Path parameter -> a value that the service knows."""
 USERS = frozenset({"submit", "admin"})
@@ -74,6 +75,8 @@ class Guarded(TrainingService):
 
     def __init__(self, root: Path, **settings: Any) -> None:
         tokens = [{"token": TOKENS[role], "role": role} for role in ("submit", "node", "metrics")]
+        models = {"known": {"model": sft("known", "questions")["model"]}}
+        settings = {"openai": {"models": models}, **settings}
         super().__init__(root, **{"api_token": TOKENS["admin"], "tokens": tokens, **settings})
         self.session.headers["Authorization"] = f"Bearer {TOKENS['admin']}"
         self.credentials: dict[str, str] = {}
@@ -143,11 +146,12 @@ def fill(service: Guarded) -> None:
     questions = service.register("questions", QUESTIONS)
     assert service.put_blob(QUESTIONS)[0].ok
     service.submit(SFT, sft("waiting", questions))
+    submits = {"Authorization": f"Bearer {TOKENS['submit']}"}
+    add_known(service, submits)
     # The supervisor writes once, some time after the request, what the job waits for.
     poll(lambda: service.status("waiting")["resources_allocated"]["detail"], "the job waits for a device", timeout=20)
     for name in (NODE, OTHER_NODE):
         service.join(name)
-    submits = {"Authorization": f"Bearer {TOKENS['submit']}"}
     assert service.get("/nodes", headers=submits).status_code == 200  # used once, as the credentials are
     scrapes = {"Authorization": f"Bearer {TOKENS['metrics']}"}
     assert service.get("/metrics", prefix="", headers=scrapes).status_code == 200
@@ -182,6 +186,7 @@ BODIES: dict[str, Json] = {
     # Of a job that is not here: no model may answer while the device is locked.
     "POST /openai/v1/chat/completions": {"model": "ft:gone", "messages": [{"role": "user", "content": "a"}]},
     "POST /openai/v1/completions": {"model": "ft:gone", "prompt": "a"},
+    "POST /openai/v1/fine_tuning/jobs": {"model": "known", "training_file": FILE},
     "POST /datasets": {
         "dataset_id": "new",
         "purpose": "post-training/messages",
@@ -193,6 +198,14 @@ BODIES: dict[str, Json] = {
     "POST /nodes/{name}/tasks/{task_id}/checkpoints/{checkpoint}": {"kind": "final", "files": []},
 }
 """Bodies that are good: who gets past the check of roles changes something, or is answered with 2xx."""
+MULTIPART = {
+    "POST /openai/v1/files": (
+        b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n'
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n{}\n\r\n--b--\r\n',
+        "multipart/form-data; boundary=b",
+    )
+}
+"""The same for routes that take a form: body and Content-Type."""
 
 
 # --- The documented table of roles ------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from tests.security.generate import PAGES
 from tests.security.guarded import (
     BODIES,
     KNOWN,
+    MULTIPART,
     QUERIES,
     TOKENS,
     Answer,
@@ -322,7 +323,9 @@ def called(raw: Raw, browser: Browser, method: str, path: str) -> Answer:
     call = f"{method} {path}"
     body = json.dumps(BODIES.get(call, {})).encode() if method == "POST" else ndjson(QUESTIONS)
     kind = "application/octet-stream" if call in RAW_BODIES or method == "PUT" else "application/json"
-    prefix = "/v1" if (method, path) not in PAGES else ""
+    if call in MULTIPART:
+        body, kind = MULTIPART[call]
+    prefix = "" if (method, path) in PAGES or path.startswith("/openai/") else "/v1"
     query = f"?{QUERIES[call]}" if call in QUERIES else ""
     with_body = body if method in ("POST", "PUT") else None
     return raw.send(method, prefix + target + query, TOKENS["admin"], with_body, Content_Type=kind)

@@ -42,6 +42,7 @@ FREE = {
     "AnswerCheck.json_schema": "compared with answers",
     "AnswerCheck.pattern": "searched in answers",
     "AnswerCheck.template": "a prompt",
+    "CreateFineTuningJob.metadata": "any text; its keys are names",
     "CompletionBody.prompt": "a prompt",
     "VoteBody.chosen": "an answer",
     "VoteBody.rejected": "an answer",
@@ -52,6 +53,7 @@ FREE = {
     "RowsSource.rows": "content",
     "Samples.prompts": "prompts",
     "MixtureEntry.system_prompt": "the text of a turn",
+    "ProviderOptions.metadata": "any text; its keys are names",
     "ProviderOptions.system_prompt": "the same",
     "ProviderOptions.chat_template": "a template",
     "TaskOrder.spec": "the specification of a job, of which prompts are a part; from the service to its nodes",
@@ -66,6 +68,8 @@ ELSEWHERE = {
     "ChatBody.tools": "read as the rows of datasets are",
     "VoteBody.messages": "read as the rows of datasets are",
     "VoteBody.tools": "read as the rows of datasets are",
+    "CreateFineTuningJob.integrations": "refused, unless it is empty",
+    "FineTuningMethod.reinforcement": "refused",
     "GRPOReward.check": "AnswerCheck",
     "GRPOConfig.rewards": "GRPOReward",
     "SupervisedFineTuneRequest.algorithm_config": "LoraFinetuningConfig, QATFinetuningConfig",
@@ -83,7 +87,8 @@ def checked_models() -> set[type[CheckedNames]]:
     for package in (llama_stack_provider_trl.requests, llama_stack_provider_trl_remote.service.http):
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")
-    importlib.import_module("llama_stack_provider_trl_remote.wire")
+    for name in ("wire", "openai.bodies"):
+        importlib.import_module(f"llama_stack_provider_trl_remote.{name}")
     found: set[type[CheckedNames]] = set()
     pending = [CheckedNames]
     while pending:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.test_architecture import PACKAGE, modules, package_of, tree
 
-SERVING = ("specs", "requests", "jobs", "stack", "provider", "wire", "adapter", "service")
+SERVING = ("specs", "requests", "jobs", "stack", "provider", "wire", "adapter", "openai", "service")
 """Packages whose modules the service, or Llama Stack with a provider, imports; `service` and `jobs` with all below."""
 
 LIMITED = "a function that `Limited.call` calls in another process"
@@ -91,6 +91,7 @@ JSON = {
     "specs.rows._Row._parsed": "called by the functions in ROWS",
     "specs.tool_calls._decoded": "called by the functions in ROWS",
     "stack.external._is_object": "a header, which the HTTP server bounds",
+    "remote.openai.names.Called.of": "metadata of a job, which `requests.options` bounds",
     "remote.service.cluster.launcher.ClusterLauncher._conclude": OURS,
     "remote.service.cluster.logs._difference": OURS,
     "remote.service.cluster.models._parsed": OURS,

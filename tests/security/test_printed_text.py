@@ -256,6 +256,7 @@ ELSEWHERE = {
     ("nodes", "down"): "as up",
     ("nodes", "status"): "as up",
     ("jobspec", ""): "prints the caller's own words, as a script",
+    ("openai", ""): "prints the caller's own address, quoted for a shell: tests/unit/test_remote_cli.py",
     ("completion", ""): "prints a script out of the parser",
     ("register", ""): "calls a Llama Stack: tests/contract/test_registration.py; the rule below keeps it from printing",
     ("chat", ""): "streams answers: tests/contract/test_chats.py; the rule below keeps it from printing otherwise",

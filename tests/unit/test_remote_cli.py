@@ -317,6 +317,7 @@ def test_every_command_that_calls_the_service_takes_json() -> None:
         "completion",
         "dashboard",
         "jobspec",
+        "openai",
         "serve",
     }
 
@@ -324,7 +325,7 @@ def test_every_command_that_calls_the_service_takes_json() -> None:
 def test_every_command_that_calls_the_service_takes_the_options_of_logs() -> None:
     """The others call no service, or are it."""
     without = {" ".join(words) for words in subcommands() if not {"--verbose", "--log-level"} <= options_of(words)}
-    alone = {"completion", "dashboard", "datasets check", "doctor", "evaluate", "jobspec", "merge", "serve"}
+    alone = {"completion", "dashboard", "datasets check", "doctor", "evaluate", "jobspec", "merge", "openai", "serve"}
     assert without == alone
 
 
@@ -813,3 +814,16 @@ def _staged(service: FakeService, target: Path) -> Path:
     files = [{"path": n, "size": len(c), "sha256": sha256(c).hexdigest()} for n, c in service.files.items()]
     digest = sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:12]
     return target.with_name(f".{target.name}.{digest}.pulling")
+
+
+@pytest.mark.parametrize(("token", "key"), [(None, "none"), ("secret", '"$TRL_SERVICE_TOKEN"')])
+def test_the_variables_of_openais_sdk_are_printed_for_a_shell(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, token: str | None, key: str
+) -> None:
+    monkeypatch.delenv("TRL_SERVICE_TOKEN", raising=False)
+    if token is not None:
+        monkeypatch.setenv("TRL_SERVICE_TOKEN", token)
+    assert cli.main(["openai", "--url", "http://127.0.0.1:8322/"]) == 0
+    expected = f"export OPENAI_BASE_URL=http://127.0.0.1:8322/openai/v1\nexport OPENAI_API_KEY={key}\n"
+    assert capsys.readouterr().out == expected
+    assert cli.main(["openai", "--url", "nonsense"]) == 1

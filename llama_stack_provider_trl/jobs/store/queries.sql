@@ -50,6 +50,32 @@ WHERE age > coalesce((SELECT age FROM jobs WHERE job_uuid = :after), 0)
   AND (:states IS NULL OR state IN (SELECT value FROM json_each(:states)))
 ORDER BY age LIMIT :limit;
 
+-- name: select_newest
+-- Jobs whose names begin alike, newest first: those older than `after` (null: all). It reads the index of names only.
+SELECT job_uuid FROM jobs
+WHERE job_uuid >= :prefix AND job_uuid < :prefix || '~'
+  AND (:after IS NULL OR age < (SELECT age FROM jobs WHERE job_uuid = :after))
+ORDER BY age DESC LIMIT :limit;
+
+-- name: select_newest_with
+-- The same of jobs with all pairs of `metadata` (a JSON object). Specifications without one of the pairs as text
+-- (`fragment`) are not parsed: of 20,000 that takes a second.
+SELECT job_uuid FROM jobs
+WHERE +job_uuid >= :prefix AND +job_uuid < :prefix || '~'
+  AND (:after IS NULL OR age < (SELECT age FROM jobs WHERE job_uuid = :after))
+  AND CASE WHEN instr(spec, :fragment) = 0 OR NOT json_valid(spec) THEN 0
+           ELSE NOT EXISTS (SELECT 1 FROM json_each(:metadata) AS wanted WHERE NOT EXISTS (
+               SELECT 1 FROM json_each(spec, '$.metadata') AS pair WHERE pair.key = wanted.key AND pair.value = wanted.value)) END
+ORDER BY age DESC LIMIT :limit;
+
+-- name: select_completed_named
+SELECT job_uuid, completed_at FROM jobs
+WHERE state = 'completed' AND +job_uuid >= :prefix AND +job_uuid < :prefix || '~' AND completed_at IS NOT NULL;
+
+-- name: select_with_result
+-- Those of some jobs (a JSON array) that have a result.
+SELECT DISTINCT job_uuid FROM checkpoints WHERE kind = 'final' AND job_uuid IN (SELECT value FROM json_each(:names));
+
 -- name: select_page
 -- As select_name_page, with what a list shows; of the specs no more than that is read.
 SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.train.method.type'), json_extract(spec, '$.train.method.algorithm')) END AS algorithm,

@@ -115,6 +115,36 @@ class JobReader:
         """
         return [row["job_uuid"] for row in self._page("select_name_page", after, states, limit)]
 
+    def newest(
+        self,
+        prefix: str,
+        after: str | None = None,
+        limit: int | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Sequence[str]:
+        """The job_uuid of jobs whose names begin with `prefix`, newest first.
+
+        Args:
+            after: only jobs that are older than this one.
+            metadata: pairs that the metadata of each job has.
+
+        Raises:
+            JobNotFound: there is no job `after`.
+        """
+        if not metadata:
+            return [row["job_uuid"] for row in self._page("select_newest", after, None, limit, prefix=prefix)]
+        pairs = dict(metadata)
+        name = max(pairs, key=lambda name: len(pairs[name]))
+        # As pydantic writes it.
+        fragment = json.dumps({name: pairs[name]}, ensure_ascii=False, separators=(",", ":"))[1:-1]
+        more = {"prefix": prefix, "metadata": json.dumps(pairs), "fragment": fragment}
+        return [row["job_uuid"] for row in self._page("select_newest_with", after, None, limit, **more)]
+
+    def completed(self, prefix: str) -> Sequence[tuple[float, str]]:
+        """End (seconds since the epoch) and job_uuid of each completed job whose name begins with `prefix`."""
+        rows = self.database.select("select_completed_named", {"prefix": prefix})
+        return [(row["completed_at"], row["job_uuid"]) for row in rows]
+
     def page(
         self, after: str | None = None, states: Iterable[JobState] | None = None, limit: int | None = None
     ) -> Sequence[JobSummary]:
@@ -184,6 +214,11 @@ class JobReader:
             self.get(job_uuid)
         return [checkpoint_record(row) for row in rows]
 
+    def with_result(self, names: Iterable[str]) -> set[str]:
+        """Those of some jobs that have a listed checkpoint `final`."""
+        rows = self.database.select("select_with_result", {"names": json.dumps([*names])})
+        return {row["job_uuid"] for row in rows}
+
     def points(self, job_uuid: str, after: int = -1, limit: int = -1) -> Sequence[PointRecord]:
         """Metric points beyond step `after`, by step; at most `limit`, where that is not negative. Raises
         JobNotFound."""
@@ -227,12 +262,13 @@ class JobReader:
         return {place: row["job_uuid"] for row in rows for place in row["places"].split(",")}
 
     def _page(
-        self, name: str, after: str | None, states: Iterable[JobState] | None, limit: int | None
+        self, name: str, after: str | None, states: Iterable[JobState] | None, limit: int | None, **more: str
     ) -> Sequence[sqlite3.Row]:
         if after is not None and not self.database.select("request_digest", {"job_uuid": after}):
             raise JobNotFound(after)
         wanted = None if states is None else json.dumps([state.value for state in states])
-        return self.database.select(name, {"after": after, "states": wanted, "limit": -1 if limit is None else limit})
+        values = {"after": after, "states": wanted, "limit": -1 if limit is None else limit, **more}
+        return self.database.select(name, values)
 
     def _readable(self, rows: Sequence[sqlite3.Row]) -> Sequence[JobRecord]:
         """The jobs whose records can be decoded: a damaged one must not hide the others."""

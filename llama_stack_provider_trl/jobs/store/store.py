@@ -286,6 +286,24 @@ class Store(JobReader):
                     execute(name, {"job_uuid": one.job_uuid})
         return job
 
+    def delete_results(self, job_uuid: str, set_aside: Callable[[JobRecord], object] = lambda job: None) -> JobRecord:
+        """Forget the checkpoints of a job that has ended, and return it. The caller removes the files.
+
+        Args:
+            set_aside: renames the directory of the checkpoints. It must be quick.
+
+        Raises:
+            JobNotFound.
+            JobConflict: the job has not ended, or others wait for it.
+        """
+        with self.database.transaction() as execute:
+            job = self.get(job_uuid)
+            self._refuse_deletion(execute, job)
+            set_aside(job)
+            for checkpoint in self.checkpoints(job_uuid):
+                execute("delete_checkpoint", {"job_uuid": job_uuid, "path": str(checkpoint.path)})
+        return job
+
     def _refuse_deletion(self, execute: Execute, job: JobRecord) -> None:
         job_uuid, key = job.job_uuid, {"job_uuid": job.job_uuid}
         if job.state not in TERMINAL:

@@ -107,15 +107,16 @@ class Blobs:
 
     async def receive(
         self,
-        sha256: str,
+        sha256: str | None,
         pieces: AsyncIterator[bytes],
         announced: int,
         arrived: Callable[[int], object] = lambda count: None,
         storing: Callable[[str], object] = lambda digest: None,
-    ) -> None:
-        """Store a body whose digest this must be. Nothing of a body that ends early or differs is kept.
+    ) -> str:
+        """Store a body. Nothing of a body that ends early or has another digest is kept. Returns its digest.
 
         Args:
+            sha256: the digest that it must have; None: any.
             arrived: is called by a thread with the number of bytes of each part.
             storing: see `put_lines`.
 
@@ -126,12 +127,13 @@ class Blobs:
         """
         async with entered(self._arriving(announced)) as (written, file, output):
             found = await self._write(output, pieces, lambda count: (arrived(count), written(count)))
-            if found != sha256:
+            if sha256 not in (None, found):
                 raise InvalidRequest(
                     "sha256", sha256, f"the digest of the body is {found}: nothing was kept, send it again"
                 )
-            await in_work_thread(storing, sha256)
-            await in_work_thread(self.keep, file, sha256)
+            await in_work_thread(storing, found)
+            await in_work_thread(self.keep, file, found)
+            return found
 
     async def count(self, sha256: str) -> int:
         """Number of rows that are stored under a digest."""

@@ -321,6 +321,18 @@ class DatasetRegistry:
             raise _unknown(dataset_id)
         return shown(entry)
 
+    def entry(self, dataset_id: str) -> Entry:
+        """The stored document of a dataset. Raises NotFound."""
+        entry = self._read(dataset_id)
+        if entry is None:
+            raise _unknown(dataset_id)
+        return entry
+
+    def places(self, prefix: str) -> list[ListPlace]:
+        """Time of registration and name of each dataset whose name begins so, oldest first."""
+        with self._registering:
+            return [place for place in self._index.after(None) if place.name.startswith(prefix)]
+
     def count(self, dataset_id: str, growth: Growth) -> int | None:
         """The number of rows of a dataset that grows; None: there is none of this name and mark. Raises StoreError."""
         entry = self._read(dataset_id)

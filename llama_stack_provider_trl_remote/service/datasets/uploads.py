@@ -38,3 +38,16 @@ class RowUploads:
                 await self._blobs.receive(sha256, stream(), size, arrived, held.add)
             await asyncio.to_thread(self._counted.count, sha256, owner, held)
         return True
+
+    async def add(self, pieces: AsyncIterator[bytes], size: int, owner: str) -> str:
+        """Store rows whose digest is not known before they are here. Returns it.
+
+        Args:
+            size: as the client announces it; 0: it does not.
+            owner: the token for which they count.
+        """
+        with self._counted.holding() as held:
+            async with self._quotas.arriving(owner, size) as arrived:
+                sha256 = await self._blobs.receive(None, pieces, size, arrived, held.add)
+            await asyncio.to_thread(self._counted.count, sha256, owner, held)
+        return sha256

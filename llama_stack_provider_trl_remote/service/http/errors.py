@@ -91,8 +91,8 @@ _OPENAI_SCHEMA = {
             "properties": {
                 "message": {"type": "string"},
                 "type": {"type": "string", "enum": ["invalid_request_error", "server_error"]},
-                "param": {"type": "null"},
-                "code": {"type": "integer"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
             },
             "required": ["message", "type", "param", "code"],
         }
@@ -287,10 +287,37 @@ def sentence(found: Mapping[str, Any], body: Any = None) -> str:
     return str(InvalidRequest(field, found["input"], problem))
 
 
-def openai_error(status: int, message: str) -> dict[str, Any]:
+class OpenAIRefused(TrlError, ValueError):
+    """Raised when a call of OpenAI's API cannot be honoured.
+
+    Args:
+        param: the field of the request; None: no single one.
+        code: the word by which programs tell errors apart.
+    """
+
+    def __init__(self, message: str, param: str | None, code: str, status_code: int = 400) -> None:
+        self.param, self.code, self.status_code = param, code, status_code
+        super().__init__(message)
+
+
+_CODES = {
+    401: "invalid_api_key",
+    403: "permission_denied",
+    404: "not_found",
+    408: "timeout",
+    409: "conflict",
+    413: "too_large",
+    429: "rate_limit_exceeded",
+    503: "overloaded",
+    507: "insufficient_storage",
+}
+
+
+def openai_error(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The body of an error in OpenAI's form."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    code = code or _CODES.get(status, "invalid_value" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def raw_answer(status: int, detail: str, path: str) -> tuple[list[tuple[bytes, bytes]], bytes]:

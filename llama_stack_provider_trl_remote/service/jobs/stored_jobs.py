@@ -90,6 +90,21 @@ class StoredJobs:
         await asyncio.to_thread(record, job_uuid)
         self._wake()
 
+    def delete_results(self, job_uuid: str) -> None:
+        """Remove the checkpoints of a job that has ended; the job stays. Raises JobNotFound, JobConflict."""
+        ownership = Ownership(self._data_dir)
+        asides: list[Path | None] = []
+
+        def out_of_the_way(job: JobRecord) -> None:
+            if ownership.is_ours(job.spec.checkpoint_dir):
+                asides.append(set_aside(job.spec.checkpoint_dir))
+            ownership.release(job.spec.checkpoint_dir)
+
+        self._store.delete_results(job_uuid, out_of_the_way)
+        for aside in filter(None, asides):
+            shutil.rmtree(aside, ignore_errors=True)
+        log.info("job %s: its checkpoints were deleted", job_uuid)
+
     def delete(self, job_uuid: str, checkpoints: bool) -> None:
         """Delete a job that has ended, and a search with its trials; remove their files.
 

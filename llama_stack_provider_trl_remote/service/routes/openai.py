@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Coroutine
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, Request, Response
+from fastapi.exceptions import RequestValidationError
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from llama_stack_provider_trl.errors import JobNotFound
+from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, JobNotFound
 
 from ..dependencies import ChatsDep
 from ..http.chat_bodies import ChatBody, CompletionBody
-from ..http.errors import OPENAI_FORM, answered, declared, openai_error
-from ..security.access import USERS, USERS_JOB, CurrentCaller, GuardedRoute
+from ..http.errors import OPENAI_FORM, OpenAIRefused, answered, declared, openai_error
+from ..security.access import USERS_JOB, CurrentCaller, GuardedRoute
 from ..security.streams import CountedStream
 from ..serving.chats import BegunAnswer
-from ..serving.openai import model_list
 
 _STREAM = "text/event-stream"
+_FINAL = frozenset({409, 500, 507})
+"""Statuses of answers that another try would not change. OpenAI's SDK repeats these unless a header forbids it."""
 
 
 class ChatStream(CountedStream):
@@ -64,7 +65,20 @@ async def _error(request: Request, error: Exception) -> Response:
     detail = json.loads(bytes(answer.body))["detail"]
     headers = {name: value for name, value in answer.headers.items() if not name.startswith("content-")}
     status = 404 if isinstance(error, JobNotFound) else answer.status_code
-    return JSONResponse(openai_error(status, detail), status, headers)
+    if status in _FINAL:
+        headers["x-should-retry"] = "false"
+    code = error.code if isinstance(error, OpenAIRefused) else None
+    return JSONResponse(openai_error(status, detail, _param_of(error), code), status, headers)
+
+
+def _param_of(error: Exception) -> str | None:
+    """The field of the request that an error names; None: no single one."""
+    if isinstance(error, OpenAIRefused):
+        return error.param
+    if isinstance(error, RequestValidationError):
+        _, *path = error.errors()[0]["loc"]
+        return ".".join(map(str, path)) or None
+    return error.field if isinstance(error, InvalidRequest) and not isinstance(error, InvalidRows) else None
 
 
 router = APIRouter(route_class=OpenAIRoute, prefix="/openai/v1", tags=["chats, in OpenAI's form"])
@@ -97,20 +111,3 @@ async def _answer(
         return ChatStream(answer)
     found = await answer.whole(_left(request))
     return Response(status_code=499) if found is None else JSONResponse(found)
-
-
-@router.get("/models", dependencies=[USERS], responses=declared(form=OPENAI_FORM))
-async def models(chats: ChatsDep) -> Response:
-    """The results of completed jobs, and the models that jobs here were trained from."""
-    return JSONResponse(model_list(await asyncio.to_thread(chats.models)))
-
-
-@router.get("/models/{model:path}", dependencies=[USERS], responses=declared(404, form=OPENAI_FORM))
-async def model(chats: ChatsDep, model: Annotated[str, Path(description="As in the list")]) -> Response:
-    """One entry of the list of models."""
-    rows = await asyncio.to_thread(chats.models)
-    found = next((row for row in rows if row["id"] == model), None)
-    if found is None:
-        text = f"no model {model[:200]!r} is listed: GET /openai/v1/models lists results of jobs and their base models"
-        return JSONResponse(openai_error(404, text), 404)
-    return JSONResponse(found)

@@ -24,7 +24,7 @@ from .audit import AuditLog, shortened
 
 RECORDED = "trl_recorded"
 """Key of an ASGI scope: set once the audit log has this request, so that no other line repeats it."""
-_NAMES = ("job_uuid", "dataset_id", "name", "checkpoints", "action")
+_NAMES = ("job_uuid", "job_id", "dataset_id", "file_id", "name", "checkpoints", "action")
 """Parameters and fields of bodies that identify the subject of a call, and what is done to it where one route does
 several things. Nothing else of a body is recorded."""
 _MARK = "trl_recorded"
@@ -122,8 +122,9 @@ def recorded[**Parameters, Answer](
         call.add(_names(values))
         await call.begin()
         answer = await endpoint(*arguments, **values)
-        call.add(_names(values))  # a dataset without a name has one now
-        if job_uuid := _names(values).get("job_uuid"):
+        named = _names(values)
+        call.add(named)  # a dataset without a name has one now
+        if job_uuid := named.get("job_uuid", named.get("job_id")):
             call.note_state(str(job_uuid))
         return answer
 

@@ -134,11 +134,14 @@ class Chats:
     def models(self) -> list[Json]:
         """The results of jobs, newest first, and the models that jobs here were trained from."""
         jobs, _ = self._store.queue_page(JobState.completed, None, _MOST_MODELS)
+        kept = self._store.with_result(job.job_uuid for job in jobs)
         results, bases = [], {}
         made = str(DataDir(self._settings.data_dir).checkpoints.resolve())
         for job in jobs:
             created = (job.completed_at or job.scheduled_at).timestamp()
-            if job.algorithm is not None and job.algorithm not in _WITHOUT_MODEL:
+            # A search has its result in a trial.
+            has_result = job.job_uuid in kept or self._store.searches.names_of_trials(job.job_uuid)
+            if has_result and job.algorithm is not None and job.algorithm not in _WITHOUT_MODEL:
                 results.append(model_row(f"ft:{job.job_uuid}", created, job.created_by or "trl"))
             if job.model is not None and not job.model.startswith(made):
                 bases[job.model] = model_row(job.model, job.scheduled_at.timestamp(), "base")

@@ -11,7 +11,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
@@ -112,6 +112,61 @@ def read_page(store: Store, job_uuid: str, after: Cursor, limit: int, size: int 
         if not whole:
             return Page(lines, state, cursor, False)
     return Page(lines, state, cursor, True)
+
+
+def read_back(store: Store, job_uuid: str, before: Cursor | None, limit: int) -> list[Line]:
+    """Read the events before a cursor, the last one first: at most `limit`.
+
+    Args:
+        before: the cursor of an event, which is left out; None: all of them.
+
+    Raises:
+        JobNotFound.
+        InvalidRequest: the cursor is not one of this job's.
+    """
+    _, files = store.event_files(job_uuid)
+    if before is not None and before.attempt not in {file.attempt for file in files}:
+        raise InvalidRequest("after", str(before), f"job {job_uuid!r} has no attempt {before.attempt}")
+    lines: list[Line] = []
+    for file in reversed(files):
+        if before is not None and file.attempt > before.attempt:
+            continue
+        is_last = before is not None and file.attempt == before.attempt
+        end = before.offset if is_last and before is not None else file.end
+        if end > file.end:
+            raise _no_cursor(file, end)
+        for line in _lines_back(file, end):
+            if is_last and line.cursor == before:
+                continue
+            lines.append(line)
+            if len(lines) == limit:
+                return lines
+    return lines
+
+
+def _lines_back(file: EventFile, end: int) -> Iterator[Line]:
+    """The events in the first `end` bytes of an attempt's file, the last one first."""
+    try:
+        events = open_regular(RunDir(file.run_dir).events)
+    except (FileNotFoundError, NotAFile):
+        return
+    with events:
+        tail, start = b"", end
+        while start:
+            begin = max(0, start - _CHUNK)
+            events.seek(begin)
+            data = events.read(start - begin) + tail
+            first = data.find(b"\n") + 1 if begin else 0  # what is before may belong to a line that begins earlier
+            lines = data[first:].split(b"\n")
+            stop = begin + len(data) - len(lines.pop())
+            for line in reversed(lines):
+                event = _event_of(line)
+                if event is not None:
+                    text = line.decode(errors="replace").strip().replace("\r", " ")
+                    yield Line(Cursor(file.attempt, stop), text, event)
+                stop -= len(line) + 1
+            tail = data[:first] if first <= LINE_BYTES else b""  # of a line that is too long for an event: nothing
+            start = begin
 
 
 def read_states(store: Store, jobs: Sequence[str]) -> tuple[list[JobState], list[Cursor]]:

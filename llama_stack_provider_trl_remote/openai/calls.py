@@ -1,0 +1,32 @@
+"""What the routes of OpenAI's API work with. Built at the first call of an application."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from ..service.context import Service
+from .files import OpenAIFiles
+from .jobs import FineTuning
+from .models import OpenAIModels
+
+
+class OpenAICalls:
+    """Files, jobs and models of a service. It holds no state but the locks of requests that are under way."""
+
+    def __init__(self, service: Service) -> None:
+        self.files = OpenAIFiles(service.datasets, service.row_uploads, service.blobs, service.store)
+        self.fine_tuning = FineTuning(service.submissions, service.store, self.files, service.settings.openai.models)
+        self.models = OpenAIModels(service.chats, service.jobs, service.store)
+
+
+async def _calls(request: Request) -> OpenAICalls:
+    state = request.app.state
+    if not hasattr(state, "openai"):
+        state.openai = OpenAICalls(state.service)
+    found: OpenAICalls = state.openai
+    return found
+
+
+OpenAICallsDep = Annotated[OpenAICalls, Depends(_calls)]

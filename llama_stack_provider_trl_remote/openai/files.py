@@ -1,0 +1,234 @@
+"""Files of OpenAI's API: an uploaded file is a dataset of the service, the metrics of a job are a file of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Iterator
+from functools import lru_cache, partial
+from typing import Any, BinaryIO
+
+from llama_stack_provider_trl.errors import JobNotFound
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.records import JobRecord
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.specs.names import problem_of_name
+from llama_stack_provider_trl.system.files import open_regular
+
+from ..service.datasets.blobs import Blobs
+from ..service.datasets.registry import DatasetRegistry, Entry
+from ..service.datasets.uploads import RowUploads
+from ..service.http.bodies import BlobSource, RegisterDataset
+from ..service.http.errors import NotFound, OpenAIRefused
+from .bodies import MARK
+from .multipart import FILE as FIELD
+from .multipart import Form
+from .names import FILE, JOB, Called, job_of_result, new_file, result_file
+from .results import metrics_csv
+
+type Json = dict[str, Any]
+PURPOSE, RESULTS = "fine-tune", "fine-tune-results"
+_MOST_NAME = 255
+MOST_FILES = 1000
+"""Files of a page: each is a document of the data directory."""
+_SIZES = 4096
+
+
+class OpenAIFiles:
+    """The files of a service.
+
+    Args:
+        store: has the jobs whose metrics are files.
+    """
+
+    def __init__(self, registry: DatasetRegistry, uploads: RowUploads, blobs: Blobs, store: Store) -> None:
+        self._registry, self._uploads, self._blobs, self._store = registry, uploads, blobs, store
+        self._size_of_result = lru_cache(_SIZES)(self._count_result)
+
+    async def upload(self, form: Form, stream: AsyncIterator[bytes], announced: int, caller: str) -> Json:
+        """Store a file. It is listed once all of it is on the disk; nothing of a body that breaks off is kept.
+
+        Raises:
+            OpenAIRefused: the form cannot be honoured.
+            TooLarge, QuotaReached, LimitReached, OSError: the file cannot be stored.
+        """
+        counted = 0
+
+        async def pieces() -> AsyncIterator[bytes]:
+            nonlocal counted
+            async for piece in form.file(stream, partial(_check, form)):
+                counted += len(piece)
+                yield piece
+            if not counted:
+                raise OpenAIRefused("the file is empty: send one with rows", FIELD, "empty_file")
+            if "purpose" not in form.fields:
+                raise OpenAIRefused("purpose is missing: send fine-tune", "purpose", "missing_required")
+
+        sha256 = await self._uploads.add(pieces(), announced, caller)
+        file_id = new_file()
+        mark = {"filename": form.filename or file_id, "bytes": counted, "purpose": PURPOSE}
+        source = BlobSource(type="blob", sha256=sha256)
+        body = RegisterDataset(dataset_id=file_id, source=source, metadata={MARK: mark})
+        await self._registry.register(body, created_by=caller)
+        return await asyncio.to_thread(self.get, file_id)
+
+    def get(self, file_id: str) -> Json:
+        """A file. Raises NotFound."""
+        if (job_uuid := job_of_result(file_id)) is not None:
+            return self._result(self._job_of(file_id, job_uuid))
+        return _file_object(self._entry(file_id))
+
+    def page(
+        self, after: str | None, limit: int, purpose: str | None, *, newest_first: bool
+    ) -> tuple[list[Json], bool]:
+        """Files by the time at which they were made, and whether there are more.
+
+        Raises:
+            NotFound: there is no file `after`.
+        """
+        limit = min(limit, MOST_FILES)
+        found = sorted(self._places(purpose), reverse=newest_first)
+        if after is not None:
+            names = [name for _, name in found]
+            if after not in names:
+                raise _no_file(after, "after")
+            found = found[names.index(after) + 1 :]
+        files: list[Json] = []
+        for _, name in found:
+            if len(files) > limit:
+                break
+            try:
+                files.append(self.get(name))
+            except (NotFound, JobNotFound):  # deleted meanwhile, or a dataset that is no file
+                continue
+        return files[:limit], len(files) > limit
+
+    def content(self, file_id: str) -> tuple[Any, int, str]:
+        """What opens a file, its bytes, and a text that changes with its content. Raises NotFound."""
+        if (job_uuid := job_of_result(file_id)) is not None:
+            job = self._job_of(file_id, job_uuid)
+            return (
+                partial(_opened, self._store, job.job_uuid),
+                self._size_of_result(job.job_uuid, job.attempt),
+                f"{job.job_uuid}-{job.attempt}",
+            )
+        entry = self._entry(file_id)
+        assert entry.sha256 is not None
+        path = self._blobs.path(entry.sha256)
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError as error:
+            raise NotFound(f"the content of file {file_id!r} is gone: delete the file, and upload it again") from error
+        return partial(open_regular, path), size, entry.sha256
+
+    def delete(self, file_id: str) -> Json:
+        """Delete an uploaded file. Jobs that were made with it keep their rows. Raises NotFound."""
+        if job_of_result(file_id) is not None:
+            raise OpenAIRefused(
+                f"file {file_id!r} has the metrics of a job and is deleted with it: DELETE /v1/post-training/jobs/NAME",
+                "file_id",
+                "not_deletable",
+            )
+        self._entry(file_id)
+        self._registry.delete(file_id)
+        return {"id": file_id, "object": "file", "deleted": True}
+
+    def require(self, file_id: str, param: str) -> None:
+        """Return if a file was uploaded. Raises OpenAIRefused."""
+        try:
+            self._entry(file_id)
+        except NotFound as error:
+            hint = "upload it with POST /openai/v1/files, purpose fine-tune, and send the id of the answer"
+            raise OpenAIRefused(f"{param}: no file {file_id!r} is here: {hint}", param, "file_not_found") from error
+
+    def _entry(self, file_id: str) -> Entry:
+        try:
+            entry = self._registry.entry(file_id)
+        except NotFound as error:
+            raise _no_file(file_id, "file_id") from error
+        if not file_id.startswith(FILE) or entry.sha256 is None or _mark(entry) is None:
+            raise _no_file(file_id, "file_id")
+        return entry
+
+    def _places(self, purpose: str | None) -> Iterator[tuple[float, str]]:
+        """Time and name of each file, and of the datasets whose names are alike."""
+        if purpose in (None, PURPOSE):
+            for place in self._registry.places(FILE):
+                yield place.order, place.name
+        if purpose in (None, RESULTS):
+            for completed_at, job_uuid in self._store.completed(JOB):
+                yield completed_at, result_file(job_uuid)
+
+    def _job_of(self, file_id: str, job_uuid: str) -> JobRecord:
+        """The completed job whose metrics a file has."""
+        try:
+            job = self._store.get(job_uuid)
+        except JobNotFound as error:
+            raise _no_file(file_id, "file_id") from error
+        if job.state is not JobState.completed or Called.of(job.spec.metadata) is None:
+            raise _no_file(file_id, "file_id")
+        return job
+
+    def _result(self, job: JobRecord) -> Json:
+        assert job.completed_at is not None
+        size = self._size_of_result(job.job_uuid, job.attempt)
+        return _object(
+            result_file(job.job_uuid), size, job.completed_at.timestamp(), f"{job.job_uuid}_metrics.csv", RESULTS
+        )
+
+    def _count_result(self, job_uuid: str, attempt: int) -> int:
+        return sum(map(len, metrics_csv(self._store, job_uuid)))
+
+
+def _opened(store: Store, job_uuid: str) -> BinaryIO:
+    return io.BytesIO(b"".join(metrics_csv(store, job_uuid)))
+
+
+def _check(form: Form) -> None:
+    purpose = form.fields.get("purpose")
+    if purpose not in (None, PURPOSE):
+        raise OpenAIRefused(
+            f"purpose={purpose[:100]!r} is not supported: send {PURPOSE}, the only one here", "purpose", "invalid_value"
+        )
+    for name in form.fields:
+        if name.startswith("expires_after"):
+            raise OpenAIRefused(
+                "expires_after is not supported: leave it out, files stay until they are deleted", name, "invalid_value"
+            )
+    name = form.filename or ""
+    if problem := f"it has more than {_MOST_NAME} characters" if len(name) > _MOST_NAME else problem_of_name(name):
+        raise OpenAIRefused(f"the name of the file: {problem}", FIELD, "invalid_file_name")
+
+
+def _mark(entry: Entry) -> Json | None:
+    mark = entry.dataset.metadata.get(MARK)
+    if (
+        not isinstance(mark, dict)
+        or not isinstance(mark.get("filename"), str)
+        or not isinstance(mark.get("bytes"), int)
+    ):
+        return None
+    return mark
+
+
+def _file_object(entry: Entry) -> Json:
+    mark = _mark(entry) or {}
+    return _object(entry.dataset.identifier, mark["bytes"], entry.registered_at, mark["filename"], PURPOSE)
+
+
+def _object(file_id: str, size: int, created_at: float, filename: str, purpose: str) -> Json:
+    return {
+        "id": file_id,
+        "object": "file",
+        "bytes": size,
+        "created_at": int(created_at),
+        "expires_at": None,
+        "filename": filename,
+        "purpose": purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+def _no_file(file_id: str, param: str) -> NotFound:
+    return NotFound(f"no file {file_id[:200]!r} is here ({param}): GET /openai/v1/files lists those that are")

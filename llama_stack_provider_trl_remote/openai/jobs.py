@@ -1,0 +1,233 @@
+"""Creates fine-tuning jobs: OpenAI's request becomes one of the engine's own."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, JobNotFound
+from llama_stack_provider_trl.jobs.store.store import Store
+
+from ..service.http.bodies import PreferenceOptimizeBody, SupervisedFineTuneBody
+from ..service.http.errors import OpenAIRefused
+from ..service.jobs.submissions import Submissions
+from ..service.openai_settings import OpenAIModel
+from ..service.security.access import Caller
+from .bodies import MARK, CreateFineTuningJob, DpoHyperparameters, Hyperparameters
+from .files import OpenAIFiles
+from .names import JOB, Called, new_job, request_prefix
+
+type Json = dict[str, Any]
+_RETRIED = 900.0
+"""Seconds for which a repeated request finds the job that the first one has made. OpenAI's SDK waits 600 s for an
+answer, and at most 8 s between its tries."""
+_KEPT_CHECKPOINTS = 3
+"""As many as OpenAI keeps, beside the result."""
+_RANDOM = 2**31
+_PARAMS = {
+    "model": "model",
+    "training_config.n_epochs": "method.hyperparameters.n_epochs",
+    "training_config.data_config.batch_size": "method.hyperparameters.batch_size",
+    "algorithm_config.beta": "method.dpo.hyperparameters.beta",
+    "provider_options.seed": "seed",
+}
+"""Field of the engine's request -> that of OpenAI's."""
+
+
+class FineTuning:
+    """Creates jobs.
+
+    Args:
+        models: by the names of `openai.models`.
+    """
+
+    def __init__(
+        self, submissions: Submissions, store: Store, files: OpenAIFiles, models: Mapping[str, OpenAIModel]
+    ) -> None:
+        self._submissions, self._store, self._files, self._models = submissions, store, files, models
+        self._creating: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def create(self, body: CreateFineTuningJob, caller: Caller, *, is_retry: bool) -> str:
+        """Queue a job. Returns its name.
+
+        Args:
+            is_retry: the client has sent the same request before and has no answer, by its header
+                `x-stainless-retry-count`. The job that this request has made is returned then. Other equal requests
+                are jobs of their own.
+
+        Raises:
+            OpenAIRefused, InvalidRequest: it cannot be honoured.
+            The other errors of `Submissions.submit`.
+        """
+        prefix = request_prefix(caller.name, body.model_dump(mode="json", exclude_unset=True))
+        # The first request may still be under way: its client has not waited for it.
+        lock = self._creating.setdefault(prefix, asyncio.Lock())
+        async with lock:
+            if is_retry and (known := await asyncio.to_thread(self._made_by, prefix)) is not None:
+                return known
+            name = new_job(prefix)
+            await self._submit(body, caller, name)
+            return name
+
+    def _made_by(self, prefix: str) -> str | None:
+        """The last job of equal requests, unless it is too old to have been made by the same call."""
+        for name in self._store.newest(prefix, limit=1):
+            if self._store.get(name).scheduled_at.timestamp() > time.time() - _RETRIED:
+                return name
+        return None
+
+    async def _submit(self, body: CreateFineTuningJob, caller: Caller, name: str) -> None:
+        await asyncio.to_thread(self._files.require, body.training_file, "training_file")
+        if body.validation_file is not None:
+            await asyncio.to_thread(self._files.require, body.validation_file, "validation_file")
+        alias, base = await asyncio.to_thread(self._base, body.model)
+        request = requested(body, name, alias, base, self._models[alias])
+        try:
+            await self._submissions.submit(request, caller)
+        except InvalidRows as error:
+            named = body.validation_file is not None and body.validation_file in str(error)
+            param = "validation_file" if named else "training_file"
+            raise OpenAIRefused(str(error), param, f"invalid_{param}") from error
+        except InvalidRequest as error:
+            raise OpenAIRefused(str(error), _PARAMS.get(error.field, error.field), "invalid_value") from error
+
+    def _base(self, model: str) -> tuple[str, str]:
+        """The name of `openai.models`, and the model to train as the engine names it.
+
+        Raises:
+            OpenAIRefused: 404.
+        """
+        if model in self._models:
+            return model, self._models[model].model
+        if model.startswith("ft:"):
+            job_uuid = model.rpartition(":")[2]
+            try:
+                called = Called.of(self._store.get(job_uuid).spec.metadata) if job_uuid.startswith(JOB) else None
+            except JobNotFound:
+                called = None
+            if called is not None and called.result_of(job_uuid) == model and called.alias in self._models:
+                return called.alias, f"job:{job_uuid}"
+        known = ", ".join(self._models) or "none is configured (the setting openai.models)"
+        raise OpenAIRefused(
+            f"the model {model[:200]!r} does not exist here or cannot be fine-tuned: the models are {known}",
+            "model",
+            "model_not_found",
+            404,
+        )
+
+
+def requested(
+    body: CreateFineTuningJob, name: str, alias: str, base: str, model: OpenAIModel
+) -> SupervisedFineTuneBody | PreferenceOptimizeBody:
+    """The engine's request. Pure, but for a seed that the caller did not send.
+
+    Args:
+        name: of the job.
+        alias: the name of `openai.models` behind `model`.
+        base: the model to train, as the engine names it.
+
+    Raises:
+        OpenAIRefused.
+    """
+    kind = "supervised" if body.method is None else body.method.type
+    if kind == "reinforcement":
+        raise refused_reinforcement()
+    given = _given(body)
+    rate = model.learning_rate if kind == "supervised" else model.dpo_learning_rate
+    n_epochs = _value(given.n_epochs, model.n_epochs)
+    batch_size = _value(given.batch_size, model.batch_size)
+    multiplier = _value(given.learning_rate_multiplier, 1.0)
+    honoured: Json = {"n_epochs": n_epochs, "batch_size": batch_size, "learning_rate_multiplier": multiplier}
+    rank_batch, micro_batch = _batches(batch_size, model)
+    options: Json = {
+        "seed": secrets.randbelow(_RANDOM) if body.seed is None else body.seed,
+        "nproc_per_node": model.nproc_per_node,
+        "keep_last": _KEPT_CHECKPOINTS,
+    }
+    options |= {
+        key: value
+        for key, value in (("max_seq_length", model.max_seq_length), ("priority", model.priority))
+        if value is not None
+    }
+    is_adapter = base.startswith("job:") and model.lora_rank is not None
+    if is_adapter:
+        options["adapter"] = "continue"
+    lora = None if model.lora_rank is None or is_adapter else _lora(model.lora_rank, model.lora_alpha)
+    request: Json = {
+        "job_uuid": name,
+        "model": base,
+        "training_config": {
+            "n_epochs": n_epochs,
+            "gradient_accumulation_steps": rank_batch // micro_batch,
+            "learning_rate": rate * multiplier,
+            "data_config": {"dataset_id": body.training_file, "batch_size": micro_batch},
+        },
+    }
+    if body.validation_file is not None:
+        request["training_config"]["data_config"]["validation_dataset_id"] = body.validation_file
+    if kind == "dpo":
+        beta = _value(given.beta if isinstance(given, DpoHyperparameters) else None, model.beta)
+        honoured["beta"] = beta
+        request["algorithm_config"] = {"type": "dpo", "beta": beta}
+        if lora is not None:
+            options["lora"] = lora
+    elif lora is not None:
+        request["algorithm_config"] = lora
+    called = Called(body.model, alias, body.suffix or "", {"type": kind, kind: {"hyperparameters": honoured}})
+    options["metadata"] = {**(body.metadata or {}), MARK: called.text()}
+    request["provider_options"] = options
+    if kind == "dpo":
+        return PreferenceOptimizeBody.model_validate(request)
+    return SupervisedFineTuneBody.model_validate(request)
+
+
+def refused_reinforcement() -> OpenAIRefused:
+    """The answer to a job of method reinforcement."""
+    return OpenAIRefused(
+        "method.type='reinforcement' is not supported: send supervised or dpo; "
+        "POST /v1/post-training/preference-optimize with algorithm_config.type grpo trains by rewards",
+        "method.type",
+        "unsupported_method",
+    )
+
+
+def _given(body: CreateFineTuningJob) -> Hyperparameters:
+    if body.method is None:
+        return body.hyperparameters or Hyperparameters()
+    block = body.method.supervised if body.method.type == "supervised" else body.method.dpo
+    return (block and block.hyperparameters) or Hyperparameters()
+
+
+def _value[Number: (int, float)](given: Any, auto: Number) -> Number:
+    return auto if given in (None, "auto") else given
+
+
+def _batches(batch_size: int, model: OpenAIModel) -> tuple[int, int]:
+    """Examples of a rank in an optimizer step, and of these in a micro step. Raises OpenAIRefused."""
+    ranks = model.nproc_per_node
+    if batch_size % ranks:
+        raise OpenAIRefused(
+            f"batch_size={batch_size} is not supported: {ranks} processes train together and take equal parts; send a "
+            f"multiple of {ranks}",
+            "method.hyperparameters.batch_size",
+            "invalid_value",
+        )
+    of_rank = batch_size // ranks
+    micro = max(n for n in range(1, min(of_rank, model.micro_batch_size) + 1) if of_rank % n == 0)
+    return of_rank, micro
+
+
+def _lora(rank: int, alpha: int) -> Json:
+    modules = ["q_proj", "k_proj", "v_proj", "output_proj"]
+    return {
+        "type": "LoRA",
+        "lora_attn_modules": modules,
+        "apply_lora_to_mlp": True,
+        "apply_lora_to_output": False,
+        "rank": rank,
+        "alpha": alpha,
+    }

@@ -1,0 +1,234 @@
+"""The routes of OpenAI's API for files, fine-tuning jobs and models."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Header, Path, Query, Request, Response
+from starlette.responses import JSONResponse
+
+from ..service.dependencies import StoreDep, StoredJobsDep
+from ..service.http.errors import OPENAI_FORM, declared
+from ..service.routes.files import OCTETS, file_response
+from ..service.routes.openai import OpenAIRoute
+from ..service.security.access import ADMINS, USERS, USERS_JOB, USERS_UPLOAD, CurrentCaller
+from ..service.serving.openai import model_list
+from .bodies import CreateFineTuningJob
+from .calls import OpenAICallsDep
+from .multipart import Form
+from .names import JOB
+from .shown import checkpoint_page, event_page, find_job, job_object
+
+router = APIRouter(route_class=OpenAIRoute, prefix="/openai/v1", tags=["fine-tuning, in OpenAI's form"])
+
+type Json = dict[str, Any]
+FileId = Annotated[str, Path(description="Id of a file", max_length=512)]
+JobId = Annotated[str, Path(description="Id of a fine-tuning job", max_length=128)]
+After = Annotated[str | None, Query(max_length=512, description="Id of the last object of the page before")]
+_METADATA = "metadata["
+_FORM: Json = {
+    "requestBody": {
+        "required": True,
+        "description": "The fields `purpose` (fine-tune) and `file`",
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "purpose": {"type": "string", "enum": ["fine-tune"]},
+                        "file": {"type": "string", "format": "binary"},
+                    },
+                    "required": ["purpose", "file"],
+                }
+            }
+        },
+    }
+}
+_CONTENT: dict[int | str, Json] = {
+    200: {"content": OCTETS, "description": "The whole file"},
+    206: {"content": OCTETS, "description": "The bytes that Range asks for"},
+}
+
+
+def _declared(*codes: int) -> dict[int | str, Json]:
+    return declared(*codes, form=OPENAI_FORM)
+
+
+@router.post("/files", dependencies=[USERS_UPLOAD], responses=_declared(409), openapi_extra=_FORM)
+async def upload_file(calls: OpenAICallsDep, caller: CurrentCaller, request: Request) -> Response:
+    """Upload a file with rows. It is there once all of it is stored."""
+    form = Form(request.headers.get("content-type", ""), frozenset({"purpose"}))
+    announced = request.headers.get("content-length", "")
+    size = int(announced) if announced.isdigit() else 0
+    return JSONResponse(await calls.files.upload(form, request.stream(), size, caller.name))
+
+
+@router.get("/files", dependencies=[USERS], responses=_declared(404))
+async def list_files(
+    calls: OpenAICallsDep,
+    after: After = None,
+    limit: Annotated[int, Query(ge=1, le=10_000, description="Files per page, 1000 of which are answered")] = 10_000,
+    order: Annotated[Literal["asc", "desc"], Query(description="By the time of their upload")] = "desc",
+    purpose: Annotated[
+        Literal["fine-tune", "fine-tune-results"] | None, Query(description="Files of one purpose only")
+    ] = None,
+) -> Response:
+    """Uploaded files, and the metrics of jobs that have succeeded."""
+    rows, has_more = await asyncio.to_thread(calls.files.page, after, limit, purpose, newest_first=order == "desc")
+    return _list(rows, has_more)
+
+
+@router.get("/files/{file_id}", dependencies=[USERS], responses=_declared(404))
+async def get_file(calls: OpenAICallsDep, file_id: FileId) -> Response:
+    """One file, without its content."""
+    return JSONResponse(await asyncio.to_thread(calls.files.get, file_id))
+
+
+@router.get(
+    "/files/{file_id}/content",
+    dependencies=[USERS],
+    response_class=Response,
+    responses={**_declared(404, 416), **_CONTENT},
+)
+async def file_content(
+    calls: OpenAICallsDep,
+    file_id: FileId,
+    wanted: Annotated[str | None, Header(alias="Range", description="One range of bytes, such as bytes=100-")] = None,
+) -> Response:
+    """The content of a file, byte by byte as it was uploaded; of a job's metrics, a CSV file."""
+    opener, size, digest = await asyncio.to_thread(calls.files.content, file_id)
+    return file_response(opener, size, digest, wanted)
+
+
+@router.delete("/files/{file_id}", dependencies=[USERS], responses=_declared(404))
+async def delete_file(calls: OpenAICallsDep, file_id: FileId) -> Response:
+    """Delete a file. Jobs that were made with it keep their rows."""
+    return JSONResponse(await asyncio.to_thread(calls.files.delete, file_id))
+
+
+@router.post("/fine_tuning/jobs", dependencies=[USERS_JOB], responses=_declared(404, 409))
+async def create_job(
+    calls: OpenAICallsDep,
+    store: StoreDep,
+    body: CreateFineTuningJob,
+    caller: CurrentCaller,
+    retry: Annotated[
+        str | None, Header(alias="x-stainless-retry-count", description="1 or more: the SDK repeats a request")
+    ] = None,
+) -> Response:
+    """Queue a fine-tuning job. A request that the SDK repeats is the job that the first one has made."""
+    is_retry = retry is not None and retry.isdigit() and int(retry[:9]) > 0
+    name = await calls.fine_tuning.create(body, caller, is_retry=is_retry)
+    body.job_id = name
+    return _job(store, name)
+
+
+@router.get("/fine_tuning/jobs", dependencies=[USERS], responses=_declared(404))
+async def list_fine_tuning_jobs(
+    store: StoreDep,
+    request: Request,
+    after: After = None,
+    limit: Annotated[int, Query(ge=1, le=100, description="Jobs per page")] = 20,
+) -> Response:
+    """Fine-tuning jobs, newest first; with `metadata[NAME]=TEXT` those that have these texts."""
+    wanted = {
+        name[len(_METADATA) : -1]: text
+        for name, text in request.query_params.items()
+        if name.startswith(_METADATA) and name.endswith("]")
+    }
+    rows, has_more = await asyncio.to_thread(_jobs, store, after, limit, wanted)
+    return _list(rows, has_more)
+
+
+@router.get("/fine_tuning/jobs/{job_id}", dependencies=[USERS], responses=_declared(404))
+async def get_fine_tuning_job(store: StoreDep, job_id: JobId) -> Response:
+    """One fine-tuning job."""
+    return _job(store, job_id)
+
+
+@router.post("/fine_tuning/jobs/{job_id}/cancel", dependencies=[USERS], responses=_declared(404, 409))
+async def cancel_fine_tuning_job(store: StoreDep, jobs: StoredJobsDep, job_id: JobId) -> Response:
+    """End a job: its processes are gone within seconds, its checkpoints stay."""
+    find_job(store, job_id)
+    await jobs.cancel(job_id)
+    return _job(store, job_id)
+
+
+@router.post("/fine_tuning/jobs/{job_id}/pause", dependencies=[USERS], responses=_declared(404, 409))
+async def pause_fine_tuning_job(store: StoreDep, jobs: StoredJobsDep, job_id: JobId) -> Response:
+    """Save a checkpoint, then free the device."""
+    find_job(store, job_id)
+    await jobs.pause(job_id)
+    return _job(store, job_id)
+
+
+@router.post("/fine_tuning/jobs/{job_id}/resume", dependencies=[USERS], responses=_declared(404, 409))
+async def resume_fine_tuning_job(store: StoreDep, jobs: StoredJobsDep, job_id: JobId) -> Response:
+    """Queue a paused job again."""
+    find_job(store, job_id)
+    await jobs.resume(job_id)
+    return _job(store, job_id)
+
+
+@router.get("/fine_tuning/jobs/{job_id}/events", dependencies=[USERS], responses=_declared(404))
+async def list_fine_tuning_events(
+    store: StoreDep,
+    job_id: JobId,
+    after: After = None,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Events per page")] = 20,
+) -> Response:
+    """The events of a job, the last one first. The id of an event never changes."""
+    found = find_job(store, job_id)
+    return _list(*await asyncio.to_thread(event_page, store, *found, after, limit))
+
+
+@router.get("/fine_tuning/jobs/{job_id}/checkpoints", dependencies=[USERS], responses=_declared(404))
+async def list_fine_tuning_checkpoints(
+    store: StoreDep,
+    job_id: JobId,
+    after: After = None,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Checkpoints per page")] = 10,
+) -> Response:
+    """The checkpoints of a job with their metrics, the last one first."""
+    found = find_job(store, job_id)
+    return _list(*await asyncio.to_thread(checkpoint_page, store, *found, after, limit))
+
+
+@router.get("/models", dependencies=[USERS], responses=_declared())
+async def models(calls: OpenAICallsDep) -> Response:
+    """The results of completed jobs, and the models that jobs here were trained from."""
+    return JSONResponse(model_list(await asyncio.to_thread(calls.models.all)))
+
+
+@router.get("/models/{model:path}", dependencies=[USERS], responses=_declared(404))
+async def model(calls: OpenAICallsDep, model: Annotated[str, Path(description="As in the list")]) -> Response:
+    """One entry of the list of models."""
+    return JSONResponse(await asyncio.to_thread(calls.models.get, model))
+
+
+@router.delete("/models/{model:path}", dependencies=[ADMINS], responses=_declared(404, 409))
+async def delete_model(calls: OpenAICallsDep, model: Annotated[str, Path(description="As in the list")]) -> Response:
+    """Remove the files of a job's result, and its checkpoints. The job stays."""
+    return JSONResponse(await asyncio.to_thread(calls.models.delete, model))
+
+
+def _jobs(store: StoreDep, after: str | None, limit: int, metadata: Json) -> tuple[list[Json], bool]:
+    names = store.newest(JOB, after, limit=limit + 1, metadata=metadata)
+    rows = []
+    for name in names[:limit]:
+        try:
+            rows.append(job_object(*find_job(store, name)))
+        except LookupError:  # deleted meanwhile, or not made by this API
+            continue
+    return rows, len(names) > limit
+
+
+def _job(store: StoreDep, job_id: str) -> Response:
+    return JSONResponse(job_object(*find_job(store, job_id)))
+
+
+def _list(rows: Sequence[Json], has_more: bool) -> Response:
+    ends = {"first_id": rows[0]["id"], "last_id": rows[-1]["id"]} if rows else {"first_id": None, "last_id": None}
+    return JSONResponse({"object": "list", "data": [*rows], "has_more": has_more, **ends})

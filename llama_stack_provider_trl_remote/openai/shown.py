@@ -1,0 +1,240 @@
+"""Jobs, their events and checkpoints in OpenAI's forms."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound
+from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState
+from llama_stack_provider_trl.jobs.store.records import CheckpointRecord, JobRecord, PointRecord
+from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.specs.events import (
+    CheckpointDamaged,
+    CheckpointSaved,
+    Evaluated,
+    Event,
+    Failed,
+    Finished,
+    Paused,
+    Prepared,
+    Progress,
+    Reason,
+    Started,
+    Warned,
+)
+
+from ..service.views.events import Cursor, Line, read_back
+from .bodies import MARK
+from .names import JOB, OWNER, Called, checkpoint_name, result_file
+from .results import values_of
+
+type Json = dict[str, Any]
+_STATUS = {
+    JobState.scheduled: "queued",
+    JobState.launching: "running",
+    JobState.in_progress: "running",
+    JobState.pausing: "running",
+    JobState.paused: "queued",
+    JobState.cancelling: "running",
+    JobState.completed: "succeeded",
+    JobState.failed: "failed",
+    JobState.cancelled: "cancelled",
+}
+"""OpenAI has no status of a paused job."""
+_EVENT, _CREATED, _ENDED = "ftevent-", "created", "ended"
+_PIECE = 200
+"""Events that are read at once: some of them are not shown."""
+
+
+def find_job(store: Store, job_id: str) -> tuple[JobRecord, Called]:
+    """A job that was made by this API. Raises JobNotFound."""
+    job = store.get(job_id)
+    called = Called.of(job.spec.metadata) if job_id.startswith(JOB) else None
+    if called is None:
+        raise JobNotFound(job_id)
+    return job, called
+
+
+def job_object(job: JobRecord, called: Called) -> Json:
+    succeeded = job.state is JobState.completed
+    data = job.spec.data
+    method = called.method
+    return {
+        "object": "fine_tuning.job",
+        "id": job.job_uuid,
+        "created_at": int(job.scheduled_at.timestamp()),
+        "finished_at": None if job.completed_at is None else int(job.completed_at.timestamp()),
+        "estimated_finish": _estimated_finish(job),
+        "model": called.model,
+        "fine_tuned_model": called.result_of(job.job_uuid) if succeeded else None,
+        "organization_id": f"org-{OWNER}",
+        "status": _STATUS[job.state],
+        "error": _error(job),
+        "hyperparameters": method["supervised"]["hyperparameters"] if method["type"] == "supervised" else {},
+        "method": method,
+        "training_file": data.dataset.dataset_id,
+        "validation_file": None if data.validation is None else data.validation.dataset_id,
+        "result_files": [result_file(job.job_uuid)] if succeeded else [],
+        "trained_tokens": job.progress.tokens_seen if succeeded else None,
+        "seed": data.seed,
+        "integrations": [],
+        "metadata": {name: text for name, text in job.spec.metadata.items() if name != MARK},
+    }
+
+
+def event_page(store: Store, job: JobRecord, called: Called, after: str | None, limit: int) -> tuple[list[Json], bool]:
+    """Events, the last one first, and whether there are earlier ones.
+
+    Raises:
+        InvalidRequest: `after` is the id of no event.
+    """
+    place = "" if after is None else after.removeprefix(_EVENT)
+    if after is not None and not after.startswith(_EVENT):
+        raise InvalidRequest("after", after, "expected the id of an event of this job, or nothing")
+    found: list[Json] = []
+    if after is None and job.state in TERMINAL:
+        found.append(_end(job))
+    before = None if place in ("", _ENDED) else None if place == _CREATED else Cursor.parse(place, "after")
+    while place != _CREATED and len(found) <= limit:
+        lines = read_back(store, job.job_uuid, before, _PIECE)
+        found += filter(None, (_event(line, job, called) for line in lines))
+        if len(lines) < _PIECE:
+            found.append(_created(job))
+            break
+        before = lines[-1].cursor
+    return found[:limit], len(found) > limit
+
+
+def checkpoint_page(
+    store: Store, job: JobRecord, called: Called, after: str | None, limit: int
+) -> tuple[list[Json], bool]:
+    """Checkpoints, the last one first, and whether there are earlier ones.
+
+    Raises:
+        InvalidRequest: `after` is the id of no checkpoint.
+    """
+    records: Sequence[CheckpointRecord] = [one for one in store.checkpoints(job.job_uuid) if one.kind != "merged"]
+    records = sorted(records, key=lambda one: (one.step, one.kind == "final"), reverse=True)
+    ids = [_checkpoint_id(job, one) for one in records]
+    if after is not None:
+        if after not in ids:
+            raise InvalidRequest("after", after, "expected the id of a checkpoint of this job, or nothing")
+        records = records[ids.index(after) + 1 :]
+    page = [_checkpoint(store, job, called, one) for one in records[:limit]]
+    return page, len(records) > limit
+
+
+def _estimated_finish(job: JobRecord) -> int | None:
+    if _STATUS[job.state] != "running" or job.progress.eta_seconds is None:
+        return None
+    return int(time.time() + job.progress.eta_seconds)
+
+
+def _error(job: JobRecord) -> Json | None:
+    if job.state is not JobState.failed:
+        return None
+    reason = job.reason or Reason.internal
+    param = {Reason.invalid_dataset: "training_file", Reason.invalid_model: "model"}.get(reason)
+    return {"code": reason.value, "message": f"{job.message} {job.advice}".strip(), "param": param}
+
+
+def _checkpoint_id(job: JobRecord, checkpoint: CheckpointRecord) -> str:
+    name = f"step-{checkpoint.step}" if checkpoint.kind == "step" else checkpoint.kind
+    return f"ftckpt-{job.job_uuid.removeprefix(JOB)}-{name}"
+
+
+def _checkpoint(store: Store, job: JobRecord, called: Called, checkpoint: CheckpointRecord) -> Json:
+    step = checkpoint.step
+    points = [point for point in store.points(job.job_uuid, step - 1, 2) if point.step == step]
+    values = values_of(points)
+    return {
+        "object": "fine_tuning.job.checkpoint",
+        "id": _checkpoint_id(job, checkpoint),
+        "created_at": int(checkpoint.created_at.timestamp()),
+        "fine_tuned_model_checkpoint": checkpoint_name(job, called, checkpoint),
+        "fine_tuning_job_id": job.job_uuid,
+        "step_number": step,
+        "metrics": {
+            "step": step,
+            "train_loss": values["train_loss"],
+            "train_mean_token_accuracy": values["train_accuracy"],
+            "valid_loss": values["valid_loss"],
+            "valid_mean_token_accuracy": values["valid_mean_token_accuracy"],
+            "full_valid_loss": checkpoint.validation_loss,
+            "full_valid_mean_token_accuracy": values["valid_mean_token_accuracy"],
+        },
+    }
+
+
+def _event_object(place: str, at: float, message: str, level: str = "info", data: Json | None = None) -> Json:
+    return {
+        "object": "fine_tuning.job.event",
+        "id": f"{_EVENT}{place}",
+        "created_at": int(at),
+        "level": level,
+        "message": message,
+        "data": data,
+        "type": "message" if data is None else "metrics",
+    }
+
+
+def _created(job: JobRecord) -> Json:
+    at = job.scheduled_at.timestamp()
+    return _event_object(_CREATED, at, f"Created fine-tuning job {job.job_uuid}: its files were checked, it is queued")
+
+
+def _end(job: JobRecord) -> Json:
+    at = (job.completed_at or job.scheduled_at).timestamp()
+    if job.state is JobState.failed:
+        return _event_object(_ENDED, at, f"The job has failed: {job.message}", "error")
+    text = "The job has successfully completed" if job.state is JobState.completed else "The job was cancelled"
+    return _event_object(_ENDED, at, text)
+
+
+def _event(line: Line, job: JobRecord, called: Called) -> Json | None:
+    """None: it is not shown."""
+    event: Event = line.event
+    data, level = None, "info"
+    match event:
+        case Started():
+            text = f"Fine-tuning has started on {event.device} (attempt {line.cursor.attempt})"
+        case Prepared(start_step=0):
+            text = f"{event.num_rows} examples are trained in {event.total_steps} steps"
+        case Prepared():
+            text = f"Training resumes behind step {event.start_step} of {event.total_steps}"
+        case Warned():
+            text, level = event.message, "warn"
+        case CheckpointDamaged():
+            text, level = event.message, "warn"
+        case Progress():
+            text, data = _metrics(event, job)
+        case Evaluated():
+            text, data = _metrics(event, job)
+        case CheckpointSaved(kind="step"):
+            text = f"Checkpoint created at step {event.step}: {called.result_of(job.job_uuid)}:ckpt-step-{event.step}"
+        case CheckpointSaved(kind="final"):
+            text = f"New fine-tuned model created: {called.result_of(job.job_uuid)}"
+        case Paused():
+            text = f"The job has paused behind step {event.step}: POST .../resume continues it"
+        case Failed():
+            text, level = event.message, "error"
+        case Finished():
+            text = f"Training has ended behind step {event.step}"
+        case _:
+            return None
+    return _event_object(str(line.cursor), event.time, text, level, data)
+
+
+def _metrics(event: Progress | Evaluated, job: JobRecord) -> tuple[str, Json]:
+    kind: Literal["train", "validation"] = "train" if isinstance(event, Progress) else "validation"
+    at = datetime.fromtimestamp(event.time, UTC)
+    values = values_of([PointRecord(kind, event.step, event.epoch, at, event.metrics)])
+    names = {"train_accuracy": "train_mean_token_accuracy"}
+    data: Json = {"step": event.step, "total_steps": job.progress.total_steps}
+    data |= {names.get(name, name): value for name, value in values.items() if value is not None}
+    what, loss = ("training", values["train_loss"]) if kind == "train" else ("validation", values["valid_loss"])
+    total = f"/{job.progress.total_steps}" if job.progress.total_steps else ""
+    return f"Step {event.step}{total}: {what} loss={'unknown' if loss is None else f'{loss:.4f}'}", data
