@@ -82,6 +82,12 @@ TAKES: dict[tuple[str, str], Takes] = {
     **{("GET", f"/openai/v1/{name}"): Takes() for name in ("models", "models/{model}")},
     ("POST", "/openai/v1/chat/completions"): _texts("messages", "tools", "stop"),
     ("POST", "/openai/v1/completions"): _texts("prompt", "stop"),
+    ("POST", "/openai/v1/fine_tuning/alpha/graders/run"): _texts(
+        *("input", "reference", "source", "calculate_output", "model_sample", "item"), work=True
+    ),
+    ("POST", "/openai/v1/fine_tuning/alpha/graders/validate"): _texts(
+        *("input", "reference", "source", "calculate_output"), work=True
+    ),
     # Rows
     ("POST", "/datasets"): _texts("rows", work=True, any_keys=True),
     ("DELETE", "/datasets/{dataset_id}"): Takes(),

@@ -153,6 +153,7 @@ def fill(service: Guarded) -> None:
     assert service.get("/metrics", prefix="", headers=scrapes).status_code == 200
 
 
+GRADER = {"type": "string_check", "name": "same", "operation": "eq", "input": "a", "reference": "a"}
 BODIES: dict[str, Json] = {
     "POST /post-training/supervised-fine-tune": sft("new", "questions"),
     "POST /post-training/preference-optimize": promised("new", "questions"),
@@ -182,6 +183,8 @@ BODIES: dict[str, Json] = {
     # Of a job that is not here: no model may answer while the device is locked.
     "POST /openai/v1/chat/completions": {"model": "ft:gone", "messages": [{"role": "user", "content": "a"}]},
     "POST /openai/v1/completions": {"model": "ft:gone", "prompt": "a"},
+    "POST /openai/v1/fine_tuning/alpha/graders/run": {"grader": GRADER, "model_sample": "a"},
+    "POST /openai/v1/fine_tuning/alpha/graders/validate": {"grader": GRADER},
     "POST /datasets": {
         "dataset_id": "new",
         "purpose": "post-training/messages",

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from llama_stack_provider_trl.config import TrlConfig
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
 from llama_stack_provider_trl.requests.bodies import GRPOConfig
+from llama_stack_provider_trl.requests.graders import refuse_python_graders
 from llama_stack_provider_trl.requests.grpo import resolve_grpo
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck, passes, refuse_unusable
@@ -18,10 +20,13 @@ from llama_stack_provider_trl.specs.grading.graders import Grader
 from llama_stack_provider_trl.specs.grading.grading import Graded, graded
 from llama_stack_provider_trl.specs.grading.similarity import problem_of_metric, similarity
 from llama_stack_provider_trl.specs.grading.templates import names_of, rendered
+from llama_stack_provider_trl_remote.service.serving.graders import refuse_grader
+from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 
 ITEM = {"answer": "Paris", "more": {"tags": ["a", "b"], "count": 2}, "none": None, "sneaky": "{{item.answer}}"}
 ADAPTER: TypeAdapter[Any] = TypeAdapter(Grader)
 TEXT = "{{sample.output_text}}"
+PYTHON = {"type": "python", "name": "own", "source": "def grade(sample, item): return 1.0"}
 
 
 def check(operation: str, reference: str = "{{item.answer}}", text: str = TEXT) -> dict[str, Any]:
@@ -233,6 +238,18 @@ def test_a_check_passes_from_its_least_reward_on_and_reads_all_columns(tmp_path:
     assert found == [True, False]
     with pytest.raises(InvalidRows, match=r"checks.0.grader: item has no 'answer': it has prompt"):
         next(read)
+
+
+@pytest.mark.parametrize("grader", [PYTHON, multi("a", a=PYTHON)])
+def test_source_runs_only_where_the_operator_allows_it(grader: dict[str, Any], tmp_path: Any) -> None:
+    check = AnswerCheck.model_validate({"type": "grader", "grader": grader})
+    for settings in (TrlConfig(data_dir=tmp_path), ServiceSettings(data_dir=tmp_path)):
+        with pytest.raises(InvalidRequest, match="the operator allows it by the setting python_graders") as refused:
+            refuse_python_graders([("checks.0", check)], settings)
+        assert refused.value.field == "checks.0.grader.type"
+        refuse_python_graders([("checks.0", check)], settings.model_copy(update={"python_graders": True}))
+    with pytest.raises(InvalidRequest, match="python_graders"):
+        refuse_grader(ADAPTER.validate_python(grader), ServiceSettings(data_dir=tmp_path))
 
 
 def test_a_reward_of_a_grader_has_no_threshold() -> None:

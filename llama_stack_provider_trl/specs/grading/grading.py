@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import GradingError
+from pydantic import TypeAdapter
+
+from ...errors import LimitReached
+from ...system.limited import Limited, LimitExceeded, TooLate
+from .errors import ErrorKind, GradingError
 from .formula import parsed
 from .graders import Grader, Leaf, MultiGrader, PythonGrader, StringCheck, TextSimilarity, leaves_of
 from .isolated import problem_of_machine, reward_of_source
-from .similarity import problem_of_metric, similarity
+from .similarity import load_libraries, problem_of_metric, similarity
 from .templates import MissingValue, Values, rendered
 
+LIMITS = Limited(seconds=5, memory=512 << 20)
+"""Of the comparisons that a request orders."""
 LARGEST = 1e9
 """Magnitude of a reward."""
 
@@ -28,6 +34,10 @@ class Graded:
     error: GradingError | None = None
     scores: Mapping[str, float] = field(default_factory=dict)
     """Of the graders that it is made of; without those with errors."""
+
+
+_Outcome = float | GradingError
+"""A score, or why there is none."""
 
 
 def values_of(text: str, item: Mapping[str, Any]) -> Values:
@@ -47,20 +57,63 @@ def graded(grader: Grader, text: str, item: Mapping[str, Any]) -> Graded:
         item: all columns of its row.
     """
     values = values_of(text, item)
-    scores: dict[str, float] = {}
-    error: GradingError | None = None
-    for name, leaf in leaves_of(grader).items():
+    return _combined(grader, {name: _outcome(leaf, values) for name, leaf in leaves_of(grader).items()})
+
+
+def graded_for_request(grader: Grader, text: str, item: Mapping[str, Any]) -> Graded:
+    """`graded` where requests are served: whatever may be costly is computed by other processes, within limits.
+
+    Raises:
+        LimitReached: the caller has used its CPU time, or the machine is too busy.
+    """
+    leaves, values = leaves_of(grader), values_of(text, item)
+    outcomes: dict[str, _Outcome] = {}
+    if any(not isinstance(leaf, PythonGrader) for leaf in leaves.values()):
+        arguments = json.dumps([text, item])
         try:
-            scores[name] = _finite(_score(leaf, values))
-        except GradingError as found:
-            error = error or GradingError(found.kind, f"{name}: {found.sentence}")
-    return combined(grader, scores, error)
+            found = LIMITS.call(_comparisons, grader.model_dump_json(), arguments, before=load_libraries)
+            outcomes = {name: value if kind is None else GradingError(kind, value) for name, kind, value in found}
+        except TooLate:
+            raise
+        except (LimitExceeded, RuntimeError) as error:
+            sentence = f"to compare the texts takes more than {LIMITS.seconds} s or {LIMITS.memory >> 20} MiB"
+            raised = GradingError("other_error", sentence if isinstance(error, LimitExceeded) else str(error))
+            outcomes = {name: raised for name, leaf in leaves.items() if not isinstance(leaf, PythonGrader)}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, PythonGrader):
+            outcomes[name] = _outcome(leaf, values, passes_limits=True)
+    return _combined(grader, {name: outcomes[name] for name in leaves})
 
 
-def combined(grader: Grader, scores: Mapping[str, float], error: GradingError | None) -> Graded:
-    """The reward of a grader by the scores of those that it is made of."""
-    if error is not None:
-        return Graded(0.0, error, scores)
+def _comparisons(grader: str, arguments: str) -> Iterator[tuple[str, ErrorKind | None, Any]]:
+    """Name, kind of error, and score or sentence, of each grader that compares texts: in a process of its own."""
+    values = values_of(*json.loads(arguments))
+    leaves = leaves_of(TypeAdapter[Grader](Grader).validate_json(grader))
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, PythonGrader):
+            found = _outcome(leaf, values)
+            yield (name, found.kind, found.sentence) if isinstance(found, GradingError) else (name, None, found)
+
+
+def _outcome(leaf: Leaf, values: Values, *, passes_limits: bool = False) -> _Outcome:
+    """Args:
+    passes_limits: LimitReached is raised, and is no result of the grader.
+    """
+    try:
+        return _finite(_score(leaf, values))
+    except GradingError as found:
+        return found
+    except LimitReached as found:
+        if passes_limits:
+            raise
+        return GradingError("python_grader_server_error", str(found))
+
+
+def _combined(grader: Grader, outcomes: Mapping[str, _Outcome]) -> Graded:
+    scores = {name: one for name, one in outcomes.items() if not isinstance(one, GradingError)}
+    for name, one in outcomes.items():
+        if isinstance(one, GradingError):
+            return Graded(0.0, GradingError(one.kind, f"{name}: {one.sentence}"), scores)
     if not isinstance(grader, MultiGrader):
         return Graded(scores[grader.name], None, scores)
     try:

@@ -47,6 +47,7 @@ def reward_of_source(source: str, sample: Mapping[str, Any], item: Mapping[str, 
 
     Raises:
         GradingError: it raises, returns no number, or exceeds a limit; or no process can be started.
+        LimitReached: the machine is too busy, or the caller whose request orders it has used its CPU time.
     """
     try:
         found = LIMITS.call(_called, source, json.dumps([sample, item]))
@@ -55,7 +56,9 @@ def reward_of_source(source: str, sample: Mapping[str, Any], item: Mapping[str, 
         raise _runtime(f"it has not ended in {LIMITS.wall_seconds:g} s") from error
     except LimitExceeded as error:
         raise _runtime(f"it takes more than {LIMITS.seconds} s or {LIMITS.memory >> 20} MiB, or has crashed") from error
-    except (LimitReached, OSError, RuntimeError) as error:
+    except LimitReached:
+        raise
+    except (OSError, RuntimeError) as error:
         raise GradingError("python_grader_server_error", str(error)) from error
     except (ValueError, TypeError, LookupError, RecursionError) as error:  # it has written to the socket itself
         raise _runtime("it has damaged its result") from error

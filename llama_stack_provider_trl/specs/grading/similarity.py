@@ -6,6 +6,7 @@ a-z and 0-9 in lower case, and the result is the F-measure.
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -37,6 +38,13 @@ def problem_of_metric(metric: str) -> str:
         except LookupError:
             return "meteor needs WordNet, which nltk does not find: python -m nltk.downloader wordnet, or use gleu"
     return ""
+
+
+def load_libraries() -> None:
+    """Import what metrics need, where it is installed."""
+    for library in dict.fromkeys(_LIBRARIES.values()):
+        if find_spec(library) is not None:
+            importlib.import_module("nltk.translate.gleu_score" if library == "nltk" else library)
 
 
 def similarity(metric: str, text: str, reference: str) -> float:
