@@ -322,7 +322,7 @@ def called(raw: Raw, browser: Browser, method: str, path: str) -> Answer:
     call = f"{method} {path}"
     body = json.dumps(BODIES.get(call, {})).encode() if method == "POST" else ndjson(QUESTIONS)
     kind = "application/octet-stream" if call in RAW_BODIES or method == "PUT" else "application/json"
-    prefix = "/v1" if (method, path) not in PAGES else ""
+    prefix = "/v1" if (method, path) not in PAGES and not path.startswith("/openai/") else ""
     query = f"?{QUERIES[call]}" if call in QUERIES else ""
     with_body = body if method in ("POST", "PUT") else None
     return raw.send(method, prefix + target + query, TOKENS["admin"], with_body, Content_Type=kind)
