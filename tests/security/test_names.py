@@ -73,7 +73,6 @@ ELSEWHERE = {
     "VoteBody.messages": "read as the rows of datasets are",
     "VoteBody.tools": "read as the rows of datasets are",
     "AnswerCheck.grader": "the graders",
-    "GraderValidateBody.grader": "the same",
     "GRPOReward.check": "AnswerCheck",
     "GRPOConfig.rewards": "GRPOReward",
     "SupervisedFineTuneRequest.algorithm_config": "LoraFinetuningConfig, QATFinetuningConfig",

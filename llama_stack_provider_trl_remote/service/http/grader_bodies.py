@@ -8,14 +8,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from llama_stack_provider_trl.documented import Documented
 from llama_stack_provider_trl.specs.grading.graders import Grader
-from llama_stack_provider_trl.specs.names import CheckedElsewhere, CheckedNames, FreeText
+from llama_stack_provider_trl.specs.names import CheckedNames, FreeText
 
 
 class GraderValidateBody(Documented, CheckedNames):
     """A grader to check."""
 
     model_config = ConfigDict(extra="forbid")
-    grader: Annotated[Grader, CheckedElsewhere()]
+    grader: Grader
     """Of type string_check, text_similarity, python or multi."""
 
 
