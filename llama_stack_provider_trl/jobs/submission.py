@@ -16,6 +16,7 @@ from ..errors import InvalidRequest, InvalidRows, MethodUnavailable, StoreError
 from ..requests.bases import Base, NamedJob, named_base
 from ..requests.data import DATASET_ID
 from ..requests.engines import with_engine
+from ..requests.graders import refuse_python_graders
 from ..requests.mixture import FIELD as MIXTURE
 from ..requests.mixture import NamedDataset
 from ..requests.options import ProviderOptions
@@ -33,7 +34,7 @@ from ..specs.methods import CustomSpec, GrpoSpec, MethodSpec
 from ..specs.rewards import checks_of
 from ..specs.row_verdicts import check_within
 from ..specs.rows import UNREAD
-from ..specs.work import CheckedAnswering, Work
+from ..specs.work import CheckedAnswering, EvaluateSpec, Work
 from ..system.data_dir import DataDir
 from ..system.files import put_lines, put_rows
 from ..system.limited import Limited
@@ -379,6 +380,8 @@ def _resolution(
     if store is not None:
         named = find_base(request, store)
     if work is not None:
+        if isinstance(work, EvaluateSpec) and work.answers is not None:
+            refuse_python_graders(((f"checks.{n}", one) for n, one in enumerate(work.answers.checks)), settings)
         work = with_task_files(with_engine(work, settings), settings)
         options, settings = for_work(request, options, settings, named, work)
     makers = [job.job_uuid for job in jobs_of(work, models)]

@@ -47,6 +47,9 @@ def _rewards(given: list[dict[str, Any]] | None, where: str) -> tuple[RewardSour
                 "a judge is a second model, which evaluations alone load: send a check of another type, or a function"
             )
             raise InvalidRequest(f"{where}.{number}.check.type", source.check.type, hint)
+        if source.check is not None and source.check.type == "grader" and source.check.at_least is not None:
+            hint = "the reward of a grader counts as it is here, and is not compared with a threshold: leave it out"
+            raise InvalidRequest(f"{where}.{number}.check.at_least", source.check.at_least, hint)
         if source.name in {other.name for other in sources}:
             hint = "another reward has this name: give each check a name of its own, and name a function or job once"
             raise InvalidRequest(f"{where}.{number}", source.name, hint)

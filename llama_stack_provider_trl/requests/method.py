@@ -30,6 +30,7 @@ from .choices import nearest_choice
 from .custom import unknown_method
 from .distillation import with_model
 from .engines import with_vllm
+from .graders import refuse_python_graders
 from .options import ProviderOptions
 from .paths import resolve_base_model, resolve_trust
 from .preference import method_names, resolve_preference
@@ -64,6 +65,8 @@ def resolve_method(
             if isinstance(fields["method"], GrpoSpec):
                 where = "algorithm_config" if options.method is None else "provider_options.method"
                 fields["method"] = with_vllm(fields["method"], settings, where)
+                rewards = [(f"{where}.rewards.{n}.check", one) for n, one in enumerate(fields["method"].rewards)]
+                refuse_python_graders([(name, one.check) for name, one in rewards if one.check is not None], settings)
     else:
         dpo = resolve_dpo(request, options, settings, warnings, base)
         fields = {"lora": resolve_dpo_lora(options, warnings), "method": dpo}

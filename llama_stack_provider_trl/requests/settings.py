@@ -80,6 +80,9 @@ class JobSettings(Documented, ExactValues):
     """Models whose own code may run: directories, or ORG/NAME@REVISION. Other models that need it are refused."""
     harness_roots: tuple[Path, ...] = ()
     """Directories of task files of lm-evaluation-harness, which evaluations may name. Their code runs in the jobs."""
+    python_graders: bool = False
+    """Whether the source of graders of type python, which requests bring, runs: without files and network, with limits
+    of time and memory. Linux on x86_64 and aarch64."""
 
     trackers: TrackerSettings = TrackerSettings()
     """Experiment trackers that jobs may use, and where they are."""

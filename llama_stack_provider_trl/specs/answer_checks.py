@@ -1,8 +1,9 @@
-"""Checks of a model's answers: equal text, a regular expression, JSON, a JSON schema, a judge. Imports no torch.
+"""Checks of a model's answers: equal text, a regular expression, JSON, a JSON schema, a judge, a grader.
 
 A check compares an answer with a *reference*: text, a compiled pattern, a JSON value or a schema's validator. The check
 names one for all rows, or a column with that of each row. `reference` reads it, `passes` compares. A judge is a model:
-`judging` has what it reads, and `recipes.evaluation.judge` runs it.
+`judging` has what it reads, and `recipes.evaluation.judge` runs it. A grader is one of OpenAI's (`grading`): it reads
+all columns of a row, and gives an answer a reward. Imports no torch.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ from .compiled_checks import (
     shown_pattern,
 )
 from .events import Reason
+from .grading.graders import Grader, paths_of, problem_of
+from .grading.grading import Graded, graded, unusable_here
+from .grading.templates import value_at
 from .judging import MAX_TEMPLATE, reads_reference, refuse_unusable_judge
-from .names import CheckedNames, FreeText
+from .names import CheckedElsewhere, CheckedNames, FreeText
 
-CheckType = Literal["exact", "regex", "json", "json_schema", "judge"]
+CheckType = Literal["exact", "regex", "json", "json_schema", "judge", "grader"]
 _REQUESTED = Limited(seconds=5, memory=256 << 20)
 """For the patterns and schemas of a request. One of the largest useful schemas takes 0.3 s."""
 _VALUES: dict[CheckType, str] = {
@@ -43,11 +47,14 @@ _VALUES: dict[CheckType, str] = {
     "json": "expected",
     "json_schema": "json_schema",
     "judge": "expected",
+    "grader": "grader",
 }
 """Field with the reference for all rows."""
 _MODES: dict[CheckType, str] = {"exact": "normalize", "json": "extract", "json_schema": "extract"}
 _OF_JUDGE = ("model", "template", "scale", "at_least", "max_new_tokens")
 _NEEDS_REFERENCE = ("regex", "json_schema")
+PASSES = 1.0
+"""The least reward with which an answer passes a grader that names none."""
 _NOT_JSON = object()
 
 
@@ -59,7 +66,8 @@ class AnswerCheck(Frozen, CheckedNames):
     type: CheckType
     """exact: the answer is this text. regex: the pattern is found in it. json: it can be parsed, and is equal to the
     expected value where there is one. json_schema: it can be parsed, and is valid under the schema. judge: a model
-    answers yes, or gives it a score of at least so much."""
+    answers yes, or gives it a score of at least so much. grader: a grader of OpenAI's gives it a reward of at
+    least so much."""
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
     """Of its measure; None: the type."""
     column: str | None = Field(None, min_length=1, max_length=512)
@@ -82,7 +90,9 @@ class AnswerCheck(Frozen, CheckedNames):
     scale: tuple[float, float] | None = None
     """judge: the least and the largest score; None: its verdict is yes, 1, or no, 0."""
     at_least: float | None = None
-    """judge with a scale: the least score that passes."""
+    """judge with a scale: the least score that passes. grader: the least reward that does; None: 1."""
+    grader: Annotated[Grader | None, CheckedElsewhere()] = None
+    """grader: as OpenAI's API has them, of type string_check, text_similarity, python or multi."""
     max_new_tokens: int | None = Field(None, gt=0, le=10**5)
     """judge: tokens of a verdict at most; None: 256."""
 
@@ -94,6 +104,8 @@ class AnswerCheck(Frozen, CheckedNames):
     @property
     def given(self) -> Any:
         """The reference for all rows, as written; None: there is none."""
+        if self.type == "grader":
+            return None
         return getattr(self, _VALUES[self.type])
 
     @property
@@ -189,13 +201,17 @@ def refuse_fields(check: AnswerCheck, field: str) -> None:
     """Refuse the fields that a check of its type lacks, or would ignore. Raises InvalidRequest."""
     value, mode = _VALUES[check.type], _MODES.get(check.type)
     own = (value, "column", *filter(None, (mode,)), *(_OF_JUDGE if check.type == "judge" else ()))
-    for name in sorted({*_VALUES.values(), *_MODES.values(), *_OF_JUDGE} - {*own}):
+    if check.type == "grader":
+        own = (value, "at_least")
+    for name in sorted({*_VALUES.values(), *_MODES.values(), *_OF_JUDGE, "column"} - {*own}):
         if (found := getattr(check, name)) is not AnswerCheck.model_fields[name].default:
             has = ", ".join(own)
             raise InvalidRequest(f"{field}.{name}", found, f"a check of type {check.type} has {has}: leave it out")
     if check.given is not None and check.column is not None:
         hint = f"{value} is for all rows, column names that of each row: send one of the two"
         raise InvalidRequest(f"{field}.column", check.column, hint)
+    if check.type == "grader":
+        _refuse_grader(check, field)
     if check.type == "judge":
         of_judge = {name: getattr(check, name) for name in ("model", "template", "scale", "at_least")}
         refuse_unusable_judge(field, **of_judge, given=check.given is not None or check.column is not None)
@@ -204,13 +220,35 @@ def refuse_fields(check: AnswerCheck, field: str) -> None:
         raise InvalidRequest(f"{field}.{value}", None, hint)
 
 
+def _refuse_grader(check: AnswerCheck, field: str) -> None:
+    if check.grader is None:
+        hint = 'a check of type grader needs one, such as {"type": "string_check", "name": "same", "operation": "eq", '
+        hint += '"input": "{{sample.output_text}}", "reference": "{{item.answer}}"}'
+        raise InvalidRequest(f"{field}.grader", None, hint)
+    if (problem := problem_of(check.grader) or unusable_here(check.grader)) is not None:
+        name, hint = problem
+        raise InvalidRequest(f"{field}.grader.{name}", getattr(check.grader, name, check.grader.name), hint)
+    if any(path[:2] == ("sample", "output_tools") for path in paths_of(check.grader)):
+        hint = (
+            "answers are texts here, and have no calls of tools: use {{sample.output_text}} or {{sample.output_json}}"
+        )
+        raise InvalidRequest(f"{field}.grader", "{{sample.output_tools}}", hint)
+
+
 def reference(check: AnswerCheck, value: Any) -> Any:
-    """What answers are compared with: `value`, of the check or of a row's column, read for its type.
+    """What answers are compared with: `value`, of the check or of a row's column, read for its type. A grader reads a
+    row with all its columns.
 
     Raises:
         ValueError: it cannot be read; what was found, and what is expected.
     """
     match check.type:
+        case "grader":
+            assert check.grader is not None
+            for path in paths_of(check.grader):
+                if path[0] == "item":
+                    value_at(path, {"item": value})
+            return value
         case "exact":
             return _normalized(_text(value)) if check.normalize else _text(value)
         case "judge":
@@ -236,8 +274,23 @@ def reference(check: AnswerCheck, value: Any) -> Any:
                 raise ValueError("it is nested too deeply for a JSON schema: make it flatter") from error
 
 
+def reward_of(check: AnswerCheck, answer: str, item: Mapping[str, Any]) -> Graded:
+    """What a check of type grader gives an answer.
+
+    Args:
+        item: all columns of its row.
+    """
+    assert check.grader is not None
+    return graded(check.grader, answer, item)
+
+
+def is_enough(check: AnswerCheck, given: Graded) -> bool:
+    """Whether an answer with this reward passes a check of type grader."""
+    return given.error is None and given.reward >= (PASSES if check.at_least is None else check.at_least)
+
+
 def passes(check: AnswerCheck, answer: str, reference: Any = None) -> bool:
-    """Whether an answer passes.
+    """Whether an answer passes. What a grader gives it: `reward_of`.
 
     Args:
         reference: of this answer; None: `json` without an expected value.
@@ -246,6 +299,8 @@ def passes(check: AnswerCheck, answer: str, reference: Any = None) -> bool:
         TimeoutError: it cannot be decided within `compiled_checks.TIMEOUT` seconds.
         JobFailure: invalid_request, a pattern takes all memory that it may have.
     """
+    if check.type == "grader":
+        return is_enough(check, reward_of(check, answer, reference))
     if check.type == "exact":
         return bool((_normalized(answer) if check.normalize else answer) == reference)
     try:

@@ -216,6 +216,11 @@ def _shown(turns: Sequence[Message], others: Sequence[Message]) -> str:
 def _reference(check: AnswerCheck, field: str, row: Mapping[str, Any], index: int, answer: str | None) -> Any:
     if check.reads_answers:
         return reference(check, answer)
+    if check.type == "grader":
+        try:
+            return reference(check, row)
+        except ValueError as error:
+            raise InvalidRows(f"{field}.grader: {error}", row=index) from error
     if check.column is None:
         return None
     value = row.get(check.column)

@@ -30,7 +30,7 @@ from .pages import (
     playground_pages,
     static_files,
 )
-from .routes import agents, datasets, job_files, jobs, live, nodes, openai, pools, tokens
+from .routes import agents, datasets, graders, job_files, jobs, live, nodes, openai, pools, tokens
 from .routes.service import pages
 from .routes.service import router as service_router
 from .security.access import CALLER, Caller
@@ -73,6 +73,7 @@ def make_app(service: Service) -> FastAPI:
     _include(app, tokens.logs, "/v1", dependencies=token)
     _include(app, openai.router, "", dependencies=token)
     _include(app, fine_tuning, "", dependencies=token)
+    _include(app, graders.router, "", dependencies=token)
     for prefix in ("/v1", ""):
         _include(app, service_router, prefix)
     for router in (

@@ -93,6 +93,12 @@ TAKES: dict[tuple[str, str], Takes] = {
         for name in ("", "/{job_id}", "/{job_id}/events", "/{job_id}/checkpoints")
     },
     **{("POST", f"/openai/v1/fine_tuning/jobs/{{job_id}}/{name}"): Takes() for name in ("cancel", "pause", "resume")},
+    ("POST", "/openai/v1/fine_tuning/alpha/graders/run"): _texts(
+        *("input", "reference", "source", "calculate_output", "model_sample", "item"), work=True
+    ),
+    ("POST", "/openai/v1/fine_tuning/alpha/graders/validate"): _texts(
+        *("input", "reference", "source", "calculate_output"), work=True
+    ),
     # Rows
     ("POST", "/datasets"): _texts("rows", work=True, any_keys=True),
     ("DELETE", "/datasets/{dataset_id}"): Takes(),

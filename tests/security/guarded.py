@@ -157,6 +157,7 @@ def fill(service: Guarded) -> None:
     assert service.get("/metrics", prefix="", headers=scrapes).status_code == 200
 
 
+GRADER = {"type": "string_check", "name": "same", "operation": "eq", "input": "a", "reference": "a"}
 BODIES: dict[str, Json] = {
     "POST /post-training/supervised-fine-tune": sft("new", "questions"),
     "POST /post-training/preference-optimize": promised("new", "questions"),
@@ -187,6 +188,8 @@ BODIES: dict[str, Json] = {
     "POST /openai/v1/chat/completions": {"model": "ft:gone", "messages": [{"role": "user", "content": "a"}]},
     "POST /openai/v1/completions": {"model": "ft:gone", "prompt": "a"},
     "POST /openai/v1/fine_tuning/jobs": {"model": "known", "training_file": FILE},
+    "POST /openai/v1/fine_tuning/alpha/graders/run": {"grader": GRADER, "model_sample": "a"},
+    "POST /openai/v1/fine_tuning/alpha/graders/validate": {"grader": GRADER},
     "POST /datasets": {
         "dataset_id": "new",
         "purpose": "post-training/messages",

@@ -66,6 +66,9 @@ BODY = "the body of a request, whose size, values and levels are bounded by `htt
 BOUNDED = "a file of at most 1 MiB"
 JSON = {
     "jobs.store.cancels._order": OURS,
+    "specs.grading.grading._comparisons": LIMITED,
+    "specs.grading.grading._json_of": "an answer: of a request at most 1 MiB, else of a model",
+    "specs.grading.isolated._called": LIMITED,
     "jobs.store.reader.JobReader.evaluations": OURS,
     "jobs.store.row_mapping._progress": OURS,
     "jobs.store.row_mapping.export_record": OURS,

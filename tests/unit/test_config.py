@@ -35,7 +35,7 @@ def test_every_setting_of_jobs_reaches_the_resolution_of_requests(
         **{"retry_backoff": 5.0},
         **{"oom_retry": False, "max_duration": 9.0, "priority": "high", "min_free_disk_mb": 1},
         **{"checkpoint_roots": (tmp_path / "more",), "trust_remote_code": ("org/name@abc",)},
-        **{"harness_roots": (tmp_path / "tasks",), "trackers": TrackerSettings()},
+        **{"harness_roots": (tmp_path / "tasks",), "python_graders": True, "trackers": TrackerSettings()},
     }
     assert values.keys() == JobSettings.model_fields.keys()
     settings = kind.model_validate(values)

@@ -168,7 +168,10 @@ def test_a_pool_in_the_cluster_has_the_rights_that_it_uses_and_no_others() -> No
     assert "serviceAccountName" not in agents
 
 
-SERVED = {"service", "dashboard", "search", "tensorboard", "mlflow", "wandb", "trackio", "ssh", "discovery", "s3"}
+SERVED = {
+    *("service", "dashboard", "search", "tensorboard", "mlflow", "wandb", "trackio", "ssh", "discovery", "s3"),
+    "graders",
+}
 TRAINED = {"train", "quantization", "harness", "images", "gguf"}
 NOT_IN_IMAGES = {
     "stack": "Llama Stack has images of its own",

@@ -13,7 +13,7 @@ from math import fsum
 from typing import Any
 
 from ... import faults
-from ...specs.answer_checks import AnswerCheck, passes
+from ...specs.answer_checks import AnswerCheck, is_enough, passes, reward_of
 from ...specs.answer_rows import CheckedRow, read_checked_rows
 from ...specs.compiled_checks import TIMEOUT
 from ...specs.events import Evaluated, EventWriter, Finished, Warned
@@ -81,6 +81,11 @@ def _report(measured: dict[str, Any], work: CheckedAnswering, steps: int, writer
         )
     metrics = {"eval_passed": measured["passed"]}
     metrics |= {f"eval_passed_{name}": share for name, share in measured["checks"].items()}
+    for name, of_grader in measured.get("graded", {}).items():
+        metrics[f"eval_reward_{name}"] = of_grader["mean_reward"]
+        if count := of_grader["errors"]:
+            found = f"the grader {name!r} gives {count} of {measured['rows']} answers no reward, which counts as 0"
+            writer.write(Warned(message=f"{found}; the first time: {of_grader['first_error']}"))
     for name, judged in measured.get("judged", {}).items():
         if unreadable := judged["unreadable"]:
             found = f"{unreadable} of {measured['rows']} verdicts of {name} are unreadable"
@@ -91,25 +96,36 @@ def _report(measured: dict[str, Any], work: CheckedAnswering, steps: int, writer
 
 
 def _checked(checks: tuple[AnswerCheck, ...], row: CheckedRow, text: str) -> dict[str, Any]:
-    """What an answer passes, and which checks took too long. Those of type judge are not known yet."""
+    """What an answer passes, which checks took too long, and the rewards of graders. Checks of type judge are not known
+    yet."""
     passed: dict[str, bool] = {}
     timed_out: list[str] = []
+    rewards: dict[str, dict[str, Any]] = {}
     for check, reference in zip(checks, row.references, strict=True):
         if check.type == "judge":
+            continue
+        if check.type == "grader":
+            given = reward_of(check, text, reference)
+            passed[check.measure] = is_enough(check, given)
+            error = given.error and given.error.sentence
+            rewards[check.measure] = {"reward": given.reward, "error": error}
             continue
         try:
             passed[check.measure] = passes(check, text, reference)
         except TimeoutError:
             passed[check.measure] = False
             timed_out.append(check.measure)
-    return {"passed": passed, "timed_out": timed_out}
+    return {"passed": passed, "timed_out": timed_out, **({"graded": rewards} if rewards else {})}
 
 
 def _measured(answers: AnswerFile, checks: tuple[AnswerCheck, ...]) -> dict[str, Any]:
     """The result of a job: shares of its answers between 0 and 1, counts, and mean scores."""
     hits, counts = Counter[str](), Counter[str]()
     scores: dict[str, list[float | None]] = {check.measure: [] for check in checks if check.type == "judge"}
+    graded: dict[str, list[dict[str, Any]]] = {check.measure: [] for check in checks if check.type == "grader"}
     for line in answers.lines():
+        for name, rewards in graded.items():
+            rewards.append(line["graded"][name])
         hits.update(name for name, passed in line["passed"].items() if passed)
         counts["all"] += all(line["passed"].values())
         counts["timed_out"] += len(line["timed_out"])
@@ -123,6 +139,7 @@ def _measured(answers: AnswerFile, checks: tuple[AnswerCheck, ...]) -> dict[str,
         "passed": counts["all"] / answers.count,
         "checks": {check.measure: hits[check.measure] / answers.count for check in checks},
         "timed_out": counts["timed_out"],
+        **({"graded": {name: _of_rewards(given) for name, given in graded.items()}} if graded else {}),
         **({"judged": {name: _summary(given) for name, given in scores.items()}} if scores else {}),
         "answers": {"count": answers.count, **{name: counts[name] for name in ("blank", "incomplete", "tokens")}},
     }
@@ -133,3 +150,10 @@ def _summary(scores: Sequence[float | None]) -> dict[str, Any]:
     readable = [score for score in scores if score is not None]
     mean = fsum(readable) / len(readable) if readable else None
     return {"mean_score": mean, "unreadable": len(scores) - len(readable)}
+
+
+def _of_rewards(given: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The mean of a grader's rewards, in which errors are 0, their number, and the first of them."""
+    errors = [one["error"] for one in given if one["error"] is not None]
+    mean = fsum(one["reward"] for one in given) / len(given)
+    return {"mean_reward": mean, "errors": len(errors), "first_error": errors[0] if errors else None}

@@ -73,6 +73,8 @@ class Group(NamedTuple):
     """Answers of which a check could not be decided in time, of each source."""
     without_room: list[int]
     """Answers of which a reward model reads no token, of each source."""
+    errors: list[list[str]]
+    """Why graders gave answers no reward, of each source."""
 
 
 class GrpoRecipe(AnswersPrompts):
@@ -148,7 +150,7 @@ class GrpoRecipe(AnswersPrompts):
     def _groups(self, rows: list[int], answers: list[list[int]]) -> list[Group]:
         """The prompts of a micro batch, with the rewards of their answers."""
         count, ends = self._grpo.num_generations, self._ends()
-        scores = self._score(rows, answers) if rows else Scores([], [], [])
+        scores = self._score(rows, answers) if rows else Scores([], [], [], [])
         groups = []
         for number, row in enumerate(rows):
             of_row = slice(number * count, (number + 1) * count)
@@ -156,7 +158,8 @@ class GrpoRecipe(AnswersPrompts):
             unended = sum(ids[-1] not in ends for ids in answers[of_row])
             timed_out = [sum(of_source) for of_source in zip(*scores.timed_out[of_row], strict=True)]
             without_room = [sum(of_source) for of_source in zip(*scores.without_room[of_row], strict=True)]
-            groups.append(Group(row, scores.values[of_row], tokens, unended, timed_out, without_room))
+            errors = [[*filter(None, of_source)] for of_source in zip(*scores.errors[of_row], strict=True)]
+            groups.append(Group(row, scores.values[of_row], tokens, unended, timed_out, without_room, errors))
         return groups
 
     def _score(self, rows: list[int], answers: list[list[int]]) -> Scores:
@@ -228,7 +231,11 @@ class GrpoRecipe(AnswersPrompts):
         unread = [
             [group.row for group in groups if group.without_room[number]] for number in range(len(self._rewards.names))
         ]
-        for message in [*self._rewards.warnings(timed_out), *self._rewards.room_warnings(unread)]:
+        errors = [
+            [*chain.from_iterable(of_groups)] for of_groups in zip(*(group.errors for group in groups), strict=True)
+        ]
+        messages = [*self._rewards.warnings(timed_out), *self._rewards.room_warnings(unread)]
+        for message in [*messages, *self._rewards.error_warnings(errors)]:
             self._writer.write(Warned(message=message))
         means = {f"rewards/{name}/mean": rewards[..., number].sum() for number, name in enumerate(self._rewards.names)}
         of_answers = {
@@ -238,6 +245,11 @@ class GrpoRecipe(AnswersPrompts):
                 f"rewards/{name}/timed_out": torch.tensor(float(count))
                 for name, count in zip(self._rewards.names, timed_out, strict=True)
                 if count
+            },
+            **{
+                f"rewards/{name}/errors": torch.tensor(float(len(sentences)))
+                for name, sentences in zip(self._rewards.names, errors, strict=True)
+                if sentences
             },
             "completions/mean_length": torch.tensor(float(sum(group.tokens for group in groups))),
             "completions/clipped_ratio": torch.tensor(float(sum(group.unended for group in groups))),

@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import JobFailure, MethodUnavailable
-from ...specs.answer_checks import AnswerCheck, passes
+from ...specs.answer_checks import AnswerCheck, passes, reward_of
 from ...specs.answer_rows import CheckedRow
 from ...specs.compiled_checks import TIMEOUT
 from ...specs.events import Reason
+from ...specs.grading.grading import unusable_here
 from ...specs.job import Dtype
 from ...specs.methods import GrpoSpec
 from ...specs.plugins import package_of
-from ...specs.rewards import GROUP, RewardSource, find_reward
+from ...specs.rewards import GROUP, RewardSource, checks_of, find_reward
 from ...specs.rows import Message
 from .reward_models import LARGEST, RewardScorer
 
@@ -34,21 +35,25 @@ class Scores(NamedTuple):
     """Whether a check could not be decided in time, which counts as failed; same shape."""
     without_room: list[list[bool]]
     """Whether the prompt takes all tokens that a reward model reads; same shape."""
+    errors: list[list[str]]
+    """Why a grader gives no reward, which counts as 0; empty: it gives one. Same shape."""
 
 
 class Rewards:
     """The rewards of a job. Functions are imported here; `load_models` loads what its reward models are.
 
     Raises:
-        JobFailure: a function is not installed, or cannot be imported.
+        JobFailure: a function is not installed, or cannot be imported; a grader cannot be used.
     """
 
     def __init__(self, spec: GrpoSpec) -> None:
         self._sources = spec.rewards
         self._functions = {source.name: _load(source) for source in spec.rewards if source.function is not None}
+        refuse_unusable_graders(checks_of(spec.rewards))
         self._scorers: dict[str, RewardScorer] = {}
         self._timed_out: set[str] = set()
         self._without_room: set[str] = set()
+        self._with_errors: set[str] = set()
         self.names = [source.name for source in spec.rewards]
         self.weights = torch.tensor([source.weight for source in spec.rewards], dtype=torch.float32)
 
@@ -78,26 +83,31 @@ class Rewards:
             JobFailure: a function raises, or does not return a finite number for each completion.
         """
         numbers = iter(range(len(self._sources)))
-        values, timed_out, without_room = [], [], []
+        values, timed_out, without_room, errors = [], [], [], []
         for source in self._sources:
             alive()
             late = unread = [False] * len(completions)
+            wrong = [""] * len(completions)
             if source.model is not None:
                 scorer = self._scorers[source.name]
                 found, unread = scorer.score([row.messages for row in checked], completions, row_numbers, alive)
             elif source.check is None:
                 found = self._of_function(source, [row.messages for row in checked], completions, rows)
+            elif source.check.type == "grader":
+                found, wrong = _of_grader(source.check, next(numbers), checked, completions, alive)
             else:
                 passed = _of_check(source.check, next(numbers), checked, completions, alive)
                 found, late = [float(one or False) for one in passed], [one is None for one in passed]
             values.append(found)
             timed_out.append(late)
             without_room.append(unread)
+            errors.append(wrong)
         by_completion = range(len(completions))
         return Scores(
             [[of_source[number] for of_source in values] for number in by_completion],
             [[of_source[number] for of_source in timed_out] for number in by_completion],
             [[of_source[number] for of_source in without_room] for number in by_completion],
+            [[of_source[number] for of_source in errors] for number in by_completion],
         )
 
     def warnings(self, timed_out: Sequence[int]) -> list[str]:
@@ -130,6 +140,22 @@ class Rewards:
                     f"model of job {source.model.job_uuid!r} reads (its max_seq_length), so all its answers get the "
                     "same reward: shorten such prompts, or train the reward model with a larger max_seq_length. "
                     "Further such rows are not named"
+                )
+        return found
+
+    def error_warnings(self, errors: Sequence[Sequence[str]]) -> list[str]:
+        """A sentence for each grader that gave an answer no reward for the first time.
+
+        Args:
+            errors: why, of each source.
+        """
+        found = []
+        for name, sentences in zip(self.names, errors, strict=True):
+            if sentences and name not in self._with_errors:
+                self._with_errors.add(name)
+                found.append(
+                    f"the grader {name!r} gives {len(sentences)} answers no reward, which counts as 0; the first time: "
+                    f"{sentences[0]}. The metric rewards/{name}/errors has the share of such answers"
                 )
         return found
 
@@ -183,6 +209,33 @@ def _of_check(
         except TimeoutError:
             found.append(None)
     return found
+
+
+def _of_grader(
+    check: AnswerCheck,
+    number: int,
+    checked: Sequence[CheckedRow],
+    completions: list[str],
+    alive: Callable[[], object],
+) -> tuple[list[float], list[str]]:
+    """The reward of each completion, and why there is none; see `_of_check`."""
+    rewards, errors = [], []
+    for row, text in zip(checked, completions, strict=True):
+        alive()
+        given = reward_of(check, text, row.references[number])
+        rewards.append(given.reward)
+        errors.append("" if given.error is None else given.error.sentence)
+    return rewards, errors
+
+
+def refuse_unusable_graders(checks: Iterable[AnswerCheck]) -> None:
+    """Raises JobFailure: this environment lacks what a grader needs."""
+    for check in checks:
+        if check.grader is not None and (problem := unusable_here(check.grader)) is not None:
+            raise JobFailure(
+                Reason.launch_failed,
+                f"the grader {check.grader.name!r} cannot be used in {sys.executable}: {problem[1]}",
+            )
 
 
 def _check_numbers(source: RewardSource, found: Sequence[float], expected: int) -> None:

@@ -1,0 +1,1 @@
+"""Graders: what OpenAI's reinforcement fine-tuning rewards answers by."""

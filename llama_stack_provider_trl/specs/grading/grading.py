@@ -1,0 +1,181 @@
+"""Grades answers. What goes wrong for one answer is a reward of 0 with a sentence, as OpenAI does, and no exception."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from ...errors import LimitReached
+from ...system.limited import Limited, LimitExceeded, TooLate
+from .errors import ErrorKind, GradingError
+from .formula import parsed
+from .graders import Grader, Leaf, MultiGrader, PythonGrader, StringCheck, TextSimilarity, leaves_of
+from .isolated import problem_of_machine, reward_of_source
+from .similarity import load_libraries, problem_of_metric, similarity
+from .templates import MissingValue, Values, rendered
+
+LIMITS = Limited(seconds=5, memory=512 << 20)
+"""Of the comparisons that a request orders."""
+LARGEST = 1e9
+"""Magnitude of a reward."""
+
+
+@dataclass(frozen=True)
+class Graded:
+    """What a grader gives an answer."""
+
+    reward: float
+    """0 where there is an error."""
+    error: GradingError | None = None
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """Of the graders that it is made of; without those with errors."""
+
+
+_Outcome = float | GradingError
+"""A score, or why there is none."""
+
+
+def values_of(text: str, item: Mapping[str, Any]) -> Values:
+    """What templates and sources read of an answer and its row. `output_json` is there where the answer is JSON."""
+    sample: dict[str, Any] = {"output_text": text}
+    found = _json_of(text)
+    if found is not None:
+        sample["output_json"] = found
+    return {"item": item, "sample": sample}
+
+
+def graded(grader: Grader, text: str, item: Mapping[str, Any]) -> Graded:
+    """Grade an answer.
+
+    Args:
+        text: the answer.
+        item: all columns of its row.
+    """
+    values = values_of(text, item)
+    return _combined(grader, {name: _outcome(leaf, values) for name, leaf in leaves_of(grader).items()})
+
+
+def graded_for_request(grader: Grader, text: str, item: Mapping[str, Any]) -> Graded:
+    """`graded` where requests are served: whatever may be costly is computed by other processes, within limits.
+
+    Raises:
+        LimitReached: the caller has used its CPU time, or the machine is too busy.
+    """
+    leaves, values = leaves_of(grader), values_of(text, item)
+    outcomes: dict[str, _Outcome] = {}
+    if any(not isinstance(leaf, PythonGrader) for leaf in leaves.values()):
+        arguments = json.dumps([text, item])
+        try:
+            found = LIMITS.call(_comparisons, grader.model_dump_json(), arguments, before=load_libraries)
+            outcomes = {name: value if kind is None else GradingError(kind, value) for name, kind, value in found}
+        except TooLate:
+            raise
+        except (LimitExceeded, RuntimeError) as error:
+            sentence = f"to compare the texts takes more than {LIMITS.seconds} s or {LIMITS.memory >> 20} MiB"
+            raised = GradingError("other_error", sentence if isinstance(error, LimitExceeded) else str(error))
+            outcomes = {name: raised for name, leaf in leaves.items() if not isinstance(leaf, PythonGrader)}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, PythonGrader):
+            outcomes[name] = _outcome(leaf, values, passes_limits=True)
+    return _combined(grader, {name: outcomes[name] for name in leaves})
+
+
+def _comparisons(grader: str, arguments: str) -> Iterator[tuple[str, ErrorKind | None, Any]]:
+    """Name, kind of error, and score or sentence, of each grader that compares texts: in a process of its own."""
+    values = values_of(*json.loads(arguments))
+    leaves = leaves_of(TypeAdapter[Grader](Grader).validate_json(grader))
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, PythonGrader):
+            found = _outcome(leaf, values)
+            yield (name, found.kind, found.sentence) if isinstance(found, GradingError) else (name, None, found)
+
+
+def _outcome(leaf: Leaf, values: Values, *, passes_limits: bool = False) -> _Outcome:
+    """Args:
+    passes_limits: LimitReached is raised, and is no result of the grader.
+    """
+    try:
+        return _finite(_score(leaf, values))
+    except GradingError as found:
+        return found
+    except LimitReached as found:
+        if passes_limits:
+            raise
+        return GradingError("python_grader_server_error", str(found))
+
+
+def _combined(grader: Grader, outcomes: Mapping[str, _Outcome]) -> Graded:
+    scores = {name: one for name, one in outcomes.items() if not isinstance(one, GradingError)}
+    for name, one in outcomes.items():
+        if isinstance(one, GradingError):
+            return Graded(0.0, GradingError(one.kind, f"{name}: {one.sentence}"), scores)
+    if not isinstance(grader, MultiGrader):
+        return Graded(scores[grader.name], None, scores)
+    try:
+        return Graded(_finite(parsed(grader.calculate_output).value(scores)), None, scores)
+    except ValueError as found:
+        return Graded(0.0, GradingError("formula_parse_error", f"calculate_output: {found}"), scores)
+    except GradingError as found:
+        return Graded(0.0, found, scores)
+
+
+def _score(leaf: Leaf, values: Values) -> float:
+    if isinstance(leaf, StringCheck | TextSimilarity):
+        try:
+            one, other = rendered(leaf.input, values), rendered(leaf.reference, values)
+        except MissingValue as error:
+            # Also where the answer is no JSON, and output_json is named.
+            is_of_sample = str(error).startswith("sample")
+            raise GradingError(
+                "sample_parse_error" if is_of_sample else "invalid_variable_error", str(error)
+            ) from error
+        except ValueError as error:
+            raise GradingError("other_error", str(error)) from error
+        if isinstance(leaf, StringCheck):
+            return float(_compared(leaf, one, other))
+        try:
+            return similarity(leaf.evaluation_metric, one, other)
+        except ValueError as error:
+            raise GradingError("other_error", str(error)) from error
+    return reward_of_source(leaf.source, {"output_json": None, "output_tools": [], **values["sample"]}, values["item"])
+
+
+def _compared(check: StringCheck, one: str, other: str) -> bool:
+    match check.operation:
+        case "eq":
+            return one == other
+        case "ne":
+            return one != other
+        case "like":
+            return other in one
+        case "ilike":
+            return other.casefold() in one.casefold()
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value) or abs(value) > LARGEST:
+        raise GradingError("other_error", f"the reward is {value}, expected a finite number within {LARGEST:g}")
+    return value
+
+
+def _json_of(text: str) -> Any:
+    """The value of JSON text; None: it is none, or null."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def unusable_here(grader: Grader) -> tuple[str, str] | None:
+    """The field of a grader that cannot be used in this environment, and why; None: all of it can."""
+    for leaf in leaves_of(grader).values():
+        if isinstance(leaf, TextSimilarity) and (problem := problem_of_metric(leaf.evaluation_metric)):
+            return "evaluation_metric", problem
+        if isinstance(leaf, PythonGrader) and (problem := problem_of_machine()):
+            return "source", problem
+    return None

@@ -1,0 +1,111 @@
+"""OpenAI's calls on graders, by its own client: rewards, errors, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.contract.service import TrainingService, running_service
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]
+SAME = {
+    "type": "string_check",
+    "name": "same",
+    "operation": "eq",
+    "input": "{{sample.output_json.city}}",
+    "reference": "{{item.answer}}",
+}
+CLOSE = {
+    "type": "text_similarity",
+    "name": "close",
+    "evaluation_metric": "rouge_1",
+    "input": "{{sample.output_text}}",
+    "reference": "city {{item.answer}}",
+}
+
+
+def python(body: str) -> dict[str, Any]:
+    return {"type": "python", "name": "own", "source": f"def grade(sample, item):\n    {body}\n"}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingService]:
+    with running_service(tmp_path_factory.mktemp("graders"), python_graders=True) as service:
+        yield service
+
+
+@pytest.fixture
+def graders(service: TrainingService) -> Iterator[Any]:
+    from openai import OpenAI
+
+    with OpenAI(base_url=f"{service.url}/openai/v1", api_key="none", max_retries=0) as client:
+        yield client.fine_tuning.alpha.graders
+
+
+def test_openais_own_client_runs_graders(graders: Any) -> None:
+    both = {
+        "type": "multi",
+        "name": "both",
+        "graders": {"same": SAME, "close": CLOSE, "own": python("return len(item['answer']) / 10")},
+        "calculate_output": "0.5 * same + 0.25 * close + own",
+    }
+    found = graders.run(grader=both, model_sample='{"city": "Paris"}', item={"answer": "Paris"})
+    assert found.reward == pytest.approx(1.25)
+    assert found.sub_rewards == found.metadata.scores == {"same": 1.0, "close": 1.0, "own": 0.5}
+    assert (found.metadata.name, found.metadata.type, found.metadata.execution_time > 0) == ("both", "multi", True)
+    assert not any(value for value in found.metadata.errors.to_dict().values())
+    assert type(found).model_validate(found.to_dict(), strict=True)  # the client itself accepts anything
+    assert graders.validate(grader=SAME).grader.to_dict() == SAME
+
+
+@pytest.mark.parametrize(
+    ("grader", "error", "details"),
+    [
+        (SAME, "sample_parse_error", ""),
+        ({**SAME, "input": "{{item.other}}"}, "invalid_variable_error", ""),
+        (python("return 1 / 0"), "python_grader_runtime_error", "own: line 2: ZeroDivisionError: division by zero"),
+        (
+            python("return open('/etc/hostname')"),
+            "python_grader_runtime_error",
+            "own: line 2: PermissionError: [Errno 1] Operation not permitted: '/etc/hostname'",
+        ),
+        (
+            python("return ['a' * 10**6 for _ in range(10**6)]"),
+            "python_grader_runtime_error",
+            "own: it takes more than 5 s or 512 MiB, or has crashed",
+        ),
+        (
+            {"type": "multi", "name": "m", "graders": {"a": CLOSE}, "calculate_output": "1 / (a - a)"},
+            "formula_parse_error",
+            "",
+        ),
+    ],
+)
+def test_what_goes_wrong_with_an_answer_is_a_reward_of_0(graders: Any, grader: Any, error: str, details: str) -> None:
+    found = graders.run(grader=grader, model_sample="Rome", item={"answer": "Paris"})
+    errors = found.metadata.errors.to_dict()
+    assert (found.reward, [name for name, value in errors.items() if value is True]) == (0.0, [error])
+    assert errors[f"{error}_details"] == details if details else True
+
+
+@pytest.mark.parametrize(
+    ("grader", "sentence"),
+    [
+        (
+            {"type": "score_model", "name": "a", "model": "b", "input": []},
+            "a model that scores answers is not supported",
+        ),
+        ({**CLOSE, "evaluation_metric": "cosine"}, "the metric cosine needs an embedding model"),
+        ({**SAME, "input": "{{answer}}"}, "found {{answer}}, expected"),
+        ({"type": "multi", "name": "m", "graders": {"a": SAME}, "calculate_output": "b"}, "it names 'b'"),
+    ],
+)
+def test_a_grader_that_cannot_be_used_is_refused(graders: Any, grader: Any, sentence: str) -> None:
+    from openai import BadRequestError
+
+    for call in (graders.validate, lambda grader: graders.run(grader=grader, model_sample="a")):
+        with pytest.raises(BadRequestError) as refused:
+            call(grader=grader)
+        assert sentence in refused.value.message
