@@ -124,6 +124,8 @@ def with_work(spec: JobSpec, work: Work) -> JobSpec:
         untrained["token_cache"] = None
     if isinstance(work, ExportWork):
         untrained["token_cache"] = None
+        evaluations = [name for one in work.promote_if for name in (one.evaluation, one.against) if name is not None]
+        untrained["after"] = tuple(dict.fromkeys([*evaluations, *spec.after]))
     if isinstance(work, MergeWork):
         # The first of its inputs is what it reads, and of an adapter not the model below.
         source = spec.source.model_copy(update={"made_by": None})

@@ -22,6 +22,7 @@ from ..specs.merge import ADAPTER_METHODS, MODEL_METHODS, PRUNING_METHODS, Merge
 from ..specs.methods import Call
 from ..specs.model_source import ModelSource
 from ..specs.names import CheckedNames
+from ..specs.promotion import PromotionCondition
 from ..specs.work import (
     MERGING,
     OF_JOB,
@@ -381,6 +382,9 @@ class ExportRequest(_Kind):
     """safetensors, gguf, ollama."""
     gguf_type: GgufType | None = None
     """Of the weights in a GGUF file: f32, f16, bf16, q8_0. Default: that of the model's own files."""
+    promote_if: list[PromotionCondition] | None = Field(None, min_length=1, max_length=64)
+    """What evaluations must have found, or nothing is written: [{evaluation, metric, at_least ...}]. The job waits for
+    them."""
     checkpoint_dir: str | None = None
     """Where the export is written: relative to the data directory, or absolute inside an allowed root."""
 
@@ -399,7 +403,8 @@ class ExportRequest(_Kind):
         if self.gguf_type is not None and self.to == "safetensors":
             hint = f"{self.to} keeps the type of the model's own files: leave it out, or export to gguf"
             raise InvalidRequest("gguf_type", self.gguf_type, hint)
-        return ExportWork(export=ExportSpec(target=self.to, gguf_type=self.gguf_type))
+        spec = ExportSpec(target=self.to, gguf_type=self.gguf_type)
+        return ExportWork(export=spec, promote_if=tuple(self.promote_if or ()))
 
 
 def _further(base: Base) -> dict[str, Any]:

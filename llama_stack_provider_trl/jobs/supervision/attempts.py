@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from ...launch.base import Launcher, MasterPorts, TaskSpec
-from ...specs.job import derive
+from ...specs.job import JobSpec, derive
 from ...system.data_dir import DataDir
 from ...system.files import (
     Blob,
@@ -25,6 +25,7 @@ from ...system.ownership import Ownership
 from ..decisions.placement import is_remote, nodes_of
 from ..inputs.bases import check_checkpoints
 from ..inputs.made_rows import with_known_rows
+from ..inputs.promotion import with_found_measures
 from ..store.records import JobRecord
 from ..store.store import Store
 from .step_checkpoints import fallbacks, resume_point
@@ -83,15 +84,17 @@ class Attempts:
         Raises:
             InvalidRequest: a checkpoint of another job that it reads is damaged or gone.
             InvalidRows: the rows that another job has made are gone.
+            JobFailure: evaluations have not found what the job asks for.
             JobConflict: the job's checkpoint directory belongs to another data directory.
             OSError: nothing was started.
         """
         check_checkpoints(job.spec)
+        spec = with_found_measures(job.spec, self._store)
         self._check_disk(job)
         self._ownership.check_unused(job.spec.checkpoint_dir)
         self._ownership.claim(job.spec.checkpoint_dir, job.job_uuid)
         task.run_dir.mkdir(parents=True, exist_ok=True)
-        self._write_spec(job)
+        self._write_spec(job, spec)
         self._launcher.start(self._with_port(task))
 
     def task(self, job: JobRecord) -> TaskSpec:
@@ -137,11 +140,16 @@ class Attempts:
                 sizes = f"{free >> 20} MiB are free and min_free_disk_mb asks for {needed >> 20}"
                 raise OSError(errno.ENOSPC, f"the disk of {directory} is full: {sizes}")
 
-    def _write_spec(self, job: JobRecord) -> None:
+    def _write_spec(self, job: JobRecord, known: JobSpec) -> None:
+        """Write the attempt's `spec.json`.
+
+        Args:
+            known: the job with what other jobs have found.
+        """
         assert job.run_dir is not None
         *before, attempt = self._store.attempts(job.job_uuid)
         spec = derive(
-            with_known_rows(job.spec, self._store, self._data_dir, partial(self._put, job)),
+            with_known_rows(known, self._store, self._data_dir, partial(self._put, job)),
             job.attempt,
             job.devices[0].rpartition("/")[2],
             job.run_dir,

@@ -120,6 +120,8 @@ def _exported(job: JobSpec, work: ExportWork, output: Path, weights: Path, write
         "adapter_difference": change,
         **report,
     }
+    if work.gates:
+        record["gates"] = [gate.model_dump(mode="json", exclude_none=True) for gate in work.gates]
     atomic_write_json(output / EXPORT_RECORD, record, mode=0o644)
     origin = lineage(trained, record)
     atomic_write_json(output / LINEAGE, origin, mode=0o644)

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from ...specs.job import DatasetRef, JobSpec, MixedDataset
+from ...specs.promotion import CheckedCondition
 from ...system.bounded_yaml import check_levels
 from .reference import Trained
 
@@ -89,6 +90,10 @@ def card(found: Mapping[str, Any]) -> str:
     ]
     if record["differing"]:
         lines += [f"First tokens that differ are in `export.json`: {len(record['differing'])}.", ""]
+    if gates := record.get("gates"):
+        lines += ["## What evaluations found", ""]
+        lines += [f"- {CheckedCondition.model_validate(gate).sentence}." for gate in gates]
+        lines += [""]
     if not licence:
         lines += ["The licence of the base model is not known here: look it up before you publish these files.", ""]
     return "\n".join(lines)
