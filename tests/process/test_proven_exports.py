@@ -28,6 +28,7 @@ from llama_stack_provider_trl.specs.events import CheckpointSaved, Event, Failed
 from llama_stack_provider_trl.specs.exports import EXPORT_RECORD, EXPORTING, GGUF_FILE, ExportSpec
 from llama_stack_provider_trl.specs.job import DatasetRef, MixedDataset, ShareSpec
 from llama_stack_provider_trl.specs.model_source import AdapterSpec
+from llama_stack_provider_trl.specs.promotion import CheckedCondition
 from llama_stack_provider_trl.specs.rows import Message
 from llama_stack_provider_trl.specs.work import ExportWork
 from llama_stack_provider_trl.system.files import is_whole
@@ -39,9 +40,11 @@ from tests.training import LORA, SFT_ROWS, dataset, job_spec, of_kind, run
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
-def exported(root: Path, model: Path, to: Any = "gguf", adapter: Path | None = None, kind: Any = None) -> list[Event]:
+def exported(
+    root: Path, model: Path, to: Any = "gguf", adapter: Path | None = None, kind: Any = None, **more: Any
+) -> list[Event]:
     """The events of an attempt to export."""
-    work = ExportWork(export=ExportSpec(target=to, gguf_type=kind))
+    work = ExportWork(export=ExportSpec(target=to, gguf_type=kind), **more)
     given = AdapterSpec(model=str(adapter), use="continue") if adapter else None
     _, events = run(root, job_spec(root, model, work=work, adapter=given, token_cache=None))
     return events
@@ -208,7 +211,9 @@ def test_a_modelfile_has_the_template_and_the_stop_tokens_of_the_model(tmp_path:
         mixed_with=(MixedDataset(dataset=other, share=ShareSpec(rows=3)),),
     )
     (model / "training_job.json").write_text(trained.without_model_paths().model_dump_json())
-    found = result(exported(tmp_path, model, "ollama", kind="q8_0"))
+    gate = CheckedCondition(evaluation="after", metric="loss", at_most=2, found=1.25)
+    found = result(exported(tmp_path, model, "ollama", kind="q8_0", gates=(gate,)))
+    assert found["gates"] == [{"evaluation": "after", "metric": "loss", "at_most": 2.0, "found": 1.25}]
     final = tmp_path / "checkpoints" / "final"
     assert (final / "Modelfile").read_text() == (
         'FROM ./model.gguf\nTEMPLATE """{{ if .System }}<|im_start|>system\n{{ .System }}<|im_end|>\n'
@@ -235,6 +240,7 @@ def test_a_modelfile_has_the_template_and_the_stop_tokens_of_the_model(tmp_path:
     assert f'| rows | {texts[2]}, share `{{"rows": 3}}` |' in card
     assert "in the median of the worst prompt" in card
     assert "| rank | `" in card
+    assert "- loss of 'after' is 1.25, and at most 2.0 was asked.\n" in card
     assert str(tmp_path) not in card + json.dumps(lineage)
 
 

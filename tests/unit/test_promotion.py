@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from argparse import ArgumentTypeError
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from llama_stack_provider_trl.specs.promotion import CheckedCondition, Promotion
 from llama_stack_provider_trl.specs.work import CheckedAnswering, EnsembleMember, EvaluateSpec
 from llama_stack_provider_trl.stack.responses import status_response
 from llama_stack_provider_trl.system.files import RunDir
+from llama_stack_provider_trl_remote.cli import whole_jobs
+from llama_stack_provider_trl_remote.cli.main import main
 from llama_stack_provider_trl_remote.cli.promotion import NotPromoted, check_promotion, condition
 from llama_stack_provider_trl_remote.service.jobs.pipeline_steps import resolved, steps_of
 from tests.fakes import FakeClock, FakeLauncher, job_spec
@@ -282,6 +284,41 @@ def test_a_result_is_registered_only_if_its_evaluations_allow_it(world: World) -
         check("org/base", above)
     with pytest.raises(JobNotFound):
         check("ft:tune", condition("typo:loss<=0.5"))
+
+
+def test_a_job_of_a_file_is_registered_once_its_evaluations_have_ended(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    registered: list[str] = []
+
+    async def watch(client: World, names: list[str], *_: Any, **__: Any) -> list[Json]:
+        """As the command follows jobs: until each has ended."""
+        if names == ["after"]:
+            world.run("after", {"loss": 1.0})
+        return [await client.status(name) for name in names]
+
+    async def register(client: World, stack: object, model: str, *_: Any, **__: Any) -> None:
+        registered.append(model)
+
+    monkeypatch.setattr(whole_jobs, "watch", watch)
+    monkeypatch.setattr(whole_jobs, "show_registered", register)
+    world.evaluate("after")
+    world.run("tune")
+    client: Any = world
+
+    def follow(text: str) -> int:
+        given = {"register": "", "pull": None, "interval": 1, "json": False, "promote_if": [condition(text)]}
+        return asyncio.run(whole_jobs._follow(client, "tune", Namespace(**given)))
+
+    assert follow("after:loss<=1") == 0
+    world.run = lambda *_: None  # type: ignore[method-assign]
+    with pytest.raises(NotPromoted, match=r"at most 0\.5 was asked\. ft:tune was not registered"):
+        follow("after:loss<=0.5")
+    assert registered == ["ft:tune"]
+    file = tmp_path / "job.json"
+    file.write_text("{}")
+    assert main(["run", str(file), "--url", "http://127.0.0.1:9", "--promote-if", "after:loss<=1"]) == 1
+    assert "--promote-if=['after'] is not supported: it decides on --register" in capsys.readouterr().err
 
 
 def test_evaluations_in_a_pipeline_are_jobs_of_the_file() -> None:
