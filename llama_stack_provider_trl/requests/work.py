@@ -378,9 +378,10 @@ class ExportRequest(_Kind):
     model: str
     """What is exported: `job:NAME`, `job:NAME/CHECKPOINT`, a directory of a model or an adapter, or a model id."""
     to: ExportTarget
-    """safetensors, gguf, ollama."""
+    """safetensors, gguf, ollama, lora-gguf (the adapter alone), vllm."""
     gguf_type: GgufType | None = None
-    """Of the weights in a GGUF file: f32, f16, bf16, q8_0. Default: that of the model's own files."""
+    """Of the weights in a GGUF file: f32, f16, bf16, q8_0 (of an adapter not). Default: that of the model's own files,
+    of an adapter f32."""
     checkpoint_dir: str | None = None
     """Where the export is written: relative to the data directory, or absolute inside an allowed root."""
 
@@ -396,7 +397,10 @@ class ExportRequest(_Kind):
 
     def work(self) -> ExportWork:
         """What the job does. Raises InvalidRequest: a field would be ignored."""
-        if self.gguf_type is not None and self.to == "safetensors":
+        if self.gguf_type == "q8_0" and self.to == "lora-gguf":
+            hint = "the pairs of an adapter are too narrow for its blocks of 32 weights: use f32, f16 or bf16"
+            raise InvalidRequest("gguf_type", self.gguf_type, hint)
+        if self.gguf_type is not None and self.to in ("safetensors", "vllm"):
             hint = f"{self.to} keeps the type of the model's own files: leave it out, or export to gguf"
             raise InvalidRequest("gguf_type", self.gguf_type, hint)
         return ExportWork(export=ExportSpec(target=self.to, gguf_type=self.gguf_type))

@@ -48,7 +48,7 @@ def test_the_result_of_a_job_is_exported_by_one_command(
         assert found["adapter_difference"] > 0
         lineage = json.loads((tmp_path / "gguf" / "lineage.json").read_text())
         assert lineage["adapter_made_by"] == "tune/final"
-        assert lineage["training"]["dataset"]["id"] == "rows"
+        assert lineage["training"]["datasets"][0]["id"] == "rows"
         unmapped = {"job_uuid": "x", "model": "job:tune", "to": "safetensors", "gguf_type": "f16"}
         answer = server.post("/post-training/export", unmapped)
         assert answer.status_code == 400

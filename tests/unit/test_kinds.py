@@ -182,6 +182,19 @@ def test_options_of_training_are_refused_by_name() -> None:
         check_options(ProviderOptions(nproc_per_node=2), MergeRequest)
 
 
+@pytest.mark.parametrize(
+    ("to", "kind", "sentence"),
+    [
+        ("vllm", "f16", "vllm keeps the type of the model's own files"),
+        ("lora-gguf", "q8_0", "the pairs of an adapter are too narrow"),
+    ],
+)
+def test_a_type_that_an_export_cannot_have_is_refused(to: str, kind: str, sentence: str) -> None:
+    body = ExportRequest.model_validate({"job_uuid": "x", "model": "job:a", "to": to, "gguf_type": kind})
+    with pytest.raises(InvalidRequest, match=f"gguf_type='{kind}'.*{sentence}"):
+        body.work()
+
+
 def test_ranks_of_a_job_that_does_not_train_are_requested_and_hold_the_whole_model(tmp_path: Path) -> None:
     sharding = ShardingSpec(strategy="FULL_SHARD", cpu_offload=True)
     service = Settings(
