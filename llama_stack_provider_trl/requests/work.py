@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field
 from ..documented import Documented
 from ..errors import InvalidRequest
 from ..specs.answer_checks import AnswerCheck, refuse_unusable
-from ..specs.exports import ExportSpec, ExportTarget, GgufType
+from ..specs.exports import ExportSpec, ExportTarget, GgufType, destination_of
 from ..specs.harness import HarnessSpec
 from ..specs.merge import ADAPTER_METHODS, MODEL_METHODS, PRUNING_METHODS, MergeInput, MergeMethod, MergeSpec
 from ..specs.methods import Call
@@ -382,6 +382,9 @@ class ExportRequest(_Kind):
     gguf_type: GgufType | None = None
     """Of the weights in a GGUF file: f32, f16, bf16, q8_0 (of an adapter not). Default: that of the model's own files,
     of an adapter f32."""
+    upload_to: str | None = None
+    """Where the export is sent once it is proven, within the configured export_destinations: hf://OWNER/NAME, a
+    repository of the hub, private where it is new; s3://BUCKET/PATH."""
     checkpoint_dir: str | None = None
     """Where the export is written: relative to the data directory, or absolute inside an allowed root."""
 
@@ -403,7 +406,12 @@ class ExportRequest(_Kind):
         if self.gguf_type is not None and self.to in ("safetensors", "vllm"):
             hint = f"{self.to} keeps the type of the model's own files: leave it out, or export to gguf"
             raise InvalidRequest("gguf_type", self.gguf_type, hint)
-        return ExportWork(export=ExportSpec(target=self.to, gguf_type=self.gguf_type))
+        if self.upload_to is not None:
+            try:
+                destination_of(self.upload_to)
+            except ValueError as error:
+                raise InvalidRequest("upload_to", self.upload_to, str(error)) from error
+        return ExportWork(export=ExportSpec(target=self.to, gguf_type=self.gguf_type, upload_to=self.upload_to))
 
 
 def _further(base: Base) -> dict[str, Any]:

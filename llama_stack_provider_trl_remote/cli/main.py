@@ -282,6 +282,9 @@ def _export(command: argparse.ArgumentParser) -> None:
         help="gguf, ollama, lora-gguf: of the weights (as the model's; of an adapter f32)",
     )
     command.add_argument("--job", metavar="NAME", help="the job_uuid (a new name)")
+    command.add_argument(
+        "--upload-to", metavar="PLACE", help="hf://OWNER/NAME or s3://BUCKET/PATH: the service uploads it there"
+    )
     command.add_argument("--pull", metavar="DIR", help="download the export there, a new directory")
     command.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between polls (1)")
     command.set_defaults(checkpoint=None, register=None)

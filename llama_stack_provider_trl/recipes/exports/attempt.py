@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ... import faults
 from ...errors import JobFailure
 from ...specs.events import CheckpointSaved, EventWriter, Finished, Prepared, Reason, Started
-from ...specs.exports import ADAPTER_GGUF, EXPORT_RECORD, EXPORTING, GGUF_FILE, GgufType
+from ...specs.exports import ADAPTER_GGUF, EXPORT_RECORD, EXPORTING, GGUF_FILE, GgufType, destination_of
 from ...specs.job import AttemptSpec, JobSpec
 from ...specs.rows import Message
 from ...specs.work import ExportWork
@@ -42,6 +42,7 @@ from .ollama import MODELFILE, TurnTexts, modelfile, turn_texts
 from .proof import BOUNDS, Reader, compared, failed
 from .readers import AdapterReader, TransformersReader
 from .reference import Expected, Trained
+from .upload import uploaded
 from .vocabulary import adds_bos
 
 _WEIGHTS = f"{EXPORTING}-weights"
@@ -75,6 +76,9 @@ def export_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
             record = _exported(job, work, output, weights, writer)
             shutil.rmtree(weights, ignore_errors=True)
             faults.reach("exporting-final")
+            if (place := work.export.upload_to) is not None:
+                record |= {"upload": uploaded(output, destination_of(place), job.job_uuid)}
+                faults.reach("uploaded")
             write_manifest(output)
             fsync_tree(output)
             put_in_place(output, final)
@@ -92,6 +96,12 @@ def export_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
 
 def _exported(job: JobSpec, work: ExportWork, output: Path, weights: Path, writer: EventWriter) -> dict[str, Any]:
     _refuse_vision(job)
+    if work.export.upload_to is not None and job.source.trust_remote_code:
+        raise JobFailure(
+            Reason.invalid_request,
+            f"the model {job.source.model!r} has code of its own, which would see the account that uploads: leave "
+            "upload_to out, and upload the export yourself.",
+        )
     trained, target = Trained(job), work.export.target
     stored = _TYPES[trained.storage.dtype]
     is_adapter = target == "lora-gguf" or (target == "vllm" and trained.spec.adapter is not None)
