@@ -274,14 +274,19 @@ def _export(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "model", metavar="MODEL", help="NAME or NAME/CHECKPOINT of a job, a directory, or a model id with a slash"
     )
-    command.add_argument("--to", required=True, choices=("safetensors", "gguf", "ollama"), help="what is written")
+    command.add_argument(
+        "--to", required=True, choices=("safetensors", "gguf", "ollama", "lora-gguf", "vllm"), help="what is written"
+    )
     command.add_argument(
         "--type",
         choices=("f32", "f16", "bf16", "q8_0"),
-        help="gguf, ollama: of the weights (as the model's)",
+        help="gguf, ollama, lora-gguf: of the weights (as the model's; of an adapter f32)",
     )
     _promotion(command)
     command.add_argument("--job", metavar="NAME", help="the job_uuid (a new name)")
+    command.add_argument(
+        "--upload-to", metavar="PLACE", help="hf://OWNER/NAME or s3://BUCKET/PATH: the service uploads it there"
+    )
     command.add_argument("--pull", metavar="DIR", help="download the export there, a new directory")
     command.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between polls (1)")
     command.set_defaults(checkpoint=None, register=None)

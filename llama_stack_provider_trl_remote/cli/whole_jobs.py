@@ -103,7 +103,7 @@ async def export(client: ServiceClient, options: Namespace) -> int:
         "job_uuid": options.job or _new_name(f"{options.to}-{stem}"),
         "model": model,
         "to": options.to,
-        **_set({"gguf_type": options.type, "promote_if": options.promote_if}),
+        **_set({"gguf_type": options.type, "promote_if": options.promote_if, "upload_to": options.upload_to}),
     }
     return await _submit_and_follow(client, body, options, None)
 

@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from ...launch.base import Launcher, MasterPorts, TaskSpec
+from ...specs.exports import accounts_of
 from ...specs.job import JobSpec, derive
+from ...specs.work import ExportWork
 from ...system.data_dir import DataDir
 from ...system.files import (
     Blob,
@@ -110,6 +112,7 @@ class Attempts:
             # Only a start reads it. Never 0: even the last attempt may save.
             time_limit=None if limit is None else max(1.0, limit - self._store.seconds_trained(job.job_uuid)),
             hang_timeout=self._hang_timeout,
+            accounts=accounts_of(work.export) if isinstance(work := job.spec.work, ExportWork) else (),
         )
 
     def remove_leftovers(self, job: JobRecord) -> None:
