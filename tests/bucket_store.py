@@ -37,6 +37,13 @@ class Store:
     def put(self, bucket: str, key: str, data: bytes) -> None:
         self._client.put_object(Bucket=bucket, Key=key, Body=data)
 
+    def get(self, bucket: str, key: str) -> bytes:
+        data: bytes = self._client.get_object(Bucket=bucket, Key=key)["Body"].read()
+        return data
+
+    def keys(self, bucket: str) -> list[str]:
+        return [one["Key"] for one in self._client.list_objects_v2(Bucket=bucket).get("Contents", ())]
+
 
 @contextmanager
 def serve(log: Path) -> Iterator[Store]:

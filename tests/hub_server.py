@@ -1,8 +1,9 @@
 """A hub on loopback, with which huggingface_hub's own client and `datasets` talk: repositories with branches, commits,
-gates and tokens, and faults on request."""
+gates and tokens, faults on request, and the uploads of an account."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import time
@@ -15,6 +16,8 @@ from typing import Any
 from urllib.parse import unquote
 
 Files = Mapping[str, bytes]
+LARGE = 1 << 10
+"""Bytes beyond which a file is uploaded by LFS."""
 
 
 def lines(*rows: Mapping[str, Any]) -> bytes:
@@ -59,6 +62,14 @@ class Hub:
     """Of all answers, in place of those of a hub; 0: none."""
     delay: float = 0.0
     """Seconds before each answer."""
+    writer: str | None = None
+    """The token that makes repositories and commits; None: no token does."""
+    objects: dict[str, bytes] = field(default_factory=dict)
+    """What was uploaded by sha256, of files of more than `LARGE` bytes."""
+    private: dict[str, bool] = field(default_factory=dict)
+    """Whether a repository that was made here is private, by its name."""
+    damages: str | None = None
+    """The file whose last byte a commit changes."""
 
     def add(self, name: str, files: Files, **more: Any) -> Repository:
         """A repository with one commit on its branch main."""
@@ -105,6 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def api(self, name: str, repository: Repository, what: str, argument: str) -> None:
         revision = repository.revision(argument) if what in ("revision", "tree") else "main"
+        if not repository.commits:
+            return self.reply({"id": name, "siblings": []})
         if revision is None:
             return self.refuse(404, "RevisionNotFound")
         if repository.gated:
@@ -112,7 +125,8 @@ class _Handler(BaseHTTPRequestHandler):
         commit = repository.branches.get(revision, revision)
         files = repository.commits[commit]
         if what != "tree":
-            return self.reply({"id": name, "sha": commit, "siblings": [{"rfilename": path} for path in files]})
+            blobs = [self.described(path, data) for path, data in files.items()]
+            return self.reply({"id": name, "sha": commit, "siblings": blobs})
         if below := argument.removeprefix(revision).strip("/"):
             files = {path: data for path, data in files.items() if path.startswith(f"{below}/")}
             if not files:
@@ -121,6 +135,86 @@ class _Handler(BaseHTTPRequestHandler):
         return self.reply(
             [{"type": "file", "path": path, "size": len(data), "oid": oids[path]} for path, data in files.items()]
         )
+
+    def described(self, path: str, data: bytes) -> dict[str, Any]:
+        """A file as a hub lists it with its metadata."""
+        found = {
+            "rfilename": path,
+            "size": len(data),
+            "blobId": hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest(),
+        }
+        sha256 = hashlib.sha256(data).hexdigest()
+        if len(data) > LARGE:
+            found["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": 127}
+        return found
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)) if not self.is_chunked() else self.chunks()
+        path = unquote(self.path.partition("?")[0])
+        self.hub.asked.append(f"POST {path}")
+        if self.hub.status:
+            return self.answer(self.hub.status, b"<html>not a hub</html>", {"Content-Type": "text/html"})
+        if self.hub.writer is None or self.headers.get("Authorization") != f"Bearer {self.hub.writer}":
+            return self.refuse(401, "")
+        if path == "/api/repos/create":
+            given = json.loads(body)
+            name = f"{given['organization']}/{given['name']}"
+            status = 409 if name in self.hub.repositories else 200
+            if status == 200:
+                self.hub.repositories[name] = Repository("models", self.hub.writer)
+                self.hub.private[name] = given.get("visibility") == "private" or bool(given.get("private"))
+            return self.reply({"url": f"{self.hub.url}/{name}"}, status)
+        if path == "/api/validate-yaml":
+            return self.reply({"warnings": [], "errors": []})
+        name = "/".join(
+            path.removeprefix("/api/models/").strip("/").removesuffix(".git/info/lfs/objects/batch").split("/")[:2]
+        )
+        if path.endswith("/info/lfs/objects/batch"):
+            objects = json.loads(body)["objects"]
+            return self.reply({"transfer": "basic", "objects": [self.lfs_action(one) for one in objects]})
+        if f"{name}/preupload/" in path:
+            files = json.loads(body)["files"]
+            modes = [("lfs" if one["size"] > LARGE else "regular", one["path"]) for one in files]
+            return self.reply(
+                {"files": [{"path": at, "uploadMode": mode, "shouldIgnore": False} for mode, at in modes]}
+            )
+        return self.commit(name, self.hub.repositories[name], [json.loads(line) for line in body.splitlines()])
+
+    def lfs_action(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        if wanted["oid"] in self.hub.objects:
+            return dict(wanted)
+        return {**wanted, "actions": {"upload": {"href": f"{self.hub.url}/objects/{wanted['oid']}"}}}
+
+    def do_PUT(self) -> None:
+        self.hub.asked.append(f"PUT {self.path}")
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        assert hashlib.sha256(data).hexdigest() == self.path.rpartition("/")[2]
+        self.hub.objects[self.path.rpartition("/")[2]] = data
+        self.answer(200, b"", {})
+
+    def commit(self, name: str, repository: Repository, lines: list[dict[str, Any]]) -> None:
+        files = dict(repository.commits[repository.branches["main"]]) if repository.branches else {}
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.hub.objects[value["oid"]]
+        if self.hub.damages in files:
+            files[self.hub.damages] = files[self.hub.damages][:-1] + b"!"
+        commit = repository.push(files)
+        self.reply({"success": True, "commitOid": commit, "commitUrl": f"{self.hub.url}/{name}/commit/{commit}"})
+
+    def is_chunked(self) -> bool:
+        return self.headers.get("Transfer-Encoding") == "chunked"
+
+    def chunks(self) -> bytes:
+        found = b""
+        while size := int(self.rfile.readline(), 16):
+            found += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return found
 
     def resolve(self, repository: Repository, argument: str) -> None:
         revision = repository.revision(argument)
@@ -135,15 +229,15 @@ class _Handler(BaseHTTPRequestHandler):
     def refuse(self, status: int, code: str, more: Mapping[str, str] | None = None) -> None:
         self.answer(status, b"", {"X-Error-Code": code, "X-Error-Message": code, **(more or {})})
 
-    def reply(self, body: Any) -> None:
-        self.answer(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    def reply(self, body: Any, status: int = 200) -> None:
+        self.answer(status, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
     def answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         self.send_response(status)
         for header, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(header, value)
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:

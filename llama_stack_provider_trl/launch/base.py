@@ -44,6 +44,9 @@ class TaskSpec:
     first free port up to this one. Several nodes use `master_port` only."""
     env: dict[str, str] = field(default_factory=dict)
     """Added to the launcher's allow-listed environment."""
+    accounts: tuple[str, ...] = ()
+    """Variables of the launcher's environment that this task gets beyond the allow-list; a name that ends in `_` begins
+    those of all that are meant. Their values are in no file, and in no process that another task is forked from."""
     time_limit: float | None = None
     """Seconds of training after which the task has to save, and is ended if it does not."""
     hang_timeout: float | None = None

@@ -174,8 +174,12 @@ class LocalLauncher:
         argv = ["-m", RUNNER, str(paths.task)]
         with open(paths.runner_log, "ab", opener=_private) as output:
             # A CUDA driver that was opened before a fork does not work after it. No machine with a GPU has shown yet
-            # that the imports do not open it.
-            can_fork = self._warm is not None and not any(device.startswith("cuda") for device in task.devices)
+            # that the imports do not open it. A warm process keeps the environment that it was started with.
+            can_fork = (
+                self._warm is not None
+                and not task.accounts
+                and not any(device.startswith("cuda") for device in task.devices)
+            )
             if can_fork and self._start_warm(task, argv, environment, output.fileno()):
                 return 0
             first = subprocess.Popen(

@@ -75,6 +75,10 @@ _ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 """Settings of torch's allocator, in which an operator's own choice stands alone; the second is the older name."""
 
 
+def _is_named(name: str, account: str) -> bool:
+    return name == account or (account.endswith("_") and name.startswith(account))
+
+
 def training_environment(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]:
     """The allow-listed part of `environ`, the task's own variables, and the marks by which its processes are found.
 
@@ -86,6 +90,7 @@ def training_environment(task: TaskSpec, environ: Mapping[str, str]) -> dict[str
         **malloc.environment(environ),
         **visible_gpus(task, environ),
         **task.env,
+        **{name: value for name, value in environ.items() if any(_is_named(name, one) for one in task.accounts)},
         **task_marks(task),
     }
     if any(device.startswith("cuda") for device in task.devices) and not _ALLOCATOR & environ.keys():

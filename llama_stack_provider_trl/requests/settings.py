@@ -164,6 +164,8 @@ class Settings(JobSettings):
     """Directories below which a model may be named by its path, besides our own checkpoints; None: anywhere."""
     vllm_python: Path | None = None
     """Interpreter with vLLM, which answers for jobs that request that; None: there is none."""
+    export_destinations: tuple[str, ...] = ()
+    """Where exports may be uploaded: hf://OWNER, hf://OWNER/NAME, s3://BUCKET, s3://BUCKET/PATH; none: nowhere."""
     train_python: Path | None = None
     """Interpreter that trains; None: this process's own."""
     ranks: int = 1

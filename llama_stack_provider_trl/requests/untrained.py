@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from ..errors import InvalidRequest, InvalidRows
 from ..specs.answer_files import answering_of
+from ..specs.exports import allows, destination_of
 from ..specs.harness import HarnessSpec
 from ..specs.job import JobSpec, ShardingSpec
 from ..specs.work import OF_JOB, EvaluateSpec, ExportWork, MergeWork, Work
@@ -78,8 +79,10 @@ def for_work(
     each with the whole model, on the service's machine where it sets no resources, with the adapter that `model` names.
 
     Raises:
-        InvalidRequest: `model` cannot be read, or the job cannot run on a node.
+        InvalidRequest: `model` cannot be read, the job cannot run on a node, or its export may not be sent there.
     """
+    if isinstance(work, ExportWork):
+        _check_destination(work.export.upload_to, settings.export_destinations)
     use = "merge" if is_answered_by_vllm(work) else "continue"  # vLLM reads whole models
     chosen = {"adapter": use} if is_adapter(request, settings, named) else {}
     here: dict[str, Any] = {"ranks": 1, "nodes": 1, "max_nodes": 1}
@@ -105,6 +108,13 @@ def for_work(
     return options.model_copy(update=chosen), settings.model_copy(update=here)
 
 
+def _check_destination(place: str | None, allowed: tuple[str, ...]) -> None:
+    if place is not None and not any(allows(one, destination_of(place)) for one in allowed):
+        known = ", ".join(allowed) or "none is configured"
+        hint = f"it must lie below one of the configured export_destinations ({known}); or download the export"
+        raise InvalidRequest("upload_to", place, hint)
+
+
 def with_work(spec: JobSpec, work: Work) -> JobSpec:
     """The job, which does this in place of training. Raises InvalidRequest: it is too much."""
     untrained: dict[str, Any] = {
@@ -124,6 +134,8 @@ def with_work(spec: JobSpec, work: Work) -> JobSpec:
         untrained["token_cache"] = None
     if isinstance(work, ExportWork):
         untrained["token_cache"] = None
+        evaluations = [name for one in work.promote_if for name in (one.evaluation, one.against) if name is not None]
+        untrained["after"] = tuple(dict.fromkeys([*evaluations, *spec.after]))
     if isinstance(work, MergeWork):
         # The first of its inputs is what it reads, and of an adapter not the model below.
         source = spec.source.model_copy(update={"made_by": None})

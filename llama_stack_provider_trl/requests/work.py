@@ -16,12 +16,13 @@ from pydantic import ConfigDict, Field
 from ..documented import Documented
 from ..errors import InvalidRequest
 from ..specs.answer_checks import AnswerCheck, refuse_unusable
-from ..specs.exports import ExportSpec, ExportTarget, GgufType
+from ..specs.exports import ExportSpec, ExportTarget, GgufType, destination_of
 from ..specs.harness import HarnessSpec
 from ..specs.merge import ADAPTER_METHODS, MODEL_METHODS, PRUNING_METHODS, MergeInput, MergeMethod, MergeSpec
 from ..specs.methods import Call
 from ..specs.model_source import ModelSource
 from ..specs.names import CheckedNames
+from ..specs.promotion import PromotionCondition
 from ..specs.work import (
     MERGING,
     OF_JOB,
@@ -378,9 +379,16 @@ class ExportRequest(_Kind):
     model: str
     """What is exported: `job:NAME`, `job:NAME/CHECKPOINT`, a directory of a model or an adapter, or a model id."""
     to: ExportTarget
-    """safetensors, gguf, ollama."""
+    """safetensors, gguf, ollama, lora-gguf (the adapter alone), vllm."""
     gguf_type: GgufType | None = None
-    """Of the weights in a GGUF file: f32, f16, bf16, q8_0. Default: that of the model's own files."""
+    """Of the weights in a GGUF file: f32, f16, bf16, q8_0 (of an adapter not). Default: that of the model's own files,
+    of an adapter f32."""
+    promote_if: list[PromotionCondition] | None = Field(None, min_length=1, max_length=64)
+    """What evaluations must have found, or nothing is written: [{evaluation, metric, at_least ...}]. The job waits for
+    them."""
+    upload_to: str | None = None
+    """Where the export is sent once it is proven, within the configured export_destinations: hf://OWNER/NAME, a
+    repository of the hub, private where it is new; s3://BUCKET/PATH."""
     checkpoint_dir: str | None = None
     """Where the export is written: relative to the data directory, or absolute inside an allowed root."""
 
@@ -396,10 +404,19 @@ class ExportRequest(_Kind):
 
     def work(self) -> ExportWork:
         """What the job does. Raises InvalidRequest: a field would be ignored."""
-        if self.gguf_type is not None and self.to == "safetensors":
+        if self.gguf_type == "q8_0" and self.to == "lora-gguf":
+            hint = "the pairs of an adapter are too narrow for its blocks of 32 weights: use f32, f16 or bf16"
+            raise InvalidRequest("gguf_type", self.gguf_type, hint)
+        if self.gguf_type is not None and self.to in ("safetensors", "vllm"):
             hint = f"{self.to} keeps the type of the model's own files: leave it out, or export to gguf"
             raise InvalidRequest("gguf_type", self.gguf_type, hint)
-        return ExportWork(export=ExportSpec(target=self.to, gguf_type=self.gguf_type))
+        if self.upload_to is not None:
+            try:
+                destination_of(self.upload_to)
+            except ValueError as error:
+                raise InvalidRequest("upload_to", self.upload_to, str(error)) from error
+        spec = ExportSpec(target=self.to, gguf_type=self.gguf_type, upload_to=self.upload_to)
+        return ExportWork(export=spec, promote_if=tuple(self.promote_if or ()))
 
 
 def _further(base: Base) -> dict[str, Any]:

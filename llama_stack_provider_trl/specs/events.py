@@ -58,6 +58,7 @@ class Reason(StrEnum):
     does_not_fit = "does_not_fit"
     not_sharded = "not_sharded"
     export_failed = "export_failed"
+    not_promoted = "not_promoted"
     disk_full = "disk_full"
     hung = "hung"
     timed_out = "timed_out"

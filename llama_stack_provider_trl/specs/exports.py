@@ -2,17 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Literal, NamedTuple
 
 from .bases import Frozen
 
-ExportTarget = Literal["safetensors", "gguf", "ollama"]
+ExportTarget = Literal["safetensors", "gguf", "ollama", "lora-gguf", "vllm"]
 GgufType = Literal["f32", "f16", "bf16", "q8_0"]
 GGUF_FILE = "model.gguf"
+ADAPTER_GGUF = "adapter.gguf"
 EXPORT_RECORD = "export.json"
 """In each export: what it was made of, and how it was proven."""
 EXPORTING = "exporting"
 """Directory in the checkpoint directory of an `export` job: the result while it is not whole."""
+
+
+HUB, BUCKET = "hf", "s3"
+HUB_TOKEN = "TRL_EXPORT_HUB_TOKEN"
+"""Variable of the service's environment: the token by which exports are uploaded. No training gets it."""
+_PLACES = {
+    HUB: re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII),
+    BUCKET: re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w+=@-][\w.+=@-]*){1,30}", re.ASCII),
+}
+_ACCOUNTS = {HUB: (HUB_TOKEN,), BUCKET: ("AWS_",)}
+
+
+class Destination(NamedTuple):
+    """Where an export is uploaded."""
+
+    scheme: str
+    path: str
+    """Owner and name of a repository; or a bucket, and the directory in it."""
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.path}"
+
+
+def destination_of(text: str) -> Destination:
+    """What `hf://OWNER/NAME` or `s3://BUCKET/PATH` names. Raises ValueError: it has another form."""
+    scheme, _, rest = text.partition("://")
+    place = _PLACES.get(scheme)
+    found = place.fullmatch(rest) if place is not None else None
+    if found is None or ".." in rest or (scheme == HUB and "--" in rest):
+        raise ValueError("expected hf://OWNER/NAME or s3://BUCKET/PATH, without a slash at its end")
+    return Destination(scheme, rest)
+
+
+def allows(allowed: str, destination: Destination) -> bool:
+    """Whether a destination is, or lies below, one that the operator allows, such as `hf://OWNER`."""
+    return f"{destination}/".startswith(f"{allowed.rstrip('/')}/")
 
 
 class ExportSpec(Frozen):
@@ -20,4 +58,11 @@ class ExportSpec(Frozen):
 
     target: ExportTarget
     gguf_type: GgufType | None = None
-    """Of the weights in a GGUF file; None: that of the model's own files. Of safetensors: None."""
+    """Of the weights in a GGUF file; None: that of the model's own files, of an adapter f32. Of other files: None."""
+    upload_to: str | None = None
+    """Where it is sent once it is proven, as `destination_of` reads it; None: it stays here."""
+
+
+def accounts_of(spec: ExportSpec) -> tuple[str, ...]:
+    """Variables of the service's environment by which an export is uploaded (`TaskSpec.accounts`)."""
+    return () if spec.upload_to is None else _ACCOUNTS[destination_of(spec.upload_to).scheme]

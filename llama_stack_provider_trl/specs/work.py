@@ -14,6 +14,7 @@ from .exports import ExportSpec
 from .harness import HarnessSpec
 from .merge import MergeSpec
 from .model_source import AdapterSpec, ModelSource
+from .promotion import CheckedCondition, PromotionCondition
 
 ANSWERS, ROWS = "answers.jsonl", "rows.jsonl"
 """Files in the checkpoint directory of a `generate` job: every answer with its row, and the dataset made of them. An
@@ -115,6 +116,10 @@ class ExportWork(Frozen):
 
     kind: Literal["export"] = "export"
     export: ExportSpec
+    promote_if: tuple[PromotionCondition, ...] = ()
+    """What evaluations must have found before anything is written."""
+    gates: tuple[CheckedCondition, ...] = ()
+    """Of an attempt: these conditions, which hold, with what was found."""
 
 
 Work = GenerateSpec | EvaluateSpec | MergeWork | ExportWork

@@ -16,6 +16,7 @@ from llama_stack_provider_trl.errors import TrlError, sentence_of
 from llama_stack_provider_trl.system.console import complain, lines_of, show_lines, shown
 
 from . import jobspec, merge, node_commands
+from .promotion import FORM, condition
 from .shared_options import as_trained, at_service
 
 SERVE = "run the training service; its settings come from TRL_SERVICE_CONFIG"
@@ -283,13 +284,19 @@ def _export(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "model", metavar="MODEL", help="NAME or NAME/CHECKPOINT of a job, a directory, or a model id with a slash"
     )
-    command.add_argument("--to", required=True, choices=("safetensors", "gguf", "ollama"), help="what is written")
+    command.add_argument(
+        "--to", required=True, choices=("safetensors", "gguf", "ollama", "lora-gguf", "vllm"), help="what is written"
+    )
     command.add_argument(
         "--type",
         choices=("f32", "f16", "bf16", "q8_0"),
-        help="gguf, ollama: of the weights (as the model's)",
+        help="gguf, ollama, lora-gguf: of the weights (as the model's; of an adapter f32)",
     )
+    _promotion(command)
     command.add_argument("--job", metavar="NAME", help="the job_uuid (a new name)")
+    command.add_argument(
+        "--upload-to", metavar="PLACE", help="hf://OWNER/NAME or s3://BUCKET/PATH: the service uploads it there"
+    )
     command.add_argument("--pull", metavar="DIR", help="download the export there, a new directory")
     command.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between polls (1)")
     command.set_defaults(checkpoint=None, register=None)
@@ -316,6 +323,7 @@ def _register(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--provider", metavar="ID", help="its inference provider that calls the service (the one with its address)"
     )
+    _promotion(command)
     at_service(command)
 
 
@@ -327,6 +335,7 @@ def _run_file(command: argparse.ArgumentParser) -> None:
     _placement(command)
     _following(command)
     _registration(command)
+    _promotion(command)
     _checkpoint(command)
 
 
@@ -357,6 +366,11 @@ def _registration(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--register", nargs="?", const="", metavar="URL", help="let the result answer in Llama Stack, as `register`"
     )
+
+
+def _promotion(command: argparse.ArgumentParser) -> None:
+    what = "only if that evaluation found this, or 'JOB:METRIC<=BEFORE + CHANGE' against another one; repeat it"
+    command.add_argument("--promote-if", action="append", type=condition, metavar=FORM, help=what)
 
 
 def _checkpoint(command: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ from ..address import checked_token, checked_url
 from ..client import ServiceClient
 from ..llama_stack import DEFAULT_URL, LlamaStack
 from .chat import model_name
+from .promotion import check_promotion
 
 URL, TOKEN = "LLAMA_STACK_CLIENT_BASE_URL", "LLAMA_STACK_CLIENT_API_KEY"
 """Variables of Llama Stack's own client."""
@@ -31,8 +32,10 @@ def stack_at(given: str | None) -> LlamaStack:
 
 
 async def register(client: ServiceClient, options: Namespace) -> int:
-    stack = stack_at(options.stack)
-    await show_registered(client, stack, model_name(options.model), options.provider, as_json=options.json)
+    stack, model = stack_at(options.stack), model_name(options.model)
+    if options.promote_if:
+        await check_promotion(client, model, options.promote_if)
+    await show_registered(client, stack, model, options.provider, as_json=options.json)
     return 0
 
 

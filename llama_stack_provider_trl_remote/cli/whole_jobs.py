@@ -24,6 +24,7 @@ from ..request_files import read_request
 from ..row_files import has_preferences, name_by_content, register_rows, stored_rows
 from ..submitting import submit_request
 from .chat import model_name
+from .promotion import OPTION, check_promotion, evaluations_of
 from .register import show_registered, stack_at
 from .shared_options import trained_as
 from .terminal import emit, table
@@ -102,7 +103,7 @@ async def export(client: ServiceClient, options: Namespace) -> int:
         "job_uuid": options.job or _new_name(f"{options.to}-{stem}"),
         "model": model,
         "to": options.to,
-        **_set({"gguf_type": options.type}),
+        **_set({"gguf_type": options.type, "promote_if": options.promote_if, "upload_to": options.upload_to}),
     }
     return await _submit_and_follow(client, body, options, None)
 
@@ -115,6 +116,9 @@ async def run(client: ServiceClient, options: Namespace) -> int:
     body = read_request(options.file)
     if is_pipeline(body):
         return await _run_pipeline(client, body, options)
+    if options.promote_if and options.register is None:
+        hint = "it decides on --register: name the Llama Stack there; a file with an export has a field promote_if."
+        raise InvalidRequest(OPTION, evaluations_of(options.promote_if), hint)
     if options.register is not None and body.get("kind") not in (None, "merge"):
         hint = f"a job of the kind {body['kind']!r} makes no model that answers: leave it out."
         raise InvalidRequest("--register", options.register, hint)
@@ -135,7 +139,8 @@ async def _run_pipeline(client: ServiceClient, body: dict[str, Any], options: Na
     """Submit the jobs that the service does not have yet, and follow all of them."""
     from ..pipeline import place
 
-    for name in ("job", "nodes", "nproc_per_node", "resume_from", "algorithm", "pull", "checkpoint", "register"):
+    result = ("pull", "checkpoint", "register", "promote_if")
+    for name in ("job", "nodes", "nproc_per_node", "resume_from", "algorithm", *result):
         if (value := getattr(options, name)) is not None:
             hint = (
                 "it is for the file of one job: set it in the requests, or use trl-remote jobs pull and trl-remote "
@@ -218,6 +223,9 @@ async def _submit_and_follow(
         return 0
     if not options.json:
         show_lines(f"job {job_uuid}", flush=True)
+    if options.register is not None:
+        for name in evaluations_of(getattr(options, "promote_if", None) or []):
+            await client.status(name)  # one that is not there is known now, and not when the job has ended
     return await _follow(client, job_uuid, options)
 
 
@@ -237,8 +245,11 @@ async def _follow(client: ServiceClient, job_uuid: str, options: Namespace) -> i
         else:
             show_lines(f"{identifier} is in {options.pull}")
     if options.register is not None:
-        stack = stack_at(options.register)
-        await show_registered(client, stack, model_name(job_uuid), None, as_json=options.json)
+        stack, model = stack_at(options.register), model_name(job_uuid)
+        if given := getattr(options, "promote_if", None):
+            await watch(client, evaluations_of(given), options.interval, as_json=options.json)
+            await check_promotion(client, model, given)
+        await show_registered(client, stack, model, None, as_json=options.json)
     return exit_status(ended)
 
 

@@ -21,6 +21,7 @@ from llama_stack_provider_trl.launch.gpus import NO_GANG, slices_of
 from llama_stack_provider_trl.requests.options import Priority
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.exact import ExactValues
+from llama_stack_provider_trl.specs.exports import destination_of
 from llama_stack_provider_trl.specs.job import Prefetch, ShardingSpec, ShardingStrategy
 from llama_stack_provider_trl.system.logs import LogLevel
 
@@ -49,6 +50,18 @@ def _bucket_path(value: str) -> str:
     return value
 
 
+def _export_place(value: str) -> str:
+    try:
+        destination_of(value if "/" in value.partition("://")[2] else f"{value}/name")
+    except ValueError as error:
+        raise ValueError(
+            f"{value!r} is no place for exports: expected hf://OWNER[/NAME] or s3://BUCKET[/PATH]"
+        ) from error
+    return value
+
+
+ExportPlace = Annotated[str, AfterValidator(_export_place)]
+"""`hf://OWNER`, `hf://OWNER/NAME`, `s3://BUCKET` or `s3://BUCKET/PATH`."""
 BucketPath = Annotated[str, AfterValidator(_bucket_path)]
 """`s3://BUCKET` or `s3://BUCKET/PATH`."""
 
@@ -263,6 +276,10 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     """Interpreter that has vLLM, for jobs that answer prompts with engine vllm, and GRPO with use_vllm; null: none may.
     Checked at start."""
 
+    export_destinations: tuple[ExportPlace, ...] = ()
+    """Where export jobs may upload: hf://OWNER or hf://OWNER/NAME, with the account of TRL_EXPORT_HUB_TOKEN (else
+    HF_TOKEN) on the hub of HF_ENDPOINT; s3://BUCKET or s3://BUCKET/PATH, with that of AWS_...; none: nowhere."""
+
     log_level: LogLevel = "info"
     """debug, info, warning or error: the lowest level in the service's log (stderr, and `logs` in `data_dir`)."""
 
@@ -406,6 +423,7 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
             devices,
             model_roots=None if self.on_loopback and not self.model_roots else self.model_roots,
             vllm_python=self.vllm_python,
+            export_destinations=self.export_destinations,
             train_python=self.train_python,
             ranks=ranks,
             nodes=self.torch_run_config.nnodes,

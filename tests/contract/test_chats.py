@@ -21,14 +21,16 @@ import requests
 
 from llama_stack_provider_trl.system.process import FileLock, tasks_below
 from llama_stack_provider_trl_remote.cli.main import main
-from tests.contract.payloads import LORA, QUESTIONS, sft
+from tests.contract.payloads import LORA, PAIRS, QUESTIONS, sft
 from tests.contract.service import TrainingService, running_service
-from tests.contract.stack import SFT, Json, poll
+from tests.contract.stack import DPO, SFT, Json, poll
+from tests.required import FULL, IN_FULL, in_full
 from tests.tiny import REPOSITORY, tiny_model
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
+LIMIT_GB = 1
 CHAT, COMPLETIONS = "/chat/completions", "/completions"
-PROMPTS = [f"What is {n} times two?" for n in range(20)]
+PROMPTS = [f"What is {n} times two?" for n in range(50 if FULL else 20)]
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,13 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingServic
             body["training_config"]["optimizer_config"]["lr"] = 5e-3
             service.submit(SFT, body, options=options)
             service.wait_state(name, "completed", timeout=120)
+        if FULL:
+            service.register("pairs", PAIRS, dataset_type="preference")
+            body = sft("preferring", "pairs", algorithm_config={"type": "dpo", "beta": 0.1})
+            del body["training_config"]["data_config"]["data_format"]
+            body["training_config"]["optimizer_config"]["lr"] = 5e-3
+            service.submit(DPO, body, options={"lora": LORA})
+            service.wait_state("preferring", "completed", timeout=120)
         yield service
 
 
@@ -119,6 +128,7 @@ def serving_processes(service: TrainingService) -> list[Path]:
     return [run_dir for run_dir, left in tasks_below(service.data_dir / "serving").items() if left]
 
 
+@pytest.mark.timeout(900 if FULL else 300)
 @pytest.mark.parametrize(
     ("model", "job", "checkpoint"),
     [
@@ -126,6 +136,7 @@ def serving_processes(service: TrainingService) -> list[Path]:
         ("job:adapter/checkpoint-20", "adapter", "checkpoint-20"),
         ("ft:whole", "whole", "final"),
         ("job:whole/checkpoint-20", "whole", "checkpoint-20"),
+        *in_full(("ft:preferring", "preferring", "final")),
     ],
 )
 def test_greedy_answers_are_those_of_transformers_with_the_exported_files(
@@ -136,6 +147,9 @@ def test_greedy_answers_are_those_of_transformers_with_the_exported_files(
         found = served(service, model, prompt)
         assert found.text == answer.text
         assert found.logprobs == pytest.approx(answer.logprobs, abs=1e-4)
+    for prompt, answer in [*zip(PROMPTS, expected, strict=True)][: None if FULL else 1]:
+        parts = streamed(service, CHAT, chat_body(model, prompt))
+        assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == answer.text
     untrained = served(service, str(tiny_model()), PROMPTS[0])
     assert untrained.logprobs[0] != pytest.approx(expected[0].logprobs[0], abs=1e-2)
 
@@ -367,6 +381,45 @@ def test_a_hundred_chats_at_once_are_all_answered(service: TrainingService) -> N
             )
         )
     assert {answer.status_code for answer in answers} == {200}
+
+
+@IN_FULL
+def test_a_hundred_chats_at_once_stay_within_the_memory_limit(tmp_path: Path) -> None:
+    """A process with this model and without chats takes half of the limit. -rP prints the numbers."""
+    with running_service(tmp_path, max_training_memory_gb=LIMIT_GB) as service:
+        chat(service, str(tiny_model()), PROMPTS[0])
+        (run_dir,) = serving_processes(service)
+        alone = peak = memory_of(run_dir)
+        begun = time.monotonic()
+        with ThreadPoolExecutor(101) as pool:
+            waits = [
+                pool.submit(
+                    requests.post,
+                    f"{service.url}/openai/v1{CHAT}",
+                    json=chat_body(str(tiny_model()), PROMPTS[number % 50], max_tokens=64),
+                    timeout=240,
+                )
+                for number in range(100)
+            ]
+            while not all(wait.done() for wait in waits):
+                peak = max(peak, memory_of(run_dir))
+                time.sleep(0.02)
+        seconds = time.monotonic() - begun
+        codes = [wait.result().status_code for wait in waits]
+        tokens = sum(wait.result().json()["usage"]["completion_tokens"] for wait in waits)
+        print(f"100 chats, {tokens} tokens in {seconds:.1f} s; {alone:.0f} MiB before, {peak:.0f} MiB at most")
+        assert codes == [200] * 100
+        assert serving_processes(service) == [run_dir]
+        assert peak < LIMIT_GB * 1024
+
+
+def memory_of(run_dir: Path) -> float:
+    """MiB of all processes that serve in a run directory, shared pages in part."""
+    found = 0
+    for process in tasks_below(run_dir.parent)[run_dir]:
+        with suppress(psutil.NoSuchProcess):
+            found += psutil.Process(process.pid).memory_full_info().pss
+    return found / (1 << 20)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -28,7 +28,8 @@ def test_the_result_of_a_job_is_exported_by_one_command(
     with closing(server.store), running(server):
         monkeypatch.setenv("TRL_SERVICE_URL", server.url)
         server.register("rows", QUESTIONS)
-        server.submit(SFT, {**sft("tune", "rows"), "algorithm_config": LORA})
+        then = {"evaluate": {"dataset_id": "rows"}}
+        server.submit(SFT, {**sft("tune", "rows"), "algorithm_config": LORA}, options=then)
         words = [
             "export",
             "tune",
@@ -38,6 +39,8 @@ def test_the_result_of_a_job_is_exported_by_one_command(
             "f16",
             "--job",
             "exported",
+            "--promote-if",
+            "tune-evaluation:loss<=1000",
             "--pull",
             str(tmp_path / "gguf"),
         ]
@@ -46,9 +49,16 @@ def test_the_result_of_a_job_is_exported_by_one_command(
         assert json.loads((tmp_path / "gguf" / "export.json").read_text()) == found
         assert (tmp_path / "gguf" / "model.gguf").stat().st_size > 100_000
         assert found["adapter_difference"] > 0
+        measured = server.status("tune-evaluation")["resources_allocated"]["result"]["loss"]
+        (gate,) = found["gates"]
+        assert gate == {"evaluation": "tune-evaluation", "metric": "loss", "at_most": 1000.0, "found": measured}
+        assert main(["export", "tune", "--to", "gguf", "--promote-if", "tune-evaluation:loss<=0.001"]) == 1
+        asked = f"promote_if.0 does not hold: loss of 'tune-evaluation' is {measured}, and at most 0.001 was asked."
+        assert f"failed (not_promoted): {asked} Nothing was written." in capsys.readouterr().err
         lineage = json.loads((tmp_path / "gguf" / "lineage.json").read_text())
         assert lineage["adapter_made_by"] == "tune/final"
-        assert lineage["training"]["dataset"]["id"] == "rows"
+        assert lineage["training"]["datasets"][0]["id"] == "rows"
+        assert lineage["export"]["gates"] == found["gates"]
         unmapped = {"job_uuid": "x", "model": "job:tune", "to": "safetensors", "gguf_type": "f16"}
         answer = server.post("/post-training/export", unmapped)
         assert answer.status_code == 400

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, processors, tra
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.recipes.exports import adapter as adapter_files
 from llama_stack_provider_trl.recipes.exports import attempt, gguf_file, llamacpp, reference
 from llama_stack_provider_trl.recipes.exports.architectures import rope_factors
 from llama_stack_provider_trl.recipes.exports.proof import AnsweredToken, compared
@@ -28,6 +29,7 @@ from llama_stack_provider_trl.specs.events import CheckpointSaved, Event, Failed
 from llama_stack_provider_trl.specs.exports import EXPORT_RECORD, EXPORTING, GGUF_FILE, ExportSpec
 from llama_stack_provider_trl.specs.job import DatasetRef, MixedDataset, ShareSpec
 from llama_stack_provider_trl.specs.model_source import AdapterSpec
+from llama_stack_provider_trl.specs.promotion import CheckedCondition
 from llama_stack_provider_trl.specs.rows import Message
 from llama_stack_provider_trl.specs.work import ExportWork
 from llama_stack_provider_trl.system.files import is_whole
@@ -39,9 +41,11 @@ from tests.training import LORA, SFT_ROWS, dataset, job_spec, of_kind, run
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
-def exported(root: Path, model: Path, to: Any = "gguf", adapter: Path | None = None, kind: Any = None) -> list[Event]:
+def exported(
+    root: Path, model: Path, to: Any = "gguf", adapter: Path | None = None, kind: Any = None, **more: Any
+) -> list[Event]:
     """The events of an attempt to export."""
-    work = ExportWork(export=ExportSpec(target=to, gguf_type=kind))
+    work = ExportWork(export=ExportSpec(target=to, gguf_type=kind), **more)
     given = AdapterSpec(model=str(adapter), use="continue") if adapter else None
     _, events = run(root, job_spec(root, model, work=work, adapter=given, token_cache=None))
     return events
@@ -69,16 +73,21 @@ def quickstart_model(factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def adapter_of(model: Path, path: Path, *, scale: float) -> Path:
-    """An adapter whose weights are random, times a number."""
+def adapter_of(model: Path, path: Path, *, scale: float, **settings: Any) -> Path:
+    """An adapter whose weights are random, times a number.
+
+    Args:
+        settings: of PEFT's LoraConfig.
+    """
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    given = {"r": 4, "target_modules": ["q_proj", "v_proj"], **settings}
+    adapted = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **given))
     with torch.no_grad():
         for name, weight in adapted.named_parameters():
             if "lora_" in name:
                 weight.normal_().mul_(scale if "lora_B" in name else 1)
-    adapted.save_pretrained(path)
+    adapted.save_pretrained(path, save_embedding_layers=False)
     return path
 
 
@@ -208,7 +217,9 @@ def test_a_modelfile_has_the_template_and_the_stop_tokens_of_the_model(tmp_path:
         mixed_with=(MixedDataset(dataset=other, share=ShareSpec(rows=3)),),
     )
     (model / "training_job.json").write_text(trained.without_model_paths().model_dump_json())
-    found = result(exported(tmp_path, model, "ollama", kind="q8_0"))
+    gate = CheckedCondition(evaluation="after", metric="loss", at_most=2, found=1.25)
+    found = result(exported(tmp_path, model, "ollama", kind="q8_0", gates=(gate,)))
+    assert found["gates"] == [{"evaluation": "after", "metric": "loss", "at_most": 2.0, "found": 1.25}]
     final = tmp_path / "checkpoints" / "final"
     assert (final / "Modelfile").read_text() == (
         'FROM ./model.gguf\nTEMPLATE """{{ if .System }}<|im_start|>system\n{{ .System }}<|im_end|>\n'
@@ -235,6 +246,7 @@ def test_a_modelfile_has_the_template_and_the_stop_tokens_of_the_model(tmp_path:
     assert f'| rows | {texts[2]}, share `{{"rows": 3}}` |' in card
     assert "in the median of the worst prompt" in card
     assert "| rank | `" in card
+    assert "- loss of 'after' is 1.25, and at most 2.0 was asked.\n" in card
     assert str(tmp_path) not in card + json.dumps(lineage)
 
 
@@ -253,6 +265,111 @@ def test_an_adapter_that_changes_nothing_is_not_exported(tmp_path: Path) -> None
     found = failure(tmp_path, exported(tmp_path, tiny_model(), "safetensors", adapter))
     assert "export_failed: the adapter" in found
     assert "changes nothing: with it and without it the logits of all 3 prompts are equal" in found
+
+
+@pytest.mark.parametrize("reads", ["transformers", *(["llama.cpp"] if llamacpp.is_installed() else [])])
+@pytest.mark.parametrize(("model_type", "kind"), [("llama", "f32"), *in_full(("gemma2", "bf16"), ("qwen3", "f16"))])
+def test_an_adapter_alone_is_added_to_the_gguf_file_of_its_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, kind: str, reads: str
+) -> None:
+    monkeypatch.setattr(attempt, "is_installed", lambda: reads == "llama.cpp")
+    model = tiny_decoder(model_type)
+    modules = ["q_proj", "k_proj", "down_proj"]
+    adapter = adapter_of(model, tmp_path / "adapter", scale=0.1, target_modules=modules, lora_alpha=3, use_rslora=True)
+    found = result(exported(tmp_path, model, "lora-gguf", adapter, kind=kind))
+    final = tmp_path / "checkpoints" / "final"
+    assert {path.name for path in final.iterdir()} >= {"adapter.gguf", "chat_template.jinja", "README.md"}
+    assert not list(final.glob("*.safetensors"))
+    assert found["read_by"].startswith(reads)
+    assert (found["rank"], found["alpha"], found["modules"]) == (4, pytest.approx(6.0), 6)
+    assert found["adapter_difference"] > 10 * found["logits_bound"]
+    assert found["change_difference"] < {"f32": 1e-5, "f16": 2e-3, "bf16": 1.6e-2}[kind]
+    written = gguf_file.metadata(final / "adapter.gguf")
+    names = ("general.type", "adapter.type", "adapter.lora.alpha")
+    assert [written[name] for name in names] == ["adapter", "lora", pytest.approx(6.0)]
+    assert {"blk.1.attn_q.weight.lora_a", "blk.1.ffn_down.weight.lora_b"} < set(
+        dict(gguf_file.tensors(final / "adapter.gguf"))
+    )
+    assert 'llama-server -m "$BASE" --lora adapter.gguf' in (final / "README.md").read_text()
+    assert not list((tmp_path / "checkpoints").glob(f"{EXPORTING}*"))
+
+
+def _rows_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_files, "in_gguf", lambda config, name, weight: weight)
+
+
+def _wrong_alpha(monkeypatch: pytest.MonkeyPatch) -> None:
+    lora_of = attempt.lora_of
+    monkeypatch.setattr(attempt, "lora_of", lambda *given: lora_of(*given)._replace(alpha=9.0))
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (_rows_in_another_order, "it gives other logits than the trained model for prompt"),
+        (_wrong_alpha, "its change of blk.0.attn_q.weight differs from the trained one by"),
+    ],
+)
+def test_what_is_wrong_with_an_adapter_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[pytest.MonkeyPatch], None], sentence: str
+) -> None:
+    damage(monkeypatch)
+    model = tiny_decoder("llama")
+    adapter = adapter_of(model, tmp_path / "adapter", scale=0.5)
+    found = failure(tmp_path, exported(tmp_path, model, "lora-gguf", adapter))
+    assert "export_failed: the export was written, read back and thrown away" in found
+    assert sentence in found
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_an_adapter_for_vllm_is_loaded_again_by_peft(tmp_path: Path) -> None:
+    model = tiny_decoder("llama")
+    adapter = adapter_of(model, tmp_path / "adapter", scale=0.5, r=12)
+    found = result(exported(tmp_path, model, "vllm", adapter))
+    final = tmp_path / "checkpoints" / "final"
+    assert found["read_by"].startswith("peft ")
+    assert found["equal_greedy_tokens"] == found["greedy_tokens"]
+    assert found["largest_logits_difference"] < 1e-6
+    assert found["command"] == (
+        'vllm serve "$BASE" --tokenizer . --generation-config . --enable-lora --lora-modules adapter=. '
+        "--max-lora-rank 16"
+    )
+    names = {path.name for path in final.iterdir()}
+    assert names >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "generation_config.json"}
+    assert "model.safetensors" not in names
+    card = (final / "README.md").read_text()
+    assert found["command"] in card
+    assert "vLLM itself was not run." in card
+    assert str(model.parent) not in card + (final / "adapter_config.json").read_text()
+
+
+def test_a_whole_model_for_vllm_is_served_from_its_directory(tmp_path: Path) -> None:
+    found = result(exported(tmp_path, tiny_decoder("llama"), "vllm"))
+    assert found["command"].startswith("vllm serve . --served-model-name ")
+    assert (tmp_path / "checkpoints" / "final" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("to", "settings", "sentence"),
+    [
+        ("lora-gguf", None, "it is a whole model, which has no adapter"),
+        ("lora-gguf", {"use_dora": True}, "its adapter is trained with DoRA (use_dora)"),
+        ("lora-gguf", {"modules_to_save": ["lm_head"]}, "its adapter sets modules_to_save (['lm_head'])"),
+        ("vllm", {"bias": "all"}, "its adapter sets bias ('all')"),
+        ("vllm", {"rank_pattern": {"q_proj": 2}}, "its adapter sets rank_pattern ({'q_proj': 2})"),
+        ("lora-gguf", {"target_modules": ["embed_tokens"]}, "its adapter changes 'model.embed_tokens' (Embedding)"),
+        ("vllm", {"r": 600}, "its adapter has rank 600, and vLLM serves ranks up to 512"),
+    ],
+)
+def test_what_no_adapter_file_can_say_is_refused_by_name(
+    tmp_path: Path, to: str, settings: dict[str, Any] | None, sentence: str
+) -> None:
+    model = tiny_decoder("llama")
+    adapter = None if settings is None else adapter_of(model, tmp_path / "adapter", scale=0.5, **settings)
+    found = failure(tmp_path, exported(tmp_path, model, to, adapter))
+    assert f"the model cannot be exported to {'vLLM' if to == 'vllm' else 'a GGUF file of its adapter'}: " in found
+    assert sentence in found
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def _wrong_stop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,14 +391,14 @@ def _wrong_template(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _transposed(monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = gguf_file._encoded
+    encode = gguf_file.encoded
 
     def transposed(name: str, weight: torch.Tensor, kind: Any) -> Any:
         values = encode(name, weight, kind)
         is_square = values.ndim == 2 and values.shape[0] == values.shape[1]
         return np.ascontiguousarray(values.T) if is_square and "layers.1." in name else values
 
-    monkeypatch.setattr(gguf_file, "_encoded", transposed)
+    monkeypatch.setattr(gguf_file, "encoded", transposed)
 
 
 def _not_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:

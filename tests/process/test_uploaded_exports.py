@@ -1,8 +1,13 @@
-"""Exports are sent to a hub, and read back there (tests/hub_server.py)."""
+"""Exports are sent to a hub (tests/hub_server.py) or a bucket (tests/bucket_store.py), and read back there."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +16,25 @@ import pytest
 from huggingface_hub import constants
 
 from llama_stack_provider_trl import faults
+from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.recipes.exports import upload as upload_module
+from llama_stack_provider_trl.recipes.exports.upload import uploaded
 from llama_stack_provider_trl.specs.events import Event, Failed, Finished
-from llama_stack_provider_trl.specs.exports import HUB_TOKEN, ExportSpec
+from llama_stack_provider_trl.specs.exports import HUB_TOKEN, ExportSpec, destination_of
+from llama_stack_provider_trl.specs.job import AttemptSpec
 from llama_stack_provider_trl.specs.work import ExportWork
+from llama_stack_provider_trl.system.files import RunDir
+from tests import bucket_store
+from tests.bucket_store import Store
 from tests.hub_server import Hub, serve
 from tests.tiny import tiny_decoder
 from tests.training import job_spec, of_kind, run
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [
+    *(pytest.mark.process, pytest.mark.timeout(120)),
+    # huggingface_hub 2.4 hands a file to httpx as `data`.
+    pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),
+]
 TOKEN = "hf_the-writer-of-exports"
 PLACE = "hf://team/sft-1"
 
@@ -51,12 +67,6 @@ def upload(events: list[Event]) -> dict[str, Any]:
     return found
 
 
-def failure(root: Path, events: list[Event]) -> str:
-    (failed,) = of_kind(events, Failed)
-    assert not list((root / "checkpoints").iterdir())
-    return f"{failed.reason}: {failed.message}"
-
-
 def test_an_export_is_one_commit_in_a_private_repository(tmp_path: Path, hub: Hub) -> None:
     found = upload(exported(tmp_path / "one", PLACE))
     repository = hub.repositories["team/sft-1"]
@@ -68,48 +78,121 @@ def test_an_export_is_one_commit_in_a_private_repository(tmp_path: Path, hub: Hu
     assert "upload" not in json.loads(files["export.json"])
     assert hub.private == {"team/sft-1": True}
     assert any(asked.startswith("PUT /objects/") for asked in hub.asked)
-    hub.asked.clear()
-    upload(exported(tmp_path / "again", PLACE))
-    assert not any(asked.startswith("PUT /objects/") for asked in hub.asked)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """An export of two files, one of which goes by LFS."""
+    directory = tmp_path / "files"
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(bytes(range(256)) * 64)
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+def refusal(files: Path, place: str) -> str:
+    with pytest.raises(JobFailure) as raised:
+        uploaded(files, destination_of(place), "job")
+    return f"{raised.value.reason}: {raised.value}"
 
 
 def test_nothing_is_uploaded_over_other_files_or_without_an_account(
-    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+    files: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.add("team/other", {"notes.txt": b"mine"}, kind="models")
-    found = failure(tmp_path / "one", exported(tmp_path / "one", "hf://team/other"))
+    found = refusal(files, "hf://team/other")
     assert "invalid_request: the export is proven and was not uploaded to hf://team/other: it has other files" in found
     assert "'notes.txt': name a new one" in found
     monkeypatch.setenv(HUB_TOKEN, "hf_of-nobody")
-    found = failure(tmp_path / "two", exported(tmp_path / "two", PLACE))
-    assert f"invalid_request: the export is proven and was not uploaded to {PLACE}: {hub.url} refuses" in found
+    assert f"invalid_request: the export is proven and was not uploaded to {PLACE}: {hub.url} refuses" in refusal(
+        files, PLACE
+    )
+    monkeypatch.delenv(HUB_TOKEN)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    assert f"no account is set for it: set {HUB_TOKEN} (or HF_TOKEN)" in refusal(files, PLACE)
     assert list(hub.repositories) == ["team/other"]
 
 
-def test_a_commit_with_other_bytes_and_a_hub_that_is_none_are_failures(tmp_path: Path, hub: Hub) -> None:
+def test_a_commit_with_other_bytes_and_a_hub_that_is_none_are_failures(files: Path, hub: Hub) -> None:
     hub.damages = "model.safetensors"
-    found = failure(tmp_path / "one", exported(tmp_path / "one", PLACE))
+    found = refusal(files, PLACE)
     assert "has other bytes of 'model.safetensors' than were sent" in found
     assert found.startswith("export_failed: the export is proven and could not be uploaded")
     hub.status = 502
-    found = failure(tmp_path / "two", exported(tmp_path / "two", "hf://team/sft-2"))
-    assert f"{hub.url} answers with 502, expected the API of a hub: check HF_ENDPOINT" in found
+    assert f"{hub.url} answers with 502, expected the API of a hub: check HF_ENDPOINT" in refusal(files, PLACE)
 
 
-def test_a_killed_upload_leaves_no_commit_and_the_next_attempt_makes_it(
-    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    pytest.importorskip("moto")
+    with bucket_store.serve(tmp_path_factory.mktemp("store") / "log") as store:
+        store.make("models")
+        yield store
+
+
+@pytest.fixture
+def bucket(store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)
+    return store
+
+
+def test_an_export_in_a_bucket_has_its_list_last(files: Path, bucket: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, sent = "s3://models/team/sft-1", list[str]()
+    monkeypatch.setattr(faults, "reach", lambda point: sent.extend(bucket.keys("models")))
+    found = uploaded(files, destination_of(place), "job")
+    names = {path.name for path in files.iterdir()}
+    assert sent == sorted(f"team/sft-1/{name}" for name in names)
+    assert (found["to"], found["files"], found["manifest"]) == (place, 2, "manifest.json")
+    listing = json.loads(bucket.get("models", "team/sft-1/manifest.json"))
+    assert listing["job"] == "job"
+    for name, file in listing["files"].items():
+        data = bucket.get("models", f"team/sft-1/{name}")
+        assert data == (files / name).read_bytes()
+        assert file == {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    assert uploaded(files, destination_of(place), "job") == found  # of another attempt
+    with pytest.raises(JobFailure, match=r"it has another export \(manifest\.json\): name a new directory"):
+        uploaded(files, destination_of(place), "another")
+
+
+def test_what_a_bucket_refuses_is_told_by_name(files: Path, bucket: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket.put("models", "mine/notes.txt", b"mine")
+    assert "invalid_request: the export is proven" in (found := refusal(files, "s3://models/mine"))
+    assert "it has other files, such as 'notes.txt': name a new directory" in found
+    assert "there is no such bucket" in refusal(files, "s3://no-such-bucket/x")
+    digest = upload_module._digest
+    monkeypatch.setattr(upload_module, "_digest", lambda store, path: (0, digest(store, path)[1]))
+    assert "export_failed: " in (found := refusal(files, "s3://models/other"))
+    assert "it has other bytes of 'config.json' than were sent" in found
+    assert "other/manifest.json" not in bucket.keys("models")
+
+
+def test_a_killed_upload_to_a_bucket_leaves_no_list_and_the_next_attempt_writes_it(
+    tmp_path: Path, bucket: Store
 ) -> None:
-    class Killed(BaseException):
-        """Takes the place of SIGKILL."""
+    killed(tmp_path, "s3://models/killed", "uploading")
+    assert "killed/manifest.json" not in bucket.keys("models")
+    assert upload(exported(tmp_path, "s3://models/killed"))["manifest"] == "manifest.json"
+    assert "killed/manifest.json" in bucket.keys("models")
 
-    def die(point: str) -> None:
-        if point == "uploading":
-            raise Killed
 
-    with monkeypatch.context() as patched:
-        patched.setattr(faults, "reach", die)
-        with pytest.raises(Killed):
-            exported(tmp_path, PLACE)
+def killed(root: Path, place: str, point: str) -> None:
+    """An attempt that SIGKILL ends at a point."""
+    armed = root / "faults"
+    armed.mkdir(parents=True)
+    (armed / point).write_text("kill")
+    work = ExportWork(export=ExportSpec(target="safetensors", upload_to=place))
+    spec = job_spec(root, tiny_decoder("llama"), work=work, token_cache=None)
+    attempt = AttemptSpec(job=spec, attempt=1, run_dir=root)
+    RunDir(root).spec.write_text(attempt.model_dump_json())
+    argv = [sys.executable, "-m", "llama_stack_provider_trl.recipes.train", str(RunDir(root).spec)]
+    environ = {**os.environ, "TRL_FAULTS": str(armed), "HF_HUB_OFFLINE": "0"}
+    assert subprocess.run(argv, env=environ, timeout=100, check=False).returncode == -signal.SIGKILL
+    assert not (root / "checkpoints" / "final").exists()
+
+
+def test_a_killed_upload_leaves_no_commit_and_the_next_attempt_makes_it(tmp_path: Path, hub: Hub) -> None:
+    killed(tmp_path, PLACE, "uploading")
     assert hub.repositories["team/sft-1"].commits == {}
-    (tmp_path / "checkpoints" / "exporting").mkdir()
-    assert upload(exported(tmp_path / "next", PLACE))["commit"] in hub.repositories["team/sft-1"].commits
+    assert upload(exported(tmp_path, PLACE))["commit"] in hub.repositories["team/sft-1"].commits
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["final"]

@@ -59,8 +59,8 @@ def test_a_result_is_shown_value_by_value() -> None:
         ("pausing", "admin", {"cancel"}),
         ("paused", "submit", {"resume", "cancel"}),
         ("cancelling", "admin", set()),
-        ("completed", "submit", set()),
-        ("completed", "admin", {"delete"}),
+        ("completed", "submit", {"export"}),
+        ("completed", "admin", {"export", "delete"}),
         ("failed", "admin", {"delete"}),
     ],
 )
@@ -76,13 +76,14 @@ def test_the_forms_are_those_that_state_and_role_allow(state: str, role: Any, al
         ({"algorithm": "reward", "work": None}, False),
         ({"algorithm": "sft", "work": {"kind": "merge"}}, True),
         ({"algorithm": "sft", "work": {"kind": "evaluate"}}, False),
-        ({"algorithm": "sft", "work": {"kind": "export"}}, False),
+        ({"algorithm": "sft", "work": {"kind": "export", "export": {"target": "gguf"}}}, False),
     ],
 )
-def test_a_job_can_be_talked_to_where_its_checkpoints_write_text(config: Any, answers: bool) -> None:
+def test_a_job_can_be_talked_to_and_exported_where_its_checkpoints_write_text(config: Any, answers: bool) -> None:
     found = status("completed", effective_config={"ranks": 1, **config})
-    assert job_view.values(found, "submit")["can"]["chat"] is answers
-    assert not job_view.values(found.model_copy(update={"checkpoints": []}), "submit")["can"]["chat"]
+    for what in ("chat", "export"):
+        assert job_view.values(found, "submit")["can"][what] is answers
+        assert not job_view.values(found.model_copy(update={"checkpoints": []}), "submit")["can"][what]
 
 
 def test_each_attempt_has_its_end_in_words_and_its_part_of_the_ribbon() -> None:

@@ -182,6 +182,51 @@ def test_options_of_training_are_refused_by_name() -> None:
         check_options(ProviderOptions(nproc_per_node=2), MergeRequest)
 
 
+@pytest.mark.parametrize(
+    ("to", "kind", "sentence"),
+    [
+        ("vllm", "f16", "vllm keeps the type of the model's own files"),
+        ("lora-gguf", "q8_0", "the pairs of an adapter are too narrow"),
+    ],
+)
+def test_a_type_that_an_export_cannot_have_is_refused(to: str, kind: str, sentence: str) -> None:
+    body = ExportRequest.model_validate({"job_uuid": "x", "model": "job:a", "to": to, "gguf_type": kind})
+    with pytest.raises(InvalidRequest, match=f"gguf_type='{kind}'.*{sentence}"):
+        body.work()
+
+
+@pytest.mark.parametrize(
+    ("place", "sentence"),
+    [
+        ("hf://team/model", None),
+        ("s3://models/chat/sft-1", None),
+        ("s3://models/chat", None),
+        ("hf://teams/model", r"below one of the configured export_destinations \(hf://team, s3://models/chat\)"),
+        ("s3://models/chats/sft-1", "below one of the configured"),
+        ("s3://models/chat/../x", "expected hf://OWNER/NAME or s3://BUCKET/PATH"),
+        ("https://example.org/x", "expected hf://OWNER/NAME or s3://BUCKET/PATH"),
+        ("hf://team", "expected hf://OWNER/NAME"),
+        ("s3://models/chat/?endpoint_override=evil", "expected hf://OWNER/NAME"),
+    ],
+)
+def test_an_export_is_sent_only_where_the_operator_allows_it(tmp_path: Path, place: str, sentence: str | None) -> None:
+    settings = Settings(
+        data_dir=tmp_path / "data", devices=("cpu",), export_destinations=("hf://team", "s3://models/chat")
+    )
+    body = ExportRequest.model_validate({"job_uuid": "x", "model": "org/a", "to": "gguf", "upload_to": place})
+
+    def resolve_export(settings: Settings) -> None:
+        for_work(body.as_training(), ProviderOptions(), settings, None, body.work())
+
+    if sentence is None:
+        resolve_export(settings)
+        with pytest.raises(InvalidRequest, match=r"upload_to=.*\(none is configured\)"):
+            resolve_export(settings.model_copy(update={"export_destinations": ()}))
+    else:
+        with pytest.raises(InvalidRequest, match=f"upload_to=.*{sentence}"):
+            resolve_export(settings)
+
+
 def test_ranks_of_a_job_that_does_not_train_are_requested_and_hold_the_whole_model(tmp_path: Path) -> None:
     sharding = ShardingSpec(strategy="FULL_SHARD", cpu_offload=True)
     service = Settings(

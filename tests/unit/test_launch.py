@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -22,6 +25,7 @@ from llama_stack_provider_trl.launch.torchrun import (
     training_argv,
     training_environment,
 )
+from llama_stack_provider_trl.specs.exports import ExportSpec, accounts_of
 from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl.system.process import FileLock, myself
 from tests import nvml
@@ -35,6 +39,35 @@ INTERFACES = {
         "eth1": [(socket.AF_INET, "10.99.0.2"), (socket.AF_INET6, "fe80::1%eth1"), (-1, "02:fc:00:00:00:01")],
     }.items()
 }
+
+
+def test_accounts_reach_the_task_that_uploads_and_no_other_and_no_file(tmp_path: Path) -> None:
+    spec = ExportSpec(target="gguf", upload_to="s3://models/x")
+    service = {"PATH": "/bin", "AWS_SECRET_ACCESS_KEY": "k", "TRL_EXPORT_HUB_TOKEN": "t", "TRL_SERVICE_TOKEN": "s"}
+    given = replace(TASK, run_dir=tmp_path, accounts=accounts_of(spec))
+    hub = replace(TASK, accounts=accounts_of(spec.model_copy(update={"upload_to": "hf://team/x"})))
+    kept = [{"k", "t", "s"}.intersection(training_environment(task, service).values()) for task in (given, hub, TASK)]
+    assert kept == [{"k"}, {"t"}, set()]
+    assert accounts_of(ExportSpec(target="gguf")) == ()
+
+
+def test_a_task_with_accounts_is_not_forked_from_a_process_that_others_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = list[str]()
+    warm = SimpleNamespace(start=lambda *given: started.append("warm") or 0)
+    launcher = LocalLauncher({"AWS_SECRET_ACCESS_KEY": "k"}, warm=warm)  # type: ignore[arg-type]
+
+    def cold(argv: list[str], env: dict[str, str], **given: Any) -> SimpleNamespace:
+        started.append(f"cold {env['AWS_SECRET_ACCESS_KEY']}")
+        return SimpleNamespace(wait=lambda timeout: 0)
+
+    monkeypatch.setattr(subprocess, "Popen", cold)
+    for name, accounts in (("one", ()), ("two", ("AWS_",))):
+        (tmp_path / name).mkdir()
+        launcher.start(replace(TASK, run_dir=tmp_path / name, accounts=accounts))
+        assert '"k"' not in RunDir(tmp_path / name).task.read_text()
+    assert started == ["warm", "cold k"]
 
 
 def test_one_process_is_started_directly_with_its_spec_file() -> None:

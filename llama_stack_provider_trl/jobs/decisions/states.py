@@ -103,6 +103,9 @@ REASONS: dict[Reason, Remedy] = {
     Reason.export_failed: Remedy(
         10.0, "Check the disk that checkpoints are written to; if it happens again, report it as a bug."
     ),
+    Reason.not_promoted: Remedy(
+        None, "Train or evaluate again, or change promote_if, and submit the export under another job_uuid."
+    ),
     Reason.disk_full: Remedy(30.0, "Free disk space where checkpoints and jobs are written, then submit it again."),
     Reason.hung: Remedy(2.0, "Read the end of the log file (log_path); if it hangs again, report it as a bug."),
     Reason.timed_out: Remedy(

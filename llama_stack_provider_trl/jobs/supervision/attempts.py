@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from ...launch.base import Launcher, MasterPorts, TaskSpec
-from ...specs.job import derive
+from ...specs.exports import accounts_of
+from ...specs.job import JobSpec, derive
+from ...specs.work import ExportWork
 from ...system.data_dir import DataDir
 from ...system.files import (
     Blob,
@@ -25,6 +27,7 @@ from ...system.ownership import Ownership
 from ..decisions.placement import is_remote, nodes_of
 from ..inputs.bases import check_checkpoints
 from ..inputs.made_rows import with_known_rows
+from ..inputs.promotion import with_found_measures
 from ..store.records import JobRecord
 from ..store.store import Store
 from .step_checkpoints import fallbacks, resume_point
@@ -83,15 +86,17 @@ class Attempts:
         Raises:
             InvalidRequest: a checkpoint of another job that it reads is damaged or gone.
             InvalidRows: the rows that another job has made are gone.
+            JobFailure: evaluations have not found what the job asks for.
             JobConflict: the job's checkpoint directory belongs to another data directory.
             OSError: nothing was started.
         """
         check_checkpoints(job.spec)
+        spec = with_found_measures(job.spec, self._store)
         self._check_disk(job)
         self._ownership.check_unused(job.spec.checkpoint_dir)
         self._ownership.claim(job.spec.checkpoint_dir, job.job_uuid)
         task.run_dir.mkdir(parents=True, exist_ok=True)
-        self._write_spec(job)
+        self._write_spec(job, spec)
         self._launcher.start(self._with_port(task))
 
     def task(self, job: JobRecord) -> TaskSpec:
@@ -107,6 +112,7 @@ class Attempts:
             # Only a start reads it. Never 0: even the last attempt may save.
             time_limit=None if limit is None else max(1.0, limit - self._store.seconds_trained(job.job_uuid)),
             hang_timeout=self._hang_timeout,
+            accounts=accounts_of(work.export) if isinstance(work := job.spec.work, ExportWork) else (),
         )
 
     def remove_leftovers(self, job: JobRecord) -> None:
@@ -137,11 +143,16 @@ class Attempts:
                 sizes = f"{free >> 20} MiB are free and min_free_disk_mb asks for {needed >> 20}"
                 raise OSError(errno.ENOSPC, f"the disk of {directory} is full: {sizes}")
 
-    def _write_spec(self, job: JobRecord) -> None:
+    def _write_spec(self, job: JobRecord, known: JobSpec) -> None:
+        """Write the attempt's `spec.json`.
+
+        Args:
+            known: the job with what other jobs have found.
+        """
         assert job.run_dir is not None
         *before, attempt = self._store.attempts(job.job_uuid)
         spec = derive(
-            with_known_rows(job.spec, self._store, self._data_dir, partial(self._put, job)),
+            with_known_rows(known, self._store, self._data_dir, partial(self._put, job)),
             job.attempt,
             job.devices[0].rpartition("/")[2],
             job.run_dir,

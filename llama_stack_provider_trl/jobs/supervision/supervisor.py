@@ -18,7 +18,16 @@ from functools import partial
 from pathlib import Path
 
 from ... import faults
-from ...errors import InvalidRequest, InvalidRows, JobConflict, JobNotFound, StoreError, is_exhausted, shortage_of
+from ...errors import (
+    InvalidRequest,
+    InvalidRows,
+    JobConflict,
+    JobFailure,
+    JobNotFound,
+    StoreError,
+    is_exhausted,
+    shortage_of,
+)
 from ...launch.base import Launcher, MasterPorts, Observation, TaskSpec, TaskState
 from ...specs.events import CheckpointSaved, Reason, read_events
 from ...system.data_dir import DataDir
@@ -444,6 +453,8 @@ class Supervisor:
             self._move(job, JobState.failed, Reason.invalid_dataset, str(error))
         except InvalidRequest as error:
             self._move(job, JobState.failed, Reason.invalid_model, str(error))
+        except JobFailure as error:
+            self._move(job, JobState.failed, Reason(error.reason), error.message)
         except OSError as error:
             if is_exhausted(error):
                 raise  # nothing was started; the next pass starts it

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 import transformers
+from peft import PeftModel
+from transformers import PreTrainedModel
 
 from ... import faults
 from ...errors import JobFailure
 from ...specs.events import CheckpointSaved, EventWriter, Finished, Prepared, Reason, Started
-from ...specs.exports import EXPORT_RECORD, EXPORTING, GGUF_FILE, GgufType
+from ...specs.exports import ADAPTER_GGUF, EXPORT_RECORD, EXPORTING, GGUF_FILE, GgufType, destination_of
 from ...specs.job import AttemptSpec, JobSpec
 from ...specs.rows import Message
 from ...specs.work import ExportWork
@@ -29,20 +31,24 @@ from ..checkpoint.step import need_space
 from ..checkpoint.weights import WeightGroups, differences, export_bytes, write_weights
 from ..data.templates import rendered
 from ..distributed.heartbeat import heartbeat
-from ..model.loading import load_config, parameter_counts
+from ..model.loading import load_config, load_model, parameter_counts
 from ..model.saving import write_configuration
+from .adapter import Lora, WrittenLora, check_vllm, command_of, lora_of, write_gguf, write_peft
 from .architectures import names_in_gguf
 from .card import CARD, LINEAGE, card, lineage
 from .gguf_file import GgufPlan
 from .llamacpp import LlamaCppReader, is_installed
 from .ollama import MODELFILE, TurnTexts, modelfile, turn_texts
-from .proof import Reader, compared, failed
-from .readers import TransformersReader
+from .proof import BOUNDS, Reader, compared, failed
+from .readers import AdapterReader, TransformersReader
 from .reference import Expected, Trained
+from .upload import uploaded
 from .vocabulary import adds_bos
 
 _WEIGHTS = f"{EXPORTING}-weights"
 """Directory beside `EXPORTING`: the merged weights of which a GGUF file is made."""
+_BASE = "base"
+"""Directory in `_WEIGHTS`: the base model's GGUF file, by which an adapter alone is proven."""
 _PERCENT = 100
 _TYPES: dict[torch.dtype, GgufType] = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
@@ -70,6 +76,9 @@ def export_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
             record = _exported(job, work, output, weights, writer)
             shutil.rmtree(weights, ignore_errors=True)
             faults.reach("exporting-final")
+            if (place := work.export.upload_to) is not None:
+                record |= {"upload": uploaded(output, destination_of(place), job.job_uuid)}
+                faults.reach("uploaded")
             write_manifest(output)
             fsync_tree(output)
             put_in_place(output, final)
@@ -87,44 +96,80 @@ def export_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
 
 def _exported(job: JobSpec, work: ExportWork, output: Path, weights: Path, writer: EventWriter) -> dict[str, Any]:
     _refuse_vision(job)
-    trained = Trained(job)
-    kind = work.export.gguf_type or _TYPES[trained.storage.dtype]
-    config = trained.plain.config
+    if work.export.upload_to is not None and job.source.trust_remote_code:
+        raise JobFailure(
+            Reason.invalid_request,
+            f"the model {job.source.model!r} has code of its own, which would see the account that uploads: leave "
+            "upload_to out, and upload the export yourself.",
+        )
+    trained, target = Trained(job), work.export.target
+    stored = _TYPES[trained.storage.dtype]
+    is_adapter = target == "lora-gguf" or (target == "vllm" and trained.spec.adapter is not None)
+    lora = lora_of(trained, target) if is_adapter else None
+    most_rank = check_vllm(trained, lora) if target == "vllm" else None
+    kind: GgufType = work.export.gguf_type or ("f32" if lora is not None else stored)
     plan = None
-    if work.export.target in ("gguf", "ollama"):
+    if target in ("gguf", "ollama", "lora-gguf"):
         rows = trained.plain.get_input_embeddings().weight.shape[0]
-        plan = GgufPlan(config, trained.tokenizer, trained.ends, rows, job.source.model.rpartition("/")[2])
+        plan = GgufPlan(trained.plain.config, trained.tokenizer, trained.ends, rows, _last(job.source.model))
         groups = WeightGroups(trained.model, trained.storage.dtype).planned
-        names_in_gguf(config, [name for group in groups for name in group])
-    texts = _texts_of(trained) if work.export.target == "ollama" else None
+        names_in_gguf(trained.plain.config, [name for group in groups for name in group])
+    texts = _texts_of(trained) if target == "ollama" else None
     size = export_bytes(trained.model, trained.storage.dtype)
-    need_space(job, size * (1 if plan is None else 3))
+    need_space(job, size * 3 if plan is not None else size if lora is None else lora.num_bytes())
     _, count = parameter_counts(trained.plain)
     writer.write(Prepared(total_steps=_PERCENT, num_rows=0, trainable_parameters=0, total_parameters=count))
     expected, change = trained.answers(_part(writer, 0, 35))
-    _write_model(trained, output if plan is None else weights, _part(writer, 35, 55))
-    if plan is not None:
+    files, model = _part(writer, 35, 55), _part(writer, 55, 65)
+    record: dict[str, Any] = {"target": target, "type": kind, "parameters": count}
+    bound = kind
+    if lora is None:
+        _write_model(trained.model, trained, output if plan is None else weights, files)
+        if plan is not None:
+            output.mkdir()
+            plan.write(weights, kind, output / GGUF_FILE, model)
+    else:
+        record |= {"rank": lora.rank, "alpha": lora.alpha, "modules": len(lora.modules)}
         output.mkdir()
-        plan.write(weights, kind, output / GGUF_FILE, _part(writer, 55, 65))
+        if plan is None:
+            write_peft(trained, output)
+        else:
+            record["change_difference"] = write_gguf(trained, lora, kind, output)
+            base = load_model(job.source, trained.storage, torch.device("cpu"))
+            _write_model(base, trained, weights, files)
+            # llama.cpp adds the adapter itself; for transformers, which cannot, it is in the weights.
+            added = WrittenLora(output / ADAPTER_GGUF).change
+            (below := weights / _BASE).mkdir()
+            plan.write(weights, stored, below / GGUF_FILE, model, change=_none if is_installed() else added)
+            bound = max(kind, stored, key=BOUNDS.__getitem__)
     if texts is not None:
         ends = [trained.tokenizer.decode([end]) for end in trained.ends]
         (output / MODELFILE).write_text(modelfile(GGUF_FILE, texts, ends))
+    if target in ("lora-gguf", "vllm"):
+        record["command"] = command_of(trained, lora, most_rank)
     faults.reach("written-final")
-    with closing(_reader(output, expected, trained, is_gguf=plan is not None)) as reader:
-        report = compared(expected, trained.ends, reader, kind, trained.tokenizer.decode, _part(writer, 65, _PERCENT))
-    record = {
-        "target": work.export.target,
-        "type": kind,
-        "parameters": count,
+    with closing(_reader(output, weights, expected, trained, lora, is_gguf=plan is not None)) as reader:
+        report = compared(expected, trained.ends, reader, bound, trained.tokenizer.decode, _part(writer, 65, _PERCENT))
+    record |= {
         "bytes": sum(path.stat().st_size for path in output.iterdir()),
         "adapter_difference": change,
         **report,
     }
+    if work.gates:
+        record["gates"] = [gate.model_dump(mode="json", exclude_none=True) for gate in work.gates]
     atomic_write_json(output / EXPORT_RECORD, record, mode=0o644)
     origin = lineage(trained, record)
     atomic_write_json(output / LINEAGE, origin, mode=0o644)
     (output / CARD).write_text(card(origin), encoding="utf-8")
     return record
+
+
+def _none(name: str) -> None:
+    """No change of a weight."""
+
+
+def _last(model: str) -> str:
+    return model.rpartition("/")[2]
 
 
 def _refuse_vision(job: JobSpec) -> None:
@@ -149,23 +194,33 @@ def _texts_of(trained: Trained) -> TurnTexts:
     return turn_texts(render, trained.prompts(), str(bos) if bos else None)
 
 
-def _reader(directory: Path, expected: list[Expected], trained: Trained, *, is_gguf: bool) -> Reader:
+def _reader(
+    directory: Path, weights: Path, expected: list[Expected], trained: Trained, lora: Lora | None, *, is_gguf: bool
+) -> Reader:
     """What reads an export: another program than the one that wrote it, where it is installed."""
+    if lora is not None and not is_gguf:
+        storage = trained.storage.with_dtype(trained.compared_in)
+        return AdapterReader(directory, load_model(trained.spec.source, storage, torch.device("cpu")))
+    adapter = directory / ADAPTER_GGUF if lora is not None else None
+    model = directory if lora is None else weights / _BASE
     if is_gguf and is_installed():
         context = max(len(one.prompt.ids) + len(one.tokens) for one in expected)
-        return LlamaCppReader(directory, context, torch.get_num_threads())
+        return LlamaCppReader(model, context, torch.get_num_threads(), adapter)
     config = trained.plain.config if is_gguf else None
     trusts = trained.spec.source.trust_remote_code
-    return TransformersReader(directory, trained=config, trust_remote_code=trusts, dtype=trained.compared_in)
+    return TransformersReader(model, trained=config, trust_remote_code=trusts, dtype=trained.compared_in)
 
 
-def _write_model(trained: Trained, directory: Path, progress: Callable[[int, int], None]) -> None:
-    """Write the model, with its adapter merged in, as transformers loads it, and read every weight back."""
+def _write_model(
+    model: PreTrainedModel | PeftModel, trained: Trained, directory: Path, progress: Callable[[int, int], None]
+) -> None:
+    """Write a model, with its adapter merged in, as transformers loads it, and read every weight back."""
+    plain = model.get_base_model() if isinstance(model, PeftModel) else model
     directory.mkdir()
     dtype = trained.storage.dtype
-    trained.plain.config.use_cache = True
-    write_configuration(trained.plain, directory, dtype)
-    total = len(list(trained.plain.parameters()))
+    plain.config.use_cache = True
+    write_configuration(plain, directory, dtype)
+    total = len(list(plain.parameters()))
     done = 0
 
     def count() -> None:
@@ -173,7 +228,7 @@ def _write_model(trained: Trained, directory: Path, progress: Callable[[int, int
         done += 1
         progress(min(done, 3 * total), 3 * total)
 
-    written = write_weights(trained.model, directory, dtype, count)
+    written = write_weights(model, directory, dtype, count)
     trained.tokenizer.save_pretrained(directory)
     if wrong := differences(written, directory, "model.safetensors", count):
         raise failed(f"{len(wrong)} of {len(written)} weights are not what was written: {'; '.join(wrong[:3])}")

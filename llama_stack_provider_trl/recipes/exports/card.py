@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from ...specs.job import DatasetRef, JobSpec, MixedDataset
+from ...specs.promotion import CheckedCondition
 from ...system.bounded_yaml import check_levels
 from .reference import Trained
 
@@ -17,7 +18,7 @@ CARD, LINEAGE = "README.md", "lineage.json"
 _TRAINING_JOB = "training_job.json"
 _MOST_TEXT = 1 << 20
 """Bytes of a card that is read."""
-_LIBRARIES = {"gguf": "gguf", "ollama": "gguf"}
+_LIBRARIES = {"gguf": "gguf", "ollama": "gguf", "lora-gguf": "gguf"}
 
 
 def lineage(trained: Trained, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,15 +30,15 @@ def lineage(trained: Trained, record: Mapping[str, Any]) -> dict[str, Any]:
     spec = trained.spec
     directory = Path((spec.adapter or spec.source).location)
     found: dict[str, Any] = {
-        "model": _name(spec.source.model),
+        "model": shown_name(spec.source.model),
         "made_by": _job(spec.source.made_by),
-        "adapter": None if spec.adapter is None else _name(spec.adapter.model),
+        "adapter": None if spec.adapter is None else shown_name(spec.adapter.model),
         "adapter_made_by": None if spec.adapter is None else _job(spec.adapter.made_by),
         "export_job": spec.job_uuid,
         "export": dict(record),
     }
     if (job := _training_job(directory)) is not None:
-        found["base"] = _name(job.source.model)
+        found["base"] = shown_name(job.source.model)
         found["training"] = {
             "job_uuid": job.job_uuid,
             "method": job.method.algorithm,
@@ -76,6 +77,8 @@ def card(found: Mapping[str, Any]) -> str:
         for part in ("train", "lora"):
             lines += [f"| {name} | `{json.dumps(value)}` |" for name, value in (training[part] or {}).items()]
         lines += [""]
+    if "command" in record:
+        lines += _served(record, base)
     lines += ["## How it was verified", ""]
     lines += [f"The files were read back by {record['read_by']} and compared with the trained model:"]
     lines += [
@@ -89,9 +92,23 @@ def card(found: Mapping[str, Any]) -> str:
     ]
     if record["differing"]:
         lines += [f"First tokens that differ are in `export.json`: {len(record['differing'])}.", ""]
+    if gates := record.get("gates"):
+        lines += ["## What evaluations found", ""]
+        lines += [f"- {CheckedCondition.model_validate(gate).sentence}." for gate in gates]
+        lines += [""]
     if not licence:
         lines += ["The licence of the base model is not known here: look it up before you publish these files.", ""]
     return "\n".join(lines)
+
+
+def _served(record: Mapping[str, Any], base: str) -> list[str]:
+    lines = ["## How to serve it", "", "In this directory:", "", "```sh", record["command"], "```", ""]
+    if "$BASE" in record["command"]:
+        what = f"a GGUF file of `{base}`" if record["target"] == "lora-gguf" else f"the directory of `{base}`"
+        lines += [f"`BASE` is {what}.", ""]
+    if record["target"] == "vllm":
+        lines += ["vLLM itself was not run.", ""]
+    return lines
 
 
 def license_of(location: str) -> str | None:
@@ -134,7 +151,7 @@ def _described(rows: Mapping[str, Any]) -> str:
     return f"{rows['rows']} of `{rows['id']}`, sha256 `{rows['sha256']}`"
 
 
-def _name(model: str) -> str:
+def shown_name(model: str) -> str:
     """A model without the directories of this machine."""
     return "/".join(Path(model).parts[-2:]) if Path(model).is_absolute() else model
 

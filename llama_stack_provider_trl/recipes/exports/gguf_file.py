@@ -79,11 +79,13 @@ class GgufPlan:
         kind: GgufType,
         output: Path,
         progress: Callable[[int, int], None] = lambda done, total: None,
+        change: Callable[[str], torch.Tensor | None] = lambda name: None,
     ) -> None:
         """Write the weights of `directory`, in safetensors, to the new file `output`. A plan writes one file.
 
         Args:
             kind: of the weights; those of one dimension are F32 always.
+            change: what is added to the weight of a name in GGUF, of its shape; None: nothing.
             progress: called with the bytes that are written, of how many.
 
         Raises:
@@ -93,7 +95,7 @@ class GgufPlan:
         import gguf
 
         quantization = getattr(gguf.GGMLQuantizationType, kind.upper())
-        self.writer.add_file_type(getattr(gguf.LlamaFileType, _FILE_TYPES[kind]))
+        self.writer.add_file_type(file_type(kind))
         self.writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         with ExitStack() as stack:
             files = _open(directory, stack)
@@ -117,10 +119,12 @@ class GgufPlan:
             self.writer.write_kv_data_to_file()
             self.writer.write_ti_data_to_file()
             done = 0
-            for _, source, of_tensor in planned:
+            for written, source, of_tensor in planned:
                 weight = factors if source is None else in_gguf(self.config, source, files[source].get_tensor(source))
                 assert weight is not None
-                values = _encoded(source or _FACTORS, weight, of_tensor)
+                if (added := change(written)) is not None:
+                    weight = weight.float() + added
+                values = encoded(source or _FACTORS, weight, of_tensor)
                 self.writer.write_tensor_data(values)
                 done += values.nbytes
                 progress(done, total)
@@ -133,6 +137,13 @@ _FILE_TYPES: Mapping[GgufType, str] = {
     "bf16": "MOSTLY_BF16",
     "q8_0": "MOSTLY_Q8_0",
 }
+
+
+def file_type(kind: GgufType) -> Any:
+    """`general.file_type` of a file whose matrices have a type."""
+    import gguf
+
+    return getattr(gguf.LlamaFileType, _FILE_TYPES[kind])
 
 
 def _type_of(shape: Sequence[int], wanted: Any) -> Any:
@@ -159,8 +170,8 @@ def _announce(writer: Any, name: str, shape: Sequence[int], kind: Any) -> int:
     return size
 
 
-def _encoded(name: str, weight: torch.Tensor, kind: Any) -> Any:
-    """The values of a tensor as they stand in the file."""
+def encoded(name: str, weight: torch.Tensor, kind: Any) -> Any:
+    """The values of a tensor as they stand in a file. Raises JobFailure: F16 cannot hold them."""
     import gguf
 
     values = weight.float().contiguous().numpy()

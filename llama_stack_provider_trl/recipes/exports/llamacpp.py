@@ -42,12 +42,13 @@ class LlamaCppReader:
 
     Args:
         context: tokens of a prompt with its answer.
+        adapter: a GGUF file of an adapter that is added to the model.
 
     Raises:
         JobFailure: export_failed, it cannot be loaded.
     """
 
-    def __init__(self, directory: Path, context: int, threads: int) -> None:
+    def __init__(self, directory: Path, context: int, threads: int, adapter: Path | None = None) -> None:
         import xllamacpp
 
         self.name = f"llama.cpp by {PACKAGE} {importlib.metadata.version(PACKAGE)}"
@@ -57,6 +58,8 @@ class LlamaCppReader:
         self._socket = self._scratch / "server.sock"
         params = xllamacpp.CommonParams()
         params.model.path = str(directory / GGUF_FILE)
+        if adapter is not None:
+            params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(adapter), 1.0)]
         params.hostnames = [str(self._socket)]
         params.n_ctx = context
         params.n_parallel = 1

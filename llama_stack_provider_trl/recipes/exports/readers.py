@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from ...specs.exports import GGUF_FILE
 from ...specs.rows import Message
@@ -23,7 +25,35 @@ _UNREAD = ("head_dim", "query_pre_attn_scalar")
 """Settings for which transformers has a default of its own, whatever a GGUF file says."""
 
 
-class TransformersReader:
+class _LoadedHere:
+    """A model that this process computes, with its tokenizer."""
+
+    tokenizer: Any
+    model: Any
+    _ends: list[int]
+
+    def rendered(self, messages: list[Message]) -> str:
+        if not self.tokenizer.chat_template:
+            raise failed("it has no chat template")
+        return rendered(self.tokenizer, messages, add_generation_prompt=True)
+
+    def tokens(self, text: str, *, is_rendered: bool) -> list[int]:
+        return tokens_of(self.tokenizer, text) if is_rendered else list(self.tokenizer(text)["input_ids"])
+
+    def ends(self) -> list[int]:
+        return self._ends
+
+    def close(self) -> None:
+        self.model = None
+
+    def answer(self, ids: list[int], most: int) -> list[AnsweredToken]:
+        tokens, logits = greedy(self.model, ids, most, self._ends)
+        logprobs = torch.log_softmax(logits, dim=-1)
+        every = list(range(logits.shape[-1]))
+        return [AnsweredToken(token, every, logprobs[at].tolist()) for at, token in enumerate(tokens)]
+
+
+class TransformersReader(_LoadedHere):
     """An export that transformers has loaded.
 
     Args:
@@ -53,30 +83,31 @@ class TransformersReader:
                 for name in _UNREAD:
                     if hasattr(config, name):
                         setattr(config, name, getattr(trained, name))
-            self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **given).eval()
+            self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **given).eval()
         except UNLOADABLE as error:
             raise failed(f"{self.name} cannot load it: {describe(error)}") from error
         self._ends = stop_tokens(directory / GGUF_FILE) if is_gguf else answer_ends(self.model, self.tokenizer)
 
-    def rendered(self, messages: list[Message]) -> str:
-        if not self.tokenizer.chat_template:
-            raise failed("it has no chat template")
-        return rendered(self.tokenizer, messages, add_generation_prompt=True)
 
-    def tokens(self, text: str, *, is_rendered: bool) -> list[int]:
-        return tokens_of(self.tokenizer, text) if is_rendered else list(self.tokenizer(text)["input_ids"])
+class AdapterReader(_LoadedHere):
+    """An adapter in a directory that peft has loaded on its base model, with the tokenizer beside it.
 
-    def ends(self) -> list[int]:
-        return self._ends
+    Args:
+        base: the model without an adapter, which gets it.
 
-    def close(self) -> None:
-        self.model = None
+    Raises:
+        JobFailure: export_failed, it cannot be loaded.
+    """
 
-    def answer(self, ids: list[int], most: int) -> list[AnsweredToken]:
-        tokens, logits = greedy(self.model, ids, most, self._ends)
-        logprobs = torch.log_softmax(logits, dim=-1)
-        every = list(range(logits.shape[-1]))
-        return [AnsweredToken(token, every, logprobs[at].tolist()) for at, token in enumerate(tokens)]
+    def __init__(self, directory: Path, base: PreTrainedModel) -> None:
+        self.name = f"peft {peft.__version__}"
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(directory)
+            base.generation_config = GenerationConfig.from_pretrained(directory)
+            self._ends = answer_ends(base, self.tokenizer)
+            self.model = PeftModel.from_pretrained(base, str(directory)).eval()
+        except UNLOADABLE as error:
+            raise failed(f"{self.name} cannot load it: {describe(error)}") from error
 
 
 def stop_tokens(path: Path) -> list[int]:

@@ -1,10 +1,10 @@
 """Several jobs of one file, in the order in which they depend on one another, each under a name that its inputs decide.
 
 A pipeline is `{"jobs": {NAME: REQUEST, ...}}`, with a section `teacher_student` beside the jobs or in their place. In a
-request, `after` and every `job:NAME` name jobs of the file: a base model, rows, what is merged or averaged, judges,
-reward models, teachers, and such values of a search. The job_uuid of each is its name with a digest of its request, of
-the rows that it names and of the jobs before it. So what was trained already is found by its name, and is not trained
-again.
+request, `after`, the evaluations of `promote_if` and every `job:NAME` name jobs of the file: a base model, rows, what
+is merged or averaged, judges, reward models, teachers, and such values of a search. The job_uuid of each is its name
+with a digest of its request, of the rows that it names and of the jobs before it. So what was trained already is found
+by its name, and is not trained again.
 """
 
 from __future__ import annotations
@@ -117,6 +117,8 @@ def resolved(step: PipelineJob, job_uuid: str, names: Mapping[str, str]) -> Json
     options = request.get("provider_options") or {}
     if options.get("after"):
         request["provider_options"] = {**options, "after": [names[name] for name in options["after"]]}
+    for _, condition, key in _evaluations(request):
+        condition[key] = names[condition[key]]
     return request
 
 
@@ -140,6 +142,11 @@ def _step(name: str, request: Any, names: Any) -> PipelineJob:
         return value
 
     _replace_names(copy.deepcopy(dict(request)), collect)
+    for field, condition, key in _evaluations(dict(request)):
+        if condition[key] not in names:
+            hint = f"{condition[key]!r} is no job of this file, which has {', '.join(names)}"
+            raise InvalidRequest(f"{where}.{field}", condition[key], hint)
+        named.append(condition[key])
     return PipelineJob(name, dict(request), tuple(dict.fromkeys([*named, *after])), _dataset_ids(dict(request)))
 
 
@@ -155,6 +162,18 @@ def _after(where: str, request: Mapping[str, Any], names: Any) -> list[str]:
             hint = f"{one!r} is no job of this file, which has {', '.join(names)}"
             raise InvalidRequest(f"{where}.provider_options.after", after, hint)
     return after
+
+
+def _evaluations(request: Json) -> list[_Field]:
+    """The fields of an export's conditions that name evaluations. None of a form that the service refuses."""
+    conditions = request.get("promote_if") if request.get("kind") == "export" else None
+    return [
+        (f"promote_if.{number}.{key}", condition, key)
+        for number, condition in enumerate(conditions if isinstance(conditions, list) else ())
+        if isinstance(condition, dict)
+        for key in ("evaluation", "against")
+        if isinstance(condition.get(key), str)
+    ]
 
 
 def _named(value: str) -> str:

@@ -9,6 +9,7 @@ from functools import partial
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, TrlError
 from llama_stack_provider_trl.jobs.inputs.merges import bases_of
+from llama_stack_provider_trl.jobs.inputs.promotion import refuse_unusable_conditions
 from llama_stack_provider_trl.jobs.inputs.resume_from import discard_checkpoint
 from llama_stack_provider_trl.jobs.store.datasets import FIELD
 from llama_stack_provider_trl.jobs.store.draft import Draft
@@ -130,6 +131,8 @@ class Submissions:
         rows, models = self._rows.none if isinstance(body, MergeBody | ExportBody) else self._rows.of({}, store), None
         if isinstance(body, GenerateBody | ExportBody):
             work: Work = body.work()
+            if isinstance(body, ExportBody):
+                await in_work_thread(refuse_unusable_conditions, body, self._for_jobs, store)
         else:
             models = await in_work_thread(bases_of, body, self._for_jobs, store)
             work = await in_work_thread(body.work, models)

@@ -14,6 +14,7 @@ from ..dependencies import DigestsDep, StoreDep, StoredJobsDep
 from ..http.errors import NotFound
 from ..security.access import ADMINS_FORM, USERS, USERS_FORM, CurrentCaller
 from ..views.checkpoints import list_files
+from ..views.exports import exports_of, files_of_export
 from ..views.logs import LAUNCHER, read_log
 from ..views.samples import side_by_side
 from . import job_view
@@ -38,7 +39,11 @@ async def job_page(
     status = await asyncio.to_thread(jobs.status, job_uuid)
     warnings = await asyncio.to_thread(read_warnings, store, job_uuid)
     log = await _log(store, job_uuid, "0", None, _LINES, _BYTES)
-    return page(request, "job.html", log=log, **job_view.values(status, caller.role, warnings))
+    exports = await asyncio.to_thread(exports_of, store, status)
+    files = await asyncio.to_thread(files_of_export, status)
+    url = str(request.base_url).rstrip("/")
+    values = job_view.values(status, caller.role, warnings, exports, files, url)
+    return page(request, "job.html", log=log, **values)
 
 
 @router.get("/logs", dependencies=[USERS])

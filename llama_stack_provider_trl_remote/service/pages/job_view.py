@@ -13,8 +13,10 @@ from llama_stack_provider_trl.jobs.store.tokens import Role
 from llama_stack_provider_trl.specs.methods import METHODS
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse
 
+from ..views.exports import ExportedFile, ListedExport
 from ..views.logs import LAUNCHER
 from . import rendering
+from .export_view import SHOWN, export_commands, export_of
 
 _LONGEST_LINE = 2000
 _STEP = re.compile(r"checkpoint-(\d+)$")
@@ -70,17 +72,29 @@ class Mark(NamedTuple):
 
 
 def values(
-    status: PostTrainingJobStatusResponse, role: Role | None, warnings: Sequence[tuple[int, str]] = ()
+    status: PostTrainingJobStatusResponse,
+    role: Role | None,
+    warnings: Sequence[tuple[int, str]] = (),
+    exports: Sequence[ListedExport] = (),
+    files: Sequence[ExportedFile] = (),
+    url: str = "",
 ) -> dict[str, Any]:
     """The values of the template `job.html`.
 
     Args:
         role: of the reader; forms that it may not send are left out.
         warnings: those that were reported while it trained, each with its step.
+        exports: those of its checkpoints.
+        files: of an export.
+        url: of the service.
     """
     found = status.resources_allocated
     state = JobState(found["state"])
     attempts = attempts_of(found["attempts"], state)
+    export, result = export_of(status, files, url), found.get("result") or {}
+    if export is not None:
+        result = {name: value for name, value in result.items() if name not in SHOWN}
+    answers = bool(status.checkpoints) and _writes_text(found["effective_config"])
     return {
         "status": status,
         "found": found,
@@ -90,7 +104,10 @@ def values(
         "ribbon": RIBBON,
         "settings": settings_of(found["effective_config"]),
         "logs": logs_of(status),
-        "result": result_of(found.get("result") or {}),
+        "result": result_of(result),
+        "export": export,
+        "exports": exports,
+        "export_command": export_commands(status.job_uuid, url),
         "is_running": state in ACTIVE,
         "has_ended": state in TERMINAL,
         "can": {
@@ -98,7 +115,8 @@ def values(
             "pause": state in _PAUSABLE and not found.get("search"),
             "resume": state is JobState.paused,
             "delete": state in TERMINAL and role == "admin",
-            "chat": bool(status.checkpoints) and _writes_text(found["effective_config"]),
+            "chat": answers,
+            "export": answers and state is JobState.completed,
         },
         "warned_at": {message: step for step, message in warnings},
         "marks": [mark._asdict() for mark in marks_of(status, attempts, warnings)],

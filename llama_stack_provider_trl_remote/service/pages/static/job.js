@@ -13,7 +13,7 @@ const log = document.getElementById("log");
 const curves = new Curves();
 const charts = window.Plotly && new Charts(curves, marks(document), fetchSeries);
 // What the service renders: buttons, reasons, attempts, checkpoints and warnings.
-const parts = new Parts(["status", "warnings", "trials", "result", "attempts", "checkpoints"], {
+const parts = new Parts(["status", "warnings", "trials", "export", "result", "attempts", "checkpoints", "exports"], {
   replaced: (page) => page.getElementById("marks") && charts?.mark(marks(page)),
 });
 const ENDED = ["completed", "failed", "cancelled"];

@@ -1,0 +1,59 @@
+"""The evaluations that decide whether a model is exported: found at POST, compared when the export starts."""
+
+from __future__ import annotations
+
+from ...errors import InvalidRequest, JobFailure
+from ...requests.bases import resolve_base
+from ...requests.options import ProviderOptions
+from ...requests.promotion import Evaluation, Find, Model, checked, refuse_unusable, unmet
+from ...requests.settings import Settings
+from ...requests.untrained import for_work
+from ...requests.work import ExportRequest
+from ...specs.events import Reason
+from ...specs.job import JobSpec
+from ...specs.work import ExportWork
+from ..store.store import Store
+from .bases import find_base
+
+
+def refuse_unusable_conditions(request: ExportRequest, settings: Settings, store: Store) -> None:
+    """Refuse conditions that say nothing about what is exported.
+
+    Raises:
+        InvalidRequest: names the field of a condition, or the model.
+    """
+    if not request.promote_if:
+        return
+    training = request.as_training()
+    named = find_base(training, store)
+    base = resolve_base(training, *for_work(training, ProviderOptions(), settings, named), named)
+    exported = base.adapter or base.source
+    refuse_unusable(request.promote_if, Model(exported.model, exported.revision), _evaluations(store))
+
+
+def with_found_measures(spec: JobSpec, store: Store) -> JobSpec:
+    """The job, which starts now, with what the evaluations of its conditions have found.
+
+    Raises:
+        JobFailure: not_promoted, with a sentence about each condition that does not hold.
+    """
+    work = spec.work
+    if not isinstance(work, ExportWork) or not work.promote_if:
+        return spec
+    find, exported = _evaluations(store), spec.adapter or spec.source
+    try:
+        refuse_unusable(work.promote_if, Model(exported.model, exported.revision), find, completed=True)
+    except InvalidRequest as error:
+        raise JobFailure(Reason.not_promoted, f"{error}. Nothing was written.") from error
+    found = checked(work.promote_if, find)
+    if failed := unmet(found):
+        raise JobFailure(Reason.not_promoted, f"{failed} Nothing was written.")
+    return spec.changed(work=work.model_copy(update={"gates": found}))
+
+
+def _evaluations(store: Store) -> Find:
+    def find(name: str) -> Evaluation:
+        job = store.get(name)
+        return Evaluation(job.spec.flat(), job.status, job.result)
+
+    return find

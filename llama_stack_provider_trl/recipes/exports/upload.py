@@ -1,0 +1,246 @@
+"""Sends an export that is proven to a hub, or to a bucket, and reads back what is there.
+
+The request names a place that the operator allows; the address of the hub or the store and the account are those of the
+service's environment. Messages have no text of the libraries, which may name headers and signed addresses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from ... import faults
+from ...errors import JobFailure
+from ...specs.events import Reason
+from ...specs.exports import HUB, HUB_TOKEN, Destination
+from ...system.files import MANIFEST
+
+LISTING = "manifest.json"
+"""Written last: what a whole export in a bucket consists of."""
+_CHUNK = 1 << 20
+_PART = 8 << 20
+"""Bytes of a request of S3."""
+_MOST_LISTING = 16 << 20
+_CODE = re.compile(r"AWS Error ([A-Z_]+)")
+_REFUSED_CODES = (
+    *("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "INVALID_CLIENT_TOKEN_ID", "EXPIRED_TOKEN"),
+    *("MISSING_AUTHENTICATION_TOKEN", "UNRECOGNIZED_CLIENT"),
+)
+_ATTRIBUTES = ".gitattributes"
+"""The one file that a hub writes into a new repository."""
+_REFUSED = (401, 403)
+
+
+class _File(NamedTuple):
+    """A file of the export."""
+
+    size: int
+    sha256: str
+    git: str
+    """Its id as a blob of git."""
+
+
+def uploaded(directory: Path, destination: Destination, job_uuid: str) -> dict[str, Any]:
+    """Send the files of a directory, and return where they are.
+
+    Args:
+        job_uuid: of the export, for the message of a commit and the list in a bucket.
+
+    Raises:
+        JobFailure: invalid_request, the place has other files, or refuses the account; export_failed, it does not
+            answer, or has other bytes than were sent.
+    """
+    files = {path.name: _described(path) for path in _files(directory)}
+    if destination.scheme == HUB:
+        return _to_hub(directory, files, destination, job_uuid)
+    return _to_bucket(directory, files, destination, job_uuid)
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    return (path for path in sorted(directory.iterdir()) if path.is_file() and path.name != MANIFEST)
+
+
+def _described(path: Path) -> _File:
+    size = path.stat().st_size
+    sha256, git = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            sha256.update(chunk)
+            git.update(chunk)
+    return _File(size, sha256.hexdigest(), git.hexdigest())
+
+
+def _to_hub(directory: Path, files: dict[str, _File], destination: Destination, job_uuid: str) -> dict[str, Any]:
+    """One commit, which is there as a whole or not at all, in a repository that is private where it is new."""
+    from huggingface_hub import CommitOperationAdd, HfApi, constants
+
+    # Stores of chunks are a service of one hub. Without it files go to the hub that is named, by the protocol of LFS.
+    constants.HF_HUB_DISABLE_XET = True
+    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    token = os.environ.get(HUB_TOKEN) or os.environ.get("HF_TOKEN")
+    if not token:
+        raise _refused(
+            destination,
+            f"no account is set for it: set {HUB_TOKEN} (or HF_TOKEN) of one that may write there in the service's "
+            "environment",
+        )
+    api, name = HfApi(endpoint=endpoint, token=token), destination.path
+
+    def asked[Answer](ask: Callable[[], Answer]) -> Answer:
+        try:
+            return ask()
+        except Exception as error:  # of the library, of its HTTP client (whose name changes), or of an answer's JSON
+            raise _hub_failure(destination, endpoint, error) from None
+
+    def listed(revision: str) -> dict[str, Any]:
+        found = asked(lambda: api.repo_info(name, revision=revision, files_metadata=True))
+        return {one.rfilename: one for one in found.siblings or ()}
+
+    asked(lambda: api.create_repo(name, private=True, exist_ok=True))
+    if others := sorted(listed("main").keys() - files.keys() - {_ATTRIBUTES}):
+        raise _refused(destination, f"it has other files, such as {others[0]!r}: name a new one")
+    faults.reach("uploading")
+    operations = [CommitOperationAdd(path_in_repo=one, path_or_fileobj=directory / one) for one in files]
+    commit = asked(lambda: api.create_commit(name, operations, commit_message=f"Upload {job_uuid}")).oid
+    there = listed(commit)
+    for path, file in files.items():
+        one = there.get(path)
+        lfs = getattr(one, "lfs", None)
+        digest, expected = (lfs.sha256, file.sha256) if lfs is not None else (getattr(one, "blob_id", None), file.git)
+        if one is None or one.size != file.size or digest != expected:
+            raise _lost(destination, f"its commit {commit} has other bytes of {path!r} than were sent")
+    return {**_summary(destination, files), "commit": commit}
+
+
+def _to_bucket(directory: Path, files: dict[str, _File], destination: Destination, job_uuid: str) -> dict[str, Any]:
+    """Files, and after all of them their list, `manifest.json`: without it they are no export."""
+    store, listing = _store(), f"{destination.path}/{LISTING}"
+    sizes = {name: {"size": file.size, "sha256": file.sha256} for name, file in files.items()}
+    wanted = json.dumps({"job": job_uuid, "files": sizes}, indent=1).encode()
+    try:
+        there = _listed(store, destination)
+        if LISTING in there:
+            with store.open_input_stream(listing) as file:
+                _check_owner(destination, file.read(_MOST_LISTING), job_uuid)
+            store.delete_file(listing)  # before its files change
+        if others := sorted(there - files.keys() - {LISTING}):
+            raise _refused(destination, f"it has other files, such as {others[0]!r}: name a new directory")
+        for name in files:
+            with open(directory / name, "rb") as source, store.open_output_stream(f"{destination.path}/{name}") as sink:
+                while chunk := source.read(_PART):
+                    sink.write(chunk)
+        faults.reach("uploading")
+        for name, file in files.items():
+            if _digest(store, f"{destination.path}/{name}") != (file.size, file.sha256):
+                raise _lost(destination, f"it has other bytes of {name!r} than were sent")
+        with store.open_output_stream(listing) as sink:
+            sink.write(wanted)
+        if _digest(store, listing) != (len(wanted), hashlib.sha256(wanted).hexdigest()):
+            raise _lost(destination, f"it has other bytes of {LISTING!r} than were sent")
+    except OSError as error:
+        raise _bucket_failure(destination, error) from None
+    return {**_summary(destination, files), "manifest": LISTING}
+
+
+def _store() -> Any:
+    from pyarrow import fs
+
+    environ = os.environ
+    endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
+    return fs.S3FileSystem(
+        region=environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION"),
+        endpoint_override=endpoint or None,
+        connect_timeout=10,
+        request_timeout=60,
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=3),
+        tls_ca_file_path=environ.get("AWS_CA_BUNDLE"),
+    )
+
+
+def _listed(store: Any, destination: Destination) -> set[str]:
+    """Paths of the files in a directory of a bucket. Raises OSError."""
+    from pyarrow import fs
+
+    found = store.get_file_info(fs.FileSelector(destination.path, allow_not_found=True, recursive=True))
+    return {one.path.removeprefix(f"{destination.path}/") for one in found if one.type == fs.FileType.File}
+
+
+def _check_owner(destination: Destination, listing: bytes, job_uuid: str) -> None:
+    """Return if a list in a bucket is of an earlier attempt of this job. Raises JobFailure."""
+    try:
+        owner = json.loads(listing)["job"]
+    except (ValueError, TypeError, LookupError, RecursionError):
+        owner = None
+    if owner != job_uuid:
+        raise _refused(destination, f"it has another export ({LISTING}): name a new directory")
+
+
+def _digest(store: Any, path: str) -> tuple[int, str]:
+    """Bytes and sha256 of a file of a bucket. Raises OSError."""
+    size, sha256 = 0, hashlib.sha256()
+    with store.open_input_stream(path) as file:
+        while chunk := file.read(_PART):
+            size += len(chunk)
+            sha256.update(chunk)
+    return size, sha256.hexdigest()
+
+
+def _summary(destination: Destination, files: dict[str, _File]) -> dict[str, Any]:
+    return {"to": str(destination), "files": len(files), "bytes": sum(one.size for one in files.values())}
+
+
+def _bucket_failure(destination: Destination, error: OSError) -> JobFailure:
+    code = found[1] if (found := _CODE.search(str(error))) else type(error).__name__
+    if isinstance(error, FileNotFoundError) or code == "NO_SUCH_BUCKET":
+        return _refused(destination, "there is no such bucket: correct it")
+    if code in _REFUSED_CODES:
+        return _refused(
+            destination,
+            f"the store refuses the service's account ({code}): expected s3:ListBucket, s3:GetObject, s3:PutObject and "
+            "s3:DeleteObject; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the service's environment",
+        )
+    return _lost(
+        destination,
+        f"the store does not answer as S3 does ({code}): check AWS_ENDPOINT_URL_S3 and AWS_REGION in the service's "
+        "environment and the network",
+    )
+
+
+def _hub_failure(destination: Destination, endpoint: str, error: Exception) -> JobFailure:
+    parts = urlsplit(endpoint)
+    where = f"{parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}"  # without an account
+    cause: BaseException | None = error  # of an upload, what a thread has raised
+    while cause is not None and (status := getattr(getattr(cause, "response", None), "status_code", None)) is None:
+        cause = cause.__cause__
+    if status in _REFUSED:
+        return _refused(
+            destination,
+            f"{where} refuses the service's account ({status}): set {HUB_TOKEN} (or HF_TOKEN) of one that may write "
+            "there in the service's environment",
+        )
+    if status is not None:
+        return _lost(destination, f"{where} answers with {status}, expected the API of a hub: check HF_ENDPOINT")
+    return _lost(
+        destination,
+        f"{where} does not answer ({type(error).__name__}): check HF_ENDPOINT, HF_HUB_OFFLINE and the network",
+    )
+
+
+def _refused(destination: Destination, found: str) -> JobFailure:
+    return JobFailure(
+        Reason.invalid_request,
+        f"the export is proven and was not uploaded to {destination}: {found}. It was removed here.",
+    )
+
+
+def _lost(destination: Destination, found: str) -> JobFailure:
+    return JobFailure(
+        Reason.export_failed,
+        f"the export is proven and could not be uploaded to {destination}: {found}. It was removed here.",
+    )

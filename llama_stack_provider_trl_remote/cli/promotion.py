@@ -1,0 +1,86 @@
+"""The conditions of `--promote-if`: what evaluations must have found before a model is exported or registered."""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentTypeError
+from typing import TYPE_CHECKING, Any
+
+from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, TrlError
+
+if TYPE_CHECKING:
+    from ..client import ServiceClient
+
+OPTION = "--promote-if"
+FORM = "JOB:METRIC>=VALUE"
+_JOB = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_CONDITION = re.compile(rf"(?P<evaluation>{_JOB}):(?P<metric>.+?)\s*(?P<way>>=|<=)\s*(?P<asked>.+)")
+_CHANGE = re.compile(rf"(?P<against>{_JOB})(?:\s+(?P<sign>[+-])\s+(?P<change>{_NUMBER}))?")
+
+
+class NotPromoted(TrlError, RuntimeError):
+    """Raised when evaluations have not found what was asked for."""
+
+
+def condition(text: str) -> dict[str, Any]:
+    """A condition as a request has it. Raises ArgumentTypeError."""
+    found = _CONDITION.fullmatch(text.strip())
+    if found is None:
+        raise ArgumentTypeError(f"expected {FORM}, JOB:METRIC<=VALUE, or 'JOB:METRIC<=BEFORE + CHANGE', found {text!r}")
+    named, asked = {name: found[name] for name in ("evaluation", "metric")}, found["asked"].strip()
+    bound = "at_least" if found["way"] == ">=" else "at_most"
+    if re.fullmatch(rf"[+-]?{_NUMBER}", asked):
+        return {**named, bound: float(asked)}
+    change = _CHANGE.fullmatch(asked)
+    if change is None:
+        raise ArgumentTypeError(f"expected a number, an evaluation, or 'BEFORE + CHANGE' with spaces, found {asked!r}")
+    value = float(f"{change['sign'] or ''}{change['change'] or 0}")
+    return {**named, "against": change["against"], f"{bound}_change": value}
+
+
+def evaluations_of(given: list[dict[str, Any]]) -> list[str]:
+    """The evaluations that conditions name, each once."""
+    named = [one.get(key) for one in given for key in ("evaluation", "against")]
+    return list(dict.fromkeys(name for name in named if name is not None))
+
+
+async def check_promotion(client: ServiceClient, model: str, given: list[dict[str, Any]]) -> None:
+    """Return if conditions on a model of the service hold.
+
+    Args:
+        model: as the service lists it, such as `ft:JOB`.
+
+    Raises:
+        NotPromoted: a sentence about each condition that does not hold.
+        InvalidRequest: a condition says nothing about the model.
+        ServiceRefusal, ServiceUnreachable: there is no such job.
+    """
+    from llama_stack_provider_trl.requests.promotion import Evaluation, Model, checked, refuse_unusable, unmet
+    from llama_stack_provider_trl.specs.promotion import PromotionCondition
+
+    statuses = {name: await client.status(name) for name in evaluations_of(given)}
+
+    def find(name: str) -> Evaluation:
+        if (status := statuses.get(name)) is None:
+            raise JobNotFound(name)
+        found = status["resources_allocated"]
+        return Evaluation(found["effective_config"], status["status"], found.get("result"))
+
+    conditions = [PromotionCondition.model_validate(one) for one in given]
+    refuse_unusable(conditions, Model(await _directory(client, model)), find, OPTION, completed=True)
+    if failed := unmet(checked(conditions, find), OPTION):
+        raise NotPromoted(f"{failed} {model} was not registered.")
+
+
+async def _directory(client: ServiceClient, model: str) -> str:
+    """Where the service has the checkpoint of a job that answers as `model`. Raises InvalidRequest: it is no job's."""
+    prefix, colon, name = model.partition(":")
+    if not colon or prefix not in ("ft", "job"):
+        hint = f"{model} is no result of a job, and conditions decide on results: leave it out"
+        raise InvalidRequest(OPTION, model, hint)
+    job_uuid, _, checkpoint = name.partition("/")
+    found = (await client.status(job_uuid))["resources_allocated"]
+    if (search := found.get("search")) and search.get("best"):  # whose result is that of its best trial
+        found = (await client.status(search["best"]["job_uuid"]))["resources_allocated"]
+    return f"{found['effective_config']['checkpoint_dir']}/{checkpoint or 'final'}"
