@@ -14,13 +14,16 @@ import pytest
 from llama_stack_provider_trl_remote.cli.main import main
 from tests.contract.crashing import CrashingService
 from tests.contract.payloads import LORA, QUESTIONS, sft
-from tests.contract.service import running
+from tests.contract.service import TrainingService, running
 from tests.contract.stack import SFT
+from tests.hub_server import serve
 from tests.required import IN_FULL
+from tests.tiny import tiny_model
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(400), IN_FULL]
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
 
 
+@IN_FULL
 def test_the_result_of_a_job_is_exported_by_one_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,3 +66,29 @@ def test_the_result_of_a_job_is_exported_by_one_command(
         answer = server.post("/post-training/export", unmapped)
         assert answer.status_code == 400
         assert "gguf_type='f16' is not supported: safetensors keeps the type" in answer.text
+
+
+class Online(TrainingService):
+    """A service whose trainings ask a hub."""
+
+    def launch(self) -> None:
+        self.process = self.spawn(self.port, self.data_dir, self.log, HF_HUB_OFFLINE="0")
+
+
+def test_a_service_sends_an_export_with_its_own_account_where_its_operator_allows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serve() as hub:
+        hub.writer = token = "hf_the-writer-of-exports"
+        for name, value in {"HF_ENDPOINT": hub.url, "TRL_EXPORT_HUB_TOKEN": token}.items():
+            monkeypatch.setenv(name, value)
+        server = Online(tmp_path, export_destinations=["hf://team"])
+        with running(server):
+            monkeypatch.setenv("TRL_SERVICE_URL", server.url)
+            words = ["export", str(tiny_model()), "--to", "safetensors", "--job", "sent", "--upload-to"]
+            assert main([*words, "hf://other/sft-1"]) != 0
+            assert "below one of the configured export_destinations (hf://team)" in capsys.readouterr().err
+            assert main([*words, "hf://team/sft-1"]) == 0, capsys.readouterr()
+            found = server.status("sent")["resources_allocated"]["result"]["upload"]
+        assert found["commit"] == hub.repositories["team/sft-1"].branches["main"]
+        assert not [path for path in tmp_path.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
