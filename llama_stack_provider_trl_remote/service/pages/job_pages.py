@@ -77,7 +77,8 @@ async def checkpoint_page(
     loop = asyncio.get_running_loop()
     arguments = (store, digests, job_uuid, identifier)
     found = await loop.run_in_executor(digests.threads, list_files, *arguments)
-    return page(request, "checkpoint.html", job_uuid=job_uuid, checkpoint=found)
+    pull = job_view.pull_command(job_uuid, found.identifier, str(request.base_url).rstrip("/"))
+    return page(request, "checkpoint.html", job_uuid=job_uuid, checkpoint=found, pull=pull)
 
 
 @router.post("/cancel", dependencies=[USERS_FORM])

@@ -116,7 +116,8 @@ async function begin() {
     onLive();
     if (ENDED.includes(state())) return;
     new Stream([job], series.next, { event: onEvent, state: onState, lost: onLost, live: onLive });
-    followLog(log, `${path}/logs?tail=200&size=65536`, rendered, () => (lost ? null : state()));
+    // A search has no log: each of its trials has.
+    if (log.dataset.followed !== undefined) followLog(log, `${path}/logs?tail=200&size=65536`, rendered, () => (lost ? null : state()));
   } catch {
     onLost();
     setTimeout(begin, 2000);
