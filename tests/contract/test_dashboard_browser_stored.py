@@ -175,6 +175,30 @@ def drag(window: Window, begin: float, end: float) -> None:
     window.page.mouse.up()
 
 
+def test_jobs_are_compared_by_order_from_their_own_beginning_and_by_single_points(window: Window) -> None:
+    window.login("submit")
+    window.open("/compare")
+    assert "Name a job" in window.page.inner_text("main")
+    window.open("/compare?job=writes&job=ended&axis=relative")
+    window.wait_for_charts()
+    assert "writes" in window.page.inner_text("[aria-label='Jobs'] tbody tr >> nth=0")
+    script = """() => {
+        const chart = document.querySelector(".chart");
+        const shown = chart.data.filter((one) => one.showlegend !== false);
+        return {
+            names: shown.map((one) => one.name),
+            places: shown.map((one) => [...one.x]),
+            drawn: chart.querySelectorAll(".scatterlayer .point").length,
+            axis: chart.layout.xaxis.title.text,
+        };
+    }"""
+    found = window.page.evaluate(script)
+    assert found["names"] == ["writes", "ended"], "in the order of the table, which colours follow"
+    assert found["places"] == [[0], [0]], "since the first point of each"
+    assert found["drawn"] >= 2
+    assert found["axis"] == "seconds since the first point"
+
+
 def test_a_log_of_2_gb_with_a_line_of_50_mb_stops_neither_page_nor_service(window: Window, service: Guarded) -> None:
     window.login("submit")
     before = service.rss_mib()
