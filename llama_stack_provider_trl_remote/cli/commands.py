@@ -33,6 +33,8 @@ from .watch import exit_status, follow_log, watch
 
 Command = Callable[[ServiceClient, Namespace], Coroutine[Any, Any, int]]
 TOKENS, AUDIT = "/v1/tokens", "/v1/audit"
+_NOT_READ = "not read yet"
+"""Number of the rows of a uri that no job has needed."""
 _RECENT = 100
 """Lines of the audit log that are shown without --after."""
 
@@ -141,7 +143,7 @@ async def add_dataset(client: ServiceClient, options: Namespace) -> int:
 
 async def list_datasets(client: ServiceClient, options: Namespace) -> int:
     found = (await client.get_all("/v1/datasets"))["data"]
-    rows = [(d["identifier"], d.get("metadata", {}).get("num_rows", "?"), _source(d["source"])) for d in found]
+    rows = [(d["identifier"], d.get("metadata", {}).get("num_rows", _NOT_READ), _source(d["source"])) for d in found]
     emit(options, found, *table(("dataset", "rows", "source"), rows))
     return 0
 

@@ -579,7 +579,7 @@ def test_datasets_and_nodes_are_tables(run: Run, service: FakeService) -> None:
         {"identifier": "file", "metadata": {}, "source": {"type": "uri", "uri": "file:///x.jsonl"}},
     ]
     assert run("datasets", "list")[1] == (
-        "dataset  rows  source\npairs    8     rows\nfile     ?     file:///x.jsonl\n"
+        "dataset  rows          source\npairs    8             rows\nfile     not read yet  file:///x.jsonl\n"
     )
     listed, _, more = run("nodes")[1].partition("\n\n")
     assert listed == "node  device  job    load  state\nhead  cpu     job-1  -     open"
