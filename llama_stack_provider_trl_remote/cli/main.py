@@ -15,7 +15,7 @@ from typing import NoReturn
 from llama_stack_provider_trl.errors import TrlError, sentence_of
 from llama_stack_provider_trl.system.console import complain, lines_of, show_lines, shown
 
-from . import jobspec, merge, node_commands
+from . import adapter, jobspec, merge, node_commands
 from .shared_options import as_trained, at_service
 
 SERVE = "run the training service; its settings come from TRL_SERVICE_CONFIG"
@@ -109,6 +109,7 @@ _LOCAL = {
     "completion": _completion,
     "evaluate": _evaluate,
     "merge": merge.merge,
+    "adapter merge": adapter.merge,
     "datasets check": _check,
     "dashboard": _dashboard,
 }
@@ -189,6 +190,7 @@ def parser() -> argparse.ArgumentParser:
     _jobs(groups.add_parser("jobs", help="submit, list, show, watch, logs, cancel, pause, resume, pull"))
     _evaluation(groups.add_parser("evaluate", help="a model of this machine on held-out rows; calls no service"))
     merge.add_options(groups.add_parser("merge", help="models or adapters of this machine into one; calls no service"))
+    adapter.add_options(groups.add_parser("adapter", help="merge: an adapter of this machine into its base model"))
     _plot(groups.add_parser("plot", help="metrics of jobs as a .png, .svg or .html file"))
     _dashboard_options(groups.add_parser("dashboard", help="pages of the jobs of a data directory without a service"))
     _datasets(groups.add_parser("datasets", help="add, list, preview, check"))

@@ -245,6 +245,7 @@ WORDS: dict[tuple[str, str], tuple[str, ...]] = {
     ("plot", ""): (JOB, "--output", "PLOT"),
     ("evaluate", ""): ("m", "ROWS"),
     ("merge", ""): ("m", "--output", "NEW"),
+    ("adapter", "merge"): ("ADAPTER", "--output", "NEW"),
     ("doctor", ""): ("--config", "CONFIG"),
     ("serve", ""): ("--config", "CONFIG"),
     ("dashboard", ""): ("--data-dir", HOSTILE.replace("\0", "").replace("\ud800", "")),
@@ -324,7 +325,11 @@ def arguments(group: str, command: str, tmp_path: Path) -> list[str]:
         "CONFIG": ("config.yaml", json.dumps({"providers": {"post_training": [provider]}})),
         "NEW": ("new", None),
         "PLOT": ("plot.svg", None),
+        "ADAPTER": ("adapter", None),
     }
+    if "ADAPTER" in WORDS[group, command]:
+        (tmp_path / "adapter").mkdir()
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": HOSTILE}))
     words = [group, *([command] if command else [])]
     for word in WORDS[group, command]:
         if word in files:

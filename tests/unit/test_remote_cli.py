@@ -325,6 +325,7 @@ def test_every_command_that_calls_the_service_takes_the_options_of_logs() -> Non
     """The others call no service, or are it."""
     without = {" ".join(words) for words in subcommands() if not {"--verbose", "--log-level"} <= options_of(words)}
     alone = {"completion", "dashboard", "datasets check", "doctor", "evaluate", "jobspec", "merge", "serve"}
+    alone |= {"adapter merge"}
     assert without == alone
 
 
@@ -386,7 +387,7 @@ def test_train_takes_every_method_that_needs_only_rows_and_names_what_serves_the
 
 def test_each_option_of_train_run_and_plot_is_on_their_page() -> None:
     page = (REPOSITORY / "docs" / "reference" / "remote.md").read_text()
-    for name in ("train", "run", "resume", "plot", "evaluate", "merge", "datasets check"):
+    for name in ("train", "run", "resume", "plot", "evaluate", "merge", "adapter merge", "datasets check"):
         missing = {one for one in options_of(tuple(name.split())) if one.startswith("--") and f"`{one}" not in page}
         assert missing - {"--help"} == set(), name
 

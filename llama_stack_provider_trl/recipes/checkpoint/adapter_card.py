@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import yaml
-
 from ...specs.job import JobSpec, MixedDataset
 
 CARD = "README.md"
@@ -22,6 +20,8 @@ from transformers import AutoTokenizer
 model = AutoPeftModelForCausalLM.from_pretrained("DIR")
 tokenizer = AutoTokenizer.from_pretrained("DIR")
 ```
+
+`trl-remote adapter merge DIR -o MODEL` makes a whole model of it and of its base.
 """
 
 
@@ -34,7 +34,8 @@ def write_card(directory: Path, spec: JobSpec) -> None:
     rows += [("epochs", f"{spec.train.n_epochs}"), ("batch size of a rank", f"{spec.data.batch_size}")]
     if spec.lora is not None:
         rows += [(name, f"`{json.dumps(value)}`") for name, value in spec.lora.model_dump(mode="json").items()]
-    lines = ["---", yaml.safe_dump(head, sort_keys=True, allow_unicode=True).rstrip(), "---", ""]
+    # JSON is YAML, and quotes whatever a name has.
+    lines = ["---", *(f"{name}: {json.dumps(value)}" for name, value in head.items()), "---", ""]
     lines += [f"# {spec.job_uuid}", "", f"An adapter of `{base}`.", "", "## Training", ""]
     lines += ["| what | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
     lines += ["All settings are in `training_job.json`.", ""]
