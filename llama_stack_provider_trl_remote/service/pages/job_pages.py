@@ -57,6 +57,7 @@ async def log_page(
     ranks = job_view.logs_of(status)
     values: dict[str, Any] = {"job_uuid": job_uuid, "rank": rank, "attempt": attempt or max(attempts, default=1)}
     values |= {"state": status.resources_allocated["state"], "most": _MORE_BYTES}
+    values["followed"] = not status.resources_allocated.get("search")
     return page(request, "log.html", log=log, attempts=attempts, ranks=ranks, **values)
 
 

@@ -29,6 +29,11 @@ const UNITS = [
 // How a curve is drawn: a line through a single point is nothing, and points of evaluations are few.
 export const modeOf = (curve, kind) => (kind === "validation" || curve.step.length < 2 ? "lines+markers" : "lines");
 
+// Memory is in GiB on every page.
+const isMemory = (name) => name.includes("memory_bytes");
+export const valuesOf = (name, curve) =>
+  isMemory(name) ? curve.value.map((value) => (value === null ? null : value / 2 ** 30)) : curve.value;
+
 // An empty chart at the end of an element; label: for who does not see it.
 export function addChart(container, label) {
   const element = document.createElement("div");
@@ -179,7 +184,7 @@ export class Charts {
       const label = plain(kind === "validation" ? `${legendOf(name)} (validation)` : legendOf(name));
       const line = { width: 1.5 };
       if (name !== "loss" || kind === "validation") {
-        found.push({ x, y: curve.value, name: label, mode: modeOf(curve, kind), type: "scatter", line });
+        found.push({ x, y: valuesOf(name, curve), name: label, mode: modeOf(curve, kind), type: "scatter", line });
         continue;
       }
       found.push({ x, y: curve.value, name: "loss", mode: modeOf(curve, kind), type: "scatter", line: { width: 1 }, opacity: 0.4 });
@@ -195,7 +200,7 @@ export class Charts {
     const axis = titles[this.axis.value] ?? this.axis.value;
     const found = layout(group.title, axis, axis);
     if (group.title === "Learning rate") found.yaxis.exponentformat = "e";
-    if (group.title === "Memory") Object.assign(found.yaxis, { exponentformat: "SI", ticksuffix: "B" });
+    if (group.names.every(isMemory)) found.yaxis.title = { text: "GiB", standoff: 4 };
     // Marks have an axis of their own: they are at the top of a chart, whatever its values are.
     found.yaxis2 = { overlaying: "y", range: [0, 1], fixedrange: true, visible: false };
     found.shapes = this.placed().map(({ kind, x }) => ({
