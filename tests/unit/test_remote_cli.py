@@ -26,7 +26,7 @@ from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.methods import METHODS
 from llama_stack_provider_trl_remote.cli import main as cli
-from llama_stack_provider_trl_remote.cli.terminal import bar, duration, progress_line, table
+from llama_stack_provider_trl_remote.cli.terminal import bar, duration, progress_line, progress_within, table
 from llama_stack_provider_trl_remote.cli.watch import new_lines
 from llama_stack_provider_trl_remote.cli.whole_jobs import training_request
 from llama_stack_provider_trl_remote.nodes import start
@@ -814,3 +814,17 @@ def _staged(service: FakeService, target: Path) -> Path:
     files = [{"path": n, "size": len(c), "sha256": sha256(c).hexdigest()} for n, c in service.files.items()]
     digest = sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:12]
     return target.with_name(f".{target.name}.{digest}.pulling")
+
+
+def test_a_line_on_a_narrow_terminal_keeps_the_time_that_is_left_to_the_end() -> None:
+    progress = {"total_steps": 35000, "step": 12000, "percent": 34.0, "loss": 2.31, "tokens_per_second": 8700.0}
+    resources = {"state": "in_progress", "progress": {**progress, "eta_seconds": 4000.0}, "detail": "saves"}
+    found = {"status": "in_progress", "resources_allocated": resources}
+    for columns in range(48, 120):
+        line = progress_within(found, columns).removesuffix("  saves")
+        assert len(line) <= columns
+        assert line.endswith("1:06:40 left"), columns
+        assert "34% step 12000/35000" in line
+    assert progress_within(found, 90).startswith("[####    ")
+    assert "tokens/s" not in progress_within(found, 60)
+    assert progress_within(found, 200).startswith(bar(34.0))
