@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import difflib
 import math
 import os
+import re
 import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError, sentence_of
 from llama_stack_provider_trl.system.console import complain, lines_of, show_lines, shown
 
@@ -62,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _serve(arguments: list[str]) -> int:
     from ..service.__main__ import main as serve
 
-    return serve(arguments)
+    return serve(arguments, "trl-remote serve")
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -166,8 +169,19 @@ def _agent(url: str, options: argparse.Namespace, environ: Mapping[str, str]) ->
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Report what is wrong with the words of a command, which may come from elsewhere."""
-        super().error(shown(message))
+        """Report what is wrong with the words of a command, which may come from elsewhere, and what is like them."""
+        super().error(shown(f"{message}{_nearest(message)}"))
+
+
+_CHOICES = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)", re.DOTALL)
+
+
+def _nearest(message: str) -> str:
+    """What was meant, perhaps; empty: no choice is like it."""
+    if (found := _CHOICES.search(message)) is None:
+        return ""
+    near = difflib.get_close_matches(found[1], [one.strip(" '") for one in found[2].split(",")], 1)
+    return f"; was {near[0]} meant?" if near else ""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -178,6 +192,7 @@ def parser() -> argparse.ArgumentParser:
         "TRL_SERVICE_TOKEN, never from the command line, which other users of a machine can see.",
     )
     top.set_defaults(command="")
+    top.add_argument("--version", action="version", version=f"trl-remote {__version__}")
     groups = top.add_subparsers(dest="group", required=True, metavar="COMMAND")
     groups.add_parser("serve", help=SERVE, add_help=False)
     _train(groups.add_parser("train", help="upload rows, train a model on them, follow that, and pull the result"))
@@ -187,13 +202,13 @@ def parser() -> argparse.ArgumentParser:
     _register(groups.add_parser("register", help="let the result of a job answer in a running Llama Stack or OGX"))
     _run_file(groups.add_parser("run", help="submit the job of a file, or the jobs of a pipeline, and follow them"))
     _resume(groups.add_parser("resume", help="queue a paused job again, follow it, and pull its result"))
-    _jobs(groups.add_parser("jobs", help="submit, list, show, watch, logs, cancel, pause, resume, pull"))
+    _jobs(groups.add_parser("jobs", help="submit, list, show, watch, logs, cancel, pause, resume, pull, delete"))
     _evaluation(groups.add_parser("evaluate", help="a model of this machine on held-out rows; calls no service"))
     merge.add_options(groups.add_parser("merge", help="models or adapters of this machine into one; calls no service"))
     adapter.add_options(groups.add_parser("adapter", help="merge: an adapter of this machine into its base model"))
     _plot(groups.add_parser("plot", help="metrics of jobs as a .png, .svg or .html file"))
     _dashboard_options(groups.add_parser("dashboard", help="pages of the jobs of a data directory without a service"))
-    _datasets(groups.add_parser("datasets", help="add, list, preview, check"))
+    _datasets(groups.add_parser("datasets", help="add, list, preview, check, delete"))
     node_commands.nodes(
         groups.add_parser(
             "nodes",
@@ -430,6 +445,10 @@ def _jobs(group: argparse.ArgumentParser) -> None:
         ("resume", "queue a paused job again"),
     ):
         _job(commands.add_parser(name, help=meaning))
+    delete = _job(
+        commands.add_parser("delete", help="forget a job that has ended, with its log and events (role admin)")
+    )
+    delete.add_argument("--checkpoints", action="store_true", help="remove its checkpoints, too")
     pull = _job(commands.add_parser("pull", help="download a checkpoint; run it again to continue where it stopped"))
     pull.add_argument("directory", metavar="DIR", help="where the checkpoint goes; must not exist yet")
     pull.add_argument("--checkpoint", default="final", metavar="NAME", help="final, merged, checkpoint-100 ... (final)")
@@ -446,6 +465,8 @@ def _datasets(group: argparse.ArgumentParser) -> None:
     )
     add.add_argument("--id", required=True, dest="dataset_id", metavar="ID", help="the dataset_id that jobs name")
     at_service(commands.add_parser("list", help="one line per dataset"))
+    delete = at_service(commands.add_parser("delete", help="forget a dataset, and its rows, which queued jobs keep"))
+    delete.add_argument("dataset_id", metavar="ID", help="of datasets list")
     preview = at_service(commands.add_parser("preview", help="rows as they are trained: tokens, loss, cuts, drops"))
     preview.add_argument("dataset_id", metavar="ID", help="of datasets list")
     preview.add_argument("--model", required=True, help="the model whose tokenizer and chat template are used")

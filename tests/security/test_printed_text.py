@@ -235,6 +235,8 @@ WORDS: dict[tuple[str, str], tuple[str, ...]] = {
     ("tokens", "create"): ("t",),
     ("tokens", "list"): (),
     ("tokens", "revoke"): ("t",),
+    ("jobs", "delete"): (JOB,),
+    ("datasets", "delete"): ("d",),
     ("audit", ""): (),
     ("logs", ""): (),
     ("train", ""): ("ROWS", "--model", "m", "--job", JOB),
@@ -270,6 +272,8 @@ SILENT = {
     ("nodes", "advise"),
     ("evaluate", ""),
     ("tokens", "revoke"),
+    ("jobs", "delete"),
+    ("datasets", "delete"),
     ("plot", ""),
 }
 """Commands whose output has no text of the service where it answers."""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.requests.bodies import (
     PreferenceOptimizeRequest,
     SupervisedFineTuneRequest,
@@ -285,6 +286,8 @@ JSON_COMMANDS = {
     "nodes list": [{"node": "head", "devices": ["cpu"], "jobs": {"cpu": "job-1"}}],
     "nodes show b": {"node": "b", "devices": ["cuda:0"], "jobs": {}},
     "nodes cordon b": [{"node": "head", "devices": ["cpu"], "jobs": {"cpu": "job-1"}}],
+    "jobs delete job": {"job_uuid": "job", "deleted": True, "checkpoints": False},
+    "datasets delete a/b": {"dataset_id": "a/b", "deleted": True},
     "tokens revoke ci": {"name": "ci", "revoked": True},
     "run FILE --detach": {"job_uuid": "one"},
     "resume paused": status("paused", "completed"),
@@ -828,3 +831,37 @@ def test_a_line_on_a_narrow_terminal_keeps_the_time_that_is_left_to_the_end() ->
     assert progress_within(found, 90).startswith("[####    ")
     assert "tokens/s" not in progress_within(found, 60)
     assert progress_within(found, 200).startswith(bar(34.0))
+
+
+def test_a_name_that_is_mistyped_is_answered_by_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, meant in ((["job", "list"], "jobs"), (["jobs", "wacth", "a"], "watch"), (["xyz"], None)):
+        with pytest.raises(SystemExit):
+            cli.parser().parse_args(words)
+        assert ("meant?" in (text := capsys.readouterr().err)) == (meant is not None)
+        assert meant is None or f"; was {meant} meant?" in text
+
+
+def test_version_and_the_help_of_serve_name_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, begin in (
+        (["--version"], f"trl-remote {__version__}\n"),
+        (["serve", "--help"], "usage: trl-remote serve "),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(words)
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.startswith(begin)
+
+
+def test_a_job_is_deleted_with_its_checkpoints_on_request(run: Run, service: FakeService) -> None:
+    assert run("jobs", "delete", "job", "--checkpoints")[1] == "job is deleted; its checkpoints are, too\n"
+    assert run("datasets", "delete", "rows")[0] == 0
+    assert [line for line in service.seen if line.startswith("DELETE")] == [
+        "DELETE /v1/post-training/jobs/job",
+        "DELETE /v1/datasets/rows",
+    ]
+
+
+def test_make_alone_lists_its_targets() -> None:
+    done = subprocess.run(["make"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    targets = [line.partition(":")[0] for line in done.stdout.splitlines()]
+    assert {"train", "train-resume", "evaluate", "train-distributed", "train-multi-node", "export-viz"} <= {*targets}
