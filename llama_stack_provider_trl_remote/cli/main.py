@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     0: done. 1: failed, with a sentence on standard error. 2: an option, or a token, is invalid. The status of
     `train`, `run`, `resume` and `jobs watch` reports how the job ended.
     """
-    given = sys.argv[1:] if arguments is None else arguments
+    given = _behind_their_command(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["serve"]:
         return _serve(given[1:])
     options = parser().parse_args(given)
@@ -60,6 +60,30 @@ def main(arguments: list[str] | None = None) -> int:
         show_lines("", to=sys.stderr)
         complain(f"stopped{continues}.")
         return 130
+
+
+_OF_ANY = {"--url": True, "--log-level": True, "--json": False, "--verbose": False}
+"""Options that may stand before the command, and whether a value follows."""
+
+
+def _behind_their_command(given: list[str]) -> list[str]:
+    """The words of a command line, with options that stand before the command behind it, where its parser has them."""
+    at = 0
+    while at < len(given) and (name := given[at].partition("=")[0]) in _OF_ANY:
+        at += 1 + (_OF_ANY[name] and "=" not in given[at])
+    options, words = given[:at], given[at:]
+    if not options or not words:
+        return given
+    group = _choices(parser(), "group").get(words[0])
+    has_command = group is not None and words[1:2] and words[1] in _choices(group, "command")
+    count = 2 if has_command else 1
+    return [*words[:count], *options, *words[count:]]
+
+
+def _choices(command: argparse.ArgumentParser, dest: str) -> Mapping[str, argparse.ArgumentParser]:
+    """The commands below a command."""
+    found = next((action.choices for action in command._actions if action.dest == dest), None)
+    return found if isinstance(found, Mapping) else {}
 
 
 def _serve(arguments: list[str]) -> int:
@@ -190,6 +214,7 @@ def parser() -> argparse.ArgumentParser:
         prog="trl-remote",
         description="Fine-tuning jobs on the training service. The token, where one is needed, is read from "
         "TRL_SERVICE_TOKEN, never from the command line, which other users of a machine can see.",
+        epilog="--url, --json, --verbose and --log-level may stand before the command, too.",
     )
     top.set_defaults(command="")
     top.add_argument("--version", action="version", version=f"trl-remote {__version__}")

@@ -865,3 +865,14 @@ def test_make_alone_lists_its_targets() -> None:
     done = subprocess.run(["make"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     targets = [line.partition(":")[0] for line in done.stdout.splitlines()]
     assert {"train", "train-resume", "evaluate", "train-distributed", "train-multi-node", "export-viz"} <= {*targets}
+
+
+@pytest.mark.parametrize("words", ["jobs list", "nodes", "nodes list", "datasets list"])
+def test_options_of_all_commands_may_stand_before_them(
+    run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    monkeypatch.setenv("TRL_SERVICE_URL", "http://127.0.0.1:1")
+    behind = run(*words.split(), "--url", service.url, "--json")
+    assert behind[0] == 0
+    assert run("--json", "--url", service.url, *words.split()) == behind
+    assert run(f"--url={service.url}", "--json", *words.split()) == behind
