@@ -483,5 +483,5 @@ def test_a_weight_that_is_flipped_on_the_disk_fails_a_job_of_two_ranks(
 def test_quantization_aware_training_has_a_tolerance_of_its_own(tmp_path: Path) -> None:
     plain = job_spec(tmp_path, tiny_model(), dtype="bf16")
     quantizer = QatSpec(quantizer_name="Int8DynActInt4WeightQATQuantizer", group_size=32)
-    assert exporting.explained_by_rounding(plain) == 0.1
-    assert exporting.explained_by_rounding(plain.changed(qat=quantizer)) == pytest.approx(0.3)
+    assert exporting.explained_by_rounding(plain, "final") == 0.1
+    assert exporting.explained_by_rounding(plain.changed(qat=quantizer), "final") == pytest.approx(0.3)
