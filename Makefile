@@ -10,7 +10,11 @@ OUTPUT ?= training.html
 HEAD = 127.0.0.1
 export TRL_SERVICE_URL ?= http://$(HEAD):$(VIZ_PORT)
 needed = "$(or $($(1)),$(error $(1) is not set: make $@ $(1)=...))"
-.PHONY: train train-resume evaluate train-distributed train-multi-node export-viz
+.PHONY: help train train-resume evaluate train-distributed train-multi-node export-viz
+
+# What each target takes: the comment above it.
+help:
+	@awk '/^# /{comment = substr($$0, 3)} /^[a-z-]+:$$/{printf "%-18s %s\n", $$1, comment}' $(firstword $(MAKEFILE_LIST))
 
 # DATA_PATH: rows. MODEL. MONITOR=false: submit the job and do not follow it. VIZ_PORT: port of the service.
 train:

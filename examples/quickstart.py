@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -22,9 +23,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import requests
-from tqdm import tqdm
 
-from llama_stack_provider_trl.system.console import complain, show_lines, shown
+from llama_stack_provider_trl.system.console import complain, redraw, show_lines
+from llama_stack_provider_trl_remote.cli.terminal import progress_line, progress_within
 
 HERE = Path(__file__).parent
 DATA = HERE / "data"
@@ -103,7 +104,7 @@ class Stack:
         return len(rows)
 
     def train(self, call: str, body: dict[str, Any], options: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Submit one job, follow it with a progress bar, and return its last status.
+        """Submit one job, follow it, and return its last status.
 
         A job that is interrupted here is cancelled, so that it does not continue training unseen.
         """
@@ -120,26 +121,31 @@ class Stack:
         return status
 
     def _follow(self, uuid: str) -> dict[str, Any]:
-        with tqdm(
-            total=100, unit="%", desc=uuid, bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}"
-        ) as bar:
-            while True:
-                status = self.call("GET", "/v1/post-training/job/status", params={"job_uuid": uuid})
-                progress = status["resources_allocated"].get("progress") or {}
-                bar.n = progress.get("percent") or 0
-                bar.set_postfix_str(shown(_described(status["status"], progress)))
-                if status["status"] in ENDED:
-                    return dict(status)
-                time.sleep(1)
+        """On a terminal a line that changes, elsewhere one for each state and each tenth of the way."""
+        told = ""
+        while True:
+            status = self.call("GET", "/v1/post-training/job/status", params={"job_uuid": uuid})
+            columns = shutil.get_terminal_size().columns - 1
+            line = f"{uuid}  {progress_within(status, columns - len(uuid) - 2)}"
+            has_ended = status["status"] in ENDED
+            if sys.stderr.isatty():
+                redraw(sys.stderr, int(bool(told)), [line], columns)
+                told = line
+                if has_ended:
+                    show_lines("", to=sys.stderr)
+            elif (point := _point(status)) != told:
+                show_lines(f"{uuid}  {progress_line(status)}", flush=True, to=sys.stderr)
+                told = point
+            if has_ended:
+                return dict(status)
+            time.sleep(1)
 
 
-def _described(status: str, progress: dict[str, Any]) -> str:
-    if not progress.get("step"):
-        return status
-    return (
-        f"step {progress['step']}/{progress['total_steps']}, loss {progress['loss']:.3f}, "
-        f"{progress['tokens_per_second']:.0f} tokens/s, {progress['eta_seconds']:.0f} s left"
-    )
+def _point(status: dict[str, Any]) -> str:
+    """Changes with the state of a job, and with each tenth of its way."""
+    resources = status["resources_allocated"]
+    percent = (resources.get("progress") or {}).get("percent") or 0
+    return f"{resources.get('state') or status['status']} {int(percent) // 10}"
 
 
 def fail(text: str) -> NoReturn:

@@ -63,7 +63,7 @@ def _chosen(answer: Any, name: str) -> str:
     for identifier in found:
         if identifier == name or identifier.endswith(f"-{name}"):
             return identifier
-    there = f"the job has {', '.join(found)}." if found else "the job has none yet."
+    there = f"the job has {', '.join(found)}." if found else "the job has none."
     raise InvalidRequest("--checkpoint", name, there)
 
 

@@ -98,7 +98,7 @@ def _reason_and_message(error: BaseException, disk: str) -> tuple[Reason, str]:
         )
     if _is_disk_full(error):
         return Reason.disk_full, (
-            f"the disk is full: {_summary(error)}. Free space under {disk} and submit again; "
+            f"the disk is full: {_summary(error)}. Free space under {disk} and submit it again under another job_uuid; "
             "checkpoints that were listed before are kept."
         )
     if _is_nccl_setup(error):

@@ -5,9 +5,7 @@ inference has the same before each trained turn.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,10 +33,10 @@ from .data.images import Images
 from .data.inferred import ComparedTurn, Inference
 from .data.lengths import histogram
 from .data.packing import best_fit
-from .data.pieces import Pieces, pieces_of
 from .data.prepare import TruncationCounter, read_examples
 from .data.prompts import encode_prompts
 from .data.sampling import BatchPlan, epoch_of_job
+from .data.token_texts import TokenTexts
 from .masked_rows import MaskedRow, RowReader
 from .model.loading import load_job_tokenizer, load_teacher_tokenizer, vocabulary_size
 from .model.positions import positions_of, within_positions
@@ -60,10 +58,6 @@ _MOST_REASONS = 100
 """Differences that are shown with the rows."""
 _SHOWN_TOKENS = 8000
 """Tokens of all rows that are shown: of further rows there are counts only."""
-_MOST_PARTS = 8
-"""Tokens that are tried for one character."""
-_LONGEST_TEXT = 24
-"""Characters of a token: long ones are runs of spaces."""
 
 
 class _Place(NamedTuple):
@@ -138,67 +132,6 @@ class _Compared:
         )
 
 
-@dataclass
-class _Texts:
-    """Texts of tokens."""
-
-    tokenizer: PreTrainedTokenizerBase
-    special: set[int] = field(default_factory=set)
-    _known: dict[int, str | None] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
-
-    def of(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token. Where a character takes several tokens, the first one has it and the others none."""
-        texts: list[str] = []
-        while len(texts) < len(ids):
-            at = len(texts)
-            if (text := self._whole(ids[at])) is not None:
-                texts.append(text)
-                continue
-            for count in range(2, min(_MOST_PARTS, len(ids) - at) + 1):
-                if "\ufffd" not in (text := self._decoded(ids[at : at + count])):
-                    break
-            else:
-                text, count = self._of_bytes(ids[at : at + _MOST_PARTS])
-            texts += [_shortened(text), *[""] * (count - 1)]
-        return texts
-
-    def _of_bytes(self, ids: Sequence[int]) -> tuple[str, int]:
-        """The text of the first tokens that end with a character, which may be U+FFFD itself, and their number. Where
-        none do, as in a row that was cut within a character, the first token as the vocabulary has it."""
-        written = b""
-        for count, token in enumerate(ids, 1):
-            if self._pieces is None or token >= len(self._pieces.written) or self._pieces.written[token] is None:
-                break
-            written += self._pieces.written[token] or b""
-            with suppress(UnicodeDecodeError):
-                return written.decode(), count
-        return str(self.tokenizer.convert_ids_to_tokens(ids[0])), 1
-
-    @cached_property
-    def _pieces(self) -> Pieces | None:
-        """Read where it is needed: that takes a second with a large vocabulary."""
-        return pieces_of(self.tokenizer)
-
-    def _whole(self, token: int) -> str | None:
-        """The text of a token; None: it is a part of a character."""
-        if token not in self._known:
-            text, written = self._decoded([token]), str(self.tokenizer.convert_ids_to_tokens(token))
-            if written.startswith("▁") and not text.startswith(" "):
-                text = f" {text}"
-            self._known[token] = None if "\ufffd" in text else _shortened(text or written)
-        return self._known[token]
-
-    def _decoded(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
-
-
 def preview(spec: JobSpec, request: PreviewSpec, writer: EventWriter) -> None:
     """Write the event with the examples of the requested rows, and the counts of those that follow them.
 
@@ -236,7 +169,7 @@ def examined(spec: JobSpec, request: PreviewSpec, alive: Callable[[], object], *
     shown: list[PreviewedRow] = []
     lengths: list[int] = []
     kept: list[int] = []
-    texts, compared = _Texts(tokenizer), _Compared()
+    texts, compared = TokenTexts(tokenizer), _Compared()
     left = _SHOWN_TOKENS
     limits = (None, None) if every_row else (_MOST_ROWS, _MOST_TOKENS)
     reader = RowReader(spec, chat, taught, counter, inference)
@@ -340,7 +273,7 @@ def _warmup(spec: JobSpec, counter: TruncationCounter, kept: Sequence[int]) -> l
 
 
 def _shown(
-    row: MaskedRow, place: _Place, counter: TruncationCounter, texts: _Texts, compared: _Compared, most: int
+    row: MaskedRow, place: _Place, counter: TruncationCounter, texts: TokenTexts, compared: _Compared, most: int
 ) -> PreviewedRow:
     ids = [token for part in row.parts for token in part.ids][:most]
     kept = "".join(_marks(len(part.ids), part.kept) for part in row.parts)

@@ -33,6 +33,8 @@ from .watch import exit_status, follow_log, watch
 
 Command = Callable[[ServiceClient, Namespace], Coroutine[Any, Any, int]]
 TOKENS, AUDIT = "/v1/tokens", "/v1/audit"
+_NOT_READ = "not read yet"
+"""Number of the rows of a uri that no job has needed."""
 _RECENT = 100
 """Lines of the audit log that are shown without --after."""
 
@@ -103,6 +105,14 @@ async def resume(client: ServiceClient, options: Namespace) -> int:
     return 0
 
 
+async def delete_job(client: ServiceClient, options: Namespace) -> int:
+    await client.delete(job_path(options.job_uuid, "?checkpoints=true" if options.checkpoints else ""))
+    answer = {"job_uuid": options.job_uuid, "deleted": True, "checkpoints": options.checkpoints}
+    what = "its checkpoints are, too" if options.checkpoints else "its checkpoints stay"
+    emit(options, answer, f"{options.job_uuid} is deleted; {what}")
+    return 0
+
+
 async def pull_checkpoint(client: ServiceClient, options: Namespace) -> int:
     target = Path(options.directory)
     line = (lambda text: None) if options.json else (lambda text: show_lines(text, flush=True))
@@ -141,8 +151,15 @@ async def add_dataset(client: ServiceClient, options: Namespace) -> int:
 
 async def list_datasets(client: ServiceClient, options: Namespace) -> int:
     found = (await client.get_all("/v1/datasets"))["data"]
-    rows = [(d["identifier"], d.get("metadata", {}).get("num_rows", "?"), _source(d["source"])) for d in found]
+    rows = [(d["identifier"], d.get("metadata", {}).get("num_rows", _NOT_READ), _source(d["source"])) for d in found]
     emit(options, found, *table(("dataset", "rows", "source"), rows))
+    return 0
+
+
+async def delete_dataset(client: ServiceClient, options: Namespace) -> int:
+    await client.delete(f"/v1/datasets/{quote(options.dataset_id, safe='')}")
+    answer = {"dataset_id": options.dataset_id, "deleted": True}
+    emit(options, answer, f"{options.dataset_id} is deleted; jobs that were queued with it keep their rows")
     return 0
 
 
@@ -301,9 +318,11 @@ COMMANDS: dict[tuple[str, str], Command] = {
     ("jobs", "pause"): pause,
     ("jobs", "resume"): resume,
     ("jobs", "pull"): pull_checkpoint,
+    ("jobs", "delete"): delete_job,
     ("datasets", "add"): add_dataset,
     ("datasets", "list"): list_datasets,
     ("datasets", "preview"): preview,
+    ("datasets", "delete"): delete_dataset,
     ("nodes", "list"): list_nodes,
     ("nodes", "commands"): machine_commands.print_commands,
     ("nodes", "advise"): advise.print_advice,

@@ -18,6 +18,7 @@ from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec
 from llama_stack_provider_trl.system.files import Blob
 
 from ..row_files import has_preferences, stored_rows
+from .adapter import is_adapter
 from .recipe_process import run_recipe
 from .terminal import emit, evaluation_lines
 
@@ -50,8 +51,9 @@ def _spec(options: Namespace, method: str, blob: Blob, directory: Path) -> JobSp
     if method == "sft" and options.reference is not None:
         hint = "only pairs with chosen and rejected are compared with a reference: leave it out."
         raise InvalidRequest("--reference", options.reference, hint)
-    if Path(options.model, "adapter_config.json").is_file():
-        hint = "this directory holds a LoRA adapter, not a model: evaluate the job's `merged` (option merge_adapter)."
+    adapted = is_adapter(options.model)
+    if adapted and method == "dpo":
+        hint = "it is an adapter, whose pairs need a whole model: trl-remote adapter merge DIR -o MODEL makes one."
         raise InvalidRequest("MODEL", options.model, hint)
     device = usable_devices(options.device)[0]
     given: dict[str, Any] = {
@@ -66,10 +68,17 @@ def _spec(options: Namespace, method: str, blob: Blob, directory: Path) -> JobSp
     parameters = {"reference_model": options.reference, "max_seq_length": options.max_seq_length}
     # Memory is estimated for training, which takes more.
     set_parameters = {name: value for name, value in parameters.items() if value is not None}
+    set_parameters |= {"adapter": "continue"} if adapted else {}
     provider_options = ProviderOptions.parse({"device": device, "preflight": "off", **set_parameters})
     request_type = PreferenceOptimizeRequest if method == "dpo" else SupervisedFineTuneRequest
     request = request_type.model_validate(given)
-    resolved = resolve(request, provider_options, Settings(data_dir=directory, devices=(device,)))
+    try:
+        resolved = resolve(request, provider_options, Settings(data_dir=directory, devices=(device,)))
+    except InvalidRequest as error:
+        if not adapted or error.field != "model":
+            raise
+        hint = f"{error.hint}. trl-remote adapter merge DIR --base M -o MODEL makes a whole model of an adapter"
+        raise InvalidRequest("MODEL", options.model, hint) from error
     rows = DatasetRef(dataset_id="rows", path=blob.path, sha256=blob.sha256, num_rows=blob.num_rows)
     spec = resolved.spec(rows, rows)
     if spec.reference is not None and spec.reference.source is None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import difflib
 import math
 import os
+import re
 import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError, sentence_of
 from llama_stack_provider_trl.system.console import complain, lines_of, show_lines, shown
 
-from . import jobspec, merge, node_commands
+from . import adapter, jobspec, merge, node_commands
 from .promotion import FORM, condition
 from .shared_options import as_trained, at_service
 
@@ -32,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     0: done. 1: failed, with a sentence on standard error. 2: an option, or a token, is invalid. The status of
     `train`, `run`, `resume` and `jobs watch` reports how the job ended.
     """
-    given = sys.argv[1:] if arguments is None else arguments
+    given = _behind_their_command(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["serve"]:
         return _serve(given[1:])
     options = parser().parse_args(given)
@@ -60,10 +63,34 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
+_OF_ANY = {"--url": True, "--log-level": True, "--json": False, "--verbose": False}
+"""Options that may stand before the command, and whether a value follows."""
+
+
+def _behind_their_command(given: list[str]) -> list[str]:
+    """The words of a command line, with options that stand before the command behind it, where its parser has them."""
+    at = 0
+    while at < len(given) and (name := given[at].partition("=")[0]) in _OF_ANY:
+        at += 1 + (_OF_ANY[name] and "=" not in given[at])
+    options, words = given[:at], given[at:]
+    if not options or not words:
+        return given
+    group = _choices(parser(), "group").get(words[0])
+    has_command = group is not None and words[1:2] and words[1] in _choices(group, "command")
+    count = 2 if has_command else 1
+    return [*words[:count], *options, *words[count:]]
+
+
+def _choices(command: argparse.ArgumentParser, dest: str) -> Mapping[str, argparse.ArgumentParser]:
+    """The commands below a command."""
+    found = next((action.choices for action in command._actions if action.dest == dest), None)
+    return found if isinstance(found, Mapping) else {}
+
+
 def _serve(arguments: list[str]) -> int:
     from ..service.__main__ import main as serve
 
-    return serve(arguments)
+    return serve(arguments, "trl-remote serve")
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -116,6 +143,7 @@ _LOCAL = {
     "completion": _completion,
     "evaluate": _evaluate,
     "merge": merge.merge,
+    "adapter merge": adapter.merge,
     "datasets check": _check,
     "dashboard": _dashboard,
     "openai": _openai,
@@ -173,8 +201,19 @@ def _agent(url: str, options: argparse.Namespace, environ: Mapping[str, str]) ->
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Report what is wrong with the words of a command, which may come from elsewhere."""
-        super().error(shown(message))
+        """Report what is wrong with the words of a command, which may come from elsewhere, and what is like them."""
+        super().error(shown(f"{message}{_nearest(message)}"))
+
+
+_CHOICES = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)", re.DOTALL)
+
+
+def _nearest(message: str) -> str:
+    """What was meant, perhaps; empty: no choice is like it."""
+    if (found := _CHOICES.search(message)) is None:
+        return ""
+    near = difflib.get_close_matches(found[1], [one.strip(" '") for one in found[2].split(",")], 1)
+    return f"; was {near[0]} meant?" if near else ""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -183,8 +222,10 @@ def parser() -> argparse.ArgumentParser:
         prog="trl-remote",
         description="Fine-tuning jobs on the training service. The token, where one is needed, is read from "
         "TRL_SERVICE_TOKEN, never from the command line, which other users of a machine can see.",
+        epilog="--url, --json, --verbose and --log-level may stand before the command, too.",
     )
     top.set_defaults(command="")
+    top.add_argument("--version", action="version", version=f"trl-remote {__version__}")
     groups = top.add_subparsers(dest="group", required=True, metavar="COMMAND")
     groups.add_parser("serve", help=SERVE, add_help=False)
     _train(groups.add_parser("train", help="upload rows, train a model on them, follow that, and pull the result"))
@@ -194,12 +235,13 @@ def parser() -> argparse.ArgumentParser:
     _register(groups.add_parser("register", help="let the result of a job answer in a running Llama Stack or OGX"))
     _run_file(groups.add_parser("run", help="submit the job of a file, or the jobs of a pipeline, and follow them"))
     _resume(groups.add_parser("resume", help="queue a paused job again, follow it, and pull its result"))
-    _jobs(groups.add_parser("jobs", help="submit, list, show, watch, logs, cancel, pause, resume, pull"))
+    _jobs(groups.add_parser("jobs", help="submit, list, show, watch, logs, cancel, pause, resume, pull, delete"))
     _evaluation(groups.add_parser("evaluate", help="a model of this machine on held-out rows; calls no service"))
     merge.add_options(groups.add_parser("merge", help="models or adapters of this machine into one; calls no service"))
+    adapter.add_options(groups.add_parser("adapter", help="merge: an adapter of this machine into its base model"))
     _plot(groups.add_parser("plot", help="metrics of jobs as a .png, .svg or .html file"))
     _dashboard_options(groups.add_parser("dashboard", help="pages of the jobs of a data directory without a service"))
-    _datasets(groups.add_parser("datasets", help="add, list, preview, check"))
+    _datasets(groups.add_parser("datasets", help="add, list, preview, check, delete"))
     node_commands.nodes(
         groups.add_parser(
             "nodes",
@@ -452,6 +494,10 @@ def _jobs(group: argparse.ArgumentParser) -> None:
         ("resume", "queue a paused job again"),
     ):
         _job(commands.add_parser(name, help=meaning))
+    delete = _job(
+        commands.add_parser("delete", help="forget a job that has ended, with its log and events (role admin)")
+    )
+    delete.add_argument("--checkpoints", action="store_true", help="remove its checkpoints, too")
     pull = _job(commands.add_parser("pull", help="download a checkpoint; run it again to continue where it stopped"))
     pull.add_argument("directory", metavar="DIR", help="where the checkpoint goes; must not exist yet")
     pull.add_argument("--checkpoint", default="final", metavar="NAME", help="final, merged, checkpoint-100 ... (final)")
@@ -468,6 +514,8 @@ def _datasets(group: argparse.ArgumentParser) -> None:
     )
     add.add_argument("--id", required=True, dest="dataset_id", metavar="ID", help="the dataset_id that jobs name")
     at_service(commands.add_parser("list", help="one line per dataset"))
+    delete = at_service(commands.add_parser("delete", help="forget a dataset, and its rows, which queued jobs keep"))
+    delete.add_argument("dataset_id", metavar="ID", help="of datasets list")
     preview = at_service(commands.add_parser("preview", help="rows as they are trained: tokens, loss, cuts, drops"))
     preview.add_argument("dataset_id", metavar="ID", help="of datasets list")
     preview.add_argument("--model", required=True, help="the model whose tokenizer and chat template are used")

@@ -44,6 +44,12 @@ def job_body(options: Namespace, method: str, dataset_id: str, model: str) -> di
     }
 
 
+def _quoted(text: str) -> str:
+    """A text in quotes. What cannot be seen is escaped where lines are printed, which keeps joined emoji and letters,
+    other than `repr`."""
+    return "'" + text.replace("\\", "\\\\") + "'"
+
+
 def _lines(found: dict[str, Any]) -> Iterator[str]:
     data = found["data"]
     yield "+ the loss covers it, x cut or dropped; one line for each run of tokens"
@@ -60,7 +66,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
             if len(row["parts"]) > 1 and shown:
                 yield f"  {name}"
             for mark, run in groupby(shown, marks.__getitem__):
-                yield f"  {mark} {''.join(row['texts'][at] for at in run)!r}"
+                yield f"  {mark} {_quoted(''.join(row['texts'][at] for at in run))}"
         if len(row["ids"]) < row["tokens"]:
             yield f"    ({row['tokens'] - len(row['ids'])} more tokens)"
         if composition := composition_sentence(row):

@@ -9,7 +9,7 @@ from typing import Any
 from llama_stack_provider_trl.specs.memory import PARTS
 from llama_stack_provider_trl.system.console import show_json, show_lines, shown
 
-_BAR = 24
+_BAR, _SHORTEST_BAR = 24, 5
 
 
 def emit(options: Namespace, answer: Any, *lines: str) -> None:
@@ -31,30 +31,50 @@ def job_line(job: dict[str, Any]) -> str:
 
 def progress_line(status: dict[str, Any]) -> str:
     """The state of a job in one line: `in_progress  34% step 12/35  loss 2.310  870 tokens/s  1:05 left`."""
+    return "  ".join(_progress(status).values())
+
+
+def progress_within(status: dict[str, Any], columns: int) -> str:
+    """The state of a job in one line with a bar, for a terminal. Where there is no room, the bar is shorter, then left
+    out, then the speed, then the loss; the time that is left stays."""
+    parts = _progress(status)
+    detail = parts.pop("detail", "")
+    percent = ((status.get("resources_allocated") or {}).get("progress") or {}).get("percent")
+    for name in ("", "speed", "loss"):
+        parts.pop(name, "")
+        line = "  ".join(parts.values())
+        if len(line) <= columns:
+            break
+    drawn = bar(percent, min(_BAR, columns - len(line) - len("[] "))) + line
+    return f"{drawn}  {detail}" if detail else drawn
+
+
+def _progress(status: dict[str, Any]) -> dict[str, str]:
+    """The parts of a job's progress that are known, in the order of its line."""
     resources = status.get("resources_allocated") or {}
     progress = resources.get("progress") or {}
-    parts = [str(resources.get("state") or status["status"])]
+    parts = {"state": str(resources.get("state") or status["status"])}
     if progress.get("total_steps"):
-        parts.append(f"{progress['percent']:3.0f}% step {progress['step']}/{progress['total_steps']}")
+        parts["step"] = f"{progress['percent']:3.0f}% step {progress['step']}/{progress['total_steps']}"
     elif progress.get("total_rows"):
-        parts.append(f"tokenized {progress['tokenized_rows']:,}/{progress['total_rows']:,} rows")
+        parts["step"] = f"tokenized {progress['tokenized_rows']:,}/{progress['total_rows']:,} rows"
     if progress.get("loss") is not None:
-        parts.append(f"loss {progress['loss']:.3f}")
+        parts["loss"] = f"loss {progress['loss']:.3f}"
     if progress.get("tokens_per_second"):
-        parts.append(f"{progress['tokens_per_second']:,.0f} tokens/s")
+        parts["speed"] = f"{progress['tokens_per_second']:,.0f} tokens/s"
     if progress.get("eta_seconds") and status["status"] == "in_progress":
-        parts.append(f"{duration(progress['eta_seconds'])} left")
+        parts["left"] = f"{duration(progress['eta_seconds'])} left"
     if resources.get("detail"):
-        parts.append(resources["detail"])
-    return "  ".join(parts)
+        parts["detail"] = resources["detail"]
+    return parts
 
 
-def bar(percent: float | None) -> str:
-    """A progress bar, `[######            ]`; empty while nothing is known."""
-    if percent is None:
+def bar(percent: float | None, width: int = _BAR) -> str:
+    """A progress bar, `[######            ]`; empty while nothing is known, or where it would be too short to read."""
+    if percent is None or width < _SHORTEST_BAR:
         return ""
-    full = round(min(max(percent, 0.0), 100.0) * _BAR / 100)
-    return f"[{'#' * full}{' ' * (_BAR - full)}] "
+    full = round(min(max(percent, 0.0), 100.0) * width / 100)
+    return f"[{'#' * full}{' ' * (width - full)}] "
 
 
 def duration(seconds: float) -> str:

@@ -13,7 +13,7 @@ from llama_stack_provider_trl.system.console import complain, indented, redraw, 
 
 from ..client import ServiceClient, job_path
 from ..follow import ENDED, status_again, statuses
-from .terminal import bar, progress_line
+from .terminal import progress_line, progress_within
 
 EXIT_STATUS = {"completed": 0, "failed": 1, "cancelled": 2}
 _WINDOW = 2000
@@ -118,14 +118,17 @@ class _Display:
     def show(self, status: dict[str, Any]) -> None:
         job_uuid, line = status["job_uuid"], progress_line(status)
         changed = self.last[job_uuid] != line
-        percent = ((status.get("resources_allocated") or {}).get("progress") or {}).get("percent")
-        self.last[job_uuid] = line if not self.redraws else bar(percent) + line
+        self.last[job_uuid] = progress_within(status, self._room()) if self.redraws else line
         if self.redraws:
             self._draw()
         elif changed and self.as_json:
             show_json(status, flush=True, to=self.output)
         elif changed and status["status"] not in ENDED:
             show_lines(self._named(job_uuid, line), flush=True, to=self.output)
+
+    def _room(self) -> int:
+        """Columns for the line of a job, beside its name."""
+        return shutil.get_terminal_size().columns - 1 - (self.width + 2 if self.width else 0)
 
     def note(self, text: str) -> None:
         """Print a message beside the progress, on standard error."""

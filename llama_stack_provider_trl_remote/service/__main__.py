@@ -13,10 +13,16 @@ from llama_stack_provider_trl.system.logs import LogLevel
 from .loading import load_settings
 from .settings import SettingsError
 
+_MODULE = "python -m llama_stack_provider_trl_remote.service"
 
-def main(arguments: list[str] | None = None) -> int:
-    """Parse the options and serve. Returns the exit status."""
-    options = _parser().parse_args(arguments)
+
+def main(arguments: list[str] | None = None, program: str = _MODULE) -> int:
+    """Parse the options and serve. Returns the exit status.
+
+    Args:
+        program: what was typed before the options, as the help names it.
+    """
+    options = _parser(program).parse_args(arguments)
     try:
         settings, config = load_settings(
             options.config,
@@ -34,10 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     return serve(settings, config)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m llama_stack_provider_trl_remote.service", description="Serve post-training over HTTP."
-    )
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program, description="Serve post-training over HTTP.")
     parser.add_argument("--config", type=Path, help="run_fsdp.yaml; default: TRL_SERVICE_CONFIG, ./run_fsdp.yaml")
     parser.add_argument("--host", help="default: TRL_SERVICE_HOST, the configuration's, 127.0.0.1")
     parser.add_argument("--port", type=int, help="default: TRL_SERVICE_PORT, the configuration's, 8322; 0: any")

@@ -109,6 +109,17 @@ def add_running(data_dir: Path, name: str) -> RunDir:
     return run_dir
 
 
+def add_search(data_dir: Path, name: str, state: JobState) -> None:
+    """A search without trials, in this state."""
+    search = {"method": "grid", "parameters": {"optimizer.lr": [1e-3]}, "trials": 1, "objective": "eval_loss"}
+    store = Store(data_dir / DATABASE)
+    spec = job_spec(name, checkpoint_dir=data_dir / "checkpoints" / name, search={**search, "direction": "minimize"})
+    store.add_job(spec, "digest")
+    store.close()
+    with closing(sqlite3.connect(data_dir / DATABASE)) as database, database:
+        database.execute("UPDATE jobs SET state = ? WHERE job_uuid = ?", (state.value, name))
+
+
 def complete(data_dir: Path, name: str) -> None:
     """The job of `add_running` completes."""
     store = Store(data_dir / DATABASE)

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.process import FileLock
+from llama_stack_provider_trl_remote.service.pages.rendering import duration, number, size
 from tests.contract import browser
 from tests.contract.browser import Window
 from tests.contract.dashboard import dashboard
@@ -29,6 +31,7 @@ from tests.contract.stored_jobs import (
     add_long,
     add_many,
     add_running,
+    add_search,
     add_verbose,
     complete,
 )
@@ -175,6 +178,30 @@ def drag(window: Window, begin: float, end: float) -> None:
     window.page.mouse.up()
 
 
+def test_jobs_are_compared_by_order_from_their_own_beginning_and_by_single_points(window: Window) -> None:
+    window.login("submit")
+    window.open("/compare")
+    assert "Name a job" in window.page.inner_text("main")
+    window.open("/compare?job=writes&job=ended&axis=relative")
+    window.wait_for_charts()
+    assert "writes" in window.page.inner_text("[aria-label='Jobs'] tbody tr >> nth=0")
+    script = """() => {
+        const chart = document.querySelector(".chart");
+        const shown = chart.data.filter((one) => one.showlegend !== false);
+        return {
+            names: shown.map((one) => one.name),
+            places: shown.map((one) => [...one.x]),
+            drawn: chart.querySelectorAll(".scatterlayer .point").length,
+            axis: chart.layout.xaxis.title.text,
+        };
+    }"""
+    found = window.page.evaluate(script)
+    assert found["names"] == ["writes", "ended"], "in the order of the table, which colours follow"
+    assert found["places"] == [[0], [0]], "since the first point of each"
+    assert found["drawn"] >= 2
+    assert found["axis"] == "seconds since the first point"
+
+
 def test_a_log_of_2_gb_with_a_line_of_50_mb_stops_neither_page_nor_service(window: Window, service: Guarded) -> None:
     window.login("submit")
     before = service.rss_mib()
@@ -308,6 +335,43 @@ def test_everything_of_a_page_is_reached_by_tab_and_the_focus_is_seen(window: Wi
     window.page.focus("button:has-text('Cancel')")
     window.page.keyboard.press("Enter")
     window.page.wait_for_selector("#status .state.cancelled")
+
+
+def test_the_pages_of_a_running_search_request_no_log_that_is_not_there(window: Window, service: Guarded) -> None:
+    add_search(service.data_dir, "searching", JobState.in_progress)
+    window.login("submit")
+    window.refused.clear()  # the answer to who is not logged in
+    for path in ("/jobs/searching", "/jobs/searching/logs"):
+        window.open(path)
+        window.page.wait_for_timeout(3500)  # longer than from one request to the next
+        assert window.refused == [], path
+
+
+def test_scripts_write_values_as_the_service_does(window: Window) -> None:
+    window.login("submit")
+    window.open("/jobs/ended")
+    numbers = [0.0, 1.0, 0.333333333, 12345.678, 123456.7, 0.00012345678, 0.0000123, -2.5e-7, 100.0, 4e20]
+    sizes = [0, 1000, 1024, 1273 << 20, 1 << 31, 3 << 40]
+    seconds = [0, 59.4, 61, 3599, 3661, 90_000]
+    script = """async ([numbers, sizes, seconds]) => {
+        const own = document.querySelector("script[type=module]").src;
+        const texts = await import(new URL("./texts.js", own));
+        return [numbers.map(texts.number), sizes.map(texts.size), seconds.map(texts.duration)];
+    }"""
+    assert window.page.evaluate(script, [numbers, sizes, seconds]) == [
+        [number(one) for one in numbers],
+        [size(one) for one in sizes],
+        [duration(one) for one in seconds],
+    ]
+
+
+def test_a_problem_of_a_form_is_gone_when_its_field_is_changed(window: Window) -> None:
+    window.login("submit")
+    window.open("/new")
+    window.fill(job="repaired", model=str(tiny_model()), dataset="no-such-rows")
+    window.page.wait_for_selector("#answer [role=alert]", timeout=30_000)
+    window.fill(dataset="questions")
+    assert window.page.locator("#answer [role=alert]").count() == 0
 
 
 def test_pages_of_a_data_directory_without_a_service(chromium: Any, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -15,11 +17,13 @@ from typing import Any, NamedTuple
 import pytest
 import requests
 
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl_remote.cli.main import parser
 from tests.contract.ended import add_ended_job
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService, refusal, running_service
 from tests.contract.stack import SFT
-from tests.contract.stored_jobs import MANY, SPIKE, add_long, add_many, add_verbose
+from tests.contract.stored_jobs import MANY, SPIKE, add_long, add_many, add_search, add_verbose
 from tests.required import lacking
 
 pytestmark = pytest.mark.contract
@@ -32,6 +36,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingServic
     add_many(root / "data")
     add_long(root / "data")
     add_verbose(root / "data")
+    add_search(root / "data", "searched", JobState.completed)
     with running_service(root) as service:
         service.register("questions", QUESTIONS)
         yield service
@@ -247,6 +252,27 @@ def test_a_job_page_has_its_parts_without_scripts(service: TrainingService) -> N
     assert len(service.get(link, prefix="").content) == 1000
     assert service.get("/jobs/nobody", prefix="").status_code == 404
     assert "not found" in service.get("/jobs/nobody", prefix="").text
+
+
+def test_pages_of_jobs_that_have_ended_say_nothing_of_what_may_come(service: TrainingService) -> None:
+    for name, found in (
+        ("many-00000", "job &#39;many-00000&#39; is cancelled and was never started: there is no log"),
+        ("searched", "is a search, which trains nothing itself (its trials have logs): there is no log"),
+    ):
+        page = service.get(f"/jobs/{name}", prefix="").text
+        assert found in page
+        assert not re.search(r"\byet\b|so far", page)
+        assert refusal(service.get(f"{JOBS}/{name}/logs"), 404) in html.unescape(page)
+    assert "not been started yet" in service.get("/jobs/paused-low", prefix="").text
+
+
+def test_the_command_for_a_checkpoint_is_one_that_the_command_line_takes(service: TrainingService) -> None:
+    page = service.get("/jobs/ended/checkpoints/tiny-tuned-final", prefix="").text
+    (command,) = re.findall(r"<code>(trl-remote [^<]+)</code>", page)
+    words = shlex.split(html.unescape(command))
+    options = parser().parse_args(words[1:])
+    assert (options.job_uuid, options.checkpoint, options.directory) == ("ended", *["tiny-tuned-final"] * 2)
+    assert options.url == service.url
 
 
 def test_without_tokens_no_login_is_needed_and_forms_still_need_their_page(service: TrainingService) -> None:

@@ -26,7 +26,7 @@ from tests.tiny import REPOSITORY, tiny_model
 pytestmark = pytest.mark.contract
 
 Run = Callable[..., tuple[int, str, str]]
-TARGETS = ("train", "train-resume", "evaluate", "train-distributed", "train-multi-node", "export-viz")
+TARGETS = ("help", "train", "train-resume", "evaluate", "train-distributed", "train-multi-node", "export-viz")
 
 
 @pytest.fixture(scope="module")

@@ -295,7 +295,8 @@ def test_uploaded_rows_are_stored_once_and_used_by_digest_or_by_name(service: Tr
     by_digest = hold(service, promised("by-digest", "any name"), dataset_digests={"any name": digest})
     assert by_digest["dataset"]["sha256"] == digest
     body = {"dataset_id": "uploaded", "source": {"type": "blob", "sha256": digest}}
-    assert service.post("/datasets", body).json()["metadata"] == {"sha256": digest, "created_by": "operator"}
+    known = {"num_rows": len(rows), "sha256": digest, "created_by": "operator"}
+    assert service.post("/datasets", body).json()["metadata"] == known
     assert hold(service, promised("by-name", "uploaded"))["dataset"]["sha256"] == digest
 
 

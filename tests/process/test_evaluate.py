@@ -91,6 +91,60 @@ def test_a_model_that_was_trained_on_pairs_prefers_their_chosen_answers(tmp_path
     assert swapped["margin"] == pytest.approx(-found["margin"], rel=1e-4)
 
 
+def test_an_adapter_is_evaluated_as_it_is_and_merged_into_its_base(
+    tmp_path: Path, trl_remote: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    fork_recipes(monkeypatch, tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model())
+    adapted = get_peft_model(plain, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]))
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    rows, merged = written(tmp_path / "rows.jsonl", SFT_ROWS), tmp_path / "merged"
+    status, output, errors = trl_remote("adapter", "merge", tmp_path / "adapter", "-o", merged, "--json")
+    assert status == 0, errors
+    found = AutoModelForCausalLM.from_pretrained(merged)
+    assert json.loads(output)["parameters"] == sum(one.numel() for one in found.parameters())
+    templates = [AutoTokenizer.from_pretrained(one).chat_template for one in (merged, tiny_model())]
+    assert templates[0] == templates[1]
+    expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model()), tmp_path / "adapter")
+    weights = expected.merge_and_unload().state_dict()
+    assert all(torch.allclose(one, weights[name], atol=1e-6) for name, one in found.state_dict().items())
+    measured = []
+    for model in (tmp_path / "adapter", merged, tiny_model()):
+        status, output, errors = trl_remote("evaluate", model, rows, "--device", "cpu", "--json")
+        assert status == 0, errors
+        measured.append(json.loads(output)["loss"])
+    assert measured[0] == pytest.approx(measured[1], rel=1e-4)
+    assert measured[0] != pytest.approx(measured[2], rel=1e-4)
+
+
+def test_an_adapter_that_cannot_be_merged_is_one_sentence(
+    tmp_path: Path, trl_remote: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_recipes(monkeypatch, tmp_path)
+    config = tmp_path / "adapter_config.json"
+    for content, words, message in (
+        (None, (), "it has no adapter_config.json"),
+        ("[]", (), "is no JSON object"),
+        ("{}", (), "--base is missing: the adapter's adapter_config.json names no base model"),
+        ('{"base_model_name_or_path": "/on/another"}', (), "was trained on /on/another, which this machine lacks"),
+        ("{}", ("--base", tiny_model()), str(tmp_path)),
+    ):
+        config.unlink(missing_ok=True)
+        if content is not None:
+            config.write_text(content)
+        status, output, errors = trl_remote("adapter", "merge", tmp_path, "-o", tmp_path / "new", *words)
+        assert (status, output, errors.count("\n")) == (1, "", 1), errors
+        assert message in errors
+    assert not (tmp_path / "new").exists()
+
+
 def test_what_cannot_be_evaluated_is_one_sentence(
     tmp_path: Path, trl_remote: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,7 +157,8 @@ def test_what_cannot_be_evaluated_is_one_sentence(
     model = tiny_model()
     for words, message in (
         ((tmp_path / "none", rows), "there is no such directory"),
-        ((adapter, rows), "this directory holds a LoRA adapter"),
+        ((adapter, rows), "trl-remote adapter merge DIR"),
+        ((adapter, pairs, "--reference", model), "trl-remote adapter merge DIR -o MODEL makes one"),
         ((model, tmp_path / "none.jsonl"), "No such file"),
         ((model, written(tmp_path / "empty.jsonl", [])), "it has no rows"),
         ((model, other), "row 0"),

@@ -23,10 +23,10 @@ from llama_stack_provider_trl.recipes.checkpoint import export as exporting
 from llama_stack_provider_trl.recipes.checkpoint import step as checkpoints
 from llama_stack_provider_trl.recipes.checkpoint import weights
 from llama_stack_provider_trl.recipes.checkpoint.export import export, take_sample
-from llama_stack_provider_trl.recipes.model.loading import load_adapter
+from llama_stack_provider_trl.recipes.model.loading import DTYPES, load_adapter
 from llama_stack_provider_trl.recipes.model.saving import try_exports
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Progress, Reason, Warned
-from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, QatSpec, ShardingSpec
+from llama_stack_provider_trl.specs.job import Dtype, JobSpec, OptimizerSpec, QatSpec, ShardingSpec
 from tests.process.waiting import until
 from tests.ranks import Ranks
 from tests.required import in_full
@@ -175,6 +175,29 @@ def test_in_bf16_it_is_half_the_size_and_reports_it_in_its_configuration(tmp_pat
     assert all("e_score_correction_bias" in name for name in kept)  # what the architecture keeps in fp32
     assert bool(kept) == (architecture == "deepseek_v3")
     assert AutoModelForCausalLM.from_pretrained(found).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("of_base", ["bf16", "fp16", "fp32"])
+def test_a_merged_model_is_written_in_the_numbers_of_its_base_and_its_adapter_says_what_it_is(
+    tmp_path: Path, of_base: Dtype
+) -> None:
+    base = built("qwen2", tmp_path / "base").to(DTYPES[of_base])
+    base.save_pretrained(tmp_path / "base")
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])
+    model = get_peft_model(base.float(), config)
+    spec = job_spec(tmp_path, tmp_path / "base", lora=LORA, merge_adapter=True, dtype="fp32")
+    tokenizer = AutoTokenizer.from_pretrained(spec.source.model)
+    sample = take_sample(model, tokenizer, torch.device("cpu"), spec)
+    merged, final = (export(kind, model, tokenizer, spec, sample) for kind in ("merged", "final"))
+    assert merged is not None
+    assert final is not None
+    assert {weight.dtype for weight in state(merged.path).values()} == {DTYPES[of_base]}
+    assert AutoModelForCausalLM.from_pretrained(merged.path).dtype == DTYPES[of_base]
+    card = (final.path / "README.md").read_text()
+    assert "[More Information Needed]" not in card
+    assert f"An adapter of `{'/'.join((tmp_path / 'base').parts[-2:])}`" in card
+    assert str(tmp_path) not in card
+    assert f"| rank | `{LORA.rank}` |" in card
 
 
 @pytest.mark.parametrize(
@@ -460,5 +483,5 @@ def test_a_weight_that_is_flipped_on_the_disk_fails_a_job_of_two_ranks(
 def test_quantization_aware_training_has_a_tolerance_of_its_own(tmp_path: Path) -> None:
     plain = job_spec(tmp_path, tiny_model(), dtype="bf16")
     quantizer = QatSpec(quantizer_name="Int8DynActInt4WeightQATQuantizer", group_size=32)
-    assert exporting.explained_by_rounding(plain) == 0.1
-    assert exporting.explained_by_rounding(plain.changed(qat=quantizer)) == pytest.approx(0.3)
+    assert exporting.explained_by_rounding(plain, "final") == 0.1
+    assert exporting.explained_by_rounding(plain.changed(qat=quantizer), "final") == pytest.approx(0.3)

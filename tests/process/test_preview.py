@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,14 @@ import pytest
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.data.prepare import TruncationCounter, tokenize
 from llama_stack_provider_trl.recipes.data.tables import IGNORED
+from llama_stack_provider_trl.recipes.data.token_texts import TokenTexts
 from llama_stack_provider_trl.recipes.masked_rows import MaskedPart, MaskedRow
 from llama_stack_provider_trl.recipes.model.loading import load_tokenizer
-from llama_stack_provider_trl.recipes.preview import _Compared, _Place, _shown, _Texts, preview
+from llama_stack_provider_trl.recipes.preview import _Compared, _Place, _shown, preview
 from llama_stack_provider_trl.specs.events import EventWriter, Previewed, iter_events
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, tiny_tokenizer
 from tests.training import job_spec
 
 pytestmark = pytest.mark.process
@@ -117,14 +120,48 @@ def test_characters_of_several_tokens_are_shown_whole(tmp_path: Path, text: str)
     assert f"Bleu foncé ☕ {text}" in trained
 
 
-def test_a_row_that_is_cut_within_a_character_shows_its_bytes_as_tokens(tmp_path: Path) -> None:
-    spec = of_rows(tmp_path, "sft", [{"prompt": "Name it?", "completion": "日本語 ☕ 日本語"}], max_seq_length=40)
-    texts = _Texts(load_tokenizer(spec.source))
-    ids = load_tokenizer(spec.source)("日本")["input_ids"]
+def test_a_row_that_is_cut_within_a_character_shows_its_bytes_as_such() -> None:
+    tokenizer = tiny_tokenizer()
+    texts, ids = TokenTexts(tokenizer), tokenizer("日本")["input_ids"]
     for begin in range(len(ids)):
         for end in range(begin, len(ids) + 1):
-            assert len(texts.of(ids[begin:end])) == end - begin
-            assert "\ufffd" not in "".join(texts.of(ids[begin:end]))
+            shown_texts = texts.of(ids[begin:end])
+            assert len(shown_texts) == end - begin
+            assert set(re.sub(r"<0x[0-9A-F]{2}>", "", "".join(shown_texts))) <= {"日", "本"}
+    assert "".join(texts.of(ids[:-1])) == "日<0xE6><0x9C>"
+
+
+def test_characters_whose_bytes_are_in_tokens_across_their_borders_are_shown_however_many_follow() -> None:
+    """Each token but the first and last ends a character and begins the next one, or is the middle of one."""
+    tokenizer = bytes_tokenizer(merges=[("½", "å")])  # the last byte of one 好 and the first one of the next
+    texts = TokenTexts(tokenizer)
+    ids = tokenizer("0" + "好" * 20)["input_ids"]
+    assert len(ids) < 61
+    assert "".join(texts.of(ids)) == "0" + "好" * 20
+
+
+@pytest.mark.parametrize("has_decoder", [True, False])
+def test_a_byte_level_tokenizer_without_a_decoder_shows_characters_too(has_decoder: bool) -> None:
+    tokenizer = bytes_tokenizer(has_decoder=has_decoder)
+    texts = TokenTexts(tokenizer)
+    for text in ("Hi 😊 你好", "a  b\n", "é\ufffd"):
+        ids = tokenizer(text)["input_ids"]
+        found = texts.of(ids)
+        assert len(found) == len(ids)
+        assert "".join(found) == text
+
+
+def bytes_tokenizer(*, merges: Sequence[tuple[str, str]] = (), has_decoder: bool = True) -> Any:
+    """One token for each byte, and for each of these pairs."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    made = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, list(merges)))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if has_decoder:
+        made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
 def test_a_character_of_the_text_that_decoders_write_for_broken_ones_is_shown_as_it_is(tmp_path: Path) -> None:
@@ -142,7 +179,7 @@ def test_the_parts_of_a_pair_are_read_apart(tmp_path: Path) -> None:
     begun, rest = tokenizer("日")["input_ids"][:1], tokenizer("日")["input_ids"][1:]
     parts = [MaskedPart("chosen", begun, {0}, {0}), MaskedPart("rejected", rest, {0}, {0})]
     counter = TruncationCounter(None, None, 100)
-    row = _shown(MaskedRow(parts, 3), _Place(0, 0, 1), counter, _Texts(tokenizer), _Compared(), 100)
+    row = _shown(MaskedRow(parts, 3), _Place(0, 0, 1), counter, TokenTexts(tokenizer), _Compared(), 100)
     assert "日" not in row.texts
     assert len(row.texts) == len(row.ids) == len(begun + rest)
 

@@ -235,6 +235,8 @@ WORDS: dict[tuple[str, str], tuple[str, ...]] = {
     ("tokens", "create"): ("t",),
     ("tokens", "list"): (),
     ("tokens", "revoke"): ("t",),
+    ("jobs", "delete"): (JOB,),
+    ("datasets", "delete"): ("d",),
     ("audit", ""): (),
     ("logs", ""): (),
     ("train", ""): ("ROWS", "--model", "m", "--job", JOB),
@@ -245,6 +247,7 @@ WORDS: dict[tuple[str, str], tuple[str, ...]] = {
     ("plot", ""): (JOB, "--output", "PLOT"),
     ("evaluate", ""): ("m", "ROWS"),
     ("merge", ""): ("m", "--output", "NEW"),
+    ("adapter", "merge"): ("ADAPTER", "--output", "NEW"),
     ("doctor", ""): ("--config", "CONFIG"),
     ("serve", ""): ("--config", "CONFIG"),
     ("dashboard", ""): ("--data-dir", HOSTILE.replace("\0", "").replace("\ud800", "")),
@@ -270,6 +273,8 @@ SILENT = {
     ("nodes", "advise"),
     ("evaluate", ""),
     ("tokens", "revoke"),
+    ("jobs", "delete"),
+    ("datasets", "delete"),
     ("plot", ""),
 }
 """Commands whose output has no text of the service where it answers."""
@@ -325,7 +330,11 @@ def arguments(group: str, command: str, tmp_path: Path) -> list[str]:
         "CONFIG": ("config.yaml", json.dumps({"providers": {"post_training": [provider]}})),
         "NEW": ("new", None),
         "PLOT": ("plot.svg", None),
+        "ADAPTER": ("adapter", None),
     }
+    if "ADAPTER" in WORDS[group, command]:
+        (tmp_path / "adapter").mkdir()
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": HOSTILE}))
     words = [group, *([command] if command else [])]
     for word in WORDS[group, command]:
         if word in files:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
 from llama_stack_provider_trl.stack.responses import Checkpoint, PostTrainingJobStatusResponse
+from llama_stack_provider_trl_remote.cli.main import parser
 from llama_stack_provider_trl_remote.service.pages import job_view
 from llama_stack_provider_trl_remote.service.pages.rendering import duration, moment, number, size
 
@@ -41,6 +43,22 @@ def status(state: str, *attempts: dict[str, Any], **changes: Any) -> PostTrainin
         resources_allocated=found,
         checkpoints=[checkpoint],
     )
+
+
+@pytest.mark.parametrize(("job", "checkpoint"), [("a b", "my model-final"), ("-x", "../up-final"), ("$(id)", "'q'")])
+def test_the_command_for_a_checkpoint_names_it_whatever_its_job_is_called(job: str, checkpoint: str) -> None:
+    words = shlex.split(job_view.pull_command(job, checkpoint, "https://head:1"))
+    options = parser().parse_args(words[1:])
+    assert (options.job_uuid, options.checkpoint, options.url) == (job, checkpoint, "https://head:1")
+    assert "/" not in options.directory
+
+
+def test_checkpoints_have_the_epochs_that_samples_have() -> None:
+    config = {"ranks": 1, "algorithm": "sft", "n_epochs": 2}
+    job = status("completed", effective_config=config, progress={"total_steps": 120, "epoch": 1.5})
+    last = job.checkpoints[0].model_copy(update={"identifier": "mine-final"})
+    job.checkpoints.append(last)
+    assert job_view.epochs_of(job) == {"mine-checkpoint-40": pytest.approx(2 / 3), "mine-final": 1.5}
 
 
 def test_a_result_is_shown_value_by_value() -> None:

@@ -70,3 +70,22 @@ def test_the_times_of_all_phases_are_printed_with_their_sum(capsys: pytest.Captu
 
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     assert lines == [["environment", "100"], ["base", "model", "20"], ["SFT", "0"], ["total", "120"]]
+
+
+def test_a_followed_job_is_a_few_whole_lines_where_nobody_watches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quickstart = _example("quickstart")
+    steps = [{"total_steps": 50, "step": step, "percent": 2.0 * step, "loss": 1.0} for step in range(51)]
+    found = [{"status": "in_progress", "resources_allocated": {"progress": one}} for one in steps]
+    answers = iter([*found, {"status": "completed", "resources_allocated": {"progress": steps[-1]}}])
+    stack = quickstart.Stack("http://127.0.0.1:1")
+    monkeypatch.setattr(stack, "call", lambda *_, **__: next(answers))
+    monkeypatch.setattr(quickstart.time, "sleep", lambda _: None)
+    stack._follow("sft-1")
+    captured = capsys.readouterr()
+    lines = (captured.out + captured.err).splitlines()
+    assert "\r" not in captured.out + captured.err
+    assert lines[0] == "sft-1  in_progress    0% step 0/50  loss 1.000"
+    assert lines[-1] == "sft-1  completed  100% step 50/50  loss 1.000"
+    assert len(lines) == 12

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.requests.bodies import (
     PreferenceOptimizeRequest,
     SupervisedFineTuneRequest,
@@ -26,7 +27,7 @@ from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.methods import METHODS
 from llama_stack_provider_trl_remote.cli import main as cli
-from llama_stack_provider_trl_remote.cli.terminal import bar, duration, progress_line, table
+from llama_stack_provider_trl_remote.cli.terminal import bar, duration, progress_line, progress_within, table
 from llama_stack_provider_trl_remote.cli.watch import new_lines
 from llama_stack_provider_trl_remote.cli.whole_jobs import training_request
 from llama_stack_provider_trl_remote.nodes import start
@@ -285,6 +286,8 @@ JSON_COMMANDS = {
     "nodes list": [{"node": "head", "devices": ["cpu"], "jobs": {"cpu": "job-1"}}],
     "nodes show b": {"node": "b", "devices": ["cuda:0"], "jobs": {}},
     "nodes cordon b": [{"node": "head", "devices": ["cpu"], "jobs": {"cpu": "job-1"}}],
+    "jobs delete job": {"job_uuid": "job", "deleted": True, "checkpoints": False},
+    "datasets delete a/b": {"dataset_id": "a/b", "deleted": True},
     "tokens revoke ci": {"name": "ci", "revoked": True},
     "run FILE --detach": {"job_uuid": "one"},
     "resume paused": status("paused", "completed"),
@@ -326,6 +329,7 @@ def test_every_command_that_calls_the_service_takes_the_options_of_logs() -> Non
     """The others call no service, or are it."""
     without = {" ".join(words) for words in subcommands() if not {"--verbose", "--log-level"} <= options_of(words)}
     alone = {"completion", "dashboard", "datasets check", "doctor", "evaluate", "jobspec", "merge", "openai", "serve"}
+    alone |= {"adapter merge"}
     assert without == alone
 
 
@@ -387,7 +391,7 @@ def test_train_takes_every_method_that_needs_only_rows_and_names_what_serves_the
 
 def test_each_option_of_train_run_and_plot_is_on_their_page() -> None:
     page = (REPOSITORY / "docs" / "reference" / "remote.md").read_text()
-    for name in ("train", "run", "resume", "plot", "evaluate", "merge", "datasets check"):
+    for name in ("train", "run", "resume", "plot", "evaluate", "merge", "adapter merge", "datasets check"):
         missing = {one for one in options_of(tuple(name.split())) if one.startswith("--") and f"`{one}" not in page}
         assert missing - {"--help"} == set(), name
 
@@ -580,7 +584,7 @@ def test_datasets_and_nodes_are_tables(run: Run, service: FakeService) -> None:
         {"identifier": "file", "metadata": {}, "source": {"type": "uri", "uri": "file:///x.jsonl"}},
     ]
     assert run("datasets", "list")[1] == (
-        "dataset  rows  source\npairs    8     rows\nfile     ?     file:///x.jsonl\n"
+        "dataset  rows          source\npairs    8             rows\nfile     not read yet  file:///x.jsonl\n"
     )
     listed, _, more = run("nodes")[1].partition("\n\n")
     assert listed == "node  device  job    load  state\nhead  cpu     job-1  -     open"
@@ -827,3 +831,62 @@ def test_the_variables_of_openais_sdk_are_printed_for_a_shell(
     expected = f"export OPENAI_BASE_URL=http://127.0.0.1:8322/openai/v1\nexport OPENAI_API_KEY={key}\n"
     assert capsys.readouterr().out == expected
     assert cli.main(["openai", "--url", "nonsense"]) == 1
+
+
+def test_a_line_on_a_narrow_terminal_keeps_the_time_that_is_left_to_the_end() -> None:
+    progress = {"total_steps": 35000, "step": 12000, "percent": 34.0, "loss": 2.31, "tokens_per_second": 8700.0}
+    resources = {"state": "in_progress", "progress": {**progress, "eta_seconds": 4000.0}, "detail": "saves"}
+    found = {"status": "in_progress", "resources_allocated": resources}
+    for columns in range(48, 120):
+        line = progress_within(found, columns).removesuffix("  saves")
+        assert len(line) <= columns
+        assert line.endswith("1:06:40 left"), columns
+        assert "34% step 12000/35000" in line
+    assert progress_within(found, 90).startswith("[####    ")
+    assert "tokens/s" not in progress_within(found, 60)
+    assert progress_within(found, 200).startswith(bar(34.0))
+
+
+def test_a_name_that_is_mistyped_is_answered_by_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, meant in ((["job", "list"], "jobs"), (["jobs", "wacth", "a"], "watch"), (["xyz"], None)):
+        with pytest.raises(SystemExit):
+            cli.parser().parse_args(words)
+        assert ("meant?" in (text := capsys.readouterr().err)) == (meant is not None)
+        assert meant is None or f"; was {meant} meant?" in text
+
+
+def test_version_and_the_help_of_serve_name_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, begin in (
+        (["--version"], f"trl-remote {__version__}\n"),
+        (["serve", "--help"], "usage: trl-remote serve "),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(words)
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.startswith(begin)
+
+
+def test_a_job_is_deleted_with_its_checkpoints_on_request(run: Run, service: FakeService) -> None:
+    assert run("jobs", "delete", "job", "--checkpoints")[1] == "job is deleted; its checkpoints are, too\n"
+    assert run("datasets", "delete", "rows")[0] == 0
+    assert [line for line in service.seen if line.startswith("DELETE")] == [
+        "DELETE /v1/post-training/jobs/job",
+        "DELETE /v1/datasets/rows",
+    ]
+
+
+def test_make_alone_lists_its_targets() -> None:
+    done = subprocess.run(["make"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    targets = [line.partition(":")[0] for line in done.stdout.splitlines()]
+    assert {"train", "train-resume", "evaluate", "train-distributed", "train-multi-node", "export-viz"} <= {*targets}
+
+
+@pytest.mark.parametrize("words", ["jobs list", "nodes", "nodes list", "datasets list"])
+def test_options_of_all_commands_may_stand_before_them(
+    run: Run, service: FakeService, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    monkeypatch.setenv("TRL_SERVICE_URL", "http://127.0.0.1:1")
+    behind = run(*words.split(), "--url", service.url, "--json")
+    assert behind[0] == 0
+    assert run("--json", "--url", service.url, *words.split()) == behind
+    assert run(f"--url={service.url}", "--json", *words.split()) == behind

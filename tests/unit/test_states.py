@@ -24,6 +24,12 @@ def test_every_reason_has_advice_in_a_full_sentence() -> None:
         assert remedy.advice.endswith(".")
 
 
+def test_no_advice_submits_a_job_under_a_name_that_is_taken() -> None:
+    for remedy in REASONS.values():
+        asked, named = remedy.advice.count("submit "), remedy.advice.count("under another job_uuid")
+        assert asked == named, remedy.advice
+
+
 def test_every_state_has_a_row_in_the_table_and_the_end_is_the_end() -> None:
     assert set(TRANSITIONS) == set(JobState)
     assert all((not TRANSITIONS[state]) == (state in TERMINAL) for state in JobState)

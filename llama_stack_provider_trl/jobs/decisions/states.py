@@ -80,16 +80,17 @@ class Remedy(NamedTuple):
         return self.backoff is not None
 
 
+_AGAIN = "submit it again under another job_uuid"
+"""A job that has ended keeps its name."""
 REASONS: dict[Reason, Remedy] = {
-    Reason.invalid_dataset: Remedy(None, "Correct the dataset as the message describes and submit the job again."),
+    Reason.invalid_dataset: Remedy(None, f"Correct the dataset as the message describes and {_AGAIN}."),
     Reason.invalid_model: Remedy(None, "Name a model that transformers can load: a local directory or a hub id."),
-    Reason.invalid_request: Remedy(None, "Change the request as the message describes and submit the job again."),
+    Reason.invalid_request: Remedy(None, f"Change the request as the message describes and {_AGAIN}."),
     Reason.launch_failed: Remedy(
         10.0,
-        "Correct what the message names (interpreter, data directory, the ports from master_port on) and submit the "
-        "job again.",
+        f"Correct what the message names (interpreter, data directory, the ports from master_port on) and {_AGAIN}.",
     ),
-    Reason.rank_failed: Remedy(1.0, "Read the end of the log file (log_path), then submit the job again."),
+    Reason.rank_failed: Remedy(1.0, f"Read the end of the log file (log_path), then {_AGAIN}."),
     Reason.out_of_memory: Remedy(
         None, "Lower batch_size or max_seq_length, switch gradient_checkpointing on, or train with LoRA."
     ),
@@ -106,13 +107,13 @@ REASONS: dict[Reason, Remedy] = {
     Reason.not_promoted: Remedy(
         None, "Train or evaluate again, or change promote_if, and submit the export under another job_uuid."
     ),
-    Reason.disk_full: Remedy(30.0, "Free disk space where checkpoints and jobs are written, then submit it again."),
+    Reason.disk_full: Remedy(30.0, f"Free disk space where checkpoints and jobs are written, then {_AGAIN}."),
     Reason.hung: Remedy(2.0, "Read the end of the log file (log_path); if it hangs again, report it as a bug."),
     Reason.timed_out: Remedy(
         None, "Raise max_duration, or train less: fewer epochs, a lower max_steps_per_epoch. Its checkpoints are kept."
     ),
     Reason.node_lost: Remedy(
-        2.0, "The machine restarted or the training processes were killed from outside: submit the job again."
+        2.0, f"The machine restarted or the training processes were killed from outside: {_AGAIN}."
     ),
     Reason.predecessor_failed: Remedy(
         None,

@@ -34,7 +34,8 @@ from ..distributed import ranks
 from ..model.files import copy_processor
 from ..model.fsdp import gather, reshard
 from ..model.loading import DTYPES, auto_class, load_adapter, load_config, quantize
-from ..model.saving import SAMPLE, UNLOADABLE, Kind, describe, tokenizer_fault, write_configuration
+from ..model.saving import SAMPLE, UNLOADABLE, Kind, describe, export_dtype, tokenizer_fault, write_configuration
+from .adapter_card import write_card
 from .fencing import FencingToken
 from .step import need_space
 from .weights import Weight, adapter_tensors, differences, digest, export_bytes, write_weights
@@ -74,7 +75,7 @@ def bytes_needed(model: PreTrainedModel | PeftModel, spec: JobSpec, kind: Kind) 
     """The approximate size of an export on disk."""
     if kind == "final" and isinstance(model, PeftModel):
         return sum(weight.numel() * weight.element_size() for weight in adapter_tensors(model).values())
-    return export_bytes(model, _dtype(spec))
+    return export_bytes(model, _dtype(spec, kind))
 
 
 def take_sample(
@@ -115,7 +116,8 @@ def export(
     """Write `<checkpoint_dir>/<kind>` to a staging directory, verify, fsync and rename it. A collective.
 
     `final` is the model, under LoRA the adapter alone; `merged` the model with the adapter merged into its weights.
-    With `dtype` bf16 or fp16 a whole model is written in it, half the size of the fp32 weights it was trained in.
+    With `dtype` bf16 or fp16 a whole model is written in it, half the size of the fp32 weights it was trained in; and
+    `merged` in that of its base model (`export_dtype`).
 
     Args:
         sample: of `model`, for the comparison.
@@ -139,9 +141,9 @@ def export(
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
         if kind == "final" and isinstance(model, PeftModel):
-            file, expected = _ADAPTER, _write_adapter(model, staging, heartbeat)
+            file, expected = _ADAPTER, _write_adapter(model, spec, staging, heartbeat)
         else:
-            file, expected = SAFE_WEIGHTS_NAME, _write_model(model, spec, staging, heartbeat)
+            file, expected = SAFE_WEIGHTS_NAME, _write_model(model, spec, kind, staging, heartbeat)
         if ranks.rank() != 0:
             return None
         tokenizer.save_pretrained(staging)
@@ -168,7 +170,9 @@ def export(
     return Exported(target, difference, unchecked_reason)
 
 
-def _write_adapter(model: PeftModel, directory: Path, heartbeat: Callable[[], None]) -> dict[str, Weight]:
+def _write_adapter(
+    model: PeftModel, spec: JobSpec, directory: Path, heartbeat: Callable[[], None]
+) -> dict[str, Weight]:
     # An adapter is small enough for rank 0 to hold all of it.
     state: dict[str, torch.Tensor] = {}
     for name, weight in adapter_tensors(model).items():
@@ -179,26 +183,27 @@ def _write_adapter(model: PeftModel, directory: Path, heartbeat: Callable[[], No
     if ranks.rank() != 0:
         return {}
     model.save_pretrained(directory, selected_adapters=["default"], state_dict=state)
+    write_card(directory, spec)
     return {name: digest(weight) for name, weight in get_peft_model_state_dict(model, state_dict=state).items()}
 
 
 def _write_model(
-    model: PreTrainedModel | PeftModel, spec: JobSpec, directory: Path, heartbeat: Callable[[], None]
+    model: PreTrainedModel | PeftModel, spec: JobSpec, kind: Kind, directory: Path, heartbeat: Callable[[], None]
 ) -> dict[str, Weight]:
     if ranks.rank() == 0:
         plain = model.get_base_model() if isinstance(model, PeftModel) else model
         # Training switched the cache off, without which the exported model would generate slowly.
         plain.config.use_cache = True
-        write_configuration(plain, directory, _dtype(spec))
-    return write_weights(model, directory, _dtype(spec), heartbeat)
+        write_configuration(plain, directory, _dtype(spec, kind))
+    return write_weights(model, directory, _dtype(spec, kind), heartbeat)
 
 
-def _dtype(spec: JobSpec) -> torch.dtype:
-    return DTYPES[spec.compute.dtype]
+def _dtype(spec: JobSpec, kind: Kind) -> torch.dtype:
+    return DTYPES[export_dtype(spec, kind)]
 
 
 def _insufficient_memory(model: PreTrainedModel | PeftModel, spec: JobSpec, kind: Kind) -> str | None:
-    needed, there = export_bytes(model, _dtype(spec)), available_memory()
+    needed, there = export_bytes(model, _dtype(spec, kind)), available_memory()
     if needed <= there:
         return None
     return (
@@ -245,19 +250,19 @@ def _check_logits(
             raise _failed(kind, problem) from error
         raise JobFailure(Reason.invalid_model, _thrown_away(kind, problem)) from error
     difference = logits_difference(sample.logits, found, is_reward=spec.trains_reward)
-    explained = explained_by_rounding(spec)
+    explained = explained_by_rounding(spec, kind)
     if not difference <= explained:  # nor a NaN
         raise _failed(
             kind,
             f"loaded from its files it gives other logits than the trained model: they differ by {difference:.2g} of "
-            f"their scale, where rounding in {spec.compute.dtype} explains {explained:g}",
+            f"their scale, where rounding in {export_dtype(spec, kind)} explains {explained:g}",
         )
     return difference
 
 
-def explained_by_rounding(spec: JobSpec) -> float:
+def explained_by_rounding(spec: JobSpec, kind: Kind) -> float:
     """Up to which fraction of their scale the logits of an export may differ."""
-    return ROUNDING[spec.compute.dtype] * (_WHERE_QUANTIZED if spec.train.qat else 1)
+    return ROUNDING[export_dtype(spec, kind)] * (_WHERE_QUANTIZED if spec.train.qat else 1)
 
 
 def logits_difference(expected: torch.Tensor, found: torch.Tensor, *, is_reward: bool = False) -> float:

@@ -39,6 +39,9 @@ _ABSENT: dict[str, Any] = {"rank_pattern": {}, "alpha_pattern": {}, "modules_to_
 """Entries that a merged adapter cannot have."""
 
 
+_FIRST = "merge it into its base first (trl-remote adapter merge DIR -o MODEL)"
+
+
 def merge(spec: MergeSpec) -> dict[str, Any]:
     """Write the merge of `spec.inputs` to `spec.output`, which appears when it is complete.
 
@@ -55,7 +58,7 @@ def merge(spec: MergeSpec) -> dict[str, Any]:
         kinds = {one.kind for one in inputs}
         if len(kinds) > 1:
             adapter = next(one for one in inputs if one.kind == "adapter")
-            raise _refusal(f"{adapter.given} is an adapter, and others are whole models: merge it into its base first")
+            raise _refusal(f"{adapter.given} is an adapter, and others are whole models: {_FIRST}")
         base = _Weights(spec.base, stack) if spec.base is not None else None
         planned = _planned_adapter(spec, inputs) if kinds == {"adapter"} else _planned_model(spec, inputs, base)
         staging = spec.output.with_name(f".{spec.output.name}.merging-{os.getpid()}")
@@ -163,7 +166,7 @@ def _planned_model(spec: MergeSpec, inputs: list[_Weights], base: _Weights | Non
     if not differences:
         _check_shares(spec, "models")
     if base is not None and base.kind == "adapter":
-        raise _refusal(f"the base {base.given} is an adapter: name the whole model")
+        raise _refusal(f"the base {base.given} is an adapter: name the whole model, or {_FIRST}")
     models = [*inputs, *([base] if base else [])]
     has_own_head = _has_own_head(models)
     first = inputs[0]

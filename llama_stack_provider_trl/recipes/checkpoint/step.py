@@ -60,6 +60,7 @@ from ..distributed.workers import Workers
 from ..model.fsdp import reshard
 from ..model.saving import write_configuration
 from . import optimizer_state, shards, transfer
+from .adapter_card import write_card
 from .fencing import FencingToken
 from .host_copy import HostCopy
 from .optimizer_state import reading
@@ -233,6 +234,7 @@ class Saver:
                         state_dict={**_untrained(model), **_whole_modules(model)},
                         save_embedding_layers=False,
                     )
+                    write_card(staging, self.spec)
                 else:
                     write_configuration(model, staging)
                     if snapshot.generation is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import JobFailure
 from ...specs.events import Reason
+from .token_texts import TokenTexts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,7 +35,7 @@ def check_embedded(
     largest = max(ids, default=-1)
     if largest < embeddings:
         return
-    token = str(tokenizer.convert_ids_to_tokens(largest))[:100]
+    token = TokenTexts(tokenizer).of([largest])[0]
     raise JobFailure(
         reason,
         f"{name}: the tokenizer gives id {largest} for the token {token!r}, and the model has {embeddings} embeddings. "

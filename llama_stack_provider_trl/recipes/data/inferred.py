@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from jinja2 import TemplateError
@@ -23,6 +24,7 @@ from .forms import without_thought
 from .marks import common_prefix
 from .tables import IGNORED
 from .templates import rendered, rendered_ids
+from .token_texts import TokenTexts
 from .tokenize import Encoded
 from .turns import trained_numbers
 
@@ -243,8 +245,12 @@ class Inference:
         """A token with its id, and the text that begins with it."""
         if at >= len(ids):
             return "its end"
-        one, text = _cut(self._decoded(ids[at : at + 1])), _cut(self._decoded(ids[at : at + _SHOWN_TOKENS]))
+        one, text = (_cut("".join(self._texts.of(ids[at : at + count]))) for count in (1, _SHOWN_TOKENS))
         return f"{one} (id {ids[at]}{f' of {text}' if text != one else ''})"
+
+    @cached_property
+    def _texts(self) -> TokenTexts:
+        return TokenTexts(self.chat.tokenizer)
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return str(self.chat.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))

@@ -88,6 +88,8 @@ def read_pieces(document: dict[str, Any], vocabulary: dict[str, int], special: S
     """
     decoders = list(_parts(document.get("decoder")))
     kinds = {part["type"] for part in decoders}
+    if not kinds:  # it writes the same tokens, only its own `decode` gives their letters
+        kinds = {part["type"] for part in _parts(document.get("pre_tokenizer"))}
     if "ByteLevel" in kinds:
         write = _byte_level
     elif "ByteFallback" in kinds:
@@ -108,11 +110,12 @@ def read_pieces(document: dict[str, Any], vocabulary: dict[str, int], special: S
     return Pieces(tuple(texts), tuple(written), begins_with_space=strips)
 
 
-def _parts(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    if decoder is None:
+def _parts(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """A decoder or pre-tokenizer, and those that it is a sequence of."""
+    if component is None:
         return
-    yield decoder
-    for part in decoder.get("decoders") or ():
+    yield component
+    for part in (*(component.get("decoders") or ()), *(component.get("pretokenizers") or ())):
         yield from _parts(part)
 
 

@@ -433,19 +433,29 @@ def load_adapter(spec: JobSpec, adapter: Path, *, as_trained: bool = False) -> P
         base = load_model(source, replace(storage, is_deferred=False), torch.device("cpu"))
         quantization.prepare_4bit_base(base)
     else:
-        check_weights(source, is_reward=spec.trains_reward)
-        check_weights_index(source.location, source.revision)
-        auto, head = auto_class(load_config(source), is_reward=spec.trains_reward)
-        base = auto.from_pretrained(
-            source.location,
-            dtype=DTYPES[spec.frozen_dtype],
-            **head,
-            **_generation(source),
-            **source_arguments(source),
-        )
-        _name(base, source)
-        untie(base, source, lambda _: None)
+        base = load_whole(source, DTYPES[spec.frozen_dtype], is_reward=spec.trains_reward)
     return PeftModel.from_pretrained(base, adapter)
+
+
+def load_whole(source: ModelSource, dtype: torch.dtype, *, is_reward: bool = False) -> PreTrainedModel:
+    """A model as it is on disk, in CPU memory.
+
+    Raises:
+        JobFailure: invalid_model.
+    """
+    check_weights(source, is_reward=is_reward)
+    check_weights_index(source.location, source.revision)
+    auto, head = auto_class(load_config(source), is_reward=is_reward)
+    base: PreTrainedModel = auto.from_pretrained(
+        source.location,
+        dtype=dtype,
+        **head,
+        **_generation(source),
+        **source_arguments(source),
+    )
+    _name(base, source)
+    untie(base, source, lambda _: None)
+    return base
 
 
 def quantize(spec: JobSpec, model: PreTrainedModel) -> dict[str, Any] | None:

@@ -25,12 +25,13 @@ from transformers.trainer_utils import align_special_tokens
 
 from ...errors import JobFailure
 from ...specs.events import Reason
-from ...specs.job import JobSpec
+from ...specs.job import Dtype, JobSpec
 from .agreement import read_generation_config
 from .loading import DTYPES, adapter_config, load_config, outline
 
 Kind = Literal["final", "merged"]
 
+_NAMES: dict[torch.dtype | str | None, Dtype] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 UNLOADABLE = (
     OSError,
     ValueError,
@@ -51,6 +52,18 @@ def exports(spec: JobSpec) -> tuple[Kind, ...]:
     if spec.work is not None:
         return ()
     return ("final", "merged") if spec.lora and spec.train.merge_adapter else ("final",)
+
+
+def export_dtype(spec: JobSpec, kind: Kind) -> Dtype:
+    """In which numbers an export is written: those of the job, and `merged` in those of its base model where the job
+    computes in fp32 and the base has fewer bits, since nobody asked for a base of twice the size.
+
+    Raises:
+        JobFailure: invalid_model.
+    """
+    if kind == "merged" and spec.compute.dtype == "fp32":
+        return _NAMES.get(load_config(spec.source).dtype, "fp32")
+    return spec.compute.dtype
 
 
 def write_configuration(model: PreTrainedModel, directory: Path, dtype: torch.dtype | None = None) -> None:
@@ -149,7 +162,7 @@ def _try_model(spec: JobSpec, tokenizer: PreTrainedTokenizerBase, directory: Pat
         model.generation_config = read_generation_config(spec.source).config
     model.name_or_path = spec.source.model
     align_special_tokens(model, tokenizer)  # as Trainer does
-    write_configuration(model, directory, DTYPES[spec.compute.dtype])
+    write_configuration(model, directory, DTYPES[export_dtype(spec, "merged" if spec.lora else "final")])
     try:
         written = AutoConfig.from_pretrained(directory, trust_remote_code=spec.source.trust_remote_code)
         if model.can_generate():

@@ -475,7 +475,7 @@ class DatasetRegistry:
                 await in_work_thread(held.add, digest)
                 if not await self._blobs.holds(digest):
                     raise InvalidRequest("source.sha256", digest, "PUT the rows to /v1/blobs/{sha256} first")
-                sha256 = digest
+                sha256, num_rows = digest, await self._count(body.dataset_id, digest)
             case UriSource(uri=uri):
                 with await in_work_thread(self._readable, uri):
                     pass
@@ -487,6 +487,12 @@ class DatasetRegistry:
             metadata=metadata,
         )
         return Entry(dataset=dataset, registered_at=time.time(), sha256=sha256, num_rows=num_rows)
+
+    async def _count(self, dataset_id: str, sha256: str) -> int:
+        try:
+            return await self._blobs.count(sha256)
+        except OSError as error:
+            raise StoreError(f"the rows of dataset {dataset_id!r} cannot be read: {error}") from error
 
     def _keep(self, dataset_id: str, stored: StoredRows, held: HeldRows) -> None:
         held.add(stored.sha256)

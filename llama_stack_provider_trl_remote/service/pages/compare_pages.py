@@ -41,7 +41,8 @@ async def compare_page(
         "most": MOST,
         "different": [one for one in settings if one.differs],
         "same": [one for one in settings if not one.differs],
-        "followed": {one.job_uuid: JobState(one.resources_allocated["state"]) not in TERMINAL for one in jobs},
+        # Pairs: keys of an object have no order of their own, and colours follow that of the table.
+        "followed": [[one.job_uuid, JobState(one.resources_allocated["state"]) not in TERMINAL] for one in jobs],
     }
     return page(request, "compare.html", **values)
 

@@ -62,6 +62,7 @@ async def log_page(
     ranks = job_view.logs_of(status)
     values: dict[str, Any] = {"job_uuid": job_uuid, "rank": rank, "attempt": attempt or max(attempts, default=1)}
     values |= {"state": status.resources_allocated["state"], "most": _MORE_BYTES}
+    values["followed"] = not status.resources_allocated.get("search")
     return page(request, "log.html", log=log, attempts=attempts, ranks=ranks, **values)
 
 
@@ -82,7 +83,8 @@ async def checkpoint_page(
     loop = asyncio.get_running_loop()
     arguments = (store, digests, job_uuid, identifier)
     found = await loop.run_in_executor(digests.threads, list_files, *arguments)
-    return page(request, "checkpoint.html", job_uuid=job_uuid, checkpoint=found)
+    pull = job_view.pull_command(job_uuid, found.identifier, str(request.base_url).rstrip("/"))
+    return page(request, "checkpoint.html", job_uuid=job_uuid, checkpoint=found, pull=pull)
 
 
 @router.post("/cancel", dependencies=[USERS_FORM])

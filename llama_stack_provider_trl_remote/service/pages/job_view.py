@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -108,6 +109,7 @@ def values(
         "export": export,
         "exports": exports,
         "export_command": export_commands(status.job_uuid, url),
+        "epochs": epochs_of(status),
         "is_running": state in ACTIVE,
         "has_ended": state in TERMINAL,
         "can": {
@@ -157,6 +159,32 @@ def marks_of(
 def path_of(job_uuid: str) -> str:
     """The address of a job's page."""
     return f"/jobs/{quote(job_uuid, safe='')}"
+
+
+def pull_command(job_uuid: str, identifier: str, url: str) -> str:
+    """The command that downloads a checkpoint into a new directory of its name.
+
+    Args:
+        url: of the service.
+    """
+    directory = re.sub(r"[^\w.-]+", "-", identifier).lstrip("-.") or "checkpoint"
+    checkpoint = ("--checkpoint", identifier)
+    return shlex.join(("trl-remote", "jobs", "pull", "--url", url, *checkpoint, "--", job_uuid, directory))
+
+
+def epochs_of(status: PostTrainingJobStatusResponse) -> dict[str, float | None]:
+    """Identifier of each checkpoint -> passes over the rows that it had done, 1.0 after the first, as samples have it;
+    None: not known. Those without a step in their name are of the last one."""
+    found = status.resources_allocated
+    progress, passes = found.get("progress") or {}, found["effective_config"].get("n_epochs")
+    known: dict[str, float | None] = {}
+    for one in status.checkpoints:
+        step, total = _STEP.search(one.identifier), progress.get("total_steps")
+        if step is None:
+            known[one.identifier] = progress.get("epoch")
+        else:
+            known[one.identifier] = int(step[1]) * passes / total if passes and total else None
+    return known
 
 
 def logs_of(status: PostTrainingJobStatusResponse) -> list[str]:

@@ -8,14 +8,16 @@ from typing import NamedTuple
 from llama_stack_provider_trl.specs.events import PreviewedRow
 from llama_stack_provider_trl.specs.previewed import composition_sentence, turn_sentence
 
-_SHOWN = {"\n": "↵\n", "\r": "␍", "\t": "⇥", "": "∅"}
+_SHOWN = {"\n": "↵\n", "\r": "␍", "\t": "⇥"}
 """Characters that a reader would not see -> what stands for them."""
+PART = "·"
+"""Stands for a token that has only further bytes of a character before it."""
 
 
 class ShownToken(NamedTuple):
     text: str
     kind: str
-    """Classes of its element: loss, special, cut."""
+    """Classes of its element: loss, special, cut, part."""
     id: int
 
 
@@ -30,7 +32,7 @@ def parts_of(row: PreviewedRow) -> list[ShownPart]:
     marks = list(zip(row.ids, row.texts, row.trained, row.special, row.kept, strict=False))
     for name, length in row.parts.items():
         tokens = [
-            ShownToken(_visible(text), _kind(trained, special, kept), token)
+            ShownToken(_visible(text), _kind(text, trained, special, kept), token)
             for token, text, trained, special, kept in marks[begin : begin + length]
         ]
         begin += length
@@ -45,15 +47,13 @@ def sentences_of(row: PreviewedRow) -> tuple[str, list[str]]:
     return composition_sentence(values), [turn_sentence(turn) for turn in values["turns"]]
 
 
-def _kind(trained: str, special: str, kept: str) -> str:
-    marks = (("loss", trained == "1"), ("special", special == "1"), ("cut", kept == "0"))
+def _kind(text: str, trained: str, special: str, kept: str) -> str:
+    marks = (("loss", trained == "1"), ("special", special == "1"), ("cut", kept == "0"), ("part", not text))
     return " ".join(name for name, is_so in marks if is_so)
 
 
 def _visible(text: str) -> str:
-    if not text:
-        return _SHOWN[""]
-    return "".join(_SHOWN.get(character, character) for character in text)
+    return "".join(_SHOWN.get(character, character) for character in text) or PART
 
 
 def left_out(rows: Sequence[PreviewedRow]) -> int:

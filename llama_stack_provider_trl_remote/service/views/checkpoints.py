@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from llama_stack_provider_trl.jobs.decisions.states import TERMINAL
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.checkpoint_files import is_directory
 from llama_stack_provider_trl.stack.responses import checkpoint_response
@@ -146,5 +147,5 @@ def _find(store: Store, job_uuid: str, identifier: str) -> tuple[str, Path]:
             if not is_directory(record.path):  # the training may have put a symbolic link there
                 raise NotFound(f"the directory of checkpoint {shown_as!r} is gone: {record.path}")
             return shown_as, record.path
-    names = ", ".join(listed) or "none yet"
+    names = ", ".join(listed) or ("none" if job.state in TERMINAL else "none yet")
     raise NotFound(f"job {job_uuid!r} has no checkpoint {identifier!r}; its checkpoints: {names}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState
 from llama_stack_provider_trl.jobs.store.reader import read_samples
 from llama_stack_provider_trl.jobs.store.records import SamplesRecord
 from llama_stack_provider_trl.jobs.store.store import Store
@@ -23,6 +23,7 @@ class SideBySide(NamedTuple):
     prompts: list[list[PromptMessage]]
     sets: list[SampleSet]
     state: JobState
+    has_ended: bool
     cursor: str
     """Behind the events that are reflected here."""
     older: int | None
@@ -57,7 +58,8 @@ def side_by_side(store: Store, job_uuid: str, skip: int) -> SideBySide:
         last, _ = read_samples(store, job_uuid, 1, total - 1) if total > 1 else ([], 0)
     sets = [_shown(one) for one in (*first, *between, *last)]
     older = skip + COLUMNS if begin > 1 else None
-    return SideBySide(prompts, sets, state, str(cursor), older, max(0, skip - COLUMNS) if skip else None)
+    newer = max(0, skip - COLUMNS) if skip else None
+    return SideBySide(prompts, sets, state, state in TERMINAL, str(cursor), older, newer)
 
 
 def _prompts(spec: JobSpec) -> list[list[PromptMessage]]:

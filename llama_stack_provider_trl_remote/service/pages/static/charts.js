@@ -20,6 +20,20 @@ const LINE = /(.{1,70})(?:\s+|$)|(.{70})/gs;
 // A text in lines that fit beside the pointer.
 const wrapped = (text) => [...text.slice(0, LONGEST_TEXT).matchAll(LINE)].map((one) => plain(one[1] ?? one[2])).join("<br>");
 
+const UNITS = [
+  { name: "hours", seconds: 3600 },
+  { name: "minutes", seconds: 60 },
+  { name: "seconds", seconds: 1 },
+];
+
+// How a curve is drawn: a line through a single point is nothing, and points of evaluations are few.
+export const modeOf = (curve, kind) => (kind === "validation" || curve.step.length < 2 ? "lines+markers" : "lines");
+
+// Memory is in GiB on every page.
+const isMemory = (name) => name.includes("memory_bytes");
+export const valuesOf = (name, curve) =>
+  isMemory(name) ? curve.value.map((value) => (value === null ? null : value / 2 ** 30)) : curve.value;
+
 // An empty chart at the end of an element; label: for who does not see it.
 export function addChart(container, label) {
   const element = document.createElement("div");
@@ -77,7 +91,7 @@ export class Charts {
   // The choices are in the address, so that a reload and a copied link keep them.
   restore() {
     const found = new URLSearchParams(location.search);
-    if (["step", "epoch", "time"].includes(found.get("axis"))) this.axis.value = found.get("axis");
+    if (["step", "epoch", "relative", "time"].includes(found.get("axis"))) this.axis.value = found.get("axis");
     if (found.has("smoothing")) this.smoothing.value = found.get("smoothing");
     this.output.value = this.smoothing.value;
   }
@@ -94,6 +108,22 @@ export class Charts {
 
   names() {
     return new Set(this.curves.names());
+  }
+
+  // The curves of each job that is shown.
+  each() {
+    return [this.curves];
+  }
+
+  // Of relative times: that in which the longest of the jobs has at least two.
+  unit() {
+    const longest = Math.max(0, ...this.each().map((one) => one.seconds()));
+    return UNITS.find(({ seconds }) => longest >= 2 * seconds) ?? UNITS.at(-1);
+  }
+
+  // The places of a curve's points on the axis.
+  along(curves, curve) {
+    return along(curve, this.axis.value, curves.begin(), this.unit());
   }
 
   // Charts, with the metrics of each.
@@ -150,15 +180,14 @@ export class Charts {
     for (const kind of ["train", "validation"]) {
       const curve = (zoomed?.[kind] ?? Object.fromEntries(this.curves.metrics[kind]))[name];
       if (!curve?.step.length) continue;
-      const x = along(curve, this.axis.value);
+      const x = this.along(this.curves, curve);
       const label = plain(kind === "validation" ? `${legendOf(name)} (validation)` : legendOf(name));
       const line = { width: 1.5 };
       if (name !== "loss" || kind === "validation") {
-        const mode = kind === "validation" ? "lines+markers" : "lines";
-        found.push({ x, y: curve.value, name: label, mode, type: "scatter", line });
+        found.push({ x, y: valuesOf(name, curve), name: label, mode: modeOf(curve, kind), type: "scatter", line });
         continue;
       }
-      found.push({ x, y: curve.value, name: "loss", mode: "lines", type: "scatter", line: { width: 1 }, opacity: 0.4 });
+      found.push({ x, y: curve.value, name: "loss", mode: modeOf(curve, kind), type: "scatter", line: { width: 1 }, opacity: 0.4 });
       const y = smoothed(curve.value, Number(this.smoothing.value));
       found.push({ x, y, name: "loss, smoothed", mode: "lines", type: "scatter", line: { width: 2 } });
     }
@@ -166,10 +195,12 @@ export class Charts {
   }
 
   layout(group) {
-    const axis = this.axis.value === "time" ? "time (UTC)" : this.axis.value;
-    const found = layout(group.title, axis, this.axis.value);
+    const unit = this.unit();
+    const titles = { time: "time (UTC)", relative: `${unit.name} since the first point` };
+    const axis = titles[this.axis.value] ?? this.axis.value;
+    const found = layout(group.title, axis, axis);
     if (group.title === "Learning rate") found.yaxis.exponentformat = "e";
-    if (group.title === "Memory") Object.assign(found.yaxis, { exponentformat: "SI", ticksuffix: "B" });
+    if (group.names.every(isMemory)) found.yaxis.title = { text: "GiB", standoff: 4 };
     // Marks have an axis of their own: they are at the top of a chart, whatever its values are.
     found.yaxis2 = { overlaying: "y", range: [0, 1], fixedrange: true, visible: false };
     found.shapes = this.placed().map(({ kind, x }) => ({
@@ -181,7 +212,7 @@ export class Charts {
 
   // The marks that have a place on the axis.
   placed() {
-    const found = this.marks.map((mark) => ({ ...mark, x: this.curves.place(mark.step, this.axis.value) }));
+    const found = this.marks.map((mark) => ({ ...mark, x: this.curves.place(mark.step, this.axis.value, this.unit()) }));
     return found.filter(({ x }) => x !== null && x !== undefined);
   }
 
@@ -226,7 +257,7 @@ export class Charts {
 
   // What requests the points of a part of the axis; null: there are none.
   options(curves, group, from, to) {
-    const range = curves.range(group.names[0], this.axis.value, from, to);
+    const range = curves.range(group.names[0], this.axis.value, from, to, this.unit());
     if (!range) return null;
     const options = group.names.map((name) => ["metric", name]);
     return [...options, ["begin", range[0]], ...(range[1] === null ? [] : [["end", range[1]]]), ["points", 4000]];

@@ -1,13 +1,14 @@
 // Several jobs over each other: their curves as they grow, and their states.
-import { Charts, COLORS, plain } from "./charts.js";
-import { along, Curves, smoothed } from "./curves.js";
+import { Charts, COLORS, modeOf, plain, valuesOf } from "./charts.js";
+import { Curves, smoothed } from "./curves.js";
 import { Parts } from "./parts.js";
 import { Stream } from "./stream.js";
 
 const live = document.getElementById("live");
 const found = document.getElementById("jobs");
-const followed = found ? JSON.parse(found.textContent) : {};
-const curves = new Map(Object.keys(followed).map((job) => [job, new Curves()]));
+// Each job, in the order of the tables, and whether it runs.
+const followed = new Map(found ? JSON.parse(found.textContent) : []);
+const curves = new Map([...followed.keys()].map((job) => [job, new Curves()]));
 const parts = new Parts(["states"]);
 
 async function fetchSeries(job, options = {}) {
@@ -28,16 +29,20 @@ class Overlaid extends Charts {
     return names.map((name) => ({ title: name, names: [name] }));
   }
 
+  each() {
+    return [...curves.values()];
+  }
+
   traces(name, zoomed) {
     return [...curves].flatMap(([job, all], number) => {
       const color = COLORS[number % COLORS.length];
       return ["train", "validation"].flatMap((kind) => {
         const curve = zoomed?.[job] ? zoomed[job][kind][name] : all.metrics[kind].get(name);
         if (!curve?.step.length) return [];
-        const x = along(curve, this.axis.value);
+        const x = this.along(all, curve);
         const label = plain(kind === "validation" ? `${job} (validation)` : job);
         const line = { color, width: 2, dash: kind === "validation" ? "dot" : "solid" };
-        const whole = { x, y: curve.value, name: label, mode: "lines", type: "scatter", line };
+        const whole = { x, y: valuesOf(name, curve), name: label, mode: modeOf(curve, kind), type: "scatter", line };
         if (name !== "loss" || kind === "validation") return [whole];
         const raw = { ...whole, line: { color, width: 1 }, opacity: 0.25, showlegend: false, hoverinfo: "skip" };
         return [raw, { ...whole, y: smoothed(curve.value, Number(this.smoothing.value)) }];
@@ -56,7 +61,7 @@ class Overlaid extends Charts {
   }
 }
 
-const charts = window.Plotly && new Overlaid(null, [], fetchSeries);
+const charts = curves.size && window.Plotly && new Overlaid(null, [], fetchSeries);
 
 async function begin() {
   const cursors = new Map();
@@ -73,7 +78,7 @@ async function begin() {
   }
   live.textContent = "";
   show();
-  const running = Object.keys(followed).filter((job) => followed[job]);
+  const running = [...followed.keys()].filter((job) => followed.get(job));
   if (!running.length) return;
   new Stream(running, running.map((job) => cursors.get(job)).join("~"), {
     event: onEvent,

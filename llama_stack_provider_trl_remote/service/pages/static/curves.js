@@ -27,6 +27,22 @@ export class Curves {
     for (const kind of ["train", "validation"]) this.metrics[kind] = new Map(Object.entries(series[kind]));
   }
 
+  #times() {
+    const all = Object.values(this.metrics).flatMap((metrics) => [...metrics.values()]);
+    return all.filter((curve) => curve.time.length).map(({ time }) => [time[0], time.at(-1)]);
+  }
+
+  // When the job has its first point, in seconds since 1970.
+  begin() {
+    return Math.min(...this.#times().map(([first]) => first));
+  }
+
+  // From its first point to its last one; 0: it has none.
+  seconds() {
+    const times = this.#times();
+    return times.length ? Math.max(...times.map(([, last]) => last)) - this.begin() : 0;
+  }
+
   // One message of the stream. Returns the names of the metrics that have changed.
   add({ event, point, superseded_after: last }) {
     if (last !== undefined) return this.#cut(last);
@@ -49,20 +65,22 @@ export class Curves {
   }
 
   // Where on the axis a step is: of the nearest point before it, or the first one.
-  place(step, axis) {
+  place(step, axis, unit) {
     const curve = this.metrics.train.get("loss") ?? [...this.metrics.train.values()][0];
     if (axis === "step" || !curve?.step.length) return axis === "step" ? step : null;
-    return along(curve, axis)[Math.max(0, curve.step.findLastIndex((one) => one <= step))];
+    return along(curve, axis, this.begin(), unit)[Math.max(0, curve.step.findLastIndex((one) => one <= step))];
   }
 
   // The steps between two places of the axis, one point more on each side.
-  range(name, axis, from, to) {
+  range(name, axis, from, to, unit) {
     const curve = this.metrics.train.get(name) ?? this.metrics.validation.get(name);
     if (!curve?.step.length) return null;
     if (axis === "step") return [Math.max(0, Math.floor(from)), Math.max(0, Math.ceil(to))];
-    const [low, high] = axis === "time" ? [seconds(from), seconds(to)] : [from, to];
-    const first = Math.max(0, curve[axis].findLastIndex((place) => place <= low));
-    const last = curve[axis].findIndex((place) => place >= high);
+    const places = axis === "epoch" ? curve.epoch : curve.time;
+    const bounds = { epoch: Number, time: seconds, relative: (place) => this.begin() + place * unit?.seconds };
+    const [low, high] = [from, to].map(bounds[axis]);
+    const first = Math.max(0, places.findLastIndex((place) => place <= low));
+    const last = places.findIndex((place) => place >= high);
     return [curve.step[first], last < 0 ? null : curve.step[last]];
   }
 
@@ -93,8 +111,9 @@ function seconds(text) {
   return Date.parse(`${day}T${clock.includes(":") ? clock : `${clock}:00`}Z`) / 1000;
 }
 
-// The places of a curve's points on an axis; of time as plotly takes them.
-export function along(curve, axis) {
+// The places of a curve's points on an axis; of time as plotly takes them, and of relative time in units since `begin`.
+export function along(curve, axis, begin, unit) {
+  if (axis === "relative") return curve.time.map((one) => (one - begin) / unit.seconds);
   if (axis === "time") return curve.time.map((one) => new Date(one * 1000).toISOString());
   return curve[axis];
 }

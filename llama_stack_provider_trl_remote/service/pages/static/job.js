@@ -4,6 +4,7 @@ import { Curves } from "./curves.js";
 import { followLog } from "./logs.js";
 import { Parts } from "./parts.js";
 import { Stream } from "./stream.js";
+import { duration, number, size } from "./texts.js";
 
 const main = document.getElementById("main");
 const job = main.dataset.job;
@@ -36,12 +37,7 @@ async function fetchSeries(options = {}) {
   return answer.json();
 }
 
-const shown = {
-  loss: (value) => value.toPrecision(5),
-  tokens_per_second: (value) => value.toPrecision(5),
-  epoch: (value) => value.toPrecision(5),
-  peak_memory_bytes: (value) => `${(value / 2 ** 20).toFixed(0)} MiB`,
-};
+const shown = { loss: number, tokens_per_second: number, epoch: number, peak_memory_bytes: size };
 
 function onEvent(_, message) {
   const { event } = message;
@@ -80,14 +76,6 @@ async function thinOut() {
   }
 }
 
-function duration(exact) {
-  if (exact === undefined) return "";
-  const seconds = Math.round(exact);
-  const [hours, minutes] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60];
-  if (hours) return `${hours} h ${minutes} min`;
-  return minutes ? `${minutes} min ${seconds % 60} s` : `${seconds} s`;
-}
-
 function onState(_, found) {
   if (found === "deleted") location.assign("/");
   else if (found !== state()) parts.refresh();
@@ -116,7 +104,8 @@ async function begin() {
     onLive();
     if (ENDED.includes(state())) return;
     new Stream([job], series.next, { event: onEvent, state: onState, lost: onLost, live: onLive });
-    followLog(log, `${path}/logs?tail=200&size=65536`, rendered, () => (lost ? null : state()));
+    // A search has no log: each of its trials has.
+    if (log.dataset.followed !== undefined) followLog(log, `${path}/logs?tail=200&size=65536`, rendered, () => (lost ? null : state()));
   } catch {
     onLost();
     setTimeout(begin, 2000);

@@ -1,7 +1,7 @@
 // The page of a log: what its rank writes is added while the job runs.
 import { followLog } from "./logs.js";
 
-const { job, rank, attempt, state: shown } = document.getElementById("main").dataset;
+const { job, rank, attempt, state: shown, followed } = document.getElementById("main").dataset;
 const live = document.getElementById("live");
 const log = document.getElementById("log");
 const SIZE = 2 ** 20; // as much as the page has
@@ -20,4 +20,5 @@ async function state() {
 }
 
 const query = new URLSearchParams({ rank, attempt, tail: 5000, size: SIZE });
-followLog(log, `/v1/post-training/jobs/${encodeURIComponent(job)}/logs?${query}`, shown, state);
+// A search has no log: each of its trials has.
+if (followed !== undefined) followLog(log, `/v1/post-training/jobs/${encodeURIComponent(job)}/logs?${query}`, shown, state);

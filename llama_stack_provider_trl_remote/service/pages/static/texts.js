@@ -1,0 +1,29 @@
+// Values as texts, the same as the service renders them (rendering.py): an update changes no unit and no form.
+
+// A number with five digits, as Python's format `.5g`.
+export function number(value) {
+  if (!Number.isFinite(value)) return "";
+  const size = Math.abs(value);
+  const [digits, exponent] = (size && size < 1e-4 ? value.toExponential(4) : value.toPrecision(5)).split("e");
+  const short = digits.includes(".") ? digits.replace(/\.?0+$/, "") : digits;
+  return exponent ? `${short}e${exponent[0]}${exponent.slice(1).padStart(2, "0")}` : short;
+}
+
+// Bytes as KiB, MiB, GiB or TiB.
+export function size(value) {
+  let left = value;
+  for (const unit of ["bytes", "KiB", "MiB", "GiB"]) {
+    if (left < 1024) return `${left.toFixed(unit === "bytes" ? 0 : 1)} ${unit}`;
+    left /= 1024;
+  }
+  return `${left.toFixed(1)} TiB`;
+}
+
+// Seconds as hours, minutes and seconds, without leading zeros; empty: not known.
+export function duration(exact) {
+  if (exact === undefined) return "";
+  const seconds = Math.round(exact);
+  const [hours, minutes] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60];
+  if (hours) return `${hours} h ${minutes} min`;
+  return minutes ? `${minutes} min ${seconds % 60} s` : `${seconds} s`;
+}
