@@ -45,21 +45,41 @@ class DpoMethod(_OpenAIBody):
     """The same, and beta."""
 
 
+class ReinforcementHyperparameters(Hyperparameters):
+    compute_multiplier: Annotated[float, Field(gt=0, le=100)] | Auto | None = None
+    """Multiplies the answers to each prompt that `openai.models` has for the model."""
+    eval_interval: Auto | None = None
+    """auto: nothing is evaluated while it trains."""
+    eval_samples: Auto | None = None
+    """auto, as `eval_interval`."""
+    reasoning_effort: Literal["default"] | None = None
+    """default: the model thinks as its chat template has it."""
+
+
+class ReinforcementMethod(_OpenAIBody):
+    grader: Annotated[dict[str, Any], CheckedElsewhere()]
+    """What rewards an answer: string_check, text_similarity, multi or, where the operator allows it, python."""
+    hyperparameters: ReinforcementHyperparameters | None = None
+    """The same, and compute_multiplier."""
+
+
 class FineTuningMethod(_OpenAIBody):
     type: Literal["supervised", "dpo", "reinforcement"]
-    """supervised or dpo. reinforcement is refused."""
+    """supervised, dpo or reinforcement."""
     supervised: SupervisedMethod | None = None
     """With type supervised."""
     dpo: DpoMethod | None = None
     """With type dpo."""
-    reinforcement: Annotated[dict[str, Any] | None, CheckedElsewhere()] = None
-    """Refused."""
+    reinforcement: ReinforcementMethod | None = None
+    """With type reinforcement, which needs it."""
 
     @model_validator(mode="after")
     def _only_its_own(self) -> FineTuningMethod:
         for name in ("supervised", "dpo", "reinforcement"):
             if name != self.type and getattr(self, name) is not None:
                 raise ValueError(f"{name} is there, and type is {self.type!r}: send the block of that type only")
+        if self.type == "reinforcement" and self.reinforcement is None:
+            raise ValueError("reinforcement is missing: send {grader, hyperparameters} in it")
         return self
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -17,7 +18,16 @@ from ..service.http.errors import OpenAIRefused
 from ..service.jobs.submissions import Submissions
 from ..service.openai_settings import OpenAIModel
 from ..service.security.access import Caller
-from .bodies import MARK, CreateFineTuningJob, DpoHyperparameters, Hyperparameters
+from .bodies import (
+    MARK,
+    CreateFineTuningJob,
+    DpoHyperparameters,
+    DpoMethod,
+    Hyperparameters,
+    ReinforcementHyperparameters,
+    ReinforcementMethod,
+    SupervisedMethod,
+)
 from .files import OpenAIFiles
 from .names import JOB, Called, new_job, request_prefix
 
@@ -28,6 +38,8 @@ answer, and at most 8 s between its tries."""
 _KEPT_CHECKPOINTS = 3
 """As many as OpenAI keeps, beside the result."""
 _RANDOM = 2**31
+GRADED = "grader"
+"""Name of the reward of a grader, in metrics."""
 _PARAMS = {
     "model": "model",
     "training_config.n_epochs": "method.hyperparameters.n_epochs",
@@ -89,11 +101,12 @@ class FineTuning:
         try:
             await self._submissions.submit(request, caller)
         except InvalidRows as error:
-            named = body.validation_file is not None and body.validation_file in str(error)
-            param = "validation_file" if named else "training_file"
+            is_other = body.validation_file is not None and body.validation_file in str(error)
+            param = "validation_file" if is_other else "training_file"
             raise OpenAIRefused(str(error), param, f"invalid_{param}") from error
         except InvalidRequest as error:
-            raise OpenAIRefused(str(error), _PARAMS.get(error.field, error.field), "invalid_value") from error
+            named = InvalidRequest(_param_of(error.field), error.value, error.hint)
+            raise OpenAIRefused(str(named), named.field, "invalid_value") from error
 
     def _base(self, model: str) -> tuple[str, str]:
         """The name of `openai.models`, and the model to train as the engine names it.
@@ -120,6 +133,12 @@ class FineTuning:
         )
 
 
+def _param_of(field: str) -> str:
+    """The field of OpenAI's request for one of the engine's."""
+    grader = re.fullmatch(r"algorithm_config\.rewards(?:\.0|\[0\])\.check(?:\.grader)?(.*)", field)
+    return f"method.reinforcement.grader{grader[1]}" if grader else _PARAMS.get(field, field)
+
+
 def requested(
     body: CreateFineTuningJob, name: str, alias: str, base: str, model: OpenAIModel
 ) -> SupervisedFineTuneBody | PreferenceOptimizeBody:
@@ -134,10 +153,12 @@ def requested(
         OpenAIRefused.
     """
     kind = "supervised" if body.method is None else body.method.type
-    if kind == "reinforcement":
-        raise refused_reinforcement()
     given = _given(body)
-    rate = model.learning_rate if kind == "supervised" else model.dpo_learning_rate
+    rate = {
+        "supervised": model.learning_rate,
+        "dpo": model.dpo_learning_rate,
+        "reinforcement": model.reinforcement_learning_rate,
+    }[kind]
     n_epochs = _value(given.n_epochs, model.n_epochs)
     batch_size = _value(given.batch_size, model.batch_size)
     multiplier = _value(given.learning_rate_multiplier, 1.0)
@@ -173,32 +194,39 @@ def requested(
         beta = _value(given.beta if isinstance(given, DpoHyperparameters) else None, model.beta)
         honoured["beta"] = beta
         request["algorithm_config"] = {"type": "dpo", "beta": beta}
-        if lora is not None:
-            options["lora"] = lora
+    elif kind == "reinforcement":
+        multiplier = _value(given.compute_multiplier if isinstance(given, ReinforcementHyperparameters) else None, 1.0)
+        honoured["compute_multiplier"] = multiplier
+        request["algorithm_config"] = _reinforcement(body, model, multiplier)
     elif lora is not None:
         request["algorithm_config"] = lora
+    if kind != "supervised" and lora is not None:
+        options["lora"] = lora
     called = Called(body.model, alias, body.suffix or "", {"type": kind, kind: {"hyperparameters": honoured}})
     options["metadata"] = {**(body.metadata or {}), MARK: called.text()}
     request["provider_options"] = options
-    if kind == "dpo":
+    if kind != "supervised":
         return PreferenceOptimizeBody.model_validate(request)
     return SupervisedFineTuneBody.model_validate(request)
 
 
-def refused_reinforcement() -> OpenAIRefused:
-    """The answer to a job of method reinforcement."""
-    return OpenAIRefused(
-        "method.type='reinforcement' is not supported: send supervised or dpo; "
-        "POST /v1/post-training/preference-optimize with algorithm_config.type grpo trains by rewards",
-        "method.type",
-        "unsupported_method",
-    )
+def _reinforcement(body: CreateFineTuningJob, model: OpenAIModel, multiplier: float) -> Json:
+    """GRPO with the grader as its only reward."""
+    assert body.method is not None
+    assert body.method.reinforcement is not None
+    check = {"type": "grader", "name": GRADED, "grader": body.method.reinforcement.grader}
+    return {
+        "type": "grpo",
+        "rewards": [{"check": check}],
+        "num_generations": max(2, round(model.num_generations * multiplier)),
+        "max_completion_length": model.max_completion_length,
+    }
 
 
 def _given(body: CreateFineTuningJob) -> Hyperparameters:
     if body.method is None:
         return body.hyperparameters or Hyperparameters()
-    block = body.method.supervised if body.method.type == "supervised" else body.method.dpo
+    block: SupervisedMethod | DpoMethod | ReinforcementMethod | None = getattr(body.method, body.method.type)
     return (block and block.hyperparameters) or Hyperparameters()
 
 

@@ -25,6 +25,8 @@ from llama_stack_provider_trl.specs.events import (
     Started,
     Warned,
 )
+from llama_stack_provider_trl.specs.methods import GrpoSpec
+from llama_stack_provider_trl.specs.rewards import checks_of
 
 from ..service.views.events import Cursor, Line, read_back
 from .bodies import MARK
@@ -61,7 +63,7 @@ def find_job(store: Store, job_id: str) -> tuple[JobRecord, Called]:
 def job_object(job: JobRecord, called: Called) -> Json:
     succeeded = job.state is JobState.completed
     data = job.spec.data
-    method = called.method
+    method = _method(job, called)
     return {
         "object": "fine_tuning.job",
         "id": job.job_uuid,
@@ -83,6 +85,16 @@ def job_object(job: JobRecord, called: Called) -> Json:
         "integrations": [],
         "metadata": {name: text for name, text in job.spec.metadata.items() if name != MARK},
     }
+
+
+def _method(job: JobRecord, called: Called) -> Json:
+    method = called.method
+    if method["type"] != "reinforcement" or not isinstance(job.spec.method, GrpoSpec):
+        return method
+    (check,) = checks_of(job.spec.method.rewards)
+    assert check.grader is not None
+    block = {"grader": check.grader.model_dump(mode="json"), **method["reinforcement"]}
+    return {"type": "reinforcement", "reinforcement": block}
 
 
 def event_page(store: Store, job: JobRecord, called: Called, after: str | None, limit: int) -> tuple[list[Json], bool]:

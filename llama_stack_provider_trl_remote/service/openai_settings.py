@@ -33,6 +33,12 @@ class OpenAIModel(_OpenAIBlock):
     """Learning rate of method supervised where `learning_rate_multiplier` is 1, which is also what `auto` means."""
     dpo_learning_rate: float = Field(1e-5, gt=0, le=1)
     """The same for method dpo."""
+    reinforcement_learning_rate: float = Field(1e-5, gt=0, le=1)
+    """The same for method reinforcement."""
+    num_generations: int = Field(8, ge=2, le=1000)
+    """Answers to each prompt of method reinforcement where `compute_multiplier` is 1, which `auto` means, too."""
+    max_completion_length: int = Field(512, gt=0, le=10**5)
+    """Tokens of such an answer at most."""
     beta: float = Field(0.1, gt=0, le=2)
     """What `auto` means for `beta` of method dpo."""
     lora_rank: int | None = Field(16, gt=0, le=1024)

@@ -43,9 +43,16 @@ PREFERENCES = [
 ]
 
 
+SMALL = {"num_generations": 2, "max_completion_length": 8}
+SAME = {
+    "type": "string_check", "name": "same", "operation": "like",
+    "input": "{{sample.output_text}}", "reference": "{{item.answer}}",
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingService]:
-    models = {NAME: {"model": str(tiny_model()), "learning_rate": 5e-3, "batch_size": 5, "lora_rank": 4}}
+    models = {NAME: {"model": str(tiny_model()), "learning_rate": 5e-3, "batch_size": 5, "lora_rank": 4, **SMALL}}
     with running_service(tmp_path_factory.mktemp("openai"), openai={"models": models}) as service:
         yield service
 
@@ -184,6 +191,25 @@ def test_a_dpo_job_pauses_resumes_and_is_listed_newest_first(client: OpenAI, ser
     assert (config["method"]["beta"], config["lora"]["rank"]) == (0.2, 4)
 
 
+def _reinforcement(grader: Json, **hyperparameters: Any) -> Any:
+    block = {"grader": grader, "hyperparameters": hyperparameters}
+    return {"method": {"type": "reinforcement", "reinforcement": block}}
+
+
+def test_a_job_is_rewarded_by_a_grader(client: OpenAI, service: TrainingService) -> None:
+    file = uploaded(
+        client, [{"messages": row["messages"][:1], "answer": row["messages"][-1]["content"]} for row in CHATS]
+    )
+    given = _reinforcement(SAME, n_epochs=1, batch_size=2, compute_multiplier=2)
+    job = client.fine_tuning.jobs.create(model=NAME, training_file=file, **given)
+    done = ended(client, job.id)
+    assert done.status == "succeeded", done.error
+    assert done.method.reinforcement.grader.operation == "like"
+    assert done.method.reinforcement.hyperparameters.compute_multiplier == 2
+    method = service.status(job.id)["resources_allocated"]["effective_config"]["method"]
+    assert (method["num_generations"], method["max_completion_length"]) == (4, 8)
+
+
 def test_what_cannot_be_honoured_is_refused_by_its_field(client: OpenAI) -> None:
     file = uploaded(client, CHATS)
     create = client.fine_tuning.jobs.create
@@ -203,7 +229,11 @@ def test_what_cannot_be_honoured_is_refused_by_its_field(client: OpenAI) -> None
         ({"training_file": bad}, "training_file", "row 10"),
         ({"training_file": broken}, "training_file", "UTF-8"),
         ({"training_file": file, "validation_file": bad}, "validation_file", "row 10"),
-        ({"method": {"type": "reinforcement", "reinforcement": {"grader": {}}}}, "method.type", "reinforcement"),
+        (_reinforcement({}), "method.reinforcement.grader", "type"),
+        (_reinforcement({**SAME, "type": "score_model"}), "method.reinforcement.grader", "score_model"),
+        (_reinforcement({**SAME, "reference": "{{item.gone}}"}), "training_file", "gone"),
+        (_reinforcement(SAME, eval_samples=4), "method.reinforcement.hyperparameters.eval_samples", "eval_samples"),
+        (_reinforcement(SAME, reasoning_effort="high"), "method.reinforcement.hyperparameters.reasoning_effort", ""),
         ({"suffix": "a b"}, "suffix", "suffix"),
         ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations", "trackers"),
         ({"extra_body": {"price": 1}}, "price", "price"),

@@ -75,7 +75,7 @@ ELSEWHERE = {
     "VoteBody.messages": "read as the rows of datasets are",
     "VoteBody.tools": "read as the rows of datasets are",
     "CreateFineTuningJob.integrations": "refused, unless it is empty",
-    "FineTuningMethod.reinforcement": "refused",
+    "ReinforcementMethod.grader": "the graders",
     "AnswerCheck.grader": "the graders",
     "GRPOReward.check": "AnswerCheck",
     "GRPOConfig.rewards": "GRPOReward",
