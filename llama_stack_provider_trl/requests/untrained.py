@@ -134,6 +134,9 @@ def with_work(spec: JobSpec, work: Work) -> JobSpec:
         untrained["token_cache"] = None
     if isinstance(work, ExportWork):
         untrained["token_cache"] = None
+        if work.export.upload_to is not None and spec.source.trust_remote_code:
+            hint = "the model has code of its own, which would see the account: leave it out, and upload it yourself"
+            raise InvalidRequest("upload_to", work.export.upload_to, hint)
         evaluations = [name for one in work.promote_if for name in (one.evaluation, one.against) if name is not None]
         untrained["after"] = tuple(dict.fromkeys([*evaluations, *spec.after]))
     if isinstance(work, MergeWork):

@@ -142,7 +142,8 @@ def test_an_export_in_a_bucket_has_its_list_last(files: Path, bucket: Store, mon
     monkeypatch.setattr(faults, "reach", lambda point: sent.extend(bucket.keys("models")))
     found = uploaded(files, destination_of(place), "job")
     names = {path.name for path in files.iterdir()}
-    assert sent == sorted(f"team/sft-1/{name}" for name in names)
+    assert sent == sorted(f"team/sft-1/{name}" for name in (*names, "uploading.json"))
+    assert "team/sft-1/uploading.json" not in bucket.keys("models")
     assert (found["to"], found["files"], found["manifest"]) == (place, 2, "manifest.json")
     listing = json.loads(bucket.get("models", "team/sft-1/manifest.json"))
     assert listing["job"] == "job"
@@ -153,6 +154,21 @@ def test_an_export_in_a_bucket_has_its_list_last(files: Path, bucket: Store, mon
     assert uploaded(files, destination_of(place), "job") == found  # of another attempt
     with pytest.raises(JobFailure, match=r"it has another export \(manifest\.json\): name a new directory"):
         uploaded(files, destination_of(place), "another")
+
+
+def test_the_files_of_another_model_are_not_replaced(files: Path, bucket: Store, hub: Hub) -> None:
+    bucket.put("models", "prod/config.json", b"mine")
+    assert "it has other files, such as 'config.json': name a new directory" in refusal(files, "s3://models/prod")
+    bucket.put("models", "taken/uploading.json", b'{"job": "another"}')
+    assert "it has another export (uploading.json): name a new directory" in refusal(files, "s3://models/taken")
+    assert bucket.get("models", "prod/config.json") == b"mine"
+    for name, more in (("prod", {}), ("theirs", {"lineage.json": b'{"export_job": "another"}'})):
+        hub.add(f"team/{name}", {"config.json": b"mine", **more}, kind="models")
+        (files / "lineage.json").write_text("{}")
+        assert "it has a model of another job or another origin: name a new one" in refusal(files, f"hf://team/{name}")
+        assert len(hub.repositories[f"team/{name}"].commits) == 1
+    hub.add("team/own", {"lineage.json": b'{"export_job": "job"}'}, kind="models")
+    assert uploaded(files, destination_of("hf://team/own"), "job")["files"] == 3
 
 
 def test_what_a_bucket_refuses_is_told_by_name(files: Path, bucket: Store, monkeypatch: pytest.MonkeyPatch) -> None:

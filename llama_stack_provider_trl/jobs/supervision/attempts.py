@@ -112,7 +112,7 @@ class Attempts:
             # Only a start reads it. Never 0: even the last attempt may save.
             time_limit=None if limit is None else max(1.0, limit - self._store.seconds_trained(job.job_uuid)),
             hang_timeout=self._hang_timeout,
-            accounts=accounts_of(work.export) if isinstance(work := job.spec.work, ExportWork) else (),
+            accounts=_accounts_of(job.spec),
         )
 
     def remove_leftovers(self, job: JobRecord) -> None:
@@ -188,3 +188,10 @@ class Attempts:
         assert self._ports is not None, "a job of several ranks on this machine needs a port"
         port, last = self._ports.choose(other.run_dir for other in self._store.active() if other.run_dir)
         return replace(task, master_port=port, last_port=last)
+
+
+def _accounts_of(spec: JobSpec) -> tuple[str, ...]:
+    """What an export uploads with: nothing where code of a model would see it."""
+    if not isinstance(spec.work, ExportWork) or spec.source.trust_remote_code:
+        return ()
+    return accounts_of(spec.work.export)

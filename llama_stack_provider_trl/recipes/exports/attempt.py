@@ -95,13 +95,13 @@ def export_attempt(attempt: AttemptSpec, writer: EventWriter) -> None:
 
 
 def _exported(job: JobSpec, work: ExportWork, output: Path, weights: Path, writer: EventWriter) -> dict[str, Any]:
-    _refuse_vision(job)
     if work.export.upload_to is not None and job.source.trust_remote_code:
         raise JobFailure(
             Reason.invalid_request,
             f"the model {job.source.model!r} has code of its own, which would see the account that uploads: leave "
             "upload_to out, and upload the export yourself.",
         )
+    _refuse_vision(job)
     trained, target = Trained(job), work.export.target
     stored = _TYPES[trained.storage.dtype]
     is_adapter = target == "lora-gguf" or (target == "vllm" and trained.spec.adapter is not None)

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -20,7 +21,10 @@ from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.exports import HUB, HUB_TOKEN, Destination
 from ...system.files import MANIFEST
+from .card import LINEAGE
 
+CLAIM = "uploading.json"
+"""Written first: whose export a directory of a bucket is to be. Removed at the end."""
 LISTING = "manifest.json"
 """Written last: what a whole export in a bucket consists of."""
 _CHUNK = 1 << 20
@@ -103,11 +107,22 @@ def _to_hub(directory: Path, files: dict[str, _File], destination: Destination, 
         return {one.rfilename: one for one in found.siblings or ()}
 
     asked(lambda: api.create_repo(name, private=True, exist_ok=True))
-    if others := sorted(listed("main").keys() - files.keys() - {_ATTRIBUTES}):
+    head = asked(lambda: api.repo_info(name, revision="main")).sha
+    before = listed("main").keys() - {_ATTRIBUTES}
+    if others := sorted(before - files.keys()):
         raise _refused(destination, f"it has other files, such as {others[0]!r}: name a new one")
+    if before:  # of an earlier attempt of this job, or somebody's model
+        owner = None
+        if LINEAGE in before:
+            with TemporaryDirectory() as cache:
+                path = asked(lambda: api.hf_hub_download(name, LINEAGE, revision=head, cache_dir=cache))
+                owner = _owner(Path(path).read_bytes()[:_MOST_LISTING], "export_job")
+        if owner != job_uuid:
+            raise _refused(destination, "it has a model of another job or another origin: name a new one")
     faults.reach("uploading")
     operations = [CommitOperationAdd(path_in_repo=one, path_or_fileobj=directory / one) for one in files]
-    commit = asked(lambda: api.create_commit(name, operations, commit_message=f"Upload {job_uuid}")).oid
+    message = f"Upload {job_uuid}"
+    commit = asked(lambda: api.create_commit(name, operations, commit_message=message, parent_commit=head)).oid
     there = listed(commit)
     for path, file in files.items():
         one = there.get(path)
@@ -119,18 +134,24 @@ def _to_hub(directory: Path, files: dict[str, _File], destination: Destination, 
 
 
 def _to_bucket(directory: Path, files: dict[str, _File], destination: Destination, job_uuid: str) -> dict[str, Any]:
-    """Files, and after all of them their list, `manifest.json`: without it they are no export."""
-    store, listing = _store(), f"{destination.path}/{LISTING}"
+    """Files, and after all of them their list, `manifest.json`: without it they are no export. Before them the name of
+    the job, which is removed at the end: of two jobs with one place the second one is refused."""
+    store, listing, claim = _store(), f"{destination.path}/{LISTING}", f"{destination.path}/{CLAIM}"
+    claimed = json.dumps({"job": job_uuid}).encode()
     sizes = {name: {"size": file.size, "sha256": file.sha256} for name, file in files.items()}
     wanted = json.dumps({"job": job_uuid, "files": sizes}, indent=1).encode()
     try:
         there = _listed(store, destination)
-        if LISTING in there:
-            with store.open_input_stream(listing) as file:
-                _check_owner(destination, file.read(_MOST_LISTING), job_uuid)
-            store.delete_file(listing)  # before its files change
-        if others := sorted(there - files.keys() - {LISTING}):
+        marks = there & {LISTING, CLAIM}
+        if others := sorted(there - (files.keys() if marks else set()) - marks):
             raise _refused(destination, f"it has other files, such as {others[0]!r}: name a new directory")
+        for mark in marks:
+            _check_owner(destination, store, mark, job_uuid)
+        with store.open_output_stream(claim) as sink:
+            sink.write(claimed)
+        _check_owner(destination, store, CLAIM, job_uuid)
+        if LISTING in marks:
+            store.delete_file(listing)  # before its files change
         for name in files:
             with open(directory / name, "rb") as source, store.open_output_stream(f"{destination.path}/{name}") as sink:
                 while chunk := source.read(_PART):
@@ -143,6 +164,7 @@ def _to_bucket(directory: Path, files: dict[str, _File], destination: Destinatio
             sink.write(wanted)
         if _digest(store, listing) != (len(wanted), hashlib.sha256(wanted).hexdigest()):
             raise _lost(destination, f"it has other bytes of {LISTING!r} than were sent")
+        store.delete_file(claim)
     except OSError as error:
         raise _bucket_failure(destination, error) from None
     return {**_summary(destination, files), "manifest": LISTING}
@@ -171,14 +193,20 @@ def _listed(store: Any, destination: Destination) -> set[str]:
     return {one.path.removeprefix(f"{destination.path}/") for one in found if one.type == fs.FileType.File}
 
 
-def _check_owner(destination: Destination, listing: bytes, job_uuid: str) -> None:
-    """Return if a list in a bucket is of an earlier attempt of this job. Raises JobFailure."""
-    try:
-        owner = json.loads(listing)["job"]
-    except (ValueError, TypeError, LookupError, RecursionError):
-        owner = None
+def _check_owner(destination: Destination, store: Any, name: str, job_uuid: str) -> None:
+    """Return if a file in a bucket says that its directory is of this job. Raises JobFailure, OSError."""
+    with store.open_input_stream(f"{destination.path}/{name}") as file:
+        owner = _owner(file.read(_MOST_LISTING), "job")
     if owner != job_uuid:
-        raise _refused(destination, f"it has another export ({LISTING}): name a new directory")
+        raise _refused(destination, f"it has another export ({name}): name a new directory")
+
+
+def _owner(text: bytes, key: str) -> Any:
+    """The job that a file names; None: it names none."""
+    try:
+        return json.loads(text)[key]
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return None
 
 
 def _digest(store: Any, path: str) -> tuple[int, str]:
