@@ -24,11 +24,13 @@ from typing import Any
 from ..errors import LimitReached
 from .call_server import LARGEST_ORDER, RECEIVED, SIZE, CallEnding, CallOrder, LimitedCall, program
 from .offload import Account, charged_account
-from .process import child_environment
+from .process import computing_environment
 
 _CHUNK = 1 << 16
 _MOST_FOUND = 32 << 20
 """Bytes of what a function yields: this process holds them."""
+_MOST_VALUES = 1 << 24
+"""Values of a call, null included: a row takes more than a microsecond, so no honest call has more."""
 _WALL = 3
 """Wall-clock seconds for each CPU second that is allowed: the machine may have other work."""
 _LEAST_WALL_S = 30.0
@@ -68,10 +70,11 @@ class Limited:
     Args:
         seconds: of CPU time that a call may take.
         memory: bytes that it may allocate.
+        values: that it may yield. Their count comes from the function's process, which may have written it.
     """
 
-    def __init__(self, seconds: int, memory: int) -> None:
-        self.seconds, self.memory = seconds, memory
+    def __init__(self, seconds: int, memory: int, values: int = _MOST_VALUES) -> None:
+        self.seconds, self.memory, self.values = seconds, memory, values
 
     @property
     def wall_seconds(self) -> float:
@@ -92,7 +95,7 @@ class Limited:
             before: called in that process, without limits, by the first call that has it: imports what is needed.
 
         Raises:
-            LimitExceeded: it takes more than the limits allow, or yields more than 32 MiB.
+            LimitExceeded: it takes more than the limits allow, or yields more than 32 MiB or than `values`.
             LimitReached: the caller whose request orders it has used its CPU time, or the machine is too busy or short
                 of memory; where it has not ended in time, a TooLate.
             OSError: there can be no further process.
@@ -141,6 +144,8 @@ class Limited:
         ending = CallEnding(**reported)
         if account is not None:
             account.charge(ending.cpu_seconds)
+        if ending.values > self.values:  # before a list of that length is made
+            raise LimitExceeded([])
         found: list[Any] = [None] * ending.values
         for number, value in (line for line in written if isinstance(line, list)):
             found[number : number + 1] = [value]  # the last one may not be counted yet
@@ -218,13 +223,11 @@ class _CallServer:
         self._orders.settimeout(_SEND_S)
         self._close = weakref.finalize(self, self._orders.close)
         with theirs:
-            environ = child_environment(os.environ, {})
             self._process = subprocess.Popen(
                 program(theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                # Without the tokens of the service.
-                env={name: value for name, value in environ.items() if "TOKEN" not in name},
+                env=computing_environment(os.environ),
                 start_new_session=True,  # Ctrl-C is for this process
             )
         threading.Thread(target=self._process.wait, daemon=True).start()  # it may end at any time

@@ -14,12 +14,12 @@ from ...errors import LimitReached
 from ...system.limited import Limited, LimitExceeded, TooLate
 from .errors import ErrorKind, GradingError
 from .formula import parsed
-from .graders import Grader, Leaf, MultiGrader, PythonGrader, StringCheck, TextSimilarity, leaves_of
+from .graders import MOST_GRADERS, Grader, Leaf, MultiGrader, PythonGrader, StringCheck, TextSimilarity, leaves_of
 from .isolated import problem_of_machine, reward_of_source
 from .similarity import load_libraries, problem_of_metric, similarity
 from .templates import MissingValue, Values, rendered
 
-LIMITS = Limited(seconds=5, memory=512 << 20)
+LIMITS = Limited(seconds=5, memory=512 << 20, values=MOST_GRADERS)
 """Of the comparisons that a request orders."""
 LARGEST = 1e9
 """Magnitude of a reward."""

@@ -22,7 +22,7 @@ from ...system.limited import Limited, LimitExceeded, TooLate
 from ...system.strict import can_be_strict, only_compute
 from .errors import GradingError
 
-LIMITS = Limited(seconds=5, memory=512 << 20)
+LIMITS = Limited(seconds=5, memory=512 << 20, values=1)
 """Of a call."""
 _STANDARD = (
     *("array", "ast", "base64", "bisect", "calendar", "cmath", "collections", "copy", "dataclasses", "datetime"),
