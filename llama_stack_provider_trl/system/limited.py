@@ -86,6 +86,7 @@ class Limited:
         function: Callable[..., Iterable[Any]],
         *arguments: Any,
         before: Callable[[], object] | None = None,
+        within: float | None = None,
     ) -> list[Any]:
         """What `function(*arguments)` yields: JSON values, each known here before the next one is computed. Null costs
         no message.
@@ -93,6 +94,7 @@ class Limited:
         Args:
             function: of a module, as pickle finds it by name; its process has none of this one's other objects.
             before: called in that process, without limits, by the first call that has it: imports what is needed.
+            within: seconds after which it is ended; None: `wall_seconds`.
 
         Raises:
             LimitExceeded: it takes more than the limits allow, or yields more than 32 MiB or than `values`.
@@ -107,13 +109,15 @@ class Limited:
         if len(order) > LARGEST_ORDER:
             raise ValueError(f"an order has {len(order)} bytes, at most {LARGEST_ORDER} are expected")
         request = pickle.dumps(LimitedCall(partial(function, *arguments), self.seconds, self.memory))
-        lines, is_late = self._called(order, request)
+        began = time.monotonic()
+        lines, is_late = self._called(order, request, began + (self.wall_seconds if within is None else within))
+        if is_late and account is not None:  # it has kept a thread for so long, whatever it has computed
+            account.charge(max(0.0, time.monotonic() - began - self.seconds))
         return self._found(lines, is_late, account)
 
-    def _called(self, order: bytes, request: bytes) -> tuple[list[bytes], bool]:
+    def _called(self, order: bytes, request: bytes, deadline: float) -> tuple[list[bytes], bool]:
         """What comes back, and whether it took too long. A server may have ended, as it does without calls, or be
         stuck: the next try has another one."""
-        deadline = time.monotonic() + self.wall_seconds
         status = 0
         for _ in range(_TRIES):
             try:
@@ -173,7 +177,8 @@ def _exchange(order: bytes, request: bytes, deadline: float) -> tuple[list[bytes
             if not server.send(order, there):
                 raise _NoAnswerError(server)
         data = bytearray()
-        _read(here, data, min(deadline, time.monotonic() + _RECEIVED_S), len(RECEIVED))
+        # Whatever the deadline is: a server that others need is not ended for a short one.
+        _read(here, data, time.monotonic() + _RECEIVED_S, len(RECEIVED))
         if not data:
             raise _NoAnswerError(server)
         here.settimeout(max(0.001, deadline - time.monotonic()))
