@@ -297,7 +297,7 @@ def test_a_job_fails_where_an_answer_cannot_be_graded(error: Exception, monkeypa
 
     monkeypatch.setattr(isolated.LIMITS, "call", call)
     monkeypatch.setattr(grading, "_WAITS_S", (0.0, 0.0))
-    with pytest.raises(JobFailure, match="the grader 'own' cannot be run, after 3 tries in 0 s: (own: )?busy"):
+    with pytest.raises(JobFailure, match=r"the grader 'own' cannot be run, after 3 tries in 0 s: (own: )?busy"):
         given(PYTHON, "")
     assert len(tries) == 3
 
