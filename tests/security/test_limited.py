@@ -315,6 +315,8 @@ def test_other_processes_read_nothing_of_a_call(monkeypatch: pytest.MonkeyPatch)
     calls = Limited(5, 64 << 20)
     (names,) = calls.call(_environment)
     assert "PATH" in names
+    names.remove("PATH")
+    names = [name for name in names if not name.endswith("_OFFLINE")]
     assert [name for name in names if any(part in name.upper() for part in ("TOKEN", "PROXY", "HF_", "TORCH"))] == []
     assert calls.call(_is_hidden) == [0]
     _, _, server, _, _ = calls.call(_where)
