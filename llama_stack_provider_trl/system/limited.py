@@ -24,11 +24,13 @@ from typing import Any
 from ..errors import LimitReached
 from .call_server import LARGEST_ORDER, RECEIVED, SIZE, CallEnding, CallOrder, LimitedCall, program
 from .offload import Account, charged_account
-from .process import child_environment
+from .process import computing_environment
 
 _CHUNK = 1 << 16
 _MOST_FOUND = 32 << 20
 """Bytes of what a function yields: this process holds them."""
+_MOST_VALUES = 1 << 24
+"""Values of a call, null included: a row takes more than a microsecond, so no honest call has more."""
 _WALL = 3
 """Wall-clock seconds for each CPU second that is allowed: the machine may have other work."""
 _LEAST_WALL_S = 30.0
@@ -68,10 +70,11 @@ class Limited:
     Args:
         seconds: of CPU time that a call may take.
         memory: bytes that it may allocate.
+        values: that it may yield. Their count comes from the function's process, which may have written it.
     """
 
-    def __init__(self, seconds: int, memory: int) -> None:
-        self.seconds, self.memory = seconds, memory
+    def __init__(self, seconds: int, memory: int, values: int = _MOST_VALUES) -> None:
+        self.seconds, self.memory, self.values = seconds, memory, values
 
     @property
     def wall_seconds(self) -> float:
@@ -83,6 +86,7 @@ class Limited:
         function: Callable[..., Iterable[Any]],
         *arguments: Any,
         before: Callable[[], object] | None = None,
+        within: float | None = None,
     ) -> list[Any]:
         """What `function(*arguments)` yields: JSON values, each known here before the next one is computed. Null costs
         no message.
@@ -90,9 +94,10 @@ class Limited:
         Args:
             function: of a module, as pickle finds it by name; its process has none of this one's other objects.
             before: called in that process, without limits, by the first call that has it: imports what is needed.
+            within: seconds after which it is ended; None: `wall_seconds`.
 
         Raises:
-            LimitExceeded: it takes more than the limits allow, or yields more than 32 MiB.
+            LimitExceeded: it takes more than the limits allow, or yields more than 32 MiB or than `values`.
             LimitReached: the caller whose request orders it has used its CPU time, or the machine is too busy or short
                 of memory; where it has not ended in time, a TooLate.
             OSError: there can be no further process.
@@ -104,13 +109,15 @@ class Limited:
         if len(order) > LARGEST_ORDER:
             raise ValueError(f"an order has {len(order)} bytes, at most {LARGEST_ORDER} are expected")
         request = pickle.dumps(LimitedCall(partial(function, *arguments), self.seconds, self.memory))
-        lines, is_late = self._called(order, request)
+        began = time.monotonic()
+        lines, is_late = self._called(order, request, began + (self.wall_seconds if within is None else within))
+        if is_late and account is not None:  # it has kept a thread for so long, whatever it has computed
+            account.charge(max(0.0, time.monotonic() - began - self.seconds))
         return self._found(lines, is_late, account)
 
-    def _called(self, order: bytes, request: bytes) -> tuple[list[bytes], bool]:
+    def _called(self, order: bytes, request: bytes, deadline: float) -> tuple[list[bytes], bool]:
         """What comes back, and whether it took too long. A server may have ended, as it does without calls, or be
         stuck: the next try has another one."""
-        deadline = time.monotonic() + self.wall_seconds
         status = 0
         for _ in range(_TRIES):
             try:
@@ -141,6 +148,8 @@ class Limited:
         ending = CallEnding(**reported)
         if account is not None:
             account.charge(ending.cpu_seconds)
+        if ending.values > self.values:  # before a list of that length is made
+            raise LimitExceeded([])
         found: list[Any] = [None] * ending.values
         for number, value in (line for line in written if isinstance(line, list)):
             found[number : number + 1] = [value]  # the last one may not be counted yet
@@ -168,7 +177,8 @@ def _exchange(order: bytes, request: bytes, deadline: float) -> tuple[list[bytes
             if not server.send(order, there):
                 raise _NoAnswerError(server)
         data = bytearray()
-        _read(here, data, min(deadline, time.monotonic() + _RECEIVED_S), len(RECEIVED))
+        # Whatever the deadline is: a server that others need is not ended for a short one.
+        _read(here, data, time.monotonic() + _RECEIVED_S, len(RECEIVED))
         if not data:
             raise _NoAnswerError(server)
         here.settimeout(max(0.001, deadline - time.monotonic()))
@@ -218,13 +228,11 @@ class _CallServer:
         self._orders.settimeout(_SEND_S)
         self._close = weakref.finalize(self, self._orders.close)
         with theirs:
-            environ = child_environment(os.environ, {})
             self._process = subprocess.Popen(
                 program(theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                # Without the tokens of the service.
-                env={name: value for name, value in environ.items() if "TOKEN" not in name},
+                env=computing_environment(os.environ),
                 start_new_session=True,  # Ctrl-C is for this process
             )
         threading.Thread(target=self._process.wait, daemon=True).start()  # it may end at any time

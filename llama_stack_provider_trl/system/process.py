@@ -48,6 +48,13 @@ _PASSED_TO_CHILDREN = re.compile(
     re.VERBOSE,
 )
 
+_PASSED_TO_COMPUTING = re.compile(
+    r"""PATH | HOME | LANG | LANGUAGE | LC_.* | TZ | TMPDIR | TEMP | TMP | VIRTUAL_ENV | PYTHON.* | LD_LIBRARY_PATH
+    | DYLD_.* | (OMP|MKL|KMP|GOMP|OPENBLAS)_.* | MALLOC_.* | GLIBC_TUNABLES | TOKENIZERS_PARALLELISM
+    | HF_HUB_OFFLINE | TRANSFORMERS_OFFLINE""",
+    re.VERBOSE,
+)
+
 
 @dataclass(frozen=True)
 class ProcessId:
@@ -354,6 +361,12 @@ def child_environment(environ: Mapping[str, str], added: Mapping[str, str]) -> d
     """
     allowed = {name: value for name, value in environ.items() if _PASSED_TO_CHILDREN.fullmatch(name)}
     return {**allowed, **added}
+
+
+def computing_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that computes for requests, and needs no network: a request's own source can read
+    it, and addresses of proxies and of mirrors may have passwords."""
+    return {name: value for name, value in environ.items() if _PASSED_TO_COMPUTING.fullmatch(name)}
 
 
 def without_modules(environ: Mapping[str, str]) -> dict[str, str]:

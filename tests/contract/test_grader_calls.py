@@ -98,6 +98,7 @@ def test_what_goes_wrong_with_an_answer_is_a_reward_of_0(graders: Any, grader: A
             "a model that scores answers is not supported",
         ),
         ({**CLOSE, "evaluation_metric": "cosine"}, "the metric cosine needs an embedding model"),
+        (python("return ("), "line 2: '(' was never closed"),
         ({**SAME, "input": "{{answer}}"}, "found {{answer}}, expected"),
         ({"type": "multi", "name": "m", "graders": {"a": SAME}, "calculate_output": "b"}, "it names 'b'"),
     ],

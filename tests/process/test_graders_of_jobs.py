@@ -37,6 +37,13 @@ SHORT = {
 }
 BOTH = {"type": "multi", "name": "both", "graders": {"a": HAS_LETTER, "b": SHORT}, "calculate_output": "a + 0 * b"}
 BAD = {**HAS_LETTER, "name": "bad", "input": "{{sample.output_json.x}}"}
+COUNTS = """frame = __import__('collections')._sys._getframe()
+    while frame:
+        for found in [*frame.f_locals.values()]:
+            if type(found).__name__ == 'mmap': found[:8] = (1 << 62).to_bytes(8, 'little')
+        frame = frame.f_back
+    random._os._exit(0)"""
+"""Writes the count of its values, which the keeper reports."""
 ROWS = [{"prompt": f"Name a number above {number}.", "wanted": "e"} for number in range(8)]
 
 
@@ -90,12 +97,13 @@ def test_an_evaluation_measures_the_rewards_of_graders(tmp_path: Path) -> None:
         ("return random._os.fork()", "PermissionError"),
         ("return random._os.kill(random._os.getppid(), 0)", "line 4:"),
         ("return random._os.write(2, b'x')", "PermissionError"),
-        ("import socket\n    return 1.0", "ImportError: it imports 'socket'"),
+        ("import socket\n    return 1.0", "ImportError: line 4: it imports 'socket'"),
         ("return __import__('socket').socket().fileno()", "line 4:"),
         ("x = []\n    while True: x.append('a' * 10**6)", "it takes more than 1 s or 512 MiB, or has crashed"),
         ("while True: pass", "it takes more than 1 s or 512 MiB, or has crashed"),
         ("return (", "SyntaxError"),
         ("random._os._exit(0)", "damaged its result|has crashed"),
+        (COUNTS, "has crashed"),
     ],
 )
 def test_a_source_can_do_nothing_but_compute(body: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -310,11 +310,14 @@ def test_other_processes_read_nothing_of_a_call(monkeypatch: pytest.MonkeyPatch)
     """The service has hidden itself, and its tokens are in its environment."""
     _end_the_server()
     monkeypatch.setenv("TRL_SERVICE_TOKEN", "secret-of-a-test")
-    monkeypatch.setenv("HF_TOKEN", "secret-of-a-test")
+    for name in ("HF_TOKEN", "https_proxy", "ALL_PROXY", "HF_ENDPOINT", "TORCH_HOME"):
+        monkeypatch.setenv(name, "secret-of-a-test")
     calls = Limited(5, 64 << 20)
     (names,) = calls.call(_environment)
     assert "PATH" in names
-    assert [name for name in names if "TOKEN" in name] == []
+    names.remove("PATH")
+    names = [name for name in names if not name.endswith("_OFFLINE")]
+    assert [name for name in names if any(part in name.upper() for part in ("TOKEN", "PROXY", "HF_", "TORCH"))] == []
     assert calls.call(_is_hidden) == [0]
     _, _, server, _, _ = calls.call(_where)
     assert b"secret-of-a-test" not in Path(f"/proc/{server}/environ").read_bytes()
@@ -339,6 +342,13 @@ def test_where_a_fork_fails_the_reason_is_that_of_the_system() -> None:
     with pytest.raises(OSError, match="no more processes") as caught:
         Limited(5, 64 << 20)._found(lines, False, None)
     assert is_exhausted(caught.value)
+
+
+def test_a_count_that_the_function_has_written_allocates_nothing() -> None:
+    ending = call_server.CallEnding(False, 0.0, 1 << 60)._asdict()
+    with pytest.raises(LimitExceeded) as caught:
+        Limited(5, 64 << 20, values=1)._found([json.dumps(ending).encode()], False, None)
+    assert caught.value.found == []
 
 
 def test_without_a_further_process_a_call_raises(monkeypatch: pytest.MonkeyPatch) -> None:

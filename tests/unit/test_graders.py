@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from llama_stack_provider_trl.config import TrlConfig
-from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
+from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, JobFailure, LimitReached
 from llama_stack_provider_trl.requests.bodies import GRPOConfig
 from llama_stack_provider_trl.requests.graders import refuse_python_graders
 from llama_stack_provider_trl.requests.grpo import resolve_grpo
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck, passes, refuse_unusable
 from llama_stack_provider_trl.specs.answer_rows import read_checked_rows
+from llama_stack_provider_trl.specs.grading import grading, isolated
 from llama_stack_provider_trl.specs.grading.formula import parsed
 from llama_stack_provider_trl.specs.grading.graders import Grader
 from llama_stack_provider_trl.specs.grading.grading import Graded, graded
 from llama_stack_provider_trl.specs.grading.similarity import problem_of_metric, similarity
 from llama_stack_provider_trl.specs.grading.templates import names_of, rendered
+from llama_stack_provider_trl.system.limited import TooLate
 from llama_stack_provider_trl_remote.service.serving.graders import refuse_grader
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 
@@ -174,7 +177,10 @@ def test_another_formula_is_refused(formula: str, problem: str) -> None:
         parsed(formula)
 
 
-@pytest.mark.parametrize("formula", ["1 / (a - a)", "log(-a)", "9 ** 9 ** 9", "(0 - 8) ** 0.5", "exp(1e9)", "1e10 * a"])
+@pytest.mark.parametrize(
+    "formula",
+    ["1 / (a - a)", "log(-a)", "9 ** 9 ** 9", "(0 - 8) ** 0.5", "abs((0 - 8) ** 0.5)", "exp(1e9)", "1e10 * a"],
+)
 def test_a_formula_without_a_finite_value_gives_0(formula: str) -> None:
     found = given(multi(formula, a=check("eq")), "Paris")
     assert found.reward == 0.0
@@ -256,3 +262,55 @@ def test_a_reward_of_a_grader_has_no_threshold() -> None:
     config = {"type": "grpo", "rewards": [{"check": {"type": "grader", "grader": check("eq"), "at_least": 1}}]}
     with pytest.raises(InvalidRequest, match="is not compared with a threshold"):
         resolve_grpo(GRPOConfig.model_validate(config), ProviderOptions(), "algorithm_config")
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("x = 1\ndef grade(:\n", "line 2: invalid syntax"),
+        ("import re\nimport os\ndef grade(sample, item): return 1.0", "line 2: it imports 'os'"),
+        ("def score(sample, item): return 1.0", "defines no function grade"),
+        ("async def grade(sample, item): return 1.0", "defines no function grade"),
+    ],
+)
+def test_a_source_that_can_never_grade_is_refused(source: str, problem: str) -> None:
+    grader = {**PYTHON, "source": source}
+    with pytest.raises(InvalidRequest) as refused:
+        refuse_unusable([AnswerCheck.model_validate({"type": "grader", "grader": grader})], "checks")
+    assert (refused.value.field, problem in refused.value.hint) == ("checks.0.grader.source", True)
+
+
+def test_a_value_that_json_lacks_is_read_as_its_text() -> None:
+    item = {"day": date(2026, 11, 29)}
+    assert given(check("eq", "{{item.day}}"), "2026-11-29", item).reward == 1.0
+    own = {**PYTHON, "source": "def grade(sample, item): return float(item['day'] == '2026-11-29')"}
+    assert given(own, "", item) == Graded(1.0, None, {"own": 1.0})
+
+
+@pytest.mark.parametrize("error", [LimitReached("busy"), OSError("busy")])
+def test_a_job_fails_where_an_answer_cannot_be_graded(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+
+    def call(*_: Any, **__: Any) -> None:
+        tries.append(1)
+        raise error
+
+    monkeypatch.setattr(isolated.LIMITS, "call", call)
+    monkeypatch.setattr(grading, "_WAITS_S", (0.0, 0.0))
+    with pytest.raises(JobFailure, match=r"the grader 'own' cannot be run, after 3 tries in 0 s: (own: )?busy"):
+        given(PYTHON, "")
+    assert len(tries) == 3
+
+
+def test_graders_behind_one_that_is_too_late_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+
+    def call(*_: Any, **__: Any) -> None:
+        tries.append(1)
+        raise TooLate("busy")
+
+    monkeypatch.setattr(isolated.LIMITS, "call", call)
+    found = given(multi("a + b", a=PYTHON, b=PYTHON), "")
+    assert found.error is not None
+    assert (found.error.kind, len(tries)) == ("python_grader_runtime_error", 1)
+    assert "it has not ended in 10 s" in found.error.sentence

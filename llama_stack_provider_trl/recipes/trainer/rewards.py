@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import JobFailure, MethodUnavailable
+from ...errors import JobFailure, LimitReached, MethodUnavailable
 from ...specs.answer_checks import AnswerCheck, passes, reward_of
 from ...specs.answer_rows import CheckedRow
 from ...specs.compiled_checks import TIMEOUT
@@ -231,7 +231,13 @@ def _of_grader(
 def refuse_unusable_graders(checks: Iterable[AnswerCheck]) -> None:
     """Raises JobFailure: this environment lacks what a grader needs."""
     for check in checks:
-        if check.grader is not None and (problem := unusable_here(check.grader)) is not None:
+        if check.grader is None:
+            continue
+        try:
+            problem = unusable_here(check.grader)
+        except (LimitReached, OSError):  # too busy to parse a source: grading tries again, and fails the job
+            continue
+        if problem is not None:
             raise JobFailure(
                 Reason.launch_failed,
                 f"the grader {check.grader.name!r} cannot be used in {sys.executable}: {problem[1]}",

@@ -22,3 +22,7 @@ class GradingError(Exception):
     def __init__(self, kind: ErrorKind, sentence: str) -> None:
         self.kind, self.sentence = kind, sentence[:MOST_SENTENCE]
         super().__init__(self.sentence)
+
+
+class NotInTimeError(GradingError):
+    """Raised when a grader has not ended in time: those behind it are not tried."""

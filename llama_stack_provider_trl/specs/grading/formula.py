@@ -52,7 +52,7 @@ class Formula:
             found = self._value(values)
         except (ArithmeticError, ValueError, TypeError) as error:
             raise ValueError(f"the formula has no value for these rewards ({error})") from error
-        if isinstance(found, complex) or not math.isfinite(found):
+        if not math.isfinite(found):
             raise ValueError(f"the value of the formula is {found}, expected a finite number")
         return found
 
@@ -83,6 +83,13 @@ def _tokens(text: str) -> list[str]:
             )
         found.append(token[0].strip())
         at = token.end()
+    return found
+
+
+def _real_power(base: float, exponent: float) -> float:
+    found: float | complex = base**exponent
+    if isinstance(found, complex):  # abs would make a number of it
+        raise ValueError(f"{base:g} ** {exponent:g} is no real number")
     return found
 
 
@@ -143,7 +150,7 @@ class _FormulaReader:
             raise ValueError(f"it has more than {MOST_DEPTH} parts within each other: make it flatter")
         exponent = self._signed(depth + 1)
         # Floats: a power of whole numbers would be computed to its last digit.
-        return lambda values: float(base(values)) ** float(exponent(values))
+        return lambda values: _real_power(float(base(values)), float(exponent(values)))
 
     def _single(self, depth: int) -> _Part:
         token = self.next

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from ...errors import LimitReached
+from ...errors import JobFailure, LimitReached
 from ...system.limited import Limited, LimitExceeded, TooLate
-from .errors import ErrorKind, GradingError
+from ..events import Reason
+from .errors import ErrorKind, GradingError, NotInTimeError
 from .formula import parsed
-from .graders import Grader, Leaf, MultiGrader, PythonGrader, StringCheck, TextSimilarity, leaves_of
-from .isolated import problem_of_machine, reward_of_source
+from .graders import MOST_GRADERS, Grader, Leaf, MultiGrader, PythonGrader, StringCheck, TextSimilarity, leaves_of
+from .isolated import WALL_S, problem_of_machine, problem_of_source, reward_of_source
 from .similarity import load_libraries, problem_of_metric, similarity
 from .templates import MissingValue, Values, rendered
 
-LIMITS = Limited(seconds=5, memory=512 << 20)
+LIMITS = Limited(seconds=5, memory=512 << 20, values=MOST_GRADERS)
 """Of the comparisons that a request orders."""
 LARGEST = 1e9
 """Magnitude of a reward."""
+_WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Before further tries of a job, where the machine is too busy for a grader."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,27 @@ def graded(grader: Grader, text: str, item: Mapping[str, Any]) -> Graded:
     Args:
         text: the answer.
         item: all columns of its row.
+
+    Raises:
+        JobFailure: rank_failed, this machine is too busy to run a source, also some seconds later: a reward of 0 would
+            teach what nobody has graded.
     """
-    values = values_of(text, item)
-    return _combined(grader, {name: _outcome(leaf, values) for name, leaf in leaves_of(grader).items()})
+    values, leaves = values_of(text, item), leaves_of(grader)
+    for wait in (*_WAITS_S, None):
+        try:
+            found = _combined(grader, _outcomes(leaves, values, {}))
+        except LimitReached as error:
+            problem = str(error)
+        else:
+            if found.error is None or found.error.kind != "python_grader_server_error":
+                return found
+            problem = found.error.sentence
+        if wait is not None:
+            time.sleep(wait)
+    raise JobFailure(
+        Reason.rank_failed,
+        f"the grader {grader.name!r} cannot be run, after {len(_WAITS_S) + 1} tries in {sum(_WAITS_S):g} s: {problem}",
+    )
 
 
 def graded_for_request(grader: Grader, text: str, item: Mapping[str, Any]) -> Graded:
@@ -67,11 +89,12 @@ def graded_for_request(grader: Grader, text: str, item: Mapping[str, Any]) -> Gr
         LimitReached: the caller has used its CPU time, or the machine is too busy.
     """
     leaves, values = leaves_of(grader), values_of(text, item)
+    deadline = time.monotonic() + WALL_S
     outcomes: dict[str, _Outcome] = {}
     if any(not isinstance(leaf, PythonGrader) for leaf in leaves.values()):
-        arguments = json.dumps([text, item])
+        arguments = json.dumps([text, item], default=str)
         try:
-            found = LIMITS.call(_comparisons, grader.model_dump_json(), arguments, before=load_libraries)
+            found = LIMITS.call(_comparisons, grader.model_dump_json(), arguments, before=load_libraries, within=WALL_S)
             outcomes = {name: value if kind is None else GradingError(kind, value) for name, kind, value in found}
         except TooLate:
             raise
@@ -79,10 +102,28 @@ def graded_for_request(grader: Grader, text: str, item: Mapping[str, Any]) -> Gr
             sentence = f"to compare the texts takes more than {LIMITS.seconds} s or {LIMITS.memory >> 20} MiB"
             raised = GradingError("other_error", sentence if isinstance(error, LimitExceeded) else str(error))
             outcomes = {name: raised for name, leaf in leaves.items() if not isinstance(leaf, PythonGrader)}
+    return _combined(grader, _outcomes(leaves, values, outcomes, deadline))
+
+
+def _outcomes(
+    leaves: Mapping[str, Leaf], values: Values, known: Mapping[str, _Outcome], deadline: float | None = None
+) -> dict[str, _Outcome]:
+    """Of each grader, up to the first one that is too late.
+
+    Args:
+        known: those that are computed.
+        deadline: None: `WALL_S` from now on.
+
+    Raises:
+        LimitReached: as `graded_for_request`.
+    """
+    deadline = time.monotonic() + WALL_S if deadline is None else deadline
+    outcomes: dict[str, _Outcome] = {}
     for name, leaf in leaves.items():
-        if isinstance(leaf, PythonGrader):
-            outcomes[name] = _outcome(leaf, values, passes_limits=True)
-    return _combined(grader, {name: outcomes[name] for name in leaves})
+        outcomes[name] = found = known[name] if name in known else _outcome(leaf, values, deadline)
+        if isinstance(found, NotInTimeError):
+            break
+    return outcomes
 
 
 def _comparisons(grader: str, arguments: str) -> Iterator[tuple[str, ErrorKind | None, Any]]:
@@ -95,18 +136,12 @@ def _comparisons(grader: str, arguments: str) -> Iterator[tuple[str, ErrorKind |
             yield (name, found.kind, found.sentence) if isinstance(found, GradingError) else (name, None, found)
 
 
-def _outcome(leaf: Leaf, values: Values, *, passes_limits: bool = False) -> _Outcome:
-    """Args:
-    passes_limits: LimitReached is raised, and is no result of the grader.
-    """
+def _outcome(leaf: Leaf, values: Values, deadline: float | None = None) -> _Outcome:
+    """Raises LimitReached: that is no result of the grader."""
     try:
-        return _finite(_score(leaf, values))
+        return _finite(_score(leaf, values, deadline))
     except GradingError as found:
         return found
-    except LimitReached as found:
-        if passes_limits:
-            raise
-        return GradingError("python_grader_server_error", str(found))
 
 
 def _combined(grader: Grader, outcomes: Mapping[str, _Outcome]) -> Graded:
@@ -124,7 +159,7 @@ def _combined(grader: Grader, outcomes: Mapping[str, _Outcome]) -> Graded:
         return Graded(0.0, found, scores)
 
 
-def _score(leaf: Leaf, values: Values) -> float:
+def _score(leaf: Leaf, values: Values, deadline: float | None) -> float:
     if isinstance(leaf, StringCheck | TextSimilarity):
         try:
             one, other = rendered(leaf.input, values), rendered(leaf.reference, values)
@@ -142,7 +177,8 @@ def _score(leaf: Leaf, values: Values) -> float:
             return similarity(leaf.evaluation_metric, one, other)
         except ValueError as error:
             raise GradingError("other_error", str(error)) from error
-    return reward_of_source(leaf.source, {"output_json": None, "output_tools": [], **values["sample"]}, values["item"])
+    sample = {"output_json": None, "output_tools": [], **values["sample"]}
+    return reward_of_source(leaf.source, sample, values["item"], deadline)
 
 
 def _compared(check: StringCheck, one: str, other: str) -> bool:
@@ -176,6 +212,6 @@ def unusable_here(grader: Grader) -> tuple[str, str] | None:
     for leaf in leaves_of(grader).values():
         if isinstance(leaf, TextSimilarity) and (problem := problem_of_metric(leaf.evaluation_metric)):
             return "evaluation_metric", problem
-        if isinstance(leaf, PythonGrader) and (problem := problem_of_machine()):
+        if isinstance(leaf, PythonGrader) and (problem := problem_of_machine() or problem_of_source(leaf.source)):
             return "source", problem
     return None

@@ -12,18 +12,22 @@ import io
 import json
 import numbers
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
 from ...errors import LimitReached
 from ...system.limited import Limited, LimitExceeded, TooLate
 from ...system.strict import can_be_strict, only_compute
-from .errors import GradingError
+from .errors import GradingError, NotInTimeError
 
-LIMITS = Limited(seconds=5, memory=512 << 20)
+LIMITS = Limited(seconds=5, memory=512 << 20, values=1)
 """Of a call."""
+WALL_S = 10.0
+"""Seconds after which an answer's graders are ended: one may wait for ever, and hold a thread of the service."""
 _STANDARD = (
     *("array", "ast", "base64", "bisect", "calendar", "cmath", "collections", "copy", "dataclasses", "datetime"),
     *("decimal", "difflib", "enum", "fractions", "functools", "hashlib", "heapq", "html", "itertools", "json", "math"),
@@ -42,18 +46,69 @@ def problem_of_machine() -> str:
     return "source runs on Linux on x86_64 and aarch64 alone, where it can be kept from files and the network"
 
 
-def reward_of_source(source: str, sample: Mapping[str, Any], item: Mapping[str, Any]) -> float:
+@lru_cache(maxsize=64)
+def problem_of_source(source: str) -> str:
+    """Why a source can never grade, with its line; empty: it may. It is parsed in a process with limits, and not run.
+
+    Raises:
+        LimitReached: the machine is too busy, or the caller whose request orders it has used its CPU time.
+        OSError: no process can be started.
+    """
+    try:
+        found = LIMITS.call(_problems, source)
+    except (LimitExceeded, RuntimeError):
+        return f"to parse it takes more than {LIMITS.seconds} s or {LIMITS.memory >> 20} MiB: make it simpler"
+    return str(found[0]) if found and found[0] else ""
+
+
+def _problems(source: str) -> Iterator[str]:
+    try:
+        tree = ast.parse(source, _SOURCE)
+        compile(tree, _SOURCE, "exec")
+        _refuse_imports(tree)
+    except SyntaxError as error:
+        yield f"line {error.lineno or 1}: {error.msg}, expected Python that defines grade(sample, item)"
+    except ImportError as error:
+        yield str(error)
+    except (ValueError, RecursionError) as error:
+        yield f"it cannot be parsed ({error}), expected Python that defines grade(sample, item)"
+    else:
+        yield "" if _defines_grade(tree) else "the source defines no function grade(sample, item)"
+
+
+def _defines_grade(tree: ast.Module) -> bool:
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name="grade") | ast.ClassDef(name="grade") | ast.Name(id="grade", ctx=ast.Store()):
+                return True
+            case ast.alias(name=name, asname=given) if (given or name) in ("grade", "*"):
+                return True
+    return False
+
+
+def reward_of_source(
+    source: str, sample: Mapping[str, Any], item: Mapping[str, Any], deadline: float | None = None
+) -> float:
     """What `grade(sample, item)` returns.
+
+    Args:
+        item: what is no JSON value, such as a date, is read as its text.
+        deadline: of the clock `time.monotonic`; None: `WALL_S` from now on.
 
     Raises:
         GradingError: it raises, returns no number, or exceeds a limit; or no process can be started.
+        NotInTimeError: it has not ended at the deadline.
         LimitReached: the machine is too busy, or the caller whose request orders it has used its CPU time.
     """
     try:
-        found = LIMITS.call(_called, source, json.dumps([sample, item]))
+        given = json.dumps([sample, item], default=str)
+        left = WALL_S if deadline is None else deadline - time.monotonic()
+        if left <= 0:
+            raise _too_late()
+        found = LIMITS.call(_called, source, given, within=left)
         return _reward(found)
     except TooLate as error:
-        raise _runtime(f"it has not ended in {LIMITS.wall_seconds:g} s") from error
+        raise _too_late() from error
     except LimitExceeded as error:
         raise _runtime(f"it takes more than {LIMITS.seconds} s or {LIMITS.memory >> 20} MiB, or has crashed") from error
     except LimitReached:
@@ -62,6 +117,11 @@ def reward_of_source(source: str, sample: Mapping[str, Any], item: Mapping[str, 
         raise GradingError("python_grader_server_error", str(error)) from error
     except (ValueError, TypeError, LookupError, RecursionError) as error:  # it has written to the socket itself
         raise _runtime("it has damaged its result") from error
+
+
+def _too_late() -> NotInTimeError:
+    sentence = f"it has not ended in {WALL_S:g} s, which all graders of an answer have together"
+    return NotInTimeError("python_grader_runtime_error", sentence)
 
 
 def _runtime(sentence: str) -> GradingError:
@@ -124,20 +184,28 @@ def _shown(error: BaseException) -> str:
 
 def _import_for(tree: ast.Module) -> None:
     """Import what a source does, since no file can be read later. Raises ImportError: it may not."""
+    _refuse_imports(tree)
+    for name, _ in _imported(tree):
+        importlib.import_module(name)
+
+
+def _imported(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """What a source imports, and in which line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        else:
-            continue
-        for name in names:
-            top = name.partition(".")[0]
-            if top not in _STANDARD and (top not in _INSTALLED or find_spec(top) is None):
-                here = [one for one in _INSTALLED if find_spec(one) is not None]
-                more = "".join(f", {one}" for one in here)
-                raise ImportError(
-                    f"it imports {name!r}, expected a module of the standard library that only computes, such as json, "
-                    f"math or re{more}"
-                )
-            importlib.import_module(name)
+            yield "." * node.level + (node.module or ""), node.lineno
+
+
+def _refuse_imports(tree: ast.Module) -> None:
+    """Raises ImportError: a source imports what it may not."""
+    for name, line in _imported(tree):
+        top = name.partition(".")[0]
+        if top not in _STANDARD and (top not in _INSTALLED or find_spec(top) is None):
+            here = [one for one in _INSTALLED if find_spec(one) is not None]
+            more = "".join(f", {one}" for one in here)
+            raise ImportError(
+                f"line {line}: it imports {name!r}, expected a module of the standard library that only computes, such "
+                f"as json, math or re{more}"
+            )

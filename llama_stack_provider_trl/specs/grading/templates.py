@@ -77,7 +77,8 @@ def value_at(path: Path, values: Values) -> Any:
 
 
 def rendered(template: str, values: Values) -> str:
-    """A template with the values that it names: text as it is, anything else as JSON.
+    """A template with the values that it names: text as it is, anything else as JSON. What JSON
+    lacks, such as a date, is its text.
 
     Raises:
         MissingValue: a value is not there.
@@ -94,6 +95,7 @@ def _rendered(template: str, values: Values) -> Iterator[str]:
     for place in _PLACE.finditer(template):
         yield template[end : place.start()]
         value = value_at(_path(place[1]), values)
-        yield value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        is_json = isinstance(value, Mapping | list | tuple | int | float)
+        yield json.dumps(value, ensure_ascii=False, default=str) if is_json else str(value)
         end = place.end()
     yield template[end:]
