@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, JobNotFound
+from llama_stack_provider_trl.jobs.store.records import JobRecord
 from llama_stack_provider_trl.jobs.store.store import Store
 
 from ..service.http.bodies import PreferenceOptimizeBody, SupervisedFineTuneBody
@@ -30,11 +31,11 @@ from .bodies import (
 )
 from .files import OpenAIFiles
 from .names import JOB, Called, new_job, request_prefix
+from .repeats import Repeats
 
 type Json = dict[str, Any]
-_RETRIED = 900.0
-"""Seconds for which a repeated request finds the job that the first one has made. OpenAI's SDK waits 600 s for an
-answer, and at most 8 s between its tries."""
+_EQUAL = 16
+"""Newest jobs of equal requests among which that of a repeated one is looked for."""
 _KEPT_CHECKPOINTS = 3
 """As many as OpenAI keeps, beside the result."""
 _RANDOM = 2**31
@@ -61,6 +62,7 @@ class FineTuning:
         self, submissions: Submissions, store: Store, files: OpenAIFiles, models: Mapping[str, OpenAIModel]
     ) -> None:
         self._submissions, self._store, self._files, self._models = submissions, store, files, models
+        self._repeats = Repeats(time.time())
         self._creating: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def create(self, body: CreateFineTuningJob, caller: Caller, *, is_retry: bool) -> str:
@@ -68,27 +70,36 @@ class FineTuning:
 
         Args:
             is_retry: the client has sent the same request before and has no answer, by its header
-                `x-stainless-retry-count`. The job that this request has made is returned then. Other equal requests
-                are jobs of their own.
+                `x-stainless-retry-count`. The job that this request has made is returned then, if its answer may have
+                been lost. Other equal requests are jobs of their own.
 
         Raises:
             OpenAIRefused, InvalidRequest: it cannot be honoured.
             The other errors of `Submissions.submit`.
         """
+        begun = time.time()
         prefix = request_prefix(caller.name, body.model_dump(mode="json", exclude_unset=True))
         # The first request may still be under way: its client has not waited for it.
         lock = self._creating.setdefault(prefix, asyncio.Lock())
         async with lock:
-            if is_retry and (known := await asyncio.to_thread(self._made_by, prefix)) is not None:
-                return known
-            name = new_job(prefix)
-            await self._submit(body, caller, name)
-            return name
+            name = await asyncio.to_thread(self._made_by, prefix) if is_retry else None
+            if name is None:
+                name = new_job(prefix)
+                await self._submit(body, caller, name)
+        self._repeats.answer(name, begun, time.time())
+        return name
+
+    def see(self, job: JobRecord, caller: Caller) -> None:
+        """Note that a caller names a job: a request that it repeats later has made another one."""
+        if job.created_by == caller.name:
+            self._repeats.see(job.job_uuid)
 
     def _made_by(self, prefix: str) -> str | None:
-        """The last job of equal requests, unless it is too old to have been made by the same call."""
-        for name in self._store.newest(prefix, limit=1):
-            if self._store.get(name).scheduled_at.timestamp() > time.time() - _RETRIED:
+        """The newest job of equal requests whose answer may have been lost; None: there is none."""
+        for name in self._store.newest(prefix, limit=_EQUAL):
+            job = self._store.get(name)
+            ended = None if job.completed_at is None else job.completed_at.timestamp()
+            if self._repeats.may_be(name, job.scheduled_at.timestamp(), ended, time.time()):
                 return name
         return None
 

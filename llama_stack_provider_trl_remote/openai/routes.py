@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from starlette.responses import JSONResponse
+
+from llama_stack_provider_trl.jobs.store.records import JobRecord
 
 from ..service.dependencies import StoreDep, StoredJobsDep
 from ..service.http.errors import OPENAI_FORM, declared
@@ -18,12 +20,13 @@ from ..service.serving.openai import model_list
 from .bodies import CreateFineTuningJob
 from .calls import OpenAICallsDep
 from .multipart import Form
-from .names import JOB
+from .names import JOB, Called
 from .shown import checkpoint_page, event_page, find_job, job_object
 
 router = APIRouter(route_class=OpenAIRoute, prefix="/openai/v1", tags=["fine-tuning, in OpenAI's form"])
 
 type Json = dict[str, Any]
+Found = tuple[JobRecord, Called]
 FileId = Annotated[str, Path(description="Id of a file", max_length=512)]
 JobId = Annotated[str, Path(description="Id of a fine-tuning job", max_length=128)]
 After = Annotated[str | None, Query(max_length=512, description="Id of the last object of the page before")]
@@ -50,6 +53,16 @@ _CONTENT: dict[int | str, Json] = {
     200: {"content": OCTETS, "description": "The whole file"},
     206: {"content": OCTETS, "description": "The bytes that Range asks for"},
 }
+
+
+async def _found(calls: OpenAICallsDep, store: StoreDep, caller: CurrentCaller, job_id: JobId) -> Found:
+    found = find_job(store, job_id)
+    calls.fine_tuning.see(found[0], caller)
+    return found
+
+
+FoundJob = Annotated[Found, Depends(_found)]
+"""The job of the path, which its caller has the name of."""
 
 
 def _declared(*codes: int) -> dict[int | str, Json]:
@@ -143,56 +156,51 @@ async def list_fine_tuning_jobs(
 
 
 @router.get("/fine_tuning/jobs/{job_id}", dependencies=[USERS], responses=_declared(404))
-async def get_fine_tuning_job(store: StoreDep, job_id: JobId) -> Response:
+async def get_fine_tuning_job(found: FoundJob) -> Response:
     """One fine-tuning job."""
-    return _job(store, job_id)
+    return JSONResponse(job_object(*found))
 
 
 @router.post("/fine_tuning/jobs/{job_id}/cancel", dependencies=[USERS], responses=_declared(404, 409))
-async def cancel_fine_tuning_job(store: StoreDep, jobs: StoredJobsDep, job_id: JobId) -> Response:
+async def cancel_fine_tuning_job(found: FoundJob, store: StoreDep, jobs: StoredJobsDep) -> Response:
     """End a job: its processes are gone within seconds, its checkpoints stay."""
-    find_job(store, job_id)
-    await jobs.cancel(job_id)
-    return _job(store, job_id)
+    await jobs.cancel(found[0].job_uuid)
+    return _job(store, found[0].job_uuid)
 
 
 @router.post("/fine_tuning/jobs/{job_id}/pause", dependencies=[USERS], responses=_declared(404, 409))
-async def pause_fine_tuning_job(store: StoreDep, jobs: StoredJobsDep, job_id: JobId) -> Response:
+async def pause_fine_tuning_job(found: FoundJob, store: StoreDep, jobs: StoredJobsDep) -> Response:
     """Save a checkpoint, then free the device."""
-    find_job(store, job_id)
-    await jobs.pause(job_id)
-    return _job(store, job_id)
+    await jobs.pause(found[0].job_uuid)
+    return _job(store, found[0].job_uuid)
 
 
 @router.post("/fine_tuning/jobs/{job_id}/resume", dependencies=[USERS], responses=_declared(404, 409))
-async def resume_fine_tuning_job(store: StoreDep, jobs: StoredJobsDep, job_id: JobId) -> Response:
+async def resume_fine_tuning_job(found: FoundJob, store: StoreDep, jobs: StoredJobsDep) -> Response:
     """Queue a paused job again."""
-    find_job(store, job_id)
-    await jobs.resume(job_id)
-    return _job(store, job_id)
+    await jobs.resume(found[0].job_uuid)
+    return _job(store, found[0].job_uuid)
 
 
 @router.get("/fine_tuning/jobs/{job_id}/events", dependencies=[USERS], responses=_declared(404))
 async def list_fine_tuning_events(
     store: StoreDep,
-    job_id: JobId,
+    found: FoundJob,
     after: After = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="Events per page")] = 20,
 ) -> Response:
     """The events of a job, the last one first. The id of an event never changes."""
-    found = find_job(store, job_id)
     return _list(*await asyncio.to_thread(event_page, store, *found, after, limit))
 
 
 @router.get("/fine_tuning/jobs/{job_id}/checkpoints", dependencies=[USERS], responses=_declared(404))
 async def list_fine_tuning_checkpoints(
     store: StoreDep,
-    job_id: JobId,
+    found: FoundJob,
     after: After = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="Checkpoints per page")] = 10,
 ) -> Response:
     """The checkpoints of a job with their metrics, the last one first."""
-    found = find_job(store, job_id)
     return _list(*await asyncio.to_thread(checkpoint_page, store, *found, after, limit))
 
 

@@ -282,8 +282,14 @@ def test_a_repeated_create_is_one_job_and_an_equal_one_another(client: OpenAI, s
     first, repeated, another = (create(retry).json()["id"] for retry in (0, 1, 0))
     assert first == repeated != another
     assert create(2).json()["id"] == another
+    assert client.fine_tuning.jobs.retrieve(another).status == "queued"  # the answer was not lost
+    assert create(1).json()["id"] == first
     for name in (first, another):
         client.fine_tuning.jobs.cancel(name)
+    wanted = create(1).json()  # by a script that runs again, whose first try did not arrive
+    assert wanted["id"] not in (first, another)
+    assert wanted["status"] == "queued"
+    client.fine_tuning.jobs.cancel(wanted["id"])
 
 
 def test_files_are_listed_in_pages_of_either_order(client: OpenAI) -> None:
