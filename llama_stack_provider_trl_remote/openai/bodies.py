@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from llama_stack_provider_trl.documented import Documented
+from llama_stack_provider_trl.requests.options import RESERVED
 from llama_stack_provider_trl.specs.names import CheckedElsewhere, CheckedNames, FreeText, problem_of_name
 
-MARK = "openai"
+MARK = RESERVED
 """Key of a job's metadata, and of a dataset's, that has what OpenAI's API shows and nothing else has."""
 _PAIRS, _KEY, _VALUE = 16, 64, 512
 type Auto = Literal["auto"]

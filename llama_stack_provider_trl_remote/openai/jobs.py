@@ -20,7 +20,6 @@ from ..service.jobs.submissions import Submissions
 from ..service.openai_settings import OpenAIModel
 from ..service.security.access import Caller
 from .bodies import (
-    MARK,
     CreateFineTuningJob,
     DpoHyperparameters,
     DpoMethod,
@@ -108,9 +107,9 @@ class FineTuning:
         if body.validation_file is not None:
             await asyncio.to_thread(self._files.require, body.validation_file, "validation_file")
         alias, base = await asyncio.to_thread(self._base, body.model)
-        request = requested(body, name, alias, base, self._models[alias])
+        request, called = requested(body, name, alias, base, self._models[alias])
         try:
-            await self._submissions.submit(request, caller)
+            await self._submissions.submit(request, caller, called.text())
         except InvalidRows as error:
             is_other = body.validation_file is not None and body.validation_file in str(error)
             param = "validation_file" if is_other else "training_file"
@@ -152,8 +151,8 @@ def _param_of(field: str) -> str:
 
 def requested(
     body: CreateFineTuningJob, name: str, alias: str, base: str, model: OpenAIModel
-) -> SupervisedFineTuneBody | PreferenceOptimizeBody:
-    """The engine's request. Pure, but for a seed that the caller did not send.
+) -> tuple[SupervisedFineTuneBody | PreferenceOptimizeBody, Called]:
+    """The engine's request, and what it was called with. Pure, but for a seed that the caller did not send.
 
     Args:
         name: of the job.
@@ -214,11 +213,11 @@ def requested(
     if kind != "supervised" and lora is not None:
         options["lora"] = lora
     called = Called(body.model, alias, body.suffix or "", {"type": kind, kind: {"hyperparameters": honoured}})
-    options["metadata"] = {**(body.metadata or {}), MARK: called.text()}
+    options["metadata"] = body.metadata or {}
     request["provider_options"] = options
     if kind != "supervised":
-        return PreferenceOptimizeBody.model_validate(request)
-    return SupervisedFineTuneBody.model_validate(request)
+        return PreferenceOptimizeBody.model_validate(request), called
+    return SupervisedFineTuneBody.model_validate(request), called
 
 
 def _reinforcement(body: CreateFineTuningJob, model: OpenAIModel, multiplier: float) -> Json:

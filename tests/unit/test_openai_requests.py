@@ -73,7 +73,12 @@ MODEL = OpenAIModel(model="/models/a", n_epochs=4, batch_size=6, learning_rate=1
 
 def made(model: OpenAIModel = MODEL, base: str = "/models/a", **body: Any) -> Any:
     given = CreateFineTuningJob.model_validate({"model": "a", "training_file": "file-1", **body})
-    return requested(given, "ftjob-1", "a", base, model)
+    return requested(given, "ftjob-1", "a", base, model)[0]
+
+
+def called_of(**body: Any) -> Called | None:
+    given = CreateFineTuningJob.model_validate({"model": "a", "training_file": "file-1", **body})
+    return Called.of({"openai": requested(given, "ftjob-1", "a", "/models/a", MODEL)[1].text()})
 
 
 def test_auto_means_what_the_mapping_has() -> None:
@@ -85,7 +90,7 @@ def test_auto_means_what_the_mapping_has() -> None:
         assert (training.n_epochs, training.gradient_accumulation_steps, training.data_config.batch_size) == (4, 2, 3)
         assert training.learning_rate == 1e-3
         assert job.algorithm_config["rank"] == 16
-        called = Called.of(job.provider_options["metadata"])
+        called = called_of(**body)
         assert called is not None
         numbers = {"n_epochs": 4, "batch_size": 6, "learning_rate_multiplier": 1.0}
         assert called.method == {"type": "supervised", "supervised": {"hyperparameters": numbers}}
@@ -105,7 +110,8 @@ def test_numbers_of_a_request_are_honoured() -> None:
     assert job.algorithm_config == {"type": "dpo", "beta": 0.3}
     options = job.provider_options
     assert (options["seed"], options["lora"]["rank"], options["metadata"]["a"]) == (5, 16, "b")
-    called = Called.of(options["metadata"])
+    assert "openai" not in options["metadata"]
+    called = called_of(method=method, suffix="s")
     assert called is not None
     assert called.result_of("ftjob-1") == "ft:a:trl:s:ftjob-1"
 
@@ -145,4 +151,11 @@ def test_a_result_file_names_its_job_and_strange_metadata_no_job() -> None:
     assert job_of_result("file-12ab") is None
     for text in ("", "1", "[]", "{}", '{"model": 1, "alias": "a", "suffix": "", "method": {}}'):
         assert Called.of({"openai": text}) is None
+    for method in (
+        {"type": "ppo", "ppo": {"hyperparameters": {}}},
+        {"type": "dpo", "dpo": {"hyperparameters": {"beta": "<b>"}}},
+        {"type": "dpo", "dpo": {"hyperparameters": {}}, "supervised": 1},
+        {"type": "supervised", "supervised": {"hyperparameters": {"price": 1}}},
+    ):
+        assert Called.of({"openai": Called("a", "a", "", method).text()}) is None
     assert Called.of({}) is None
