@@ -62,6 +62,13 @@ def test_a_form_that_is_none_is_refused(body: bytes, problem: str) -> None:
         read([body])
 
 
+def test_nothing_but_line_ends_follows_the_last_boundary() -> None:
+    assert read([BODY, b"\r\n"])[1] == CONTENT
+    for behind in ([b"z"], [b"\r\n" * 20] * 2, [b"\r\n", b"--b\r\n"]):
+        with pytest.raises(OpenAIRefused, match="more behind its last boundary"):
+            read([BODY, *behind])
+
+
 def test_another_content_type_is_refused() -> None:
     for content_type in ("application/json", "multipart/form-data", ""):
         with pytest.raises(OpenAIRefused, match="the Content-Type is"):
@@ -134,6 +141,11 @@ def test_every_weight_is_trained_where_the_mapping_has_no_rank() -> None:
         ({"metadata": {"openai": "x"}}, "reserved"),
         ({"metadata": {"x" * 65: "x"}}, "at most 64"),
         ({"metadata": {"x": "x" * 513}}, "512"),
+        ({"metadata": {"x": "\ud800"}}, "'x': its text has half of a surrogate pair"),
+        ({"hyperparameters": {"n_epochs": "3"}}, "n_epochs"),
+        ({"hyperparameters": {"n_epochs": True}}, "n_epochs"),
+        ({"hyperparameters": {"learning_rate_multiplier": "2"}}, "learning_rate_multiplier"),
+        ({"seed": "3"}, "seed"),
     ],
 )
 def test_what_a_request_cannot_have_is_refused(body: Any, problem: str) -> None:
