@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
-from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, JobNotFound
+from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
 from llama_stack_provider_trl.jobs.store.records import JobRecord
 from llama_stack_provider_trl.jobs.store.store import Store
 
@@ -29,7 +29,8 @@ from .bodies import (
     SupervisedMethod,
 )
 from .files import OpenAIFiles
-from .names import JOB, Called, new_job, request_prefix
+from .models import find_tuned, has_files
+from .names import Called, new_job, request_prefix
 from .repeats import Repeats
 
 type Json = dict[str, Any]
@@ -126,14 +127,11 @@ class FineTuning:
         """
         if model in self._models:
             return model, self._models[model].model
-        if model.startswith("ft:"):
-            job_uuid = model.rpartition(":")[2]
-            try:
-                called = Called.of(self._store.get(job_uuid).spec.metadata) if job_uuid.startswith(JOB) else None
-            except JobNotFound:
-                called = None
-            if called is not None and called.result_of(job_uuid) == model and called.alias in self._models:
-                return called.alias, f"job:{job_uuid}"
+        if (tuned := find_tuned(self._store, model)) is not None and tuned.called is not None:
+            # The result of a job that goes on can be waited for.
+            is_there = tuned.step is None or has_files(self._store, tuned)
+            if is_there and tuned.called.alias in self._models:
+                return tuned.called.alias, tuned.base
         known = ", ".join(self._models) or "none is configured (the setting openai.models)"
         raise OpenAIRefused(
             f"the model {model[:200]!r} does not exist here or cannot be fine-tuned: the models are {known}",

@@ -149,6 +149,20 @@ def test_a_script_trains_follows_reads_and_deletes(client: OpenAI, tmp_path: Pat
         )
         assert answer.model == model
 
+    tuned = early.fine_tuned_model_checkpoint
+    assert client.models.retrieve(tuned).id == tuned
+    with pytest.raises(BadRequestError, match="is a checkpoint"):
+        client.models.delete(tuned)
+    for call in (
+        client.models.retrieve,
+        lambda name: client.fine_tuning.jobs.create(model=name, training_file=training.id),
+    ):
+        with pytest.raises(NotFoundError, match="ckpt-step-99"):
+            call(f"{job.fine_tuned_model}:ckpt-step-99")
+    on = client.fine_tuning.jobs.create(model=tuned, training_file=training.id, hyperparameters={"n_epochs": 1})
+    assert on.model == tuned
+    assert ended(client, on.id).status == "succeeded"
+
     more = client.fine_tuning.jobs.create(
         model=job.fine_tuned_model, training_file=training.id, hyperparameters={"n_epochs": 1}
     )
