@@ -430,7 +430,7 @@ class ProviderOptions(Documented, CheckedNames):
     """Where the estimated memory does not fit: `refuse` fails the job before it loads its model, `warn`, `off`."""
     metadata: Annotated[dict[str, str], AfterValidator(_checked_metadata), FreeText()] = Field({}, max_length=64)
     """Texts that the job carries under names of your choice, such as {"team": "a"}. Its status has them, and nothing in
-    its training reads them."""
+    its training reads them. The name `openai` is reserved."""
     device: str | None = None
     """One of the provider's devices, such as `cuda:1`; left out: the first free one."""
 

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from llama_stack_provider_trl.jobs.store.records import JobRecord
 
 from ..service.dependencies import StoreDep, StoredJobsDep
-from ..service.http.errors import OPENAI_FORM, declared
+from ..service.http.errors import OPENAI_FORM, OpenAIRefused, declared
 from ..service.routes.files import OCTETS, file_response
 from ..service.routes.openai import OpenAIRoute
 from ..service.security.access import ADMINS, USERS, USERS_JOB, USERS_UPLOAD, CurrentCaller
@@ -55,6 +55,26 @@ _CONTENT: dict[int | str, Json] = {
 }
 
 
+async def _refuse_others(request: Request) -> None:
+    """Refuse a parameter that the route does not have: its list would be another one than the caller expects.
+
+    Raises:
+        OpenAIRefused.
+    """
+    known = sorted(field.alias for field in request.scope["route"].dependant.query_params)
+    has_metadata = request.scope["route"].path.endswith("/fine_tuning/jobs")
+    for name in request.query_params:
+        if name in known or (has_metadata and name.startswith(_METADATA) and name.endswith("]")):
+            continue
+        hint = f"there is no parameter {name[:100]!r}, only {', '.join(known)}"
+        if has_metadata:
+            hint += " and metadata[NAME]=TEXT, for jobs that have this text"
+        raise OpenAIRefused(f"{hint}: leave it out", name[:100], "unknown_parameter")
+
+
+LISTS = Depends(_refuse_others)
+
+
 async def _found(calls: OpenAICallsDep, store: StoreDep, caller: CurrentCaller, job_id: JobId) -> Found:
     found = find_job(store, job_id)
     calls.fine_tuning.see(found[0], caller)
@@ -78,7 +98,7 @@ async def upload_file(calls: OpenAICallsDep, caller: CurrentCaller, request: Req
     return JSONResponse(await calls.files.upload(form, request.stream(), size, caller.name))
 
 
-@router.get("/files", dependencies=[USERS], responses=_declared(404))
+@router.get("/files", dependencies=[USERS, LISTS], responses=_declared(404))
 async def list_files(
     calls: OpenAICallsDep,
     after: After = None,
@@ -138,7 +158,7 @@ async def create_job(
     return _job(store, name)
 
 
-@router.get("/fine_tuning/jobs", dependencies=[USERS], responses=_declared(404))
+@router.get("/fine_tuning/jobs", dependencies=[USERS, LISTS], responses=_declared(404))
 async def list_fine_tuning_jobs(
     store: StoreDep,
     request: Request,
@@ -182,7 +202,7 @@ async def resume_fine_tuning_job(found: FoundJob, store: StoreDep, jobs: StoredJ
     return _job(store, found[0].job_uuid)
 
 
-@router.get("/fine_tuning/jobs/{job_id}/events", dependencies=[USERS], responses=_declared(404))
+@router.get("/fine_tuning/jobs/{job_id}/events", dependencies=[USERS, LISTS], responses=_declared(404))
 async def list_fine_tuning_events(
     store: StoreDep,
     found: FoundJob,
@@ -193,7 +213,7 @@ async def list_fine_tuning_events(
     return _list(*await asyncio.to_thread(event_page, store, *found, after, limit))
 
 
-@router.get("/fine_tuning/jobs/{job_id}/checkpoints", dependencies=[USERS], responses=_declared(404))
+@router.get("/fine_tuning/jobs/{job_id}/checkpoints", dependencies=[USERS, LISTS], responses=_declared(404))
 async def list_fine_tuning_checkpoints(
     store: StoreDep,
     found: FoundJob,
@@ -223,12 +243,14 @@ async def delete_model(calls: OpenAICallsDep, model: Annotated[str, Path(descrip
 
 
 def _jobs(store: StoreDep, after: str | None, limit: int, metadata: Json) -> tuple[list[Json], bool]:
+    if after is not None:
+        find_job(store, after, "after")
     names = store.newest(JOB, after, limit=limit + 1, metadata=metadata)
     rows = []
     for name in names[:limit]:
         try:
             rows.append(job_object(*find_job(store, name)))
-        except LookupError:  # deleted meanwhile, or not made by this API
+        except OpenAIRefused:  # deleted meanwhile, or not made by this API
             continue
     return rows, len(names) > limit
 

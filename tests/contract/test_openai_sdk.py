@@ -306,6 +306,30 @@ def test_a_repeated_create_is_one_job_and_an_equal_one_another(client: OpenAI, s
     client.fine_tuning.jobs.cancel(wanted["id"])
 
 
+def test_lists_refuse_what_they_do_not_have_in_terms_of_this_api(client: OpenAI, service: TrainingService) -> None:
+    jobs = "/fine_tuning/jobs"
+    job = client.fine_tuning.jobs.create(model=NAME, training_file=uploaded(client, CHATS))
+    client.fine_tuning.jobs.cancel(job.id)
+    for path, status, param in (
+        (f"{jobs}?status=running", 400, "status"),
+        (f"{jobs}?metadata=null", 400, "metadata"),
+        (f"{jobs}?after=ftjob-nope", 404, "after"),
+        (f"{jobs}/ftjob-nope", 404, "fine_tuning_job_id"),
+        (f"{jobs}/{job.id}/events?metadata[a]=b", 400, "metadata[a]"),
+        (f"{jobs}/{job.id}/events?after=nope", 400, "after"),
+        (f"{jobs}/{job.id}/events?after=ftevent-nope", 400, "after"),
+        (f"{jobs}/{job.id}/events?after=ftevent-9-9", 400, "after"),
+        (f"{jobs}/{job.id}/checkpoints?order=asc", 400, "order"),
+        ("/files?page=2", 400, "page"),
+    ):
+        answer = service.session.get(f"{service.url}/openai/v1{path}", timeout=30)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (status, param), (path, error)
+        assert "/v1/post-training" not in error["message"]
+        assert "cursor" not in error["message"]
+    assert service.session.get(f"{service.url}/openai/v1{jobs}?metadata[a]=b&limit=1", timeout=30).json()["data"] == []
+
+
 def test_files_are_listed_in_pages_of_either_order(client: OpenAI) -> None:
     mine = [uploaded(client, CHATS, f"{n}.jsonl") for n in range(3)]
     newest = [file.id for file in client.files.list(limit=2, purpose="fine-tune")]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from llama_stack_provider_trl_remote.openai.bodies import CreateFineTuningJob
+from llama_stack_provider_trl_remote.openai.files import OpenAIFiles
 from llama_stack_provider_trl_remote.openai.jobs import requested
 from llama_stack_provider_trl_remote.openai.multipart import Form
 from llama_stack_provider_trl_remote.openai.names import Called, job_of_result, result_file
@@ -73,6 +75,17 @@ def test_another_content_type_is_refused() -> None:
     for content_type in ("application/json", "multipart/form-data", ""):
         with pytest.raises(OpenAIRefused, match="the Content-Type is"):
             Form(content_type, frozenset())
+
+
+def test_a_page_of_files_ends_where_counting_their_bytes_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = SimpleNamespace(places=lambda prefix: [])
+    store = SimpleNamespace(completed=lambda prefix: [(n, f"ftjob-{n}") for n in range(9)])
+    listed = OpenAIFiles(registry, None, None, store)  # type: ignore[arg-type]
+    monkeypatch.setattr(listed, "get", lambda name: {"id": name})
+    assert len(listed.page(None, 10, None, newest_first=True)[0]) == 9
+    monkeypatch.setattr("llama_stack_provider_trl_remote.openai.files._PAGE_SECONDS", -1)
+    assert listed.page(None, 10, None, newest_first=True) == ([{"id": "file-results-8"}], True)
+    assert listed.page("file-results-1", 10, None, newest_first=True) == ([{"id": "file-results-0"}], False)
 
 
 MODEL = OpenAIModel(model="/models/a", n_epochs=4, batch_size=6, learning_rate=1e-3, dpo_learning_rate=1e-4)
