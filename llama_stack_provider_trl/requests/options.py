@@ -174,12 +174,16 @@ def _checked_roles(roles: dict[str, str | list[str]]) -> dict[str, str | list[st
 
 MOST_METADATA = 32_768
 """Characters of a job's metadata, names included."""
+RESERVED = "openai"
+"""Name in a job's metadata that the service sets itself, of jobs that were made over OpenAI's API."""
 
 
 def _checked_metadata(metadata: dict[str, str]) -> dict[str, str]:
     for name, text in metadata.items():
         if problem := _problem_of_text(text) or problem_of_name(name):
             raise ValueError(f"{name!r}: {problem}")
+        if name == RESERVED:
+            raise ValueError(f"the name {name!r} is reserved: choose another one")
     characters = sum(len(name) + len(text) for name, text in metadata.items())
     if characters > MOST_METADATA:
         raise ValueError(f"names and texts have {characters} characters together, at most {MOST_METADATA} fit")
@@ -426,7 +430,7 @@ class ProviderOptions(Documented, CheckedNames):
     """Where the estimated memory does not fit: `refuse` fails the job before it loads its model, `warn`, `off`."""
     metadata: Annotated[dict[str, str], AfterValidator(_checked_metadata), FreeText()] = Field({}, max_length=64)
     """Texts that the job carries under names of your choice, such as {"team": "a"}. Its status has them, and nothing in
-    its training reads them."""
+    its training reads them. The name `openai` is reserved."""
     device: str | None = None
     """One of the provider's devices, such as `cuda:1`; left out: the first free one."""
 

@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from llama_stack_provider_trl.documented import Documented
+from llama_stack_provider_trl.requests.options import RESERVED
 from llama_stack_provider_trl.specs.names import CheckedElsewhere, CheckedNames, FreeText, problem_of_name
 
-MARK = "openai"
+MARK = RESERVED
 """Key of a job's metadata, and of a dataset's, that has what OpenAI's API shows and nothing else has."""
 _PAIRS, _KEY, _VALUE = 16, 64, 512
 type Auto = Literal["auto"]
@@ -22,16 +23,16 @@ class _OpenAIBody(Documented, CheckedNames):
 class Hyperparameters(_OpenAIBody):
     """Those of every method. `auto`, and what is left out: as `openai.models` has it for the model."""
 
-    n_epochs: Annotated[int, Field(gt=0, le=50)] | Auto | None = None
+    n_epochs: Annotated[int, Field(gt=0, le=50, strict=True)] | Auto | None = None
     """Passes over the training file."""
-    batch_size: Annotated[int, Field(gt=0, le=4096)] | Auto | None = None
+    batch_size: Annotated[int, Field(gt=0, le=4096, strict=True)] | Auto | None = None
     """Examples of an optimizer step."""
-    learning_rate_multiplier: Annotated[float, Field(gt=0, le=1000)] | Auto | None = None
+    learning_rate_multiplier: Annotated[float, Field(gt=0, le=1000, strict=True)] | Auto | None = None
     """Multiplies the learning rate that `openai.models` has for the model and method."""
 
 
 class DpoHyperparameters(Hyperparameters):
-    beta: Annotated[float, Field(gt=0, le=2)] | Auto | None = None
+    beta: Annotated[float, Field(gt=0, le=2, strict=True)] | Auto | None = None
     """How strongly the reference holds the model back."""
 
 
@@ -46,7 +47,7 @@ class DpoMethod(_OpenAIBody):
 
 
 class ReinforcementHyperparameters(Hyperparameters):
-    compute_multiplier: Annotated[float, Field(gt=0, le=100)] | Auto | None = None
+    compute_multiplier: Annotated[float, Field(gt=0, le=100, strict=True)] | Auto | None = None
     """Multiplies the answers to each prompt that `openai.models` has for the model."""
     eval_interval: Auto | None = None
     """auto: nothing is evaluated while it trains."""
@@ -96,7 +97,7 @@ class CreateFineTuningJob(_OpenAIBody):
     """Those of method supervised, where `method` is left out."""
     suffix: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = None
     """Part of the fine-tuned model's name: letters, digits, `.`, `_`, `-`."""
-    seed: int | None = Field(None, ge=0, lt=2**31)
+    seed: int | None = Field(None, ge=0, lt=2**31, strict=True)
     """Decides shuffling and the initial values of adapters. Left out: a random one."""
     metadata: Annotated[dict[str, str] | None, FreeText()] = Field(None, max_length=_PAIRS)
     """At most 16 texts of 512 characters, under names of 64."""
@@ -121,6 +122,8 @@ class CreateFineTuningJob(_OpenAIBody):
                 raise ValueError(f"{name[:_KEY]!r}: a name has at most {_KEY} characters, and its text {_VALUE}")
             if problem := problem_of_name(name):
                 raise ValueError(f"{name!r}: {problem}")
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise ValueError(f"{name!r}: its text has half of a surrogate pair: send whole characters")
             if name == MARK:
                 raise ValueError(f"the name {MARK!r} is reserved: choose another one")
         return value

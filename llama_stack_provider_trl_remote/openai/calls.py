@@ -13,7 +13,8 @@ from .models import OpenAIModels
 
 
 class OpenAICalls:
-    """Files, jobs and models of a service. It holds no state but the locks of requests that are under way."""
+    """Files, jobs and models of a service. Its state is the locks of requests that are under way, and which
+    answers may have been lost."""
 
     def __init__(self, service: Service) -> None:
         self.files = OpenAIFiles(service.datasets, service.row_uploads, service.blobs, service.store)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import time
 from collections.abc import AsyncIterator, Iterator
 from functools import lru_cache, partial
 from typing import Any, BinaryIO
@@ -29,6 +30,8 @@ from .results import metrics_csv
 type Json = dict[str, Any]
 PURPOSE, RESULTS = "fine-tune", "fine-tune-results"
 _MOST_NAME = 255
+_PAGE_SECONDS = 1.0
+"""After which a page ends: the bytes of a result are known once all of it was written."""
 MOST_FILES = 1000
 """Files of a page: each is a document of the data directory."""
 _SIZES = 4096
@@ -94,9 +97,12 @@ class OpenAIFiles:
                 raise _no_file(after, "after")
             found = found[names.index(after) + 1 :]
         files: list[Json] = []
+        until = time.monotonic() + _PAGE_SECONDS
         for _, name in found:
             if len(files) > limit:
                 break
+            if 0 < len(files) <= limit and time.monotonic() > until:
+                return files, True
             try:
                 files.append(self.get(name))
             except (NotFound, JobNotFound):  # deleted meanwhile, or a dataset that is no file

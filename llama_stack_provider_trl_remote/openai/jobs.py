@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
-from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, JobNotFound
+from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
+from llama_stack_provider_trl.jobs.store.records import JobRecord
 from llama_stack_provider_trl.jobs.store.store import Store
 
 from ..service.http.bodies import PreferenceOptimizeBody, SupervisedFineTuneBody
@@ -19,7 +20,6 @@ from ..service.jobs.submissions import Submissions
 from ..service.openai_settings import OpenAIModel
 from ..service.security.access import Caller
 from .bodies import (
-    MARK,
     CreateFineTuningJob,
     DpoHyperparameters,
     DpoMethod,
@@ -29,12 +29,13 @@ from .bodies import (
     SupervisedMethod,
 )
 from .files import OpenAIFiles
-from .names import JOB, Called, new_job, request_prefix
+from .models import find_tuned, has_files
+from .names import Called, new_job, request_prefix
+from .repeats import Repeats
 
 type Json = dict[str, Any]
-_RETRIED = 900.0
-"""Seconds for which a repeated request finds the job that the first one has made. OpenAI's SDK waits 600 s for an
-answer, and at most 8 s between its tries."""
+_EQUAL = 16
+"""Newest jobs of equal requests among which that of a repeated one is looked for."""
 _KEPT_CHECKPOINTS = 3
 """As many as OpenAI keeps, beside the result."""
 _RANDOM = 2**31
@@ -61,6 +62,7 @@ class FineTuning:
         self, submissions: Submissions, store: Store, files: OpenAIFiles, models: Mapping[str, OpenAIModel]
     ) -> None:
         self._submissions, self._store, self._files, self._models = submissions, store, files, models
+        self._repeats = Repeats(time.time())
         self._creating: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def create(self, body: CreateFineTuningJob, caller: Caller, *, is_retry: bool) -> str:
@@ -68,27 +70,36 @@ class FineTuning:
 
         Args:
             is_retry: the client has sent the same request before and has no answer, by its header
-                `x-stainless-retry-count`. The job that this request has made is returned then. Other equal requests
-                are jobs of their own.
+                `x-stainless-retry-count`. The job that this request has made is returned then, if its answer may have
+                been lost. Other equal requests are jobs of their own.
 
         Raises:
             OpenAIRefused, InvalidRequest: it cannot be honoured.
             The other errors of `Submissions.submit`.
         """
+        begun = time.time()
         prefix = request_prefix(caller.name, body.model_dump(mode="json", exclude_unset=True))
         # The first request may still be under way: its client has not waited for it.
         lock = self._creating.setdefault(prefix, asyncio.Lock())
         async with lock:
-            if is_retry and (known := await asyncio.to_thread(self._made_by, prefix)) is not None:
-                return known
-            name = new_job(prefix)
-            await self._submit(body, caller, name)
-            return name
+            name = await asyncio.to_thread(self._made_by, prefix) if is_retry else None
+            if name is None:
+                name = new_job(prefix)
+                await self._submit(body, caller, name)
+        self._repeats.answer(name, begun, time.time())
+        return name
+
+    def see(self, job: JobRecord, caller: Caller) -> None:
+        """Note that a caller names a job: a request that it repeats later has made another one."""
+        if job.created_by == caller.name:
+            self._repeats.see(job.job_uuid)
 
     def _made_by(self, prefix: str) -> str | None:
-        """The last job of equal requests, unless it is too old to have been made by the same call."""
-        for name in self._store.newest(prefix, limit=1):
-            if self._store.get(name).scheduled_at.timestamp() > time.time() - _RETRIED:
+        """The newest job of equal requests whose answer may have been lost; None: there is none."""
+        for name in self._store.newest(prefix, limit=_EQUAL):
+            job = self._store.get(name)
+            ended = None if job.completed_at is None else job.completed_at.timestamp()
+            if self._repeats.may_be(name, job.scheduled_at.timestamp(), ended, time.time()):
                 return name
         return None
 
@@ -97,9 +108,9 @@ class FineTuning:
         if body.validation_file is not None:
             await asyncio.to_thread(self._files.require, body.validation_file, "validation_file")
         alias, base = await asyncio.to_thread(self._base, body.model)
-        request = requested(body, name, alias, base, self._models[alias])
+        request, called = requested(body, name, alias, base, self._models[alias])
         try:
-            await self._submissions.submit(request, caller)
+            await self._submissions.submit(request, caller, called.text())
         except InvalidRows as error:
             is_other = body.validation_file is not None and body.validation_file in str(error)
             param = "validation_file" if is_other else "training_file"
@@ -116,14 +127,11 @@ class FineTuning:
         """
         if model in self._models:
             return model, self._models[model].model
-        if model.startswith("ft:"):
-            job_uuid = model.rpartition(":")[2]
-            try:
-                called = Called.of(self._store.get(job_uuid).spec.metadata) if job_uuid.startswith(JOB) else None
-            except JobNotFound:
-                called = None
-            if called is not None and called.result_of(job_uuid) == model and called.alias in self._models:
-                return called.alias, f"job:{job_uuid}"
+        if (tuned := find_tuned(self._store, model)) is not None and tuned.called is not None:
+            # The result of a job that goes on can be waited for.
+            is_there = tuned.step is None or has_files(self._store, tuned)
+            if is_there and tuned.called.alias in self._models:
+                return tuned.called.alias, tuned.base
         known = ", ".join(self._models) or "none is configured (the setting openai.models)"
         raise OpenAIRefused(
             f"the model {model[:200]!r} does not exist here or cannot be fine-tuned: the models are {known}",
@@ -141,8 +149,8 @@ def _param_of(field: str) -> str:
 
 def requested(
     body: CreateFineTuningJob, name: str, alias: str, base: str, model: OpenAIModel
-) -> SupervisedFineTuneBody | PreferenceOptimizeBody:
-    """The engine's request. Pure, but for a seed that the caller did not send.
+) -> tuple[SupervisedFineTuneBody | PreferenceOptimizeBody, Called]:
+    """The engine's request, and what it was called with. Pure, but for a seed that the caller did not send.
 
     Args:
         name: of the job.
@@ -203,11 +211,11 @@ def requested(
     if kind != "supervised" and lora is not None:
         options["lora"] = lora
     called = Called(body.model, alias, body.suffix or "", {"type": kind, kind: {"hyperparameters": honoured}})
-    options["metadata"] = {**(body.metadata or {}), MARK: called.text()}
+    options["metadata"] = body.metadata or {}
     request["provider_options"] = options
     if kind != "supervised":
-        return PreferenceOptimizeBody.model_validate(request)
-    return SupervisedFineTuneBody.model_validate(request)
+        return PreferenceOptimizeBody.model_validate(request), called
+    return SupervisedFineTuneBody.model_validate(request), called
 
 
 def _reinforcement(body: CreateFineTuningJob, model: OpenAIModel, multiplier: float) -> Json:

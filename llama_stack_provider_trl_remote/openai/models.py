@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from llama_stack_provider_trl.errors import JobNotFound
+from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound
+from llama_stack_provider_trl.jobs.store.records import JobRecord
 from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.requests.bases import RESULT, served_job_of
 
 from ..service.http.errors import OpenAIRefused
 from ..service.jobs.stored_jobs import StoredJobs
@@ -14,7 +16,18 @@ from ..service.serving.openai import model_row
 from .names import JOB, OWNER, Called
 
 type Json = dict[str, Any]
-_RESULT = "ft:"
+
+
+class Tuned(NamedTuple):
+    """A fine-tuned model, or a checkpoint of one."""
+
+    job: JobRecord
+    called: Called | None
+    """None: the job was not made by this API."""
+    base: str
+    """Its name as jobs and chats of the engine have it: job:NAME, or job:NAME/checkpoint-N."""
+    step: int | None
+    """Of a checkpoint; None: it is the result."""
 
 
 class OpenAIModels:
@@ -28,7 +41,7 @@ class OpenAIModels:
         return [self._named(row) for row in self._chats.models()]
 
     def get(self, name: str) -> Json:
-        """One of the list, or the result of an older job. Raises OpenAIRefused."""
+        """One of the list, the result of an older job, or a checkpoint. Raises OpenAIRefused."""
         found = next((row for row in self.all() if row["id"] == name), None)
         return self._result(name) if found is None else found
 
@@ -39,12 +52,21 @@ class OpenAIModels:
             OpenAIRefused: it is no result of a job.
             JobConflict: the job has not ended, or others use its checkpoints.
         """
-        self._jobs.delete_results(_job_of(self._result(name)["id"]))
+        self._result(name)
+        found = find_tuned(self._store, name)
+        assert found is not None
+        if found.step is not None:
+            raise OpenAIRefused(
+                f"{name[:200]!r} is a checkpoint, which goes with the result of its job: delete the model of the job",
+                "model",
+                "not_deletable",
+            )
+        self._jobs.delete_results(found.job.job_uuid)
         return {"id": name, "object": "model", "deleted": True}
 
     def _named(self, row: Json) -> Json:
         """A result under the name that this API has given it."""
-        job_uuid = str(row["id"]).removeprefix(_RESULT)
+        job_uuid = str(row["id"]).removeprefix(RESULT)
         if not job_uuid.startswith(JOB):
             return row
         try:
@@ -54,21 +76,36 @@ class OpenAIModels:
         return row if called is None else {**row, "id": called.result_of(job_uuid)}
 
     def _result(self, name: str) -> Json:
-        """The result of a job, whose files are here. Raises OpenAIRefused."""
-        job_uuid = _job_of(name)
-        try:
-            job = self._store.get(job_uuid) if name.startswith(_RESULT) else None
-        except JobNotFound:
-            job = None
-        if job is not None and any(one.kind == "final" for one in self._store.checkpoints(job_uuid)):
-            called = Called.of(job.spec.metadata) if job_uuid.startswith(JOB) else None
-            known = f"{_RESULT}{job_uuid}" if called is None else called.result_of(job_uuid)
-            if known == name:
-                created = (job.completed_at or job.scheduled_at).timestamp()
-                return model_row(name, created, job.created_by or OWNER)
+        """The result of a job, or one of its checkpoints, whose files are here. Raises OpenAIRefused."""
+        found = find_tuned(self._store, name)
+        if found is not None and has_files(self._store, found):
+            job = found.job
+            created = (job.completed_at or job.scheduled_at).timestamp()
+            return model_row(name, created, job.created_by or OWNER)
         text = f"no model {name[:200]!r} is listed: GET /openai/v1/models lists results of jobs and their base models"
         raise OpenAIRefused(text, "model", "model_not_found", 404)
 
 
-def _job_of(name: str) -> str:
-    return name.removeprefix(_RESULT).rpartition(":")[2]
+def find_tuned(store: Store, name: str) -> Tuned | None:
+    """What a name `ft:...` stands for, whether its files are there or not; None: it is the name of nothing here."""
+    try:
+        served = served_job_of("model", name) if name.startswith(RESULT) else None
+        job = None if served is None else store.get(served[0])
+    except (InvalidRequest, JobNotFound):
+        return None
+    if served is None or job is None:
+        return None
+    job_uuid, base = served
+    called = Called.of(job.spec.metadata) if job_uuid.startswith(JOB) else None
+    digits = base.partition("/checkpoint-")[2]
+    step = int(digits) if digits else None
+    known = f"{RESULT}{job_uuid}" if called is None else called.result_of(job_uuid)
+    if name != (known if step is None else f"{known}:ckpt-step-{step}"):
+        return None
+    return Tuned(job, called, base, step)
+
+
+def has_files(store: Store, tuned: Tuned) -> bool:
+    """Whether its files are here."""
+    kind = "final" if tuned.step is None else "step"
+    return any(one.kind == kind and tuned.step in (None, one.step) for one in store.checkpoints(tuned.job.job_uuid))

@@ -10,6 +10,8 @@ from ..service.http.errors import OpenAIRefused
 _MOST_FIELD = 4096
 """Bytes of a field, and of the header of a part."""
 _MOST_PARTS = 16
+_MOST_BEHIND = 64
+"""Bytes of line ends behind the last boundary."""
 FILE = "file"
 
 
@@ -47,6 +49,7 @@ class Form:
         self._parts = 0
         self._content: list[bytes] = []
         self._has_ended = False
+        self._behind = 0
 
     async def file(self, stream: AsyncIterator[bytes], check: Callable[[], None]) -> AsyncIterator[bytes]:
         """The content of the file, while the body is received.
@@ -75,6 +78,9 @@ class Form:
         )
         try:
             async for piece in stream:
+                if self._has_ended:  # the parser would skip what follows, however much it is
+                    self._skip(piece)
+                    continue
                 parser.write(piece)
                 if self._content:
                     check()
@@ -139,6 +145,11 @@ class Form:
 
     def _end(self) -> None:
         self._has_ended = True
+
+    def _skip(self, piece: bytes) -> None:
+        self._behind += len(piece)
+        if self._behind > _MOST_BEHIND or piece.strip(b"\r\n"):
+            raise _no_form("it has more behind its last boundary")
 
     def _bound(self, data: bytearray) -> None:
         if len(data) > _MOST_FIELD:

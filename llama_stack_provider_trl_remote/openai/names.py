@@ -10,11 +10,16 @@ from typing import Any, NamedTuple
 
 from llama_stack_provider_trl.jobs.store.records import CheckpointRecord, JobRecord
 
-from .bodies import MARK
+from .bodies import MARK, DpoHyperparameters, Hyperparameters, ReinforcementHyperparameters
 
 JOB, FILE, RESULT = "ftjob-", "file-", "file-results-"
 OWNER = "trl"
 """The organization in names of models."""
+_HYPERPARAMETERS = {
+    "supervised": Hyperparameters,
+    "dpo": DpoHyperparameters,
+    "reinforcement": ReinforcementHyperparameters,
+}
 
 
 class Called(NamedTuple):
@@ -36,10 +41,14 @@ class Called(NamedTuple):
         """None: the job was not made by this API."""
         try:
             found = cls(**json.loads(metadata[MARK]))
-            found.method[found.method["type"]]["hyperparameters"].keys()
-        except (KeyError, ValueError, TypeError, AttributeError):
+            kind = found.method["type"]
+            ((_, block),) = [(name, value) for name, value in found.method.items() if name != "type"]
+            (numbers,) = block.values()
+            _HYPERPARAMETERS[kind].model_validate(numbers)
+        except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
             return None
-        return found if all(isinstance(text, str) for text in found[:3]) else None
+        is_whole = found.method == {"type": kind, kind: {"hyperparameters": numbers}}
+        return found if is_whole and all(isinstance(text, str) for text in found[:3]) else None
 
     def result_of(self, job_uuid: str) -> str:
         """The name of its fine-tuned model."""

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from starlette.responses import JSONResponse
 
+from llama_stack_provider_trl.jobs.store.records import JobRecord
+
 from ..service.dependencies import StoreDep, StoredJobsDep
-from ..service.http.errors import OPENAI_FORM, declared
+from ..service.http.errors import OPENAI_FORM, OpenAIRefused, declared
 from ..service.routes.files import OCTETS, file_response
 from ..service.routes.openai import OpenAIRoute
 from ..service.security.access import ADMINS, USERS, USERS_JOB, USERS_UPLOAD, CurrentCaller
@@ -18,12 +20,13 @@ from ..service.serving.openai import model_list
 from .bodies import CreateFineTuningJob
 from .calls import OpenAICallsDep
 from .multipart import Form
-from .names import JOB
+from .names import JOB, Called
 from .shown import checkpoint_page, event_page, find_job, job_object
 
 router = APIRouter(route_class=OpenAIRoute, prefix="/openai/v1", tags=["fine-tuning, in OpenAI's form"])
 
 type Json = dict[str, Any]
+Found = tuple[JobRecord, Called]
 FileId = Annotated[str, Path(description="Id of a file", max_length=512)]
 JobId = Annotated[str, Path(description="Id of a fine-tuning job", max_length=128)]
 After = Annotated[str | None, Query(max_length=512, description="Id of the last object of the page before")]
@@ -52,6 +55,36 @@ _CONTENT: dict[int | str, Json] = {
 }
 
 
+async def _refuse_others(request: Request) -> None:
+    """Refuse a parameter that the route does not have: its list would be another one than the caller expects.
+
+    Raises:
+        OpenAIRefused.
+    """
+    known = sorted(field.alias for field in request.scope["route"].dependant.query_params)
+    has_metadata = request.scope["route"].path.endswith("/fine_tuning/jobs")
+    for name in request.query_params:
+        if name in known or (has_metadata and name.startswith(_METADATA) and name.endswith("]")):
+            continue
+        hint = f"there is no parameter {name[:100]!r}, only {', '.join(known)}"
+        if has_metadata:
+            hint += " and metadata[NAME]=TEXT, for jobs that have this text"
+        raise OpenAIRefused(f"{hint}: leave it out", name[:100], "unknown_parameter")
+
+
+LISTS = Depends(_refuse_others)
+
+
+async def _found(calls: OpenAICallsDep, store: StoreDep, caller: CurrentCaller, job_id: JobId) -> Found:
+    found = find_job(store, job_id)
+    calls.fine_tuning.see(found[0], caller)
+    return found
+
+
+FoundJob = Annotated[Found, Depends(_found)]
+"""The job of the path, which its caller has the name of."""
+
+
 def _declared(*codes: int) -> dict[int | str, Json]:
     return declared(*codes, form=OPENAI_FORM)
 
@@ -65,7 +98,7 @@ async def upload_file(calls: OpenAICallsDep, caller: CurrentCaller, request: Req
     return JSONResponse(await calls.files.upload(form, request.stream(), size, caller.name))
 
 
-@router.get("/files", dependencies=[USERS], responses=_declared(404))
+@router.get("/files", dependencies=[USERS, LISTS], responses=_declared(404))
 async def list_files(
     calls: OpenAICallsDep,
     after: After = None,
@@ -125,7 +158,7 @@ async def create_job(
     return _job(store, name)
 
 
-@router.get("/fine_tuning/jobs", dependencies=[USERS], responses=_declared(404))
+@router.get("/fine_tuning/jobs", dependencies=[USERS, LISTS], responses=_declared(404))
 async def list_fine_tuning_jobs(
     store: StoreDep,
     request: Request,
@@ -143,56 +176,51 @@ async def list_fine_tuning_jobs(
 
 
 @router.get("/fine_tuning/jobs/{job_id}", dependencies=[USERS], responses=_declared(404))
-async def get_fine_tuning_job(store: StoreDep, job_id: JobId) -> Response:
+async def get_fine_tuning_job(found: FoundJob) -> Response:
     """One fine-tuning job."""
-    return _job(store, job_id)
+    return JSONResponse(job_object(*found))
 
 
 @router.post("/fine_tuning/jobs/{job_id}/cancel", dependencies=[USERS], responses=_declared(404, 409))
-async def cancel_fine_tuning_job(store: StoreDep, jobs: StoredJobsDep, job_id: JobId) -> Response:
+async def cancel_fine_tuning_job(found: FoundJob, store: StoreDep, jobs: StoredJobsDep) -> Response:
     """End a job: its processes are gone within seconds, its checkpoints stay."""
-    find_job(store, job_id)
-    await jobs.cancel(job_id)
-    return _job(store, job_id)
+    await jobs.cancel(found[0].job_uuid)
+    return _job(store, found[0].job_uuid)
 
 
 @router.post("/fine_tuning/jobs/{job_id}/pause", dependencies=[USERS], responses=_declared(404, 409))
-async def pause_fine_tuning_job(store: StoreDep, jobs: StoredJobsDep, job_id: JobId) -> Response:
+async def pause_fine_tuning_job(found: FoundJob, store: StoreDep, jobs: StoredJobsDep) -> Response:
     """Save a checkpoint, then free the device."""
-    find_job(store, job_id)
-    await jobs.pause(job_id)
-    return _job(store, job_id)
+    await jobs.pause(found[0].job_uuid)
+    return _job(store, found[0].job_uuid)
 
 
 @router.post("/fine_tuning/jobs/{job_id}/resume", dependencies=[USERS], responses=_declared(404, 409))
-async def resume_fine_tuning_job(store: StoreDep, jobs: StoredJobsDep, job_id: JobId) -> Response:
+async def resume_fine_tuning_job(found: FoundJob, store: StoreDep, jobs: StoredJobsDep) -> Response:
     """Queue a paused job again."""
-    find_job(store, job_id)
-    await jobs.resume(job_id)
-    return _job(store, job_id)
+    await jobs.resume(found[0].job_uuid)
+    return _job(store, found[0].job_uuid)
 
 
-@router.get("/fine_tuning/jobs/{job_id}/events", dependencies=[USERS], responses=_declared(404))
+@router.get("/fine_tuning/jobs/{job_id}/events", dependencies=[USERS, LISTS], responses=_declared(404))
 async def list_fine_tuning_events(
     store: StoreDep,
-    job_id: JobId,
+    found: FoundJob,
     after: After = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="Events per page")] = 20,
 ) -> Response:
     """The events of a job, the last one first. The id of an event never changes."""
-    found = find_job(store, job_id)
     return _list(*await asyncio.to_thread(event_page, store, *found, after, limit))
 
 
-@router.get("/fine_tuning/jobs/{job_id}/checkpoints", dependencies=[USERS], responses=_declared(404))
+@router.get("/fine_tuning/jobs/{job_id}/checkpoints", dependencies=[USERS, LISTS], responses=_declared(404))
 async def list_fine_tuning_checkpoints(
     store: StoreDep,
-    job_id: JobId,
+    found: FoundJob,
     after: After = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="Checkpoints per page")] = 10,
 ) -> Response:
     """The checkpoints of a job with their metrics, the last one first."""
-    found = find_job(store, job_id)
     return _list(*await asyncio.to_thread(checkpoint_page, store, *found, after, limit))
 
 
@@ -215,12 +243,14 @@ async def delete_model(calls: OpenAICallsDep, model: Annotated[str, Path(descrip
 
 
 def _jobs(store: StoreDep, after: str | None, limit: int, metadata: Json) -> tuple[list[Json], bool]:
+    if after is not None:
+        find_job(store, after, "after")
     names = store.newest(JOB, after, limit=limit + 1, metadata=metadata)
     rows = []
     for name in names[:limit]:
         try:
             rows.append(job_object(*find_job(store, name)))
-        except LookupError:  # deleted meanwhile, or not made by this API
+        except OpenAIRefused:  # deleted meanwhile, or not made by this API
             continue
     return rows, len(names) > limit
 

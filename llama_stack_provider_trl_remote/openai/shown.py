@@ -28,6 +28,7 @@ from llama_stack_provider_trl.specs.events import (
 from llama_stack_provider_trl.specs.methods import GrpoSpec
 from llama_stack_provider_trl.specs.rewards import checks_of
 
+from ..service.http.errors import OpenAIRefused
 from ..service.views.events import Cursor, Line, read_back
 from .bodies import MARK
 from .names import JOB, OWNER, Called, checkpoint_name, result_file
@@ -51,12 +52,16 @@ _PIECE = 200
 """Events that are read at once: some of them are not shown."""
 
 
-def find_job(store: Store, job_id: str) -> tuple[JobRecord, Called]:
-    """A job that was made by this API. Raises JobNotFound."""
-    job = store.get(job_id)
-    called = Called.of(job.spec.metadata) if job_id.startswith(JOB) else None
+def find_job(store: Store, job_id: str, param: str = "fine_tuning_job_id") -> tuple[JobRecord, Called]:
+    """A job that was made by this API. Raises OpenAIRefused: 404, which names the parameter."""
+    try:
+        job = store.get(job_id)
+        called = Called.of(job.spec.metadata) if job_id.startswith(JOB) else None
+    except JobNotFound:
+        called = None
     if called is None:
-        raise JobNotFound(job_id)
+        text = f"no fine-tuning job {job_id[:200]!r} is here ({param}): GET /openai/v1/fine_tuning/jobs lists them"
+        raise OpenAIRefused(text, param, "not_found", 404)
     return job, called
 
 
@@ -101,17 +106,22 @@ def event_page(store: Store, job: JobRecord, called: Called, after: str | None, 
     """Events, the last one first, and whether there are earlier ones.
 
     Raises:
-        InvalidRequest: `after` is the id of no event.
+        OpenAIRefused: `after` is the id of no event.
     """
     place = "" if after is None else after.removeprefix(_EVENT)
     if after is not None and not after.startswith(_EVENT):
-        raise InvalidRequest("after", after, "expected the id of an event of this job, or nothing")
+        raise _no_event(after)
     found: list[Json] = []
     if after is None and job.state in TERMINAL:
         found.append(_end(job))
-    before = None if place in ("", _ENDED) else None if place == _CREATED else Cursor.parse(place, "after")
+    before = None
     while place != _CREATED and len(found) <= limit:
-        lines = read_back(store, job.job_uuid, before, _PIECE)
+        try:
+            if before is None and place not in ("", _ENDED):
+                before = Cursor.parse(place, "after")
+            lines = read_back(store, job.job_uuid, before, _PIECE)
+        except InvalidRequest as error:
+            raise _no_event(after) from error
         found += filter(None, (_event(line, job, called) for line in lines))
         if len(lines) < _PIECE:
             found.append(_created(job))
@@ -120,20 +130,32 @@ def event_page(store: Store, job: JobRecord, called: Called, after: str | None, 
     return found[:limit], len(found) > limit
 
 
+def _no_event(after: str | None) -> OpenAIRefused:
+    return OpenAIRefused(
+        f"after={after!r} is no event of this job: send the id of one, ftevent-..., or leave it out",
+        "after",
+        "invalid_value",
+    )
+
+
 def checkpoint_page(
     store: Store, job: JobRecord, called: Called, after: str | None, limit: int
 ) -> tuple[list[Json], bool]:
     """Checkpoints, the last one first, and whether there are earlier ones.
 
     Raises:
-        InvalidRequest: `after` is the id of no checkpoint.
+        OpenAIRefused: `after` is the id of no checkpoint.
     """
     records: Sequence[CheckpointRecord] = [one for one in store.checkpoints(job.job_uuid) if one.kind != "merged"]
     records = sorted(records, key=lambda one: (one.step, one.kind == "final"), reverse=True)
     ids = [_checkpoint_id(job, one) for one in records]
     if after is not None:
         if after not in ids:
-            raise InvalidRequest("after", after, "expected the id of a checkpoint of this job, or nothing")
+            raise OpenAIRefused(
+                f"after={after!r} is no checkpoint of this job: send the id of one, ftckpt-..., or leave it out",
+                "after",
+                "invalid_value",
+            )
         records = records[ids.index(after) + 1 :]
     page = [_checkpoint(store, job, called, one) for one in records[:limit]]
     return page, len(records) > limit

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
+from contextlib import closing
+
+from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl_remote.openai.names import Called
 from tests.contract.payloads import QUESTIONS, Json, sft
 from tests.contract.service import TrainingService
@@ -16,5 +21,11 @@ def add_known(service: TrainingService, headers: Json | None = None) -> None:
     body = {"dataset_id": FILE, "source": {"type": "rows", "rows": QUESTIONS}, "metadata": {"openai": mark}}
     assert service.post("/datasets", body, headers=headers).ok
     called = Called("known", "known", "", {"type": "supervised", "supervised": {"hyperparameters": {}}})
-    options = {"metadata": {"openai": called.text()}}
-    assert service.post(SFT, sft(JOB, FILE), options=options, headers=headers).ok
+    refused = service.post(SFT, sft(JOB, FILE), options={"metadata": {"openai": called.text()}}, headers=headers)
+    assert (refused.status_code, "reserved" in refused.text) == (400, True)
+    assert service.post(SFT, sft(JOB, FILE), headers=headers).ok
+    with closing(sqlite3.connect(service.data_dir / DATABASE)) as database, database:  # no request can set it
+        database.execute(
+            "UPDATE jobs SET spec = json_set(spec, '$.metadata', json(?)) WHERE job_uuid = ?",
+            (json.dumps({"openai": called.text()}), JOB),
+        )

@@ -149,6 +149,20 @@ def test_a_script_trains_follows_reads_and_deletes(client: OpenAI, tmp_path: Pat
         )
         assert answer.model == model
 
+    tuned = early.fine_tuned_model_checkpoint
+    assert client.models.retrieve(tuned).id == tuned
+    with pytest.raises(BadRequestError, match="is a checkpoint"):
+        client.models.delete(tuned)
+    for call in (
+        client.models.retrieve,
+        lambda name: client.fine_tuning.jobs.create(model=name, training_file=training.id),
+    ):
+        with pytest.raises(NotFoundError, match="ckpt-step-99"):
+            call(f"{job.fine_tuned_model}:ckpt-step-99")
+    on = client.fine_tuning.jobs.create(model=tuned, training_file=training.id, hyperparameters={"n_epochs": 1})
+    assert on.model == tuned
+    assert ended(client, on.id).status == "succeeded"
+
     more = client.fine_tuning.jobs.create(
         model=job.fine_tuned_model, training_file=training.id, hyperparameters={"n_epochs": 1}
     )
@@ -282,8 +296,38 @@ def test_a_repeated_create_is_one_job_and_an_equal_one_another(client: OpenAI, s
     first, repeated, another = (create(retry).json()["id"] for retry in (0, 1, 0))
     assert first == repeated != another
     assert create(2).json()["id"] == another
+    assert client.fine_tuning.jobs.retrieve(another).status == "queued"  # the answer was not lost
+    assert create(1).json()["id"] == first
     for name in (first, another):
         client.fine_tuning.jobs.cancel(name)
+    wanted = create(1).json()  # by a script that runs again, whose first try did not arrive
+    assert wanted["id"] not in (first, another)
+    assert wanted["status"] == "queued"
+    client.fine_tuning.jobs.cancel(wanted["id"])
+
+
+def test_lists_refuse_what_they_do_not_have_in_terms_of_this_api(client: OpenAI, service: TrainingService) -> None:
+    jobs = "/fine_tuning/jobs"
+    job = client.fine_tuning.jobs.create(model=NAME, training_file=uploaded(client, CHATS))
+    client.fine_tuning.jobs.cancel(job.id)
+    for path, status, param in (
+        (f"{jobs}?status=running", 400, "status"),
+        (f"{jobs}?metadata=null", 400, "metadata"),
+        (f"{jobs}?after=ftjob-nope", 404, "after"),
+        (f"{jobs}/ftjob-nope", 404, "fine_tuning_job_id"),
+        (f"{jobs}/{job.id}/events?metadata[a]=b", 400, "metadata[a]"),
+        (f"{jobs}/{job.id}/events?after=nope", 400, "after"),
+        (f"{jobs}/{job.id}/events?after=ftevent-nope", 400, "after"),
+        (f"{jobs}/{job.id}/events?after=ftevent-9-9", 400, "after"),
+        (f"{jobs}/{job.id}/checkpoints?order=asc", 400, "order"),
+        ("/files?page=2", 400, "page"),
+    ):
+        answer = service.session.get(f"{service.url}/openai/v1{path}", timeout=30)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (status, param), (path, error)
+        assert "/v1/post-training" not in error["message"]
+        assert "cursor" not in error["message"]
+    assert service.session.get(f"{service.url}/openai/v1{jobs}?metadata[a]=b&limit=1", timeout=30).json()["data"] == []
 
 
 def test_files_are_listed_in_pages_of_either_order(client: OpenAI) -> None:

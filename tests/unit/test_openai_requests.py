@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from llama_stack_provider_trl_remote.openai.bodies import CreateFineTuningJob
+from llama_stack_provider_trl_remote.openai.files import OpenAIFiles
 from llama_stack_provider_trl_remote.openai.jobs import requested
 from llama_stack_provider_trl_remote.openai.multipart import Form
 from llama_stack_provider_trl_remote.openai.names import Called, job_of_result, result_file
@@ -62,10 +64,28 @@ def test_a_form_that_is_none_is_refused(body: bytes, problem: str) -> None:
         read([body])
 
 
+def test_nothing_but_line_ends_follows_the_last_boundary() -> None:
+    assert read([BODY, b"\r\n"])[1] == CONTENT
+    for behind in ([b"z"], [b"\r\n" * 20] * 2, [b"\r\n", b"--b\r\n"]):
+        with pytest.raises(OpenAIRefused, match="more behind its last boundary"):
+            read([BODY, *behind])
+
+
 def test_another_content_type_is_refused() -> None:
     for content_type in ("application/json", "multipart/form-data", ""):
         with pytest.raises(OpenAIRefused, match="the Content-Type is"):
             Form(content_type, frozenset())
+
+
+def test_a_page_of_files_ends_where_counting_their_bytes_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = SimpleNamespace(places=lambda prefix: [])
+    store = SimpleNamespace(completed=lambda prefix: [(n, f"ftjob-{n}") for n in range(9)])
+    listed = OpenAIFiles(registry, None, None, store)  # type: ignore[arg-type]
+    monkeypatch.setattr(listed, "get", lambda name: {"id": name})
+    assert len(listed.page(None, 10, None, newest_first=True)[0]) == 9
+    monkeypatch.setattr("llama_stack_provider_trl_remote.openai.files._PAGE_SECONDS", -1)
+    assert listed.page(None, 10, None, newest_first=True) == ([{"id": "file-results-8"}], True)
+    assert listed.page("file-results-1", 10, None, newest_first=True) == ([{"id": "file-results-0"}], False)
 
 
 MODEL = OpenAIModel(model="/models/a", n_epochs=4, batch_size=6, learning_rate=1e-3, dpo_learning_rate=1e-4)
@@ -73,7 +93,12 @@ MODEL = OpenAIModel(model="/models/a", n_epochs=4, batch_size=6, learning_rate=1
 
 def made(model: OpenAIModel = MODEL, base: str = "/models/a", **body: Any) -> Any:
     given = CreateFineTuningJob.model_validate({"model": "a", "training_file": "file-1", **body})
-    return requested(given, "ftjob-1", "a", base, model)
+    return requested(given, "ftjob-1", "a", base, model)[0]
+
+
+def called_of(**body: Any) -> Called | None:
+    given = CreateFineTuningJob.model_validate({"model": "a", "training_file": "file-1", **body})
+    return Called.of({"openai": requested(given, "ftjob-1", "a", "/models/a", MODEL)[1].text()})
 
 
 def test_auto_means_what_the_mapping_has() -> None:
@@ -85,7 +110,7 @@ def test_auto_means_what_the_mapping_has() -> None:
         assert (training.n_epochs, training.gradient_accumulation_steps, training.data_config.batch_size) == (4, 2, 3)
         assert training.learning_rate == 1e-3
         assert job.algorithm_config["rank"] == 16
-        called = Called.of(job.provider_options["metadata"])
+        called = called_of(**body)
         assert called is not None
         numbers = {"n_epochs": 4, "batch_size": 6, "learning_rate_multiplier": 1.0}
         assert called.method == {"type": "supervised", "supervised": {"hyperparameters": numbers}}
@@ -105,7 +130,8 @@ def test_numbers_of_a_request_are_honoured() -> None:
     assert job.algorithm_config == {"type": "dpo", "beta": 0.3}
     options = job.provider_options
     assert (options["seed"], options["lora"]["rank"], options["metadata"]["a"]) == (5, 16, "b")
-    called = Called.of(options["metadata"])
+    assert "openai" not in options["metadata"]
+    called = called_of(method=method, suffix="s")
     assert called is not None
     assert called.result_of("ftjob-1") == "ft:a:trl:s:ftjob-1"
 
@@ -128,6 +154,11 @@ def test_every_weight_is_trained_where_the_mapping_has_no_rank() -> None:
         ({"metadata": {"openai": "x"}}, "reserved"),
         ({"metadata": {"x" * 65: "x"}}, "at most 64"),
         ({"metadata": {"x": "x" * 513}}, "512"),
+        ({"metadata": {"x": "\ud800"}}, "'x': its text has half of a surrogate pair"),
+        ({"hyperparameters": {"n_epochs": "3"}}, "n_epochs"),
+        ({"hyperparameters": {"n_epochs": True}}, "n_epochs"),
+        ({"hyperparameters": {"learning_rate_multiplier": "2"}}, "learning_rate_multiplier"),
+        ({"seed": "3"}, "seed"),
     ],
 )
 def test_what_a_request_cannot_have_is_refused(body: Any, problem: str) -> None:
@@ -145,4 +176,11 @@ def test_a_result_file_names_its_job_and_strange_metadata_no_job() -> None:
     assert job_of_result("file-12ab") is None
     for text in ("", "1", "[]", "{}", '{"model": 1, "alias": "a", "suffix": "", "method": {}}'):
         assert Called.of({"openai": text}) is None
+    for method in (
+        {"type": "ppo", "ppo": {"hyperparameters": {}}},
+        {"type": "dpo", "dpo": {"hyperparameters": {"beta": "<b>"}}},
+        {"type": "dpo", "dpo": {"hyperparameters": {}}, "supervised": 1},
+        {"type": "supervised", "supervised": {"hyperparameters": {"price": 1}}},
+    ):
+        assert Called.of({"openai": Called("a", "a", "", method).text()}) is None
     assert Called.of({}) is None

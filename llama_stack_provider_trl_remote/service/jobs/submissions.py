@@ -17,7 +17,7 @@ from llama_stack_provider_trl.jobs.store.reader import unfinished_job
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.submission import Submitter, submit
 from llama_stack_provider_trl.requests.bodies import request_digest
-from llama_stack_provider_trl.requests.options import ProviderOptions
+from llama_stack_provider_trl.requests.options import RESERVED, ProviderOptions
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.requests.untrained import check_options, in_its_terms
 from llama_stack_provider_trl.specs.work import GenerateSpec, Work
@@ -61,8 +61,11 @@ class Submissions:
         self._settings, self._for_jobs, self._store, self._wake = settings, for_jobs, store, wake
         self._rows, self._datasets, self._quotas, self._space = rows, datasets, quotas, space
 
-    async def submit(self, body: JobBody, caller: Caller) -> None:
+    async def submit(self, body: JobBody, caller: Caller, mark: str | None = None) -> None:
         """Queue a job.
+
+        Args:
+            mark: text of its metadata under the reserved name, which no request can set; None: none.
 
         Raises:
             The errors of `submission.submit`.
@@ -70,7 +73,7 @@ class Submissions:
         """
         await in_work_thread(self._quotas.require, caller.name, 0)
         with self._quotas.taking(caller.name) as take:
-            is_new = await self._add(body, caller, self._store, JobAllowance(self._space, self._quotas, take))
+            is_new = await self._add(body, caller, self._store, JobAllowance(self._space, self._quotas, take), mark)
             if is_new:
                 await in_work_thread(self._note_job, body.job_uuid)
         if is_new:
@@ -112,9 +115,13 @@ class Submissions:
             log.info("job %s: queued%s", body.job_uuid, f" ({_KINDS[type(body)]})" if type(body) in _KINDS else "")
         self._wake()
 
-    async def _add(self, body: JobBody, caller: Caller, store: Store, allowance: JobAllowance) -> bool:
+    async def _add(
+        self, body: JobBody, caller: Caller, store: Store, allowance: JobAllowance, mark: str | None = None
+    ) -> bool:
         """Store a job within what the caller may write. Returns whether it is new."""
         options = self._options(body.provider_options, caller)
+        if mark is not None:  # behind the check, which refuses the name in a request
+            options = options.model_copy(update={"metadata": {**options.metadata, RESERVED: mark}})
         owner = Submitter(caller.name, caller.limits.max_queued_jobs, allowance)
         if isinstance(body, GenerateBody | EvaluateBody | MergeBody | ExportBody):
             return await self._add_work(body, options, store, owner)
