@@ -134,6 +134,16 @@ def test_the_page_of_an_export_has_its_proof_and_that_of_the_training_leads_to_i
     assert "cd out &amp;&amp; ollama create out -f Modelfile &amp;&amp; ollama run out" in out
     assert "<b>" not in out + tune
     assert not re.search(r"<script>|<script [^>]*>[^<{\[]|\son\w+=|style=", out)
+    add(here, "alone", **source, work=ExportWork(export=ExportSpec(target="lora-gguf")), after=("tune",))
+    upload = {"to": "hf://team/alone", "files": 5, "bytes": 3000, "commit": "c0ffee"}
+    command = 'llama-server -m "$BASE" --lora adapter.gguf'
+    own = {"rank": 4, "alpha": 8, "modules": 2, "change_difference": 0.000002, "command": command, "upload": upload}
+    complete(here, "alone", {**RESULT, "target": "lora-gguf", **own})
+    alone = text_of(here, "/jobs/alone")
+    assert "hf://team/alone: 5 files, commit c0ffee" in alone
+    assert "cd alone\nllama-server -m &#34;$BASE&#34; --lora adapter.gguf" in alone
+    assert ["Changes of weights, the largest difference", "2e-06", "the rounding of its type"] in rows(alone)
+    assert not {"command", "upload", "rank"} & {row[0] for row in rows(alone)}
     add(here, "odd", **source, work=work, after=("tune",))
     complete(here, "odd", {**RESULT, "differing": 5, "logits_bound": "much"})
     odd = rows(text_of(here, "/jobs/odd"))

@@ -17,6 +17,7 @@ SHOWN = (
     *("target", "type", "read_by", "parameters", "bytes", "gates", "adapter_difference", "prompts", "prompt_tokens"),
     *("stop_tokens", "logits_bound", "logits_difference", "largest_logits_difference"),
     *("greedy_tokens", "equal_greedy_tokens", "differing"),
+    *("rank", "alpha", "modules", "change_difference", "command", "upload"),
 )
 """Parts of an export's result that its tables have; what is new in a result is listed below them."""
 _LARGEST = 4
@@ -70,20 +71,27 @@ def _export(
 ) -> Export:
     found = status.resources_allocated
     result, target = found.get("result") or {}, work["export"]["target"]
-    names = (("type", "Type"), ("parameters", "Parameters"), ("read_by", "Read back by"))
+    names = (
+        *(("type", "Type"), ("parameters", "Parameters"), ("rank", "Rank"), ("alpha", "Alpha")),
+        *(("modules", "Modules with an adapter"), ("read_by", "Read back by")),
+    )
     return Export(
         target,
-        [(text, str(result[name])) for name, text in names if name in result],
+        [*((text, str(result[name])) for name, text in names if name in result), *_uploaded(result)],
         files,
         _compared(result),
         [_differing(one) for one in result.get("differing") or ()],
         _conditions(work.get("promote_if") or (), result.get("gates") or ()),
-        commands(status.job_uuid, target, url) if result else [],
+        commands(status.job_uuid, target, url, result.get("command")) if result else [],
     )
 
 
-def commands(job_uuid: str, target: str, url: str) -> list[str]:
-    """How an export is fetched and used."""
+def commands(job_uuid: str, target: str, url: str, command: str | None = None) -> list[str]:
+    """How an export is fetched and used.
+
+    Args:
+        command: of the report; it serves the export from the export's own directory.
+    """
     name = shlex.quote(job_uuid)
     used = {
         "gguf": f"llama-server -m {name}/model.gguf",
@@ -91,6 +99,8 @@ def commands(job_uuid: str, target: str, url: str) -> list[str]:
         "safetensors": f"vllm serve {name}",
     }
     pull = f"trl-remote jobs pull {name} {name} --url {shlex.quote(url)}"
+    if command is not None:
+        return [pull, f"cd {name}", command]
     return [pull, used[target]] if target in used else [pull]
 
 
@@ -98,6 +108,14 @@ def export_commands(job_uuid: str, url: str) -> str:
     """How the result of a job is exported."""
     name = shlex.quote(job_uuid)
     return f"trl-remote export {name} --to gguf --pull {name}-gguf --url {shlex.quote(url)}"
+
+
+def _uploaded(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Where an export was sent; empty: it stays here."""
+    if (upload := result.get("upload")) is None:
+        return []
+    commit = f", commit {upload['commit']}" if upload.get("commit") else ""
+    return [("Uploaded to", f"{upload['to']}: {upload['files']} files{commit}")]
 
 
 def _compared(result: Mapping[str, Any]) -> list[Row]:
@@ -116,6 +134,8 @@ def _compared(result: Mapping[str, Any]) -> list[Row]:
     if "greedy_tokens" in result:
         text = f"{result['equal_greedy_tokens']} of {result['greedy_tokens']}"
         rows.append(Row("Equal greedy tokens, up to the first other one", text, "all that rounding does not explain"))
+    if (change := result.get("change_difference")) is not None:
+        rows.append(Row("Changes of weights, the largest difference", number(change), "the rounding of its type"))
     if (change := result.get("adapter_difference")) is not None:
         rows.append(Row("What the adapter changes in the logits", number(change), "more than 0"))
     return rows
