@@ -84,7 +84,7 @@ def test_a_token_stores_no_more_rows_than_it_may_by_any_call_and_deleting_frees_
 
 
 def test_rows_of_another_token_do_not_count(service: Guarded) -> None:
-    answer, digest = put(service, (1 << 20) - 100, "g")
+    answer, digest = put(service, (1 << 20) - (4 << 10), "g")
     assert answer.status_code == 201
     assert service.put_blob([{"prompt": "of the admin", "completion": "z" * HALF}])[0].status_code == 201
     assert register(service, "most", {"type": "blob", "sha256": digest}).status_code == 200
