@@ -55,8 +55,8 @@ def test_a_preview_and_a_preflight_of_a_split_leave_no_copy_of_the_dataset(tmp_p
 
 @pytest.mark.contract
 def test_a_job_that_is_refused_leaves_no_copy_of_the_dataset(tmp_path: Path) -> None:
-    tokens = [
-        {"token": TOKENS["submit"], "role": "submit", "max_queued_jobs": 1},
+    tokens: list[dict[str, object]] = [  # the known job of `fill` is one of the two
+        {"token": TOKENS["submit"], "role": "submit", "max_queued_jobs": 2},
         *({"token": TOKENS[role], "role": role} for role in ("node", "metrics")),
     ]
     with guarded_service(tmp_path, tokens=tokens) as service:
