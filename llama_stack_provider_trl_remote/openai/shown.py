@@ -239,13 +239,9 @@ def _event(line: Line, job: JobRecord, called: Called) -> Json | None:
             text = f"{event.num_rows} examples are trained in {event.total_steps} steps"
         case Prepared():
             text = f"Training resumes behind step {event.start_step} of {event.total_steps}"
-        case Warned():
+        case Warned() | CheckpointDamaged():
             text, level = event.message, "warn"
-        case CheckpointDamaged():
-            text, level = event.message, "warn"
-        case Progress():
-            text, data = _metrics(event, job)
-        case Evaluated():
+        case Progress() | Evaluated():
             text, data = _metrics(event, job)
         case CheckpointSaved(kind="step"):
             text = f"Checkpoint created at step {event.step}: {called.result_of(job.job_uuid)}:ckpt-step-{event.step}"
