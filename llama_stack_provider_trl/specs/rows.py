@@ -470,6 +470,8 @@ class _Row:
 
     def _part(self, part: Any, column: str, where: str) -> str:
         if isinstance(part, Mapping) and part.get("type") == "text":
+            unread = (key for key, value in part.items() if key not in ("type", "text") and value is not None)
+            self.notes.message_keys.update(f"text.{key}" for key in unread)
             part = part.get("text")
         if isinstance(part, str):
             return self.plain(part, column, where)

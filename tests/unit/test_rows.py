@@ -272,6 +272,12 @@ def test_what_is_not_read_of_answers_with_scores_is_named() -> None:
     assert check_rows([openai], "dpo").warnings == ["message keys never read: input.n"]
 
 
+def test_keys_of_text_parts_that_nothing_reads_are_named() -> None:
+    part = {"type": "text", "text": "Why?", "cache_control": {"type": "ephemeral"}, "index": None}
+    row = {"messages": [{"role": "user", "content": [part]}, ANSWER]}
+    assert check_rows([row], "sft").warnings == ["message keys never read: text.cache_control"]
+
+
 def test_a_label_of_a_conversation_is_about_the_assistant_turns_at_its_end() -> None:
     row = {"messages": [*CONTEXT, ANSWER, BAD], "label": False}
     assert parse_row(row, 0, "kto") == LabelledExample(CONTEXT, [ANSWER, BAD], False)

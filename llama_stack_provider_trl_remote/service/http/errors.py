@@ -99,7 +99,7 @@ _OPENAI_SCHEMA = {
     },
     "required": ["error"],
 }
-"""No model: Llama Stack imports this module with the external API, which takes 0.3 s at most."""
+"""No model: Llama Stack imports this module with the external API."""
 
 
 _STATUS: tuple[tuple[type[Exception], int], ...] = (
