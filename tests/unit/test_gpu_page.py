@@ -1,4 +1,5 @@
-"""docs/how-to/gpu.md lists what the code does: variables that reach the ranks, recipes and commands that exist."""
+"""docs/how-to/gpu.md and nccl.md list what the code does: recipes and commands that exist, variables that reach the
+ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +20,12 @@ import gpu
 
 PAGE = "docs/how-to/gpu.md"
 TEXT = (REPOSITORY / PAGE).read_text()
+OF_SEVERAL = (REPOSITORY / "docs/how-to/nccl.md").read_text()
 
 
 def variables() -> list[str]:
     """Each variable of the table; of a family one member."""
-    table = TEXT.split("<!-- variables -->")[1].split("<!-- /variables -->")[0]
+    table = OF_SEVERAL.split("<!-- variables -->")[1].split("<!-- /variables -->")[0]
     first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     return [name.replace("*", "ANY") for name in re.findall(r"`([^`]+)`", " ".join(first_cells))]
 
