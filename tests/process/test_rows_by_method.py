@@ -256,13 +256,20 @@ def numbers(events: list[Any], after: int = 0) -> list[dict[str, float]]:
     return [{name: value for name, value in point.metrics.items() if name not in timed} for point in points]
 
 
+def without_ties(point: dict[str, float]) -> dict[str, float]:
+    """A point without the accuracy of pairs whose rewards differ by rounding alone, as in a first step: it counts them
+    as one or the other."""
+    is_tie = abs(point.get("rewards/margins", 1.0)) < 1e-4
+    return {name: value for name, value in point.items() if not (is_tie and name == "rewards/accuracies")}
+
+
 def assert_same(name: str, found: list[Any], expected: list[Any]) -> None:
     """Metrics of two trainings agree. KTO's are differences of large log-probabilities; rewards are near 0 here."""
     assert len(numbers(found)) == len(numbers(expected)) > SAVED
     absolute = 1e-4 if name in ("kto", "reward") else 1e-5
     for point, other in zip(numbers(found), numbers(expected), strict=True):
-        assert point == pytest.approx(
-            other, rel=1e-3 if name in ("grpo", "distillation", "gold") else 1e-4, abs=absolute
+        assert without_ties(point) == pytest.approx(
+            without_ties(other), rel=1e-3 if name in ("grpo", "distillation", "gold") else 1e-4, abs=absolute
         )
 
 
