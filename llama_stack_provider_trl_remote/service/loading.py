@@ -79,5 +79,6 @@ def _sentence(error: ValidationError) -> str:
         return f"{name} {first['msg']}"
     # Tokens must not be repeated, nor credentials in the URI of a tracker or webhook, or among the variables of a pool.
     secret = "token" in name or name.startswith(("trackers", "openai.webhook")) or name.endswith(".environment")
+    secret |= name == "openai"
     found = "" if secret else f"={first['input']!r}"
     return f"{name}{found}: {problem_of(first)}"

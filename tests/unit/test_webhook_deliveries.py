@@ -202,6 +202,13 @@ def test_a_webhook_that_cannot_be_used_is_refused_without_its_secret(changes: di
     assert SECRET not in str(refused.value)
 
 
+@pytest.mark.parametrize("block", [[{"secret": SECRET}], {"webhook": [{"secret": SECRET}]}, {"webhooks": SECRET}])
+def test_a_secret_in_the_wrong_place_is_not_repeated(block: Any) -> None:
+    with pytest.raises(SettingsError, match=r"openai") as refused:
+        load_settings(None, {}, openai=block)
+    assert SECRET not in str(refused.value)
+
+
 def test_the_secret_of_a_file_is_read_where_only_its_owner_can(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text(SECRET + "\n")
