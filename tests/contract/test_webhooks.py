@@ -17,8 +17,11 @@ from typing import Any
 import pytest
 from openai import InvalidWebhookSignatureError, OpenAI
 
+from llama_stack_provider_trl.system.process import child_environment
 from llama_stack_provider_trl_remote.openai import outgoing
 from llama_stack_provider_trl_remote.openai.outgoing import PATIENCE, Undelivered, WebhookAddress, post
+from llama_stack_provider_trl_remote.service.context import Service
+from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.contract.service import TrainingService, running_service
 from tests.contract.stack import poll
 from tests.contract.test_openai_sdk import CHATS, uploaded
@@ -244,3 +247,15 @@ def test_a_certificate_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                     post(target, {}, b"{}", resolve=resolve)
             else:
                 post(target, {}, b"{}", resolve=resolve)
+
+
+def test_trainings_see_neither_the_file_nor_the_variable_of_a_secret(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    webhook = {"url": "https://hooks.example/", "secret_file": str(secret)}
+    values = {"data_dir": str(tmp_path / "data"), "device": "cpu", "openai": {"webhooks": [webhook]}}
+    service = Service(ServiceSettings.model_validate(values))
+    try:
+        assert secret in service.isolation.files or not service.isolation.how
+    finally:
+        service.close()
+    assert "TRL_WEBHOOK_SECRET" not in child_environment({"TRL_WEBHOOK_SECRET": SECRET}, {})
