@@ -91,7 +91,7 @@ class OpenAIWebhook(_OpenAIBlock):
     secret: SecretStr | None = None
     """What its POSTs are signed with: `whsec_` and base64, such as `${env.TRL_WEBHOOK_SECRET}`."""
     secret_file: Path | None = None
-    """File with the secret, which only its owner may read, in place of `secret`."""
+    """File with the secret in place of `secret`; other users may not read it."""
     events: tuple[WebhookEvent, ...] = Field(tuple(WEBHOOK_EVENTS.values()), min_length=1)
     """What it is told of."""
     networks: tuple[str, ...] = ()

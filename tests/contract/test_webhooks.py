@@ -16,11 +16,20 @@ from typing import Any
 
 import pytest
 from openai import InvalidWebhookSignatureError, OpenAI
+from openai.types.webhooks import (
+    FineTuningJobCancelledWebhookEvent,
+    FineTuningJobFailedWebhookEvent,
+    FineTuningJobSucceededWebhookEvent,
+)
 
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.webhooks import Delivery
 from llama_stack_provider_trl.system.process import child_environment
 from llama_stack_provider_trl_remote.openai import outgoing
 from llama_stack_provider_trl_remote.openai.outgoing import PATIENCE, Undelivered, WebhookAddress, post
+from llama_stack_provider_trl_remote.openai.webhooks import event_of, signed_headers
 from llama_stack_provider_trl_remote.service.context import Service
+from llama_stack_provider_trl_remote.service.openai_settings import webhook_key
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.contract.service import TrainingService, running_service
 from tests.contract.stack import poll
@@ -160,6 +169,25 @@ def test_a_kill_between_the_end_of_a_job_and_the_delivery_loses_nothing(tmp_path
         counted = 'trl_webhooks_total{outcome="delivered"} 1.0'
         poll(lambda: counted in service.get("/metrics", prefix="").text, "it is counted", timeout=20)
         assert "trl_webhooks_waiting 0.0" in service.get("/metrics", prefix="").text
+
+
+@pytest.mark.parametrize(
+    ("state", "kind"),
+    [
+        (JobState.completed, FineTuningJobSucceededWebhookEvent),
+        (JobState.failed, FineTuningJobFailedWebhookEvent),
+        (JobState.cancelled, FineTuningJobCancelledWebhookEvent),
+    ],
+)
+def test_each_event_is_one_of_the_sdk(state: JobState, kind: type) -> None:
+    body = event_of(Delivery("https://hooks.example/", "ftjob-a", state, time.time(), 1, 0.0))
+    headers = signed_headers(webhook_key(SECRET), "evt_a", int(time.time()), body)
+    with OpenAI(base_url="http://127.0.0.1:9", api_key="none", webhook_secret=SECRET) as client:
+        event = client.webhooks.unwrap(body, headers)
+        assert isinstance(event, kind)
+        stale = signed_headers(webhook_key(SECRET), "evt_a", int(time.time()) - 3600, body)
+        with pytest.raises(InvalidWebhookSignatureError, match="too old"):
+            client.webhooks.unwrap(body, stale)
 
 
 @contextmanager

@@ -288,7 +288,7 @@ WHEN NEW.state IN ('completed', 'failed', 'cancelled') AND OLD.state NOT IN ('co
      AND CASE WHEN json_valid(NEW.spec) THEN json_extract(NEW.spec, '$.metadata.openai') IS NOT NULL ELSE 0 END
 BEGIN
     INSERT INTO webhook_deliveries (url, job_uuid, state, ended_at)
-    SELECT url, NEW.job_uuid, NEW.state, NEW.completed_at FROM webhooks WHERE state = NEW.state
+    SELECT url, NEW.job_uuid, NEW.state, coalesce(NEW.completed_at, NEW.scheduled_at) FROM webhooks WHERE state = NEW.state
     ON CONFLICT (url, job_uuid) DO NOTHING;
 END;
 
