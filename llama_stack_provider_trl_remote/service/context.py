@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 from functools import cache, partial
@@ -60,6 +61,7 @@ from .jobs.rows import RowSources
 from .jobs.stored_jobs import StoredJobs
 from .jobs.submissions import Submissions
 from .metrics.registry import Metrics
+from .openai_settings import WEBHOOK_EVENTS
 from .security.audit import AuditLog, Refusals
 from .security.tokens import CreatedTokens
 from .serving.chats import Chats
@@ -71,6 +73,7 @@ from .views.events import Feeds
 from .views.preflights import Preflights
 from .views.service_logs import ServiceLogs
 
+log = logging.getLogger(__name__)
 _THREADS, _THREADS_OF_A_TOKEN = 4, 2
 """For costly work: checks of requests and rows, registrations, the start of preflights."""
 _QUEUE_OF_A_TOKEN, _QUEUE = 64, 1024
@@ -115,7 +118,9 @@ class Service:
         check_interpreter(settings.train_python)
         check_vllm(settings.vllm_python)
         self.isolation = isolate(
-            settings.isolation, [settings.data_dir, *account_directories()], [config, settings.tls_key]
+            settings.isolation,
+            [settings.data_dir, *account_directories()],
+            [config, settings.tls_key, *(webhook.secret_file for webhook in settings.openai.webhooks)],
         )
         self.store = Store(DataDir(settings.data_dir).database)
         self.work = _costly_work(settings)
@@ -131,6 +136,7 @@ class Service:
         """What jobs and calls leave behind, and the disks that keep it."""
         settings = self.settings
         refuse_lost_jobs(self.store, settings.data_dir)
+        _configure_webhooks(self.store, settings)
         self.space = Space(settings.min_free_disk_mb << 20, partial(unfinished, self.store.database))
         self.disks = DiskWatch(self.space, settings.data_dir, settings.checkpoint_roots)
         self.tokens = CreatedTokens(Tokens(self.store), settings)
@@ -307,6 +313,14 @@ class Service:
         self._exporter.tend()
         self.space.refresh()
         self.pools.tend(self.cluster.nodes)
+
+
+def _configure_webhooks(store: Store, settings: ServiceSettings) -> None:
+    """Before anything ends a job: its end is recorded for these receivers."""
+    states = {event: state for state, event in WEBHOOK_EVENTS.items()}
+    receivers = {webhook.url: {states[event] for event in webhook.events} for webhook in settings.openai.webhooks}
+    if dropped := store.webhooks.configure(receivers):
+        log.warning("%d webhooks are given up: their addresses are no longer in openai.webhooks", dropped)
 
 
 def _costly_work(settings: ServiceSettings) -> CostlyWork:

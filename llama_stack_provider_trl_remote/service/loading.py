@@ -77,7 +77,8 @@ def _sentence(error: ValidationError) -> str:
     name = ".".join(map(str, first["loc"]))
     if first["type"] == UNKNOWN_SETTING:
         return f"{name} {first['msg']}"
-    # Tokens must not be repeated, nor credentials in the URI of a tracker or among the variables of a pool.
-    secret = "token" in name or name.startswith("trackers") or name.endswith(".environment")
+    # Tokens must not be repeated, nor credentials in the URI of a tracker or webhook, or among the variables of a pool.
+    secret = "token" in name or name.startswith(("trackers", "openai.webhook")) or name.endswith(".environment")
+    secret |= name == "openai"
     found = "" if secret else f"={first['input']!r}"
     return f"{name}{found}: {problem_of(first)}"

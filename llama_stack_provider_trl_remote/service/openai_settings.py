@@ -1,17 +1,31 @@
-"""Names of models in OpenAI's fine-tuning API, and what each of them stands for here."""
+"""Names of models in OpenAI's fine-tuning API, what each of them stands for here, and who is told how its jobs end."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import base64
+import ipaddress
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import ConfigDict, Field, StringConstraints
+from pydantic import ConfigDict, Field, SecretStr, StringConstraints, field_validator, model_validator
 
 from llama_stack_provider_trl.documented import Documented
+from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.requests.options import Priority
 from llama_stack_provider_trl.specs.exact import ExactValues
 
 ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
 """Without colons, which part the names of fine-tuned models."""
+WebhookEvent = Literal["fine_tuning.job.succeeded", "fine_tuning.job.failed", "fine_tuning.job.cancelled"]
+WEBHOOK_EVENTS: dict[JobState, WebhookEvent] = {
+    JobState.completed: "fine_tuning.job.succeeded",
+    JobState.failed: "fine_tuning.job.failed",
+    JobState.cancelled: "fine_tuning.job.cancelled",
+}
+_KEY_BYTES = range(24, 65)
+"""Of the key of a webhook, as Standard Webhooks has it."""
 
 
 class _OpenAIBlock(Documented, ExactValues):
@@ -55,8 +69,93 @@ class OpenAIModel(_OpenAIBlock):
     """Priority of its jobs; null: the setting `priority`."""
 
 
+def webhook_key(secret: str) -> bytes:
+    """The key of a secret. Raises ValueError, without the secret: it is none."""
+    try:
+        key = base64.b64decode(secret.removeprefix("whsec_"), validate=True) if secret.startswith("whsec_") else b""
+    except ValueError:
+        key = b""
+    if len(key) not in _KEY_BYTES:
+        raise ValueError(
+            f"expected whsec_ and {_KEY_BYTES[0]} to {_KEY_BYTES[-1]} random bytes as base64, such as "
+            'echo "whsec_$(openssl rand -base64 32)" prints'
+        )
+    return key
+
+
+class OpenAIWebhook(_OpenAIBlock):
+    """Who is told how jobs of OpenAI's API end."""
+
+    url: str = Field(max_length=2048)
+    """Address that a POST is sent to for each event."""
+    secret: SecretStr | None = None
+    """What its POSTs are signed with: `whsec_` and base64, such as `${env.TRL_WEBHOOK_SECRET}`."""
+    secret_file: Path | None = None
+    """File with the secret in place of `secret`; other users may not read it."""
+    events: tuple[WebhookEvent, ...] = Field(tuple(WEBHOOK_EVENTS.values()), min_length=1)
+    """What it is told of."""
+    networks: tuple[str, ...] = ()
+    """Networks that are not public, such as 10.1.0.0/16, which its host may lead to; none: public addresses only."""
+    insecure: bool = False
+    """Allow a url that begins with http: what is sent crosses the network in the clear."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        expected = "expected an address such as https://hooks.example.com/jobs, without user name and fragment"
+        if not re.fullmatch(r"https?://[!-~]+", value) or re.search(r"[@#\\]", value):
+            raise ValueError(expected)
+        try:
+            parts = urlsplit(value)
+            is_whole = bool(re.fullmatch(r"[a-z0-9._:-]+", parts.hostname or "")) and parts.port != 0
+        except ValueError as error:
+            raise ValueError(expected) from error
+        if not is_whole:
+            raise ValueError(expected)
+        return value
+
+    @field_validator("secret")
+    @classmethod
+    def _is_secret(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None:
+            webhook_key(value.get_secret_value())
+        return value
+
+    @field_validator("secret_file")
+    @classmethod
+    def _absolute_file(cls, value: Path | None) -> Path | None:
+        return None if value is None else value.expanduser().absolute()
+
+    @field_validator("networks")
+    @classmethod
+    def _are_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for network in value:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as error:
+                raise ValueError(f"{error}: expected a network such as 10.1.0.0/16") from error
+        return value
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> OpenAIWebhook:
+        if (self.secret is None) == (self.secret_file is None):
+            raise ValueError("set secret or secret_file, which has what its POSTs are signed with")
+        if self.url.startswith("http:") and not self.insecure:
+            raise ValueError("its url has no TLS: use https, or set insecure: true")
+        return self
+
+
 class OpenAISettings(_OpenAIBlock):
     """OpenAI's fine-tuning API."""
 
     models: dict[ModelName, OpenAIModel] = Field(default_factory=dict, max_length=1000)
     """Name that a client sends as `model` -> what it stands for. Other names are refused."""
+    webhooks: tuple[OpenAIWebhook, ...] = Field((), max_length=16)
+    """Who is told how its jobs end."""
+
+    @field_validator("webhooks")
+    @classmethod
+    def _distinct_addresses(cls, value: tuple[OpenAIWebhook, ...]) -> tuple[OpenAIWebhook, ...]:
+        if len({webhook.url for webhook in value}) < len(value):
+            raise ValueError("two webhooks have the same url: put their events into one")
+        return value

@@ -25,6 +25,7 @@ from llama_stack_provider_trl.system.offload import CallThreads
 from llama_stack_provider_trl.system.process import FileLock, hide_from_other_processes
 
 from ..nodes.load import LoadMeter
+from ..openai.webhooks import WebhookSender, receivers_of
 from ..wire import POLL_SECONDS
 from .app import make_app
 from .context import Dashboard, Service
@@ -55,6 +56,7 @@ def serve(settings: ServiceSettings, config: Path | None = None) -> int:
         with listener, _claimed(settings.data_dir, address_of(settings, listener)):
             # Only now: another service on this directory would write to the same file.
             secrets = [entry.token for entry in settings.configured_tokens]
+            secrets += [hook.secret.get_secret_value() for hook in settings.openai.webhooks if hook.secret is not None]
             start_logging(DataDir(settings.data_dir).service_log, settings.log_level, secrets)
             asyncio.run(_serve(settings, config, listener))
     except (TrlError, OSError) as error:
@@ -155,11 +157,13 @@ class ServiceServer(Server):
         super().__init__(make_app(service))
         self._service = service
         self._tasks: list[asyncio.Task[None]] = []
+        self._webhooks = WebhookSender(service.store, receivers_of(service.settings.openai.webhooks))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to answer calls, those of this machine's own agent included."""
         await super().startup(sockets)
         assert sockets
+        self._webhooks.start()
         self._tasks.append(asyncio.create_task(_measure(self._service)))
         settings, port = self._service.settings, sockets[0].getsockname()[1]
         tls = None if settings.tls_cert is None else trusting(settings.tls_cert)
@@ -180,6 +184,7 @@ class ServiceServer(Server):
             task.cancel()
             await asyncio.wait([task])
         await self._service.serving.close()
+        await asyncio.to_thread(self._webhooks.stop)
         await super().shutdown(sockets)
 
 

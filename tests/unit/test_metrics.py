@@ -132,6 +132,16 @@ def busy(world: World) -> None:
     world.launch("runs")
     world.report("runs", prepared(), step(3, 250), end=20)
     world.join("worker")
+    world.store.webhooks.configure({"https://hooks.example/": {JobState.cancelled}})
+    for name in ("told", "untold"):
+        world.store.add_job(job_spec(name, metadata={"openai": "{}"}), "digest")
+        world.store.request_cancel(name)
+        world.store.delete(name)
+    due = world.store.webhooks.next("https://hooks.example/")
+    assert due
+    begun = world.store.webhooks.begin(due, 0.0)
+    assert begun
+    world.store.webhooks.end(begun, "delivered")
 
 
 def test_jobs_are_counted_by_state_and_those_that_ended_by_why(world: World) -> None:

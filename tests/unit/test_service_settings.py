@@ -28,7 +28,7 @@ from llama_stack_provider_trl_remote.service.app import make_app
 from llama_stack_provider_trl_remote.service.config_file import fill_in, provider_block
 from llama_stack_provider_trl_remote.service.configured_pools import managed_pool
 from llama_stack_provider_trl_remote.service.loading import load_settings
-from llama_stack_provider_trl_remote.service.openai_settings import OpenAIModel, OpenAISettings
+from llama_stack_provider_trl_remote.service.openai_settings import OpenAIModel, OpenAISettings, OpenAIWebhook
 from llama_stack_provider_trl_remote.service.pool_settings import (
     KubernetesPoolSettings,
     NodeShape,
@@ -53,7 +53,7 @@ INNER: dict[str, type[BaseModel] | tuple[type[BaseModel], ...]] = {
     **{"fsdp_config": FsdpConfig, "torch_run_config": TorchRunConfig, "tokens": Token, "trackers": TrackerSettings},
     **{"trackers.tensorboard": TensorBoardSettings, "trackers.mlflow": MlflowSettings},
     **{"trackers.wandb": WandbSettings, "trackers.trackio": TrackioSettings},
-    **{"openai": OpenAISettings, "openai.models": OpenAIModel},
+    **{"openai": OpenAISettings, "openai.models": OpenAIModel, "openai.webhooks": OpenAIWebhook},
     **{"pools": (SlurmPoolSettings, RayPoolSettings, KubernetesPoolSettings, SshPoolSettings), "pools.node": NodeShape},
 }
 

@@ -771,3 +771,30 @@ SELECT sha256, dataset_id FROM stored_rows WHERE dataset_id <> '';
 
 -- name: select_rows_of_dataset
 SELECT DISTINCT sha256 FROM stored_rows WHERE dataset_id = :dataset_id;
+
+-- name: select_webhooks
+SELECT url, state FROM webhooks;
+
+-- name: delete_webhooks
+DELETE FROM webhooks;
+
+-- name: insert_webhook
+INSERT INTO webhooks (url, state) VALUES (:url, :state);
+
+-- name: delete_other_deliveries
+-- Of addresses that are configured no longer.
+DELETE FROM webhook_deliveries WHERE url NOT IN (SELECT url FROM webhooks);
+
+-- name: select_next_delivery
+SELECT * FROM webhook_deliveries WHERE url = :url ORDER BY not_before, ended_at LIMIT 1;
+
+-- name: count_deliveries
+SELECT count(*) AS waiting FROM webhook_deliveries;
+
+-- name: begin_delivery
+-- This and the next name the number of tries that they assume.
+UPDATE webhook_deliveries SET tries = tries + 1, not_before = :not_before
+WHERE url = :url AND job_uuid = :job_uuid AND tries = :tries;
+
+-- name: delete_delivery
+DELETE FROM webhook_deliveries WHERE url = :url AND job_uuid = :job_uuid AND tries = :tries;

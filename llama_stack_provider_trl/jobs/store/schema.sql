@@ -263,6 +263,35 @@ BEGIN
     ON CONFLICT (name, labels) DO UPDATE SET value = value + 1;
 END;
 
+-- Addresses that are told how jobs of OpenAI's API end, as the settings of the last start had them; a row per state.
+CREATE TABLE IF NOT EXISTS webhooks (
+    url TEXT NOT NULL,
+    state TEXT NOT NULL,                    -- completed, failed or cancelled
+    PRIMARY KEY (url, state)
+) STRICT, WITHOUT ROWID;
+
+-- What they have not been told yet: written with the end of the job, which may be deleted before it is delivered.
+CREATE TABLE IF NOT EXISTS webhook_deliveries (
+    url TEXT NOT NULL,
+    job_uuid TEXT NOT NULL,
+    state TEXT NOT NULL,
+    ended_at REAL NOT NULL,
+    tries INTEGER NOT NULL DEFAULT 0,       -- this and not_before are recorded before it is sent
+    not_before REAL NOT NULL DEFAULT 0,     -- waits for its next try until then
+    PRIMARY KEY (url, job_uuid)
+) STRICT, WITHOUT ROWID;
+
+CREATE INDEX IF NOT EXISTS webhook_deliveries_by_time ON webhook_deliveries (url, not_before, ended_at);
+
+CREATE TRIGGER IF NOT EXISTS webhook_due AFTER UPDATE OF state ON jobs
+WHEN NEW.state IN ('completed', 'failed', 'cancelled') AND OLD.state NOT IN ('completed', 'failed', 'cancelled')
+     AND CASE WHEN json_valid(NEW.spec) THEN json_extract(NEW.spec, '$.metadata.openai') IS NOT NULL ELSE 0 END
+BEGIN
+    INSERT INTO webhook_deliveries (url, job_uuid, state, ended_at)
+    SELECT url, NEW.job_uuid, NEW.state, coalesce(NEW.completed_at, NEW.scheduled_at) FROM webhooks WHERE state = NEW.state
+    ON CONFLICT (url, job_uuid) DO NOTHING;
+END;
+
 -- Rows that tokens have uploaded or registered, for their quotas. Those of the inline provider have none.
 CREATE TABLE IF NOT EXISTS stored_rows (
     sha256 TEXT NOT NULL,

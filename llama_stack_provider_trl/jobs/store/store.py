@@ -35,6 +35,7 @@ from .reader import JobReader, QueueAhead, digest_conflict, mentioned_digests
 from .records import CheckpointRecord, JobRecord
 from .row_mapping import statements
 from .searches import NewTrial, Searches, insert_trial, refuse_names_to_come
+from .webhooks import Webhooks
 
 _DELETE = (
     "delete_tasks",
@@ -79,6 +80,7 @@ class Store(JobReader):
         searches: jobs that are searches, and their trials.
         rows: whose stored rows are.
         cancels: those that the database could not record.
+        webhooks: ends of jobs that receivers are to be told.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -92,6 +94,7 @@ class Store(JobReader):
         self.chains = Chains(self.database, clock)
         self.searches = Searches(self.database, clock)
         self.rows = RowOwners(self.database)
+        self.webhooks = Webhooks(self.database)
         self.cancels = CancelOrders(DataDir(path.parent).cancel_orders)
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from llama_stack_provider_trl.jobs.store.monitoring.totals import (
     FINISHED,
     TOKENS,
     WAIT,
+    WEBHOOKS,
     Labels,
     Running,
 )
@@ -68,9 +69,11 @@ class StoreCollector(Collector):
             running, holders = self._store.totals.running(), self._store.holders()
             conditions = self._cluster.conditions()
             nodes = self._cluster.nodes()
+            waiting = self._store.webhooks.waiting()
         yield _gauge("build_info", "The version of the service.", ["version"], {(__version__,): 1})
         yield _gauge("jobs", "Jobs by state.", ["state"], {(state,): states.get(state, 0) for state in JobState})
         yield from _totals(totals)
+        yield _gauge("webhooks_waiting", "Webhooks that have not been delivered.", [], {(): waiting})
         yield from _of_running(running)
         found = Counter(conditions.values())
         yield _gauge(
@@ -118,6 +121,7 @@ def _totals(totals: Mapping[str, Mapping[Labels, float]]) -> Iterator[Metric]:
         ("jobs_finished", FINISHED, "Jobs that have ended.", ["algorithm", "outcome", "reason"]),
         ("attempts", ATTEMPTS, "Attempts at jobs that have ended, by why.", ["reason"]),
         ("tokens", TOKENS, "Tokens trained on; a repeated step counts once.", ["algorithm"]),
+        ("webhooks", WEBHOOKS, "Webhooks that were delivered, and those that were given up.", ["outcome"]),
     ):
         counter = CounterMetricFamily(PREFIX + name, text, labels=labels)
         for values, value in sorted(totals.get(total, {}).items()):

@@ -22,6 +22,8 @@ TOKENS = "tokens"
 """Tokens that were trained on, by algorithm; a step that is done again counts once."""
 WAIT = "queue_wait"
 """Seconds from the submission of a job, or the end of its wait for other jobs, to its first attempt."""
+WEBHOOKS = "webhooks"
+"""Webhooks by outcome: delivered or given_up."""
 CHECKPOINT = "checkpoint_write"
 """Seconds from the copy of a checkpoint in memory to its announcement, by kind."""
 BOUNDS: Mapping[str, Sequence[float]] = {
