@@ -29,6 +29,8 @@ from .results import metrics_csv
 
 type Json = dict[str, Any]
 PURPOSE, RESULTS = "fine-tune", "fine-tune-results"
+ID = "id"
+"""The parameter that errors about a file name, as OpenAI's do."""
 _MOST_NAME = 255
 _PAGE_SECONDS = 1.0
 """After which a page ends: the bytes of a result are known once all of it was written."""
@@ -69,14 +71,21 @@ class OpenAIFiles:
 
         sha256 = await self._uploads.add(pieces(), announced, caller)
         file_id = new_file()
-        mark = {"filename": form.filename or file_id, "bytes": counted, "purpose": PURPOSE}
-        source = BlobSource(type="blob", sha256=sha256)
-        body = RegisterDataset(dataset_id=file_id, source=source, metadata={MARK: mark})
-        await self._registry.register(body, created_by=caller)
+        await self.register(file_id, form.filename or file_id, counted, sha256, caller)
         return await asyncio.to_thread(self.get, file_id)
 
+    async def register(self, file_id: str, filename: str, size: int, sha256: str, caller: str) -> None:
+        """Make a file of stored rows. The same again changes nothing.
+
+        Raises:
+            Conflict, StoreError, OSError: it cannot be stored.
+        """
+        mark = {"filename": filename, "bytes": size, "purpose": PURPOSE}
+        body = RegisterDataset(dataset_id=file_id, source=BlobSource(type="blob", sha256=sha256))
+        await self._registry.register(body, created_by=caller, reserved={MARK: mark})
+
     def get(self, file_id: str) -> Json:
-        """A file. Raises NotFound."""
+        """A file. Raises OpenAIRefused."""
         if (job_uuid := job_of_result(file_id)) is not None:
             return self._result(self._job_of(file_id, job_uuid))
         return _file_object(self._entry(file_id))
@@ -87,7 +96,7 @@ class OpenAIFiles:
         """Files by the time at which they were made, and whether there are more.
 
         Raises:
-            NotFound: there is no file `after`.
+            OpenAIRefused: there is no file `after`.
         """
         limit = min(limit, MOST_FILES)
         found = sorted(self._places(purpose), reverse=newest_first)
@@ -105,12 +114,12 @@ class OpenAIFiles:
                 return files, True
             try:
                 files.append(self.get(name))
-            except (NotFound, JobNotFound):  # deleted meanwhile, or a dataset that is no file
+            except OpenAIRefused:  # deleted meanwhile, or a dataset that is no file
                 continue
         return files[:limit], len(files) > limit
 
     def content(self, file_id: str) -> tuple[Any, int, str]:
-        """What opens a file, its bytes, and a text that changes with its content. Raises NotFound."""
+        """What opens a file, its bytes, and a text that changes with its content. Raises OpenAIRefused."""
         if (job_uuid := job_of_result(file_id)) is not None:
             job = self._job_of(file_id, job_uuid)
             return (
@@ -124,26 +133,30 @@ class OpenAIFiles:
         try:
             size = path.stat().st_size
         except FileNotFoundError as error:
-            raise NotFound(f"the content of file {file_id!r} is gone: delete the file, and upload it again") from error
+            text = f"the content of file {file_id!r} is gone: delete the file, and upload it again"
+            raise OpenAIRefused(text, ID, "not_found", 404) from error
         return partial(open_regular, path), size, entry.sha256
 
     def delete(self, file_id: str) -> Json:
-        """Delete an uploaded file. Jobs that were made with it keep their rows. Raises NotFound."""
+        """Delete an uploaded file. Jobs that were made with it keep their rows. Raises OpenAIRefused."""
         if job_of_result(file_id) is not None:
             raise OpenAIRefused(
                 f"file {file_id!r} has the metrics of a job and is deleted with it: DELETE /v1/post-training/jobs/NAME",
-                "file_id",
+                ID,
                 "not_deletable",
             )
         self._entry(file_id)
-        self._registry.delete(file_id)
+        try:
+            self._registry.delete(file_id)
+        except NotFound as error:
+            raise _no_file(file_id, ID) from error
         return {"id": file_id, "object": "file", "deleted": True}
 
     def require(self, file_id: str, param: str) -> None:
         """Return if a file was uploaded. Raises OpenAIRefused."""
         try:
             self._entry(file_id)
-        except NotFound as error:
+        except OpenAIRefused as error:
             hint = "upload it with POST /openai/v1/files, purpose fine-tune, and send the id of the answer"
             raise OpenAIRefused(f"{param}: no file {file_id!r} is here: {hint}", param, "file_not_found") from error
 
@@ -151,9 +164,9 @@ class OpenAIFiles:
         try:
             entry = self._registry.entry(file_id)
         except NotFound as error:
-            raise _no_file(file_id, "file_id") from error
+            raise _no_file(file_id, ID) from error
         if not file_id.startswith(FILE) or entry.sha256 is None or _mark(entry) is None:
-            raise _no_file(file_id, "file_id")
+            raise _no_file(file_id, ID)
         return entry
 
     def _places(self, purpose: str | None) -> Iterator[tuple[float, str]]:
@@ -170,9 +183,9 @@ class OpenAIFiles:
         try:
             job = self._store.get(job_uuid)
         except JobNotFound as error:
-            raise _no_file(file_id, "file_id") from error
+            raise _no_file(file_id, ID) from error
         if job.state is not JobState.completed or Called.of(job.spec.metadata) is None:
-            raise _no_file(file_id, "file_id")
+            raise _no_file(file_id, ID)
         return job
 
     def _result(self, job: JobRecord) -> Json:
@@ -236,5 +249,6 @@ def _object(file_id: str, size: int, created_at: float, filename: str, purpose: 
     }
 
 
-def _no_file(file_id: str, param: str) -> NotFound:
-    return NotFound(f"no file {file_id[:200]!r} is here ({param}): GET /openai/v1/files lists those that are")
+def _no_file(file_id: str, param: str) -> OpenAIRefused:
+    text = f"no file {file_id[:200]!r} is here ({param}): GET /openai/v1/files lists those that are"
+    return OpenAIRefused(text, param, "not_found", 404)
