@@ -152,13 +152,14 @@ def test_a_script_trains_follows_reads_and_deletes(client: OpenAI, tmp_path: Pat
 
     tuned = early.fine_tuned_model_checkpoint
     permissions = client.fine_tuning.checkpoints.permissions
-    assert [*permissions.list(tuned)] == []
+    listed = getattr(permissions, "list", permissions.retrieve)  # that of openai 1
+    assert listed(tuned).data == []
     with pytest.raises(BadRequestError, match="a service has no projects"):
         permissions.create(tuned, project_ids=["proj_a"])
     with pytest.raises(NotFoundError, match="no permission 'cp_a'"):
         permissions.delete("cp_a", fine_tuned_model_checkpoint=tuned)
     with pytest.raises(NotFoundError, match="no model"):
-        [*permissions.list(f"{tuned}9")]
+        listed(f"{tuned}9")
     assert client.models.retrieve(tuned).id == tuned
     with pytest.raises(BadRequestError, match="is a checkpoint"):
         client.models.delete(tuned)
@@ -234,12 +235,16 @@ def test_a_job_is_rewarded_by_a_grader(client: OpenAI, service: TrainingService)
     assert (method["num_generations"], method["max_completion_length"]) == (4, 8)
 
 
-def test_a_file_arrives_in_parts(client: OpenAI, service: TrainingService, tmp_path: Path) -> None:
-    path, content = tmp_path / "chats.jsonl", lines(CHATS)
-    path.write_bytes(content)
-    md5 = hashlib.md5(content).hexdigest()
+def test_a_file_arrives_in_parts(client: OpenAI) -> None:
+    content = lines(CHATS)
     whole = client.uploads.upload_file_chunked(
-        file=path, mime_type="text/jsonl", purpose="fine-tune", part_size=500, md5=md5
+        file=content,  # openai 1 does not close the file of a path
+        filename="chats.jsonl",
+        bytes=len(content),
+        mime_type="text/jsonl",
+        purpose="fine-tune",
+        part_size=500,
+        md5=hashlib.md5(content).hexdigest(),
     )
     assert (whole.status, whole.bytes, whole.expires_at - whole.created_at) == ("completed", len(content), 3600)
     assert whole.file
