@@ -48,7 +48,7 @@ TRAINING = [f"ftjob-training-{number}" for number in range(4)]
 ENDED = "ftjob-ended-00000"
 WRITES = 0.5
 """Seconds between two points of a job."""
-UPLOAD_ROW = b'{"messages": [{"role": "user", "content": "What is two plus two?"}, {"role": "assistant", "content": "4"}]}\n'
+UPLOAD_ROW = b'{"messages": [{"role": "user", "content": "Two plus two?"}, {"role": "assistant", "content": "4"}]}\n'
 TARGETS = {"poll_p99_ms": 150.0, "rss_mib": 150.0, "server_errors": 0, "broken": 0, "other_answers": 0}
 ANSWER_TIMEOUT = 60.0
 
@@ -71,9 +71,11 @@ def main() -> int:
         return 0
     report: dict[str, Any] = {"command": command(), "machine": machine("fastapi", "uvicorn")}
     print_header(report)
-    with tempfile.TemporaryDirectory(prefix="openai-load-") as scratch:
-        with prepared(Path(scratch), options) as (service, jobs):
-            report |= measured(service, jobs, options)
+    with (
+        tempfile.TemporaryDirectory(prefix="openai-load-") as scratch,
+        prepared(Path(scratch), options) as (service, jobs),
+    ):
+        report |= measured(service, jobs, options)
     for name, found in report.items():
         if name not in ("command", "machine"):
             print(f"{name:>16}  {found}" + (f"  (at most {TARGETS[name]:g})" if name in TARGETS else ""))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import io
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
+from datetime import UTC, datetime
 from functools import lru_cache, partial
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from llama_stack_provider_trl.errors import JobNotFound
 from llama_stack_provider_trl.jobs.decisions.states import JobState
@@ -37,6 +39,16 @@ _PAGE_SECONDS = 1.0
 MOST_FILES = 1000
 """Files of a page: each is a document of the data directory."""
 _SIZES = 4096
+_INEXACT = 1e-5
+"""Seconds by which the time of a record may differ from the stored one: more than a microsecond."""
+
+
+class _Place(NamedTuple):
+    """Of a file among all."""
+
+    at: float
+    """Time at which it was made, in seconds since the epoch."""
+    name: str
 
 
 class OpenAIFiles:
@@ -99,21 +111,16 @@ class OpenAIFiles:
             OpenAIRefused: there is no file `after`.
         """
         limit = min(limit, MOST_FILES)
-        found = sorted(self._places(purpose), reverse=newest_first)
-        if after is not None:
-            names = [name for _, name in found]
-            if after not in names:
-                raise _no_file(after, "after")
-            found = found[names.index(after) + 1 :]
+        beyond = None if after is None else self._place(after)
         files: list[Json] = []
         until = time.monotonic() + _PAGE_SECONDS
-        for _, name in found:
+        for place in self._places(purpose, beyond, newest_first=newest_first):
             if len(files) > limit:
                 break
             if 0 < len(files) <= limit and time.monotonic() > until:
                 return files, True
             try:
-                files.append(self.get(name))
+                files.append(self.get(place.name))
             except OpenAIRefused:  # deleted meanwhile, or a dataset that is no file
                 continue
         return files[:limit], len(files) > limit
@@ -160,32 +167,45 @@ class OpenAIFiles:
             hint = "upload it with POST /openai/v1/files, purpose fine-tune, and send the id of the answer"
             raise OpenAIRefused(f"{param}: no file {file_id!r} is here: {hint}", param, "file_not_found") from error
 
-    def _entry(self, file_id: str) -> Entry:
+    def _entry(self, file_id: str, param: str = ID) -> Entry:
         try:
             entry = self._registry.entry(file_id)
         except NotFound as error:
-            raise _no_file(file_id, ID) from error
+            raise _no_file(file_id, param) from error
         if not file_id.startswith(FILE) or entry.sha256 is None or _mark(entry) is None:
-            raise _no_file(file_id, ID)
+            raise _no_file(file_id, param)
         return entry
 
-    def _places(self, purpose: str | None) -> Iterator[tuple[float, str]]:
-        """Time and name of each file, and of the datasets whose names are alike."""
-        if purpose in (None, PURPOSE):
-            for place in self._registry.places(FILE):
-                yield place.order, place.name
-        if purpose in (None, RESULTS):
-            for completed_at, job_uuid in self._store.completed(JOB):
-                yield completed_at, result_file(job_uuid)
+    def _place(self, file_id: str) -> _Place:
+        """Where a file is among all. Raises OpenAIRefused."""
+        if (job_uuid := job_of_result(file_id)) is not None:
+            completed_at = self._job_of(file_id, job_uuid, "after").completed_at
+            assert completed_at is not None
+            return _Place(completed_at.timestamp(), file_id)
+        return _Place(self._entry(file_id, "after").registered_at, file_id)
 
-    def _job_of(self, file_id: str, job_uuid: str) -> JobRecord:
-        """The completed job whose metrics a file has."""
+    def _places(self, purpose: str | None, beyond: _Place | None, *, newest_first: bool) -> Iterator[_Place]:
+        """Places of the files beyond one, and of the datasets whose names are alike."""
+        sources: list[Iterable[_Place]] = []
+        if purpose in (None, PURPOSE):
+            uploaded = [_Place(place.order, place.name) for place in self._registry.places(FILE)]
+            sources.append(reversed(uploaded) if newest_first else uploaded)
+        if purpose in (None, RESULTS):
+            at = None if beyond is None else beyond.at + (_INEXACT if newest_first else -_INEXACT)
+            ended = self._store.completed(JOB, at, newest_first=newest_first)
+            sources.append(_Place(_in_microseconds(at), result_file(job_uuid)) for at, job_uuid in ended)
+        for place in heapq.merge(*sources, reverse=newest_first):
+            if beyond is None or (place < beyond if newest_first else place > beyond):
+                yield place
+
+    def _job_of(self, file_id: str, job_uuid: str, param: str = ID) -> JobRecord:
+        """The completed job whose metrics a file has. Raises OpenAIRefused, which names the parameter."""
         try:
             job = self._store.get(job_uuid)
         except JobNotFound as error:
-            raise _no_file(file_id, ID) from error
+            raise _no_file(file_id, param) from error
         if job.state is not JobState.completed or Called.of(job.spec.metadata) is None:
-            raise _no_file(file_id, ID)
+            raise _no_file(file_id, param)
         return job
 
     def _result(self, job: JobRecord) -> Json:
@@ -197,6 +217,11 @@ class OpenAIFiles:
 
     def _count_result(self, job_uuid: str, attempt: int) -> int:
         return sum(map(len, metrics_csv(self._store, job_uuid)))
+
+
+def _in_microseconds(at: float) -> float:
+    """A time as the record of a job has it."""
+    return datetime.fromtimestamp(at, UTC).timestamp()
 
 
 def _opened(store: Store, job_uuid: str) -> BinaryIO:
