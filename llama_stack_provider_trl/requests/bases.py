@@ -150,7 +150,7 @@ def served_job_of(name: str, value: str) -> tuple[str, str] | None:
         job_uuid, rest = value.removeprefix(RESULT), ""
         if ":" in job_uuid:
             *_, before, job_uuid = job_uuid.split(":")
-            if found := re.fullmatch(r"ckpt-step-(\d+)", job_uuid):
+            if found := re.fullmatch(r"ckpt-step-(0|[1-9][0-9]*)", job_uuid):
                 job_uuid, rest = before, f"/checkpoint-{found[1]}"
     elif value.startswith(PREFIX):
         job_uuid, slash, rest = value.removeprefix(PREFIX).partition("/")

@@ -66,7 +66,7 @@ OWN = (
     *(_own(name, "directory", cannot_be_made_again=True) for name in (CHECKPOINTS, "jobs", "datasets")),
     *(
         _own(name, "directory")
-        for name in ("tokens", "reference", "preflights", "serving", "trackers", "llama-stack", "node")
+        for name in ("tokens", "reference", "preflights", "serving", "trackers", "uploads", "llama-stack", "node")
     ),
     *(_own(name, "directory") for name in ("model-manifests", "audit")),
     *_LOGS,
@@ -75,6 +75,7 @@ OWN = (
     _own(r"registry", "directory", "datasets"),
     _own(r"[0-9a-f]{64}\.json", "file", "datasets/registry"),
     _own(r"([0-9a-f]{64}|digests)\.json", "file", "model-manifests"),
+    _own(r"upload_[0-9a-f]{24}", "directory", "uploads"),
     _own(r"[A-Za-z0-9][A-Za-z0-9._-]*", "directory", "jobs"),
     _own(r"jobs\.sqlite3(-wal|-shm|-journal|\.upgrade)?", "file"),
     *(
@@ -118,6 +119,8 @@ class DataDir:
         self.jobs = root / "jobs"
         self.datasets = root / "datasets"
         self.registry = root / "datasets" / "registry"
+        self.uploads = root / "uploads"
+        """Uploads in parts, until these are rows of a dataset."""
         self.tokens = root / "tokens"
         self.reference = root / "reference"
         self.preflights = root / "preflights"
@@ -142,7 +145,10 @@ class DataDir:
     @property
     def private(self) -> tuple[Path, ...]:
         """Directories that no other user may enter, where the data directory itself is shared."""
-        return (self.jobs, self.datasets, self.tokens, self.reference, self.preflights, self.serving, self.trackers)
+        return (
+            *(self.jobs, self.datasets, self.uploads, self.tokens),
+            *(self.reference, self.preflights, self.serving, self.trackers),
+        )
 
     @property
     def holds_only_ours(self) -> bool:

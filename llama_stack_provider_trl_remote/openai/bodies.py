@@ -10,6 +10,8 @@ from llama_stack_provider_trl.documented import Documented
 from llama_stack_provider_trl.requests.options import RESERVED
 from llama_stack_provider_trl.specs.names import CheckedElsewhere, CheckedNames, FreeText, problem_of_name
 
+from ..service.datasets.part_uploads import MOST_PARTS
+
 MARK = RESERVED
 """Key of a job's metadata, and of a dataset's, that has what OpenAI's API shows and nothing else has."""
 _PAIRS, _KEY, _VALUE = 16, 64, 512
@@ -82,6 +84,29 @@ class FineTuningMethod(_OpenAIBody):
         if self.type == "reinforcement" and self.reinforcement is None:
             raise ValueError("reinforcement is missing: send {grader, hyperparameters} in it")
         return self
+
+
+class CreateUpload(_OpenAIBody):
+    bytes: int = Field(gt=0, strict=True)
+    """Bytes of the whole file: as many have to be sent."""
+    filename: str = Field(min_length=1, max_length=255)
+    """Name of the file."""
+    mime_type: str = Field(min_length=1, max_length=255)
+    """Any: what the rows are, is read from them."""
+    purpose: Literal["fine-tune"]
+    """fine-tune, the only one here."""
+
+
+class CompleteUpload(_OpenAIBody):
+    part_ids: list[Annotated[str, Field(max_length=64)]] = Field(min_length=1, max_length=MOST_PARTS)
+    """Ids of the parts, in the order in which the file has them."""
+    md5: Annotated[str, StringConstraints(pattern=r"^[0-9A-Fa-f]{32}$")] | None = None
+    """Of the whole file, in hexadecimal: compared with the parts."""
+
+
+class CreatePermissions(_OpenAIBody):
+    project_ids: list[Annotated[str, Field(max_length=512)]] = Field(min_length=1, max_length=100)
+    """Refused: a service has no projects."""
 
 
 class CreateFineTuningJob(_OpenAIBody):

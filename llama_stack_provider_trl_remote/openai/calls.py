@@ -10,6 +10,7 @@ from ..service.context import Service
 from .files import OpenAIFiles
 from .jobs import FineTuning
 from .models import OpenAIModels
+from .uploads import OpenAIUploads
 
 
 class OpenAICalls:
@@ -18,6 +19,7 @@ class OpenAICalls:
 
     def __init__(self, service: Service) -> None:
         self.files = OpenAIFiles(service.datasets, service.row_uploads, service.blobs, service.store)
+        self.uploads = OpenAIUploads(service.part_uploads, self.files)
         self.fine_tuning = FineTuning(service.submissions, service.store, self.files, service.settings.openai.models)
         self.models = OpenAIModels(service.chats, service.jobs, service.store)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import io
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
+from datetime import UTC, datetime
 from functools import lru_cache, partial
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from llama_stack_provider_trl.errors import JobNotFound
 from llama_stack_provider_trl.jobs.decisions.states import JobState
@@ -29,12 +31,24 @@ from .results import metrics_csv
 
 type Json = dict[str, Any]
 PURPOSE, RESULTS = "fine-tune", "fine-tune-results"
+ID = "id"
+"""The parameter that errors about a file name, as OpenAI's do."""
 _MOST_NAME = 255
 _PAGE_SECONDS = 1.0
 """After which a page ends: the bytes of a result are known once all of it was written."""
 MOST_FILES = 1000
 """Files of a page: each is a document of the data directory."""
 _SIZES = 4096
+_INEXACT = 1e-5
+"""Seconds by which the time of a record may differ from the stored one: more than a microsecond."""
+
+
+class _Place(NamedTuple):
+    """Of a file among all."""
+
+    at: float
+    """Time at which it was made, in seconds since the epoch."""
+    name: str
 
 
 class OpenAIFiles:
@@ -69,14 +83,21 @@ class OpenAIFiles:
 
         sha256 = await self._uploads.add(pieces(), announced, caller)
         file_id = new_file()
-        mark = {"filename": form.filename or file_id, "bytes": counted, "purpose": PURPOSE}
-        source = BlobSource(type="blob", sha256=sha256)
-        body = RegisterDataset(dataset_id=file_id, source=source, metadata={MARK: mark})
-        await self._registry.register(body, created_by=caller)
+        await self.register(file_id, form.filename or file_id, counted, sha256, caller)
         return await asyncio.to_thread(self.get, file_id)
 
+    async def register(self, file_id: str, filename: str, size: int, sha256: str, caller: str) -> None:
+        """Make a file of stored rows. The same again changes nothing.
+
+        Raises:
+            Conflict, StoreError, OSError: it cannot be stored.
+        """
+        mark = {"filename": filename, "bytes": size, "purpose": PURPOSE}
+        body = RegisterDataset(dataset_id=file_id, source=BlobSource(type="blob", sha256=sha256))
+        await self._registry.register(body, created_by=caller, reserved={MARK: mark})
+
     def get(self, file_id: str) -> Json:
-        """A file. Raises NotFound."""
+        """A file. Raises OpenAIRefused."""
         if (job_uuid := job_of_result(file_id)) is not None:
             return self._result(self._job_of(file_id, job_uuid))
         return _file_object(self._entry(file_id))
@@ -87,30 +108,25 @@ class OpenAIFiles:
         """Files by the time at which they were made, and whether there are more.
 
         Raises:
-            NotFound: there is no file `after`.
+            OpenAIRefused: there is no file `after`.
         """
         limit = min(limit, MOST_FILES)
-        found = sorted(self._places(purpose), reverse=newest_first)
-        if after is not None:
-            names = [name for _, name in found]
-            if after not in names:
-                raise _no_file(after, "after")
-            found = found[names.index(after) + 1 :]
+        beyond = None if after is None else self._place(after)
         files: list[Json] = []
         until = time.monotonic() + _PAGE_SECONDS
-        for _, name in found:
+        for place in self._places(purpose, beyond, newest_first=newest_first):
             if len(files) > limit:
                 break
             if 0 < len(files) <= limit and time.monotonic() > until:
                 return files, True
             try:
-                files.append(self.get(name))
-            except (NotFound, JobNotFound):  # deleted meanwhile, or a dataset that is no file
+                files.append(self.get(place.name))
+            except OpenAIRefused:  # deleted meanwhile, or a dataset that is no file
                 continue
         return files[:limit], len(files) > limit
 
     def content(self, file_id: str) -> tuple[Any, int, str]:
-        """What opens a file, its bytes, and a text that changes with its content. Raises NotFound."""
+        """What opens a file, its bytes, and a text that changes with its content. Raises OpenAIRefused."""
         if (job_uuid := job_of_result(file_id)) is not None:
             job = self._job_of(file_id, job_uuid)
             return (
@@ -124,55 +140,72 @@ class OpenAIFiles:
         try:
             size = path.stat().st_size
         except FileNotFoundError as error:
-            raise NotFound(f"the content of file {file_id!r} is gone: delete the file, and upload it again") from error
+            text = f"the content of file {file_id!r} is gone: delete the file, and upload it again"
+            raise OpenAIRefused(text, ID, "not_found", 404) from error
         return partial(open_regular, path), size, entry.sha256
 
     def delete(self, file_id: str) -> Json:
-        """Delete an uploaded file. Jobs that were made with it keep their rows. Raises NotFound."""
+        """Delete an uploaded file. Jobs that were made with it keep their rows. Raises OpenAIRefused."""
         if job_of_result(file_id) is not None:
             raise OpenAIRefused(
                 f"file {file_id!r} has the metrics of a job and is deleted with it: DELETE /v1/post-training/jobs/NAME",
-                "file_id",
+                ID,
                 "not_deletable",
             )
         self._entry(file_id)
-        self._registry.delete(file_id)
+        try:
+            self._registry.delete(file_id)
+        except NotFound as error:
+            raise _no_file(file_id, ID) from error
         return {"id": file_id, "object": "file", "deleted": True}
 
     def require(self, file_id: str, param: str) -> None:
         """Return if a file was uploaded. Raises OpenAIRefused."""
         try:
             self._entry(file_id)
-        except NotFound as error:
+        except OpenAIRefused as error:
             hint = "upload it with POST /openai/v1/files, purpose fine-tune, and send the id of the answer"
             raise OpenAIRefused(f"{param}: no file {file_id!r} is here: {hint}", param, "file_not_found") from error
 
-    def _entry(self, file_id: str) -> Entry:
+    def _entry(self, file_id: str, param: str = ID) -> Entry:
         try:
             entry = self._registry.entry(file_id)
         except NotFound as error:
-            raise _no_file(file_id, "file_id") from error
+            raise _no_file(file_id, param) from error
         if not file_id.startswith(FILE) or entry.sha256 is None or _mark(entry) is None:
-            raise _no_file(file_id, "file_id")
+            raise _no_file(file_id, param)
         return entry
 
-    def _places(self, purpose: str | None) -> Iterator[tuple[float, str]]:
-        """Time and name of each file, and of the datasets whose names are alike."""
-        if purpose in (None, PURPOSE):
-            for place in self._registry.places(FILE):
-                yield place.order, place.name
-        if purpose in (None, RESULTS):
-            for completed_at, job_uuid in self._store.completed(JOB):
-                yield completed_at, result_file(job_uuid)
+    def _place(self, file_id: str) -> _Place:
+        """Where a file is among all. Raises OpenAIRefused."""
+        if (job_uuid := job_of_result(file_id)) is not None:
+            completed_at = self._job_of(file_id, job_uuid, "after").completed_at
+            assert completed_at is not None
+            return _Place(completed_at.timestamp(), file_id)
+        return _Place(self._entry(file_id, "after").registered_at, file_id)
 
-    def _job_of(self, file_id: str, job_uuid: str) -> JobRecord:
-        """The completed job whose metrics a file has."""
+    def _places(self, purpose: str | None, beyond: _Place | None, *, newest_first: bool) -> Iterator[_Place]:
+        """Places of the files beyond one, and of the datasets whose names are alike."""
+        sources: list[Iterable[_Place]] = []
+        if purpose in (None, PURPOSE):
+            uploaded = [_Place(place.order, place.name) for place in self._registry.places(FILE)]
+            sources.append(reversed(uploaded) if newest_first else uploaded)
+        if purpose in (None, RESULTS):
+            at = None if beyond is None else beyond.at + (_INEXACT if newest_first else -_INEXACT)
+            ended = self._store.completed(JOB, at, newest_first=newest_first)
+            sources.append(_Place(_in_microseconds(at), result_file(job_uuid)) for at, job_uuid in ended)
+        for place in heapq.merge(*sources, reverse=newest_first):
+            if beyond is None or (place < beyond if newest_first else place > beyond):
+                yield place
+
+    def _job_of(self, file_id: str, job_uuid: str, param: str = ID) -> JobRecord:
+        """The completed job whose metrics a file has. Raises OpenAIRefused, which names the parameter."""
         try:
             job = self._store.get(job_uuid)
         except JobNotFound as error:
-            raise _no_file(file_id, "file_id") from error
+            raise _no_file(file_id, param) from error
         if job.state is not JobState.completed or Called.of(job.spec.metadata) is None:
-            raise _no_file(file_id, "file_id")
+            raise _no_file(file_id, param)
         return job
 
     def _result(self, job: JobRecord) -> Json:
@@ -184,6 +217,11 @@ class OpenAIFiles:
 
     def _count_result(self, job_uuid: str, attempt: int) -> int:
         return sum(map(len, metrics_csv(self._store, job_uuid)))
+
+
+def _in_microseconds(at: float) -> float:
+    """A time as the record of a job has it."""
+    return datetime.fromtimestamp(at, UTC).timestamp()
 
 
 def _opened(store: Store, job_uuid: str) -> BinaryIO:
@@ -236,5 +274,6 @@ def _object(file_id: str, size: int, created_at: float, filename: str, purpose: 
     }
 
 
-def _no_file(file_id: str, param: str) -> NotFound:
-    return NotFound(f"no file {file_id[:200]!r} is here ({param}): GET /openai/v1/files lists those that are")
+def _no_file(file_id: str, param: str) -> OpenAIRefused:
+    text = f"no file {file_id[:200]!r} is here ({param}): GET /openai/v1/files lists those that are"
+    return OpenAIRefused(text, param, "not_found", 404)

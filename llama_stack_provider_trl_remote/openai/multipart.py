@@ -21,6 +21,7 @@ class Form:
     Args:
         content_type: of the request.
         allowed: names of its fields beside the file.
+        file: name of the field with the file.
 
     Attributes:
         fields: those that were read so far.
@@ -30,15 +31,15 @@ class Form:
         OpenAIRefused: the Content-Type names no such body.
     """
 
-    def __init__(self, content_type: str, allowed: frozenset[str]) -> None:
+    def __init__(self, content_type: str, allowed: frozenset[str], file: str = FILE) -> None:
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
-        self._allowed = allowed
+        self._allowed, self._file = allowed, file
         kind, boundary = _parameters(content_type)
         if kind != "multipart/form-data" or not boundary:
             raise OpenAIRefused(
-                f"the Content-Type is {content_type[:100]!r}, expected multipart/form-data with a boundary: send the "
-                "file and its purpose as the fields of a form",
+                f"the Content-Type is {content_type[:100]!r}, expected multipart/form-data with a boundary: send "
+                f"{', '.join((file, *allowed))} as the fields of a form",
                 None,
                 "invalid_content_type",
             )
@@ -91,7 +92,9 @@ class Form:
         if not self._has_ended:
             raise _no_form("it ends before its last boundary")
         if self.filename is None:
-            raise OpenAIRefused("file is missing: send the file as a field of the form", FILE, "missing_required")
+            raise OpenAIRefused(
+                f"{self._file} is missing: send it as a field of the form", self._file, "missing_required"
+            )
         check()
 
     def _begin(self) -> None:
@@ -116,27 +119,27 @@ class Form:
         found = Message()
         found["Content-Disposition"] = self._headers.get("content-disposition", "")
         self._name = str(found.get_param("name", "", "Content-Disposition"))
-        if self._name in self.fields or (self._name == FILE and self.filename is not None):
+        if self._name in self.fields or (self._name == self._file and self.filename is not None):
             raise OpenAIRefused(f"{self._name} is there twice: send it once", self._name, "invalid_value")
-        if self._name == FILE:
+        if self._name == self._file:
             self.filename = str(found.get_filename() or "")
         elif self._name not in self._allowed:
-            known = ", ".join(sorted(self._allowed))
+            known = ", ".join((self._file, *sorted(self._allowed)))
             raise OpenAIRefused(
-                f"there is no field {self._name[:100]!r}, only file, {known}: leave it out",
+                f"there is no field {self._name[:100]!r}, only {known}: leave it out",
                 self._name[:100],
                 "unknown_parameter",
             )
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
-        if self._name == FILE:
+        if self._name == self._file:
             self._content.append(bytes(data[start:end]))
         else:
             self._value += data[start:end]
             self._bound(self._value)
 
     def _end_part(self) -> None:
-        if self._name != FILE:
+        if self._name != self._file:
             try:
                 self.fields[self._name] = self._value.decode()
             except UnicodeDecodeError as error:

@@ -69,6 +69,11 @@ def new_file() -> str:
     return FILE + secrets.token_hex(12)
 
 
+def file_of_upload(upload_id: str) -> str:
+    """The file that an upload in parts becomes."""
+    return FILE + upload_id.removeprefix("upload_")
+
+
 def result_file(job_uuid: str) -> str:
     """The file with the metrics of a job."""
     return RESULT + job_uuid.removeprefix(JOB)

@@ -15,9 +15,9 @@ from ..service.dependencies import StoreDep, StoredJobsDep
 from ..service.http.errors import OPENAI_FORM, OpenAIRefused, declared
 from ..service.routes.files import OCTETS, file_response
 from ..service.routes.openai import OpenAIRoute
-from ..service.security.access import ADMINS, USERS, USERS_JOB, USERS_UPLOAD, CurrentCaller
+from ..service.security.access import ADMINS, USERS, USERS_JOB, USERS_PART, USERS_UPLOAD, CurrentCaller
 from ..service.serving.openai import model_list
-from .bodies import CreateFineTuningJob
+from .bodies import CompleteUpload, CreateFineTuningJob, CreatePermissions, CreateUpload
 from .calls import OpenAICallsDep
 from .multipart import Form
 from .names import JOB, Called
@@ -29,6 +29,8 @@ type Json = dict[str, Any]
 Found = tuple[JobRecord, Called]
 FileId = Annotated[str, Path(description="Id of a file", max_length=512)]
 JobId = Annotated[str, Path(description="Id of a fine-tuning job", max_length=128)]
+UploadId = Annotated[str, Path(description="Id of an upload", max_length=128)]
+Tuned = Annotated[str, Path(description="A fine-tuned model, or a checkpoint of one", max_length=512)]
 After = Annotated[str | None, Query(max_length=512, description="Id of the last object of the page before")]
 _METADATA = "metadata["
 _FORM: Json = {
@@ -44,6 +46,21 @@ _FORM: Json = {
                         "file": {"type": "string", "format": "binary"},
                     },
                     "required": ["purpose", "file"],
+                }
+            }
+        },
+    }
+}
+_PART_FORM: Json = {
+    "requestBody": {
+        "required": True,
+        "description": "The field `data`, with the bytes of the part",
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "properties": {"data": {"type": "string", "format": "binary"}},
+                    "required": ["data"],
                 }
             }
         },
@@ -93,9 +110,7 @@ def _declared(*codes: int) -> dict[int | str, Json]:
 async def upload_file(calls: OpenAICallsDep, caller: CurrentCaller, request: Request) -> Response:
     """Upload a file with rows. It is there once all of it is stored."""
     form = Form(request.headers.get("content-type", ""), frozenset({"purpose"}))
-    announced = request.headers.get("content-length", "")
-    size = int(announced) if announced.isdigit() else 0
-    return JSONResponse(await calls.files.upload(form, request.stream(), size, caller.name))
+    return JSONResponse(await calls.files.upload(form, request.stream(), _announced(request), caller.name))
 
 
 @router.get("/files", dependencies=[USERS, LISTS], responses=_declared(404))
@@ -139,6 +154,38 @@ async def file_content(
 async def delete_file(calls: OpenAICallsDep, file_id: FileId) -> Response:
     """Delete a file. Jobs that were made with it keep their rows."""
     return JSONResponse(await asyncio.to_thread(calls.files.delete, file_id))
+
+
+@router.post("/uploads", dependencies=[USERS], responses=_declared())
+async def create_upload(calls: OpenAICallsDep, caller: CurrentCaller, body: CreateUpload) -> Response:
+    """Begin a file that is sent in parts. It expires after an hour."""
+    return JSONResponse(await calls.uploads.create(body, caller.name))
+
+
+@router.post(
+    "/uploads/{upload_id}/parts", dependencies=[USERS_PART], responses=_declared(404), openapi_extra=_PART_FORM
+)
+async def add_upload_part(
+    calls: OpenAICallsDep, caller: CurrentCaller, upload_id: UploadId, request: Request
+) -> Response:
+    """Add a part of at most 64 MiB. The same part again is the same part."""
+    form = Form(request.headers.get("content-type", ""), frozenset(), "data")
+    size = _announced(request)
+    return JSONResponse(await calls.uploads.add_part(upload_id, form, request.stream(), size, caller.name))
+
+
+@router.post("/uploads/{upload_id}/complete", dependencies=[USERS_JOB], responses=_declared(404, 409))
+async def complete_upload(
+    calls: OpenAICallsDep, caller: CurrentCaller, upload_id: UploadId, body: CompleteUpload
+) -> Response:
+    """Make a file of the parts. The same again changes nothing."""
+    return JSONResponse(await calls.uploads.complete(upload_id, body, caller.name))
+
+
+@router.post("/uploads/{upload_id}/cancel", dependencies=[USERS], responses=_declared(404))
+async def cancel_upload(calls: OpenAICallsDep, caller: CurrentCaller, upload_id: UploadId) -> Response:
+    """Cancel an upload, and remove its parts."""
+    return JSONResponse(await calls.uploads.cancel(upload_id, caller.name))
 
 
 @router.post("/fine_tuning/jobs", dependencies=[USERS_JOB], responses=_declared(404, 409))
@@ -224,6 +271,54 @@ async def list_fine_tuning_checkpoints(
     return _list(*await asyncio.to_thread(checkpoint_page, store, *found, after, limit))
 
 
+@router.get("/fine_tuning/checkpoints/{model:path}/permissions", dependencies=[USERS, LISTS], responses=_declared(404))
+async def list_permissions(
+    calls: OpenAICallsDep,
+    model: Tuned,
+    after: After = None,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Permissions per page")] = 10,
+    order: Annotated[Literal["ascending", "descending"], Query(description="By their time")] = "descending",
+    project_id: Annotated[str | None, Query(max_length=512, description="Those of one project only")] = None,
+) -> Response:
+    """The projects that may use a checkpoint of another one: none, since a service has no projects."""
+    await asyncio.to_thread(calls.models.get, model)
+    if after is not None:
+        raise OpenAIRefused(f"there is no permission {after!r}: leave after out", "after", "invalid_value")
+    return _list([], False)
+
+
+@router.post("/fine_tuning/checkpoints/{model:path}/permissions", dependencies=[USERS], responses=_declared(404))
+async def create_permissions(calls: OpenAICallsDep, model: Tuned, body: CreatePermissions) -> Response:
+    """Refused: every token of the service may use every result."""
+    await asyncio.to_thread(calls.models.get, model)
+    raise OpenAIRefused(
+        "permissions of checkpoints are not supported: a service has no projects, and every token with the role submit "
+        "may use every model of GET /openai/v1/models",
+        "project_ids",
+        "not_supported",
+    )
+
+
+@router.delete(
+    "/fine_tuning/checkpoints/{model:path}/permissions/{permission_id}",
+    dependencies=[USERS],
+    responses=_declared(404),
+)
+async def delete_permission(
+    calls: OpenAICallsDep,
+    model: Tuned,
+    permission_id: Annotated[str, Path(description="Id of a permission", max_length=512)],
+) -> Response:
+    """Refused: there is none."""
+    await asyncio.to_thread(calls.models.get, model)
+    raise OpenAIRefused(
+        f"there is no permission {permission_id[:200]!r}: a service has no projects that could get one",
+        "permission_id",
+        "not_found",
+        404,
+    )
+
+
 @router.get("/models", dependencies=[USERS], responses=_declared())
 async def models(calls: OpenAICallsDep) -> Response:
     """The results of completed jobs, and the models that jobs here were trained from."""
@@ -240,6 +335,12 @@ async def model(calls: OpenAICallsDep, model: Annotated[str, Path(description="A
 async def delete_model(calls: OpenAICallsDep, model: Annotated[str, Path(description="As in the list")]) -> Response:
     """Remove the files of a job's result, and its checkpoints. The job stays."""
     return JSONResponse(await asyncio.to_thread(calls.models.delete, model))
+
+
+def _announced(request: Request) -> int:
+    """Bytes of the body, as the client announces them; 0: it does not."""
+    announced = request.headers.get("content-length", "")
+    return int(announced[:19]) if announced.isdigit() else 0
 
 
 def _jobs(store: StoreDep, after: str | None, limit: int, metadata: Json) -> tuple[list[Json], bool]:

@@ -46,6 +46,7 @@ from .cluster.presence import Presence
 from .cluster.uploads import UploadReceiver
 from .configured_pools import gpus_elsewhere, managed_pool, ray_datasets
 from .datasets.blobs import Blobs
+from .datasets.part_uploads import PartUploads
 from .datasets.prompts import RowPrompts
 from .datasets.quotas import CountedRows, Quotas
 from .datasets.registration import Registration
@@ -165,6 +166,7 @@ class Service:
         maker = partial(no_new_maker, self.store.database)
         self.datasets = DatasetRegistry(settings, self.blobs, self.ray_datasets, maker, counted)
         self.row_uploads = RowUploads(self.blobs, counted, self.quotas)
+        self.part_uploads = PartUploads(settings, self.blobs, counted, self.quotas)
         self.votes = Votes(self.datasets)
         self.prompts = RowPrompts(self.datasets, self.blobs, settings.reader_memory_mb)
 
@@ -274,6 +276,7 @@ class Service:
         self.audit.sync()
         self.blobs.prepare()
         self.datasets.prepare()
+        self.part_uploads.prepare()
         self._preflights.prepare()
         self.serving.prepare()
         self.space.refresh()
@@ -312,6 +315,7 @@ class Service:
         """What the supervisor's thread does after each pass."""
         self._exporter.tend()
         self.space.refresh()
+        self.part_uploads.tend()
         self.pools.tend(self.cluster.nodes)
 
 

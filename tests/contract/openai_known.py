@@ -18,8 +18,14 @@ FILE, JOB = "file-known", "ftjob-known"
 def add_known(service: TrainingService, headers: Json | None = None) -> None:
     """A file is a dataset, and a job has in its metadata what it was called with."""
     mark = {"filename": "known.jsonl", "bytes": 1, "purpose": "fine-tune"}
-    body = {"dataset_id": FILE, "source": {"type": "rows", "rows": QUESTIONS}, "metadata": {"openai": mark}}
+    body = {"dataset_id": FILE, "source": {"type": "rows", "rows": QUESTIONS}}
+    refused = service.post("/datasets", {**body, "metadata": {"openai": mark}}, headers=headers)
+    assert (refused.status_code, "reserved" in refused.text) == (400, True)
     assert service.post("/datasets", body, headers=headers).ok
+    (document,) = (path for path in (service.data_dir / "datasets" / "registry").iterdir() if FILE in path.read_text())
+    entry = json.loads(document.read_text())
+    entry["dataset"]["metadata"]["openai"] = mark  # no request can set it
+    document.write_text(json.dumps(entry))
     called = Called("known", "known", "", {"type": "supervised", "supervised": {"hyperparameters": {}}})
     refused = service.post(SFT, sft(JOB, FILE), options={"metadata": {"openai": called.text()}}, headers=headers)
     assert (refused.status_code, "reserved" in refused.text) == (400, True)

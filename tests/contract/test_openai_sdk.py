@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import socket
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import requests
-from openai import BadRequestError, ConflictError, NotFoundError, OpenAI
+from openai import APIStatusError, BadRequestError, ConflictError, NotFoundError, OpenAI
 
 from tests.contract.service import TrainingService, running_service
 from tests.contract.stack import poll
@@ -150,6 +151,15 @@ def test_a_script_trains_follows_reads_and_deletes(client: OpenAI, tmp_path: Pat
         assert answer.model == model
 
     tuned = early.fine_tuned_model_checkpoint
+    permissions = client.fine_tuning.checkpoints.permissions
+    listed = getattr(permissions, "list", permissions.retrieve)  # that of openai 1
+    assert listed(tuned).data == []
+    with pytest.raises(BadRequestError, match="a service has no projects"):
+        permissions.create(tuned, project_ids=["proj_a"])
+    with pytest.raises(NotFoundError, match="no permission 'cp_a'"):
+        permissions.delete("cp_a", fine_tuned_model_checkpoint=tuned)
+    with pytest.raises(NotFoundError, match="no model"):
+        listed(f"{tuned}9")
     assert client.models.retrieve(tuned).id == tuned
     with pytest.raises(BadRequestError, match="is a checkpoint"):
         client.models.delete(tuned)
@@ -177,8 +187,9 @@ def test_a_script_trains_follows_reads_and_deletes(client: OpenAI, tmp_path: Pat
         client.models.retrieve(job.fine_tuned_model)
     assert client.fine_tuning.jobs.retrieve(job.id).status == "succeeded"
     assert client.files.delete(training.id).deleted
-    with pytest.raises(NotFoundError):
+    with pytest.raises(NotFoundError) as gone:
         client.files.retrieve(training.id)
+    assert gone.value.param == "id"
 
 
 def test_a_dpo_job_pauses_resumes_and_is_listed_newest_first(client: OpenAI, service: TrainingService) -> None:
@@ -222,6 +233,46 @@ def test_a_job_is_rewarded_by_a_grader(client: OpenAI, service: TrainingService)
     assert done.method.reinforcement.hyperparameters.compute_multiplier == 2
     method = service.status(job.id)["resources_allocated"]["effective_config"]["method"]
     assert (method["num_generations"], method["max_completion_length"]) == (4, 8)
+
+
+def test_a_file_arrives_in_parts(client: OpenAI) -> None:
+    content = lines(CHATS)
+    whole = client.uploads.upload_file_chunked(
+        file=content,  # openai 1 does not close the file of a path
+        filename="chats.jsonl",
+        bytes=len(content),
+        mime_type="text/jsonl",
+        purpose="fine-tune",
+        part_size=500,
+        md5=hashlib.md5(content).hexdigest(),
+    )
+    assert (whole.status, whole.bytes, whole.expires_at - whole.created_at) == ("completed", len(content), 3600)
+    assert whole.file
+    assert (whole.file.filename, whole.file.bytes, whole.file.purpose) == ("chats.jsonl", len(content), "fine-tune")
+    assert client.files.content(whole.file.id).read() == content
+    assert whole.file.id in [file.id for file in client.files.list(purpose="fine-tune")]
+    job = client.fine_tuning.jobs.create(model=NAME, training_file=whole.file.id)
+    client.fine_tuning.jobs.cancel(job.id)
+
+    create = client.uploads.create
+    upload = create(bytes=9, filename="a.jsonl", mime_type="text/jsonl", purpose="fine-tune")
+    assert (upload.status, upload.file) == ("pending", None)
+    part = client.uploads.parts.create(upload.id, data=b"{}\n{}\n")
+    assert part.upload_id == upload.id
+    with pytest.raises(BadRequestError, match="6 bytes, and 9 were declared") as wrong:
+        client.uploads.complete(upload.id, part_ids=[part.id])
+    assert wrong.value.param == "part_ids"
+    assert client.uploads.cancel(upload.id).status == "cancelled"
+    with pytest.raises(BadRequestError, match="it is cancelled"):
+        client.uploads.parts.create(upload.id, data=b"{}\n")
+    with pytest.raises(NotFoundError) as gone:
+        client.uploads.cancel("upload_gone")
+    assert gone.value.param == "upload_id"
+    with pytest.raises(BadRequestError, match="purpose"):
+        create(bytes=9, filename="a", mime_type="text/plain", purpose="vision")
+    with pytest.raises(APIStatusError, match="max_upload_mb") as large:
+        create(bytes=1 << 50, filename="a", mime_type="text/plain", purpose="fine-tune")
+    assert large.value.status_code == 413
 
 
 def test_what_cannot_be_honoured_is_refused_by_its_field(client: OpenAI) -> None:
@@ -353,6 +404,11 @@ def test_a_kill_leaves_no_half_file_and_loses_no_job(tmp_path: Path) -> None:
                 timeout=60,
             )
             before = [event.id for event in client.fine_tuning.jobs.list_events(job.id)]
+            content = lines(CHATS[:2])
+            upload = client.uploads.create(
+                bytes=len(content), filename="a.jsonl", mime_type="text/jsonl", purpose="fine-tune"
+            )
+            parts = [client.uploads.parts.create(upload.id, data=content[:100]).id]
             head = '--b\r\nContent-Disposition: form-data; name="file"; filename="x.jsonl"\r\n\r\n{"a": 1}\n'
             with socket.create_connection(("127.0.0.1", service.port)) as half:
                 half.sendall(
@@ -364,6 +420,10 @@ def test_a_kill_leaves_no_half_file_and_loses_no_job(tmp_path: Path) -> None:
             service.start()
             assert [file.id for file in client.files.list(purpose="fine-tune")] == [body["training_file"]]
             assert not [*(service.data_dir / "datasets").glob(".incoming-*")]
+            parts.append(client.uploads.parts.create(upload.id, data=content[100:]).id)
+            whole = client.uploads.complete(upload.id, part_ids=parts).file
+            assert whole
+            assert client.files.content(whole.id).read() == content
             repeated = client.fine_tuning.jobs.create(**body, extra_headers={"x-stainless-retry-count": "1"})  # type: ignore[arg-type]
             assert repeated.id == job.id
             assert ended(client, job.id).status == "succeeded"

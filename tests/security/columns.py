@@ -87,6 +87,14 @@ TAKES: dict[tuple[str, str], Takes] = {
     ("POST", "/openai/v1/files"): Takes(work=True),
     **{("GET", f"/openai/v1/files{name}"): Takes() for name in ("", "/{file_id}", "/{file_id}/content")},
     ("DELETE", "/openai/v1/files/{file_id}"): Takes(),
+    **{
+        ("POST", f"/openai/v1/uploads{name}"): Takes()
+        for name in ("", "/{upload_id}/parts", "/{upload_id}/complete", "/{upload_id}/cancel")
+    },
+    **{
+        (method, f"/openai/v1/fine_tuning/checkpoints/{{model}}/permissions{name}"): Takes()
+        for method, name in (("GET", ""), ("POST", ""), ("DELETE", "/{permission_id}"))
+    },
     ("POST", "/openai/v1/fine_tuning/jobs"): _texts("metadata", work=True),
     **{
         ("GET", f"/openai/v1/fine_tuning/jobs{name}"): Takes()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
-from tests.security.guarded import BODIES, ROWS_DIGEST, without_version
+from tests.security.guarded import BODIES, MULTIPART, ROWS_DIGEST, without_version
 
 METHODS = ("get", "put", "post", "delete", "head")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -304,7 +304,7 @@ class _Making:
     def _fill_body(self) -> None:
         rng, request = self.rng, self.request
         schema = self.generator.schema_of_body(self.operation)
-        if self.call == "POST /openai/v1/files":
+        if self.call in MULTIPART:
             request.headers.append(("Content-Type", b"multipart/form-data; boundary=b"))
             request.body = self._form_body()
             return
@@ -329,7 +329,8 @@ class _Making:
         head = b'--b\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n'
         name = rng.choice((b"rows.jsonl", b"\xff", b"../../a", b"x" * 5000, _text(rng).encode("utf-8", "replace")))
         purpose = rng.choice((b"fine-tune", b"evals", b"", b"\xff", b"x" * 5000))
-        file = rng.choice((b"file", b"file", b"file", b"files", b""))
+        field = b"file" if self.call == "POST /openai/v1/files" else b"data"
+        file = rng.choice((field, field, field, b"files", b""))
         parts = [
             head % (b"purpose", b"") + purpose + b"\r\n",
             head % (file, b'; filename="%s"' % name) + self._bytes_body() + b"\r\n",

@@ -35,7 +35,7 @@ KNOWN = {
     **{"job_uuid": "waiting", "dataset_id": "questions", "sha256": ROWS_DIGEST, "identifier": "final"},
     **{"path": "model.bin", "name": NODE, "task_id": "waiting-1", "file": "rank-0.log", "checkpoint": "final"},
     **{"token_id": "none", "id": "none", "action": "cordon", "reading": "none"},
-    **{"model": "ft:ended", "file_id": FILE, "job_id": JOB},
+    **{"model": "ft:ended", "file_id": FILE, "job_id": JOB, "upload_id": "upload_gone", "permission_id": "cp_gone"},
 }
 """Path parameter -> a value that the service knows."""
 USERS = frozenset({"submit", "admin"})
@@ -67,7 +67,7 @@ QUERIES = {
 """Call -> a good query of it."""
 _ROUTE = re.compile(r"^`([A-Z]+) (/\S*)`$")
 _PREFIX = re.compile(r"^/(v1alpha|v1beta|v1)(?=/)")
-_DIRECTORIES = ("jobs", "datasets", "blobs", "checkpoints")
+_DIRECTORIES = ("jobs", "datasets", "blobs", "checkpoints", "uploads")
 
 
 class Guarded(TrainingService):
@@ -188,6 +188,14 @@ BODIES: dict[str, Json] = {
     "POST /openai/v1/chat/completions": {"model": "ft:gone", "messages": [{"role": "user", "content": "a"}]},
     "POST /openai/v1/completions": {"model": "ft:gone", "prompt": "a"},
     "POST /openai/v1/fine_tuning/jobs": {"model": "known", "training_file": FILE},
+    "POST /openai/v1/uploads": {
+        "bytes": 3,
+        "filename": "a.jsonl",
+        "mime_type": "text/jsonl",
+        "purpose": "fine-tune",
+    },
+    "POST /openai/v1/uploads/{upload_id}/complete": {"part_ids": ["part_gone"]},
+    "POST /openai/v1/fine_tuning/checkpoints/{model}/permissions": {"project_ids": ["proj_a"]},
     "POST /openai/v1/fine_tuning/alpha/graders/run": {"grader": GRADER, "model_sample": "a"},
     "POST /openai/v1/fine_tuning/alpha/graders/validate": {"grader": GRADER},
     "POST /datasets": {
@@ -206,7 +214,11 @@ MULTIPART = {
         b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n'
         b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n{}\n\r\n--b--\r\n',
         "multipart/form-data; boundary=b",
-    )
+    ),
+    "POST /openai/v1/uploads/{upload_id}/parts": (
+        b'--b\r\nContent-Disposition: form-data; name="data"; filename="a"\r\n\r\n{}\n\r\n--b--\r\n',
+        "multipart/form-data; boundary=b",
+    ),
 }
 """The same for routes that take a form: body and Content-Type."""
 

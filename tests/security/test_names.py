@@ -16,7 +16,7 @@ import llama_stack_provider_trl_remote.service.http
 from llama_stack_provider_trl.requests import bodies
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.specs.names import CheckedElsewhere, CheckedNames, FreeText, problem_of_name
-from tests.security.guarded import BODIES, NODE, TOKENS, Guarded, guarded_service, sentence_of, without_version
+from tests.security.guarded import BODIES, KNOWN, NODE, TOKENS, Guarded, guarded_service, sentence_of, without_version
 
 pytestmark = pytest.mark.contract
 
@@ -252,7 +252,7 @@ def test_every_name_of_every_body_is_refused_by_name(service: Guarded) -> None:
     walk = Walk(document)
     wrong, tried = [], 0
     for route, (path, schema) in _routes(document).items():
-        where = path.format(name=NODE, task_id="waiting-1", checkpoint="final")
+        where = path.format(**KNOWN)
         token = service.credentials[NODE] if "{name}" in path else TOKENS["admin"]
         token = TOKENS["node"] if route == "POST /nodes" else token
         texts = list(dict.fromkeys(walk.texts(schema)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,13 @@ import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound
 from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store import reader
 from llama_stack_provider_trl.jobs.store.records import EventFile
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.events import LINE_BYTES
 from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl_remote.service.views.events import Cursor, Line, read_back, read_page
-from tests.fakes import job_spec
+from tests.fakes import FakeClock, job_spec
 
 
 def line(number: int, size: int = 20) -> bytes:
@@ -99,5 +101,24 @@ def test_jobs_are_found_by_the_beginning_of_their_names_and_their_metadata(tmp_p
         assert store.newest("ft-", metadata=wanted) == []
     with pytest.raises(JobNotFound):
         store.newest("ft-", after="gone")
-    assert store.completed("ft-") == []
+    assert list(store.completed("ft-")) == []
     store.close()
+
+
+def test_completed_jobs_are_read_in_the_order_of_their_ends_from_any_time_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_PIECE", 2)
+    clock = FakeClock()
+    with closing(Store(tmp_path / "jobs.sqlite3", clock=clock)) as store:
+        for number, name in enumerate(("ft-b", "ft-a", "ft-c", "gt-a", "ft-d", "ft-e")):
+            store.add_job(job_spec(name, checkpoint_dir=tmp_path / name), "digest")
+            store.launch(name, 1, "cpu", tmp_path)
+            clock.advance(number > 1)  # the first two end together
+            store.transition(name, 1, JobState.launching, JobState.completed)
+        ends = {name: end for end, name in store.completed("ft-")}
+        names = ["ft-a", "ft-b", "ft-c", "ft-d", "ft-e"]
+        assert list(ends) == names
+        assert [name for _, name in store.completed("ft-", newest_first=True)] == names[::-1]
+        assert [name for _, name in store.completed("ft-", ends["ft-c"])] == names[2:]
+        assert [name for _, name in store.completed("ft-", ends["ft-c"], newest_first=True)] == names[2::-1]

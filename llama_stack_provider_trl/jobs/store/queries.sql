@@ -68,9 +68,19 @@ WHERE +job_uuid >= :prefix AND +job_uuid < :prefix || '~'
                SELECT 1 FROM json_each(spec, '$.metadata') AS pair WHERE pair.key = wanted.key AND pair.value = wanted.value)) END
 ORDER BY age DESC LIMIT :limit;
 
--- name: select_completed_named
-SELECT job_uuid, completed_at FROM jobs
-WHERE state = 'completed' AND +job_uuid >= :prefix AND +job_uuid < :prefix || '~' AND completed_at IS NOT NULL;
+-- name: select_completed_after
+-- Completed jobs whose names begin alike, by their end and name: those beyond such a place. It reads an index only.
+SELECT job_uuid, completed_at FROM jobs INDEXED BY jobs_by_end
+WHERE state = 'completed' AND (completed_at, job_uuid) > (:at, :name)
+  AND +job_uuid >= :prefix AND +job_uuid < :prefix || '~'
+ORDER BY completed_at, job_uuid LIMIT :limit;
+
+-- name: select_completed_before
+-- The same backwards.
+SELECT job_uuid, completed_at FROM jobs INDEXED BY jobs_by_end
+WHERE state = 'completed' AND (completed_at, job_uuid) < (:at, :name)
+  AND +job_uuid >= :prefix AND +job_uuid < :prefix || '~'
+ORDER BY completed_at DESC, job_uuid DESC LIMIT :limit;
 
 -- name: select_with_result
 -- Those of some jobs (a JSON array) that have a result.

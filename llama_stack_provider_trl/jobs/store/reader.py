@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...errors import DamagedRecord, JobConflict, JobNotFound
 from ...specs.job import JobSpec
@@ -43,6 +43,10 @@ from .row_mapping import (
 log = logging.getLogger(__name__)
 _DAMAGED = (ValueError, TypeError, KeyError, ArithmeticError, RecursionError)
 """Raised by the decoding of a record that another release wrote, or that was edited by hand."""
+_PIECE = 200
+"""Rows that are read at once where few of many are wanted."""
+_END = 1e18
+"""A time beyond all."""
 
 
 class JobReader:
@@ -140,10 +144,23 @@ class JobReader:
         more = {"prefix": prefix, "metadata": json.dumps(pairs), "fragment": fragment}
         return [row["job_uuid"] for row in self._page("select_newest_with", after, None, limit, **more)]
 
-    def completed(self, prefix: str) -> Sequence[tuple[float, str]]:
-        """End (seconds since the epoch) and job_uuid of each completed job whose name begins with `prefix`."""
-        rows = self.database.select("select_completed_named", {"prefix": prefix})
-        return [(row["completed_at"], row["job_uuid"]) for row in rows]
+    def completed(
+        self, prefix: str, beyond: float | None = None, *, newest_first: bool = False
+    ) -> Iterator[tuple[float, str]]:
+        """End (seconds since the epoch) and job_uuid of completed jobs whose names begin with `prefix`, in this order.
+        They are read in pieces, as far as the caller goes.
+
+        Args:
+            beyond: only jobs that have ended at this time, or on the other side of it; None: all.
+        """
+        query = "select_completed_before" if newest_first else "select_completed_after"
+        first = _END if newest_first else 0.0
+        place: dict[str, Any] = {"at": first if beyond is None else beyond, "name": "~" if newest_first else ""}
+        while rows := self.database.select(query, {**place, "prefix": prefix, "limit": _PIECE}):
+            yield from ((row["completed_at"], row["job_uuid"]) for row in rows)
+            place = {"at": rows[-1]["completed_at"], "name": rows[-1]["job_uuid"]}
+            if len(rows) < _PIECE:
+                return
 
     def page(
         self, after: str | None = None, states: Iterable[JobState] | None = None, limit: int | None = None

@@ -29,6 +29,7 @@ CREATE TABLE IF NOT EXISTS jobs (
 ) STRICT;
 
 CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, age);
+CREATE INDEX IF NOT EXISTS jobs_by_end ON jobs (completed_at, job_uuid) WHERE state = 'completed';
 CREATE INDEX IF NOT EXISTS jobs_by_checkpoint_dir ON jobs (checkpoint_dir);
 CREATE INDEX IF NOT EXISTS jobs_blocked ON jobs (state, age) WHERE blocked = 1;
 

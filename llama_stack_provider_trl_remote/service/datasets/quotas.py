@@ -104,6 +104,13 @@ class Quotas:
                 take(unchecked)
                 unchecked = 0
 
+        with self.uploading(owner), self.taking(owner) as take:
+            await asyncio.to_thread(take, announced)
+            yield arrived
+
+    @contextmanager
+    def uploading(self, owner: str) -> Iterator[None]:
+        """Count an upload for as long as the context lasts. Raises LimitReached: as many as may are under way."""
         with self._lock:
             if self._uploads[owner] >= UPLOADS:
                 raise LimitReached(
@@ -113,9 +120,7 @@ class Quotas:
                 )
             self._uploads[owner] += 1
         try:
-            with self.taking(owner) as take:
-                await asyncio.to_thread(take, announced)
-                yield arrived
+            yield
         finally:
             with self._lock:
                 self._uploads[owner] -= 1

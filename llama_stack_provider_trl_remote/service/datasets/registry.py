@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote
 from uuid import uuid4
@@ -138,6 +139,7 @@ class DatasetRegistry:
         created_by: str = "",
         *,
         grows: str | None = None,
+        reserved: Mapping[str, Any] = MappingProxyType({}),
     ) -> Dataset:
         """Register a dataset; repeating the same registration changes nothing.
 
@@ -145,6 +147,7 @@ class DatasetRegistry:
             stored: its rows, where they were too many for this process.
             created_by: name of the caller's token.
             grows: mark of its growth; None: it does not grow.
+            reserved: metadata under keys that no request can set.
 
         Raises:
             InvalidRequest: a source that cannot be read from here.
@@ -158,6 +161,7 @@ class DatasetRegistry:
         with self._counted.holding() as held:
             update = {"created_by": created_by, "grows": grows}
             entry = (await self._entry(body, stored, held)).model_copy(update=update)
+            entry.dataset.metadata.update(reserved)
             return await self._registered(entry, held)
 
     async def _registered(self, entry: Entry, held: HeldRows) -> Dataset:

@@ -17,7 +17,7 @@ from llama_stack_provider_trl.requests.bodies import (
     SupervisedFineTuneRequest,
     TrainingConfig,
 )
-from llama_stack_provider_trl.requests.options import Priority, ProviderOptions
+from llama_stack_provider_trl.requests.options import RESERVED, Priority, ProviderOptions
 from llama_stack_provider_trl.requests.work import EvaluateRequest, ExportRequest, GenerateRequest, MergeRequest
 from llama_stack_provider_trl.specs.methods import Call
 from llama_stack_provider_trl.specs.names import CheckedElsewhere, CheckedNames, FreeText, problem_of_name
@@ -276,6 +276,8 @@ def _plain(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
     for key in metadata or ():
         if problem := problem_of_name(key):
             raise ValueError(f"a key: {problem}")
+        if key == RESERVED:
+            raise ValueError(f"the key {key!r} is reserved for files of OpenAI's API: choose another one")
     try:
         size = len(json.dumps(metadata, ensure_ascii=False, allow_nan=False).encode())
     except (ValueError, RecursionError) as error:
@@ -293,7 +295,7 @@ class RegisterDataset(_RequestBody):
     source: Source
     """Location of the rows."""
     metadata: Annotated[dict[str, Any] | None, AfterValidator(_plain), FreeText()] = None
-    """Any JSON; returned unchanged, with `num_rows` and `sha256` once they are known."""
+    """Any JSON; returned unchanged, with `num_rows` and `sha256` once they are known. The key `openai` is reserved."""
     dataset_type: str | None = Field(None, max_length=512)
     """Kept in the metadata."""
 

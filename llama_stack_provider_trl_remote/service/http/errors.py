@@ -38,7 +38,15 @@ log = logging.getLogger(__name__)
 
 
 class NotFound(TrlError, LookupError):
-    """Raised when a dataset, a blob, a checkpoint, a file or a log does not exist. -> 404"""
+    """Raised when a dataset, a blob, a checkpoint, a file or a log does not exist. -> 404
+
+    Args:
+        field: the parameter that names it; None: OpenAI's API does not show it.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        self.field = field
+        super().__init__(message)
 
 
 class Conflict(TrlError, RuntimeError):

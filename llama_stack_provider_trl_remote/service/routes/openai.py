@@ -15,7 +15,7 @@ from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, JobNotF
 
 from ..dependencies import ChatsDep
 from ..http.chat_bodies import ChatBody, CompletionBody
-from ..http.errors import OPENAI_FORM, OpenAIRefused, answered, declared, openai_error
+from ..http.errors import OPENAI_FORM, NotFound, OpenAIRefused, answered, declared, openai_error
 from ..security.access import USERS_JOB, CurrentCaller, GuardedRoute
 from ..security.streams import CountedStream
 from ..serving.chats import BegunAnswer
@@ -78,7 +78,7 @@ def _param_of(error: Exception) -> str | None:
     if isinstance(error, RequestValidationError):
         _, *path = error.errors()[0]["loc"]
         return ".".join(map(str, path)) or None
-    return error.field if isinstance(error, InvalidRequest) and not isinstance(error, InvalidRows) else None
+    return error.field if isinstance(error, InvalidRequest | NotFound) and not isinstance(error, InvalidRows) else None
 
 
 router = APIRouter(route_class=OpenAIRoute, prefix="/openai/v1", tags=["chats, in OpenAI's form"])

@@ -343,6 +343,8 @@ USERS_JOB = _access(_USERS, limit=MIB)
 USERS_ROWS = _access(_USERS, limit="max_body_mb")
 """A body that may hold rows."""
 USERS_UPLOAD = _access(_USERS, body="bytes", limit="max_upload_mb")
+USERS_PART = _access(_USERS, body="bytes", limit=65 * MIB)
+"""A part of 64 MiB in a form."""
 READERS = _access(frozenset({"metrics", "submit", "admin"}))
 """Numbers of jobs and machines, without rows, models, logs and names of users."""
 ADMINS = _access(frozenset({"admin"}))
