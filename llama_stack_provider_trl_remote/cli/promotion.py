@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from argparse import ArgumentTypeError
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, TrlError
+from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, ServiceRefusal, TrlError
 
 if TYPE_CHECKING:
     from ..client import ServiceClient
@@ -56,31 +58,46 @@ async def check_promotion(client: ServiceClient, model: str, given: list[dict[st
         InvalidRequest: a condition says nothing about the model.
         ServiceRefusal, ServiceUnreachable: there is no such job.
     """
+    from datetime import datetime
+
     from llama_stack_provider_trl.requests.promotion import Evaluation, Model, checked, refuse_unusable, unmet
     from llama_stack_provider_trl.specs.promotion import PromotionCondition
 
     statuses = {name: await client.status(name) for name in evaluations_of(given)}
+    for name in [maker for status in statuses.values() if (maker := _maker_of_rows(status)) is not None]:
+        with suppress(JobNotFound, ServiceRefusal):  # it may be deleted
+            statuses[name] = await client.status(name)
 
     def find(name: str) -> Evaluation:
         if (status := statuses.get(name)) is None:
             raise JobNotFound(name)
         found = status["resources_allocated"]
-        return Evaluation(found["effective_config"], status["status"], found.get("result"))
+        submitted = datetime.fromisoformat(status["scheduled_at"])
+        return Evaluation(found["effective_config"], status["status"], found.get("result"), submitted)
 
     conditions = [PromotionCondition.model_validate(one) for one in given]
-    refuse_unusable(conditions, Model(await _directory(client, model)), find, OPTION, completed=True)
+    directory, submitted = await _checkpoint(client, model)
+    since = datetime.fromisoformat(submitted)
+    refuse_unusable(conditions, Model(directory), find, OPTION, submitted=since, completed=True)
     if failed := unmet(checked(conditions, find), OPTION):
         raise NotPromoted(f"{failed} {model} was not registered.")
 
 
-async def _directory(client: ServiceClient, model: str) -> str:
-    """Where the service has the checkpoint of a job that answers as `model`. Raises InvalidRequest: it is no job's."""
+def _maker_of_rows(status: Mapping[str, Any]) -> str | None:
+    """The job that makes the rows of an evaluation."""
+    return (status["resources_allocated"]["effective_config"].get("dataset") or {}).get("of_job")
+
+
+async def _checkpoint(client: ServiceClient, model: str) -> tuple[str, str]:
+    """Where the service has the checkpoint of a job that answers as `model`, and when that job was submitted. Raises
+    InvalidRequest: it is no job's."""
     prefix, colon, name = model.partition(":")
     if not colon or prefix not in ("ft", "job"):
         hint = f"{model} is no result of a job, and conditions decide on results: leave it out"
         raise InvalidRequest(OPTION, model, hint)
     job_uuid, _, checkpoint = name.partition("/")
-    found = (await client.status(job_uuid))["resources_allocated"]
-    if (search := found.get("search")) and search.get("best"):  # whose result is that of its best trial
-        found = (await client.status(search["best"]["job_uuid"]))["resources_allocated"]
-    return f"{found['effective_config']['checkpoint_dir']}/{checkpoint or 'final'}"
+    status = await client.status(job_uuid)
+    if (search := status["resources_allocated"].get("search")) and search.get("best"):  # its result is the best trial's
+        status = await client.status(search["best"]["job_uuid"])
+    directory = status["resources_allocated"]["effective_config"]["checkpoint_dir"]
+    return f"{directory}/{checkpoint or 'final'}", status["scheduled_at"]
