@@ -43,6 +43,8 @@ class ServeSpec(Frozen):
     """Seconds without a request after which it ends."""
     at_once: int
     """Answers that are computed in turns, token by token; further ones wait."""
+    beside: bool = False
+    """A training computes on this machine meanwhile: it has the processor, and the memory, first."""
 
 
 class ServeRequest(Frozen):
@@ -69,6 +71,7 @@ class TokenLogprob(Frozen):
     """The log-probability of a token, without temperature and top_p."""
 
     token: str
+    """Its text; of one that holds a part of a character `bytes:` and its bytes, such as `bytes:\\xe4\\xbd`."""
     bytes: tuple[int, ...] | None
     """None: they are not known."""
     logprob: float

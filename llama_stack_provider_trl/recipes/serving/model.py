@@ -38,7 +38,7 @@ from ..model.adapters import check_adapter
 from ..model.generation import Sampler, answer_ends
 from ..model.loading import WeightStorage, choose_device, load_model, load_tokenizer, vocabulary_size
 from ..model.positions import positions_of
-from .text import AnswerText
+from .text import AnswerText, written_token
 from .turns import Turns
 
 MOST_ADAPTERS = 16
@@ -75,7 +75,7 @@ class ServedModel:
         if self._device.type == "cpu" and not os.environ.get(THREADS):
             # One core for everything else. On 2 cores that others used, too, a token of a 135M model took 1.3 s with 2
             # threads, which wait for each other at every layer, and 0.07 s with 1.
-            torch.set_num_threads(max(1, usable_cpus() - 1))
+            torch.set_num_threads(1 if spec.beside else max(1, usable_cpus() - 1))
         self._model: Any = load_model(spec.source, WeightStorage.as_stored(spec.source), self._device).eval()
         tokenizer = load_tokenizer(spec.source)
         self._own_ends = answer_ends(self._model, tokenizer)
@@ -283,9 +283,8 @@ class _Answering:
         return ChosenToken(**dict(chosen), top=tuple(self._named(each, value) for each, value in pairs))
 
     def _named(self, token: int, logprob: float) -> TokenLogprob:
-        text = self.voice.tokenizer.decode([token])
-        assert isinstance(text, str)
-        known = tuple(text.encode()) if "\ufffd" not in text else None
+        text, content = written_token(self.voice.tokenizer, token)
+        known = None if content is None else tuple(content)
         return TokenLogprob(token=text, bytes=known, logprob=max(logprob, -9999.0))
 
 
