@@ -114,8 +114,11 @@ class Service:
         self.devices = settings.devices()
         check_interpreter(settings.train_python)
         check_vllm(settings.vllm_python)
+        settings.check_accounts()
         self.isolation = isolate(
-            settings.isolation, [settings.data_dir, *account_directories()], [config, settings.tls_key]
+            settings.isolation,
+            [settings.data_dir, *account_directories()],
+            [config, settings.tls_key, settings.hub_token_file()],
         )
         self.store = Store(DataDir(settings.data_dir).database)
         self.work = _costly_work(settings)
@@ -238,6 +241,7 @@ class Service:
             preempts=settings.preempt,
             completing=partial(keep_result, self.datasets),
             proposing=Proposals(self.store, self.for_jobs),
+            export_destinations=settings.export_destinations,
         )
 
     def _add_jobs(self) -> None:
