@@ -319,6 +319,26 @@ def test_a_training_takes_the_device_and_the_next_chat_reports_it(service: Train
     assert chat(service, "ft:first", "Tell me.")
 
 
+def test_a_checkpoint_of_a_running_training_answers_beside_it(service: TrainingService) -> None:
+    body = sft("running", "rows", algorithm_config=LORA)
+    body["training_config"]["n_epochs"] = 20
+    service.arm("step-5", "hold")
+    service.submit(SFT, body, options={"save_steps": 2, "keep_last": 20})
+    service.wait_taken("step-5", 60)
+    poll(lambda: len(service.status("running")["checkpoints"]) == 2, "two checkpoints are listed", 20)
+    named, newest = (served(service, f"job:running/{one}", PROMPTS[0]) for one in ("checkpoint-4", "newest"))
+    assert newest == named
+    assert newest != served(service, "job:running/checkpoint-2", PROMPTS[0])
+    assert chat(service, str(tiny_model()), "Tell me.")  # the same process has it
+    assert post(service, CHAT, chat_body("ft:whole", "Tell me.")).status_code == 503
+    (run_dir,) = serving_processes(service)
+    assert 19 in {psutil.Process(process.pid).nice() for process in tasks_below(run_dir.parent)[run_dir]}
+    service.go("step-5")
+    service.wait_state("running", "completed", timeout=60)
+    assert service.status("running")["resources_allocated"]["attempt"] == 1
+    assert served(service, "job:running/newest", PROMPTS[0]) == served(service, "ft:running", PROMPTS[0])
+
+
 def test_an_answer_that_is_being_streamed_ends_with_the_reason_when_a_training_comes(service: TrainingService) -> None:
     body = chat_body(str(tiny_model()), "Tell me.", max_tokens=1900, stream=True)
     answer = service.session.post(f"{service.url}/openai/v1{CHAT}", json=body, stream=True, timeout=60)
