@@ -27,6 +27,8 @@ MOST_LINE = 1 << 20
 MOST_STOPS, MOST_STOP = 4, 1000
 """Texts that end an answer, and characters of each."""
 MOST_LOGPROBS = 20
+MOST_SCHEMA = 64 << 10
+"""Bytes of a JSON schema."""
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 """Around the JSON of a call, in the chat templates of Hermes and Qwen."""
 
@@ -63,6 +65,8 @@ class ServeRequest(Frozen):
     """What the random numbers follow from."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer, and are not a part of it."""
+    json_schema: str | None = None
+    """A JSON schema that the answer is kept within; None: nothing constrains it."""
     logprobs: int | None = None
     """Most likely tokens to report beside the chosen one; None: no log-probabilities."""
 

@@ -38,6 +38,7 @@ from ..model.adapters import check_adapter
 from ..model.generation import Sampler, answer_ends
 from ..model.loading import WeightStorage, choose_device, load_model, load_tokenizer, vocabulary_size
 from ..model.positions import positions_of
+from .grammar import SchemaMatcher, check_schema, tokenizer_of
 from .text import AnswerText, written_token
 from .turns import Turns
 
@@ -60,6 +61,13 @@ class _Voice:
         self.chat = Chat(tokenizer)
         self.users = 0
         """Answers that are being computed."""
+        self._for_schemas: Any = None
+
+    def matcher(self, schema: str) -> SchemaMatcher:
+        """What keeps an answer within a JSON schema. Raises JobFailure."""
+        if self._for_schemas is None:
+            self._for_schemas = tokenizer_of(self.tokenizer, self.ends)
+        return SchemaMatcher(self._for_schemas, schema)
 
 
 class ServedModel:
@@ -101,6 +109,8 @@ class ServedModel:
         """
         with self._admitted:
             check()
+            if request.json_schema is not None:
+                check_schema(request.json_schema)
             self._turn.take()
             try:
                 voice = self._voice(request.adapter)
@@ -260,6 +270,7 @@ class _Answering:
         self.voice, self.request = voice, request
         self.text = AnswerText(voice.tokenizer, request.stop)
         self.sampler = Sampler(request, [random.Random(request.seed)], lambda: None)
+        self.matcher = None if request.json_schema is None else voice.matcher(request.json_schema)
         self.count = 0
         self.reason: Any = "length"
 
@@ -295,8 +306,12 @@ class _Choosing(LogitsProcessor):
         self._answer, self._next_turn = answer, next_turn
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        chosen = self._answer.sampler(input_ids, scores)
-        part = self._answer.add(int(chosen.argmax(dim=-1)), scores)
+        matcher = self._answer.matcher
+        chosen = self._answer.sampler(input_ids, scores if matcher is None else matcher.masked(scores))
+        token = int(chosen.argmax(dim=-1))
+        if matcher is not None:
+            matcher.add(token)
+        part = self._answer.add(token, scores)
         self._next_turn(part)
         if self._answer.reason == "stop":
             raise _LeftEarly
