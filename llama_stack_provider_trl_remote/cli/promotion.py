@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from argparse import ArgumentTypeError
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 OPTION = "--promote-if"
 FORM = "JOB:METRIC>=VALUE"
+OWN_EVALUATION = "evaluation"
+"""In a condition of `train`: the evaluation of its result."""
 _JOB = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _CONDITION = re.compile(rf"(?P<evaluation>{_JOB}):(?P<metric>.+?)\s*(?P<way>>=|<=)\s*(?P<asked>.+)")
@@ -45,6 +47,48 @@ def evaluations_of(given: list[dict[str, Any]]) -> list[str]:
     """The evaluations that conditions name, each once."""
     named = [one.get(key) for one in given for key in ("evaluation", "against")]
     return list(dict.fromkeys(name for name in named if name is not None))
+
+
+def refuse_unusable_with_training(options: Namespace) -> None:
+    """Refuse conditions on a training's result that its evaluation could not decide. Raises InvalidRequest."""
+    if not options.promote_if:
+        return
+    if options.register is None:
+        raise InvalidRequest(OPTION, evaluations_of(options.promote_if), "it decides on --register: send that, too.")
+    if options.eval_data is None:
+        hint = "the result is evaluated on the rows of --eval-data: name them there."
+        raise InvalidRequest(OPTION, evaluations_of(options.promote_if), hint)
+    if options.merge:
+        raise InvalidRequest(OPTION, "--merge", "the adapter is what is registered: leave one of the two out.")
+    for given in options.promote_if:
+        if given["evaluation"] != OWN_EVALUATION:
+            hint = (
+                f"only {OWN_EVALUATION!r}, of the result on the rows of --eval-data, is there when the training ends."
+            )
+            raise InvalidRequest(OPTION, given["evaluation"], hint)
+
+
+def refuse_without_evaluation(method: str) -> None:
+    """Raises InvalidRequest: no evaluation has the measures of a method."""
+    if method not in ("sft", "dpo"):
+        raise InvalidRequest(OPTION, method, "results of sft and dpo are evaluated: use `run`, and an evaluate job.")
+
+
+def own_evaluation(method: str, model: str, dataset_id: str) -> dict[str, Any]:
+    """The provider option `evaluate` of a training whose result is to be promoted.
+
+    Args:
+        method: sft or dpo.
+        model: which is trained.
+    """
+    return {"dataset_id": dataset_id} | ({"algorithm": "dpo", "reference_model": model} if method == "dpo" else {})
+
+
+def of_job(given: list[dict[str, Any]], job_uuid: str) -> list[dict[str, Any]]:
+    """Conditions with the name that the evaluation of a training has."""
+    from llama_stack_provider_trl.requests.lifecycle import evaluation_name
+
+    return [{**one, "evaluation": evaluation_name(job_uuid)} for one in given]
 
 
 async def check_promotion(client: ServiceClient, model: str, given: list[dict[str, Any]]) -> None:

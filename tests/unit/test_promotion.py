@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +28,7 @@ from llama_stack_provider_trl.specs.work import CheckedAnswering, EnsembleMember
 from llama_stack_provider_trl.stack.responses import status_response
 from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl_remote.cli import whole_jobs
-from llama_stack_provider_trl_remote.cli.main import main
+from llama_stack_provider_trl_remote.cli.main import main, parser
 from llama_stack_provider_trl_remote.cli.promotion import NotPromoted, check_promotion, condition
 from llama_stack_provider_trl_remote.service.jobs.pipeline_steps import resolved, steps_of
 from tests.fakes import FakeClock, FakeLauncher, job_spec
@@ -391,6 +393,57 @@ def test_a_job_of_a_file_is_registered_once_its_evaluations_have_ended(
     file.write_text("{}")
     assert main(["run", str(file), "--url", "http://127.0.0.1:9", "--promote-if", "after:loss<=1"]) == 1
     assert "--promote-if=['after'] is not supported: it decides on --register" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "more"),
+    [
+        ({"prompt": "a", "completion": "b"}, {}),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, {"algorithm": "dpo", "reference_model": "org/base"}),
+    ],
+)
+def test_a_training_makes_the_evaluation_that_decides_on_its_registration(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, row: Json, more: Json
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row) + "\n")
+    sent: list[tuple[Json, Namespace]] = []
+
+    async def check_end(*_: Any) -> None: ...
+
+    async def register_rows(client: object, blob: object, name: str) -> Any:
+        return SimpleNamespace(dataset_id="held-out", num_rows=1)
+
+    async def submit(client: object, body: Json, options: Namespace, *_: Any) -> int:
+        sent.append((body, options))
+        return 0
+
+    for name, fake in (("_check_end", check_end), ("register_rows", register_rows), ("_submit_and_follow", submit)):
+        monkeypatch.setattr(whole_jobs, name, fake)
+    client: Any = SimpleNamespace(url="http://127.0.0.1:9")
+
+    def train(*words: str) -> None:
+        given = ["train", str(rows), "--model", "org/base", "--job", "tune", "--promote-if"]
+        asyncio.run(whole_jobs.train(client, parser().parse_args([*given, *words])))
+
+    held_out = ("--eval-data", str(rows))
+    train("evaluation:loss<=before", *held_out, "--register")
+    ((body, options),) = sent
+    assert body["provider_options"]["evaluate"] == {"dataset_id": "held-out", **more}
+    assert options.promote_if == [
+        {"evaluation": "tune-evaluation", "metric": "loss", "against": "before", "at_most_change": 0}
+    ]
+    for words, sentence in (
+        (("evaluation:loss<=1", *held_out), "it decides on --register"),
+        (("evaluation:loss<=1", "--register"), "on the rows of --eval-data: name them there"),
+        (("other:loss<=1", *held_out, "--register"), "--promote-if='other' is not supported: only 'evaluation'"),
+        (("evaluation:loss<=1", *held_out, "--register", "--merge"), "--promote-if='--merge' is not supported"),
+        (("evaluation:loss<=1", *held_out, "--register", "--method", "orpo"), "results of sft and dpo are evaluated"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            train(*words)
+        assert sentence in str(caught.value)
+    assert len(sent) == 1
 
 
 def test_evaluations_in_a_pipeline_are_jobs_of_the_file() -> None:
