@@ -36,7 +36,7 @@ _AT_ONCE = 4
 _BESIDE = " beside a training"
 
 
-class _Place(NamedTuple):
+class _ServingPlace(NamedTuple):
     """Where a process computes."""
 
     device: str
@@ -166,7 +166,7 @@ class Serving:
             log.info("serving %s on %s%s", served.source.model, place.device, _BESIDE if place.beside else "")
             return process
 
-    async def _place(self, served: Served) -> _Place:
+    async def _place(self, served: Served) -> _ServingPlace:
         """A device that no job has, with room for one more process; or the CPU beside the training of the model.
 
         Raises:
@@ -174,12 +174,12 @@ class Serving:
         """
         self._processes = {key: process for key, process in self._processes.items() if not process.has_ended}
         holders = await asyncio.to_thread(self._store.holders)
-        free = [_Place(device) for device in self._devices if _holder(device, holders) is None]
+        free = [_ServingPlace(device) for device in self._devices if _holder(device, holders) is None]
         if not free:
             if served.training is None:
                 raise NotServed(_why(self._devices, holders))
-            free = [_Place("cpu", beside=True)]
-        on = Counter(_Place(one.device, one.is_beside) for one in self._processes.values())
+            free = [_ServingPlace("cpu", beside=True)]
+        on = Counter(_ServingPlace(one.device, one.is_beside) for one in self._processes.values())
         place = min(free, key=lambda place: on[place])
         if on[place] >= self._settings.serving_processes:
             place = await self._emptied(free)
@@ -187,9 +187,9 @@ class Serving:
             await asyncio.to_thread(self._check_memory, served)
         return place
 
-    async def _emptied(self, places: Sequence[_Place]) -> _Place:
+    async def _emptied(self, places: Sequence[_ServingPlace]) -> _ServingPlace:
         """One of some places, of which a process that is answering nothing is ended. Raises NotServed."""
-        processes = [(one, _Place(one.device, one.is_beside)) for one in self._processes.values()]
+        processes = [(one, _ServingPlace(one.device, one.is_beside)) for one in self._processes.values()]
         unused = [(one, place) for one, place in processes if not one.users and place in places]
         if not unused:
             raise NotServed(
