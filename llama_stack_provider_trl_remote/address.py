@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
+from llama_stack_provider_trl.system.token_file import checked_token as checked_token
+
 DEFAULT_URL = "http://127.0.0.1:8322"
 
 
@@ -28,15 +30,3 @@ def checked_url(
     if parts.scheme not in ("http", "https") or not whole or "@" in url or parts.query or parts.fragment:
         raise ValueError(expected)
     return url.strip().rstrip("/").removesuffix("/v1")
-
-
-def checked_token(token: str | None) -> str | None:
-    """A token without surrounding white space (a file's last line ends with a newline); None: there is none.
-
-    Raises:
-        ValueError: no HTTP header can carry it.
-    """
-    found = (token or "").strip()
-    if not found.isprintable():
-        raise ValueError("the token has a character that cannot be printed, such as a newline: set it as one line")
-    return found or None

@@ -162,6 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
             status = 409 if name in self.hub.repositories else 200
             if status == 200:
                 self.hub.repositories[name] = Repository("models", self.hub.writer)
+                self.hub.repositories[name].push({".gitattributes": b""})
                 self.hub.private[name] = given.get("visibility") == "private" or bool(given.get("private"))
             return self.reply({"url": f"{self.hub.url}/{name}"}, status)
         if path == "/api/validate-yaml":
@@ -178,7 +179,21 @@ class _Handler(BaseHTTPRequestHandler):
             return self.reply(
                 {"files": [{"path": at, "uploadMode": mode, "shouldIgnore": False} for mode, at in modes]}
             )
-        return self.commit(name, self.hub.repositories[name], [json.loads(line) for line in body.splitlines()])
+        repository = self.hub.repositories[name]
+        what, _, branch = path.removeprefix(f"/api/models/{name}/").partition("/")
+        if what == "branch":
+            commit = json.loads(body)["startingPoint"]
+            repository.branches[branch] = repository.branches.get(commit, commit)
+            return self.reply({})
+        return self.commit(name, repository, branch, [json.loads(line) for line in body.splitlines()])
+
+    def do_DELETE(self) -> None:
+        path = unquote(self.path)
+        self.hub.asked.append(f"DELETE {path}")
+        name, _, branch = path.removeprefix("/api/models/").partition("/branch/")
+        if self.hub.repositories[name].branches.pop(branch, None) is None:
+            return self.refuse(404, "RevisionNotFound")
+        return self.reply({})
 
     def lfs_action(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         if wanted["oid"] in self.hub.objects:
@@ -192,8 +207,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.objects[self.path.rpartition("/")[2]] = data
         self.answer(200, b"", {})
 
-    def commit(self, name: str, repository: Repository, lines: list[dict[str, Any]]) -> None:
-        files = dict(repository.commits[repository.branches["main"]]) if repository.branches else {}
+    def commit(self, name: str, repository: Repository, branch: str, lines: list[dict[str, Any]]) -> None:
+        files = dict(repository.commits[repository.branches[branch]]) if repository.branches else {}
         for line in lines:
             value = line["value"]
             if line["key"] == "file":
@@ -202,7 +217,7 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = self.hub.objects[value["oid"]]
         if self.hub.damages in files:
             files[self.hub.damages] = files[self.hub.damages][:-1] + b"!"
-        commit = repository.push(files)
+        commit = repository.push(files, branch)
         self.reply({"success": True, "commitOid": commit, "commitUrl": f"{self.hub.url}/{name}/commit/{commit}"})
 
     def is_chunked(self) -> bool:

@@ -54,6 +54,8 @@ class TaskSpec:
     serves: bool = False
     """The task answers chats (`recipes.serve`; its `spec.json` is a ServeSpec). It shares its devices with other tasks
     that serve, and ends as soon as a training wants one of them."""
+    beside: bool = False
+    """A task that serves, on the CPU: it locks no device, and stays beside trainings."""
 
     @property
     def world_size(self) -> int:

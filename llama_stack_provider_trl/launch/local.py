@@ -98,9 +98,9 @@ class LocalLauncher:
             hang_timeout=task.hang_timeout if task.node_rank == 0 else None,
             view=view,
             limits=self._limits.reserving(reserved_memory(paths.spec) if cores else None),
-            shared_locks=locks if task.serves else ("cpu",) if cores else (),
+            shared_locks=_shared(task, locks),
             cores=cores,
-            gives_way=task.serves,
+            gives_way=task.serves and not task.beside,
         ).write(paths.task)
         exit_code = self._spawn(task, paths, environment)
         if exit_code != 0 and not paths.runner_status.exists():
@@ -202,6 +202,13 @@ class LocalLauncher:
         finds the lock of the other one and exits."""
         assert self._warm is not None
         return self._warm.start(task.python, argv, environment, task.run_dir, output) == 0
+
+
+def _shared(task: TaskSpec, locks: tuple[str, ...]) -> tuple[str, ...]:
+    """The locks that a task shares with others."""
+    if task.serves:
+        return () if task.beside else locks
+    return ("cpu",) if core_numbers(task.devices) else ()
 
 
 def _private(path: str, flags: int) -> int:

@@ -3,6 +3,7 @@ GPUs and network interfaces."""
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import re
 import socket
@@ -11,10 +12,12 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
+from ..specs.exports import HUB_TOKEN, HUB_TOKEN_FILE
 from ..system import malloc
 from ..system.files import RunDir
 from ..system.fork import THREADS
 from ..system.process import RUN_DIR_MARK, TASK_MARK, child_environment, usable_cpus
+from ..system.token_file import read_token
 from .base import TaskSpec
 from .devices import CORE
 from .gpus import NO_GANG, PCI_ORDER, gpu_name, is_slice, visible_entry
@@ -79,11 +82,23 @@ def _is_named(name: str, account: str) -> bool:
     return name == account or (account.endswith("_") and name.startswith(account))
 
 
+def _token_of_file(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """The token by which a task uploads to a hub, where a file has it. Raises OSError: it cannot be used."""
+    file = environ.get(HUB_TOKEN_FILE)
+    if HUB_TOKEN not in task.accounts or environ.get(HUB_TOKEN) or not file:
+        return {}
+    try:
+        return {HUB_TOKEN: read_token(file)}
+    except ValueError as error:
+        raise OSError(errno.EACCES, f"{HUB_TOKEN_FILE}: {error}") from error
+
+
 def training_environment(task: TaskSpec, environ: Mapping[str, str]) -> dict[str, str]:
     """The allow-listed part of `environ`, the task's own variables, and the marks by which its processes are found.
 
     Raises:
-        OSError: of a task of several nodes: no network interface of this machine has its address.
+        OSError: of a task of several nodes: no network interface of this machine has its address; of one that uploads:
+            the file with its token cannot be used.
     """
     added = {
         "PYTHONUNBUFFERED": "1",
@@ -91,6 +106,7 @@ def training_environment(task: TaskSpec, environ: Mapping[str, str]) -> dict[str
         **visible_gpus(task, environ),
         **task.env,
         **{name: value for name, value in environ.items() if any(_is_named(name, one) for one in task.accounts)},
+        **_token_of_file(task, environ),
         **task_marks(task),
     }
     if any(device.startswith("cuda") for device in task.devices) and not _ALLOCATOR & environ.keys():

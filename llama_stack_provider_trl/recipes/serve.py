@@ -34,6 +34,8 @@ _LEASE_SECONDS = 60.0
 _REFUSING_SECONDS = 5.0
 """Seconds for which a process whose model cannot be loaded reports it."""
 _POLL_S = 0.2
+_NICENESS = 19
+_MOST_OOM_SCORE = "1000"
 _REQUEST_SECONDS = 30.0
 _OF_REQUESTS = {Reason.invalid_request, Reason.invalid_dataset, Reason.invalid_model}
 
@@ -164,10 +166,19 @@ def listen(run_dir: Path) -> socket.socket:
     return listener
 
 
+def let_others_first() -> None:
+    """Compute where others leave the processor idle, and be the first that the kernel ends when memory is short."""
+    os.nice(_NICENESS)
+    with suppress(OSError):  # not on Linux
+        Path("/proc/self/oom_score_adj").write_text(_MOST_OOM_SCORE)
+
+
 def main(argv: list[str]) -> int:
     """Serve what the specification describes, which is the one argument; returns the exit status."""
     path = Path(argv[1])
     spec = ServeSpec.model_validate_json(path.read_text())
+    if spec.beside:
+        let_others_first()
     return ChatServer(listen(path.parent), spec).run()
 
 

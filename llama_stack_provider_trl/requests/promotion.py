@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from ..errors import InvalidRequest, JobNotFound
@@ -40,13 +42,14 @@ class Model(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """A job that a condition names."""
+    """A job that a condition names, or whose rows its evaluation reads."""
 
     config: Mapping[str, Any]
-    """Its effective configuration, as a status has it."""
+    """Its effective configuration, as a status has it: `dtype` is that of its attempt."""
     status: str
     result: Mapping[str, Any] | None
     """None: it has not completed."""
+    submitted: datetime
 
 
 type Find = Callable[[str], Evaluation]
@@ -54,13 +57,21 @@ type Find = Callable[[str], Evaluation]
 
 
 def refuse_unusable(
-    conditions: Sequence[PromotionCondition], model: Model, find: Find, field: str = FIELD, *, completed: bool = False
+    conditions: Sequence[PromotionCondition],
+    model: Model,
+    find: Find,
+    field: str = FIELD,
+    *,
+    submitted: datetime | None = None,
+    completed: bool = False,
 ) -> None:
     """Refuse conditions that say nothing about a model.
 
     Args:
         model: what is exported, or registered.
         field: of the request, that has them.
+        submitted: when the job was whose checkpoint the model is: an earlier evaluation measured a deleted job of the
+            same name. None: the model is no job's.
         completed: whether their evaluations must have completed.
 
     Raises:
@@ -72,10 +83,11 @@ def refuse_unusable(
         _refuse_bounds(one, where)
         evaluation = _found(f"{where}.evaluation", one.evaluation, find, completed)
         _refuse_other_model(f"{where}.evaluation", one.evaluation, evaluation, model)
+        _refuse_earlier(f"{where}.evaluation", one.evaluation, evaluation, model, submitted)
         _refuse_unknown(f"{where}.metric", one.metric, one.evaluation, evaluation)
         if one.against is not None:
             before = _found(f"{where}.against", one.against, find, completed)
-            _refuse_other_rows(f"{where}.against", one, evaluation, before)
+            _refuse_other_rows(f"{where}.against", one, evaluation, before, find)
             _refuse_unknown(f"{where}.metric", one.metric, one.against, before)
 
 
@@ -145,26 +157,66 @@ def _refuse_other_model(field: str, name: str, evaluation: Evaluation, model: Mo
         raise InvalidRequest(field, name, hint)
 
 
-def _refuse_other_rows(field: str, one: PromotionCondition, evaluation: Evaluation, before: Evaluation) -> None:
-    ours, theirs = _measuring(evaluation.config), _measuring(before.config)
+def _refuse_earlier(field: str, name: str, evaluation: Evaluation, model: Model, submitted: datetime | None) -> None:
+    if submitted is not None and evaluation.submitted < submitted:
+        hint = (
+            f"it was submitted before the job that makes {_named(model)}, so it measures a deleted job of the same "
+            "name: evaluate the model again, under another job_uuid"
+        )
+        raise InvalidRequest(field, name, hint)
+
+
+def _refuse_other_rows(
+    field: str, one: PromotionCondition, evaluation: Evaluation, before: Evaluation, find: Find
+) -> None:
+    ours, theirs = _measuring(evaluation, find), _measuring(before, find)
     if other := [what for what in ours if ours[what] != theirs[what]]:
         hint = f"its {' and '.join(other)} are not those of {one.evaluation!r}: evaluate both models in the same way"
         raise InvalidRequest(field, one.against, hint)
+    if (ours_in := _dtype(evaluation)) and (theirs_in := _dtype(before)) and ours_in != theirs_in:
+        hint = (
+            f"it computes in {theirs_in}, and {one.evaluation!r} in {ours_in}: evaluate both models with the same dtype"
+        )
+        raise InvalidRequest(field, one.against, hint)
 
 
-def _measuring(config: Mapping[str, Any]) -> dict[str, Any]:
+def _measuring(evaluation: Evaluation, find: Find) -> dict[str, Any]:
     """What an evaluation measures on, and how."""
+    config = evaluation.config
     rows, work = config.get("dataset") or {}, config.get("work") or {}
+    maker = rows.get("of_job")
     return {
-        "rows": (rows.get("of_job"), rows.get("sha256"), config.get("max_seq_length")),
+        "rows": (
+            *(maker, None if maker is None else _reads_deleted(evaluation, maker, find)),
+            *(rows.get("sha256"), rows.get("shard"), rows.get("names"), config.get("max_seq_length")),
+        ),
         "measures": (config.get("algorithm"), config.get("method", {}) if config.get("algorithm") != "sft" else None),
         "checks": work.get("answers"),
         "tasks": work.get("harness"),
     }
 
 
+def _dtype(evaluation: Evaluation) -> str | None:
+    """What an evaluation computes in; None: its first attempt decides."""
+    config = evaluation.config
+    return None if config.get("dtype_by_device") and evaluation.status != "completed" else config.get("dtype")
+
+
+def _reads_deleted(evaluation: Evaluation, maker: str, find: Find) -> bool:
+    """Whether an evaluation reads rows of a deleted job, and another one has its name."""
+    try:
+        return evaluation.submitted < find(maker).submitted
+    except JobNotFound:
+        return False
+
+
 def _refuse_unknown(field: str, metric: str, name: str, evaluation: Evaluation) -> None:
-    if (known := _reported(evaluation)) is not None and metric not in known:
+    if (known := _reported(evaluation)) is None:
+        return
+    if Counter(known)[metric] > 1:
+        hint = f"the evaluation {name!r} reports several measures of this name: give its checks, or tasks, other names"
+        raise InvalidRequest(field, metric, hint)
+    if metric not in known:
         more = f" and {len(known) - _LISTED} more" if len(known) > _LISTED else ""
         hint = f"the evaluation {name!r} reports {', '.join(known[:_LISTED])}{more}{nearest(metric, known)}"
         raise InvalidRequest(field, metric, hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -82,7 +83,7 @@ def for_work(
         InvalidRequest: `model` cannot be read, the job cannot run on a node, or its export may not be sent there.
     """
     if isinstance(work, ExportWork):
-        _check_destination(work.export.upload_to, settings.export_destinations)
+        refuse_destination(work.export.upload_to, settings.export_destinations)
     use = "merge" if is_answered_by_vllm(work) else "continue"  # vLLM reads whole models
     chosen = {"adapter": use} if is_adapter(request, settings, named) else {}
     here: dict[str, Any] = {"ranks": 1, "nodes": 1, "max_nodes": 1}
@@ -108,7 +109,8 @@ def for_work(
     return options.model_copy(update=chosen), settings.model_copy(update=here)
 
 
-def _check_destination(place: str | None, allowed: tuple[str, ...]) -> None:
+def refuse_destination(place: str | None, allowed: Sequence[str]) -> None:
+    """Raises InvalidRequest: an export may not be sent to a place."""
     if place is not None and not any(allows(one, destination_of(place)) for one in allowed):
         known = ", ".join(allowed) or "none is configured"
         hint = f"it must lie below one of the configured export_destinations ({known}); or download the export"

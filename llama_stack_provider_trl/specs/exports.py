@@ -20,10 +20,19 @@ EXPORTING = "exporting"
 HUB, BUCKET = "hf", "s3"
 HUB_TOKEN = "TRL_EXPORT_HUB_TOKEN"
 """Variable of the service's environment: the token by which exports are uploaded. No training gets it."""
+HUB_TOKEN_FILE = "TRL_EXPORT_HUB_TOKEN_FILE"
+"""Variable of the service's environment: a file with that token, in place of the variable."""
+_HUB_NAME = r"\w(?:[\w.-]{0,94}\w)?"
+"""A hub refuses a dot or a dash at either end of a name, and more than 96 characters."""
 _PLACES = {
-    HUB: re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII),
+    HUB: re.compile(rf"{_HUB_NAME}/{_HUB_NAME}(?<!\.git)", re.ASCII),
     BUCKET: re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w+=@-][\w.+=@-]*){1,30}", re.ASCII),
 }
+_EXPECTED = "expected hf://OWNER/NAME or s3://BUCKET/PATH, without a slash at its end"
+_EXPECTED_HUB = (
+    "expected hf://OWNER/NAME, each of at most 96 letters, digits, '_', '.' and '-'; a hub refuses '--', '..', '-' or "
+    "'.' at either end, and '.git' at the end of a name"
+)
 _ACCOUNTS = {HUB: (HUB_TOKEN,), BUCKET: ("AWS_",)}
 
 
@@ -44,7 +53,7 @@ def destination_of(text: str) -> Destination:
     place = _PLACES.get(scheme)
     found = place.fullmatch(rest) if place is not None else None
     if found is None or ".." in rest or (scheme == HUB and "--" in rest):
-        raise ValueError("expected hf://OWNER/NAME or s3://BUCKET/PATH, without a slash at its end")
+        raise ValueError(_EXPECTED_HUB if scheme == HUB else _EXPECTED)
     return Destination(scheme, rest)
 
 

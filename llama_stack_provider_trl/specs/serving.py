@@ -27,6 +27,8 @@ MOST_LINE = 1 << 20
 MOST_STOPS, MOST_STOP = 4, 1000
 """Texts that end an answer, and characters of each."""
 MOST_LOGPROBS = 20
+MOST_SCHEMA = 64 << 10
+"""Bytes of a JSON schema."""
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 """Around the JSON of a call, in the chat templates of Hermes and Qwen."""
 
@@ -43,6 +45,8 @@ class ServeSpec(Frozen):
     """Seconds without a request after which it ends."""
     at_once: int
     """Answers that are computed in turns, token by token; further ones wait."""
+    beside: bool = False
+    """A training computes on this machine meanwhile: it has the processor, and the memory, first."""
 
 
 class ServeRequest(Frozen):
@@ -61,6 +65,8 @@ class ServeRequest(Frozen):
     """What the random numbers follow from."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer, and are not a part of it."""
+    json_schema: str | None = None
+    """A JSON schema that the answer is kept within; None: nothing constrains it."""
     logprobs: int | None = None
     """Most likely tokens to report beside the chosen one; None: no log-probabilities."""
 
@@ -69,6 +75,7 @@ class TokenLogprob(Frozen):
     """The log-probability of a token, without temperature and top_p."""
 
     token: str
+    """Its text; of one that holds a part of a character `bytes:` and its bytes, such as `bytes:\\xe4\\xbd`."""
     bytes: tuple[int, ...] | None
     """None: they are not known."""
     logprob: float

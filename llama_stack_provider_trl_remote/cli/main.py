@@ -300,6 +300,7 @@ def _train(command: argparse.ArgumentParser) -> None:
     _placement(command)
     _following(command)
     _registration(command)
+    _promotion(command)
 
 
 def _generation(command: argparse.ArgumentParser) -> None:

@@ -24,7 +24,15 @@ from ..request_files import read_request
 from ..row_files import has_preferences, name_by_content, register_rows, stored_rows
 from ..submitting import submit_request
 from .chat import model_name
-from .promotion import OPTION, check_promotion, evaluations_of
+from .promotion import (
+    OPTION,
+    check_promotion,
+    evaluations_of,
+    of_job,
+    own_evaluation,
+    refuse_unusable_with_training,
+    refuse_without_evaluation,
+)
 from .register import show_registered, stack_at
 from .shared_options import trained_as
 from .terminal import emit, table
@@ -38,6 +46,7 @@ _LIKE_A_PATH = ("/", "./", "../", "~")
 
 async def train(client: ServiceClient, options: Namespace) -> int:
     """Upload rows, submit a job for them, follow it, and pull its result."""
+    refuse_unusable_with_training(options)
     await _check_end(client, options)
     model = model_at(options.model, client.url)
     with ExitStack() as files:
@@ -49,6 +58,8 @@ async def train(client: ServiceClient, options: Namespace) -> int:
             if not blob.num_rows:
                 raise InvalidRequest("DATA", str(file), "it has no rows.")
         method = options.method or ("dpo" if has_preferences(blobs[0].path) else "sft")
+        if options.promote_if:
+            refuse_without_evaluation(method)
         if options.register is not None and method == "reward":
             raise InvalidRequest("--register", options.register, "a reward model writes no text: leave it out.")
         datasets = [
@@ -59,6 +70,9 @@ async def train(client: ServiceClient, options: Namespace) -> int:
     ids = [dataset.dataset_id for dataset in datasets]
     validation_id = ids.pop() if options.eval_data is not None else None
     body = training_request(options, method, model, job_uuid, ids, validation_id)
+    if options.promote_if:
+        body.setdefault("provider_options", {})["evaluate"] = own_evaluation(method, model, str(validation_id))
+        options.promote_if = of_job(options.promote_if, job_uuid)
     if not (options.json or options.detach):
         show_lines(*(f"{dataset.dataset_id}: {dataset.num_rows} rows" for dataset in datasets))
     return await _submit_and_follow(client, body, options, "sft" if method == "sft" else "dpo")

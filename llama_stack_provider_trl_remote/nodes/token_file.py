@@ -2,51 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import stat
-from pathlib import Path
+from llama_stack_provider_trl.system import token_file
 
-from llama_stack_provider_trl.system.texts import decoded
-
-from ..address import checked_token
 from .identity import NodeError
-
-_LONGEST = 4096
-"""Bytes of a token file."""
-_OPEN_TO_OTHERS = stat.S_IRWXO | stat.S_IWGRP
-"""Reading by the group is allowed: that is how Kubernetes mounts a Secret for a user other than root."""
 
 
 def read_token(file: str) -> str:
     """The token in `file`, without white space around it.
 
     Raises:
-        NodeError: it is missing, no regular file, empty or too long, holds several lines, or other users can read or
-            change it.
+        NodeError: as `system.token_file.read_token` raises ValueError.
     """
-    path = Path(file).expanduser()
     try:
-        # Without O_NONBLOCK, a named pipe would be waited for.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as opened:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                raise NodeError(f"the token file {path} is not a regular file: name a file that holds the token alone")
-            if found.st_mode & _OPEN_TO_OTHERS:
-                raise NodeError(
-                    f"the token file {path} has mode {stat.S_IMODE(found.st_mode):04o}, with which other users can "
-                    f"read or change it: chmod 600 {path}"
-                )
-            content = opened.read(_LONGEST + 1)
-    except OSError as error:
-        raise NodeError(
-            f"the token file {path} cannot be read ({error.strerror}): write the token there, with mode 600"
-        ) from error
-    try:
-        token = checked_token(decoded(content)) if len(content) <= _LONGEST else None
-    except ValueError as error:  # neither the content nor a part of it is repeated
-        raise NodeError(f"the token file {path} does not hold one line of text: write the token alone there") from error
-    if token is None:
-        what = f"more than {_LONGEST} bytes" if content.strip() else "no token"
-        raise NodeError(f"the token file {path} has {what}: write the token alone there")
-    return token
+        return token_file.read_token(file)
+    except ValueError as error:
+        raise NodeError(str(error)) from error

@@ -118,10 +118,11 @@ class Service:
         self.devices = settings.devices()
         check_interpreter(settings.train_python)
         check_vllm(settings.vllm_python)
+        settings.check_accounts()
         self.isolation = isolate(
             settings.isolation,
             [settings.data_dir, *account_directories()],
-            [config, settings.tls_key, *(webhook.secret_file for webhook in settings.openai.webhooks)],
+            [config, *_secret_files(settings)],
         )
         self.store = Store(DataDir(settings.data_dir).database)
         self.work = _costly_work(settings)
@@ -246,6 +247,7 @@ class Service:
             preempts=settings.preempt,
             completing=partial(keep_result, self.datasets),
             proposing=Proposals(self.store, self.for_jobs),
+            export_destinations=settings.export_destinations,
         )
 
     def _add_jobs(self) -> None:
@@ -317,6 +319,12 @@ class Service:
         self.space.refresh()
         self.part_uploads.tend()
         self.pools.tend(self.cluster.nodes)
+
+
+def _secret_files(settings: ServiceSettings) -> list[Path | None]:
+    """No training sees them."""
+    webhooks = settings.openai.webhooks
+    return [settings.tls_key, settings.hub_token_file(), *(webhook.secret_file for webhook in webhooks)]
 
 
 def _configure_webhooks(store: Store, settings: ServiceSettings) -> None:

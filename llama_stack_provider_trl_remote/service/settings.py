@@ -21,9 +21,10 @@ from llama_stack_provider_trl.launch.gpus import NO_GANG, slices_of
 from llama_stack_provider_trl.requests.options import Priority
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.exact import ExactValues
-from llama_stack_provider_trl.specs.exports import destination_of
+from llama_stack_provider_trl.specs.exports import HUB_TOKEN_FILE, destination_of
 from llama_stack_provider_trl.specs.job import Prefetch, ShardingSpec, ShardingStrategy
 from llama_stack_provider_trl.system.logs import LogLevel
+from llama_stack_provider_trl.system.token_file import read_token
 
 from ..wire import NAME
 from .openai_settings import OpenAISettings
@@ -277,8 +278,9 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
     Checked at start."""
 
     export_destinations: tuple[ExportPlace, ...] = ()
-    """Where export jobs may upload: hf://OWNER or hf://OWNER/NAME, with the account of TRL_EXPORT_HUB_TOKEN (else
-    HF_TOKEN) on the hub of HF_ENDPOINT; s3://BUCKET or s3://BUCKET/PATH, with that of AWS_...; none: nowhere."""
+    """Where export jobs may upload: hf://OWNER or hf://OWNER/NAME, with the account of TRL_EXPORT_HUB_TOKEN (else the
+    file of TRL_EXPORT_HUB_TOKEN_FILE, else HF_TOKEN) on the hub of HF_ENDPOINT; s3://BUCKET or s3://BUCKET/PATH, with
+    that of AWS_...; none: nowhere."""
 
     log_level: LogLevel = "info"
     """debug, info, warning or error: the lowest level in the service's log (stderr, and `logs` in `data_dir`)."""
@@ -453,6 +455,21 @@ class ServiceSettings(EngineSettings, _ListenSettings):  # fields of the last ba
             return server_context(self.tls_cert, self.tls_key)
         except ValueError as error:
             raise SettingsError(str(error)) from error
+
+    @staticmethod
+    def hub_token_file() -> Path | None:
+        """The file with the token by which exports are uploaded to a hub, which trainings may not see; None: none."""
+        file = os.environ.get(HUB_TOKEN_FILE)
+        return Path(file).expanduser().absolute() if file else None
+
+    def check_accounts(self) -> None:
+        """Raises SettingsError: the file with the token of a hub cannot be used, or others can read it."""
+        if (file := self.hub_token_file()) is None:
+            return
+        try:
+            read_token(str(file))
+        except ValueError as error:
+            raise SettingsError(f"{HUB_TOKEN_FILE}: {error}") from error
 
     def check_exposure(self) -> None:
         """Refuse to be reachable from other machines by accident.

@@ -30,6 +30,26 @@ from tests.tiny import REPOSITORY, tiny_model
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
 LIMIT_GB = 1
 CHAT, COMPLETIONS = "/chat/completions", "/completions"
+HAS_SCHEMAS = importlib.util.find_spec("llguidance") is not None
+
+
+def within(schema: Json) -> Json:
+    """The form of an answer that a schema describes."""
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+def in_schemas(*case: Any) -> list[Any]:
+    return [case] if HAS_SCHEMAS else []
+
+
+SCHEMA = within(
+    {
+        "type": "object",
+        "properties": {"kind": {"enum": ["capital", "harbour"]}, "people": {"type": "integer", "maximum": 99}},
+        "required": ["kind", "people"],
+        "additionalProperties": False,
+    }
+)
 PROMPTS = [f"What is {n} times two?" for n in range(50 if FULL else 20)]
 
 
@@ -290,6 +310,16 @@ def test_openais_own_client_reads_the_answers(service: TrainingService) -> None:
         ({"stream_options": {"include_usage": True}}, 400, "it needs stream"),
         ({"stop": ["a"] * 5}, 400, "stop"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "writes no tools"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, 400, "type json_schema needs it: {name, schema}"),
+        ({"response_format": {"type": "text", "json_schema": {"name": "x", "schema": {}}}}, 400, "needs type json_sch"),
+        (
+            {"response_format": SCHEMA, "tools": [{"type": "function", "function": {"name": "f"}}]},
+            400,
+            "tool_choice no",
+        ),
+        ({"response_format": within({"const": "x" * (1 << 16)})}, 400, "at most 65536 are read"),
+        *in_schemas({"response_format": within({"dependentSchemas": {}})}, 400, "dependentSchemas"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(
@@ -299,6 +329,18 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     assert answer.status_code == status, answer.text
     assert sentence in answer.json()["error"]["message"]
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.skipif(not HAS_SCHEMAS, reason="the extra `schemas`")
+def test_an_answer_within_a_schema_is_such_json_and_streamed_the_same(service: TrainingService) -> None:
+    body = chat_body("ft:adapter", "Tell me.", response_format=SCHEMA, temperature=1.5, seed=4, max_tokens=200)
+    (choice,) = post(service, CHAT, body).json()["choices"]
+    answer = json.loads(choice["message"]["content"])
+    assert (choice["finish_reason"], answer.keys()) == ("stop", {"kind", "people"})
+    assert answer["kind"] in ("capital", "harbour")
+    assert isinstance(answer["people"], int)
+    parts = streamed(service, CHAT, body)
+    assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == choice["message"]["content"]
 
 
 def test_a_training_takes_the_device_and_the_next_chat_reports_it(service: TrainingService) -> None:
@@ -317,6 +359,26 @@ def test_a_training_takes_the_device_and_the_next_chat_reports_it(service: Train
     service.go("started")
     service.wait_state("first", "completed", timeout=60)
     assert chat(service, "ft:first", "Tell me.")
+
+
+def test_a_checkpoint_of_a_running_training_answers_beside_it(service: TrainingService) -> None:
+    body = sft("running", "rows", algorithm_config=LORA)
+    body["training_config"]["n_epochs"] = 20
+    service.arm("step-5", "hold")
+    service.submit(SFT, body, options={"save_steps": 2, "keep_last": 20})
+    service.wait_taken("step-5", 60)
+    poll(lambda: len(service.status("running")["checkpoints"]) == 2, "two checkpoints are listed", 20)
+    named, newest = (served(service, f"job:running/{one}", PROMPTS[0]) for one in ("checkpoint-4", "newest"))
+    assert newest == named
+    assert newest != served(service, "job:running/checkpoint-2", PROMPTS[0])
+    assert chat(service, str(tiny_model()), "Tell me.")  # the same process has it
+    assert post(service, CHAT, chat_body("ft:whole", "Tell me.")).status_code == 503
+    (run_dir,) = serving_processes(service)
+    assert 19 in {psutil.Process(process.pid).nice() for process in tasks_below(run_dir.parent)[run_dir]}
+    service.go("step-5")
+    service.wait_state("running", "completed", timeout=60)
+    assert service.status("running")["resources_allocated"]["attempt"] == 1
+    assert served(service, "job:running/newest", PROMPTS[0]) == served(service, "ft:running", PROMPTS[0])
 
 
 def test_an_answer_that_is_being_streamed_ends_with_the_reason_when_a_training_comes(service: TrainingService) -> None:

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
-from llama_stack_provider_trl.recipes.serving.text import AnswerText
+from llama_stack_provider_trl.recipes.serving.text import AnswerText, written_token
 from llama_stack_provider_trl.recipes.serving.turns import Turns
 from tests.tiny import tiny_tokenizer
 
 pytestmark = pytest.mark.process
 
 TEXTS = ("Plain words.", "Zwölf 😊 Köpfe: 你好!", "one two  three\n\n  four", "\ufffd is a character, too", "")
+
+
+def with_byte_tokens() -> PreTrainedTokenizerFast:
+    letters = sorted({*"Zwölf !", "\ufffd"})
+    vocab = {token: at for at, token in enumerate(["<unk>", *letters, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    made = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +115,15 @@ def test_so_many_have_a_turn_at_a_time_as_there_are() -> None:
     for thread in threads:
         thread.join()
     assert max(most) == 3
+
+
+@pytest.mark.parametrize("make", [tiny_tokenizer, with_byte_tokens])
+def test_the_bytes_of_all_tokens_are_those_of_the_text(make: Callable[[], PreTrainedTokenizerFast]) -> None:
+    """One whose tokens are bytes, and one with characters and tokens for single bytes, as SentencePiece has them."""
+    tokenizer = make()
+    text = "Zwölf 😊 你好 \ufffd!"
+    found = [written_token(tokenizer, token) for token in tokenizer.encode(text, add_special_tokens=False)]
+    assert b"".join(part or b"?" for _, part in found).decode().strip() == text.strip()
+    partial = [(shown, part) for shown, part in found if shown.startswith("bytes:")]
+    assert len({shown for shown, _ in partial}) > 1
+    assert all(shown == "bytes:" + "".join(f"\\x{byte:02x}" for byte in part or b"") for shown, part in partial)

@@ -70,7 +70,8 @@ def upload(events: list[Event]) -> dict[str, Any]:
 def test_an_export_is_one_commit_in_a_private_repository(tmp_path: Path, hub: Hub) -> None:
     found = upload(exported(tmp_path / "one", PLACE))
     repository = hub.repositories["team/sft-1"]
-    files = repository.commits[found["commit"]]
+    assert repository.branches == {"main": found["commit"]}
+    files = {name: data for name, data in repository.commits[found["commit"]].items() if name != ".gitattributes"}
     final = tmp_path / "one" / "checkpoints" / "final"
     assert files == {path.name: path.read_bytes() for path in final.iterdir() if path.name in files}
     assert {"model.safetensors", "export.json", "README.md"} <= files.keys()
@@ -118,6 +119,10 @@ def test_a_commit_with_other_bytes_and_a_hub_that_is_none_are_failures(files: Pa
     found = refusal(files, PLACE)
     assert "has other bytes of 'model.safetensors' than were sent" in found
     assert found.startswith("export_failed: the export is proven and could not be uploaded")
+    # Nothing of it is on the main branch, and the branch on which it was found is gone.
+    repository = hub.repositories["team/sft-1"]
+    assert list(repository.branches) == ["main"]
+    assert list(repository.commits[repository.branches["main"]]) == [".gitattributes"]
     hub.status = 502
     assert f"{hub.url} answers with 502, expected the API of a hub: check HF_ENDPOINT" in refusal(files, PLACE)
 
@@ -207,8 +212,10 @@ def killed(root: Path, place: str, point: str) -> None:
     assert not (root / "checkpoints" / "final").exists()
 
 
-def test_a_killed_upload_leaves_no_commit_and_the_next_attempt_makes_it(tmp_path: Path, hub: Hub) -> None:
-    killed(tmp_path, PLACE, "uploading")
-    assert hub.repositories["team/sft-1"].commits == {}
-    assert upload(exported(tmp_path, PLACE))["commit"] in hub.repositories["team/sft-1"].commits
+def test_a_killed_upload_leaves_the_main_branch_and_the_next_attempt_moves_it(tmp_path: Path, hub: Hub) -> None:
+    killed(tmp_path, PLACE, "uploading-branch")
+    repository = hub.repositories["team/sft-1"]
+    assert list(repository.commits[repository.branches["main"]]) == [".gitattributes"]
+    assert len(repository.branches) == 2
+    assert repository.branches == {"main": upload(exported(tmp_path, PLACE))["commit"]}
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["final"]

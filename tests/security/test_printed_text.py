@@ -472,6 +472,7 @@ PROGRAMS = {
     "llama_stack_provider_trl/recipes/model/vllm_child.py": "a child of a training, whose output is the log",
     "llama_stack_provider_trl/recipes/results.py": "a child, whose output is a log",
     "llama_stack_provider_trl/recipes/serve.py": "the process that answers chats, whose output is its log",
+    "llama_stack_provider_trl/recipes/serving/grammar_check.py": "its reader is the process that answers chats",
     "llama_stack_provider_trl/recipes/train.py": "a training, whose output is its log",
     "llama_stack_provider_trl/system/compiler.py": "its reader is the doctor",
     "llama_stack_provider_trl/system/fork.py": "the exit status of a fork, for what would print it",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -373,6 +374,30 @@ def test_a_chat_with_a_job_names_its_adapter_on_the_base_model_or_all_its_weight
         base = find_served("model", name, settings, store)
         assert (base.source.model, base.adapter) == (str(directory), None)
     assert find_served("model", "org/base", settings, store).source.model == "org/base"
+
+
+def test_the_newest_checkpoint_of_a_job_is_the_last_one_that_it_has_written(
+    store: Store, settings: Settings, tmp_path: Path
+) -> None:
+    job = add(store, "a", tmp_path)
+    with pytest.raises(InvalidRequest, match="job 'a' has no checkpoint yet: send this again when it has saved one"):
+        find_served("model", "job:a/newest", settings, store)
+    assert store.launch("a", 1, "cpu", tmp_path / "run", None)
+
+    offsets = count(1)
+
+    def newest(*names: str) -> str:
+        for step, name in enumerate(names, 10):
+            write_checkpoint(job.checkpoint_dir / name)
+            kind = "step" if name.startswith("checkpoint") else name
+            saved = CheckpointSaved(kind=kind, step=step, epoch=1, path=job.checkpoint_dir / name, train_loss=None)
+            store.apply_events("a", 1, [saved], next(offsets))
+        return find_served("model", "job:a/newest", settings, store).source.model
+
+    assert newest("checkpoint-9", "checkpoint-10") == str(job.checkpoint_dir / "checkpoint-10")
+    with pytest.raises(InvalidRequest, match="job:a/newest is the newest"):
+        find_served("model", "ft:a", settings, store)
+    assert newest("final") == str(job.checkpoint_dir / "final")
 
 
 @pytest.mark.parametrize(

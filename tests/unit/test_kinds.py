@@ -195,6 +195,9 @@ def test_a_type_that_an_export_cannot_have_is_refused(to: str, kind: str, senten
         body.work()
 
 
+REFUSED_BY_HUBS = "expected hf://OWNER/NAME, each of at most 96 letters"
+
+
 @pytest.mark.parametrize(
     ("place", "sentence"),
     [
@@ -206,6 +209,8 @@ def test_a_type_that_an_export_cannot_have_is_refused(to: str, kind: str, senten
         ("s3://models/chat/../x", "expected hf://OWNER/NAME or s3://BUCKET/PATH"),
         ("https://example.org/x", "expected hf://OWNER/NAME or s3://BUCKET/PATH"),
         ("hf://team", "expected hf://OWNER/NAME"),
+        *((f"hf://team/{name}", REFUSED_BY_HUBS) for name in ("x.git", "x-", "x.", "x--y", "x..y", "-x", "x" * 97)),
+        ("hf://team-/x", REFUSED_BY_HUBS),
         ("s3://models/chat/?endpoint_override=evil", "expected hf://OWNER/NAME"),
     ],
 )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound
-from llama_stack_provider_trl.jobs.inputs.promotion import refuse_unusable_conditions
+from llama_stack_provider_trl.errors import InvalidRequest, JobFailure, JobNotFound
+from llama_stack_provider_trl.jobs.inputs.promotion import refuse_unusable_conditions, with_found_measures
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.requests.settings import Settings
@@ -20,13 +22,13 @@ from llama_stack_provider_trl.requests.work import ExportRequest
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.events import Finished, Prepared, Reason, Started
 from llama_stack_provider_trl.specs.harness import HarnessSpec
-from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef
+from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef, ShardSpec
 from llama_stack_provider_trl.specs.promotion import CheckedCondition, PromotionCondition
 from llama_stack_provider_trl.specs.work import CheckedAnswering, EnsembleMember, EvaluateSpec
 from llama_stack_provider_trl.stack.responses import status_response
 from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl_remote.cli import whole_jobs
-from llama_stack_provider_trl_remote.cli.main import main
+from llama_stack_provider_trl_remote.cli.main import main, parser
 from llama_stack_provider_trl_remote.cli.promotion import NotPromoted, check_promotion, condition
 from llama_stack_provider_trl_remote.service.jobs.pipeline_steps import resolved, steps_of
 from tests.fakes import FakeClock, FakeLauncher, job_spec
@@ -221,6 +223,78 @@ def test_a_condition_that_says_nothing_about_the_export_is_refused_by_its_field(
     assert "promote_if.0.evaluation='after' is not supported: the evaluation is cancelled" in world.refused(ABOVE)
 
 
+def test_an_evaluation_of_a_deleted_job_says_nothing_about_another_one_of_its_name(world: World) -> None:
+    """The checkpoint has the same path, and another content."""
+    world.evaluate("after")
+    world.run("tune")
+    world.run("after", {"token_accuracy": 0.9})
+    again = {**ABOVE, "evaluation": "again"}
+    world.export(ABOVE)
+    world.store.request_cancel("out")
+    world.tick()
+    world.store.delete("tune")
+    world.clock.advance(1)
+    world.add("tune", model="/models/other")
+    world.tuned.mkdir(parents=True)
+    (world.tuned / "config.json").write_text("{}")
+    sentence = f"it was submitted before the job that makes {world.tuned}, so it measures a deleted job"
+    assert f"promote_if.0.evaluation='after' is not supported: {sentence}" in world.refused(ABOVE)
+    assert sentence in world.refused(ABOVE, model=str(world.tuned))
+    client: Any = world
+    with pytest.raises(InvalidRequest, match=r"--promote-if\.0\.evaluation='after'.* deleted job of the same name"):
+        asyncio.run(check_promotion(client, "ft:tune", [condition("after:token_accuracy>=0.8")]))
+    world.evaluate("again")
+    refuse_unusable_conditions(world.request(again), world.settings, world.store)
+
+
+def test_an_export_that_waits_finds_out_that_its_model_is_another_job_now(world: World) -> None:
+    world.evaluate("after")
+    world.run("tune")
+    world.run("after", {"token_accuracy": 0.9})
+    world.export(ABOVE)
+    world.store.delete("tune")
+    world.clock.advance(1)
+    world.add("tune", model="/models/other")
+    spec = world.store.get("out").spec
+    with pytest.raises(JobFailure, match=r"deleted job of the same name.* Nothing was written") as caught:
+        with_found_measures(spec, world.store)
+    assert caught.value.reason is Reason.not_promoted
+
+
+def test_both_evaluations_of_a_change_compute_in_one_dtype_and_read_the_same_part(world: World) -> None:
+    rows = DatasetRef(dataset_id="job:made", path=Path(), sha256="", num_rows=0, of_job="made")
+    half = rows.model_copy(update={"shard": ShardSpec(index=0, count=2)})
+    world.evaluate("after", dtype="bf16")
+    world.evaluate("before", "/models/tiny", dtype="fp32")
+    assert "before' is not supported: it computes in fp32, and 'after' in bf16: evaluate both" in world.refused(FORGETS)
+    # What a node decides is compared once it has.
+    world.evaluate("by-node", "/models/tiny", dtype="fp32", dtype_by_device=True)
+    refuse_unusable_conditions(world.request({**FORGETS, "against": "by-node"}), world.settings, world.store)
+    world.evaluate("whole", dataset=rows)
+    world.evaluate("part", "/models/tiny", dataset=half)
+    found = world.refused({**FORGETS, "evaluation": "whole", "against": "part"})
+    assert "promote_if.0.against='part' is not supported: its rows are not those of 'whole'" in found
+
+
+def test_rows_of_a_deleted_job_are_not_those_of_another_one_of_its_name(world: World) -> None:
+    rows = DatasetRef(dataset_id="job:made", path=Path(), sha256="", num_rows=0, of_job="made")
+    world.evaluate("before", "/models/tiny", dataset=rows)
+    world.clock.advance(1)
+    world.add("made")
+    world.evaluate("after", dataset=rows)
+    assert "promote_if.0.against='before' is not supported: its rows are not those of" in world.refused(FORGETS)
+
+
+def test_a_measure_whose_name_two_have_decides_nothing(world: World) -> None:
+    """A name may have dots: task `a.b` with `acc`, and task `a` with `b.acc`."""
+    world.evaluate("after", work=EvaluateSpec(harness=HarnessSpec(tasks=("a", "a.b"))))
+    world.run("tune")
+    world.run("after", {"tasks": {"a.b": {"acc": 0.1, "f1": 0.9}, "a": {"b.acc": 0.9}}})
+    accuracy = {"evaluation": "after", "metric": "tasks.a.b.acc", "at_least": 0.5}
+    assert "'after' reports several measures of this name" in world.refused(accuracy)
+    refuse_unusable_conditions(world.request({**accuracy, "metric": "tasks.a.b.f1"}), world.settings, world.store)
+
+
 def test_measures_of_a_harness_are_known_when_it_has_completed(world: World) -> None:
     world.evaluate("after", work=EvaluateSpec(harness=HarnessSpec(tasks=("sums",))))
     accuracy = {"evaluation": "after", "metric": "tasks.sum.acc", "at_least": 0.5}
@@ -319,6 +393,57 @@ def test_a_job_of_a_file_is_registered_once_its_evaluations_have_ended(
     file.write_text("{}")
     assert main(["run", str(file), "--url", "http://127.0.0.1:9", "--promote-if", "after:loss<=1"]) == 1
     assert "--promote-if=['after'] is not supported: it decides on --register" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "more"),
+    [
+        ({"prompt": "a", "completion": "b"}, {}),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, {"algorithm": "dpo", "reference_model": "org/base"}),
+    ],
+)
+def test_a_training_makes_the_evaluation_that_decides_on_its_registration(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, row: Json, more: Json
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row) + "\n")
+    sent: list[tuple[Json, Namespace]] = []
+
+    async def check_end(*_: Any) -> None: ...
+
+    async def register_rows(client: object, blob: object, name: str) -> Any:
+        return SimpleNamespace(dataset_id="held-out", num_rows=1)
+
+    async def submit(client: object, body: Json, options: Namespace, *_: Any) -> int:
+        sent.append((body, options))
+        return 0
+
+    for name, fake in (("_check_end", check_end), ("register_rows", register_rows), ("_submit_and_follow", submit)):
+        monkeypatch.setattr(whole_jobs, name, fake)
+    client: Any = SimpleNamespace(url="http://127.0.0.1:9")
+
+    def train(*words: str) -> None:
+        given = ["train", str(rows), "--model", "org/base", "--job", "tune", "--promote-if"]
+        asyncio.run(whole_jobs.train(client, parser().parse_args([*given, *words])))
+
+    held_out = ("--eval-data", str(rows))
+    train("evaluation:loss<=before", *held_out, "--register")
+    ((body, options),) = sent
+    assert body["provider_options"]["evaluate"] == {"dataset_id": "held-out", **more}
+    assert options.promote_if == [
+        {"evaluation": "tune-evaluation", "metric": "loss", "against": "before", "at_most_change": 0}
+    ]
+    for words, sentence in (
+        (("evaluation:loss<=1", *held_out), "it decides on --register"),
+        (("evaluation:loss<=1", "--register"), "on the rows of --eval-data: name them there"),
+        (("other:loss<=1", *held_out, "--register"), "--promote-if='other' is not supported: only 'evaluation'"),
+        (("evaluation:loss<=1", *held_out, "--register", "--merge"), "--promote-if='--merge' is not supported"),
+        (("evaluation:loss<=1", *held_out, "--register", "--method", "orpo"), "results of sft and dpo are evaluated"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            train(*words)
+        assert sentence in str(caught.value)
+    assert len(sent) == 1
 
 
 def test_evaluations_in_a_pipeline_are_jobs_of_the_file() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from ...errors import InvalidRequest, JobNotFound
@@ -26,6 +27,10 @@ _REQUESTED = {
     "work.answers.judges": "checks",
 }
 """Beginning of a field of a JobSpec -> the field of a request that it is resolved from."""
+
+NEWEST = "newest"
+"""In place of a checkpoint's name, in chats: the newest one of the job."""
+_WRITTEN = re.compile(r"final|checkpoint-\d+")
 
 
 def find_base(request: Request, store: Store) -> NamedJob | None:
@@ -58,6 +63,8 @@ def find_served(name: str, value: str, settings: Settings, store: Store) -> Base
         return resolve_served(name, value, settings)
     job_uuid, text = served
     named = _named_job(name, value, job_uuid, store)
+    if text.endswith(f"/{NEWEST}"):
+        text = f"{text.removesuffix(NEWEST)}{_newest(name, value, job_uuid, named)}"
     try:
         base = resolve_served(name, text, settings, named)
     except InvalidRequest as error:
@@ -66,8 +73,18 @@ def find_served(name: str, value: str, settings: Settings, store: Store) -> Base
         if source.made_by is not None and not is_whole(Path(source.model)):
             made_by = source.made_by
             found = f"job {made_by.job_uuid!r} has no whole checkpoint {made_by.checkpoint!r}"
-            raise InvalidRequest(name, value, f"{found}: it has {', '.join(named.checkpoints) or 'none yet'}")
+            newest = f"; {PREFIX}{job_uuid}/{NEWEST} is the newest" if named.checkpoints else ""
+            raise InvalidRequest(name, value, f"{found}: it has {', '.join(named.checkpoints) or 'none yet'}{newest}")
     return base
+
+
+def _newest(name: str, value: str, job_uuid: str, named: NamedJob) -> str:
+    """The checkpoint that a job has written last: of one that has completed its result. Raises InvalidRequest."""
+    written = [one for one in named.checkpoints if _WRITTEN.fullmatch(one)]
+    if not written:
+        hint = f"job {job_uuid!r} has no checkpoint yet: send this again when it has saved one (save_steps)"
+        raise InvalidRequest(name, value, hint)
+    return "final" if "final" in written else written[-1]
 
 
 def _named_job(name: str, value: str | None, job_uuid: str, store: Store) -> NamedJob:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ...errors import InvalidRequest, JobFailure
+from datetime import datetime
+
+from ...errors import InvalidRequest, JobFailure, JobNotFound
 from ...requests.bases import resolve_base
 from ...requests.options import ProviderOptions
 from ...requests.promotion import Evaluation, Find, Model, checked, refuse_unusable, unmet
@@ -11,6 +13,7 @@ from ...requests.untrained import for_work
 from ...requests.work import ExportRequest
 from ...specs.events import Reason
 from ...specs.job import JobSpec
+from ...specs.model_source import ModelSource
 from ...specs.work import ExportWork
 from ..store.store import Store
 from .bases import find_base
@@ -28,7 +31,8 @@ def refuse_unusable_conditions(request: ExportRequest, settings: Settings, store
     named = find_base(training, store)
     base = resolve_base(training, *for_work(training, ProviderOptions(), settings, named), named)
     exported = base.adapter or base.source
-    refuse_unusable(request.promote_if, Model(exported.model, exported.revision), _evaluations(store))
+    model, submitted = Model(exported.model, exported.revision), _submitted(exported, store)
+    refuse_unusable(request.promote_if, model, _evaluations(store), submitted=submitted)
 
 
 def with_found_measures(spec: JobSpec, store: Store) -> JobSpec:
@@ -41,8 +45,9 @@ def with_found_measures(spec: JobSpec, store: Store) -> JobSpec:
     if not isinstance(work, ExportWork) or not work.promote_if:
         return spec
     find, exported = _evaluations(store), spec.adapter or spec.source
+    model, submitted = Model(exported.model, exported.revision), _submitted(exported, store)
     try:
-        refuse_unusable(work.promote_if, Model(exported.model, exported.revision), find, completed=True)
+        refuse_unusable(work.promote_if, model, find, submitted=submitted, completed=True)
     except InvalidRequest as error:
         raise JobFailure(Reason.not_promoted, f"{error}. Nothing was written.") from error
     found = checked(work.promote_if, find)
@@ -54,6 +59,16 @@ def with_found_measures(spec: JobSpec, store: Store) -> JobSpec:
 def _evaluations(store: Store) -> Find:
     def find(name: str) -> Evaluation:
         job = store.get(name)
-        return Evaluation(job.spec.flat(), job.status, job.result)
+        return Evaluation({**job.spec.flat(), "dtype": job.dtype}, job.status, job.result, job.scheduled_at)
 
     return find
+
+
+def _submitted(source: ModelSource, store: Store) -> datetime | None:
+    """When the job was submitted whose checkpoint a model or adapter is, also where its directory is named; None: it is
+    no job's."""
+    name = store.at_directory(source.model) if source.made_by is None else source.made_by.job_uuid
+    try:
+        return None if name is None else store.get(name).scheduled_at
+    except JobNotFound:
+        return None

@@ -146,6 +146,9 @@ WHERE checkpoint_dir IN (SELECT value FROM json_each(:here_or_above))
    OR (checkpoint_dir > :ours || '/' AND checkpoint_dir < :ours || '0')
 LIMIT 1;
 
+-- name: select_at_directory
+SELECT job_uuid FROM jobs WHERE checkpoint_dir IN (:directory, :above);
+
 -- name: select_active
 -- Jobs of which processes may exist (states.ACTIVE); a search has none. Runs several times a second: it must use the index.
 SELECT * FROM job_records WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling') AND attempt > 0 ORDER BY age;

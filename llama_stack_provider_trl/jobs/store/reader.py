@@ -105,6 +105,11 @@ class JobReader:
                 f"job database {self.path}: the record of job {job_uuid!r} is damaged: {error}"
             ) from error
 
+    def at_directory(self, path: str) -> str | None:
+        """The job whose checkpoint directory is that of a path, or of a checkpoint in it; None: it is no job's."""
+        rows = self.database.select("select_at_directory", {"directory": path, "above": str(Path(path).parent)})
+        return next((row["job_uuid"] for row in rows), None)
+
     def names(self) -> Sequence[str]:
         """The job_uuid of every job, oldest first."""
         return [row["job_uuid"] for row in self.database.select("select_names", {})]

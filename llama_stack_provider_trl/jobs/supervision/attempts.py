@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from ...errors import InvalidRequest, JobFailure
 from ...launch.base import Launcher, MasterPorts, TaskSpec
+from ...requests.untrained import refuse_destination
+from ...specs.events import Reason
 from ...specs.exports import accounts_of
 from ...specs.job import JobSpec, derive
 from ...specs.work import ExportWork
@@ -44,6 +47,7 @@ class Attempts:
         python: interpreter that trains; None: this process's own.
         hang_timeout: seconds without progress after which a training is ended; None: never.
         ports: where the ranks of a job on this machine meet; None: every job has one rank.
+        export_destinations: where exports may be sent.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Attempts:
         python: str | None,
         hang_timeout: float | None,
         ports: MasterPorts | None,
+        export_destinations: Sequence[str] = (),
     ) -> None:
         self._store = store
         self._launcher = launcher
@@ -61,6 +66,7 @@ class Attempts:
         self._python = python
         self._hang_timeout = hang_timeout
         self._ports = ports
+        self._export_destinations = tuple(export_destinations)
         self._ownership = Ownership(data_dir)
 
     def record(self, job: JobRecord, device: str) -> bool:
@@ -86,11 +92,12 @@ class Attempts:
         Raises:
             InvalidRequest: a checkpoint of another job that it reads is damaged or gone.
             InvalidRows: the rows that another job has made are gone.
-            JobFailure: evaluations have not found what the job asks for.
+            JobFailure: evaluations have not found what the job asks for, or its export may not be sent there any more.
             JobConflict: the job's checkpoint directory belongs to another data directory.
             OSError: nothing was started.
         """
         check_checkpoints(job.spec)
+        self.check_destination(job.spec)
         spec = with_found_measures(job.spec, self._store)
         self._check_disk(job)
         self._ownership.check_unused(job.spec.checkpoint_dir)
@@ -114,6 +121,16 @@ class Attempts:
             hang_timeout=self._hang_timeout,
             accounts=_accounts_of(job.spec),
         )
+
+    def check_destination(self, spec: JobSpec) -> None:
+        """Return if a job's export, if it is one, may be sent where it names: the settings may have changed since it
+        was submitted. Raises JobFailure: invalid_request."""
+        if not isinstance(spec.work, ExportWork):
+            return
+        try:
+            refuse_destination(spec.work.export.upload_to, self._export_destinations)
+        except InvalidRequest as error:
+            raise JobFailure(Reason.invalid_request, f"{error}. Nothing was uploaded.") from error
 
     def remove_leftovers(self, job: JobRecord) -> None:
         """Remove what an ended attempt has left incomplete in the job's checkpoint directory."""

@@ -81,6 +81,7 @@ class Supervisor:
             JobConflict fail the job.
         proposing: adds the later trials of Bayesian searches; None: none is added.
         wall_clock: detects that the clock was set back; None: that of this machine.
+        export_destinations: where exports may be sent, as the settings allow it now.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Supervisor:
         completing: Callable[[JobRecord], object] | None = None,
         proposing: Proposing | None = None,
         wall_clock: WallClock | None = None,
+        export_destinations: Sequence[str] = (),
     ) -> None:
         assert devices, "a node without a device cannot train"
         self._store = store
@@ -113,7 +115,7 @@ class Supervisor:
         self._completing = completing or (lambda job: None)
         self._data_dir = data_dir.resolve()
         self._tick_seconds = tick
-        self._attempts = Attempts(store, launcher, self._data_dir, python, hang_timeout, ports)
+        self._attempts = Attempts(store, launcher, self._data_dir, python, hang_timeout, ports, export_destinations)
         self._retries = Retries(store, self._nodes)
         self._proposing = proposing
         self._wall_clock = wall_clock or WallClock()
@@ -123,8 +125,8 @@ class Supervisor:
         self._last_clean = -math.inf
         self._failed_passes: dict[str, int] = {}
         self._last_error = ""
-        self._given_up: dict[str, str] = {}
-        """job_uuid -> message of jobs that fail as soon as their processes have ended."""
+        self._given_up: dict[str, tuple[Reason, str]] = {}
+        """job_uuid -> reason and message of jobs that fail as soon as their processes have ended."""
         self._why_moved: dict[tuple[str, int], str] = {}
         """Job and attempt -> why it is to save and to leave its devices."""
         self._exhausted = False
@@ -171,6 +173,7 @@ class Supervisor:
         """One pass over all jobs. Raises StoreError where the database cannot be used."""
         if not self._orphans_ended:
             self._end_orphans()
+            self._give_up_exports()
         self._end_cancelled()
         self._store.record_kept_cancels()
         self._correct_waits()
@@ -267,6 +270,16 @@ class Supervisor:
             log.warning("ended the processes of %s: no job owns them", run_dir)
         self._orphans_ended = True
 
+    def _give_up_exports(self) -> None:
+        """End exports that an earlier service has started, and whose place the settings do not allow any more. One that
+        has uploaded completes."""
+        for job in self._store.active():
+            try:
+                self._attempts.check_destination(job.spec)
+            except JobFailure as error:
+                if self._launcher.poll(self._attempts.task(job)).state in (TaskState.waiting, TaskState.running):
+                    self._given_up[job.job_uuid] = (Reason(error.reason), error.message)
+
     def _clean(self) -> None:
         """Remove unused rows and records of tasks. Rows that cannot be removed now are tried again later."""
         self._last_clean = time.monotonic()
@@ -285,7 +298,7 @@ class Supervisor:
         """
         try:
             if job.job_uuid in self._given_up:
-                self._end(self._store.get(job.job_uuid), self._given_up[job.job_uuid])
+                self._end(self._store.get(job.job_uuid), *self._given_up[job.job_uuid])
             else:
                 step()
         except StoreError:
@@ -314,10 +327,10 @@ class Supervisor:
     def _give_up(self, job: JobRecord, error: Exception) -> None:
         """Fail a job that cannot be handled, as soon as none of its processes is left."""
         message = f"the supervisor could not handle this job: {type(error).__name__}: {error}"
-        self._given_up[job.job_uuid] = message
+        self._given_up[job.job_uuid] = (Reason.internal, message)
         self._guarded(job, lambda: None)
 
-    def _end(self, job: JobRecord, message: str) -> None:
+    def _end(self, job: JobRecord, reason: Reason, message: str) -> None:
         """End the processes of a job that was given up, and fail it when they are gone. Until then the record must hold
         its device, or another job would get it."""
         if job.state in ACTIVE:
@@ -327,7 +340,7 @@ class Supervisor:
                 self._set_detail(job, f"{message}; it is being ended")
                 return
         if job.state not in TERMINAL:
-            self._move(job, JobState.failed, Reason.internal, message)
+            self._move(job, JobState.failed, reason, message)
         del self._given_up[job.job_uuid]
         self._failed_passes.pop(job.job_uuid, None)
 

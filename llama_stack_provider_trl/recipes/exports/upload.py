@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ _REFUSED_CODES = (
     *("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "INVALID_CLIENT_TOKEN_ID", "EXPIRED_TOKEN"),
     *("MISSING_AUTHENTICATION_TOKEN", "UNRECOGNIZED_CLIENT"),
 )
+_BRANCH = "upload-"
+"""Begins the name of the branch of a hub on which an export is read back, before it is on the main branch."""
 _ATTRIBUTES = ".gitattributes"
 """The one file that a hub writes into a new repository."""
 _REFUSED = (401, 403)
@@ -81,7 +84,9 @@ def _described(path: Path) -> _File:
 
 
 def _to_hub(directory: Path, files: dict[str, _File], destination: Destination, job_uuid: str) -> dict[str, Any]:
-    """One commit, which is there as a whole or not at all, in a repository that is private where it is new."""
+    """One commit on the main branch, which is there as a whole or not at all, in a repository that is private where it
+    is new. The same files are on a branch of their own before, and are read back there: what is damaged on the way does
+    not reach the main branch."""
     from huggingface_hub import CommitOperationAdd, HfApi, constants
 
     # Stores of chunks are a service of one hub. Without it files go to the hub that is named, by the protocol of LFS.
@@ -120,16 +125,37 @@ def _to_hub(directory: Path, files: dict[str, _File], destination: Destination, 
         if owner != job_uuid:
             raise _refused(destination, "it has a model of another job or another origin: name a new one")
     faults.reach("uploading")
-    operations = [CommitOperationAdd(path_in_repo=one, path_or_fileobj=directory / one) for one in files]
-    message = f"Upload {job_uuid}"
-    commit = asked(lambda: api.create_commit(name, operations, commit_message=message, parent_commit=head)).oid
-    there = listed(commit)
-    for path, file in files.items():
-        one = there.get(path)
-        lfs = getattr(one, "lfs", None)
-        digest, expected = (lfs.sha256, file.sha256) if lfs is not None else (getattr(one, "blob_id", None), file.git)
-        if one is None or one.size != file.size or digest != expected:
-            raise _lost(destination, f"its commit {commit} has other bytes of {path!r} than were sent")
+
+    def committed(revision: str) -> str:
+        """Commit the files to a branch, and read back what the hub has. The second time it has the large ones."""
+        operations = [CommitOperationAdd(path_in_repo=one, path_or_fileobj=directory / one) for one in files]
+        message = f"Upload {job_uuid}"
+        commit = asked(
+            lambda: api.create_commit(name, operations, commit_message=message, revision=revision, parent_commit=head)
+        ).oid
+        there = listed(commit)
+        for path, file in files.items():
+            one = there.get(path)
+            lfs = getattr(one, "lfs", None)
+            blob = getattr(one, "blob_id", None)
+            digest, expected = (lfs.sha256, file.sha256) if lfs is not None else (blob, file.git)
+            if one is None or one.size != file.size or digest != expected:
+                raise _lost(
+                    destination, f"its commit {commit} on {revision} has other bytes of {path!r} than were sent"
+                )
+        return str(commit)
+
+    branch = f"{_BRANCH}{hashlib.sha256(job_uuid.encode()).hexdigest()[:16]}"
+    with suppress(Exception):  # there is one where an earlier attempt was killed
+        api.delete_branch(name, branch=branch)
+    asked(lambda: api.create_branch(name, branch=branch, revision=head))
+    try:
+        committed(branch)
+        faults.reach("uploading-branch")
+        commit = committed("main")
+    finally:
+        with suppress(Exception):  # it holds nothing that the main branch lacks, or what is not to be used
+            api.delete_branch(name, branch=branch)
     return {**_summary(destination, files), "commit": commit}
 
 

@@ -38,7 +38,8 @@ from ..model.adapters import check_adapter
 from ..model.generation import Sampler, answer_ends
 from ..model.loading import WeightStorage, choose_device, load_model, load_tokenizer, vocabulary_size
 from ..model.positions import positions_of
-from .text import AnswerText
+from .grammar import SchemaMatcher, check_schema, tokenizer_of
+from .text import AnswerText, written_token
 from .turns import Turns
 
 MOST_ADAPTERS = 16
@@ -60,6 +61,13 @@ class _Voice:
         self.chat = Chat(tokenizer)
         self.users = 0
         """Answers that are being computed."""
+        self._for_schemas: Any = None
+
+    def matcher(self, schema: str) -> SchemaMatcher:
+        """What keeps an answer within a JSON schema. Raises JobFailure."""
+        if self._for_schemas is None:
+            self._for_schemas = tokenizer_of(self.tokenizer, self.ends)
+        return SchemaMatcher(self._for_schemas, schema)
 
 
 class ServedModel:
@@ -75,7 +83,7 @@ class ServedModel:
         if self._device.type == "cpu" and not os.environ.get(THREADS):
             # One core for everything else. On 2 cores that others used, too, a token of a 135M model took 1.3 s with 2
             # threads, which wait for each other at every layer, and 0.07 s with 1.
-            torch.set_num_threads(max(1, usable_cpus() - 1))
+            torch.set_num_threads(1 if spec.beside else max(1, usable_cpus() - 1))
         self._model: Any = load_model(spec.source, WeightStorage.as_stored(spec.source), self._device).eval()
         tokenizer = load_tokenizer(spec.source)
         self._own_ends = answer_ends(self._model, tokenizer)
@@ -101,6 +109,8 @@ class ServedModel:
         """
         with self._admitted:
             check()
+            if request.json_schema is not None:
+                check_schema(request.json_schema)
             self._turn.take()
             try:
                 voice = self._voice(request.adapter)
@@ -260,6 +270,7 @@ class _Answering:
         self.voice, self.request = voice, request
         self.text = AnswerText(voice.tokenizer, request.stop)
         self.sampler = Sampler(request, [random.Random(request.seed)], lambda: None)
+        self.matcher = None if request.json_schema is None else voice.matcher(request.json_schema)
         self.count = 0
         self.reason: Any = "length"
 
@@ -283,9 +294,8 @@ class _Answering:
         return ChosenToken(**dict(chosen), top=tuple(self._named(each, value) for each, value in pairs))
 
     def _named(self, token: int, logprob: float) -> TokenLogprob:
-        text = self.voice.tokenizer.decode([token])
-        assert isinstance(text, str)
-        known = tuple(text.encode()) if "\ufffd" not in text else None
+        text, content = written_token(self.voice.tokenizer, token)
+        known = None if content is None else tuple(content)
         return TokenLogprob(token=text, bytes=known, logprob=max(logprob, -9999.0))
 
 
@@ -296,8 +306,12 @@ class _Choosing(LogitsProcessor):
         self._answer, self._next_turn = answer, next_turn
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        chosen = self._answer.sampler(input_ids, scores)
-        part = self._answer.add(int(chosen.argmax(dim=-1)), scores)
+        matcher = self._answer.matcher
+        chosen = self._answer.sampler(input_ids, scores if matcher is None else matcher.masked(scores))
+        token = int(chosen.argmax(dim=-1))
+        if matcher is not None:
+            matcher.add(token)
+        part = self._answer.add(token, scores)
         self._next_turn(part)
         if self._answer.reason == "stop":
             raise _LeftEarly

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,6 +12,9 @@ if TYPE_CHECKING:
 
 _INCOMPLETE = "\ufffd"
 """Ends a decoded text whose last character lacks bytes."""
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+"""A token for one byte, as SentencePiece has 256 of them."""
 
 
 class AnswerText:
@@ -52,6 +57,42 @@ class AnswerText:
         begin = self._sent
         self._sent = max(begin, end)
         return text[begin:end]
+
+
+def written_token(tokenizer: PreTrainedTokenizerBase, token: int) -> tuple[str, bytes | None]:
+    """The text of a token alone, and its bytes; None: they are not known.
+
+    A token that holds a part of a character is written as OpenAI's API writes it, `bytes:\\xe4\\xbd`: no two of these
+    have the same text.
+    """
+    text = tokenizer.decode([token])
+    assert isinstance(text, str)
+    if _INCOMPLETE not in text:
+        return text, text.encode()
+    piece = tokenizer.convert_ids_to_tokens(token)
+    assert isinstance(piece, str)
+    if _INCOMPLETE in piece:  # the character itself
+        return text, text.encode()
+    known = _byte_of_letters()
+    if found := _BYTE.fullmatch(piece):
+        content = bytes([int(found[1], 16)])
+    elif piece and known.keys() >= {*piece}:
+        content = bytes(known[letter] for letter in piece)
+    else:
+        return text, None
+    try:
+        return content.decode(), content  # U+FFFD, of bytes
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content), content
+
+
+@cache
+def _byte_of_letters() -> dict[str, int]:
+    """The byte that each letter of a byte-level token stands for: GPT-2 writes those that cannot be printed as the
+    letters from U+0100 on."""
+    printed = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte): byte for byte in printed} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
 
 
 def _begun(text: str, stops: Sequence[str]) -> int:

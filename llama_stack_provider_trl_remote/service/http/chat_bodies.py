@@ -60,10 +60,24 @@ class AnswerBody(Documented, CheckedNames):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
+class JsonSchema(Documented, CheckedNames):
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")
+    """Of the schema; nothing reads it."""
+    description: Annotated[str | None, FreeText()] = Field(None, max_length=10_000)
+    """Of the schema; the model does not see it."""
+    schema_: Annotated[dict[str, Any], CheckedElsewhere()] = Field(alias="schema")
+    """The JSON schema, at most 64 KiB."""
+    strict: bool | None = None
+    """The answer is kept within the schema either way."""
+
+
 class ResponseFormat(Documented, CheckedNames):
     model_config = ConfigDict(extra="forbid")
-    type: Literal["text"]
-    """text: nothing constrains the answer."""
+    type: Literal["text", "json_schema"]
+    """text: nothing constrains the answer. json_schema: it is JSON that a schema describes."""
+    json_schema: JsonSchema | None = None
+    """With `json_schema`."""
 
 
 class ChatBody(AnswerBody):
@@ -77,7 +91,8 @@ class ChatBody(AnswerBody):
     n: int | None = Field(None, ge=1, le=MOST_ANSWERS)
     """Answers, each with random numbers of its own. They count as so many chats. Left out: 1."""
     response_format: ResponseFormat | None = None
-    """{"type": "text"}."""
+    """{"type": "text"}, or {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}: each token is one
+    that can continue such JSON."""
     max_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)
     """Tokens of the answer at most; left out: as many as the model has positions for."""
     max_completion_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)

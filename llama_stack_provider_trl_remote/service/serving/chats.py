@@ -17,6 +17,7 @@ from llama_stack_provider_trl.specs.methods import METHODS
 from llama_stack_provider_trl.specs.rows import Message, PromptExample, parse_row
 from llama_stack_provider_trl.specs.serving import (
     ADAPTERS,
+    MOST_SCHEMA,
     Answer,
     AnswerBegun,
     AnswerEnd,
@@ -271,7 +272,27 @@ def _chat_request(body: ChatBody) -> ServeRequest:
     messages = _messages(body.messages, body.described_tools)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     most = body.max_tokens or body.max_completion_tokens
-    return _request(body, messages=messages, max_tokens=most, logprobs=logprobs)
+    schema = _schema(body)
+    return _request(body, messages=messages, max_tokens=most, logprobs=logprobs, json_schema=schema)
+
+
+def _schema(body: ChatBody) -> str | None:
+    """The JSON schema of a chat's answer; None: nothing constrains it. Raises InvalidRequest."""
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        if wanted is not None and wanted.json_schema is not None:
+            raise InvalidRequest("response_format.json_schema", "...", "it needs type json_schema: send that")
+        return None
+    if wanted.json_schema is None:
+        raise InvalidRequest("response_format.json_schema", None, "type json_schema needs it: {name, schema}")
+    if body.described_tools:
+        hint = "a call of a tool is no answer within a schema: send tool_choice none, or leave it out"
+        raise InvalidRequest("response_format", "json_schema", hint)
+    text = json.dumps(wanted.json_schema.schema_)
+    if len(text) > MOST_SCHEMA:
+        hint = f"it has {len(text)} bytes, at most {MOST_SCHEMA} are read: send a smaller one"
+        raise InvalidRequest("response_format.json_schema.schema", "...", hint)
+    return text
 
 
 def _completion_request(body: CompletionBody) -> ServeRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,20 @@ from .tool_texts import CallReader, ToolCall
 
 Json = dict[str, Any]
 Kind = Literal["chat", "completion"]
+
+
+class _Offsets:
+    """Where each token begins in the text of an answer, in characters. Tokens that share a character begin at it."""
+
+    def __init__(self) -> None:
+        self._length = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: ChosenToken) -> int:
+        """Take the next token, and return where it begins."""
+        at = self._length
+        self._length += len(token.token if token.bytes is None else self._decoder.decode(bytes(token.bytes)))
+        return at
 
 
 @dataclass
@@ -37,7 +52,7 @@ class Written:
     """Separates calls of tools from the content; None: what the model writes is content."""
     _texts: list[str] = field(default_factory=list)
     _tokens: list[ChosenToken] = field(default_factory=list)
-    _length: int = 0
+    _offsets: _Offsets = field(default_factory=lambda: _Offsets())
     _tool_calls: list[Json] = field(default_factory=list)
     id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -47,9 +62,8 @@ class Written:
 
     def add(self, text: str, tokens: Sequence[ChosenToken]) -> Json | None:
         """Note the next part; returns the event that sends what is known with it, None: nothing is."""
-        logprobs = self._logprobs(tokens, self._length) if tokens else None
+        logprobs = self._logprobs(tokens, self._offsets) if tokens else None
         self._tokens += tokens
-        self._length += sum(len(token.token) for token in tokens)
         if self.kind == "chat":
             return self._delta([text] if self.calls is None else self.calls.add(text), logprobs)
         self._texts.append(text)
@@ -93,7 +107,7 @@ class Written:
 
     def choice(self) -> Json:
         """The answer in one piece."""
-        logprobs = self._logprobs(self._tokens, 0) if self.has_logprobs else None
+        logprobs = self._logprobs(self._tokens, _Offsets()) if self.has_logprobs else None
         text = "".join(self._texts)
         choice: Json = {"index": self.index, "finish_reason": self.reason, "logprobs": logprobs}
         if self.kind == "chat":
@@ -115,21 +129,17 @@ class Written:
             name = "chat.completion.chunk" if is_event else "chat.completion"
         return {"id": self.id, "object": name, "created": self.created, "model": self.model}
 
-    def _logprobs(self, tokens: Sequence[ChosenToken], offset: int) -> Json:
+    def _logprobs(self, tokens: Sequence[ChosenToken], offsets: _Offsets) -> Json:
         if self.kind == "chat":
             return {
                 "content": [{**_of_token(token), "top_logprobs": [*map(_of_token, token.top)]} for token in tokens],
                 "refusal": None,
             }
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token.token)
         return {
             "tokens": [token.token for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [{each.token: each.logprob for each in token.top} for token in tokens],
-            "text_offset": offsets,
+            "text_offset": [offsets.add(token) for token in tokens],
         }
 
 

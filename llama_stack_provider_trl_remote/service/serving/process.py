@@ -65,7 +65,9 @@ class ServingProcess:
     ) -> None:
         self._launcher, self._directory, self._spec, self._space = launcher, directory, spec, space
         self.device = device
-        self.task = TaskSpec(f"serving-{directory.name}", directory / RUN, (device,), python, serves=True)
+        self.task = TaskSpec(
+            f"serving-{directory.name}", directory / RUN, (device,), python, serves=True, beside=spec.beside
+        )
         self.users = 0
         """Requests that are being answered."""
         self.used_at = time.monotonic()
@@ -74,6 +76,11 @@ class ServingProcess:
         self._ends = asyncio.Event()
         self._life = asyncio.create_task(self._live(), name=f"serving {directory.name}")
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it computes beside a training, on the CPU."""
+        return self._spec.beside
 
     @property
     def has_ended(self) -> bool:

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound
+from llama_stack_provider_trl.jobs.decisions.states import ACTIVE
 from llama_stack_provider_trl.jobs.inputs.bases import find_served
+from llama_stack_provider_trl.jobs.store.records import JobRecord
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.checkpoint_files import is_data_name
@@ -21,6 +23,9 @@ from ..space import Space, Use
 FIELD = "model"
 """The field of a request that has the name."""
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_WEIGHTS = (".safetensors", ".bin")
+_PROCESS = 1 << 30
+"""Bytes of a process with torch and transformers."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,10 @@ class Served:
     files: Files | None
     """Those of `source`; None: it is a model id."""
     adapter: Files | None
+    training: str | None = None
+    """The job that makes it, and trains now; None: none does."""
+    parameters: int | None = None
+    """Of the base model, as that job has counted them; None: it has not, or there is none."""
 
     @classmethod
     def find(cls, name: str, settings: Settings, store: Store) -> Served:
@@ -72,12 +81,38 @@ class Served:
             adapter = None if base.adapter is None else Files.of(base.adapter.directory)
         except OSError as error:
             raise InvalidRequest(FIELD, name, f"its files cannot be read: {error.strerror or error}") from error
-        return cls(name, source, files, adapter)
+        made = (base.adapter or base.source).made_by
+        job = None if made is None else _active(made.job_uuid, store)
+        if job is None:
+            return cls(name, source, files, adapter)
+        return cls(name, source, files, adapter, job.job_uuid, (job.effective or {}).get("total_parameters"))
+
+    def memory(self) -> int | None:
+        """Bytes that a process with it needs on the CPU: its weights as they are stored, with a third for what an
+        answer takes, and those of the adapter; None: they are not known. Raises OSError."""
+        adapter = 0 if self.adapter is None else _weights(self.adapter.directory)
+        if self.files is not None:
+            return _PROCESS + 4 * (_weights(self.files.directory) + adapter) // 3
+        return None if self.parameters is None else _PROCESS + 4 * (4 * self.parameters + adapter) // 3
 
     @property
     def key(self) -> tuple[ModelSource, str]:
         """What one process serves."""
         return self.source, "" if self.files is None else self.files.digest
+
+
+def _active(job_uuid: str, store: Store) -> JobRecord | None:
+    """A job, if processes of it may exist."""
+    try:
+        job = store.get(job_uuid)
+    except JobNotFound:
+        return None
+    return job if job.state in ACTIVE else None
+
+
+def _weights(directory: Path) -> int:
+    """Bytes of the weights in a directory. Raises OSError."""
+    return sum(path.stat().st_size for path in directory.iterdir() if path.suffix in _WEIGHTS)
 
 
 def copy_adapter(adapter: Files, directory: Path, space: Space) -> None:

@@ -10,8 +10,9 @@ import asyncio
 import logging
 import shutil
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from typing import NamedTuple
 from uuid import uuid4
 
 from llama_stack_provider_trl.errors import LimitReached, NotServed
@@ -22,6 +23,7 @@ from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.specs.serving import ADAPTERS, Answer, ServeRequest, ServeSpec
 from llama_stack_provider_trl.system.data_dir import DataDir
+from llama_stack_provider_trl.system.process import available_memory
 
 from ..settings import ServiceSettings
 from ..space import Space
@@ -31,6 +33,15 @@ from .served import Served
 log = logging.getLogger(__name__)
 _AT_ONCE = 4
 """Answers that one process computes in turns."""
+_BESIDE = " beside a training"
+
+
+class _ServingPlace(NamedTuple):
+    """Where a process computes."""
+
+    device: str
+    beside: bool = False
+    """Beside a training."""
 
 
 class Serving:
@@ -39,6 +50,7 @@ class Serving:
     Args:
         for_jobs: the settings with which names of models are resolved.
         devices: of this machine.
+        memory: returns the bytes that are free on this machine.
     """
 
     def __init__(
@@ -49,9 +61,11 @@ class Serving:
         store: Store,
         devices: Sequence[str],
         space: Space,
+        memory: Callable[[], int] = available_memory,
     ) -> None:
         self._settings, self._for_jobs = settings, for_jobs
         self._launcher, self._store, self._devices, self._space = launcher, store, tuple(devices), space
+        self._memory = memory
         self._directory = DataDir(settings.data_dir).serving
         self._python = str(settings.train_python) if settings.train_python else None
         self._processes: dict[tuple[ModelSource, str], ServingProcess] = {}
@@ -137,42 +151,74 @@ class Serving:
             process = self._processes.get(served.key)
             if process is not None and not process.has_ended:
                 return process
-            device = await self._device()
+            place = await self._place(served)
             directory = self._directory / uuid4().hex[:12]
             spec = ServeSpec(
                 source=served.source,
                 adapters=directory / ADAPTERS,
-                device=device.partition(":")[0],
+                device=place.device.partition(":")[0],
                 idle_seconds=self._settings.serving_idle_seconds,
                 at_once=_AT_ONCE,
+                beside=place.beside,
             )
-            process = ServingProcess(self._launcher, directory, spec, device, self._space, self._python)
+            process = ServingProcess(self._launcher, directory, spec, place.device, self._space, self._python)
             self._processes[served.key] = process
-            log.info("serving %s on %s", served.source.model, device)
+            log.info("serving %s on %s%s", served.source.model, place.device, _BESIDE if place.beside else "")
             return process
 
-    async def _device(self) -> str:
-        """A device that no job has, with room for one more process. Raises NotServed."""
+    async def _place(self, served: Served) -> _ServingPlace:
+        """A device that no job has, with room for one more process; or the CPU beside the training of the model.
+
+        Raises:
+            NotServed: all are taken, or the memory does not suffice.
+        """
         self._processes = {key: process for key, process in self._processes.items() if not process.has_ended}
         holders = await asyncio.to_thread(self._store.holders)
-        free = [device for device in self._devices if _holder(device, holders) is None]
+        free = [_ServingPlace(device) for device in self._devices if _holder(device, holders) is None]
         if not free:
-            raise NotServed(_why(self._devices, holders))
-        on = Counter(process.device for process in self._processes.values())
-        device = min(free, key=lambda device: on[device])
-        if on[device] < self._settings.serving_processes:
-            return device
-        unused = [process for process in self._processes.values() if not process.users and process.device in free]
+            if served.training is None:
+                raise NotServed(_why(self._devices, holders))
+            free = [_ServingPlace("cpu", beside=True)]
+        on = Counter(_ServingPlace(one.device, one.is_beside) for one in self._processes.values())
+        place = min(free, key=lambda place: on[place])
+        if on[place] >= self._settings.serving_processes:
+            place = await self._emptied(free)
+        if place.beside:
+            await asyncio.to_thread(self._check_memory, served)
+        return place
+
+    async def _emptied(self, places: Sequence[_ServingPlace]) -> _ServingPlace:
+        """One of some places, of which a process that is answering nothing is ended. Raises NotServed."""
+        processes = [(one, _ServingPlace(one.device, one.is_beside)) for one in self._processes.values()]
+        unused = [(one, place) for one, place in processes if not one.users and place in places]
         if not unused:
             raise NotServed(
                 f"{len(self._processes)} other models are answering, as many as serving_processes allows: send this "
                 "again when their answers have ended",
                 5,
             )
-        oldest = min(unused, key=lambda process: process.used_at)
+        oldest, place = min(unused, key=lambda one: one[0].used_at)
         oldest.end("another model needs its place")
         await oldest.ended()
-        return oldest.device
+        return place
+
+    def _check_memory(self, served: Served) -> None:
+        """Raises NotServed: a process beside the training would need memory that is not free."""
+        try:
+            needed = served.memory()
+        except OSError as error:
+            raise NotServed(
+                f"the files of {served.name!r} cannot be read ({error.strerror}): send this again", 1
+            ) from error
+        free = self._memory()
+        if needed is not None and needed <= free:
+            return
+        size = "an unknown amount of" if needed is None else f"{needed / 2**30:.1f} GiB of"
+        raise NotServed(
+            f"a training comes first: job {served.training!r} trains, and a process that answers beside it would need "
+            f"{size} memory, of which {free / 2**30:.1f} GiB are free. Send this again when the job has ended; GET "
+            "/v1/post-training/queue shows it"
+        )
 
     async def _why_busy(self, device: str) -> str:
         return _why([device], await asyncio.to_thread(self._store.holders))

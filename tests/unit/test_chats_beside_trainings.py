@@ -1,0 +1,51 @@
+"""Where the memory does not suffice, a chat beside a training is refused with what is needed and what is free."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.errors import NotServed
+from llama_stack_provider_trl.specs.model_source import ModelSource
+from llama_stack_provider_trl.specs.serving import ServeRequest
+from llama_stack_provider_trl_remote.service.serving.served import Files, Served
+from llama_stack_provider_trl_remote.service.serving.serving import Serving
+from llama_stack_provider_trl_remote.service.settings import ServiceSettings
+
+
+def asked(tmp_path: Path, free: int, **changes: Any) -> str:
+    """Why a chat is not answered, with so many bytes free."""
+    model = tmp_path / "model"
+    model.mkdir(exist_ok=True)
+    with open(model / "model.safetensors", "wb") as file:
+        file.truncate(6 << 30)
+    settings = ServiceSettings(data_dir=tmp_path / "data")
+    store: Any = SimpleNamespace(holders=lambda: {"cuda:0": "tune"})
+    given: Any = {"files": Files.of(model), "adapter": None, "training": "tune", **changes}
+    served = Served("job:tune/newest", ModelSource(model=str(model)), **given)
+    unused: Any = None
+    serving = Serving(settings, unused, unused, store, ["cuda:0"], unused, memory=lambda: free)
+
+    async def ask() -> None:
+        async for _ in serving.answer(served, ServeRequest(prompt="a", seed="1")):
+            pass
+
+    with pytest.raises(NotServed) as caught:
+        asyncio.run(ask())
+    return str(caught.value)
+
+
+def test_a_chat_beside_a_training_needs_memory_that_is_free(tmp_path: Path) -> None:
+    assert asked(tmp_path, 2 << 30).startswith(
+        "a training comes first: job 'tune' trains, and a process that answers beside it would need 9.0 GiB of memory, "
+        "of which 2.0 GiB are free. Send this again when the job has ended"
+    )
+    # Of a model of the cache the job has counted the parameters.
+    found = asked(tmp_path, 2 << 30, files=None, parameters=1 << 30)
+    assert "would need 6.3 GiB of memory" in found
+    assert "would need an unknown amount of memory" in asked(tmp_path, 1 << 40, files=None)
+    assert asked(tmp_path, 1 << 40, training=None).startswith("a training comes first: job 'tune' has cuda:0. Send")
