@@ -27,3 +27,13 @@ export function duration(exact) {
   if (hours) return `${hours} h ${minutes} min`;
   return minutes ? `${minutes} min ${seconds % 60} s` : `${seconds} s`;
 }
+
+// Seconds in at most two units, for a narrow column (list_view.py).
+export function brief(exact) {
+  const seconds = Math.round(exact);
+  const [hours, minutes] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60];
+  const two = (value) => String(value).padStart(2, "0");
+  if (hours >= 48) return `${Math.floor(hours / 24)} d ${hours % 24} h`;
+  if (hours) return `${hours} h ${two(minutes)}`;
+  return minutes ? `${minutes}:${two(seconds % 60)} min` : `${seconds} s`;
+}
