@@ -15,6 +15,7 @@ from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.process import FileLock
+from llama_stack_provider_trl_remote.service.pages.list_view import brief, short
 from llama_stack_provider_trl_remote.service.pages.rendering import duration, number, size
 from tests.contract import browser
 from tests.contract.browser import Window
@@ -356,12 +357,15 @@ def test_scripts_write_values_as_the_service_does(window: Window) -> None:
     script = """async ([numbers, sizes, seconds]) => {
         const own = document.querySelector("script[type=module]").src;
         const texts = await import(new URL("./texts.js", own));
-        return [numbers.map(texts.number), sizes.map(texts.size), seconds.map(texts.duration)];
+        return [numbers.map((one) => texts.number(one)), sizes.map(texts.size), seconds.map(texts.duration),
+            numbers.map(texts.short), seconds.map(texts.brief)];
     }"""
     assert window.page.evaluate(script, [numbers, sizes, seconds]) == [
         [number(one) for one in numbers],
         [size(one) for one in sizes],
         [duration(one) for one in seconds],
+        [short(one) for one in numbers],
+        [brief(one) for one in seconds],
     ]
 
 

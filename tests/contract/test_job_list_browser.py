@@ -102,7 +102,7 @@ def test_a_search_and_a_chain_are_folded_and_open_at_a_click_without_a_new_page(
     assert not {"lr-search-1", "base-dpo", "base-eval"} & {*shown(window)}
     window.page.evaluate("window.kept = true")
     fold = "tr[data-job=lr-search] .fold"
-    assert "6 jobs: 6 completed" in window.page.inner_text(fold)
+    assert "6 jobs" in window.page.inner_text(fold)
     window.page.click(fold)
     window.page.wait_for_selector("tr[data-job=lr-search-1]")
     at = shown(window).index("lr-search")
@@ -159,16 +159,16 @@ def test_the_palette_and_keys_lead_to_jobs_and_pages(window: Window) -> None:
 def test_ticked_jobs_are_cancelled_and_deleted_and_a_refusal_is_shown(window: Window, service: Guarded) -> None:
     assert not window.page.locator(".ticked").is_visible()
     for name in ("held", "stopped"):
-        window.page.check(f"input[value={name}]")
+        window.page.check(f"input[name=job][value={name}]")
     window.page.click(".ticked >> text=Cancel")
     poll(lambda: service.state("held") == "cancelled", "the job is cancelled", timeout=20)
     window.page.wait_for_selector("tr[data-job=held] .state.cancelled")
     window.open("/?search=held")
-    window.page.check("input[value=held]")
+    window.page.check("input[name=job][value=held]")
     window.page.click(".ticked >> text=Delete")
     window.page.wait_for_selector("main:has-text('There is none')")
     window.open("/")
-    window.page.check("input[value=base]")
+    window.page.check("input[name=job][value=base]")
     window.page.click(".ticked >> text=Delete")
     window.page.wait_for_selector("#live:has-text('base-eval')")
     assert service.state("base") == "completed"

@@ -135,13 +135,13 @@ listed AS MATERIALIZED (
                    ELSE instr(lower(json_extract(spec, '$.source.model')), lower(:search)) > 0
                         OR EXISTS (SELECT 1 FROM json_each(spec, '$.metadata') AS pair WHERE pair.key <> :reserved
                                    AND instr(lower(pair.key || '=' || pair.value), lower(:search)) > 0) END)),
-families(root, part, members, low, high) AS MATERIALIZED (
+families(root, part, members, best) AS MATERIALIZED (
     SELECT root, min(part), group_concat(CASE WHEN family.job_uuid <> root THEN state END),
-           min(CASE WHEN typeof(value) <> 'text' THEN value END), max(CASE WHEN typeof(value) <> 'text' THEN value END)
+           min(CASE WHEN typeof(value) <> 'text' THEN value END)
     FROM family JOIN listed ON listed.job_uuid = family.job_uuid GROUP BY root),
 page AS (
     SELECT listed.age, coalesce(families.part, listed.part) AS part, listed.part AS own_part, claim, listed.not_before, listed.completed_at,
-           coalesce(value, CASE WHEN :sort IN ('loss', 'eval') THEN CASE WHEN :descending THEN high ELSE low END END) AS value,
+           coalesce(value, CASE WHEN :sort IN ('loss', 'eval') THEN best END) AS value,
            nullif(members, '') AS members, family.root AS root
     FROM listed LEFT JOIN family ON family.job_uuid = listed.job_uuid
     LEFT JOIN families ON families.root = listed.job_uuid AND :families IS NULL
@@ -162,7 +162,14 @@ SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(sp
        prepared_at, stepped_at, start_step, CASE WHEN json_valid(progress) THEN json_extract(progress, '$.loss') END AS loss,
        (SELECT CASE WHEN json_valid(metrics) THEN json_extract(metrics, '$.eval_loss') END FROM points
         WHERE points.job_uuid = jobs.job_uuid AND kind = 'validation' ORDER BY points.step DESC LIMIT 1) AS eval_loss,
-       members, root, (SELECT search FROM trials WHERE trials.job_uuid = jobs.job_uuid) AS search, matching
+       members, root, (SELECT search FROM trials WHERE trials.job_uuid = jobs.job_uuid) AS search, matching,
+       (SELECT min(CASE WHEN json_valid(tried.progress) THEN json_extract(tried.progress, '$.loss') END)
+        FROM trials JOIN jobs AS trial ON trial.job_uuid = trials.job_uuid
+        JOIN attempts AS tried ON tried.job_uuid = trial.job_uuid AND tried.attempt = trial.attempt
+        WHERE trials.search = jobs.job_uuid) AS best_loss,
+       (SELECT min((SELECT CASE WHEN json_valid(metrics) THEN json_extract(metrics, '$.eval_loss') END FROM points
+                    WHERE points.job_uuid = trials.job_uuid AND kind = 'validation' ORDER BY points.step DESC LIMIT 1))
+        FROM trials WHERE trials.search = jobs.job_uuid) AS best_eval_loss
 FROM sorted JOIN jobs USING (age) LEFT JOIN attempts USING (job_uuid, attempt)
 ORDER BY place;
 

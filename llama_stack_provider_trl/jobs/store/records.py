@@ -165,6 +165,9 @@ class ListedJob(JobSummary):
     """The job under which it is folded, itself where it has others; None: it stands alone, or nothing is folded."""
     search: str | None = None
     """The search that it is a trial of."""
+    best_loss: float | None = None
+    """This and `best_eval_loss`: of a search, the lowest of its trials."""
+    best_eval_loss: float | None = None
 
 
 @dataclass(frozen=True)

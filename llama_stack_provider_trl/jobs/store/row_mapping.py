@@ -172,6 +172,8 @@ def listed_job(row: sqlite3.Row) -> ListedJob:
         members=tuple(map(JobState, row["members"].split(","))) if row["members"] else (),
         root=row["root"],
         search=row["search"],
+        best_loss=row["best_loss"],
+        best_eval_loss=row["best_eval_loss"],
     )
 
 

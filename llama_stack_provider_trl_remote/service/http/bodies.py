@@ -342,9 +342,9 @@ class QueueRow(JobRow):
     """One job of the queue."""
 
     loss: float | None = None
-    """Of its last training point."""
+    """Of its last training point; of a search, the lowest of its trials."""
     eval_loss: float | None = None
-    """Of its last evaluation."""
+    """Of its last evaluation; of a search, the lowest of its trials."""
     eta_seconds: float | None = None
     """Seconds of training left at the pace so far."""
     reason: str | None = None

@@ -117,12 +117,17 @@ def rows_of(jobs: Sequence[QueueRow], members: Iterable[QueueRow], opened: Seque
 
 
 def family_text(members: Mapping[str, int]) -> str:
-    """The states of some jobs: `6 jobs: 4 completed, 2 waiting`."""
+    """The number of some jobs, and of those among them that have not completed: `6 jobs, 2 waiting`."""
     if not members:
         return ""
     total = sum(members.values())
-    states = ", ".join(f"{members[state]} {state_text(state)}" for state in JobState if state in members)
-    return f"{total} {'job' if total == 1 else 'jobs'}: {states}"
+    rest = [f"{members[one]} {state_text(one)}" for one in JobState if one in members and one != JobState.completed]
+    return ", ".join([f"{total} {'job' if total == 1 else 'jobs'}", *rest])
+
+
+def short(value: float | None) -> str:
+    """A number with four digits, for a narrow column; empty: not known."""
+    return "" if value is None else f"{value:.4g}"
 
 
 def state_text(state: JobState | str) -> str:

@@ -132,7 +132,9 @@ def _starts(
 
 def _queue_row(job: ListedJob, starts: Mapping[str, PredictedStart]) -> QueueRow:
     values: dict[str, Any] = dict(job_row(job))
-    values |= {"loss": _finite(job.progress.loss), "eval_loss": _finite(job.eval_loss), "reason": job.reason}
+    loss, eval_loss = job.progress.loss, job.eval_loss
+    values |= {"loss": _finite(job.best_loss if loss is None else loss), "reason": job.reason}
+    values |= {"eval_loss": _finite(job.best_eval_loss if eval_loss is None else eval_loss)}
     values |= {"metadata": job.metadata, "search": job.search, "root": job.root, "members": Counter(job.members)}
     if job.state not in TERMINAL:
         values["eta_seconds"] = job.progress.eta_seconds

@@ -2,7 +2,7 @@
 // those that are ticked.
 import { Parts } from "./parts.js";
 import { Stream } from "./stream.js";
-import { brief, number } from "./texts.js";
+import { brief, short } from "./texts.js";
 
 const live = document.getElementById("live");
 const parts = new Parts(["list"], { replaced: onList, failed: onLost });
@@ -32,7 +32,7 @@ function onEvent(job, { event, eta_seconds: eta }) {
   bar.value = event.step;
   found.querySelector(".progress .steps").textContent = `${event.step} of ${bar.max}`;
   found.querySelector(".eta").textContent = Number.isFinite(eta) ? `${brief(eta)} left` : "";
-  if (typeof event.metrics.loss === "number") found.querySelector(".loss .value").textContent = number(event.metrics.loss);
+  if (typeof event.metrics.loss === "number") found.querySelector(".loss .value").textContent = short(event.metrics.loss);
 }
 
 function onState(job, state) {

@@ -77,8 +77,9 @@ class Palette {
     if (wanted) found.push({ text: `Jobs with "${this.input.value.trim()}"`, to: `/?${new URLSearchParams({ search: this.input.value.trim() })}`, about: "search" });
     this.list.replaceChildren(
       ...found.map(({ text, to, about }, place) => {
-        const link = element("a", { href: to, tabindex: "-1" }, text);
-        return element("li", { role: "option", id: `palette-${place}`, "aria-selected": "false" }, link, element("span", { class: "steps" }, about ?? "page"));
+        const line = element("li", { role: "option", id: `palette-${place}`, "aria-selected": "false" }, text, element("span", { class: "steps" }, about ?? "page"));
+        line.addEventListener("click", () => location.assign(to));
+        return line;
       }),
     );
     this.select(0);
@@ -95,7 +96,7 @@ class Palette {
   onKey(event) {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     if (step) this.select(this.place + step);
-    else if (event.key === "Enter") this.list.children[this.place]?.querySelector("a").click();
+    else if (event.key === "Enter") this.list.children[this.place]?.click();
     else return;
     event.preventDefault();
   }
@@ -120,7 +121,7 @@ function isTyping(target) {
 
 // The rows of the page's list, by the links of their heads.
 function moveTo(step) {
-  const links = [...document.querySelectorAll("table.jobs tbody th > a:first-child")];
+  const links = [...document.querySelectorAll("table.jobs tbody a.job")];
   if (!links.length) return;
   const row = document.activeElement.closest("tr");
   const at = links.findIndex((link) => link.closest("tr") === row);
