@@ -181,7 +181,8 @@ class JobReader:
             folded: trials of a search, and jobs that come after others, are left out: the first of them has their
                 states.
         """
-        values = {"state": state, "search": search or "", "owner": owner, "order": order, "descending": descending}
+        values: dict[str, Any] = {"state": state, "search": search or "", "owner": owner, "order": order}
+        values |= {"descending": descending}
         values |= {"folded": folded, "families": None, "opened": None, "limit": limit, "offset": offset}
         rows = self._listed(values)
         # A page behind the last one has no row that has the number.
@@ -196,7 +197,8 @@ class JobReader:
         Returns:
             At most `limit`, oldest first where `order` leaves that open; each has its `root`.
         """
-        values = {"state": None, "search": "", "owner": None, "order": order, "descending": descending, "folded": True}
+        values: dict[str, Any] = {"state": None, "search": "", "owner": None, "order": order, "folded": True}
+        values |= {"descending": descending}
         values |= {"families": json.dumps([*roots]), "opened": json.dumps([*opened]), "limit": limit, "offset": 0}
         return [listed_job(row) for row in self._listed(values)]
 
