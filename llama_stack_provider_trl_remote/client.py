@@ -39,6 +39,7 @@ _PAGES = 1000
 """Pages of a list that are requested at most."""
 SUPERVISED_FINE_TUNE = "/v1/post-training/supervised-fine-tune"
 PREFLIGHT = "/v1/post-training/preflight"
+QUEUE = "/v1/post-training/queue"
 PREVIEW = "/v1/post-training/preview"
 GENERATE = "/v1/post-training/generate"
 EVALUATE = "/v1/post-training/evaluate"

@@ -27,7 +27,7 @@ from llama_stack_provider_trl.specs.row_files import stem_of
 
 from .address import DEFAULT_URL, checked_token, checked_url
 from .answer_lines import answer_lines
-from .client import JOBS, PREFLIGHT, PREVIEW, ServiceClient, Timeouts, job_path
+from .client import JOBS, PREFLIGHT, PREVIEW, QUEUE, ServiceClient, Timeouts, job_path
 from .follow import JobEvent, Note, events, statuses
 from .plots.curves import LOSS, SMOOTHING, Axis, curves_of
 from .plots.files import check_output, write_plot
@@ -39,6 +39,7 @@ from .submitting import call_of, submit_request
 Algorithm = Literal["sft", "dpo"]
 Json = dict[str, Any]
 _PAGE = 200
+_QUEUE_PAGE = 1000
 _SETS = 20
 PREFLIGHT_TIMEOUTS = Timeouts(read=3600.0, total=3600.0)
 """The service itself bounds a preflight (`preflight_timeout`)."""
@@ -441,6 +442,18 @@ async def list_jobs(service: ServiceClient, status: str | None = None) -> AsyncI
         after = page.get("next")
         if after is None:
             return
+
+
+async def sorted_jobs(service: ServiceClient, sort: str, status: str | None = None) -> list[Json]:
+    """Jobs of all pages as the queue has them, sorted by a column; with a minus the largest first."""
+    if status is not None:
+        await service.get(JOBS, limit=1, status=status)  # which refuses what is no status
+    found: list[Json] = []
+    while True:
+        page = await service.get(QUEUE, sort=sort, limit=_QUEUE_PAGE, offset=len(found))
+        found += page["data"]
+        if not page["data"] or len(found) >= page["matching"]:
+            return [job for job in found if status is None or status in (job["status"], job["state"])]
 
 
 type _Run = Callable[[Coroutine[Any, Any, Any]], Any]

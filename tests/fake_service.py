@@ -50,6 +50,10 @@ class FakeService:
         """Sets of answers of every job."""
         self.nodes: list[dict[str, Any]] = [{"node": "head", "devices": ["cpu"], "jobs": {"cpu": "job-1"}}]
         self.datasets: list[Json] = []
+        self.queue: list[Json] = []
+        """Rows of the queue, two to a page, in whatever order is requested."""
+        self.sorts: list[str] = []
+        """What pages of the queue were to be sorted by."""
         self.seen: Counter[str] = Counter()
         """`METHOD path` of every request that arrived."""
         self.users: list[str] = []
@@ -148,6 +152,11 @@ class FakeService:
             return self._post(path, await request.json())
         if path == "datasets":
             return web.json_response({"data": self.datasets})
+        if path == "post-training/queue":
+            self.sorts.append(request.query["sort"])
+            first = int(request.query["offset"])
+            page = self.queue[first : first + min(2, int(request.query["limit"]))]
+            return web.json_response({"data": page, "matching": len(self.queue), "counts": {}})
         if path == "post-training/jobs":
             return self._list(request)
         if parts[:2] == ["post-training", "job"]:

@@ -15,7 +15,10 @@ from typing import Any
 
 from PIL import Image
 
+from llama_stack_provider_trl.system.data_dir import DataDir
+from llama_stack_provider_trl.system.process import FileLock
 from tests.contract import browser
+from tests.contract.listed_jobs import add_listed
 from tests.contract.payloads import LORA, PAIRS, QUESTIONS, promised, sft
 from tests.contract.service import running
 from tests.contract.stack import DPO, SFT, poll
@@ -24,6 +27,9 @@ from tests.tiny import REPOSITORY, tiny_model
 
 PICTURES = REPOSITORY / "docs" / "images"
 _SIZE = {"width": 1100, "height": 640}
+_DESKTOP, _PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
+_SIZES = {"jobs": _DESKTOP, "jobs-phone": _PHONE}
+"""Of the pictures of the list of jobs; the others have `_SIZE`."""
 _TRAINING = 900
 """Seconds that a training may take, on a machine with other work on it."""
 _COLORS = 96
@@ -37,6 +43,9 @@ def main(names: list[str]) -> None:
         names: of the pictures; empty: all.
     """
     PICTURES.mkdir(exist_ok=True)
+    take_list([*_SIZES] if not names else [name for name in names if name in _SIZES])
+    if names and {*names} <= {*_SIZES}:
+        return
     with tempfile.TemporaryDirectory(prefix="trl-") as directory:
         root = Path(directory)
         model = root / "models" / "tiny-chat"
@@ -96,7 +105,6 @@ def take(window: browser.Window, model: str, names: list[str]) -> None:
 
     window.login("admin")
     pictures: dict[str, tuple[str, Callable[[], object]]] = {
-        "jobs": ("/", lambda: page.wait_for_selector("tr[data-job=sft-long] progress", timeout=60_000)),
         "job": ("/jobs/sft-long", drawn),
         "compare": ("/compare?job=sft-slow&job=sft-fast", drawn),
         "samples": ("/jobs/sft-samples/samples", lambda: page.wait_for_selector("table.samples")),
@@ -109,8 +117,29 @@ def take(window: browser.Window, model: str, names: list[str]) -> None:
             continue
         window.open(path)
         prepare()
-        picture = Image.open(io.BytesIO(page.screenshot()))
-        picture.convert("RGB").quantize(_COLORS).save(PICTURES / f"{name}.png", optimize=True)
+        save(name, page.screenshot())
+
+
+def take_list(names: list[str]) -> None:
+    """Write the pictures of the list of jobs: of jobs in every state, which nothing trains."""
+    with tempfile.TemporaryDirectory(prefix="trl-") as directory:
+        data_dir = Path(directory) / "data"
+        data_dir.mkdir(mode=0o700)
+        supervisor = FileLock(DataDir(data_dir).supervisor_lock)
+        assert supervisor.acquire("tests.screenshots")
+        add_listed(data_dir)
+        with running(Guarded(Path(directory))) as service, browser.chromium() as chromium:
+            for name in names:
+                with browser.window(chromium, service, viewport=_SIZES[name]) as window:
+                    window.login("admin")
+                    window.open("/?open=lr-search" if _SIZES[name] == _DESKTOP else "/")
+                    window.page.wait_for_selector(".spark")
+                    save(name, window.page.screenshot())
+        supervisor.release()
+
+
+def save(name: str, png: bytes) -> None:
+    Image.open(io.BytesIO(png)).convert("RGB").quantize(_COLORS).save(PICTURES / f"{name}.png", optimize=True)
 
 
 if __name__ == "__main__":

@@ -21,14 +21,14 @@ from ..pull import pull
 from ..request_files import read_request
 from ..row_files import register_rows, register_uri, stored_rows
 from ..submitting import submit_request
-from ..trl_client import list_jobs, preflight_request
+from ..trl_client import list_jobs, preflight_request, sorted_jobs
 from . import advise, found_machines, machine_commands, nodes_ssh, whole_jobs
 from .answers import answers
 from .chat import chat
 from .preview import preview
 from .register import register
 from .samples import samples
-from .terminal import audit_line, emit, job_line, preflight_lines, progress_line, table, token_row
+from .terminal import JOB_COLUMNS, audit_line, emit, job_line, job_row, preflight_lines, progress_line, table, token_row
 from .watch import exit_status, follow_log, watch
 
 Command = Callable[[ServiceClient, Namespace], Coroutine[Any, Any, int]]
@@ -52,6 +52,11 @@ async def preflight(client: ServiceClient, options: Namespace) -> int:
 
 
 async def show_jobs(client: ServiceClient, options: Namespace) -> int:
+    if options.sort is not None or options.reverse:
+        sort = f"{'-' if options.reverse else ''}{options.sort or 'created'}"
+        jobs = await sorted_jobs(client, sort, options.status)
+        emit(options, jobs, *table(JOB_COLUMNS, map(job_row, jobs)))
+        return 0
     if options.json:
         show_json([job async for job in list_jobs(client, options.status)], indent=2)
         return 0

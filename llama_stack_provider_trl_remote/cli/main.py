@@ -468,10 +468,16 @@ def _jobs(group: argparse.ArgumentParser) -> None:
     )
     preflight.add_argument("file", metavar="FILE", help="the request as JSON, YAML or TOML; - reads standard input")
     preflight.add_argument("--algorithm", choices=("sft", "dpo"), help="default: from the request's fields")
-    listing = at_service(commands.add_parser("list", help="one line per job, oldest first"))
+    listing = at_service(commands.add_parser("list", help="one line per job, oldest first, or sorted by a column"))
     listing.add_argument(
         "--status", help="only these: scheduled, in_progress, completed, failed, cancelled, paused ..."
     )
+    listing.add_argument(
+        "--sort",
+        choices=("name", "state", "method", "model", "loss", "eval", "progress", "duration", "created", "owner"),
+        help="as the page of jobs sorts them; jobs without a value come last",
+    )
+    listing.add_argument("--reverse", action="store_true", help="the largest, or the newest, first")
     _job(commands.add_parser("show", help="the whole status as JSON"))
     watch = at_service(
         commands.add_parser("watch", help="follow jobs to their end; exit status 0 completed, 1 failed, 2 cancelled")

@@ -29,6 +29,20 @@ def job_line(job: dict[str, Any]) -> str:
     return f"{created:<19}  {state:<11}  {steps:>11}  {job['job_uuid']}{waits}"
 
 
+JOB_COLUMNS = ("job", "state", "method", "model", "loss", "eval loss", "steps", "submitted", "by")
+
+
+def job_row(job: dict[str, Any]) -> tuple[str, ...]:
+    """One line of `jobs list --sort`."""
+    losses = ("" if job.get(name) is None else f"{job[name]:.5g}" for name in ("loss", "eval_loss"))
+    return (
+        *(job["job_uuid"], job["state"], job.get("algorithm") or ""),
+        *((job.get("model") or "").rstrip("/").rpartition("/")[2], *losses),
+        f"{job.get('step') or 0}/{job.get('total_steps') or '?'}",
+        *(str(job.get("scheduled_at") or "")[:19].replace("T", " "), job.get("created_by") or ""),
+    )
+
+
 def progress_line(status: dict[str, Any]) -> str:
     """The state of a job in one line: `in_progress  34% step 12/35  loss 2.310  870 tokens/s  1:05 left`."""
     return "  ".join(_progress(status).values())

@@ -156,7 +156,7 @@ def test_ticked_jobs_are_compared_in_charts_with_a_curve_of_each(window: Window)
     window.login("submit")
     for job in ("alive", "dpo"):
         window.page.check(f"input[value={job}]")
-    window.page.click("text=Compare those that are ticked")
+    window.page.click("text=Compare ticked")
     window.wait_for_charts()
     poll(lambda: set(drawn(window).get("loss", ())) == {"alive", "dpo"}, "losses are drawn", timeout=20)
     poll(lambda: drawn(window).get("rewards/margins") == ["dpo"], "margins are drawn", timeout=20)

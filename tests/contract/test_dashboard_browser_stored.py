@@ -15,6 +15,7 @@ from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.process import FileLock
+from llama_stack_provider_trl_remote.service.pages.list_view import brief, short
 from llama_stack_provider_trl_remote.service.pages.rendering import duration, number, size
 from tests.contract import browser
 from tests.contract.browser import Window
@@ -137,11 +138,11 @@ def test_ten_thousand_jobs_are_paged_searched_and_filtered(window: Window, servi
     window.page.keyboard.press("Enter")
     window.page.wait_for_selector("#list p:has-text('10 jobs')")
     assert sorted(rows(window)) == [f"many-{number:05}" for number in range(9990, 10_000)]
-    window.page.select_option("[name=state]", "paused")
     window.page.fill("[name=search]", "")
     window.page.click("main .filter button")
+    window.page.click("text=paused (2)")
     window.page.wait_for_selector("#list p:has-text('2 jobs')")
-    assert f"cancelled ({MANY})" in window.page.inner_text("[name=state]")
+    assert f"cancelled ({MANY})" in window.page.inner_text(".tabs")
 
 
 def test_a_job_with_200_000_points_is_drawn_and_exact_where_it_is_enlarged(window: Window) -> None:
@@ -356,12 +357,15 @@ def test_scripts_write_values_as_the_service_does(window: Window) -> None:
     script = """async ([numbers, sizes, seconds]) => {
         const own = document.querySelector("script[type=module]").src;
         const texts = await import(new URL("./texts.js", own));
-        return [numbers.map(texts.number), sizes.map(texts.size), seconds.map(texts.duration)];
+        return [numbers.map((one) => texts.number(one)), sizes.map(texts.size), seconds.map(texts.duration),
+            numbers.map(texts.short), seconds.map(texts.brief)];
     }"""
     assert window.page.evaluate(script, [numbers, sizes, seconds]) == [
         [number(one) for one in numbers],
         [size(one) for one in sizes],
         [duration(one) for one in seconds],
+        [short(one) for one in numbers],
+        [brief(one) for one in seconds],
     ]
 
 

@@ -12,7 +12,7 @@ from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.events import Prepared, Progress, Reason, Started
 from llama_stack_provider_trl_remote.service.http.bodies import QueueRow
-from llama_stack_provider_trl_remote.service.pages.list_pages import start_text
+from llama_stack_provider_trl_remote.service.pages.list_view import start_text
 from llama_stack_provider_trl_remote.service.views.queue import queue_page
 from tests.fakes import FakeClock, job_spec
 

@@ -269,6 +269,22 @@ def displayed(written: str) -> list[str]:
     return [line.rstrip() for line in lines if line.strip()]
 
 
+def test_jobs_are_listed_by_a_column_as_a_table(run: Run, service: FakeService) -> None:
+    service.jobs["job"] = [status("job")]
+    row = {"state": "completed", "status": "completed", "algorithm": "sft", "model": "org/tiny", "step": 5}
+    row |= {"total_steps": 9, "scheduled_at": "2026-11-21T10:00:00Z", "created_by": "ada", "eval_loss": None}
+    service.queue = [{**row, "job_uuid": name, "loss": loss} for name, loss in (("b", 0.5), ("a", 1.25), ("c", None))]
+    service.queue.append({**row, "job_uuid": "d", "state": "paused", "status": "scheduled", "loss": None})
+    exit_status, output, errors = run("jobs", "list", "--sort", "loss")
+    assert (exit_status, errors, service.sorts) == (0, "", ["loss", "loss"])
+    lines = output.splitlines()
+    assert lines[0].split()[:6] == ["job", "state", "method", "model", "loss", "eval"]
+    assert [line.split()[0] for line in lines[1:]] == ["b", "a", "c", "d"]
+    assert lines[2].split() == ["a", "completed", "sft", "tiny", "1.25", "5/9", "2026-11-21", "10:00:00", "ada"]
+    output = run("jobs", "list", "--reverse", "--status", "scheduled", "--json")[1]
+    assert ([job["job_uuid"] for job in json.loads(output)], service.sorts[-1]) == (["d"], "-created")
+
+
 JSON_COMMANDS = {
     "jobs submit FILE": {"job_uuid": "one"},
     "jobs list": [{"job_uuid": "job", "status": "completed", "scheduled_at": "2026-11-21T10:00:00Z"}],

@@ -99,30 +99,103 @@ ORDER BY age LIMIT :limit;
 -- name: select_queue_page
 -- Jobs in the order in which they run: those with processes, those that wait (as `placement.place` sorts them; after these
 -- the ones that wait for other jobs or for the time of their next attempt), paused ones, then those that have ended, the last one first.
--- `Queued.claim` sorts those that wait. The names are sorted first: a sort of whole rows would extract the model from every spec.
-WITH page AS (
-    SELECT age, CASE WHEN state IN ('launching', 'in_progress', 'pausing', 'cancelling') THEN 0
-                     WHEN state = 'scheduled' THEN 1 + (blocked OR not_before > :now)
-                     WHEN state = 'paused' THEN 3 ELSE 4 END AS part,
+-- `Queued.claim` sorts those that wait. Or by a column (`sort`; jobs without a value last). The names are sorted first: a sort of whole
+-- rows would extract the model from every spec.
+-- Folded: trials stand under their search, and jobs that come after another under that one. A family has the place of the first of its
+-- members. `part`: of `search`, without the `=` between name and value. `families`: a JSON array of the jobs whose families are wanted, without these jobs themselves; NULL: all jobs, and of a
+-- family the first one alone.
+WITH RECURSIVE parents(job_uuid, parent) AS MATERIALIZED (
+    SELECT job_uuid, search FROM trials WHERE :folded
+    UNION ALL
+    SELECT link.job_uuid, predecessor FROM predecessors AS link
+    WHERE :folded AND NOT EXISTS (SELECT 1 FROM trials WHERE trials.job_uuid = link.job_uuid)
+      AND position = (SELECT min(position) FROM predecessors AS other JOIN jobs ON jobs.job_uuid = other.predecessor
+                      WHERE other.job_uuid = link.job_uuid)),
+family(job_uuid, root) AS (
+    SELECT parent, parent FROM parents WHERE parent NOT IN (SELECT job_uuid FROM parents)
+    UNION
+    SELECT parents.job_uuid, root FROM family CROSS JOIN parents ON parents.parent = family.job_uuid),
+listed AS MATERIALIZED (
+    SELECT age, job_uuid, state, not_before, completed_at,
+           CASE WHEN state IN ('launching', 'in_progress', 'pausing', 'cancelling') THEN 0
+                WHEN state = 'scheduled' THEN 1 + (blocked OR not_before > :now)
+                WHEN state = 'paused' THEN 3 ELSE 4 END AS part,
            CASE WHEN state = 'paused' THEN -priority
-                ELSE -max(priority, min(:highest, priority + CAST(max(0, :now - max(scheduled_at, not_before)) / :aging AS INTEGER))) END AS claim
+                ELSE -max(priority, min(:highest, priority + CAST(max(0, :now - max(scheduled_at, not_before)) / :aging AS INTEGER))) END AS claim,
+           CASE :sort
+               WHEN 'name' THEN lower(job_uuid)
+               WHEN 'state' THEN state
+               WHEN 'owner' THEN nullif(lower(created_by), '')
+               WHEN 'created' THEN scheduled_at
+               WHEN 'duration' THEN coalesce(completed_at, :now) - started_at
+               WHEN 'method' THEN CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.train.method.type'), json_extract(spec, '$.train.method.algorithm')) END
+               WHEN 'model' THEN CASE WHEN json_valid(spec) THEN (SELECT lower(substr(model, 1 + length(rtrim(model, replace(model, '/', '')))))
+                    FROM (SELECT rtrim(json_extract(spec, '$.source.model'), '/') AS model)) END
+               WHEN 'loss' THEN (SELECT CASE WHEN json_valid(progress) THEN json_extract(progress, '$.loss') END FROM attempts
+                                 WHERE attempts.job_uuid = jobs.job_uuid AND attempts.attempt = jobs.attempt)
+               WHEN 'progress' THEN (SELECT step * 1.0 / total_steps FROM attempts
+                                     WHERE attempts.job_uuid = jobs.job_uuid AND attempts.attempt = jobs.attempt)
+               WHEN 'eval' THEN (SELECT CASE WHEN json_valid(metrics) THEN json_extract(metrics, '$.eval_loss') END FROM points
+                                 WHERE points.job_uuid = jobs.job_uuid AND kind = 'validation' ORDER BY points.step DESC LIMIT 1)
+           END AS value
     FROM jobs
-    WHERE (:state IS NULL OR state = :state)
-      AND (:search = '' OR instr(lower(job_uuid), lower(:search)) > 0)
-    ORDER BY part, CASE WHEN part IN (1, 3) THEN claim END, CASE WHEN part = 2 THEN not_before END,
-             CASE WHEN part = 4 THEN -coalesce(completed_at, 0) END, age
-    LIMIT :limit OFFSET :offset)
+    WHERE (:state IS NULL OR state = :state) AND (:owner IS NULL OR created_by = :owner)
+      AND (:search = '' OR instr(lower(job_uuid), lower(:search)) > 0
+           OR CASE WHEN instr(lower(spec), lower(:part)) = 0 OR NOT json_valid(spec) THEN 0
+                   ELSE instr(lower(json_extract(spec, '$.source.model')), lower(:search)) > 0
+                        OR EXISTS (SELECT 1 FROM json_each(spec, '$.metadata') AS pair WHERE pair.key <> :reserved
+                                   AND instr(lower(pair.key || '=' || pair.value), lower(:search)) > 0) END)),
+families(root, part, members, best) AS MATERIALIZED (
+    SELECT root, min(part), group_concat(CASE WHEN family.job_uuid <> root THEN state END),
+           min(CASE WHEN typeof(value) <> 'text' THEN value END)
+    FROM family JOIN listed ON listed.job_uuid = family.job_uuid GROUP BY root),
+page AS (
+    SELECT listed.age, coalesce(families.part, listed.part) AS part, listed.part AS own_part, claim, listed.not_before, listed.completed_at,
+           coalesce(value, CASE WHEN :sort IN ('loss', 'eval') THEN best END) AS value,
+           nullif(members, '') AS members, family.root AS root
+    FROM listed LEFT JOIN family ON family.job_uuid = listed.job_uuid
+    LEFT JOIN families ON families.root = listed.job_uuid AND :families IS NULL
+    WHERE CASE WHEN :families IS NULL THEN family.root IS NULL OR family.root = listed.job_uuid
+               ELSE family.root <> listed.job_uuid AND family.root IN (SELECT value FROM json_each(:families))
+                    AND (listed.part = 0 OR family.root IN (SELECT value FROM json_each(:opened))) END),
+sorted AS (
+    SELECT *, count(*) OVER () AS matching, row_number() OVER (
+        ORDER BY value IS NULL, CASE WHEN :descending THEN NULL ELSE value END, CASE WHEN :descending THEN value END DESC,
+                 CASE WHEN :families IS NOT NULL THEN age END,
+                 part, CASE WHEN own_part IN (1, 3) THEN claim END, CASE WHEN own_part = 2 THEN not_before END,
+                 CASE WHEN part = 4 THEN -coalesce(completed_at, 0) END, age) AS place
+    FROM page ORDER BY place LIMIT :limit OFFSET :offset)
 SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.train.method.type'), json_extract(spec, '$.train.method.algorithm')) END AS algorithm,
        CASE WHEN json_valid(spec) THEN json_extract(spec, '$.source.model') END AS model,
-       priority, step, total_steps, detail, jobs.message, scheduled_at, jobs.started_at, completed_at, created_by
-FROM page JOIN jobs USING (age) LEFT JOIN attempts USING (job_uuid, attempt)
-ORDER BY part, CASE WHEN part IN (1, 3) THEN claim END, CASE WHEN part = 2 THEN not_before END,
-         CASE WHEN part = 4 THEN -coalesce(completed_at, 0) END, age;
+       CASE WHEN json_valid(spec) THEN json_extract(spec, '$.metadata') END AS metadata,
+       priority, step, total_steps, detail, jobs.message, jobs.reason, scheduled_at, jobs.started_at, jobs.completed_at, created_by,
+       prepared_at, stepped_at, start_step, CASE WHEN json_valid(progress) THEN json_extract(progress, '$.loss') END AS loss,
+       (SELECT CASE WHEN json_valid(metrics) THEN json_extract(metrics, '$.eval_loss') END FROM points
+        WHERE points.job_uuid = jobs.job_uuid AND kind = 'validation' ORDER BY points.step DESC LIMIT 1) AS eval_loss,
+       members, root, (SELECT search FROM trials WHERE trials.job_uuid = jobs.job_uuid) AS search, matching,
+       (SELECT min(CASE WHEN json_valid(tried.progress) THEN json_extract(tried.progress, '$.loss') END)
+        FROM trials JOIN jobs AS trial ON trial.job_uuid = trials.job_uuid
+        JOIN attempts AS tried ON tried.job_uuid = trial.job_uuid AND tried.attempt = trial.attempt
+        WHERE trials.search = jobs.job_uuid) AS best_loss,
+       (SELECT min((SELECT CASE WHEN json_valid(metrics) THEN json_extract(metrics, '$.eval_loss') END FROM points
+                    WHERE points.job_uuid = trials.job_uuid AND kind = 'validation' ORDER BY points.step DESC LIMIT 1))
+        FROM trials WHERE trials.search = jobs.job_uuid) AS best_eval_loss
+FROM sorted JOIN jobs USING (age) LEFT JOIN attempts USING (job_uuid, attempt)
+ORDER BY place;
 
--- name: count_queue
--- The jobs that select_queue_page divides into pages.
-SELECT count(*) AS jobs FROM jobs
-WHERE (:state IS NULL OR state = :state) AND (:search = '' OR instr(lower(job_uuid), lower(:search)) > 0);
+-- name: select_sparks
+-- For each of some jobs (a JSON array) at most `points` of its training points, evenly over its steps, the first and the last among them.
+WITH RECURSIVE wanted(job_uuid) AS (SELECT value FROM json_each(:names)),
+ends AS (
+    SELECT job_uuid, (SELECT min(step) FROM points WHERE points.job_uuid = wanted.job_uuid) AS first,
+           (SELECT max(step) FROM points WHERE points.job_uuid = wanted.job_uuid) AS last
+    FROM wanted),
+numbers(number) AS (SELECT 0 UNION ALL SELECT number + 1 FROM numbers WHERE number < :points - 1),
+steps AS MATERIALIZED (
+    SELECT DISTINCT job_uuid, first + (last - first) * number / (:points - 1) AS step FROM ends JOIN numbers WHERE first IS NOT NULL)
+SELECT job_uuid, (SELECT metrics FROM points WHERE points.job_uuid = steps.job_uuid AND points.step >= steps.step
+                  AND kind = 'train' ORDER BY points.step LIMIT 1) AS metrics
+FROM steps ORDER BY job_uuid, step;
 
 -- name: count_states
 SELECT state, count(*) AS jobs FROM jobs GROUP BY state;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import sqlite3
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import DamagedRecord, JobConflict, JobNotFound
+from ...requests.options import RESERVED
 from ...specs.job import JobSpec
 from ..decisions.demands import AGING, CRITICAL, Queued
 from ..decisions.prediction import RunningJob, WaitingJob
@@ -24,6 +26,8 @@ from .records import (
     EventFile,
     JobRecord,
     JobSummary,
+    ListedJob,
+    ListOrder,
     Outcome,
     PointRecord,
     SamplesRecord,
@@ -34,6 +38,7 @@ from .row_mapping import (
     failed_event,
     job_record,
     job_summary,
+    listed_job,
     point_record,
     running_job,
     samples_record,
@@ -174,20 +179,68 @@ class JobReader:
         return [job_summary(row) for row in self._page("select_page", after, states, limit)]
 
     def queue_page(
-        self, state: JobState | None = None, search: str | None = None, limit: int = -1, offset: int = 0
-    ) -> tuple[Sequence[JobSummary], int]:
-        """Jobs in the order in which they run, and their number without `limit` and `offset`.
+        self,
+        state: JobState | None = None,
+        search: str | None = None,
+        limit: int = -1,
+        offset: int = 0,
+        *,
+        owner: str | None = None,
+        order: ListOrder = "",
+        descending: bool = False,
+        folded: bool = False,
+    ) -> tuple[Sequence[ListedJob], int]:
+        """Jobs in the order in which they run, or by a column, and their number without `limit` and `offset`.
 
         Running jobs come first, then those that wait, then paused ones, then those that have ended, the last one first.
 
         Args:
             state: None: any.
-            search: part of their names, in any case (of ASCII letters).
+            search: part of their names, of those of their models, or of their metadata as `name=value`, in any case (of
+                ASCII letters).
+            owner: `created_by` of all; None: any.
+            order: those without a value come last, in any direction.
+            folded: trials of a search, and jobs that come after others, are left out: the first of them has their
+                states.
         """
-        values = {"state": state, "search": search or "", "now": self._clock(), "limit": limit, "offset": offset}
-        values |= {"aging": AGING, "highest": CRITICAL}
-        jobs = [job_summary(row) for row in self.database.select("select_queue_page", values)]
-        return jobs, self.database.select("count_queue", values)[0]["jobs"]
+        values: dict[str, Any] = {"state": state, "search": search or "", "owner": owner, "order": order}
+        values |= {"descending": descending}
+        values |= {"folded": folded, "families": None, "opened": None, "limit": limit, "offset": offset}
+        rows = self._listed(values)
+        # A page behind the last one has no row that has the number.
+        counted = rows or (self._listed({**values, "limit": 1, "offset": 0}) if offset else rows)
+        return [listed_job(row) for row in rows], counted[0]["matching"] if counted else 0
+
+    def families(
+        self, roots: Sequence[str], opened: Sequence[str], order: ListOrder, descending: bool, limit: int
+    ) -> Sequence[ListedJob]:
+        """The jobs that `queue_page` has folded under some others: of those in `opened` all, of others what runs.
+
+        Returns:
+            At most `limit`, oldest first where `order` leaves that open; each has its `root`.
+        """
+        values: dict[str, Any] = {"state": None, "search": "", "owner": None, "order": order, "folded": True}
+        values |= {"descending": descending}
+        values |= {"families": json.dumps([*roots]), "opened": json.dumps([*opened]), "limit": limit, "offset": 0}
+        return [listed_job(row) for row in self._listed(values)]
+
+    def _listed(self, values: Mapping[str, Any]) -> Sequence[sqlite3.Row]:
+        fixed = {"now": self._clock(), "aging": AGING, "highest": CRITICAL, "reserved": RESERVED}
+        # What must be in a specification, as JSON writes it, before it is parsed.
+        part = max(values["search"].split("="), key=len)
+        return self.database.select("select_queue_page", {**values, "sort": values["order"], "part": part, **fixed})
+
+    def sparks(self, names: Sequence[str], points: int) -> Mapping[str, Sequence[float]]:
+        """Losses of each of some jobs at `points` steps or fewer, from its first to its last one, at even distances.
+
+        Each takes `points` look-ups, whatever the number of its steps. Jobs without a loss are left out.
+        """
+        found: dict[str, list[float]] = {}
+        for row in self.database.select("select_sparks", {"names": json.dumps([*names]), "points": points}):
+            loss = None if row["metrics"] is None else json.loads(row["metrics"]).get("loss")
+            if loss is not None and math.isfinite(loss):
+                found.setdefault(row["job_uuid"], []).append(loss)
+        return found
 
     def count(self) -> Mapping[JobState, int]:
         """The number of jobs in each state that has any."""

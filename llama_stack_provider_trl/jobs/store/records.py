@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -143,6 +144,30 @@ class JobSummary:
     started_at: datetime | None
     completed_at: datetime | None
     created_by: str = ""
+
+
+ListOrder = Literal["", "name", "state", "method", "model", "loss", "eval", "progress", "duration", "created", "owner"]
+"""What a list of jobs is sorted by; empty: the order in which they run."""
+
+
+@dataclass(frozen=True)
+class ListedJob(JobSummary):
+    """A job of a list, with what the list compares."""
+
+    reason: Reason | None = None
+    """Of its failure."""
+    eval_loss: float | None = None
+    """Of its last evaluation."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    members: tuple[JobState, ...] = ()
+    """States of the jobs that are folded under it."""
+    root: str | None = None
+    """The job under which it is folded, itself where it has others; None: it stands alone, or nothing is folded."""
+    search: str | None = None
+    """The search that it is a trial of."""
+    best_loss: float | None = None
+    """This and `best_eval_loss`: of a search, the lowest of its trials."""
+    best_eval_loss: float | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from ...requests.options import RESERVED
 from ...specs.event_fields import LAST_TIME
 from ...specs.events import (
     Answer,
@@ -40,6 +41,7 @@ from .records import (
     JobProgress,
     JobRecord,
     JobSummary,
+    ListedJob,
     NodeRecord,
     NodeTaskRecord,
     PointRecord,
@@ -155,6 +157,23 @@ def job_summary(row: sqlite3.Row) -> JobSummary:
         started_at=_utc_or_none(row["started_at"]),
         completed_at=_utc_or_none(row["completed_at"]),
         created_by=row["created_by"],
+    )
+
+
+def listed_job(row: sqlite3.Row) -> ListedJob:
+    summary = job_summary(row)
+    eta = None if row["step"] is None else _eta(row)
+    metadata = json.loads(row["metadata"] or "{}")
+    return ListedJob(
+        **{**vars(summary), "progress": summary.progress.model_copy(update={"loss": row["loss"], "eta_seconds": eta})},
+        reason=None if row["reason"] is None else Reason(row["reason"]),
+        eval_loss=row["eval_loss"],
+        metadata={name: value for name, value in metadata.items() if name != RESERVED},
+        members=tuple(map(JobState, row["members"].split(","))) if row["members"] else (),
+        root=row["root"],
+        search=row["search"],
+        best_loss=row["best_loss"],
+        best_eval_loss=row["best_eval_loss"],
     )
 
 

@@ -95,6 +95,9 @@ CREATE TABLE IF NOT EXISTS points (
     PRIMARY KEY (job_uuid, step, kind)
 ) STRICT, WITHOUT ROWID;
 
+-- The last evaluation of a job with 200,000 points of its training.
+CREATE INDEX IF NOT EXISTS points_of_validation ON points (job_uuid, step) WHERE kind = 'validation';
+
 -- The model's answers to the prompts of the job's `samples`. As with points, the last attempt to reach a step counts.
 CREATE TABLE IF NOT EXISTS samples (
     job_uuid TEXT NOT NULL REFERENCES jobs (job_uuid),

@@ -343,6 +343,22 @@ class JobRow(BaseModel):
 class QueueRow(JobRow):
     """One job of the queue."""
 
+    loss: float | None = None
+    """Of its last training point; of a search, the lowest of its trials."""
+    eval_loss: float | None = None
+    """Of its last evaluation; of a search, the lowest of its trials."""
+    eta_seconds: float | None = None
+    """Seconds of training left at the pace so far."""
+    reason: str | None = None
+    """Of its failure, in one word."""
+    metadata: dict[str, str] = {}
+    search: str | None = None
+    """The search that it is a trial of."""
+    root: str | None = None
+    """With `folded`: the job under which it stands, itself where it has others."""
+    members: dict[str, int] = {}
+    """With `folded`: state -> jobs, of those that are left out since they stand under this one."""
+
     predicted_start: datetime | None = None
     """Of a waiting job, if the jobs before it continue at their pace; null: it cannot be predicted."""
     unpredicted: str | None = None
@@ -358,7 +374,7 @@ class ListJobsResponse(BaseModel):
 class QueueResponse(BaseModel):
     data: list[QueueRow]
     matching: int
-    """Jobs with this status and name, on all pages."""
+    """Jobs that match the filters, on all pages; with `folded` without those that stand under others."""
     counts: dict[str, int]
     """State -> jobs, of all jobs; states without any are left out."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from llama_stack_provider_trl.jobs.decisions.placement import Node, Obtainable
@@ -17,8 +17,8 @@ from llama_stack_provider_trl.system.data_dir import DataDir
 from llama_stack_provider_trl.system.files import resolve_under, set_aside
 from llama_stack_provider_trl.system.ownership import Ownership
 
-from ..http.bodies import QueueResponse
-from ..views.queue import queue_page
+from ..http.bodies import QueueResponse, QueueRow
+from ..views.queue import Sort, members_of, queue_page
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +52,32 @@ class StoredJobs:
         self._store, self._data_dir, self._preempts = store, data_dir, preempts
         self._nodes, self._obtainable, self._wake = nodes, obtainable, wake
 
-    def queue(self, state: JobState | None, search: str | None, limit: int, offset: int) -> QueueResponse:
+    def queue(
+        self,
+        state: JobState | None,
+        search: str | None,
+        limit: int,
+        offset: int,
+        owner: str | None = None,
+        sort: Sort = "",
+        folded: bool = False,
+    ) -> QueueResponse:
         """See `queue_page`."""
-        more = self._obtainable()
-        return queue_page(self._store, state, search, limit, offset, self._nodes(), None, more, preempts=self._preempts)
+        return queue_page(
+            *(self._store, state, search, limit, offset, self._nodes(), None, self._obtainable()),
+            preempts=self._preempts,
+            owner=owner,
+            sort=sort,
+            folded=folded,
+        )
+
+    def members(self, roots: Sequence[str], opened: Sequence[str], sort: Sort) -> list[QueueRow]:
+        """See `members_of`."""
+        return members_of(self._store, roots, opened, sort)
+
+    def sparks(self, names: Sequence[str], points: int) -> Mapping[str, Sequence[float]]:
+        """See `JobReader.sparks`."""
+        return self._store.sparks(names, points)
 
     def status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
         """The status of a job, by six point reads. Raises JobNotFound."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BeforeValidator
@@ -12,52 +12,68 @@ from pydantic import BeforeValidator
 from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState
 
 from ..dependencies import StoredJobsDep
-from ..http.bodies import QueueRow
-from ..security.access import USERS
+from ..http.bodies import QueueResponse, QueueRow
+from ..jobs.stored_jobs import StoredJobs
+from ..security.access import USERS, CurrentCaller
+from ..views.queue import Sort
+from . import list_view
 from .rendering import page
 from .route import PageRoute
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
 _PER_PAGE = 100
+_MOST_FOLLOWED = 100
+"""Jobs of one stream of events."""
 
 
 @router.get("/", dependencies=[USERS])
 async def jobs_page(
     request: Request,
     jobs: StoredJobsDep,
+    caller: CurrentCaller,
     state: Annotated[JobState | None, BeforeValidator(lambda text: text or None), Query()] = None,
     search: Annotated[str, Query(max_length=200)] = "",
+    owner: Annotated[str, Query(max_length=200)] = "",
+    sort: Annotated[Sort, Query()] = "",
+    opened: Annotated[list[str] | None, Query(alias="open", max_length=50)] = None,
+    flat: Annotated[str, Query(max_length=10)] = "",
     number: Annotated[int, Query(alias="page", ge=1, le=10**6)] = 1,
 ) -> Response:
-    """Jobs in the order in which they run, 100 to a page."""
-    offset = (number - 1) * _PER_PAGE
-    found = await asyncio.to_thread(jobs.queue, state, search, _PER_PAGE, offset)
-    return page(
-        request,
-        "jobs.html",
-        jobs=found.data,
-        counts=found.counts,
-        matching=found.matching,
-        states=list(JobState),
-        state=state,
-        search=search,
-        number=number,
-        pages=max(1, -(-found.matching // _PER_PAGE)),
-        first=offset + 1,
-        starts={job.job_uuid: text for job in found.data if (text := start_text(job, datetime.now(UTC)))},
-        followed=[job.job_uuid for job in found.data if job.state not in TERMINAL],
-    )
+    """Jobs in the order in which they run, or by a column, 100 to a page."""
+    query = list_view.Query(state, search.strip(), owner, sort, tuple(opened or ()), bool(flat), number)
+    return page(request, "jobs.html", **await asyncio.to_thread(_values, jobs, query), is_admin=caller.role == "admin")
 
 
-def start_text(job: QueueRow, now: datetime) -> str:
-    """When a waiting job starts, or why that is not known; empty: it does not wait."""
-    if job.unpredicted:
-        return f"start not known: {job.unpredicted}"
-    if job.predicted_start is None:
-        return ""
-    seconds = (job.predicted_start - now).total_seconds()
-    for unit, length in (("days", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= 1.5 * length:
-            return f"starts in about {seconds / length:.0f} {unit}"
-    return "starts in about a minute" if seconds > 20 else "starts in a moment"
+def _values(jobs: StoredJobs, query: list_view.Query) -> dict[str, Any]:
+    """What the template shows. Only the jobs of this page are computed."""
+    now = datetime.now(UTC)
+    found, members, sparks = _read(jobs, query)
+    shown = list_view.rows_of(found.data, members, query.opened)
+    every = [row.job for row in shown]
+    return {
+        "query": query,
+        "rows": shown,
+        "columns": list_view.COLUMNS,
+        "counts": found.counts,
+        "total": sum(found.counts.values()),
+        "matching": found.matching,
+        "pages": max(1, -(-found.matching // _PER_PAGE)),
+        "starts": {job.job_uuid: text for job in every if (text := list_view.start_text(job, now))},
+        "sparks": {name: points for name, values in sparks.items() if (points := list_view.spark(values))},
+        "seconds": {job.job_uuid: list_view.seconds_of(job, now) for job in every},
+        "followed": [job.job_uuid for job in every if JobState(job.state or "") not in TERMINAL][:_MOST_FOLLOWED],
+        "now": now,
+        "view": list_view,
+    }
+
+
+def _read(jobs: StoredJobs, query: list_view.Query) -> tuple[QueueResponse, list[QueueRow], Any]:
+    """The page of the queue, the jobs that stand under those on it, and the losses of all of them."""
+    offset = (query.number - 1) * _PER_PAGE
+    arguments = (query.state, query.search, _PER_PAGE, offset, query.owner or None, query.sort, query.folded)
+    found = jobs.queue(*arguments)
+    roots = [job.job_uuid for job in found.data if job.members]
+    members = jobs.members(roots, [name for name in roots if name in query.opened], query.sort)
+    names = [job.job_uuid for job in (*found.data, *members)]
+    return found, members, jobs.sparks(names, list_view.SPARK_POINTS)

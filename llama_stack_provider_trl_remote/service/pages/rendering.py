@@ -36,10 +36,10 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 _NAVIGATION = (
-    *(("/", "Jobs"), ("/new", "New job"), ("/compare", "Compare"), ("/playground", "Playground")),
-    *(("/nodes", "Nodes"), ("/data", "Data")),
+    *(("/", "Jobs", "j"), ("/new", "New job", "n"), ("/compare", "Compare", "c"), ("/data", "Datasets", "d")),
+    *(("/playground", "Playground", "p"), ("/nodes", "Nodes", "m"), ("/docs", "API", "a")),
 )
-"""The pages to which each page has a link, where the server has them: address, text."""
+"""Pages to which each page has a link, where the server has them: address, text, the key that opens it after `g`."""
 _MISSING = (
     "the dashboard is not installed here: run `pip install 'llama_stack_provider_trl[dashboard]'` in the service's "
     "environment and start the service again; the API and trl-remote work without it"
@@ -80,10 +80,10 @@ def page(request: Request, template: str, code: int = 200, **values: Any) -> Res
     return Response(text.encode("utf-8", "replace"), code, HEADERS, "text/html; charset=utf-8")
 
 
-def _navigation(request: Request) -> list[tuple[str, str]]:
-    """Address and text of the pages that this server has."""
+def _navigation(request: Request) -> list[tuple[str, str, str]]:
+    """Those of `_NAVIGATION` that this server has."""
     paths = [pattern for pattern, _ in request.app.state.methods]
-    return [(path, text) for path, text in _NAVIGATION if any(pattern.match(path) for pattern in paths)]
+    return [one for one in _NAVIGATION if any(pattern.match(one[0]) for pattern in paths)]
 
 
 def error_page(request: Request, status: int, detail: str, headers: Mapping[str, str]) -> Response:

@@ -39,7 +39,7 @@ from ..http.errors import declared
 from ..http.preview import PreviewBody, PreviewResponse
 from ..jobs.stored_jobs import StoredJobs
 from ..security.access import ADMINS, USERS, USERS_JOB, CurrentCaller, GuardedRoute
-from ..views.queue import job_row, states_named
+from ..views.queue import Sort, job_row, states_named
 
 router = APIRouter(route_class=GuardedRoute, prefix="/post-training", tags=["post-training"])
 
@@ -141,13 +141,18 @@ async def list_jobs(
 async def read_queue(
     jobs: StoredJobsDep,
     state: Annotated[JobState | None, Query(description="Only jobs in this state")] = None,
-    search: Annotated[str | None, Query(max_length=200, description="Part of the names of jobs")] = None,
+    search: Annotated[
+        str | None, Query(max_length=200, description="Part of the names of jobs, of their models or of their metadata")
+    ] = None,
+    owner: Annotated[str | None, Query(max_length=200, description="Name of the token that submitted them")] = None,
+    sort: Annotated[Sort, Query(description="A column; with a minus the largest first")] = "",
+    folded: Annotated[bool, Query(description="Of a search and of a chain only the first job")] = False,
     limit: Annotated[int, Query(ge=1, le=1000, description="Jobs per page")] = 100,
     offset: Annotated[int, Query(ge=0, le=10**9, description="Jobs before this page")] = 0,
 ) -> Response:
-    """Jobs in the order in which they run: running, waiting, paused, then those that have ended, the last one first.
-    Waiting ones have their predicted start."""
-    return as_json(await asyncio.to_thread(jobs.queue, state, search, limit, offset))
+    """Jobs in the order in which they run: running, waiting, paused, then those that have ended, the last one first; or
+    sorted by a column, those without a value last. Waiting ones have their predicted start."""
+    return as_json(await asyncio.to_thread(jobs.queue, state, search, limit, offset, owner, sort, folded))
 
 
 @router.get("/job/status", dependencies=[USERS], response_model=PostTrainingJobStatusResponse, responses=declared(404))

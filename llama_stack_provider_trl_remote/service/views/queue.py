@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.decisions.placement import Node, Obtainable
 from llama_stack_provider_trl.jobs.decisions.prediction import PredictedStart, predict
-from llama_stack_provider_trl.jobs.decisions.states import JobState, shown
-from llama_stack_provider_trl.jobs.store.records import JobSummary
+from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState, shown
+from llama_stack_provider_trl.jobs.store.records import JobSummary, ListedJob, ListOrder
 from llama_stack_provider_trl.jobs.store.store import Store
 
 from ..http.bodies import JobRow, QueueResponse, QueueRow
 
+Sort = Literal[
+    "",
+    "name",
+    "-name",
+    "state",
+    "-state",
+    "method",
+    "-method",
+    "model",
+    "-model",
+    "loss",
+    "-loss",
+    "eval",
+    "-eval",
+    "progress",
+    "-progress",
+    "duration",
+    "-duration",
+    "created",
+    "-created",
+    "owner",
+    "-owner",
+]
+"""What a list is sorted by: a column, with a minus the largest first; empty: the order in which jobs run."""
+MOST_MEMBERS = 200
+"""Jobs of a page that stand under others and are shown."""
 _AHEAD = 200
 """Waiting jobs whose start is predicted, the first of the queue: more would take longer than the page itself."""
 
@@ -31,20 +59,29 @@ def queue_page(
     obtainable: Sequence[Obtainable] = (),
     *,
     preempts: bool = False,
+    owner: str | None = None,
+    sort: Sort = "",
+    folded: bool = False,
 ) -> QueueResponse:
     """One page of the queue, and how many jobs there are.
 
     Args:
         state: None: any.
-        search: part of the names of jobs, in any case; None or empty: all.
+        search: part of the names of jobs, of their models or of their metadata, in any case; None or empty: all.
         offset: jobs before this page.
         nodes: on which they run, the service's own machine first; empty: not known here.
         now: seconds since the epoch; None: the present.
         obtainable: what pools may give.
         preempts: whether critical jobs have others save and wait.
+        owner: name of the token that submitted them; None: any.
+        sort: a column, with a minus the largest first; empty: the order in which they run.
+        folded: of trials and chains only the first job.
     """
+    order, descending = order_of(sort)
     with store.snapshot():
-        jobs, matching = store.queue_page(state, search, limit, offset)
+        jobs, matching = store.queue_page(
+            *(state, search, limit, offset), owner=owner, order=order, descending=descending, folded=folded
+        )
         counts = store.count()
         starts = _starts(store, jobs, nodes, time.time() if now is None else now, obtainable, preempts)
     return QueueResponse(
@@ -52,6 +89,20 @@ def queue_page(
         matching=matching,
         counts={state: counts[state] for state in JobState if state in counts},
     )
+
+
+def members_of(store: Store, roots: Sequence[str], opened: Sequence[str], sort: Sort) -> list[QueueRow]:
+    """The jobs that stand under some jobs of a folded page: of those in `opened` all, of others what runs. At most
+    `MOST_MEMBERS`."""
+    if not roots:
+        return []
+    return [_queue_row(job, {}) for job in store.families(roots, opened, *order_of(sort), MOST_MEMBERS)]
+
+
+def order_of(sort: Sort) -> tuple[ListOrder, bool]:
+    """The column that a list is sorted by, and whether the largest comes first."""
+    column: Any = sort.removeprefix("-")
+    return column, sort.startswith("-")
 
 
 def states_named(text: str) -> list[JobState]:
@@ -66,7 +117,7 @@ def states_named(text: str) -> list[JobState]:
 
 def _starts(
     store: Store,
-    jobs: Sequence[JobSummary],
+    jobs: Sequence[ListedJob],
     nodes: Sequence[Node],
     now: float,
     obtainable: Sequence[Obtainable],
@@ -79,13 +130,23 @@ def _starts(
     return predict(waiting, nodes, store.holders(), running, now, obtainable, preempts=preempts)
 
 
-def _queue_row(job: JobSummary, starts: Mapping[str, PredictedStart]) -> QueueRow:
+def _queue_row(job: ListedJob, starts: Mapping[str, PredictedStart]) -> QueueRow:
     values: dict[str, Any] = dict(job_row(job))
+    loss, eval_loss = job.progress.loss, job.eval_loss
+    values |= {"loss": _finite(job.best_loss if loss is None else loss), "reason": job.reason}
+    values |= {"eval_loss": _finite(job.best_eval_loss if eval_loss is None else eval_loss)}
+    values |= {"metadata": job.metadata, "search": job.search, "root": job.root, "members": Counter(job.members)}
+    if job.state not in TERMINAL:
+        values["eta_seconds"] = job.progress.eta_seconds
     if job.state is JobState.scheduled and starts:
         start = starts.get(job.job_uuid, PredictedStart(None, f"more than {_AHEAD} jobs are before it"))
         values["predicted_start"] = None if start.at is None else datetime.fromtimestamp(start.at, UTC)
         values["unpredicted"] = start.why or None
     return QueueRow(**values)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def job_row(job: JobSummary) -> JobRow:

@@ -1,6 +1,8 @@
-// The list of jobs: progress as it happens, and the list itself again when a job has changed its state.
+// The list of jobs: progress as it happens, the list itself again when a job has changed its state, and what is done to
+// those that are ticked.
 import { Parts } from "./parts.js";
 import { Stream } from "./stream.js";
+import { brief, short } from "./texts.js";
 
 const live = document.getElementById("live");
 const parts = new Parts(["list"], { replaced: onList, failed: onLost });
@@ -22,13 +24,15 @@ function row(job) {
   return document.querySelector(`tr[data-job="${CSS.escape(job)}"]`);
 }
 
-function onEvent(job, { event }) {
+function onEvent(job, { event, eta_seconds: eta }) {
   if (event.type !== "progress") return;
-  const cell = row(job)?.querySelector(".progress");
-  const bar = cell?.querySelector("progress");
+  const found = row(job);
+  const bar = found?.querySelector(".progress progress");
   if (!bar) return parts.refresh();
   bar.value = event.step;
-  cell.querySelector(".steps").textContent = `${event.step} of ${bar.max}`;
+  found.querySelector(".progress .steps").textContent = `${event.step} of ${bar.max}`;
+  found.querySelector(".eta").textContent = Number.isFinite(eta) ? `${brief(eta)} left` : "";
+  if (typeof event.metrics.loss === "number") found.querySelector(".loss .value").textContent = short(event.metrics.loss);
 }
 
 function onState(job, state) {
@@ -45,8 +49,51 @@ function onLive() {
 
 function onList() {
   onLive();
+  offer();
   follow();
 }
 
+// Without scripts, ticked jobs can be compared only: each of them is cancelled or deleted by a form of its own page.
+function offer() {
+  for (const button of document.querySelectorAll("[data-act]")) button.hidden = false;
+}
+
+// One job after the other: a token may have a limit of requests per second.
+async function act(action) {
+  const form = document.querySelector("form.selectable");
+  const jobs = [...form.querySelectorAll("input[name=job]:checked")].map((box) => box.value);
+  const kept = action === "cancel" ? "Their checkpoints stay." : "Their checkpoints stay, their logs and curves do not.";
+  if (!jobs.length || !confirm(`${action === "cancel" ? "Cancel" : "Delete"} ${jobs.length} jobs? ${kept}`)) return;
+  const refused = [];
+  for (const job of jobs) {
+    const body = new URLSearchParams({ form_token: form.dataset.formToken });
+    try {
+      const answer = await fetch(`/jobs/${encodeURIComponent(job)}/${action}`, { method: "POST", body, redirect: "manual" });
+      if (answer.type === "opaqueredirect") {
+        row(job)?.querySelector("input[name=job]").click();
+        continue;
+      }
+      const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+      refused.push(page.querySelector("[role=alert]")?.textContent ?? `${job}: ${answer.status}`);
+    } catch {
+      refused.push(`${job}: the service does not answer`);
+    }
+  }
+  await parts.fetch();
+  live.textContent = refused.join(" ");
+}
+
+document.addEventListener("click", (event) => {
+  const fold = event.target.closest("a.fold");
+  if (fold && !event.ctrlKey && !event.metaKey && !event.shiftKey) {
+    event.preventDefault();
+    history.replaceState(null, "", fold.href);
+    parts.fetch();
+  }
+  const action = event.target.closest("[data-act]")?.dataset.act;
+  if (action) act(action);
+});
+
+offer();
 follow();
-parts.every(30000); // jobs of others, and reasons of waiting ones
+parts.every(30000); // jobs of others, reasons of waiting ones, and how long ago everything was

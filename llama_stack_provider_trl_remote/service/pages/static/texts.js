@@ -1,10 +1,10 @@
 // Values as texts, the same as the service renders them (rendering.py): an update changes no unit and no form.
 
 // A number with five digits, as Python's format `.5g`.
-export function number(value) {
+export function number(value, precision = 5) {
   if (!Number.isFinite(value)) return "";
   const size = Math.abs(value);
-  const [digits, exponent] = (size && size < 1e-4 ? value.toExponential(4) : value.toPrecision(5)).split("e");
+  const [digits, exponent] = (size && size < 1e-4 ? value.toExponential(precision - 1) : value.toPrecision(precision)).split("e");
   const short = digits.includes(".") ? digits.replace(/\.?0+$/, "") : digits;
   return exponent ? `${short}e${exponent[0]}${exponent.slice(1).padStart(2, "0")}` : short;
 }
@@ -26,4 +26,19 @@ export function duration(exact) {
   const [hours, minutes] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60];
   if (hours) return `${hours} h ${minutes} min`;
   return minutes ? `${minutes} min ${seconds % 60} s` : `${seconds} s`;
+}
+
+// A number with four digits, for a narrow column (list_view.py).
+export function short(value) {
+  return number(value, 4);
+}
+
+// Seconds in at most two units, for a narrow column (list_view.py).
+export function brief(exact) {
+  const seconds = Math.round(exact);
+  const [hours, minutes] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60];
+  const two = (value) => String(value).padStart(2, "0");
+  if (hours >= 48) return `${Math.floor(hours / 24)} d ${hours % 24} h`;
+  if (hours) return `${hours} h ${two(minutes)}`;
+  return minutes ? `${minutes}:${two(seconds % 60)} min` : `${seconds} s`;
 }

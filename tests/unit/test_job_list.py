@@ -1,0 +1,181 @@
+"""The list of jobs by its columns: order, filters, families, small curves, and the texts of its page."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.store.searches import NewTrial
+from llama_stack_provider_trl.jobs.store.store import NewJob, Store
+from llama_stack_provider_trl.specs.events import Evaluated, Prepared, Progress, Started
+from llama_stack_provider_trl.specs.search import SearchSpec
+from llama_stack_provider_trl_remote.service.http.bodies import QueueRow
+from llama_stack_provider_trl_remote.service.pages import list_view
+from llama_stack_provider_trl_remote.service.views.queue import Sort, members_of, queue_page
+from tests.fakes import FakeClock, job_spec
+
+
+def train(store: Store, clock: FakeClock, name: str, losses: list[float], eval_loss: float | None = None) -> None:
+    """Have a job do a step for each of its losses."""
+    store.launch(name, 1, "cpu", Path("/runs") / name)
+    begun = Prepared(total_steps=40, num_rows=1, trainable_parameters=1, total_parameters=1, time=clock.now)
+    events = [Started(pid=1, device="cpu", versions={}, time=clock.now), begun]
+    for step, loss in enumerate(losses, 1):
+        clock.now += 10
+        events.append(Progress(step=step, epoch=0.1, metrics={"loss": loss}, peak_memory_bytes=1, time=clock.now))
+    if eval_loss is not None:
+        events.append(Evaluated(step=len(losses), epoch=0.1, metrics={"eval_loss": eval_loss}, time=clock.now))
+    store.apply_events(name, 1, events, 1)
+
+
+@pytest.fixture
+def store(store: Store, clock: FakeClock) -> Store:
+    """Jobs a, b and c that train, one of another owner that waits, a search with two trials, and two behind a."""
+    for name, model, owner in (("b", "org/Zeta", "ada"), ("c", "/models/beta/", "ada"), ("a", "org/alpha", "grace")):
+        clock.now += 1
+        metadata = {"paper": "v2", "openai": "{}"} if name == "b" else {}
+        store.add_job(job_spec(name, model=model, metadata=metadata), "digest", created_by=owner)
+    train(store, clock, "a", [3.0, 2.0], eval_loss=2.5)
+    train(store, clock, "b", [3.0, 1.0], eval_loss=3.5)
+    train(store, clock, "c", [float("nan"), float("nan")])
+    store.add_job(job_spec("waits", "dpo"), "digest")
+    given = {"method": "grid", "parameters": {"optimizer.lr": [1, 2]}, "trials": 2, "objective": "eval_loss"}
+    search = SearchSpec.model_validate({**given, "direction": "minimize"})
+    trials = [(NewTrial(n, {"optimizer.lr": n}), NewJob(job_spec(f"search-{n}"), "digest")) for n in (1, 2)]
+    store.add_search(NewJob(job_spec("search", search=search), "digest"), trials)
+    train(store, clock, "search-2", [0.5])
+    for name, before in (("behind", "a"), ("last", "behind")):
+        store.add_job(job_spec(name, after=[before]), "digest")
+    return store
+
+
+def names(store: Store, sort: Sort = "", search: str = "", owner: str | None = None) -> list[str]:
+    return [row.job_uuid for row in queue_page(store, None, search, 100, 0, owner=owner, sort=sort).data]
+
+
+@pytest.mark.parametrize(
+    ("sort", "first", "last"),
+    [
+        ("name", ["a", "b", "behind"], "waits"),
+        ("-name", ["waits", "search-2", "search-1"], "a"),
+        ("loss", ["search-2", "b", "a"], None),
+        ("-loss", ["a", "b", "search-2"], None),
+        ("eval", ["a", "b"], None),
+        ("-eval", ["b", "a"], None),
+        ("model", ["a", "c"], "b"),
+        ("method", ["waits"], None),
+        ("created", ["b", "c", "a"], "last"),
+        ("-progress", ["a", "b", "c", "search-2"], None),
+        ("owner", ["b", "c", "a"], None),
+    ],
+)
+def test_a_list_is_sorted_by_a_column_and_jobs_without_a_value_are_last(
+    store: Store, sort: Sort, first: list[str], last: str | None
+) -> None:
+    found = names(store, sort)
+    assert sorted(found) == sorted(names(store))
+    assert (
+        found[: len(first)] == first
+        if sort not in ("owner", "-progress")
+        else sorted(found[: len(first)]) == sorted(first)
+    )
+    if last is not None:
+        assert found[-1] == last
+
+
+def test_rows_have_what_the_columns_show(store: Store, clock: FakeClock) -> None:
+    rows = {row.job_uuid: row for row in queue_page(store, None, None, 100, 0).data}
+    assert (rows["a"].loss, rows["a"].eval_loss, rows["a"].eta_seconds) == (2.0, 2.5, 380.0)
+    assert (rows["c"].loss, rows["waits"].loss, rows["waits"].eta_seconds) == (None, None, None)
+    assert rows["b"].metadata == {"paper": "v2"}, "without what the service has there itself"
+    assert rows["search-1"].search == "search"
+
+
+def test_one_search_finds_names_models_and_tags_and_an_owner_is_a_filter(store: Store) -> None:
+    assert names(store, search="ALPHA") == ["a"]
+    assert names(store, search="paper=V2") == ["b"]
+    assert names(store, search="earch-2") == ["search-2"]
+    assert names(store, search="sha256") == names(store, search="openai") == []
+    assert names(store, owner="grace") == ["a"]
+
+
+def test_trials_and_chains_stand_under_their_first_job(store: Store) -> None:
+    found = queue_page(store, None, None, 100, 0, folded=True)
+    assert {row.job_uuid for row in found.data} == {"a", "b", "c", "waits", "search"}
+    assert found.matching == 5
+    families = {row.job_uuid: row.members for row in found.data if row.members}
+    assert families == {"a": {"scheduled": 2}, "search": {"scheduled": 1, "in_progress": 1}}
+    roots = [*families]
+    assert [(one.job_uuid, one.root) for one in members_of(store, roots, [], "")] == [("search-2", "search")]
+    opened = [one.job_uuid for one in members_of(store, roots, roots, "")]
+    assert opened == ["search-1", "search-2", "behind", "last"]
+    by_loss = [row.job_uuid for row in queue_page(store, None, None, 100, 0, folded=True, sort="loss").data]
+    assert by_loss[:3] == ["search", "b", "a"], "a search is as good as the best of its trials"
+    assert queue_page(store, None, None, 2, 4, folded=True).matching == 5
+    assert queue_page(store, None, None, 2, 100, folded=True).matching == 5
+
+
+def test_a_small_curve_has_the_first_and_the_last_loss_and_no_more_points_than_requested(
+    store: Store, clock: FakeClock
+) -> None:
+    losses = [100.0 - step / 10 for step in range(500)]
+    train(store, clock, "waits", losses)
+    found = store.sparks(["waits", "a", "c", "last"], 24)
+    assert (found["waits"][0], found["waits"][-1], len(found["waits"])) == (losses[0], losses[-1], 24)
+    assert found["waits"] == sorted(found["waits"], reverse=True)
+    assert found["a"] == [3.0, 2.0]
+    assert not {"c", "last"} & {*found}
+
+
+def test_a_line_through_values_stays_in_its_box() -> None:
+    found = [tuple(map(float, one.split(","))) for one in list_view.spark([1.0, 5.0, 3.0]).split()]
+    assert found == [(1.5, 14.5), (32.0, 1.5), (62.5, 8.0)]
+    assert list_view.spark([1.0]) == ""
+    assert {y for _, y in (one.split(",") for one in list_view.spark([2.0, 2.0]).split())} == {"8.0"}
+
+
+NOW = datetime(2026, 11, 29, 12, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (5, "just now"),
+        (-5, "just now"),
+        (60, "1 min ago"),
+        (7300, "2 h ago"),
+        (86_400 * 3, "3 d ago"),
+        (86_400 * 31, "2026-10-29"),
+    ],
+)
+def test_times_are_relative_until_they_are_a_month_ago(seconds: float, text: str) -> None:
+    assert list_view.ago(NOW - timedelta(seconds=seconds), NOW) == text
+
+
+def test_the_page_has_an_address_for_each_of_its_states() -> None:
+    query = list_view.Query(search="a b", sort="loss", opened=("x",), number=3)
+    assert query.address() == "/?search=a+b&sort=loss&open=x"
+    assert query.toggled("x") == "/?search=a+b&sort=loss&page=3"
+    assert list_view.Query().toggled("x/y") == "/?open=x%2Fy"
+    loss, created = (next(one for one in list_view.COLUMNS if one.key == key) for key in ("loss", "created"))
+    assert [list_view.Query(sort=sort).sorted_by(loss) for sort in ("", "loss", "-loss")] == [
+        "/?sort=loss",
+        "/?sort=-loss",
+        "/",
+    ]
+    assert [list_view.Query(sort=sort).sorted_by(created) for sort in ("", "-created")] == [
+        "/?sort=-created",
+        "/?sort=created",
+    ]
+    assert list_view.Query(sort="-loss").direction(loss) == "descending"
+    assert (list_view.Query().folded, list_view.Query(state=JobState.failed).folded) == (True, False)
+
+
+def test_durations_of_jobs_end_with_them() -> None:
+    row = QueueRow(job_uuid="a", started_at=NOW - timedelta(hours=1), completed_at=NOW - timedelta(minutes=1))
+    assert list_view.brief(list_view.seconds_of(row, NOW)) == "59:00 min"
+    assert list_view.seconds_of(QueueRow(job_uuid="a"), NOW) is None
+    assert [list_view.brief(value) for value in (None, 59.4, 3600, 200_000)] == ["", "59 s", "1 h 00", "2 d 7 h"]
