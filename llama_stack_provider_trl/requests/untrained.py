@@ -111,7 +111,13 @@ def for_work(
 
 def refuse_destination(place: str | None, allowed: Sequence[str]) -> None:
     """Raises InvalidRequest: an export may not be sent to a place."""
-    if place is not None and not any(allows(one, destination_of(place)) for one in allowed):
+    if place is None:
+        return
+    try:
+        destination = destination_of(place)
+    except ValueError as error:
+        raise InvalidRequest("upload_to", place, str(error)) from error
+    if not any(allows(one, destination) for one in allowed):
         known = ", ".join(allowed) or "none is configured"
         hint = f"it must lie below one of the configured export_destinations ({known}); or download the export"
         raise InvalidRequest("upload_to", place, hint)

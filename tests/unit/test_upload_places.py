@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from llama_stack_provider_trl.errors import InvalidRequest, StoreError
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.launch.base import TaskSpec, TaskState
 from llama_stack_provider_trl.launch.torchrun import training_environment
-from llama_stack_provider_trl.requests.untrained import with_work
+from llama_stack_provider_trl.requests.untrained import refuse_destination, with_work
 from llama_stack_provider_trl.specs.events import Finished, Reason
 from llama_stack_provider_trl.specs.exports import HUB_TOKEN, HUB_TOKEN_FILE, ExportSpec
 from llama_stack_provider_trl.specs.work import ExportWork
@@ -62,6 +63,24 @@ def test_a_running_export_is_ended_where_the_settings_have_changed_over_a_restar
     world.supervise("hf://other")
     assert world.launcher.tasks["out-1"].seen.exit_code == -15
     assert world.ended == ("failed", Reason.invalid_request, REFUSAL)
+
+
+def test_a_pass_that_fails_before_the_places_are_checked_is_made_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.supervise("hf://team")
+    supervisor = Supervisor(world.store, world.launcher, ["cpu"], world.root, export_destinations=("hf://other",))
+    with monkeypatch.context() as patch:
+        patch.setattr(world.store, "active", lambda: (_ for _ in ()).throw(StoreError("the disk is full")))
+        with pytest.raises(StoreError):
+            supervisor.tick()
+    supervisor.tick()
+    assert world.ended == ("failed", Reason.invalid_request, REFUSAL)
+
+
+def test_a_place_of_another_form_is_refused_as_one_that_is_not_allowed() -> None:
+    with pytest.raises(InvalidRequest, match=r"upload_to='hf://team/x\.git'"):
+        refuse_destination("hf://team/x.git", ["hf://team"])
 
 
 def test_an_export_that_was_sent_before_the_restart_completes(world: World) -> None:

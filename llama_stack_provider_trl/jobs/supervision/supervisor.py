@@ -131,6 +131,7 @@ class Supervisor:
         """Job and attempt -> why it is to save and to leave its devices."""
         self._exhausted = False
         self._orphans_ended = False
+        self._exports_checked = False
         self._lock = FileLock(DataDir(self._data_dir).supervisor_lock)
         self._wakeup = threading.Event()
         self._stopping = threading.Event()
@@ -173,6 +174,7 @@ class Supervisor:
         """One pass over all jobs. Raises StoreError where the database cannot be used."""
         if not self._orphans_ended:
             self._end_orphans()
+        if not self._exports_checked:
             self._give_up_exports()
         self._end_cancelled()
         self._store.record_kept_cancels()
@@ -261,6 +263,7 @@ class Supervisor:
         if acquired:
             log.info("supervising %s on %s", self._data_dir, ", ".join(self._devices))
             self._orphans_ended = False
+            self._exports_checked = False
         return acquired
 
     def _end_orphans(self) -> None:
@@ -279,6 +282,7 @@ class Supervisor:
             except JobFailure as error:
                 if self._launcher.poll(self._attempts.task(job)).state in (TaskState.waiting, TaskState.running):
                     self._given_up[job.job_uuid] = (Reason(error.reason), error.message)
+        self._exports_checked = True
 
     def _clean(self) -> None:
         """Remove unused rows and records of tasks. Rows that cannot be removed now are tried again later."""
