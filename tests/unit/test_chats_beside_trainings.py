@@ -17,7 +17,7 @@ from llama_stack_provider_trl_remote.service.serving.serving import Serving
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 
 
-def asked(tmp_path: Path, free: int, **changes: Any) -> str:
+def asked(tmp_path: Path, free: int, processes: Any = None, **changes: Any) -> str:
     """Why a chat is not answered, with so many bytes free."""
     model = tmp_path / "model"
     model.mkdir(exist_ok=True)
@@ -29,6 +29,7 @@ def asked(tmp_path: Path, free: int, **changes: Any) -> str:
     served = Served("job:tune/newest", ModelSource(model=str(model)), **given)
     unused: Any = None
     serving = Serving(settings, unused, unused, store, ["cuda:0"], unused, memory=lambda: free)
+    serving._processes.update(processes or {})
 
     async def ask() -> None:
         async for _ in serving.answer(served, ServeRequest(prompt="a", seed="1")):
@@ -49,3 +50,49 @@ def test_a_chat_beside_a_training_needs_memory_that_is_free(tmp_path: Path) -> N
     assert "would need 6.3 GiB of memory" in found
     assert "would need an unknown amount of memory" in asked(tmp_path, 1 << 40, files=None)
     assert asked(tmp_path, 1 << 40, training=None).startswith("a training comes first: job 'tune' has cuda:0. Send")
+
+
+class _Process:
+    """Plays a process."""
+
+    def __init__(self, memory: int, *, is_ready: bool) -> None:
+        self.device, self.is_beside, self.has_ended, self.users, self.used_at = "cpu", True, False, 0, 0.0
+        self.memory, self.is_ready, self.reason = memory, is_ready, ""
+
+    def end(self, reason: str) -> None:
+        self.reason, self.has_ended = reason, True
+
+    async def ended(self) -> None:
+        assert self.has_ended
+
+
+@pytest.mark.parametrize(("is_ready", "free"), [(False, "1.0"), (True, "8.0")])
+def test_memory_that_another_process_is_loading_is_not_free(tmp_path: Path, is_ready: bool, free: str) -> None:
+    other: Any = _Process(7 << 30, is_ready=is_ready)
+    assert f"of which {free} GiB are free" in asked(tmp_path, 8 << 30, processes={"other": other})
+
+
+@pytest.mark.parametrize(("users", "leaves"), [(0, True), (1, False)])
+def test_a_process_beside_a_training_leaves_for_a_device_that_is_free(tmp_path: Path, users: int, leaves: bool) -> None:
+    settings = ServiceSettings(data_dir=tmp_path / "data")
+    served = Served("job:tune/newest", ModelSource(model="m"), None, None, None)
+    process: Any = _Process(0, is_ready=True)
+    process.users = users
+    holders = {"cuda:0": "tune"}
+    store: Any = SimpleNamespace(holders=lambda: holders)
+    unused: Any = None
+    serving = Serving(settings, unused, unused, store, ["cuda:0"], unused)
+    serving._processes[served.key] = process
+    assert asyncio.run(serving._process_for(served)) is process
+    holders.clear()
+
+    async def placed() -> None:
+        raise LookupError
+
+    serving._place = lambda _: placed()  # type: ignore[method-assign, assignment, return-value]
+    if not leaves:
+        assert asyncio.run(serving._process_for(served)) is process
+        return
+    with pytest.raises(LookupError):
+        asyncio.run(serving._process_for(served))
+    assert process.reason == "a device is free: it need not answer beside a training"

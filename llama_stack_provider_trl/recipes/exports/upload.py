@@ -85,8 +85,8 @@ def _described(path: Path) -> _File:
 
 def _to_hub(directory: Path, files: dict[str, _File], destination: Destination, job_uuid: str) -> dict[str, Any]:
     """One commit on the main branch, which is there as a whole or not at all, in a repository that is private where it
-    is new. The same files are on a branch of their own before, and are read back there: what is damaged on the way does
-    not reach the main branch."""
+    is new. The same files are on a branch of their own before, and are read back there: weights that are damaged
+    on the way do not reach the main branch."""
     from huggingface_hub import CommitOperationAdd, HfApi, constants
 
     # Stores of chunks are a service of one hub. Without it files go to the hub that is named, by the protocol of LFS.

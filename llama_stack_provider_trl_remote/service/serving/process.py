@@ -68,6 +68,8 @@ class ServingProcess:
         self.task = TaskSpec(
             f"serving-{directory.name}", directory / RUN, (device,), python, serves=True, beside=spec.beside
         )
+        self.memory = 0
+        """Bytes that it needs once it has loaded its model, beside a training; 0: it has a device."""
         self.users = 0
         """Requests that are being answered."""
         self.used_at = time.monotonic()
@@ -81,6 +83,11 @@ class ServingProcess:
     def is_beside(self) -> bool:
         """Whether it computes beside a training, on the CPU."""
         return self._spec.beside
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has loaded its model."""
+        return self._ready.done()
 
     @property
     def has_ended(self) -> bool:

@@ -150,8 +150,12 @@ class Serving:
         async with self._placing:
             process = self._processes.get(served.key)
             if process is not None and not process.has_ended:
-                return process
+                if not await self._can_leave(process):
+                    return process
+                process.end("a device is free: it need not answer beside a training")
+                await process.ended()
             place = await self._place(served)
+            memory = await asyncio.to_thread(self._memory_beside, served) if place.beside else 0
             directory = self._directory / uuid4().hex[:12]
             spec = ServeSpec(
                 source=served.source,
@@ -162,6 +166,7 @@ class Serving:
                 beside=place.beside,
             )
             process = ServingProcess(self._launcher, directory, spec, place.device, self._space, self._python)
+            process.memory = memory
             self._processes[served.key] = process
             log.info("serving %s on %s%s", served.source.model, place.device, _BESIDE if place.beside else "")
             return process
@@ -174,7 +179,7 @@ class Serving:
         """
         self._processes = {key: process for key, process in self._processes.items() if not process.has_ended}
         holders = await asyncio.to_thread(self._store.holders)
-        free = [_ServingPlace(device) for device in self._devices if _holder(device, holders) is None]
+        free = self._free(holders)
         if not free:
             if served.training is None:
                 raise NotServed(_why(self._devices, holders))
@@ -183,9 +188,17 @@ class Serving:
         place = min(free, key=lambda place: on[place])
         if on[place] >= self._settings.serving_processes:
             place = await self._emptied(free)
-        if place.beside:
-            await asyncio.to_thread(self._check_memory, served)
         return place
+
+    def _free(self, holders: Mapping[str, str]) -> list[_ServingPlace]:
+        return [_ServingPlace(device) for device in self._devices if _holder(device, holders) is None]
+
+    async def _can_leave(self, process: ServingProcess) -> bool:
+        """Whether a process beside a training answers nothing now, and a device is free by now: it would answer slowly
+        there as long as it is asked often enough."""
+        if not process.is_beside or process.users:
+            return False
+        return bool(self._free(await asyncio.to_thread(self._store.holders))) and not process.users
 
     async def _emptied(self, places: Sequence[_ServingPlace]) -> _ServingPlace:
         """One of some places, of which a process that is answering nothing is ended. Raises NotServed."""
@@ -202,17 +215,19 @@ class Serving:
         await oldest.ended()
         return place
 
-    def _check_memory(self, served: Served) -> None:
-        """Raises NotServed: a process beside the training would need memory that is not free."""
+    def _memory_beside(self, served: Served) -> int:
+        """Bytes that a process beside the training will need. Raises NotServed: they are not free."""
         try:
             needed = served.memory()
         except OSError as error:
             raise NotServed(
                 f"the files of {served.name!r} cannot be read ({error.strerror}): send this again", 1
             ) from error
-        free = self._memory()
+        # What others have not loaded yet is free now, and will not be.
+        loading = sum(one.memory for one in self._processes.values() if not one.is_ready and not one.has_ended)
+        free = max(0, self._memory() - loading)
         if needed is not None and needed <= free:
-            return
+            return needed
         size = "an unknown amount of" if needed is None else f"{needed / 2**30:.1f} GiB of"
         raise NotServed(
             f"a training comes first: job {served.training!r} trains, and a process that answers beside it would need "
