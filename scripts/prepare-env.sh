@@ -9,7 +9,7 @@
 set -euo pipefail
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
-EXTRAS='train,stack,service,dashboard,quantization,images,plot,tensorboard,mlflow,completion,ssh,discovery,search,s3,graders,demo,dev'
+EXTRAS='train,stack,service,dashboard,quantization,images,plot,tensorboard,mlflow,completion,ssh,discovery,search,s3,graders,schemas,demo,dev'
 CONSTRAINTS="${TRL_CONSTRAINTS:-constraints/llama-stack-0.3.5.txt}"
 VENV_PYTHON=.venv/bin/python
 STAMP=.venv/prepare-env.stamp

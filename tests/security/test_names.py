@@ -53,6 +53,8 @@ FREE = {
     "VoteBody.chosen": "an answer",
     "VoteBody.rejected": "an answer",
     "Harness.system_instruction": "a prompt",
+    "JsonSchema.description": "a sentence, which nothing reads",
+    "JsonSchema.schema_": "compared with answers",
     "LogEntries.lines": "lines of a log; displayed by the console",
     "ModelFiles.why_not": "a sentence",
     "RegisterDataset.metadata": "any JSON, as Llama Stack has it; its keys are names",

@@ -131,7 +131,6 @@ class Supervisor:
         """Job and attempt -> why it is to save and to leave its devices."""
         self._exhausted = False
         self._orphans_ended = False
-        self._exports_checked = False
         self._lock = FileLock(DataDir(self._data_dir).supervisor_lock)
         self._wakeup = threading.Event()
         self._stopping = threading.Event()
@@ -174,8 +173,6 @@ class Supervisor:
         """One pass over all jobs. Raises StoreError where the database cannot be used."""
         if not self._orphans_ended:
             self._end_orphans()
-        if not self._exports_checked:
-            self._give_up_exports()
         self._end_cancelled()
         self._store.record_kept_cancels()
         self._correct_waits()
@@ -263,7 +260,6 @@ class Supervisor:
         if acquired:
             log.info("supervising %s on %s", self._data_dir, ", ".join(self._devices))
             self._orphans_ended = False
-            self._exports_checked = False
         return acquired
 
     def _end_orphans(self) -> None:
@@ -272,17 +268,6 @@ class Supervisor:
         for run_dir in self._launcher.sweep(DataDir(self._data_dir).jobs, self._store.active_run_dirs()):
             log.warning("ended the processes of %s: no job owns them", run_dir)
         self._orphans_ended = True
-
-    def _give_up_exports(self) -> None:
-        """End exports that an earlier service has started, and whose place the settings do not allow any more. One that
-        has uploaded completes."""
-        for job in self._store.active():
-            try:
-                self._attempts.check_destination(job.spec)
-            except JobFailure as error:
-                if self._launcher.poll(self._attempts.task(job)).state in (TaskState.waiting, TaskState.running):
-                    self._given_up[job.job_uuid] = (Reason(error.reason), error.message)
-        self._exports_checked = True
 
     def _clean(self) -> None:
         """Remove unused rows and records of tasks. Rows that cannot be removed now are tried again later."""
@@ -330,8 +315,11 @@ class Supervisor:
 
     def _give_up(self, job: JobRecord, error: Exception) -> None:
         """Fail a job that cannot be handled, as soon as none of its processes is left."""
-        message = f"the supervisor could not handle this job: {type(error).__name__}: {error}"
-        self._given_up[job.job_uuid] = (Reason.internal, message)
+        self._fail(job, Reason.internal, f"the supervisor could not handle this job: {type(error).__name__}: {error}")
+
+    def _fail(self, job: JobRecord, reason: Reason, message: str) -> None:
+        """Fail a job as soon as none of its processes is left."""
+        self._given_up[job.job_uuid] = (reason, message)
         self._guarded(job, lambda: None)
 
     def _end(self, job: JobRecord, reason: Reason, message: str) -> None:
@@ -362,6 +350,10 @@ class Supervisor:
         elif job.state is JobState.pausing:
             self._pause(job, task, seen)
         elif seen.state is not TaskState.unknown:
+            try:
+                self._attempts.check_destination(job.spec)
+            except JobFailure as error:  # an earlier service, with other settings, has started it
+                return self._fail(job, Reason(error.reason), error.message)
             self._set_detail(job, seen.detail)
         elif job.state is JobState.launching:
             self._launch(job, task)

@@ -66,7 +66,7 @@ class JsonSchema(Documented, CheckedNames):
     """Of the schema; nothing reads it."""
     description: Annotated[str | None, FreeText()] = Field(None, max_length=10_000)
     """Of the schema; the model does not see it."""
-    schema_: Annotated[dict[str, Any], CheckedElsewhere()] = Field(alias="schema")
+    schema_: Annotated[dict[str, Any], FreeText()] = Field(alias="schema")
     """The JSON schema, at most 64 KiB."""
     strict: bool | None = None
     """The answer is kept within the schema either way."""

@@ -288,7 +288,10 @@ def _schema(body: ChatBody) -> str | None:
     if body.described_tools:
         hint = "a call of a tool is no answer within a schema: send tool_choice none, or leave it out"
         raise InvalidRequest("response_format", "json_schema", hint)
-    text = json.dumps(wanted.json_schema.schema_)
+    try:
+        text = json.dumps(wanted.json_schema.schema_)
+    except RecursionError as error:
+        raise InvalidRequest("response_format.json_schema.schema", "...", "it is nested too deeply") from error
     if len(text) > MOST_SCHEMA:
         hint = f"it has {len(text)} bytes, at most {MOST_SCHEMA} are read: send a smaller one"
         raise InvalidRequest("response_format.json_schema.schema", "...", hint)
