@@ -27,3 +27,10 @@ export function duration(exact) {
   if (hours) return `${hours} h ${minutes} min`;
   return minutes ? `${minutes} min ${seconds % 60} s` : `${seconds} s`;
 }
+
+// Seconds of an optimizer step, in ms where they are short; empty: not known.
+export function stepTime(seconds) {
+  if (!Number.isFinite(seconds)) return "";
+  if (seconds < 1) return `${(seconds * 1000).toFixed(0)} ms`;
+  return seconds < 60 ? `${seconds.toFixed(2)} s` : duration(seconds);
+}
