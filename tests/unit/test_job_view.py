@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -229,6 +229,12 @@ def test_the_chart_that_tells_most_of_a_method_is_first(algorithm: Any, title: s
 
 
 def test_the_time_of_a_step() -> None:
-    assert job_view.step_seconds_of({"step": 10, "total_steps": 30, "eta_seconds": 5.0}) == 0.25
-    assert job_view.step_seconds_of({"step": 30, "total_steps": 30, "eta_seconds": 0.0}) is None
+    running = job_view.JobState.in_progress
+    assert job_view.step_seconds_of({"step": 10, "total_steps": 30, "eta_seconds": 5.0}, running, []) == 0.25
+    assert job_view.step_seconds_of({"step": 30, "total_steps": 30, "eta_seconds": 0.0}, running, []) is None
+    ended = job_view.JobState.completed
+    begun, end = NOW.isoformat(), (NOW + timedelta(seconds=30)).isoformat()
+    tried = job_view.attempts_of([attempt(1, step=20, start_step=10, started_at=begun, ended_at=end)], ended)
+    assert job_view.step_seconds_of({"step": 20}, ended, tried) == 3
+    assert job_view.step_seconds_of({}, ended, []) is None
     assert [step_time(one) for one in (0.25, 2, 75, None)] == ["250 ms", "2.00 s", "1 min 15 s", ""]

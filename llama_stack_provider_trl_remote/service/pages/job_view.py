@@ -111,7 +111,7 @@ def values(
         "ribbon": RIBBON,
         "headline": headline_of(found["effective_config"]["algorithm"]),
         "eval_loss": eval_loss,
-        "step_seconds": step_seconds_of(found.get("progress") or {}),
+        "step_seconds": step_seconds_of(found.get("progress") or {}, state, attempts),
         "requested": requested and same_job(requested.body, url, requested.call),
         "again": again_of(state, requested),
         "logs": logs_of(status),
@@ -150,8 +150,13 @@ def headline_of(algorithm: Algorithm) -> str:
     return "Rewards" if method is not None and (method.has_pairs or algorithm == "kto") else "Loss"
 
 
-def step_seconds_of(progress: Mapping[str, Any]) -> float | None:
-    """Seconds of a step, from the time that is left; None: not known."""
+def step_seconds_of(progress: Mapping[str, Any], state: JobState, attempts: Sequence[Attempt]) -> float | None:
+    """Seconds of a step: from the time that is left while the job runs, else the mean of its last attempt, which
+    includes what the attempt did before and after its steps; None: not known."""
+    if state not in ACTIVE:
+        last = attempts[-1] if attempts else None
+        done = 0 if last is None else last.step - last.start_step
+        return last.seconds / done if last is not None and last.seconds and done > 0 else None
     left = (progress.get("total_steps") or 0) - (progress.get("step") or 0)
     eta = progress.get("eta_seconds")
     return eta / left if eta and left > 0 else None
