@@ -1,5 +1,5 @@
 // Draws curves with plotly: those of a job here, those of machines in nodes.js.
-import { along, groups, legendOf, smoothed } from "./curves.js";
+import { along, groups, isNoisy, legendOf, smoothed } from "./curves.js";
 
 const DRAW_MS = 500;
 // No bar of buttons: some of them lead to a site of plotly's.
@@ -173,7 +173,7 @@ export class Charts {
 
   drawGroup(group) {
     let chart = this.charts.get(group.title);
-    const traces = [...group.names.flatMap((name) => this.traces(name, chart?.zoomed)), ...this.markers()];
+    const traces = [...group.names.flatMap((name, at) => this.traces(name, chart?.zoomed, COLORS[at % COLORS.length])), ...this.markers()];
     if (chart) {
       window.Plotly.react(chart.element, traces, this.layout(group), CONFIG);
       return;
@@ -185,22 +185,21 @@ export class Charts {
     element.on("plotly_relayout", (change) => this.zoom(group, chart, change));
   }
 
-  traces(name, zoomed) {
+  traces(name, zoomed, color) {
     const found = [];
     for (const kind of ["train", "validation"]) {
       const curve = (zoomed?.[kind] ?? Object.fromEntries(this.curves.metrics[kind]))[name];
       if (!curve?.step.length) continue;
-      const x = this.along(this.curves, curve);
       const label = plain(kind === "validation" ? `${legendOf(name)} (validation)` : legendOf(name));
-      const line = { width: 1.5 };
-      if (name !== "loss" || kind === "validation") {
-        found.push({ x, y: valuesOf(name, curve), name: label, mode: modeOf(curve, kind), type: "scatter", line });
+      const whole = { x: this.along(this.curves, curve), y: valuesOf(name, curve), name: label, type: "scatter" };
+      whole.mode = modeOf(curve, kind);
+      if (kind === "validation" || !isNoisy(name)) {
+        found.push({ ...whole, line: { width: 1.5, color } });
         continue;
       }
-      const raw = { mode: modeOf(curve, kind), line: { width: 1, color: COLORS[0] }, opacity: 0.35, showlegend: false };
-      found.push({ x, y: curve.value, name: "loss", type: "scatter", ...raw });
+      found.push({ ...whole, line: { width: 1, color }, opacity: 0.35, showlegend: false });
       const y = smoothed(curve.value, Number(this.smoothing.value));
-      found.push({ x, y, name: "loss, smoothed", mode: "lines", type: "scatter", line: { width: 2, color: COLORS[0] } });
+      found.push({ ...whole, y, name: `${label}, smoothed`, mode: "lines", line: { width: 2, color } });
     }
     return found;
   }

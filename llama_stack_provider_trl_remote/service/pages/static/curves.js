@@ -132,8 +132,14 @@ const GROUPS = [
   ["Tokens per second", "System", (name) => name === "tokens_per_second"],
   ["Memory", "System", (name) => name.includes("memory")],
 ];
+const EXACT = /^(learning_rate|num_tokens|epoch)$|memory/;
 const OF_SYSTEM = /seconds|_bytes|mbit|speedup|num_tokens|throughput/;
 const OF_REWARDS = /reward|\bkl\b|completions\//;
+
+// Whether a metric is drawn smoothed beside its points: not one that is as exact as a schedule.
+export function isNoisy(name) {
+  return !EXACT.test(name);
+}
 
 // The section of a page that a metric without a group belongs to.
 function sectionOf(name) {
