@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .config import DEFAULT_DATA_DIR
 from .errors import TrlError
+from .jobs.store.reader import read_watched
 from .jobs.store.records import JobRecord
 from .jobs.store.store import Store
 from .stack.responses import status_response
@@ -46,6 +47,7 @@ def _run(store: Store, options: argparse.Namespace) -> None:
                 *(job, store.checkpoints(job.job_uuid), store.attempts(job.job_uuid)),
                 *(store.exports.of_job(job.job_uuid), store.chains.of_job(job.job_uuid)),
                 searched=store.searches.of_job(job.job_uuid),
+                watched=read_watched(store, job.job_uuid),
             )
             show_json(answer.model_dump(mode="json"), indent=2)
         case "pause":

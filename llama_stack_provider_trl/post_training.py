@@ -9,6 +9,7 @@ from typing import Any
 
 from .config import TrlConfig
 from .export.process import ExporterProcess
+from .jobs.store.reader import read_watched
 from .jobs.store.store import Store
 from .jobs.submission import keep_rows, submit
 from .jobs.supervision.bayesian_trials import Proposals
@@ -119,6 +120,7 @@ class TrlPostTraining(SubmittingCalls):
                 *(store.attempts(job_uuid), store.exports.of_job(job_uuid)),
                 chain=store.chains.of_job(job_uuid),
                 searched=store.searches.of_job(job_uuid),
+                watched=read_watched(store, job_uuid),
             )
 
     def _artifacts(self, job_uuid: str) -> PostTrainingJobArtifactsResponse:

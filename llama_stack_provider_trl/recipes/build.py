@@ -19,8 +19,9 @@ from .checkpoint.fencing import FencingToken
 from .checkpoint.step import need_space
 from .data.chat import check_chat_template
 from .data.duplicates import duplicates
-from .data.lengths import num_rows
+from .data.lengths import num_rows, row_lengths
 from .data.mixed import MixedRows, training_rows, validation_rows
+from .data.padding import problem_of_padding
 from .data.prepare import DataReport, with_filler
 from .data.prepared import Preparation
 from .data.prompts import encode_prompts
@@ -215,9 +216,8 @@ def build_trainer(
     spec, batch_plan = in_parts(spec, batch_plan, data.train, device.type)
     head_kernels, no_triton = choose_head_kernels(device.type)
     others = other_packages(spec.method) if isinstance(spec.method, GrpoSpec) else [other_version(spec)]
-    for message in filter(
-        None, [*prompts.lost_turns, *data.warnings, *lost, *_slow_dtype(spec.compute.dtype, device), no_triton, *others]
-    ):
+    of_batches = [problem_of_padding(spec, row_lengths(data.train)), *_slow_dtype(spec.compute.dtype, device)]
+    for message in filter(None, [*prompts.lost_turns, *data.warnings, *lost, *of_batches, no_triton, *others]):
         writer.write(Warned(message=message))
     memory = before_training(spec, batch_plan, data.train, device, writer, requested, data.mixed.mixture)
     chooses_gradient_sync, spec = spec.train.gradient_sync == "auto", choose_gradient_sync(spec, memory)

@@ -26,6 +26,7 @@ from .data.duplicates import duplicates
 from .data.lengths import histogram, lengths_before_packing, row_lengths
 from .data.mixed import training_rows
 from .data.mixture import Mixture
+from .data.padding import problem_of_padding
 from .data.prepare import DataReport
 from .data.prepared import Preparation
 from .data.prompts import encode_prompts
@@ -260,6 +261,7 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     spec, batch_plan = in_parts(spec, BatchPlan.of_job(spec), prepared.dataset, request.device)
     planned = plan_steps(spec, row_lengths(prepared.dataset), batch_plan, prepared.mixture)
     warmup = problem_of_warmup(spec.train.optimizer, planned.total_steps)
+    padded = problem_of_padding(requested, row_lengths(prepared.dataset))
     planned = replace(planned, batch=_with_groups(planned.batch, spec, prepared.dataset, prepared.mixture))
     capacity = Capacity(
         device=request.memory_bytes or _device_memory(request.device) or machine_memory() // spec.ranks,
@@ -284,7 +286,7 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
             },
             memory=memory,
             disk=disk,
-            warnings=[*notes, *prompts.lost_turns, *of_rows, *lost, *filter(None, [warmup])],
+            warnings=[*notes, *prompts.lost_turns, *of_rows, *lost, *filter(None, [warmup, padded])],
         ),
         durable=True,
     )

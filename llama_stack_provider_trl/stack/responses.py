@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from ..jobs.decisions.search import NOT_SEARCHED, Searched, Trial, best_trial
+from ..jobs.decisions.training_signs import NOTHING_WATCHED, Watched, signs_of
 from ..jobs.store.records import NO_CHAIN, AttemptRecord, Chain, ChainedJob, CheckpointRecord, ExportRecord, JobRecord
 from ..jobs.supervision.verdict import has_shrunk, shrunk_settings
 from ..system.files import RunDir
@@ -68,6 +69,7 @@ def status_response(
     exports: Sequence[ExportRecord] = (),
     chain: Chain = NO_CHAIN,
     searched: Searched = NOT_SEARCHED,
+    watched: Watched = NOTHING_WATCHED,
 ) -> PostTrainingJobStatusResponse:
     return PostTrainingJobStatusResponse(
         job_uuid=job.job_uuid,
@@ -75,7 +77,7 @@ def status_response(
         scheduled_at=job.scheduled_at,
         started_at=job.started_at,
         completed_at=job.completed_at,
-        resources_allocated=resources(job, attempts, exports, chain, searched),
+        resources_allocated=resources(job, attempts, exports, chain, searched, watched),
         checkpoints=[checkpoint_response(job, checkpoint) for checkpoint in checkpoints],
     )
 
@@ -91,6 +93,7 @@ def resources(
     exports: Sequence[ExportRecord] = (),
     chain: Chain = NO_CHAIN,
     searched: Searched = NOT_SEARCHED,
+    watched: Watched = NOTHING_WATCHED,
 ) -> dict[str, Any]:
     """Resources of the job: device, progress, effective configuration, and the reason of its failure."""
     return {
@@ -107,7 +110,7 @@ def resources(
         "attempts": [_attempt(attempt, _trained(job, attempts[:number])) for number, attempt in enumerate(attempts)],
         "progress": job.progress.shown(),
         "result": job.result,
-        "warnings": list(job.warnings),
+        "warnings": [*job.warnings, *signs_of(job.spec, watched, job.progress.total_steps)],
         "effective_config": {
             **job.spec.flat(exclude=_NOT_SHOWN),
             "dtype": job.dtype,

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.store import Store
-from llama_stack_provider_trl.specs.events import Answer, Event, Prepared, Progress, Reason, Sampled, Started, Warned
+from llama_stack_provider_trl.specs.events import (
+    Answer,
+    Evaluated,
+    Event,
+    Prepared,
+    Progress,
+    Reason,
+    Sampled,
+    Started,
+    Warned,
+)
 from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.files import RunDir
 from tests.fakes import job_spec
@@ -107,6 +118,34 @@ def add_running(data_dir: Path, name: str) -> RunDir:
     store.apply_events(name, 1, list(_points(1, 1)), 1)
     store.close()
     return run_dir
+
+
+def add_overfitting(data_dir: Path, name: str, algorithm: str = "sft") -> None:
+    """A job that runs, whose evaluations rise while its training loss falls."""
+    store = Store(data_dir / DATABASE)
+    run_dir = _add(store, data_dir, name, algorithm=algorithm)
+    run_dir.events.write_text("\n")  # what was read of it
+    run_dir.log.write_text("it trains\n")
+    begun = time.time() - 120
+    rewards = {"rewards/margins": 0.2, "rewards/accuracies": 0.7} if algorithm == "dpo" else {}
+    events: list[Event] = [
+        Started(time=begun, pid=1, device="cpu", versions={}),
+        Prepared(time=begun, total_steps=300, num_rows=1, trainable_parameters=1, total_parameters=1),
+    ]
+    for step in range(1, 121):
+        metrics = {
+            "loss": 3 - step / 60,
+            "learning_rate": 1e-4,
+            "grad_norm": 0.5,
+            "tokens_per_second": 900.0,
+            **rewards,
+        }
+        at = {"time": begun + step, "step": step, "epoch": step / 100}
+        events.append(Progress(**at, metrics=metrics | rewards, peak_memory_bytes=3 << 30))
+        if step % 30 == 0:
+            events.append(Evaluated(**at, metrics={"eval_loss": 1.5 + abs(step - 60) / 100}))
+    store.apply_events(name, 1, events, 1)
+    store.close()
 
 
 def add_search(data_dir: Path, name: str, state: JobState) -> None:

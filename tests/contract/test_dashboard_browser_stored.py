@@ -16,14 +16,14 @@ from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.process import FileLock
 from llama_stack_provider_trl_remote.service.pages.list_view import brief, short
-from llama_stack_provider_trl_remote.service.pages.rendering import duration, number, size
+from llama_stack_provider_trl_remote.service.pages.rendering import duration, number, size, step_time
 from tests.contract import browser
 from tests.contract.browser import Window
 from tests.contract.dashboard import dashboard
 from tests.contract.ended import add_ended_job
-from tests.contract.payloads import QUESTIONS
+from tests.contract.payloads import LORA, QUESTIONS, sft
 from tests.contract.service import running
-from tests.contract.stack import poll
+from tests.contract.stack import SFT, poll
 from tests.contract.stored_jobs import (
     HOSTILE,
     MANY,
@@ -31,6 +31,7 @@ from tests.contract.stored_jobs import (
     add_hostile,
     add_long,
     add_many,
+    add_overfitting,
     add_running,
     add_search,
     add_verbose,
@@ -358,7 +359,7 @@ def test_scripts_write_values_as_the_service_does(window: Window) -> None:
         const own = document.querySelector("script[type=module]").src;
         const texts = await import(new URL("./texts.js", own));
         return [numbers.map((one) => texts.number(one)), sizes.map(texts.size), seconds.map(texts.duration),
-            numbers.map(texts.short), seconds.map(texts.brief)];
+            numbers.map(texts.short), seconds.map(texts.brief), [...seconds, 0.0204, 3.14159].map(texts.stepTime)];
     }"""
     assert window.page.evaluate(script, [numbers, sizes, seconds]) == [
         [number(one) for one in numbers],
@@ -366,7 +367,84 @@ def test_scripts_write_values_as_the_service_does(window: Window) -> None:
         [duration(one) for one in seconds],
         [short(one) for one in numbers],
         [brief(one) for one in seconds],
+        [step_time(one) for one in (*seconds, 0.0204, 3.14159)],
     ]
+
+
+FITS = """[...document.querySelectorAll("#headline .chart")].every((one) => {
+    const drawn = one.querySelector(".main-svg");
+    return drawn.clientWidth <= one.clientWidth && drawn.clientHeight <= one.clientHeight;
+})"""
+
+
+@pytest.mark.parametrize(("algorithm", "top"), [("sft", ["Loss"]), ("dpo", ["Rewards", "Loss"])])
+def test_the_first_screen_of_a_running_job_has_its_state_its_eta_and_its_curves(
+    window: Window, service: Guarded, algorithm: str, top: list[str]
+) -> None:
+    name = f"running-{algorithm}"
+    add_overfitting(service.data_dir, name, algorithm)
+    window.login("submit")
+    charts = [f"#headline .chart >> nth={number}" for number in range(len(top))]
+    for width, height in ((1440, 900), (390, 844)):
+        window.page.set_viewport_size({"width": width, "height": height})
+        window.open(f"/jobs/{name}")
+        window.wait_for_charts()
+        poll(lambda: titles(window, "#headline") == top, "the first charts are drawn", timeout=20)
+        for shown in ("#status .state", "#now-eta", "#steps", *charts):
+            box = window.page.locator(shown).bounding_box()
+            assert box is not None, shown
+            assert box["y"] + box["height"] <= height, (shown, box)
+            assert box["x"] + box["width"] <= width, (shown, box)
+        poll(lambda: window.page.evaluate(FITS), "no chart is over anything else", timeout=20)
+        curves = "[...document.querySelectorAll('#headline .chart')].at(-1).data.map((one) => one.name)"
+        assert "eval_loss (validation)" in window.page.evaluate(curves)
+        assert window.page.inner_text("#now-eval_loss") == "2.1"
+        assert "lowest at step 60 (1.5)" in window.page.inner_text("#warnings")
+        assert window.width() <= width
+    poll(
+        lambda: titles(window, "[data-section=System]") == ["Tokens per second", "Memory"], "of the system", timeout=20
+    )
+    assert window.faults() == []
+    complete(service.data_dir, name)
+
+
+def titles(window: Window, where: str) -> list[str]:
+    """Of the charts in a part of the page, in their order."""
+    script = "(where) => [...document.querySelectorAll(`${where} .js-plotly-plot`)].map((one) => one.layout.title.text)"
+    return list(window.page.evaluate(script, where))
+
+
+def test_a_job_is_cloned_by_one_click_with_its_whole_request(window: Window, service: Guarded) -> None:
+    body = sft("original", "questions")
+    body["training_config"]["dtype"] = "fp32"
+    service.submit(SFT, {**body, "algorithm_config": LORA}, options={"seed": 7, "priority": "low"})
+    window.login("submit")
+    window.open("/jobs/original")
+    assert "seed: 7" in window.page.text_content("[aria-label='Request as YAML']")
+    window.page.click("text=Clone")
+    window.page.wait_for_selector("h1:has-text('New job')")
+    value = window.page.input_value
+    assert (value("#job"), value("#dataset"), value("#priority")) == ("original-2", "questions", "low")
+    assert '"seed": 7' in value("#options")
+    assert '"dtype": "fp32"' in value("#request")
+    window.page.wait_for_selector("#answer .state", timeout=60_000)
+    assert "seed: 7" in window.page.inner_text("#same pre >> nth=0")
+    assert window.faults() == []
+    window.fill(batch_size="3")
+    window.page.click("text=Queue the job")
+    window.page.wait_for_selector("h1:has-text('original-2')")
+    config, copied = (
+        service.get(f"/post-training/jobs/{name}/status").json()["resources_allocated"]["effective_config"]
+        for name in ("original", "original-2")
+    )
+    different = {name for name in config if config[name] != copied[name]}
+    assert different <= {"job_uuid", "batch_size", "checkpoint_dir", "output_name"}, different
+    for name in ("original", "original-2"):
+        service.post(f"/post-training/jobs/{name}/cancel")
+    window.open("/jobs/original")
+    assert window.page.locator("a:has-text('Edit and retry')").count() == 1
+    window.open("/new?from=ended")
+    assert "its request is not kept" in window.page.inner_text("#answer [role=alert]")
 
 
 def test_a_problem_of_a_form_is_gone_when_its_field_is_changed(window: Window) -> None:

@@ -28,7 +28,7 @@ FORM_TOKEN = "{form_token}"
 _JOB_FIELDS = (
     *("job", "model", "dataset", "validation_dataset", "method", "epochs", "batch_size", "gradient_accumulation"),
     *("learning_rate", "max_seq_length", "lora_rank", "lora_alpha", "nproc_per_node", "priority", "truncation_side"),
-    *("train_on_input", "data_format"),
+    *("train_on_input", "data_format", "tuning", "options", "request"),
 )
 _PREVIEW_FIELDS = ("model", "dataset", "method", "first_row", "rows", "train_on_input", "max_seq_length")
 PAGES: dict[tuple[str, str], tuple[str, ...]] = {
@@ -36,7 +36,7 @@ PAGES: dict[tuple[str, str], tuple[str, ...]] = {
     **{("GET", f"/jobs/{{job_uuid}}/{name}"): () for name in ("logs", "samples", "checkpoints/{identifier}")},
     **{("GET", path): ("dataset", "job", "metric", "axis", "page", "search") for path in ("/data", "/compare")},
     **{("GET", path): () for path in ("/metrics", "/openapi.json")},
-    ("GET", "/new"): ("dataset", "model", "method", "options"),
+    ("GET", "/new"): ("dataset", "model", "method", "options", "from"),
     ("GET", "/playground"): ("job", "model_a", "model_b", "dataset", "votes"),
     ("GET", "/playground/prompt"): ("dataset", "row", "job"),
     ("GET", "/playground/votes"): ("dataset", "model"),

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import json
 import shlex
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi.exceptions import RequestValidationError
 
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl_remote.request_files import read_request
 from llama_stack_provider_trl_remote.service.http.bodies import PreflightBody
-from llama_stack_provider_trl_remote.service.pages.job_form import job_of, same_job, validated
+from llama_stack_provider_trl_remote.service.pages.job_form import (
+    LORA_MODULES,
+    fields_of,
+    job_of,
+    next_names,
+    same_job,
+    validated,
+)
 
 FIELDS = {"job": "one", "model": "org/m", "dataset": "rows", "method": "sft", "epochs": "3", "batch_size": "4"}
 
@@ -101,3 +111,96 @@ def test_further_options_that_are_no_object_or_there_twice_are_refused(options: 
         job_of({**FIELDS, "priority": "high", "options": options})
     assert refused.value.field == field
     assert words in str(refused.value)
+
+
+DATA = {"dataset_id": "rows", "batch_size": 2, "shuffle": True}
+LORA = {"type": "LoRA", "lora_attn_modules": [*LORA_MODULES], "apply_lora_to_mlp": True, "rank": 4, "alpha": 8}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "sft": {"training_config": {"n_epochs": 2, "learning_rate": 2e-4, "data_config": DATA}, "algorithm_config": LORA},
+    "dpo": {
+        "training_config": {"n_epochs": 1, "gradient_accumulation_steps": 4, "data_config": DATA},
+        "algorithm_config": {"type": "dpo", "beta": 0.2},
+        "provider_options": {"lora": {**LORA, "quantize_base": True}, "seed": 3, "max_seq_length": 64},
+    },
+    "grpo": {
+        "training_config": {"n_epochs": 1, "data_config": DATA},
+        "algorithm_config": {"type": "grpo", "num_generations": 4, "rewards": [{"function": "short"}]},
+    },
+    "other adapter": {
+        "training_config": {"n_epochs": 1, "dtype": "fp32", "data_config": {**DATA, "data_format": "dialog"}},
+        "algorithm_config": {**LORA, "lora_attn_modules": ["q_proj"], "use_dora": True},
+        "checkpoint_dir": "mine",
+        "hyperparam_search_config": {"method": "grid", "parameters": {"training_config.learning_rate": [1e-4]}},
+    },
+    "unshuffled": {
+        "training_config": {"n_epochs": 1, "data_config": {**DATA, "shuffle": False, "train_on_input": True}},
+        "provider_options": {"train_on": "all", "priority": "low", "adapter": "continue"},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_a_request_comes_out_of_the_form_as_it_was_sent(kind: str) -> None:
+    body = {"job_uuid": "one", "model": "org/m", **REQUESTS[kind]}
+    sent = json.dumps(body)
+    fields = fields_of(body, is_sft=kind not in ("dpo", "grpo"))
+    assert job_of(fields) == body
+    assert json.dumps(body) == sent
+    assert all(isinstance(value, str) for value in fields.values())
+
+
+def test_a_request_fills_in_the_usual_fields() -> None:
+    fields = fields_of({"model": "m", **REQUESTS["dpo"]}, is_sft=False)
+    expected = {"method": "dpo", "tuning": "qlora", "lora_rank": "4", "batch_size": "2", "max_seq_length": "64"}
+    assert {name: fields[name] for name in expected} == expected
+    assert (json.loads(fields["options"]), json.loads(fields["request"])) == (
+        {"seed": 3},
+        {"algorithm_config": {"beta": 0.2}},
+    )
+    rate = {"training_config": {"n_epochs": 1, "optimizer_config": {"lr": 1e-5}, "data_config": DATA}}
+    assert fields_of({"finetuned_model": "tuned", **rate}, is_sft=False)["learning_rate"] == "1e-05"
+    assert fields_of({"finetuned_model": "tuned", **rate}, is_sft=False)["model"] == "tuned"
+
+
+def test_what_a_lora_request_leaves_out_is_what_its_default_says() -> None:
+    body = {"model": "m", **REQUESTS["sft"], "algorithm_config": {"type": "lora"}}
+    fields = fields_of(body, is_sft=True)
+    assert (fields["tuning"], fields["lora_rank"], fields["lora_alpha"]) == ("lora", "8", "16")
+    adapter = {"type": "LoRA", "rank": 8, "alpha": 16, "lora_attn_modules": ["q_proj", "v_proj"]}
+    assert job_of(fields)["algorithm_config"] == {**adapter, "apply_lora_to_mlp": False}
+    qat = {"type": "QAT", "group_size": 32}
+    fields = fields_of({**body, "algorithm_config": qat}, is_sft=True)
+    assert (fields["tuning"], job_of(fields)["algorithm_config"]) == ("request", qat)
+
+
+def test_further_request_fields_are_added_and_none_is_there_twice() -> None:
+    more = '{"training_config": {"dtype": "fp32", "data_config": {"shuffle": false}}}'
+    training = job_of({**FIELDS, "request": more})["training_config"]
+    assert (training["dtype"], training["n_epochs"], training["data_config"]["shuffle"]) == ("fp32", 3, False)
+    with pytest.raises(InvalidRequest, match="another field of the form has it, too") as refused:
+        job_of({**FIELDS, "request": '{"training_config": {"n_epochs": 4}}'})
+    assert refused.value.field == "training_config.n_epochs"
+
+
+def test_lora_is_trained_where_the_form_says_so() -> None:
+    assert job_of({**FIELDS, "tuning": "lora"})["algorithm_config"]["rank"] == 16
+    assert job_of({**FIELDS, "tuning": "qlora", "lora_rank": "4"})["algorithm_config"]["quantize_base"] is True
+    assert "algorithm_config" not in job_of({**FIELDS, "tuning": "full", "lora_rank": "4"})
+
+
+@pytest.mark.parametrize(
+    ("name", "following"),
+    [("run", ["run-2", "run-3"]), ("run-9", ["run-10", "run-11"]), ("x" * 128, ["x" * 126 + "-2", "x" * 126 + "-3"])],
+)
+def test_a_copy_has_a_name_of_its_own(name: str, following: list[str]) -> None:
+    assert [*islice(next_names(name), 2)] == following
+
+
+def test_the_yaml_of_a_job_is_what_a_file_is_read_as(tmp_path: Path) -> None:
+    rates = {"training_config": {"n_epochs": 1, "learning_rate": 1e-5, "data_config": DATA}, "model": "2026-01-02"}
+    for body, call in (({"job_uuid": "a b", **rates}, None), ({"job_uuid": "e", "model": "on"}, "evaluate")):
+        same = same_job(body, "http://127.0.0.1:8322", call)
+        file = tmp_path / same["file"]
+        file.write_text(same["yaml"])
+        assert read_request(str(file)) == ({"kind": call, **body} if call else body)
+        assert same["run"] == f"trl-remote run {file.name} --url http://127.0.0.1:8322"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
+from llama_stack_provider_trl.jobs.store.reader import SentRequest
 from llama_stack_provider_trl.stack.responses import Checkpoint, PostTrainingJobStatusResponse
 from llama_stack_provider_trl_remote.cli.main import parser
 from llama_stack_provider_trl_remote.service.pages import job_view
-from llama_stack_provider_trl_remote.service.pages.rendering import duration, moment, number, size
+from llama_stack_provider_trl_remote.service.pages.rendering import duration, moment, number, size, step_time
+from llama_stack_provider_trl_remote.service.pages.settings_view import grouped
+from tests.fakes import job_spec
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -188,3 +191,50 @@ def test_values_are_shown_with_their_units() -> None:
         "2026-01-02 03:04:05",
         "2026-01-02 03:04:05",
     ]
+
+
+def test_the_configuration_is_in_groups_and_defaults_are_apart() -> None:
+    config = job_spec(batch_size=4).flat()
+    chosen, default = grouped(job_view.settings_of({**config, "recipe": {"effective": {"attention": "sdpa"}}}))
+    named = {group.title: [one.name for one in group.settings] for group in chosen}
+    assert {"batch_size", "dataset.dataset_id"} <= set(named["Data"])
+    assert named["Optimizer"] == ["optimizer.learning_rate"]
+    assert "algorithm" in named["Method"]
+    assert "attention" in named["Reported by the training"]
+    apart = {one.name for group in default for one in group.settings}
+    assert {"shuffle", "optimizer.weight_decay", "lifecycle.retries"} <= apart
+    assert not apart & {name for names in named.values() for name in names}
+    differs = job_view.Setting("shuffle", "true", "false")
+    assert grouped([differs])[0][0].settings == [differs]
+
+
+@pytest.mark.parametrize(
+    ("state", "call", "text"),
+    [
+        ("completed", "supervised-fine-tune", "Clone"),
+        ("failed", "preference-optimize", "Edit and retry"),
+        ("failed", "evaluate", ""),
+    ],
+)
+def test_a_form_is_offered_with_the_request_of_a_training(state: str, call: str, text: str) -> None:
+    assert job_view.again_of(job_view.JobState(state), SentRequest(call, {})) == text
+    assert job_view.again_of(job_view.JobState(state), None) == ""
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "title"), [("sft", "Loss"), ("dpo", "Rewards"), ("kto", "Rewards"), ("grpo", "Reward")]
+)
+def test_the_chart_that_tells_most_of_a_method_is_first(algorithm: Any, title: str) -> None:
+    assert job_view.headline_of(algorithm) == title
+
+
+def test_the_time_of_a_step() -> None:
+    running = job_view.JobState.in_progress
+    assert job_view.step_seconds_of({"step": 10, "total_steps": 30, "eta_seconds": 5.0}, running, []) == 0.25
+    assert job_view.step_seconds_of({"step": 30, "total_steps": 30, "eta_seconds": 0.0}, running, []) is None
+    ended = job_view.JobState.completed
+    begun, end = NOW.isoformat(), (NOW + timedelta(seconds=30)).isoformat()
+    tried = job_view.attempts_of([attempt(1, step=20, start_step=10, started_at=begun, ended_at=end)], ended)
+    assert job_view.step_seconds_of({"step": 20}, ended, tried) == 3
+    assert job_view.step_seconds_of({}, ended, []) is None
+    assert [step_time(one) for one in (0.25, 2, 75, None)] == ["250 ms", "2.00 s", "1 min 15 s", ""]

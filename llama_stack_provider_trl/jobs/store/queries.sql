@@ -406,6 +406,17 @@ DELETE FROM exports WHERE job_uuid = :job_uuid;
 -- Of a training, in the order of their first report.
 SELECT step, message FROM warnings WHERE job_uuid = :job_uuid AND step IS NOT NULL ORDER BY number;
 
+-- name: insert_request
+-- A name may be one of a job that was deleted meanwhile.
+INSERT INTO requests (job_uuid, call, body) SELECT job_uuid, :call, :body FROM jobs WHERE job_uuid = :job_uuid
+ON CONFLICT (job_uuid) DO NOTHING;
+
+-- name: select_request
+SELECT call, body FROM requests WHERE job_uuid = :job_uuid;
+
+-- name: delete_request
+DELETE FROM requests WHERE job_uuid = :job_uuid;
+
 -- name: delete_warnings
 DELETE FROM warnings WHERE job_uuid = :job_uuid;
 
@@ -427,6 +438,19 @@ WHERE job_uuid = :job_uuid AND step BETWEEN :begin AND :end ORDER BY step, kind;
 
 -- name: select_evaluations
 SELECT step, metrics FROM points WHERE job_uuid = :job_uuid AND kind = 'validation' ORDER BY step;
+
+-- name: select_first_points
+SELECT step, metrics FROM points WHERE job_uuid = :job_uuid AND kind = 'train' ORDER BY step LIMIT :limit;
+
+-- name: select_last_points
+-- The last one first.
+SELECT step, metrics FROM points WHERE job_uuid = :job_uuid AND kind = 'train' AND step <= :until
+ORDER BY step DESC LIMIT :limit;
+
+-- name: select_last_evaluations
+-- The last one first. By its index, which SQLite takes for no better than the key.
+SELECT step, metrics FROM points INDEXED BY points_of_evaluations
+WHERE job_uuid = :job_uuid AND kind = 'validation' ORDER BY step DESC LIMIT :limit;
 
 -- name: select_samples
 -- Sets of answers in the order in which they were taken.

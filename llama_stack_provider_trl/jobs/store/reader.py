@@ -19,6 +19,7 @@ from ...specs.job import JobSpec
 from ..decisions.demands import AGING, CRITICAL, Queued
 from ..decisions.prediction import RunningJob, WaitingJob
 from ..decisions.states import JobState
+from ..decisions.training_signs import WINDOW, Watched, WatchedPoint, best_evaluation
 from .database import Database
 from .records import (
     AttemptRecord,
@@ -46,6 +47,7 @@ from .row_mapping import (
 )
 
 log = logging.getLogger(__name__)
+_LAST_STEP = 2**53
 _DAMAGED = (ValueError, TypeError, KeyError, ArithmeticError, RecursionError)
 """Raised by the decoding of a record that another release wrote, or that was edited by hand."""
 _PIECE = 200
@@ -390,6 +392,53 @@ def read_warnings(jobs: JobReader, job_uuid: str) -> Sequence[tuple[int, str]]:
     """Warnings that were reported while a job trained, in that order, each with the last step before it."""
     rows = jobs.database.select("select_warnings", {"job_uuid": job_uuid})
     return [(row["step"], row["message"]) for row in rows]
+
+
+class SentRequest(NamedTuple):
+    """What a caller requested of the service."""
+
+    call: str
+    """The last part of its path, such as supervised-fine-tune."""
+    body: dict[str, Any]
+    """The fields that were set."""
+
+
+LONGEST_REQUEST = 1 << 18
+"""Bytes of a request that is kept."""
+
+
+def read_request(jobs: JobReader, job_uuid: str) -> SentRequest | None:
+    """The request of a job; None: it was not made by a call of the service, or is too long to be kept."""
+    rows = jobs.database.select("select_request", {"job_uuid": job_uuid})
+    return SentRequest(rows[0]["call"], json.loads(rows[0]["body"])) if rows else None
+
+
+def keep_request(jobs: JobReader, job_uuid: str, requested: SentRequest) -> None:
+    """Keep the request of a stored job, once. One of more than `LONGEST_REQUEST` bytes is not kept."""
+    body = json.dumps(requested.body)
+    if len(body) <= LONGEST_REQUEST:
+        with jobs.database.transaction() as execute:
+            execute("insert_request", {"job_uuid": job_uuid, "call": requested.call, "body": body})
+
+
+_EVALUATIONS, _AT_BEST = 50, 5
+"""The last evaluations in which the best one is looked for, and the training points before that one."""
+
+
+def read_watched(jobs: JobReader, job_uuid: str) -> Watched:
+    """The points that the signs of a training are read from: a few, whatever the number of its steps."""
+
+    def points(name: str, limit: int, until: int = _LAST_STEP) -> list[WatchedPoint]:
+        values = {"job_uuid": job_uuid, "limit": limit, "until": until}
+        found = [WatchedPoint(row["step"], json.loads(row["metrics"])) for row in jobs.database.select(name, values)]
+        return sorted(found, key=lambda one: one.step)
+
+    evaluations = points("select_last_evaluations", _EVALUATIONS)
+    best = best_evaluation(evaluations)
+    return Watched(
+        *(points("select_first_points", WINDOW), points("select_last_points", WINDOW), evaluations),
+        () if best is None else points("select_last_points", _AT_BEST, best.step),
+    )
 
 
 class QueueAhead:

@@ -33,6 +33,13 @@ CREATE INDEX IF NOT EXISTS jobs_by_end ON jobs (completed_at, job_uuid) WHERE st
 CREATE INDEX IF NOT EXISTS jobs_by_checkpoint_dir ON jobs (checkpoint_dir);
 CREATE INDEX IF NOT EXISTS jobs_blocked ON jobs (state, age) WHERE blocked = 1;
 
+-- What a caller of the service requested, so that it can be requested again with changes. Trials have none of their own.
+CREATE TABLE IF NOT EXISTS requests (
+    job_uuid TEXT PRIMARY KEY REFERENCES jobs (job_uuid),
+    call TEXT NOT NULL,                     -- the last part of its path, such as supervised-fine-tune
+    body TEXT NOT NULL                      -- JSON: the fields that were set
+) STRICT, WITHOUT ROWID;
+
 -- The jobs that a job comes after. Those may be deleted once they have completed.
 CREATE TABLE IF NOT EXISTS predecessors (
     job_uuid TEXT NOT NULL REFERENCES jobs (job_uuid),
@@ -95,7 +102,7 @@ CREATE TABLE IF NOT EXISTS points (
     PRIMARY KEY (job_uuid, step, kind)
 ) STRICT, WITHOUT ROWID;
 
--- The last evaluation of a job with 200,000 points of its training.
+-- The last evaluations of a job: without it they are looked for in all of its points, up to 200,000.
 CREATE INDEX IF NOT EXISTS points_of_validation ON points (job_uuid, step) WHERE kind = 'validation';
 
 -- The model's answers to the prompts of the job's `samples`. As with points, the last attempt to reach a step counts.

@@ -44,6 +44,7 @@ _DELETE = (
     "delete_samples",
     "delete_checkpoints",
     "delete_warnings",
+    "delete_request",
     "delete_exports",
     "delete_predecessors",
     "delete_job",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llama_stack_provider_trl.jobs.decisions.placement import Node, Obtainable
 from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState
+from llama_stack_provider_trl.jobs.store.reader import read_watched
 from llama_stack_provider_trl.jobs.store.records import JobRecord
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse, status_response
@@ -80,7 +81,7 @@ class StoredJobs:
         return self._store.sparks(names, points)
 
     def status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
-        """The status of a job, by six point reads. Raises JobNotFound."""
+        """The status of a job, by reads of a few rows. Raises JobNotFound."""
         store = self._store
         with store.snapshot():
             return status_response(
@@ -88,6 +89,7 @@ class StoredJobs:
                 *(store.attempts(job_uuid), store.exports.of_job(job_uuid)),
                 chain=store.chains.of_job(job_uuid),
                 searched=store.searches.of_job(job_uuid),
+                watched=read_watched(store, job_uuid),
             )
 
     def waiting_and_running(self) -> tuple[int, int]:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, TrlError
 from llama_stack_provider_trl.jobs.inputs.merges import bases_of
@@ -13,7 +14,7 @@ from llama_stack_provider_trl.jobs.inputs.promotion import refuse_unusable_condi
 from llama_stack_provider_trl.jobs.inputs.resume_from import discard_checkpoint
 from llama_stack_provider_trl.jobs.store.datasets import FIELD
 from llama_stack_provider_trl.jobs.store.draft import Draft
-from llama_stack_provider_trl.jobs.store.reader import unfinished_job
+from llama_stack_provider_trl.jobs.store.reader import SentRequest, keep_request, unfinished_job
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.submission import Submitter, submit
 from llama_stack_provider_trl.requests.bodies import request_digest
@@ -25,7 +26,7 @@ from llama_stack_provider_trl.system.offload import in_work_thread
 
 from ..datasets.quotas import JobAllowance, Quotas
 from ..datasets.registry import DatasetRegistry
-from ..http.bodies import EvaluateBody, ExportBody, GenerateBody, MergeBody
+from ..http.bodies import EvaluateBody, ExportBody, GenerateBody, MergeBody, PreferenceOptimizeBody
 from ..security.access import Caller
 from ..settings import ServiceSettings
 from ..space import Space
@@ -75,7 +76,7 @@ class Submissions:
         with self._quotas.taking(caller.name) as take:
             is_new = await self._add(body, caller, self._store, JobAllowance(self._space, self._quotas, take), mark)
             if is_new:
-                await in_work_thread(self._note_job, body.job_uuid)
+                await in_work_thread(self._note_job, body.job_uuid, body)
         if is_new:
             self._queued([body])
 
@@ -103,8 +104,9 @@ class Submissions:
                         raise InvalidRequest(f"{field}.{error.field}", error.value, error.hint) from error
                 await in_work_thread(draft.commit)
                 is_stored = True
+                of_names = {body.job_uuid: body for body in bodies.values()}
                 for spec in draft.specs:
-                    await in_work_thread(self._note_job, spec.job_uuid)
+                    await in_work_thread(self._note_job, spec.job_uuid, of_names.get(spec.job_uuid))
         finally:
             if not is_stored:
                 await in_work_thread(_discard, draft)
@@ -151,10 +153,12 @@ class Submissions:
         except InvalidRequest as error:
             raise in_its_terms(error) from error
 
-    def _note_job(self, job_uuid: str) -> None:
-        """Count the space of a job's checkpoints, before the jobs are read again."""
+    def _note_job(self, job_uuid: str, body: JobBody | None) -> None:
+        """Count the space of a job's checkpoints, before the jobs are read again, and keep its request."""
         with suppress(TrlError, OSError):  # the job is stored: nothing may turn that into a failure
             self._space.note_job(unfinished_job(self._store.get(job_uuid).spec))
+            if body is not None:
+                keep_request(self._store, job_uuid, _requested(body))
 
     def _check_output(self, work: Work) -> None:
         """Refuse to make a dataset of a name that is registered. Raises InvalidRequest."""
@@ -169,6 +173,18 @@ class Submissions:
             hint = f"the token {caller.name!r} may use {', '.join(allowed)}"
             raise InvalidRequest("provider_options.priority", priority, hint)
         return options
+
+
+def _requested(body: JobBody) -> SentRequest:
+    """The request of a body: what its caller has set."""
+    given = body.model_dump(mode="json", exclude_unset=True, exclude={"provider_options"})
+    options: Any = body.provider_options  # as they came: nothing has read them here
+    if isinstance(options, ProviderOptions):
+        options = options.model_dump(mode="json", exclude_unset=True)
+    call = _KINDS.get(type(body)) or (
+        "preference-optimize" if isinstance(body, PreferenceOptimizeBody) else "supervised-fine-tune"
+    )
+    return SentRequest(call, {**given, **({"provider_options": options} if options else {})})
 
 
 def _discard(draft: Draft) -> None:

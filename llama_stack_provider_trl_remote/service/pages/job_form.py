@@ -1,29 +1,59 @@
-"""Bodies of jobs from the fields of a form, and the same jobs for other clients. Pure functions."""
+"""Bodies of jobs from the fields of a form and back, and the same jobs for other clients. Pure functions."""
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import yaml
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
 from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.specs.methods import METHODS
 from llama_stack_provider_trl.system.texts import parse_json
 
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 """With the MLP all linear layers of a Llama-like block, as `trl-remote train` takes them."""
-_TRAINING = (("epochs", "n_epochs", int), ("gradient_accumulation", "gradient_accumulation_steps", int))
+LORA_RANK = 16
+TUNINGS = {
+    "lora": "LoRA",
+    "qlora": "QLoRA: LoRA on a base in 4 bits",
+    "full": "Full fine-tuning",
+    "request": "As the JSON below says",
+}
+"""What is trained: the first is the form's own choice."""
+FORM_METHODS = {
+    name: method.title[0].upper() + method.title[1:] for name, method in METHODS.items() if "custom" not in name
+}
+"""Value of the field `method` -> its text."""
+_NAMES = (("job", ("job_uuid",), str), ("model", ("model",), str))
+_TRAINING = (
+    ("epochs", ("training_config", "n_epochs"), int),
+    ("gradient_accumulation", ("training_config", "gradient_accumulation_steps"), int),
+    ("learning_rate", ("training_config", "learning_rate"), float),
+)
+_DATA = ("training_config", "data_config")
+_ROWS = (
+    ("dataset", (*_DATA, "dataset_id"), str),
+    ("batch_size", (*_DATA, "batch_size"), int),
+    ("validation_dataset", (*_DATA, "validation_dataset_id"), str),
+)
 _OPTIONS = (
     *(("max_seq_length", "max_seq_length", int), ("nproc_per_node", "nproc_per_node", int)),
     *(("truncation_side", "truncation_side", str), ("priority", "priority", str)),
     ("system_prompt", "system_prompt", str),
 )
 MOST_OPTIONS = 1 << 16
-"""Characters of further options."""
+"""Characters of further options, and of further fields of the request."""
+MOST_NAME = 128
 _SFT_OPTIONS = (("train_on", "train_on", str), ("reasoning", "reasoning", str))
+_MODULES: dict[str, Any] = {"lora_attn_modules": [*LORA_MODULES], "apply_lora_to_mlp": True}
+_NUMBERED = re.compile(r"^(.+?)-(\d{1,6})$")
 
 
 def job_of(fields: Mapping[str, str]) -> dict[str, Any]:
@@ -31,13 +61,15 @@ def job_of(fields: Mapping[str, str]) -> dict[str, Any]:
     text, which the body's model then names.
 
     Raises:
-        InvalidRequest: the field of further options has no object, or one that another field has.
+        InvalidRequest: the field of further options, or of further request fields, has no object, or one that another
+            field has.
     """
     method = fields.get("method")
-    is_sft = method not in ("dpo", "kto")
+    is_sft = method in (None, "", "sft")
+    rest = _object(fields.get("request", ""), "request", '{"training_config": {"dtype": "fp32"}}')
     data = {
         "dataset_id": fields.get("dataset", ""),
-        "shuffle": True,
+        **({} if "shuffle" in _part(rest, _DATA) else {"shuffle": True}),
         **_given(fields, ("batch_size", "batch_size", int)),
         **_given(fields, ("validation_dataset", "validation_dataset_id", str)),
     }
@@ -45,61 +77,172 @@ def job_of(fields: Mapping[str, str]) -> dict[str, Any]:
         data |= _given(fields, ("data_format", "data_format", str))
         if fields.get("train_on_input") == "yes":
             data["train_on_input"] = True
-    training = {
-        "n_epochs": 1,
-        **_given(fields, *_TRAINING),
-        **_given(fields, ("learning_rate", "learning_rate", float)),
-    }
+    training = {"n_epochs": 1, **_given(fields, *((name, path[-1], kind) for name, path, kind in _TRAINING))}
     options: dict[str, Any] = _given(fields, *_OPTIONS, *(_SFT_OPTIONS if is_sft else ()))
-    lora = _lora(fields)
+    further = _object(fields.get("options", ""), "provider_options", '{"seed": 1}')
+    lora = _lora(fields, _part(rest, ("algorithm_config",)) if is_sft else _part(further, ("lora",)))
     if lora and not is_sft:
         options["lora"] = lora
-    options |= _further(fields.get("options", ""), options)
+    options = _merged(options, further, "provider_options.")
     body: dict[str, Any] = _given(fields, ("job", "job_uuid", str))
     body |= {"model": fields.get("model", ""), "training_config": {**training, "data_config": data}}
     algorithm = lora if is_sft else {"type": method}
-    return (
+    made = (
         body
         | ({"algorithm_config": algorithm} if algorithm else {})
         | ({"provider_options": options} if options else {})
     )
+    return _merged(made, rest, "")
 
 
-def _further(text: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The provider options that are written as JSON."""
+def fields_of(body: Mapping[str, Any], is_sft: bool) -> dict[str, str]:
+    """The fields of the form that describe a body: what no field has of its own stands in the two JSON fields.
+
+    Args:
+        is_sft: whether it is one of supervised-fine-tune.
+    """
+    left = copy.deepcopy(dict(body))
+    options = left.pop("provider_options", None) or {}
+    optimizer = _part(left, ("training_config", "optimizer_config"))
+    if "lr" in optimizer and "learning_rate" not in _part(left, ("training_config",)):
+        left["training_config"]["learning_rate"] = optimizer.pop("lr")
+    if not left.get("model") and left.get("finetuned_model"):
+        left["model"] = left.pop("finetuned_model")
+    fields = {"tuning": "request" if "adapter" in options else "full", "method": "sft"}
+    for name, path, _ in (*_NAMES, *_TRAINING, *_ROWS):
+        _take(fields, name, left, path)
+    data = _part(left, _DATA)
+    if data.get("shuffle") is True:
+        del data["shuffle"]
+    if is_sft and data.get("train_on_input") is True:
+        fields["train_on_input"] = "yes"
+        del data["train_on_input"]
+    for name, option, _ in (*_OPTIONS, *(_SFT_OPTIONS if is_sft else ())):
+        _take(fields, name, options, (option,))
+    if is_sft:
+        _take_lora(fields, left, "algorithm_config")
+    else:
+        algorithm = left.setdefault("algorithm_config", {})
+        fields["method"] = str(algorithm.pop("type", None) or "dpo")
+        _take_lora(fields, options, "lora")
+    left = _without_empty(left)
+    options = _without_empty(options)
+    fields["options"] = json.dumps(options, indent=2, ensure_ascii=False) if options else ""
+    fields["request"] = json.dumps(left, indent=2, ensure_ascii=False) if left else ""
+    return fields
+
+
+def rates_of(method: str | None) -> str:
+    """The default learning rates of a method, as a hint."""
+    whole, adapter = next(
+        (one.learning_rates for name, one in METHODS.items() if name == method), METHODS["sft"].learning_rates
+    )
+    return f"{adapter:g} with LoRA, {whole:g} without"
+
+
+def next_names(name: str) -> Iterator[str]:
+    """Names for a copy of a job, one after the other: `run` is followed by `run-2`, `run-2` by `run-3`."""
+    found = _NUMBERED.match(name)
+    base, number = (found[1], int(found[2])) if found else (name, 1)
+    while True:
+        number += 1
+        yield f"{base[: MOST_NAME - len(str(number)) - 1]}-{number}"
+
+
+def _take(fields: dict[str, str], name: str, tree: dict[str, Any], path: tuple[str, ...]) -> None:
+    """Move a value of a tree into a field, where a field can have it."""
+    above = _part(tree, path[:-1])
+    value = above.get(path[-1])
+    if isinstance(value, str) or (isinstance(value, int | float) and not isinstance(value, bool)):
+        fields[name] = f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+        del above[path[-1]]
+
+
+def _take_lora(fields: dict[str, str], tree: dict[str, Any], name: str) -> None:
+    """Move rank and alpha of an adapter into the fields. The modules stay in the tree, unless they are the form's."""
+    lora = tree.get(name)
+    if not isinstance(lora, dict) or not lora:
+        return
+    if str(lora.get("type", "LoRA")).lower() != "lora":
+        fields["tuning"] = "request"
+        return
+    given = {"rank": 8, "alpha": 16, "lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": False, **lora}
+    given.pop("type", None)
+    fields["tuning"] = "qlora" if given.pop("quantize_base", None) else "lora"
+    fields |= {"lora_rank": str(given.pop("rank")), "lora_alpha": str(given.pop("alpha"))}
+    tree[name] = {} if given == _MODULES else given
+
+
+def _part(tree: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """The object at a path of a tree; an empty one where there is none."""
+    found: Any = tree
+    for name in path:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _without_empty(tree: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: _without_empty(value) if isinstance(value, dict) else value for name, value in tree.items()}
+    return {name: value for name, value in found.items() if value not in ({}, None)}
+
+
+def _merged(body: dict[str, Any], rest: Mapping[str, Any], above: str) -> dict[str, Any]:
+    """A body with the further fields of a request. Raises InvalidRequest: one has two values."""
+    made = dict(body)
+    for name, value in rest.items():
+        path = f"{above}{name}"
+        if isinstance(value, dict) and isinstance(made.get(name), dict):
+            made[name] = _merged(made[name], value, f"{path}.")
+        elif name in made:
+            raise InvalidRequest(path, value, "another field of the form has it, too: leave one of them empty")
+        else:
+            made[name] = value
+    return made
+
+
+def _object(text: str, field: str, example: str) -> dict[str, Any]:
+    """The object of a field that is written as JSON; of an empty one an empty object."""
     if not text.strip():
         return {}
     if len(text) > MOST_OPTIONS:
         hint = f"it has {len(text)} characters, at most {MOST_OPTIONS} are read here: send the job to the API"
-        raise InvalidRequest("provider_options", text[:200], hint)
+        raise InvalidRequest(field, text[:200], hint)
     try:
         found = parse_json(text)
     except (ValueError, RecursionError) as error:
-        hint = f'it is no JSON ({error}): write an object, such as {{"seed": 1}}'
-        raise InvalidRequest("provider_options", text[:200], hint) from error
+        hint = f"it is no JSON ({error}): write an object, such as {example}"
+        raise InvalidRequest(field, text[:200], hint) from error
     if not isinstance(found, dict):
-        raise InvalidRequest("provider_options", text[:200], 'expected an object, such as {"seed": 1}')
-    if twice := sorted(found.keys() & options.keys()):
-        hint = "another field of the form has it, too: leave one of them empty"
-        raise InvalidRequest(f"provider_options.{twice[0]}", found[twice[0]], hint)
+        raise InvalidRequest(field, text[:200], f"expected an object, such as {example}")
     return found
 
 
-def same_job(body: Mapping[str, Any], url: str) -> dict[str, str]:
-    """The job of a body as JSON, and as commands for a shell.
+def same_job(body: Mapping[str, Any], url: str, call: str | None = None) -> dict[str, str]:
+    """The job of a body as JSON and YAML, and as commands for a shell.
 
     Args:
         url: of the service.
+        call: that takes it; None: the one of a training that its fields are meant for.
     """
-    as_json, call = shlex.quote(json.dumps(body, ensure_ascii=False)), "supervised-fine-tune"
-    if (body.get("algorithm_config") or {}).get("type") == "dpo":
-        call = "preference-optimize"
+    if call is None:
+        kind = str((body.get("algorithm_config") or {}).get("type", "")).lower()
+        call = "preference-optimize" if kind in METHODS and kind != "sft" else "supervised-fine-tune"
+    shown = dict(body) if call in TRAINING_CALLS else {"kind": call, **body}
+    as_json = shlex.quote(json.dumps(body, ensure_ascii=False))
     headers = """-H "Authorization: Bearer $TRL_SERVICE_TOKEN" -H 'Content-Type: application/json'"""
+    name = re.sub(r"[^\w.-]+", "-", str(body.get("job_uuid") or "job")).lstrip("-.") or "job"
     return {
         "json": json.dumps(body, indent=2, ensure_ascii=False),
         "curl": f"curl {headers} -d {as_json} {shlex.quote(f'{url}/v1/post-training/{call}')}",
-        "trl_remote": f"printf %s {as_json} | trl-remote run - --url {shlex.quote(url)}",
+        "trl_remote": f"printf %s {shlex.quote(json.dumps(shown, ensure_ascii=False))} | "
+        f"trl-remote run - --url {shlex.quote(url)}",
+        "yaml": yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=100),
+        "run": f"trl-remote run {name}.yaml --url {shlex.quote(url)}",
+        "file": f"{name}.yaml",
     }
+
+
+TRAINING_CALLS = ("supervised-fine-tune", "preference-optimize")
 
 
 def validated[Body: BaseModel](kind: type[Body], body: Mapping[str, Any]) -> Body:
@@ -111,13 +254,20 @@ def validated[Body: BaseModel](kind: type[Body], body: Mapping[str, Any]) -> Bod
         raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in found]) from error
 
 
-def _lora(fields: Mapping[str, str]) -> dict[str, Any] | None:
-    if not fields.get("lora_rank"):
+def _lora(fields: Mapping[str, str], further: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The adapter; None: the form asks for none.
+
+    Args:
+        further: what the JSON fields say of it.
+    """
+    tuning = fields.get("tuning") or ("lora" if fields.get("lora_rank") else "full")
+    if tuning in ("full", "request"):
         return None
-    rank = _number(fields["lora_rank"], int)
+    rank = _number(fields.get("lora_rank") or str(LORA_RANK), int)
     alpha = _number(fields["lora_alpha"], int) if fields.get("lora_alpha") else _twice(rank)
-    modules = {"lora_attn_modules": [*LORA_MODULES], "apply_lora_to_mlp": True}
-    return {"type": "LoRA", **modules, "rank": rank, "alpha": alpha}
+    modules = {} if _MODULES.keys() & further.keys() else copy.deepcopy(_MODULES)
+    quantized = {"quantize_base": True} if tuning == "qlora" else {}
+    return {"type": "LoRA", **modules, "rank": rank, "alpha": alpha, **quantized}
 
 
 def _twice(rank: Any) -> Any:

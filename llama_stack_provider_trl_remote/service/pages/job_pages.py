@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
-from llama_stack_provider_trl.jobs.store.reader import read_warnings
+from llama_stack_provider_trl.jobs.store.reader import read_request, read_warnings, read_watched
 from llama_stack_provider_trl.jobs.store.store import Store
 
 from ..dependencies import DigestsDep, StoreDep, StoredJobsDep
@@ -21,6 +21,7 @@ from . import job_view
 from .login import checked_form, see_other
 from .rendering import page
 from .route import PageRoute
+from .settings_view import grouped
 
 router = APIRouter(route_class=PageRoute, prefix="/jobs/{job_uuid}", include_in_schema=False)
 
@@ -42,8 +43,12 @@ async def job_page(
     exports = await asyncio.to_thread(exports_of, store, status)
     files = await asyncio.to_thread(files_of_export, status)
     url = str(request.base_url).rstrip("/")
-    values = job_view.values(status, caller.role, warnings, exports, files, url)
-    return page(request, "job.html", log=log, **values)
+    requested = await asyncio.to_thread(read_request, store, job_uuid)
+    watched = await asyncio.to_thread(read_watched, store, job_uuid)
+    eval_loss = watched.evaluations[-1].metrics.get("eval_loss") if watched.evaluations else None
+    values = job_view.values(status, caller.role, warnings, exports, files, url, requested, eval_loss)
+    chosen, default = grouped(job_view.settings_of(status.resources_allocated["effective_config"]))
+    return page(request, "job.html", log=log, settings=chosen, defaults=default, **values)
 
 
 @router.get("/logs", dependencies=[USERS])

@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from llama_stack_provider_trl.jobs.decisions.states import ACTIVE, TERMINAL, JobState
+from llama_stack_provider_trl.jobs.store.reader import SentRequest
 from llama_stack_provider_trl.jobs.store.tokens import Role
-from llama_stack_provider_trl.specs.methods import METHODS
+from llama_stack_provider_trl.specs.methods import METHODS, Algorithm
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse
 
 from ..views.exports import ExportedFile, ListedExport
 from ..views.logs import LAUNCHER
 from . import rendering
 from .export_view import SHOWN, export_commands, export_of
+from .job_form import TRAINING_CALLS, same_job
 
 _LONGEST_LINE = 2000
 _STEP = re.compile(r"checkpoint-(\d+)$")
@@ -79,8 +81,10 @@ def values(
     exports: Sequence[ListedExport] = (),
     files: Sequence[ExportedFile] = (),
     url: str = "",
+    requested: SentRequest | None = None,
+    eval_loss: float | None = None,
 ) -> dict[str, Any]:
-    """The values of the template `job.html`.
+    """The values of the template `job.html`, but for the configuration in groups.
 
     Args:
         role: of the reader; forms that it may not send are left out.
@@ -88,6 +92,8 @@ def values(
         exports: those of its checkpoints.
         files: of an export.
         url: of the service.
+        requested: what was requested of the service; None: it has no request of its own.
+        eval_loss: of the last evaluation; None: there is none.
     """
     found = status.resources_allocated
     state = JobState(found["state"])
@@ -103,7 +109,11 @@ def values(
         "path": path_of(status.job_uuid),
         "attempts": attempts,
         "ribbon": RIBBON,
-        "settings": settings_of(found["effective_config"]),
+        "headline": headline_of(found["effective_config"]["algorithm"]),
+        "eval_loss": eval_loss,
+        "step_seconds": step_seconds_of(found.get("progress") or {}, state, attempts),
+        "requested": requested and same_job(requested.body, url, requested.call),
+        "again": again_of(state, requested),
         "logs": logs_of(status),
         "result": result_of(result),
         "export": export,
@@ -123,6 +133,33 @@ def values(
         "warned_at": {message: step for step, message in warnings},
         "marks": [mark._asdict() for mark in marks_of(status, attempts, warnings)],
     }
+
+
+def again_of(state: JobState, requested: SentRequest | None) -> str:
+    """What the link to a form with the job's request is called; empty: the form cannot have it."""
+    if requested is None or requested.call not in TRAINING_CALLS:
+        return ""
+    return "Edit and retry" if state in (JobState.failed, JobState.cancelled) else "Clone"
+
+
+def headline_of(algorithm: Algorithm) -> str:
+    """The title of the chart that tells most of a method, as `curves.js` has it."""
+    method = METHODS.get(algorithm)
+    if algorithm == "grpo":
+        return "Reward"
+    return "Rewards" if method is not None and (method.has_pairs or algorithm == "kto") else "Loss"
+
+
+def step_seconds_of(progress: Mapping[str, Any], state: JobState, attempts: Sequence[Attempt]) -> float | None:
+    """Seconds of a step: from the time that is left while the job runs, else the mean of its last attempt, which
+    includes what the attempt did before and after its steps; None: not known."""
+    if state not in ACTIVE:
+        last = attempts[-1] if attempts else None
+        done = 0 if last is None else last.step - last.start_step
+        return last.seconds / done if last is not None and last.seconds and done > 0 else None
+    left = (progress.get("total_steps") or 0) - (progress.get("step") or 0)
+    eta = progress.get("eta_seconds")
+    return eta / left if eta and left > 0 else None
 
 
 def _writes_text(config: Mapping[str, Any]) -> bool:
@@ -242,9 +279,9 @@ def settings_of(config: Mapping[str, Any]) -> list[Setting]:
     given = {name: value for name, value in config.items() if name != "recipe"}
     if samples := given.get("samples"):  # the page of samples has the texts
         given["samples"] = {**samples, "prompts": len(samples["prompts"])}
-    submitted = dict(_flat(given))
-    reported = dict(_flat({name: value for name, value in recipe.items() if name != "effective"}))
-    reported |= dict(_flat(recipe.get("effective") or {}))
+    submitted = dict(flat(given))
+    reported = dict(flat({name: value for name, value in recipe.items() if name != "effective"}))
+    reported |= dict(flat(recipe.get("effective") or {}))
     names = [*submitted, *(name for name in reported if name not in submitted)]
     return [Setting(name, submitted.get(name, ""), reported.get(name, "")) for name in names]
 
@@ -260,10 +297,11 @@ def _cut(line: str) -> str:
     return f"{line[:_LONGEST_LINE]} ... (the line has {len(line)} characters)"
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The leaves of a tree by their dotted names, as texts, without those that are None."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat(value, f"{prefix}{name}.")
         elif value is not None:
             text = str(value).lower() if isinstance(value, bool) else str(value)
             yield f"{prefix}{name}", _cut(text) or '""'

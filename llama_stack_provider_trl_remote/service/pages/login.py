@@ -22,7 +22,7 @@ from .route import PageRoute
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
-_MOST_FIELDS = 20
+_MOST_FIELDS = 30
 _OWN_PATH = re.compile(r"/(?![/\\])[!-\[\]-~]*")
 """A path of this service: no address of another one, no character that a header or a browser reads otherwise."""
 

@@ -121,7 +121,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"moment": moment, "duration": duration, "size": size, "number": number}
+    made.filters |= {"moment": moment, "duration": duration, "size": size, "number": number, "step_time": step_time}
     return made
 
 
@@ -142,6 +142,13 @@ def duration(seconds: float | None) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def step_time(seconds: float | None) -> str:
+    """Seconds of an optimizer step, in ms where they are short; empty: not known."""
+    if seconds is None or not math.isfinite(seconds):
+        return ""
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s" if seconds < 60 else duration(seconds)
 
 
 def size(value: float | None) -> str:

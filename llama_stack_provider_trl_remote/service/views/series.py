@@ -7,7 +7,7 @@ metric are kept, so a spike is seen at any scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 from sqlite3 import Row
 from typing import Any
@@ -62,23 +62,34 @@ class _Curves:
 
     def add(self, rows: Iterator[Row]) -> None:
         """Add the points of one part, which are in the order of their steps."""
-        kinds: dict[str, list[Row]] = {}
-        for row in rows:
-            kinds.setdefault(row["kind"], []).append(row)
-        for kind, part in kinds.items():
-            values = [from_json(row["metrics"]) for row in part]
+        all_rows = list(rows)
+        for kind in sorted({row["kind"] for row in all_rows}):
+            part = [row for row in all_rows if row["kind"] == kind]
+            # At once: a call for each of 200,000 points takes half of the time.
+            values = from_json(f"[{','.join([row['metrics'] for row in part])}]")
             curves = self._curves.setdefault(kind, {})
-            for name in sorted(self._names(values)):
-                found = [number for number, point in enumerate(values) if name in point]
-                kept = _extremes([values[number][name] for number in found])
-                self.exact = self.exact and len(kept) == len(found)
+            for name, (numbers, column) in sorted(self._columns(values).items()):
+                kept = _extremes(column)
+                self.exact = self.exact and len(kept) == len(column)
                 curve = curves.setdefault(name, Curve(step=[], epoch=[], time=[], value=[]))
                 for number in kept:
-                    _append(curve, part[found[number]], values[found[number]][name])
+                    _append(curve, part[numbers[number]], column[number])
 
-    def _names(self, values: Iterable[dict[str, Any]]) -> set[str]:
-        names = {name for point in values for name in point}
-        return names & self._wanted if self._wanted else names
+    def _columns(self, values: Sequence[dict[str, Any]]) -> dict[str, tuple[Sequence[int], Sequence[float]]]:
+        """Metric -> the numbers of the points that have it, and its values there."""
+        names = [*values[0]]
+        if all([*point] == names for point in values):
+            every = range(len(values))
+            found = zip(names, zip(*(point.values() for point in values), strict=True), strict=True)
+            return {name: (every, column) for name, column in found if self._is_wanted(name)}
+        columns = dict[str, tuple[Sequence[int], Sequence[float]]]()
+        for name in {name for point in values for name in point if self._is_wanted(name)}:
+            numbers = [number for number, point in enumerate(values) if name in point]
+            columns[name] = numbers, [values[number][name] for number in numbers]
+        return columns
+
+    def _is_wanted(self, name: str) -> bool:
+        return not self._wanted or name in self._wanted
 
 
 def _append(curve: Curve, row: Row, value: float) -> None:

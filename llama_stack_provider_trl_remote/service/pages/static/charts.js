@@ -1,5 +1,5 @@
 // Draws curves with plotly: those of a job here, those of machines in nodes.js.
-import { along, groups, legendOf, smoothed } from "./curves.js";
+import { along, groups, isNoisy, legendOf, smoothed } from "./curves.js";
 
 const DRAW_MS = 500;
 // No bar of buttons: some of them lead to a site of plotly's.
@@ -82,9 +82,11 @@ export class Charts {
     this.axis = document.getElementById("axis");
     this.smoothing = document.getElementById("smoothing");
     this.output = document.getElementById("smoothing-value");
+    this.logarithmic = document.getElementById("logarithmic");
     this.restore();
     this.axis.addEventListener("change", () => this.choose());
     this.smoothing.addEventListener("input", () => this.choose());
+    this.logarithmic?.addEventListener("change", () => this.choose());
     onColors(() => this.all());
   }
 
@@ -93,6 +95,7 @@ export class Charts {
     const found = new URLSearchParams(location.search);
     if (["step", "epoch", "relative", "time"].includes(found.get("axis"))) this.axis.value = found.get("axis");
     if (found.has("smoothing")) this.smoothing.value = found.get("smoothing");
+    if (this.logarithmic) this.logarithmic.checked = found.get("scale") === "log";
     this.output.value = this.smoothing.value;
   }
 
@@ -101,6 +104,8 @@ export class Charts {
     const kept = new URLSearchParams(location.search);
     kept.set("axis", this.axis.value);
     kept.set("smoothing", this.smoothing.value);
+    if (this.logarithmic?.checked) kept.set("scale", "log");
+    else kept.delete("scale");
     history.replaceState(null, "", `?${kept}`);
     for (const chart of this.charts.values()) chart.zoomed = null;
     this.all();
@@ -161,35 +166,40 @@ export class Charts {
     }
   }
 
+  // Where a new chart goes.
+  place() {
+    return this.container;
+  }
+
   drawGroup(group) {
     let chart = this.charts.get(group.title);
-    const traces = [...group.names.flatMap((name) => this.traces(name, chart?.zoomed)), ...this.markers()];
+    const traces = [...group.names.flatMap((name, at) => this.traces(name, chart?.zoomed, COLORS[at % COLORS.length])), ...this.markers()];
     if (chart) {
       window.Plotly.react(chart.element, traces, this.layout(group), CONFIG);
       return;
     }
-    const element = addChart(this.container, `${group.title} by ${this.axis.value}`);
+    const element = addChart(this.place(group), `${group.title} by ${this.axis.value}`);
     chart = { element, zoomed: null };
     this.charts.set(group.title, chart);
     window.Plotly.newPlot(element, traces, this.layout(group), CONFIG);
     element.on("plotly_relayout", (change) => this.zoom(group, chart, change));
   }
 
-  traces(name, zoomed) {
+  traces(name, zoomed, color) {
     const found = [];
     for (const kind of ["train", "validation"]) {
       const curve = (zoomed?.[kind] ?? Object.fromEntries(this.curves.metrics[kind]))[name];
       if (!curve?.step.length) continue;
-      const x = this.along(this.curves, curve);
       const label = plain(kind === "validation" ? `${legendOf(name)} (validation)` : legendOf(name));
-      const line = { width: 1.5 };
-      if (name !== "loss" || kind === "validation") {
-        found.push({ x, y: valuesOf(name, curve), name: label, mode: modeOf(curve, kind), type: "scatter", line });
+      const whole = { x: this.along(this.curves, curve), y: valuesOf(name, curve), name: label, type: "scatter" };
+      whole.mode = modeOf(curve, kind);
+      if (kind === "validation" || !isNoisy(name)) {
+        found.push({ ...whole, line: { width: 1.5, color } });
         continue;
       }
-      found.push({ x, y: curve.value, name: "loss", mode: modeOf(curve, kind), type: "scatter", line: { width: 1 }, opacity: 0.4 });
+      found.push({ ...whole, line: { width: 1, color }, opacity: 0.35, showlegend: false });
       const y = smoothed(curve.value, Number(this.smoothing.value));
-      found.push({ x, y, name: "loss, smoothed", mode: "lines", type: "scatter", line: { width: 2 } });
+      found.push({ ...whole, y, name: `${label}, smoothed`, mode: "lines", line: { width: 2, color } });
     }
     return found;
   }
@@ -202,6 +212,8 @@ export class Charts {
     if (group.title === "Learning rate") found.yaxis.exponentformat = "e";
     if (group.names.every(isMemory)) found.yaxis.title = { text: "GiB", standoff: 4 };
     // Marks have an axis of their own: they are at the top of a chart, whatever its values are.
+    if (this.logarithmic?.checked) found.yaxis.type = "log";
+    found.hovermode = "x unified";
     found.yaxis2 = { overlaying: "y", range: [0, 1], fixedrange: true, visible: false };
     found.shapes = this.placed().map(({ kind, x }) => ({
       ...{ type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper" },

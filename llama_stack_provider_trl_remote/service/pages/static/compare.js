@@ -1,6 +1,6 @@
 // Several jobs over each other: their curves as they grow, and their states.
 import { Charts, COLORS, modeOf, plain, valuesOf } from "./charts.js";
-import { Curves, smoothed } from "./curves.js";
+import { Curves, isNoisy, smoothed } from "./curves.js";
 import { Parts } from "./parts.js";
 import { Stream } from "./stream.js";
 
@@ -43,7 +43,7 @@ class Overlaid extends Charts {
         const label = plain(kind === "validation" ? `${job} (validation)` : job);
         const line = { color, width: 2, dash: kind === "validation" ? "dot" : "solid" };
         const whole = { x, y: valuesOf(name, curve), name: label, mode: modeOf(curve, kind), type: "scatter", line };
-        if (name !== "loss" || kind === "validation") return [whole];
+        if (kind === "validation" || !isNoisy(name)) return [whole];
         const raw = { ...whole, line: { color, width: 1 }, opacity: 0.25, showlegend: false, hoverinfo: "skip" };
         return [raw, { ...whole, y: smoothed(curve.value, Number(this.smoothing.value)) }];
       });

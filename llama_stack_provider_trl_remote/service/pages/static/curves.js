@@ -119,26 +119,52 @@ export function along(curve, axis, begin, unit) {
 }
 
 const GROUPS = [
-  ["Loss", (name) => name === "loss" || name === "validation_loss" || name === "eval_loss"],
-  ["Learning rate", (name) => name === "learning_rate"],
-  ["Gradient norm", (name) => name === "grad_norm"],
-  ["Tokens per second", (name) => name === "tokens_per_second"],
-  ["Memory", (name) => name.includes("memory")],
-  ["Rewards", (name) => /rewards\/(chosen|rejected|margins)$/.test(name)],
-  ["Reward accuracies", (name) => name.endsWith("rewards/accuracies")],
-  ["Log-probabilities", (name) => name.includes("logps/")],
-  ["Accuracy", (name) => name.includes("accuracy")],
-  ["Entropy", (name) => name.includes("entropy")],
+  ["Loss", "Training", (name) => name === "loss" || name === "validation_loss" || name === "eval_loss"],
+  ["Reward", "Preference and reward", (name) => /^(eval_)?(reward|reward_std)$/.test(name)],
+  ["Rewards", "Preference and reward", (name) => /rewards\/(chosen|rejected|margins)$/.test(name)],
+  ["Reward accuracies", "Preference and reward", (name) => name.endsWith("rewards/accuracies")],
+  ["Reward functions", "Preference and reward", (name) => /^rewards\/.+\/(mean|std)$/.test(name)],
+  ["Log-probabilities", "Preference and reward", (name) => name.includes("logps/")],
+  ["Learning rate", "Training", (name) => name === "learning_rate"],
+  ["Gradient norm", "Training", (name) => name === "grad_norm"],
+  ["Accuracy", "Training", (name) => name.includes("accuracy")],
+  ["Entropy", "Training", (name) => name.includes("entropy")],
+  ["Tokens per second", "System", (name) => name === "tokens_per_second"],
+  ["Memory", "System", (name) => name.includes("memory")],
 ];
+const EXACT = /^(learning_rate|num_tokens|epoch)$|memory/;
+const OF_SYSTEM = /seconds|_bytes|mbit|speedup|num_tokens|throughput/;
+const OF_REWARDS = /reward|\bkl\b|completions\//;
 
-// Titles of charts and the names of their metrics; a metric that no group knows has a chart of its own.
+// Whether a metric is drawn smoothed beside its points: not one that is as exact as a schedule.
+export function isNoisy(name) {
+  return !EXACT.test(name);
+}
+
+// The section of a page that a metric without a group belongs to.
+function sectionOf(name) {
+  if (name.startsWith("eval_")) return "Evaluation";
+  if (OF_REWARDS.test(name)) return "Preference and reward";
+  return OF_SYSTEM.test(name) ? "System" : "Training";
+}
+
+// Titles of charts, the names of their metrics and their sections; a metric that no group knows has a chart of its own.
 export function groups(names) {
   const left = new Set(names);
   const found = [];
-  for (const [title, belongs] of GROUPS) {
+  for (const [title, section, belongs] of GROUPS) {
     const members = [...left].filter(belongs);
     for (const name of members) left.delete(name);
-    if (members.length) found.push({ title, names: members });
+    if (members.length) found.push({ title, section, names: members });
   }
-  return [...found, ...[...left].sort().map((name) => ({ title: name, names: [name] }))];
+  return [...found, ...[...left].sort().map((name) => ({ title: name, section: sectionOf(name), names: [name] }))];
+}
+
+// The charts of a job in the order of its page: the one that tells most of its method first, then the loss; both are
+// at the top. Another chart of the method is beside a loss that is first itself.
+export function ordered(found, first) {
+  const title = found.some((group) => group.title === first) ? first : "Loss";
+  const isTop = (group) => group.title === title || group.title === "Loss";
+  const top = found.filter(isTop).sort((a, b) => (b.title === title) - (a.title === title));
+  return [...top.map((group) => ({ ...group, section: "" })), ...found.filter((group) => !isTop(group))];
 }

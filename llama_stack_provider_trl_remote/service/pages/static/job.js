@@ -1,10 +1,10 @@
 // The page of a job: its curves, progress and log as they grow.
 import { Charts } from "./charts.js";
-import { Curves } from "./curves.js";
+import { Curves, groups, ordered } from "./curves.js";
 import { followLog } from "./logs.js";
 import { Parts } from "./parts.js";
 import { Stream } from "./stream.js";
-import { duration, number, size } from "./texts.js";
+import { duration, number, size, stepTime } from "./texts.js";
 
 const main = document.getElementById("main");
 const job = main.dataset.job;
@@ -12,7 +12,43 @@ const path = `/v1/post-training/jobs/${encodeURIComponent(job)}`;
 const live = document.getElementById("live");
 const log = document.getElementById("log");
 const curves = new Curves();
-const charts = window.Plotly && new Charts(curves, marks(document), fetchSeries);
+const headline = document.getElementById("headline");
+
+// The charts of a job in their sections.
+class Sections extends Charts {
+  grouped() {
+    return ordered(groups(this.names()), headline.dataset.first);
+  }
+
+  place({ section }) {
+    if (!section) {
+      headline.hidden = false;
+      return headline;
+    }
+    const found = this.container.querySelector(`[data-section="${section}"]`);
+    found.hidden = false;
+    return found.querySelector(".chart-grid");
+  }
+
+  // Plotly follows the window alone: charts that stand beside a new one are narrower than before.
+  drawGroup(group) {
+    const isNew = !group.section && !this.charts.has(group.title);
+    super.drawGroup(group);
+    if (isNew) for (const one of headline.querySelectorAll(".js-plotly-plot")) window.Plotly.Plots.resize(one);
+  }
+
+  layout(group) {
+    const found = super.layout(group);
+    if (group.section) return found;
+    found.height = headline.querySelector(".chart").clientHeight;
+    found.margin = { ...found.margin, t: 50, b: 34, r: 10 };
+    found.title = { ...found.title, x: 0.01, xanchor: "left", y: 0.98, yanchor: "top" };
+    found.legend = { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 } };
+    return found;
+  }
+}
+
+const charts = window.Plotly && new Sections(curves, marks(document), fetchSeries);
 // What the service renders: buttons, reasons, attempts, checkpoints and warnings.
 const parts = new Parts(["status", "warnings", "trials", "export", "result", "attempts", "checkpoints", "exports"], {
   replaced: (page) => page.getElementById("marks") && charts?.mark(marks(page)),
@@ -49,6 +85,8 @@ function onEvent(_, message) {
   }
   if (!meanwhile && curves.metrics.train.get("loss")?.step.length > MOST_POINTS) thinOut();
   if (["prepared", "checkpoint", "checkpoint_damaged", "warning"].includes(event.type)) parts.refresh();
+  const evaluated = message.point?.kind === "validation" && message.point.metrics.eval_loss;
+  if (typeof evaluated === "number") document.getElementById("now-eval_loss").textContent = number(evaluated);
   if (event.type !== "progress") return;
   for (const [name, text] of Object.entries(shown)) {
     const value = event.metrics[name] ?? event[name];
@@ -59,7 +97,10 @@ function onEvent(_, message) {
   if (!bar) return parts.refresh();
   bar.value = event.step;
   document.getElementById("steps").textContent = `${event.step} of ${bar.max} steps`;
-  document.getElementById("now-eta").textContent = duration(message.eta_seconds);
+  const eta = document.getElementById("now-eta");
+  if (eta) eta.textContent = duration(message.eta_seconds);
+  const left = bar.max - event.step;
+  if (left > 0 && message.eta_seconds) document.getElementById("now-step_seconds").textContent = stepTime(message.eta_seconds / left);
 }
 
 // A page that is open for days: the service thins the points out, and those that arrive in the meantime are added again.

@@ -42,3 +42,10 @@ export function brief(exact) {
   if (hours) return `${hours} h ${two(minutes)}`;
   return minutes ? `${minutes}:${two(seconds % 60)} min` : `${seconds} s`;
 }
+
+// Seconds of an optimizer step, in ms where they are short; empty: not known.
+export function stepTime(seconds) {
+  if (!Number.isFinite(seconds)) return "";
+  if (seconds < 1) return `${(seconds * 1000).toFixed(0)} ms`;
+  return seconds < 60 ? `${seconds.toFixed(2)} s` : duration(seconds);
+}
