@@ -201,11 +201,10 @@ def test_a_multi_grader_combines_its_graders() -> None:
 @pytest.mark.parametrize(
     ("grader", "problem"),
     [
-        ({"type": "score_model", "name": "x"}, "a model that scores answers is not supported as a grader; use one of"),
-        ({"type": "label_model", "name": "x"}, "a model that labels answers is not supported"),
+        ({"type": "endpoint", "name": "x"}, "a grader at an address of its own is not supported; use one of"),
         ({"type": "other"}, "there is no such grader"),
         (multi("a", a=multi("b", b=check("eq"))), "'a' is of type multi"),
-        (multi("a", a={"type": "score_model"}), "a model that scores"),
+        (multi("a", a={"type": "endpoint"}), "a grader at an address"),
         ({**check("eq"), "image_tag": "x"}, "Extra inputs"),
         ({"type": "python", "name": "x", "source": "a", "image_tag": "2025-05-08"}, "without images"),
         (check("regex"), "'eq', 'ne', 'like' or 'ilike'"),
