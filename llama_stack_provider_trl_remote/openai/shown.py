@@ -100,6 +100,9 @@ def _method(job: JobRecord, called: Called) -> Json:
     (check,) = checks_of(job.spec.method.rewards)
     assert check.grader is not None
     grader = with_named_models(check.grader.model_dump(mode="json"), called.grading)
+    below = grader.get("graders", {})
+    if [*below] == [one["name"] for one in below.values()] and len(below) == 1:
+        (grader["graders"],) = below.values()  # without a name before it, as the SDK's type has a single one
     block = {"grader": grader, **method["reinforcement"]}
     return {"type": "reinforcement", "reinforcement": block}
 

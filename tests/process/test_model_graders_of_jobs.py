@@ -16,7 +16,7 @@ from llama_stack_provider_trl.recipes.trainer.grading_models import GradingModel
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress, Warned
 from llama_stack_provider_trl.specs.grading import grading
-from llama_stack_provider_trl.specs.grading.asking import Question, Reply, Sampled, form_of
+from llama_stack_provider_trl.specs.grading.asking import Question, Reply, Replying, form_of
 from llama_stack_provider_trl.specs.grading.errors import GradingError, NotInTimeError
 from llama_stack_provider_trl.specs.grading.graders import asking_of
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingSpec
@@ -161,11 +161,11 @@ def test_a_model_replies_alone_as_with_others_and_random_numbers_follow_from_the
         (Question([{"role": "user", "content": text}], f"0/{text}"), 0)
         for text in ("a", "What is a dog?", "Add it, friend, and more.")
     ]
-    for sampled in (Sampled(0.0, 1.0, 8), Sampled(1.5, 0.9, 8)):
-        together = model.replies(questions, sampled, lambda: None)
-        assert [model.replies([one], sampled, lambda: None)[0] for one in questions] == together
-    assert model.replies(questions, Sampled(0.0, 1.0, 8), lambda: None) != together
-    (late,) = model.replies(questions[:1], Sampled(0.0, 1.0, 10**5), lambda: None)
+    for replying in (Replying(0.0, 1.0, 8), Replying(1.5, 0.9, 8)):
+        together = model.replies(questions, replying, lambda: None)
+        assert [model.replies([one], replying, lambda: None)[0] for one in questions] == together
+    assert model.replies(questions, Replying(0.0, 1.0, 8), lambda: None) != together
+    (late,) = model.replies(questions[:1], Replying(0.0, 1.0, 10**5), lambda: None)
     assert isinstance(late, GradingError)
     assert "which with 100000 of its reply are more than its" in late.sentence
 

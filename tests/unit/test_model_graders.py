@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck, refuse_unusable
-from llama_stack_provider_trl.specs.grading.asking import Question, Reply, Sampled, sampled_of
+from llama_stack_provider_trl.specs.grading.asking import Question, Reply, Replying, replying_of
 from llama_stack_provider_trl.specs.grading.errors import GradingError
 from llama_stack_provider_trl.specs.grading.graders import Grader, asking_of, paths_of
 from llama_stack_provider_trl.specs.grading.grading import graded, questions_of
@@ -128,9 +128,9 @@ def test_random_numbers_follow_from_the_seed_and_the_question() -> None:
     assert seed("a", seed=1) == seed("a", seed=1, temperature=1) != seed("b", seed=1)
     assert seed("a") == seed("a", seed=0) != seed("a", seed=1)
     given = ADAPTER.validate_python({**SCORE, "sampling_params": {"temperature": 0.5, "top_p": 0.9}})
-    assert (sampled_of(given), sampled_of(ADAPTER.validate_python(LABEL))) == (
-        Sampled(0.5, 0.9, 256),
-        Sampled(0.0, 1.0, 256),
+    assert (replying_of(given), replying_of(ADAPTER.validate_python(LABEL))) == (
+        Replying(0.5, 0.9, 256),
+        Replying(0.0, 1.0, 256),
     )
 
 

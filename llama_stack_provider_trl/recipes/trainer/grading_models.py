@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ...specs.grading.asking import Question, Reply, Sampled
+from ...specs.grading.asking import Question, Reply, Replying
 from ...specs.grading.errors import GradingError
 from ...specs.job import JobSpec
 from ...specs.work import FurtherModel
@@ -50,7 +50,7 @@ class GradingModel:
         self._warned: set[str] = set()
 
     def replies(
-        self, questions: Sequence[tuple[Question, int]], sampled: Sampled, alive: Callable[[], object]
+        self, questions: Sequence[tuple[Question, int]], replying: Replying, alive: Callable[[], object]
     ) -> list[Reply | GradingError]:
         """The replies to some questions, each about an answer to the row of a number.
 
@@ -66,15 +66,15 @@ class GradingModel:
 
         encoded = [self._tokens(question, row) for question, row in questions]
         self._asked += len(questions)
-        found: list[Reply | GradingError] = [self._without_room(ids, sampled) for ids in encoded]
-        fitting = [number for number, ids in enumerate(encoded) if self._has_room(ids, sampled)]
+        found: list[Reply | GradingError] = [self._without_room(ids, replying) for ids in encoded]
+        fitting = [number for number, ids in enumerate(encoded) if self._has_room(ids, replying)]
         for numbers in (fitting[at : at + _AT_ONCE] for at in range(0, len(fitting), _AT_ONCE)):
-            sampler = Sampler(sampled, [random.Random(questions[number][0].seed) for number in numbers], on_token)
+            sampler = Sampler(replying, [random.Random(questions[number][0].seed) for number in numbers], on_token)
             ids = answer_ids(
                 self._model,
                 [encoded[number] for number in numbers],
                 sampler,
-                most=sampled.most,
+                most=replying.most,
                 ends=self._ends,
                 pad=self._pad,
                 device=self._device,
@@ -105,13 +105,13 @@ class GradingModel:
         """With what a reply begins that the model has not written itself."""
         return _THINK if str(self._tokenizer.decode(ids[-16:])).rstrip().endswith(_THINK) else ""
 
-    def _has_room(self, ids: list[int], sampled: Sampled) -> bool:
-        return self._positions is None or len(ids) + sampled.most <= self._positions
+    def _has_room(self, ids: list[int], replying: Replying) -> bool:
+        return self._positions is None or len(ids) + replying.most <= self._positions
 
-    def _without_room(self, ids: list[int], sampled: Sampled) -> GradingError:
+    def _without_room(self, ids: list[int], replying: Replying) -> GradingError:
         """Of a question that is too long."""
         return GradingError(
             "model_grader_server_error",
-            f"the model reads {len(ids)} tokens, which with {sampled.most} of its reply are more than its "
+            f"the model reads {len(ids)} tokens, which with {replying.most} of its reply are more than its "
             f"{self._positions} positions: shorten the grader's messages, or lower max_completions_tokens",
         )

@@ -16,7 +16,7 @@ from ...specs.answer_checks import AnswerCheck, passes, reward_of
 from ...specs.answer_rows import CheckedRow
 from ...specs.compiled_checks import TIMEOUT
 from ...specs.events import Reason
-from ...specs.grading.asking import Question, Reply, Sampled, sampled_of
+from ...specs.grading.asking import Question, Reply, Replying, replying_of
 from ...specs.grading.errors import GradingError
 from ...specs.grading.graders import asking_of
 from ...specs.grading.grading import Replied, questions_of, unusable_here
@@ -108,7 +108,7 @@ class Rewards:
                 one[source.name] = {}
             for (name, leaf), model in zip(asking_of(grader).items(), source.grading, strict=True):
                 questions = [of_completion[name] for of_completion in asked]
-                replies = self._asked(self._models[model], questions, row_numbers, sampled_of(leaf), alive)
+                replies = self._asked(self._models[model], questions, row_numbers, replying_of(leaf), alive)
                 for one, reply in zip(found, replies, strict=True):
                     one[source.name][name] = reply
         return [{**one} for one in found]
@@ -118,7 +118,7 @@ class Rewards:
         model: GradingModel,
         questions: Sequence[Question | GradingError],
         row_numbers: Sequence[int],
-        sampled: Sampled,
+        replying: Replying,
         alive: Callable[[], object],
     ) -> list[Reply | GradingError]:
         """The replies to some questions. Equal ones are asked once: their replies are the same."""
@@ -129,7 +129,7 @@ class Rewards:
             if isinstance(question, Question) and question.seed not in numbers:
                 numbers[question.seed] = len(once)
                 once.append((question, row))
-        replies = model.replies(once, sampled, alive)
+        replies = model.replies(once, replying, alive)
         return [one if isinstance(one, GradingError) else replies[numbers[one.seed]] for one in questions]
 
     def model_warnings(self) -> list[str]:

@@ -27,7 +27,7 @@ _SHOWN = 100
 """Characters of a reply in a message."""
 
 
-class Sampled(NamedTuple):
+class Replying(NamedTuple):
     """How the tokens of a reply are chosen."""
 
     temperature: float
@@ -54,13 +54,13 @@ class Reply(NamedTuple):
     """Whether it ended its text; False: it has as many tokens as it may have."""
 
 
-def sampled_of(grader: Asking) -> Sampled:
+def replying_of(grader: Asking) -> Replying:
     """How the model of a grader replies."""
     given = grader.sampling_params
     if given is None:
-        return Sampled(0.0, 1.0, VERDICT_TOKENS)
+        return Replying(0.0, 1.0, VERDICT_TOKENS)
     top_p = 1.0 if given.top_p is None else given.top_p
-    return Sampled(given.temperature or 0.0, top_p, given.max_completions_tokens or VERDICT_TOKENS)
+    return Replying(given.temperature or 0.0, top_p, given.max_completions_tokens or VERDICT_TOKENS)
 
 
 def question_of(grader: Asking, values: Values) -> Question:
@@ -118,7 +118,7 @@ def score_of(grader: Asking, reply: Reply) -> float:
         if (label := _label_of(grader, found)) is not None:
             return float(label in grader.passing_labels)
         expected = "one of the labels"
-    cut = "" if reply.complete else f", which ends after {sampled_of(grader).most} tokens"
+    cut = "" if reply.complete else f", which ends after {replying_of(grader).most} tokens"
     raise GradingError(
         "model_grader_parse_error",
         f"the model replied {reply.text[:_SHOWN]!r}{cut}: expected {expected}, as `result` of JSON or alone",

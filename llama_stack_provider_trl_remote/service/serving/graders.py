@@ -8,7 +8,7 @@ from typing import Any
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound
 from llama_stack_provider_trl.requests.graders import NOT_ALLOWED
-from llama_stack_provider_trl.specs.grading.asking import Reply, sampled_of
+from llama_stack_provider_trl.specs.grading.asking import Reply, replying_of
 from llama_stack_provider_trl.specs.grading.errors import GradingError
 from llama_stack_provider_trl.specs.grading.graders import Grader, asking_of, field_of, problem_of, uses_python
 from llama_stack_provider_trl.specs.grading.grading import questions_of, unusable_here
@@ -69,12 +69,12 @@ async def ask(
         if isinstance(question, GradingError):
             replied[name] = question
             continue
-        leaf, sampled = leaves[name], sampled_of(leaves[name])
+        leaf, replying = leaves[name], replying_of(leaves[name])
         request = ServeRequest(
             messages=question.messages,
-            max_tokens=sampled.most,
-            temperature=sampled.temperature,
-            top_p=sampled.top_p,
+            max_tokens=replying.most,
+            temperature=replying.temperature,
+            top_p=replying.top_p,
             seed=question.seed,
         )
         try:
