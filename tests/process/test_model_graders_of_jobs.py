@@ -14,7 +14,7 @@ from llama_stack_provider_trl.recipes.memory.estimate import estimate
 from llama_stack_provider_trl.recipes.memory.trace import Batch
 from llama_stack_provider_trl.recipes.trainer.grading_models import GradingModel
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
-from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress, Warned
+from llama_stack_provider_trl.specs.events import Failed, Finished, Prepared, Progress, Warned
 from llama_stack_provider_trl.specs.grading import grading
 from llama_stack_provider_trl.specs.grading.asking import Question, Reply, Replying, form_of
 from llama_stack_provider_trl.specs.grading.errors import GradingError, NotInTimeError
@@ -23,6 +23,7 @@ from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, ShardingS
 from llama_stack_provider_trl.specs.methods import GrpoSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl.specs.work import FurtherModel
+from tests.process.test_checked_answers import work
 from tests.process.test_graders_of_jobs import HAS_LETTER, SHORT
 from tests.process.test_grpo import metric
 from tests.process.test_grpo_ranks import numbers, trained, weights_of
@@ -168,6 +169,22 @@ def test_a_model_replies_alone_as_with_others_and_random_numbers_follow_from_the
     (late,) = model.replies(questions[:1], Replying(0.0, 1.0, 10**5), lambda: None)
     assert isinstance(late, GradingError)
     assert "which with 100000 of its reply are more than its" in late.sentence
+    assert not [*model.warnings()]
+
+
+def test_messages_that_a_chat_template_leaves_out_are_named_once(tmp_path: Path, judge: FurtherModel) -> None:
+    model = GradingModel(spec_of(tmp_path, source(SCORE, judge)), judge, torch.device("cpu"))
+    model._chat.tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    turns = [{"role": "system", "content": "Be strict."}, {"role": "user", "content": "Is it right?"}]
+    for _ in range(2):
+        model.replies([(Question(turns, "0"), 3)], Replying(0.0, 1.0, 2), lambda: None)
+    (message,) = model.warnings()
+    assert message.startswith(
+        f"the grading model {judge.model}'s chat template leaves out turns of 2 of 2 questions (2 system), first in "
+        "row 3"
+    )
+    model.replies([(Question(turns, "0"), 3)], Replying(0.0, 1.0, 2), lambda: None)
+    assert not [*model.warnings()]
 
 
 def test_the_memory_check_counts_a_grading_model_once_and_a_damaged_one_fails_the_job(
@@ -204,3 +221,12 @@ def test_graders_that_are_too_late_are_counted_and_named(tmp_path: Path, monkeyp
         "rewards/short/timed_out has the share of such answers"
     )
     assert len(found) == 2  # with its first error
+    evaluation = work(check.model_dump(exclude_unset=True), max_new_tokens=4)
+    status, events = run(tmp_path / "e", job_spec(tmp_path / "e", tiny_model(), "sft", rows=ROWS[:2], work=evaluation))
+    assert status == 0, [event.message for event in of_kind(events, Failed)]
+    (result,) = [event.result for event in of_kind(events, Finished)]
+    assert result is not None
+    assert (result["timed_out"], result["graded"]["short"]["errors"]) == (2, 2)
+    assert "2 checks took more than 10 s (graders) and count as failed: simplify them" in [
+        event.message for event in of_kind(events, Warned)
+    ]
