@@ -42,6 +42,7 @@ from ..system.offload import caller_name, in_work_thread
 from ..system.ownership import refuse_foreign
 from .inputs.bases import find_base
 from .inputs.damaged_models import refuse_damaged
+from .inputs.grading_models import with_grading_models
 from .inputs.harness import with_task_files
 from .inputs.made_rows import refuse_split, refuse_unknown_rows, shard_of
 from .inputs.merges import bases_of, jobs_of, no_rows
@@ -388,6 +389,7 @@ def _resolution(
     resolution = resolve(request, options, settings, named, makers)
     refuse_damaged(*named_base(request), resolution.fields)
     fields = with_reward_models(resolution.fields, options, settings, store)
+    fields = with_grading_models(fields, settings, store)
     resolution = replace(resolution, fields=with_teacher(fields, options, settings, store))
     refuse_foreign(settings.data_dir, resolution.fields["checkpoint_dir"])
     return resolution, work

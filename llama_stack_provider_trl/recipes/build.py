@@ -151,6 +151,10 @@ class BuiltTrainer:
             found["reward_functions"] = used
         if rewards := [model.own.location for model in self.trainer.spec.method.reward_models]:
             found["reward_models"] = rewards
+        if grading := [
+            one.model if one.adapter is None else one.adapter.model for one in self.trainer.spec.method.grading_models
+        ]:
+            found["grading_models"] = grading
         if self.trainer.gradient_sync is not None:
             found["gradient_sync"] = self.trainer.gradient_sync
         if self.trainer.groups_by_length:

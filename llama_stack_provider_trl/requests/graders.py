@@ -1,4 +1,4 @@
-"""Refuses graders that the operator has not allowed."""
+"""Refuses graders that the operator has not allowed, and finds the jobs that graders name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 from ..errors import InvalidRequest
 from ..specs.answer_checks import AnswerCheck
-from ..specs.grading.graders import uses_python
+from ..specs.grading.graders import asking_of, field_of, uses_python
+from ..specs.methods import GrpoSpec
+from .bases import served_job_of
 from .settings import JobSettings
 
 NOT_ALLOWED = (
@@ -20,3 +22,16 @@ def refuse_python_graders(checks: Iterable[tuple[str, AnswerCheck]], settings: J
     for field, check in checks:
         if check.grader is not None and uses_python(check.grader) and not settings.python_graders:
             raise InvalidRequest(f"{field}.grader.type", "python", NOT_ALLOWED)
+
+
+def jobs_that_grade(method: GrpoSpec) -> list[str]:
+    """The jobs that a method's graders name as their models. Raises InvalidRequest."""
+    found = []
+    for number, check in ((n, one.check) for n, one in enumerate(method.rewards)):
+        if check is None or check.grader is None:
+            continue
+        for name, leaf in asking_of(check.grader).items():
+            field = f"algorithm_config.rewards.{number}.check.grader.{field_of(check.grader, name)}model"
+            if (served := served_job_of(field, leaf.model)) is not None:
+                found.append(served[0])
+    return found

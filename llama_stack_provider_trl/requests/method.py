@@ -30,7 +30,7 @@ from .choices import nearest_choice
 from .custom import unknown_method
 from .distillation import with_model
 from .engines import with_vllm
-from .graders import refuse_python_graders
+from .graders import jobs_that_grade, refuse_python_graders
 from .options import ProviderOptions
 from .paths import resolve_base_model, resolve_trust
 from .preference import method_names, resolve_preference
@@ -78,10 +78,13 @@ def resolve_method(
 
 
 def jobs_named_by(fields: dict[str, Any]) -> list[str]:
-    """The jobs that a requested method names, by its resolved fields: of its reward models, and of its teacher."""
+    """The jobs that a requested method names, by its resolved fields: of its reward models, of the
+    models of its graders, and of its teacher. Raises InvalidRequest."""
     method: MethodSpec = fields["method"]
     teacher = method.teacher.model if isinstance(method, DistillationSpec) else ""
     names = [model.job_uuid for model in method.reward_models]
+    if isinstance(method, GrpoSpec):
+        names += jobs_that_grade(method)
     if teacher.startswith(PREFIX):
         names.append(teacher.removeprefix(PREFIX).partition("/")[0])
     return names

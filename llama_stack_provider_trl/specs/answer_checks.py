@@ -32,8 +32,8 @@ from .compiled_checks import (
     shown_pattern,
 )
 from .events import Reason
-from .grading.graders import Grader, paths_of, problem_of
-from .grading.grading import Graded, graded, unusable_here
+from .grading.graders import Grader, asking_of, field_of, paths_of, problem_of
+from .grading.grading import Graded, Replied, graded, unusable_here
 from .grading.templates import value_at
 from .judging import MAX_TEMPLATE, reads_reference, refuse_unusable_judge
 from .names import CheckedElsewhere, CheckedNames, FreeText
@@ -92,7 +92,8 @@ class AnswerCheck(Frozen, CheckedNames):
     at_least: float | None = None
     """judge with a scale: the least score that passes. grader: the least reward that does; None: 1."""
     grader: Annotated[Grader | None, CheckedElsewhere()] = None
-    """grader: as OpenAI's API has them, of type string_check, text_similarity, python or multi."""
+    """grader: as OpenAI's API has them, of type string_check, text_similarity, python or multi; for GRPO also
+    score_model and label_model, whose models answer here."""
     max_new_tokens: int | None = Field(None, gt=0, le=10**5)
     """judge: tokens of a verdict at most; None: 256."""
 
@@ -138,6 +139,10 @@ def refuse_unusable(checks: Sequence[AnswerCheck], field: str) -> None:
     """
     for number, check in enumerate(checks):
         refuse_fields(check, f"{field}.{number}")
+        if check.grader is not None and (asking := asking_of(check.grader)):
+            name, leaf = next(iter(asking.items()))
+            hint = "graders with a model reward GRPO: an evaluation has checks of type judge, with a model of your own"
+            raise InvalidRequest(f"{field}.{number}.grader.{field_of(check.grader, name)}type", leaf.type, hint)
     refuse_references({f"{field}.{number}": check for number, check in enumerate(checks)})
     for number, check in enumerate(checks):
         if check.measure in {other.measure for other in checks[:number]}:
@@ -274,14 +279,15 @@ def reference(check: AnswerCheck, value: Any) -> Any:
                 raise ValueError("it is nested too deeply for a JSON schema: make it flatter") from error
 
 
-def reward_of(check: AnswerCheck, answer: str, item: Mapping[str, Any]) -> Graded:
+def reward_of(check: AnswerCheck, answer: str, item: Mapping[str, Any], replied: Replied | None = None) -> Graded:
     """What a check of type grader gives an answer.
 
     Args:
         item: all columns of its row.
+        replied: by the models of its graders.
     """
     assert check.grader is not None
-    return graded(check.grader, answer, item)
+    return graded(check.grader, answer, item, replied)
 
 
 def is_enough(check: AnswerCheck, given: Graded) -> bool:

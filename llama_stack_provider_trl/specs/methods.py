@@ -14,7 +14,8 @@ from pydantic import Field, JsonValue
 
 from .bases import Frozen
 from .model_source import ModelSource, ReferenceSpec
-from .rewards import RewardModel, RewardSource, reward_models_of
+from .rewards import RewardModel, RewardSource, grading_models_of, reward_models_of
+from .work import FurtherModel
 
 OTHER_VOCABULARY = "name a teacher with the same tokenizer, or set algorithm_config.use_uld_loss: it compares others"
 """What to do about a teacher with another vocabulary."""
@@ -96,6 +97,11 @@ class MethodParameters(Frozen):
     @property
     def reward_models(self) -> tuple[RewardModel, ...]:
         """The reward models that reward the answers."""
+        return ()
+
+    @property
+    def grading_models(self) -> tuple[FurtherModel, ...]:
+        """The models that graders ask about the answers, each once."""
         return ()
 
     def with_reference(self, **changes: object) -> Self:
@@ -248,6 +254,10 @@ class GrpoSpec(MethodParameters):
     @property
     def reward_models(self) -> tuple[RewardModel, ...]:
         return reward_models_of(self.rewards)
+
+    @property
+    def grading_models(self) -> tuple[FurtherModel, ...]:
+        return grading_models_of(self.rewards)
 
 
 class UldSpec(Frozen):

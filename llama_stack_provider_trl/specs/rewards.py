@@ -15,6 +15,7 @@ from .bases import Frozen
 from .model_source import ModelName, ModelSource
 from .names import problem_of_name
 from .plugins import package_of, points_of
+from .work import FurtherModel
 
 GROUP = "llama_stack_provider_trl.rewards"
 
@@ -62,6 +63,9 @@ class RewardSource(Frozen):
     """Name of an entry point: `function(prompts, completions, rows)` returns a number for each completion."""
     model: RewardModel | None = None
     """An answer has what the reward model gives it."""
+    grading: tuple[FurtherModel, ...] = ()
+    """The models of a check's graders of type score_model and label_model, in the order of these; empty: they are not
+    looked up yet, or there are none."""
     package: str = ""
     """Distribution that has the function, with its version, where the request was checked."""
 
@@ -74,6 +78,11 @@ def checks_of(rewards: tuple[RewardSource, ...]) -> tuple[AnswerCheck, ...]:
 def reward_models_of(rewards: tuple[RewardSource, ...]) -> tuple[RewardModel, ...]:
     """The reward models among the parts of a reward, in their order."""
     return tuple(source.model for source in rewards if source.model is not None)
+
+
+def grading_models_of(rewards: tuple[RewardSource, ...]) -> tuple[FurtherModel, ...]:
+    """The models that graders ask, each once."""
+    return tuple(dict.fromkeys(model for source in rewards for model in source.grading))
 
 
 def installed_rewards() -> dict[str, list[EntryPoint]]:

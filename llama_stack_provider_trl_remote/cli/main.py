@@ -193,6 +193,7 @@ def _agent(url: str, options: argparse.Namespace, environ: Mapping[str, str]) ->
         *("name", "data_dir", "device", "upload_mb_per_s", "download_mb_per_s", "isolation", "warm_start"),
         *("heartbeat_interval", "announce", "ollama"),
         *("loaned", "loaned_max_load", "loaned_idle_seconds", "loaned_user", "trust_remote_code"),
+        "python_graders",
     )
     given_level = "debug" if options.verbose else options.log_level
     given = {name: getattr(options, name) for name in names}

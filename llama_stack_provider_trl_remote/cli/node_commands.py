@@ -251,6 +251,11 @@ def agent(command: argparse.ArgumentParser) -> None:
         "commas; none); repeat it",
     )
     command.add_argument(
+        "--python-graders",
+        action="store_true",
+        help="let the source of graders run here, in processes that can only compute (TRL_NODE_PYTHON_GRADERS; off)",
+    )
+    command.add_argument(
         "--upload-mb-per-s", type=_rate, metavar="MIB", help="MiB per second for checkpoints (as fast as they go)"
     )
     command.add_argument(

@@ -102,6 +102,7 @@ class Agent:
         models: the models of this node; None: those in `data_dir` and the cache of this process's environment.
         owner: measures the load of this machine's owner; None: it is not loaned.
         trusted: models whose own code may run here.
+        python_graders: whether the source of graders may.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Agent:
         models: Models | None = None,
         owner: OwnerLoad | None = None,
         trusted: Sequence[str] = (),
+        python_graders: bool = False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -128,7 +130,7 @@ class Agent:
         self._launcher = launcher or LocalLauncher()
         self._clock, self._sleep = clock, sleep
         self._heartbeat_interval, self._owner = heartbeat_interval, owner
-        self._trusted = tuple(trusted)
+        self._trusted, self._python_graders = tuple(trusted), python_graders
         self._tasks: dict[str, NodeTask] = {}
         self._refused: dict[str, TaskReport] = {}
         """Tasks whose orders are not followed."""
@@ -362,7 +364,8 @@ class Agent:
                 if known is None or order.stage is not Stage.stop:
                     check_order(order)
                 if known is None or order.spec != known.order.spec:
-                    check_consent(order, self._trusted, self._reported[1].cpus)
+                    cpus = self._reported[1].cpus
+                    check_consent(order, self._trusted, cpus, python_graders=self._python_graders)
             except InvalidRequest as error:
                 self._refuse(order, str(error))
                 continue

@@ -86,6 +86,8 @@ class NodeSettings:
     """When it takes jobs, of a machine that is loaned; None: at any time."""
     trust_remote_code: tuple[str, ...] = ()
     """Models whose own code may run here: directories, or ORG/NAME@REVISION."""
+    python_graders: bool = False
+    """Whether the source of graders may run here, in processes that can only compute."""
     check_path: bool = True
     """Whether the agent does not start where another user could put something into its data directory."""
     tls: ssl.SSLContext | None = None
@@ -134,6 +136,7 @@ def make_agent(settings: NodeSettings, environ: Mapping[str, str] = os.environ) 
         models=models,
         owner=None if settings.loan is None else OwnerWatch(settings.loan),
         trusted=settings.trust_remote_code,
+        python_graders=settings.python_graders,
     )
 
 
@@ -162,6 +165,7 @@ def worker_settings(
     loaned_idle_seconds: str | None = None,
     loaned_user: str | None = None,
     trust_remote_code: Sequence[str] = (),
+    python_graders: bool = False,
 ) -> NodeSettings:
     """Settings of a worker, from its command line and its environment.
 
@@ -201,6 +205,7 @@ def worker_settings(
         announce=switch("announce", announce or environ.get("TRL_NODE_ANNOUNCE") or "off"),
         check_path=_checks_path(environ),
         trust_remote_code=_trusted(trust_remote_code or environ.get("TRL_NODE_TRUST_REMOTE_CODE", "").split(",")),
+        python_graders=python_graders or switch("python_graders", environ.get("TRL_NODE_PYTHON_GRADERS") or "off"),
         limits=Limits(processes=4096),
         loan=_loan(environ, loaned, loaned_max_load, loaned_idle_seconds, loaned_user),
     )

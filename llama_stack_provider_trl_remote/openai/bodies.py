@@ -61,7 +61,8 @@ class ReinforcementHyperparameters(Hyperparameters):
 
 class ReinforcementMethod(_OpenAIBody):
     grader: Annotated[dict[str, Any], CheckedElsewhere()]
-    """What rewards an answer: string_check, text_similarity, multi or, where the operator allows it, python."""
+    """What rewards an answer: string_check, text_similarity, score_model, label_model, multi or, where the operator
+    allows it, python."""
     hyperparameters: ReinforcementHyperparameters | None = None
     """The same, and compute_multiplier."""
 

@@ -29,6 +29,7 @@ from .bodies import (
     SupervisedMethod,
 )
 from .files import OpenAIFiles
+from .graders import with_local_models
 from .models import find_tuned, has_files
 from .names import Called, new_job, request_prefix
 from .repeats import Repeats
@@ -108,7 +109,7 @@ class FineTuning:
         if body.validation_file is not None:
             await asyncio.to_thread(self._files.require, body.validation_file, "validation_file")
         alias, base = await asyncio.to_thread(self._base, body.model)
-        request, called = requested(body, name, alias, base, self._models[alias])
+        request, called = requested(body, name, alias, base, self._models)
         try:
             await self._submissions.submit(request, caller, called.text())
         except InvalidRows as error:
@@ -148,7 +149,7 @@ def _param_of(field: str) -> str:
 
 
 def requested(
-    body: CreateFineTuningJob, name: str, alias: str, base: str, model: OpenAIModel
+    body: CreateFineTuningJob, name: str, alias: str, base: str, models: Mapping[str, OpenAIModel]
 ) -> tuple[SupervisedFineTuneBody | PreferenceOptimizeBody, Called]:
     """The engine's request, and what it was called with. Pure, but for a seed that the caller did not send.
 
@@ -156,10 +157,12 @@ def requested(
         name: of the job.
         alias: the name of `openai.models` behind `model`.
         base: the model to train, as the engine names it.
+        models: by the names of `openai.models`.
 
     Raises:
         OpenAIRefused.
     """
+    model, grading = models[alias], list[str]()
     kind = "supervised" if body.method is None else body.method.type
     given = _given(body)
     rate = {
@@ -205,12 +208,15 @@ def requested(
     elif kind == "reinforcement":
         multiplier = _value(given.compute_multiplier if isinstance(given, ReinforcementHyperparameters) else None, 1.0)
         honoured["compute_multiplier"] = multiplier
-        request["algorithm_config"] = _reinforcement(body, model, multiplier)
+        assert body.method is not None
+        assert body.method.reinforcement is not None
+        grader, grading = with_local_models(body.method.reinforcement.grader, models)
+        request["algorithm_config"] = _reinforcement(grader, model, multiplier)
     elif lora is not None:
         request["algorithm_config"] = lora
     if kind != "supervised" and lora is not None:
         options["lora"] = lora
-    called = Called(body.model, alias, body.suffix or "", {"type": kind, kind: {"hyperparameters": honoured}})
+    called = Called(body.model, alias, body.suffix or "", {"type": kind, kind: {"hyperparameters": honoured}}, grading)
     options["metadata"] = body.metadata or {}
     request["provider_options"] = options
     if kind != "supervised":
@@ -218,11 +224,9 @@ def requested(
     return SupervisedFineTuneBody.model_validate(request), called
 
 
-def _reinforcement(body: CreateFineTuningJob, model: OpenAIModel, multiplier: float) -> Json:
+def _reinforcement(grader: Json, model: OpenAIModel, multiplier: float) -> Json:
     """GRPO with the grader as its only reward."""
-    assert body.method is not None
-    assert body.method.reinforcement is not None
-    check = {"type": "grader", "name": GRADED, "grader": body.method.reinforcement.grader}
+    check = {"type": "grader", "name": GRADED, "grader": grader}
     return {
         "type": "grpo",
         "rewards": [{"check": check}],

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import secrets
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from llama_stack_provider_trl.jobs.store.records import CheckpointRecord, JobRecord
@@ -32,6 +33,8 @@ class Called(NamedTuple):
     suffix: str
     method: dict[str, Any]
     """Its type, and its hyperparameters as they are honoured."""
+    grading: Sequence[str] = ()
+    """The models of its grader, as the request names them, in the order of its graders."""
 
     def text(self) -> str:
         return json.dumps(self._asdict(), separators=(",", ":"))
@@ -48,7 +51,8 @@ class Called(NamedTuple):
         except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
             return None
         is_whole = found.method == {"type": kind, kind: {"hyperparameters": numbers}}
-        return found if is_whole and all(isinstance(text, str) for text in found[:3]) else None
+        is_whole = is_whole and isinstance(found.grading, list | tuple)
+        return found if is_whole and all(isinstance(text, str) for text in (*found[:3], *found.grading)) else None
 
     def result_of(self, job_uuid: str) -> str:
         """The name of its fine-tuned model."""

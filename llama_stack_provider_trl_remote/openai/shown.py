@@ -31,6 +31,7 @@ from llama_stack_provider_trl.specs.rewards import checks_of
 from ..service.http.errors import OpenAIRefused
 from ..service.views.events import Cursor, Line, read_back
 from .bodies import MARK
+from .graders import with_named_models
 from .names import JOB, OWNER, Called, checkpoint_name, result_file
 from .results import values_of
 
@@ -98,7 +99,11 @@ def _method(job: JobRecord, called: Called) -> Json:
         return method
     (check,) = checks_of(job.spec.method.rewards)
     assert check.grader is not None
-    block = {"grader": check.grader.model_dump(mode="json"), **method["reinforcement"]}
+    grader = with_named_models(check.grader.model_dump(mode="json"), called.grading)
+    below = grader.get("graders", {})
+    if [*below] == [one["name"] for one in below.values()] and len(below) == 1:
+        (grader["graders"],) = below.values()  # without a name before it, as the SDK's type has a single one
+    block = {"grader": grader, **method["reinforcement"]}
     return {"type": "reinforcement", "reinforcement": block}
 
 

@@ -52,6 +52,7 @@ def _agent(service: Service, port: int) -> Agent:
             isolation=service.isolation,
             limits=service.limits,
             trust_remote_code=settings.trust_remote_code,
+            python_graders=settings.python_graders,
             warm=service.warm,
             ollama=switch("ollama", os.environ.get("TRL_NODE_OLLAMA") or "on"),
             tls=None if settings.tls_cert is None else trusting(settings.tls_cert),

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from tests.contract.service import TrainingService, running_service
+from tests.judges import saying
+from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]
 SAME = {
@@ -30,9 +32,20 @@ def python(body: str) -> dict[str, Any]:
     return {"type": "python", "name": "own", "source": f"def grade(sample, item):\n    {body}\n"}
 
 
+SCORE = {
+    "type": "score_model",
+    "name": "score",
+    "model": "judge",
+    "input": [{"role": "user", "content": [{"type": "input_text", "text": "Is {{sample.output_text}} right?"}]}],
+    "sampling_params": {"max_completions_tokens": 8},
+}
+
+
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingService]:
-    with running_service(tmp_path_factory.mktemp("graders"), python_graders=True) as service:
+    root = tmp_path_factory.mktemp("graders")
+    models = {"judge": {"model": str(saying(root / "judge", "1"))}, "plain": {"model": str(tiny_model())}}
+    with running_service(root, python_graders=True, openai={"models": models}) as service:
         yield service
 
 
@@ -93,9 +106,12 @@ def test_what_goes_wrong_with_an_answer_is_a_reward_of_0(graders: Any, grader: A
 @pytest.mark.parametrize(
     ("grader", "sentence"),
     [
+        ({**SCORE, "input": []}, "at least 1 item"),
+        ({**SCORE, "model": "ft:gone"}, "gone"),
+        ({**SCORE, "model": "/gone"}, "there is no such directory on the machine that trains; names of openai.models"),
         (
-            {"type": "score_model", "name": "a", "model": "b", "input": []},
-            "a model that scores answers is not supported",
+            {"type": "multi", "name": "m", "graders": {"a": {**SCORE, "model": "/gone"}}, "calculate_output": "a"},
+            "a.model",
         ),
         ({**CLOSE, "evaluation_metric": "cosine"}, "the metric cosine needs an embedding model"),
         (python("return ("), "line 2: '(' was never closed"),
@@ -110,3 +126,41 @@ def test_a_grader_that_cannot_be_used_is_refused(graders: Any, grader: Any, sent
         with pytest.raises(BadRequestError) as refused:
             call(grader=grader)
         assert sentence in refused.value.message
+
+
+def test_a_model_grades_an_answer(graders: Any) -> None:
+    """By the process that answers chats."""
+    found = graders.run(grader={**SCORE, "range": [-1, 0.5]}, model_sample="Rome", item={})
+    assert (found.reward, found.metadata.scores) == (0.5, {"score": 0.5})  # of 1, which is beyond the range
+    assert not any(value for value in found.metadata.errors.to_dict().values())
+    assert found.metadata.sampled_model_name == "judge"
+    assert found.model_grader_token_usage_per_model == {"judge": found.metadata.token_usage}
+    assert found.metadata.token_usage > 20
+    assert type(found).model_validate(found.to_dict(), strict=True)
+    label = {"type": "label_model", "name": "l", "model": "judge", "labels": ["0", "1"], "passing_labels": ["1"]}
+    both = {
+        "type": "multi",
+        "name": "both",
+        "graders": {"score": SCORE, "label": {**label, "input": SCORE["input"]}},
+        "calculate_output": "score + 2 * label",
+    }
+    found = graders.run(grader=both, model_sample="Rome")
+    assert (found.reward, found.sub_rewards) == (3.0, {"score": 1.0, "label": 1.0})
+    assert graders.validate(grader=SCORE).grader.to_dict() == SCORE
+
+
+def test_a_reply_without_a_number_and_a_question_without_room_are_errors(graders: Any) -> None:
+    for changes, error in (
+        ({"model": "plain"}, "model_grader_parse_error"),
+        ({"sampling_params": {"max_completions_tokens": 10**5}}, "model_grader_server_error"),
+        ({"input": [{"role": "user", "content": "{{item.gone}}"}]}, "invalid_variable_error"),
+    ):
+        found = graders.run(grader={**SCORE, **changes}, model_sample="Rome", item={})
+        errors = found.metadata.errors.to_dict()
+        assert (found.reward, [name for name, value in errors.items() if value is True]) == (0.0, [error])
+    assert (
+        "positions"
+        in graders.run(
+            grader={**SCORE, "sampling_params": {"max_completions_tokens": 10**5}}, model_sample="a"
+        ).metadata.errors.model_grader_server_error_details
+    )

@@ -18,6 +18,7 @@ from openai import APIStatusError, BadRequestError, ConflictError, NotFoundError
 
 from tests.contract.service import TrainingService, running_service
 from tests.contract.stack import poll
+from tests.judges import saying
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
@@ -53,8 +54,10 @@ SAME = {
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingService]:
+    root = tmp_path_factory.mktemp("openai")
     models = {NAME: {"model": str(tiny_model()), "learning_rate": 5e-3, "batch_size": 5, "lora_rank": 4, **SMALL}}
-    with running_service(tmp_path_factory.mktemp("openai"), openai={"models": models}) as service:
+    models["judge"] = {"model": str(saying(root / "judge", "1"))}
+    with running_service(root, openai={"models": models}) as service:
         yield service
 
 
@@ -221,6 +224,12 @@ def _reinforcement(grader: Json, **hyperparameters: Any) -> Any:
     return {"method": {"type": "reinforcement", "reinforcement": block}}
 
 
+def _with_format(response_format: Json) -> Any:
+    given = _reinforcement(SAME)
+    given["method"]["reinforcement"]["response_format"] = response_format
+    return given
+
+
 def test_a_job_is_rewarded_by_a_grader(client: OpenAI, service: TrainingService) -> None:
     file = uploaded(
         client, [{"messages": row["messages"][:1], "answer": row["messages"][-1]["content"]} for row in CHATS]
@@ -275,10 +284,34 @@ def test_a_file_arrives_in_parts(client: OpenAI) -> None:
     assert large.value.status_code == 413
 
 
+def test_a_job_is_rewarded_by_models_that_grade(client: OpenAI, service: TrainingService) -> None:
+    file = uploaded(client, [{"messages": row["messages"][:1]} for row in CHATS])
+    asked = {"model": "judge", "input": [{"role": "user", "content": f"Is {SAME['input']} right?"}]}
+    score = {"type": "score_model", "name": "score", **asked, "sampling_params": {"max_completions_tokens": 8}}
+    multi = {"type": "multi", "name": "both", "graders": score, "calculate_output": "1 + 2 * score"}
+    job = client.fine_tuning.jobs.create(model=NAME, training_file=file, **_reinforcement(multi, n_epochs=1))
+    done = ended(client, job.id)
+    assert done.status == "succeeded", done.error
+    assert done.method.reinforcement.grader.graders.model == "judge"
+    points = service.get(f"/post-training/jobs/{job.id}/metrics").json()["data"]
+    assert {point["metrics"]["rewards/grader/mean"] for point in points if point["kind"] == "train"} == {3.0}
+    # The result of a job grades another one, which waits for it.
+    tuned = {**score, "model": f"ft:{NAME}:trl::{job.id}"}
+    other = client.fine_tuning.jobs.create(model=NAME, training_file=file, **_reinforcement(tuned, n_epochs=1))
+    assert ended(client, other.id).status == "succeeded"
+    assert client.fine_tuning.jobs.retrieve(other.id).method.reinforcement.grader.model == tuned["model"]
+    assert "no reward, which counts as 0" in " ".join(
+        one.message for one in client.fine_tuning.jobs.list_events(other.id)
+    )
+    with pytest.raises(NotFoundError, match=f"name one of {NAME}, judge, a fine-tuned model") as refused:
+        client.fine_tuning.jobs.create(model=NAME, training_file=file, **_reinforcement({**score, "model": "gpt-9"}))
+    assert refused.value.param == "method.reinforcement.grader.model"
+
+
 def test_what_cannot_be_honoured_is_refused_by_its_field(client: OpenAI) -> None:
     file = uploaded(client, CHATS)
     create = client.fine_tuning.jobs.create
-    with pytest.raises(NotFoundError, match=f"the models are {NAME}") as refused:
+    with pytest.raises(NotFoundError, match=f"the models are {NAME}, judge") as refused:
         create(model="gpt-5", training_file=file)
     assert (refused.value.param, refused.value.code, refused.value.type) == (
         "model",
@@ -295,10 +328,12 @@ def test_what_cannot_be_honoured_is_refused_by_its_field(client: OpenAI) -> None
         ({"training_file": broken}, "training_file", "UTF-8"),
         ({"training_file": file, "validation_file": bad}, "validation_file", "row 10"),
         (_reinforcement({}), "method.reinforcement.grader", "type"),
-        (_reinforcement({**SAME, "type": "score_model"}), "method.reinforcement.grader", "score_model"),
+        (_reinforcement({**SAME, "type": "endpoint"}), "method.reinforcement.grader", "endpoint"),
         (_reinforcement({**SAME, "reference": "{{item.gone}}"}), "training_file", "gone"),
         (_reinforcement(SAME, eval_samples=4), "method.reinforcement.hyperparameters.eval_samples", "eval_samples"),
         (_reinforcement(SAME, reasoning_effort="high"), "method.reinforcement.hyperparameters.reasoning_effort", ""),
+        (_with_format({"type": "json_object"}), "method.reinforcement.response_format", "response_format"),
+        (_reinforcement({**SAME, "input": "{{sample.output_tools}}"}), "method.reinforcement.grader", "calls of tools"),
         ({"suffix": "a b"}, "suffix", "suffix"),
         ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations", "trackers"),
         ({"extra_body": {"price": 1}}, "price", "price"),

@@ -102,10 +102,10 @@ TAKES: dict[tuple[str, str], Takes] = {
     },
     **{("POST", f"/openai/v1/fine_tuning/jobs/{{job_id}}/{name}"): Takes() for name in ("cancel", "pause", "resume")},
     ("POST", "/openai/v1/fine_tuning/alpha/graders/run"): _texts(
-        *("input", "reference", "source", "calculate_output", "model_sample", "item"), work=True
+        *("input", "reference", "source", "content", "text", "calculate_output", "model_sample", "item"), work=True
     ),
     ("POST", "/openai/v1/fine_tuning/alpha/graders/validate"): _texts(
-        *("input", "reference", "source", "calculate_output"), work=True
+        *("input", "reference", "source", "content", "text", "calculate_output"), work=True
     ),
     # Rows
     ("POST", "/datasets"): _texts("rows", work=True, any_keys=True),

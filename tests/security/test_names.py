@@ -46,6 +46,8 @@ FREE = {
     "CompletionBody.prompt": "a prompt",
     "GraderRunBody.item": "a row",
     "GraderRunBody.model_sample": "an answer",
+    "MessageText.text": "a template of a prompt",
+    "ModelMessage.content": "a template of a prompt",
     "MultiGrader.calculate_output": "a formula",
     "PythonGrader.source": "a program",
     "_Comparison.input": "a template, compared",

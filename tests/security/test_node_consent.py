@@ -21,6 +21,7 @@ from tests.unit.test_agent import World
 PINNED = {"model": "org/odd", "revision": "a1b2", "trust_remote_code": True}
 ADAPTER = {**PINNED, "use": "continue"}
 JUDGE = {"job_uuid": "judge", "checkpoint": "final", "source": {"model": "/service/checkpoints/judge/final"}}
+SAME = {"type": "exact", "expected": "a"}
 ANSWERING = {"max_new_tokens": 8, "temperature": 0.0, "top_p": 1.0, "seed": 1, "samples_per_prompt": 1, "checks": []}
 
 
@@ -47,6 +48,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
         {"work": {"kind": "evaluate", "members": [{**PINNED, "weight": 1.0}]}},
         {"work": {"kind": "evaluate", "members": [{"model": "org/base", "weight": 1.0, "adapter": ADAPTER}]}},
         {"work": {"kind": "evaluate", "answers": {**ANSWERING, "judges": [PINNED]}}},
+        {"method": {"algorithm": "grpo", "rewards": [{"name": "graded", "check": SAME, "grading": [PINNED]}]}},
         # Of a reward model that is not there yet, this one's configuration gives the sizes.
         {"method": {"algorithm": "grpo", "rewards": [{"name": "judge", "model": {**JUDGE, "trained_from": PINNED}}]}},
     ],
@@ -134,6 +136,26 @@ def test_a_node_runs_the_code_that_its_operator_has_named(world: World) -> None:
     world.run(play)
 
 
+PYTHON = {"type": "python", "name": "own", "source": "def grade(sample, item): return 1.0"}
+GRADED = {"type": "grader", "grader": {"type": "multi", "name": "m", "graders": {"a": PYTHON}, "calculate_output": "a"}}
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"method": {"algorithm": "grpo", "rewards": [{"name": "own", "check": GRADED}]}},
+        {"work": {"kind": "evaluate", "answers": {**ANSWERING, "checks": [GRADED]}}},
+    ],
+)
+def test_source_of_graders_runs_where_the_nodes_operator_agrees(job: dict[str, Any]) -> None:
+    ordered = order(spec=spec(job=job))
+    with pytest.raises(
+        NoConsent, match=r"the source of the grader 'm', .* --python-graders, TRL_NODE_PYTHON_GRADERS=on"
+    ):
+        check_consent(ordered, (), 4)
+    check_consent(ordered, (), 4, python_graders=True)
+
+
 def test_an_order_that_asks_for_code_later_changes_nothing(world: World) -> None:
     async def play(head: FakeHead) -> None:
         head.order(world.order())
@@ -153,5 +175,9 @@ def test_the_list_of_a_node_is_its_own() -> None:
     assert worker_settings(url, environ, device="cpu").trust_remote_code == ("org/odd@a1b2", "/models/odd")
     given = worker_settings(url, environ, device="cpu", trust_remote_code=["~/odd"])
     assert given.trust_remote_code == ("~/odd",)
+    assert not given.python_graders
+    assert worker_settings(url, environ, device="cpu", python_graders=True).python_graders
+    environ["TRL_NODE_PYTHON_GRADERS"] = "on"
+    assert worker_settings(url, environ, device="cpu").python_graders
     with pytest.raises(NodeError, match="neither an absolute directory nor ORG/NAME@REVISION"):
         worker_settings(url, environ, device="cpu", trust_remote_code=["org/odd"])

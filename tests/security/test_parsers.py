@@ -66,6 +66,7 @@ BODY = "the body of a request, whose size, values and levels are bounded by `htt
 BOUNDED = "a file of at most 1 MiB"
 JSON = {
     "jobs.store.cancels._order": OURS,
+    "specs.grading.asking._json_of": "a reply of a model, of as many tokens as it may have",
     "specs.grading.grading._comparisons": LIMITED,
     "specs.grading.grading._json_of": "an answer: of a request at most 1 MiB, else of a model",
     "specs.grading.isolated._called": LIMITED,

@@ -22,7 +22,9 @@ from llama_stack_provider_trl.specs.grading.graders import Grader
 from llama_stack_provider_trl.specs.grading.grading import Graded, graded
 from llama_stack_provider_trl.specs.grading.similarity import problem_of_metric, similarity
 from llama_stack_provider_trl.specs.grading.templates import names_of, rendered
-from llama_stack_provider_trl.system.limited import TooLate
+from llama_stack_provider_trl.system import limited
+from llama_stack_provider_trl.system.limited import Limited, TooLate
+from llama_stack_provider_trl.system.offload import Account
 from llama_stack_provider_trl_remote.service.serving.graders import refuse_grader
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 
@@ -201,11 +203,10 @@ def test_a_multi_grader_combines_its_graders() -> None:
 @pytest.mark.parametrize(
     ("grader", "problem"),
     [
-        ({"type": "score_model", "name": "x"}, "a model that scores answers is not supported as a grader; use one of"),
-        ({"type": "label_model", "name": "x"}, "a model that labels answers is not supported"),
+        ({"type": "endpoint", "name": "x"}, "a grader at an address of its own is not supported; use one of"),
         ({"type": "other"}, "there is no such grader"),
         (multi("a", a=multi("b", b=check("eq"))), "'a' is of type multi"),
-        (multi("a", a={"type": "score_model"}), "a model that scores"),
+        (multi("a", a={"type": "endpoint"}), "a grader at an address"),
         ({**check("eq"), "image_tag": "x"}, "Extra inputs"),
         ({"type": "python", "name": "x", "source": "a", "image_tag": "2025-05-08"}, "without images"),
         (check("regex"), "'eq', 'ne', 'like' or 'ilike'"),
@@ -270,6 +271,13 @@ def test_a_reward_of_a_grader_has_no_threshold() -> None:
         ("x = 1\ndef grade(:\n", "line 2: invalid syntax"),
         ("import re\nimport os\ndef grade(sample, item): return 1.0", "line 2: it imports 'os'"),
         ("def score(sample, item): return 1.0", "defines no function grade"),
+        (
+            "import json.nothing\ndef grade(sample, item): return 1.0",
+            "line 1: it imports 'json.nothing', which is not there",
+        ),
+        ("from math import nothing\ndef grade(sample, item): return 1.0", "line 1: it imports nothing of 'math'"),
+        ("import json.__main__\ndef grade(sample, item): return 1.0", "line 1: it imports 'json.__main__', expected"),
+        ("from json import __main__\ndef grade(sample, item): return 1.0", "line 1: it imports 'json', expected"),
         ("async def grade(sample, item): return 1.0", "defines no function grade"),
     ],
 )
@@ -278,6 +286,20 @@ def test_a_source_that_can_never_grade_is_refused(source: str, problem: str) -> 
     with pytest.raises(InvalidRequest) as refused:
         refuse_unusable([AnswerCheck.model_validate({"type": "grader", "grader": grader})], "checks")
     assert (refused.value.field, problem in refused.value.hint) == ("checks.0.grader.source", True)
+
+
+def test_a_source_takes_modules_below_others() -> None:
+    source = (
+        "from collections import abc\nfrom json import decoder\nimport os.path"
+        + "\ndef grade(sample, item): return 1.0"
+    )
+    with pytest.raises(InvalidRequest, match=r"line 3: it imports 'os\.path', expected"):
+        refuse_unusable(
+            [AnswerCheck.model_validate({"type": "grader", "grader": {**PYTHON, "source": source}})], "checks"
+        )
+    body = "return float(isinstance([], abc.Sized) and decoder.JSONDecoder().decode('1') == 1)"
+    source = f"from collections import abc\nfrom json import decoder\ndef grade(sample, item): {body}"
+    assert given({**PYTHON, "source": source}, "").reward == 1.0
 
 
 def test_a_value_that_json_lacks_is_read_as_its_text() -> None:
@@ -314,3 +336,23 @@ def test_graders_behind_one_that_is_too_late_are_not_tried(monkeypatch: pytest.M
     assert found.error is not None
     assert (found.error.kind, len(tries)) == ("python_grader_runtime_error", 1)
     assert "it has not ended in 10 s" in found.error.sentence
+
+
+def test_the_time_for_which_a_source_waits_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    charged: list[float] = []
+
+    class Budget:
+        def require(self, user: str) -> None:
+            pass
+
+        def charge(self, seconds: float, user: str) -> None:
+            charged.append(seconds)
+
+    monkeypatch.setattr(limited, "charged_account", lambda: Account(Budget(), "ann"))  # type: ignore[arg-type]
+    monkeypatch.setattr(isolated, "LIMITS", Limited(seconds=1, memory=512 << 20))
+    monkeypatch.setattr(grading, "WALL_S", 2.0)
+    lock = "lock = collections._sys.modules['_thread'].allocate_lock()"  # sleep is not permitted
+    source = f"import collections\n{lock}\ndef grade(sample, item): lock.acquire(), lock.acquire()"
+    found = given({**PYTHON, "source": source}, "")
+    assert found.is_late
+    assert 1.8 < sum(charged) < 10  # 1 s of CPU time, which it may have used, and the rest of its 2 s

@@ -93,12 +93,12 @@ MODEL = OpenAIModel(model="/models/a", n_epochs=4, batch_size=6, learning_rate=1
 
 def made(model: OpenAIModel = MODEL, base: str = "/models/a", **body: Any) -> Any:
     given = CreateFineTuningJob.model_validate({"model": "a", "training_file": "file-1", **body})
-    return requested(given, "ftjob-1", "a", base, model)[0]
+    return requested(given, "ftjob-1", "a", base, {"a": model})[0]
 
 
 def called_of(**body: Any) -> Called | None:
     given = CreateFineTuningJob.model_validate({"model": "a", "training_file": "file-1", **body})
-    return Called.of({"openai": requested(given, "ftjob-1", "a", "/models/a", MODEL)[1].text()})
+    return Called.of({"openai": requested(given, "ftjob-1", "a", "/models/a", {"a": MODEL})[1].text()})
 
 
 def test_auto_means_what_the_mapping_has() -> None:

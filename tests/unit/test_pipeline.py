@@ -218,6 +218,21 @@ def test_a_request_of_one_job_is_no_pipeline() -> None:
     assert KEYS == (JOBS, SECTION)
 
 
+@pytest.mark.parametrize("kind", ["alone", "multi", "single"])
+def test_models_that_grade_are_jobs_of_the_file(kind: str) -> None:
+    def reward(model: str) -> Any:
+        leaf = {"type": "score_model", "name": "a", "model": model, "input": [{"role": "user", "content": "job:x"}]}
+        below = leaf if kind == "single" else {"a": leaf, "b": {"type": "string_check"}, "c": 3}
+        grader = leaf if kind == "alone" else {"type": "multi", "name": "m", "graders": below}
+        return {"check": {"type": "grader", "grader": grader}}
+
+    config = {"type": "grpo", "rewards": [{"check": 3}, {"check": {"grader": 3}}, reward("job:judge/final")]}
+    first, second = steps_of({"jobs": {"policy": job(algorithm_config=config), "judge": job()}})
+    assert (first.name, second.after) == ("judge", ("judge",))
+    sent = resolved(second, "policy-1", {"judge": "judge-1"})
+    assert sent["algorithm_config"]["rewards"][2] == reward("job:judge-1/final")
+
+
 @pytest.mark.parametrize("place_of", ["algorithm_config", "method"])
 def test_reward_models_are_jobs_of_the_file(place_of: str) -> None:
     config = {"type": "grpo", "rewards": [{"model": "job:judge/final"}, {"check": {"type": "json"}}]}

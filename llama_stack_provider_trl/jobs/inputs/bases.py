@@ -43,7 +43,7 @@ def find_base(request: Request, store: Store) -> NamedJob | None:
     if job_uuid is None:
         return None
     try:
-        return _named_job("model", request.model, job_uuid, store)
+        return named_job("model", request.model, job_uuid, store)
     except JobNotFound:
         return None
 
@@ -62,7 +62,7 @@ def find_served(name: str, value: str, settings: Settings, store: Store) -> Base
     if served is None:
         return resolve_served(name, value, settings)
     job_uuid, text = served
-    named = _named_job(name, value, job_uuid, store)
+    named = named_job(name, value, job_uuid, store)
     if text.endswith(f"/{NEWEST}"):
         text = f"{text.removesuffix(NEWEST)}{_newest(name, value, job_uuid, named)}"
     try:
@@ -87,7 +87,16 @@ def _newest(name: str, value: str, job_uuid: str, named: NamedJob) -> str:
     return "final" if "final" in written else written[-1]
 
 
-def _named_job(name: str, value: str | None, job_uuid: str, store: Store) -> NamedJob:
+def named_job(name: str, value: str | None, job_uuid: str, store: Store) -> NamedJob:
+    """The job that a request names, or the best trial of a search.
+
+    Args:
+        name: the field that names it.
+
+    Raises:
+        JobNotFound.
+        InvalidRequest: it is a search that has not completed.
+    """
     job = store.get(job_uuid)
     if job.spec.search is not None:
         best = store.searches.best(job_uuid, job.spec.search) if job.state is JobState.completed else None

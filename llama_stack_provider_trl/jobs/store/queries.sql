@@ -449,7 +449,7 @@ ORDER BY step DESC LIMIT :limit;
 
 -- name: select_last_evaluations
 -- The last one first. By its index, which SQLite takes for no better than the key.
-SELECT step, metrics FROM points INDEXED BY points_of_evaluations
+SELECT step, metrics FROM points INDEXED BY points_of_validation
 WHERE job_uuid = :job_uuid AND kind = 'validation' ORDER BY step DESC LIMIT :limit;
 
 -- name: select_samples

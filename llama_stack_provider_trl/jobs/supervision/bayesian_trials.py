@@ -35,6 +35,7 @@ from ...system.ownership import refuse_foreign
 from ..decisions.search import Ending, Generation, Trial, best_trial
 from ..decisions.states import JobState
 from ..inputs.bases import find_base
+from ..inputs.grading_models import with_grading_models
 from ..inputs.reward_models import with_reward_models
 from ..inputs.teachers import with_teacher
 from ..store.chains import AFTER
@@ -278,6 +279,7 @@ class Proposals:
         for trial, resolution in resolving.trials.result():
             try:
                 fields = with_reward_models(resolution.fields, trial.options, self._settings, self._store)
+                fields = with_grading_models(fields, self._settings, self._store)
                 fields = with_teacher(fields, trial.options, self._settings, self._store)
             except InvalidRequest as error:
                 raise in_trial(trial, error) from error

@@ -17,6 +17,7 @@ from ...specs.answer_checks import AnswerCheck, is_enough, passes, reward_of
 from ...specs.answer_rows import CheckedRow, read_checked_rows
 from ...specs.compiled_checks import TIMEOUT
 from ...specs.events import Evaluated, EventWriter, Finished, Warned
+from ...specs.grading.isolated import WALL_S
 from ...specs.job import AttemptSpec
 from ...specs.work import ANSWERS, CheckedAnswering, EvaluateSpec
 from ...system.files import sha256_of
@@ -77,7 +78,7 @@ def _report(measured: dict[str, Any], work: CheckedAnswering, steps: int, writer
     """Write the warnings about checks, and their measures as a point of the job's curves."""
     if timed_out := measured["timed_out"]:
         writer.write(
-            Warned(message=f"{timed_out} checks took more than {TIMEOUT:g} s and count as failed: simplify them")
+            Warned(message=f"{timed_out} checks took more than {_limits(work)} and count as failed: simplify them")
         )
     metrics = {"eval_passed": measured["passed"]}
     metrics |= {f"eval_passed_{name}": share for name, share in measured["checks"].items()}
@@ -95,6 +96,13 @@ def _report(measured: dict[str, Any], work: CheckedAnswering, steps: int, writer
     writer.write(Evaluated(step=steps, epoch=1.0, metrics=metrics))
 
 
+def _limits(work: CheckedAnswering) -> str:
+    """How long the checks of an answer may take, in words."""
+    found = {"grader": f"{WALL_S:g} s (graders)", "other": f"{TIMEOUT:g} s"}
+    kinds = {"grader" if check.type == "grader" else "other" for check in work.checks}
+    return " or ".join(found[kind] for kind in sorted(kinds, reverse=True))
+
+
 def _checked(checks: tuple[AnswerCheck, ...], row: CheckedRow, text: str) -> dict[str, Any]:
     """What an answer passes, which checks took too long, and the rewards of graders. Checks of type judge are not known
     yet."""
@@ -109,6 +117,8 @@ def _checked(checks: tuple[AnswerCheck, ...], row: CheckedRow, text: str) -> dic
             passed[check.measure] = is_enough(check, given)
             error = given.error and given.error.sentence
             rewards[check.measure] = {"reward": given.reward, "error": error}
+            if given.is_late:
+                timed_out.append(check.measure)
             continue
         try:
             passed[check.measure] = passes(check, text, reference)

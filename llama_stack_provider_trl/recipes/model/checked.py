@@ -35,7 +35,10 @@ def check_models(spec: JobSpec, warn: Callable[[str], None] = lambda _: None) ->
     judges = answers.judges if isinstance(answers, CheckedAnswering) else ()
     if spec.adapter is not None:
         check_adapter(spec.adapter.directory, spec.source, lora=spec.lora if continues(spec) else None)
-    for further in (*members_of(spec.work), *judges):
+    made = [one for one in spec.method.grading_models if one.made_by is None or one.directory.is_dir()]
+    for further in (*members_of(spec.work), *judges, *made):
+        if further.adapter is not None and further.adapter.made_by and not further.adapter.directory.is_dir():
+            continue  # another job makes it
         check_weights(further.source, warn=warn)
         if further.adapter is not None:
             check_adapter(further.adapter.directory, further.source)

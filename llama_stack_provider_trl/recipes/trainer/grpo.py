@@ -7,7 +7,7 @@ TRL's, on given answers (tests/process/test_grpo.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 
 from ...specs.answer_rows import RowsOnDemand
 from ...specs.events import Warned
+from ...specs.grading.grading import Replied
 from ...specs.job import JobSpec
 from ...specs.methods import GrpoSpec
 from ...specs.rewards import checks_of
@@ -70,7 +71,7 @@ class Group(NamedTuple):
     unended: int
     """Answers without a token that ends them."""
     timed_out: list[int]
-    """Answers of which a check could not be decided in time, of each source."""
+    """Answers of which a check could not be decided, or a grader had not ended, in time, of each source."""
     without_room: list[int]
     """Answers of which a reward model reads no token, of each source."""
     errors: list[list[str]]
@@ -89,7 +90,7 @@ class GrpoRecipe(AnswersPrompts):
         super().__init__(spec=spec, sampling=spec.method, **arguments)
         fuse_head(self.policy, outputs=("log_probs",), temperature=spec.method.temperature)
         self.ref_model = load_reference(spec, self.args.device, self.accelerator) if is_needed(spec) else None
-        self._rewards.load_models(spec.compute.dtype, self.args.device)
+        self._rewards.load_models(spec, self.args.device)
         self._correction: Correction | None = None
         self._sampling_log_probs: dict[int, list[list[float]]] = {}
         """Of the tokens of the optimizer step's answers, by row, where vLLM chose them."""
@@ -127,8 +128,11 @@ class GrpoRecipe(AnswersPrompts):
         return [[answer.ids for row in inputs["rows"] for answer in of_rows[row]] for inputs in batches]
 
     def collate_answers(self, batches: list[dict[str, Any]], answers: list[list[list[int]]]) -> int:
+        replied = self._ask(batches, answers)
         own = [
-            group for inputs, ids in zip(batches, answers, strict=True) for group in self._groups(inputs["rows"], ids)
+            group
+            for inputs, ids in zip(batches, answers, strict=True)
+            for group in self._groups(inputs["rows"], ids, replied)
         ]
         groups = sorted(chain.from_iterable(ranks.gather_all(own)))  # by row: no number depends on the ranks
         rewards = torch.tensor([group.rewards for group in groups], dtype=torch.float32)
@@ -147,10 +151,28 @@ class GrpoRecipe(AnswersPrompts):
                 inputs["sampling_log_probs"] = _behind_prompts(sampling, inputs["completion_mask"])
         return sum(group.tokens for group in groups)
 
-    def _groups(self, rows: list[int], answers: list[list[int]]) -> list[Group]:
+    def _ask(
+        self, batches: Sequence[dict[str, Any]], answers: Sequence[list[list[int]]]
+    ) -> dict[int, list[dict[str, Replied]]]:
+        """What the models of graders write of the answers of an optimizer step, by the row of each: about those of
+        this rank together, whatever its micro batches are."""
+        rows = [row for inputs in batches for row in inputs["rows"]]
+        if not self._rewards.asks_models or not rows:
+            return {}
+        count = self._grpo.num_generations
+        numbers = [row for row in rows for _ in range(count)]
+        texts = self._texts([ids for of_batch in answers for ids in of_batch])
+        columns = [self._rows.columns(number) for number in numbers]
+        found = self._rewards.ask(texts, columns, numbers, self.alive)
+        return {row: found[number * count : (number + 1) * count] for number, row in enumerate(rows)}
+
+    def _groups(
+        self, rows: list[int], answers: list[list[int]], replied: Mapping[int, list[dict[str, Replied]]]
+    ) -> list[Group]:
         """The prompts of a micro batch, with the rewards of their answers."""
         count, ends = self._grpo.num_generations, self._ends()
-        scores = self._score(rows, answers) if rows else Scores([], [], [], [])
+        of_rows = [one for row in rows for one in replied.get(row, ())]
+        scores = self._score(rows, answers, of_rows) if rows else Scores([], [], [], [])
         groups = []
         for number, row in enumerate(rows):
             of_row = slice(number * count, (number + 1) * count)
@@ -162,12 +184,16 @@ class GrpoRecipe(AnswersPrompts):
             groups.append(Group(row, scores.values[of_row], tokens, unended, timed_out, without_room, errors))
         return groups
 
-    def _score(self, rows: list[int], answers: list[list[int]]) -> Scores:
+    def _texts(self, answers: Sequence[list[int]]) -> list[str]:
+        return [self.processing_class.decode(ids, skip_special_tokens=True) for ids in answers]
+
+    def _score(self, rows: list[int], answers: list[list[int]], replied: list[dict[str, Replied]]) -> Scores:
         numbers = [row for row in rows for _ in range(self._grpo.num_generations)]
-        texts = [self.processing_class.decode(ids, skip_special_tokens=True) for ids in answers]
+        texts = self._texts(answers)
         known = {number: self._rows.checked(number) for number in rows}
         columns = [self._rows.columns(number) for number in numbers]
-        return self._rewards.score([known[number] for number in numbers], texts, columns, numbers, self.alive)
+        checked = [known[number] for number in numbers]
+        return self._rewards.score(checked, texts, columns, numbers, self.alive, replied)
 
     def compute_loss(
         self,
@@ -235,6 +261,7 @@ class GrpoRecipe(AnswersPrompts):
             [*chain.from_iterable(of_groups)] for of_groups in zip(*(group.errors for group in groups), strict=True)
         ]
         messages = [*self._rewards.warnings(timed_out), *self._rewards.room_warnings(unread)]
+        messages += self._rewards.model_warnings()
         for message in [*messages, *self._rewards.error_warnings(errors)]:
             self._writer.write(Warned(message=message))
         means = {f"rewards/{name}/mean": rewards[..., number].sum() for number, name in enumerate(self._rewards.names)}

@@ -1,9 +1,10 @@
-"""Rewards the answers of a GRPO job: its checks, the functions of installed packages, and reward models of jobs."""
+"""Rewards the answers of a GRPO job: its checks, graders and the models that these ask, the functions of installed
+packages, and reward models of jobs."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from importlib.metadata import EntryPoint
 from typing import Any, NamedTuple
@@ -15,12 +16,18 @@ from ...specs.answer_checks import AnswerCheck, passes, reward_of
 from ...specs.answer_rows import CheckedRow
 from ...specs.compiled_checks import TIMEOUT
 from ...specs.events import Reason
-from ...specs.grading.grading import unusable_here
-from ...specs.job import Dtype
+from ...specs.grading.asking import Question, Reply, Replying, replying_of
+from ...specs.grading.errors import GradingError
+from ...specs.grading.graders import asking_of
+from ...specs.grading.grading import Replied, questions_of, unusable_here
+from ...specs.grading.isolated import WALL_S
+from ...specs.job import JobSpec
 from ...specs.methods import GrpoSpec
 from ...specs.plugins import package_of
 from ...specs.rewards import GROUP, RewardSource, checks_of, find_reward
 from ...specs.rows import Message
+from ...specs.work import FurtherModel
+from .grading_models import GradingModel
 from .reward_models import LARGEST, RewardScorer
 
 Function = Callable[[list[list[Message]], list[str], list[dict[str, Any]]], Iterable[float]]
@@ -32,7 +39,7 @@ class Scores(NamedTuple):
     values: list[list[float]]
     """Of each completion, of each source."""
     timed_out: list[list[bool]]
-    """Whether a check could not be decided in time, which counts as failed; same shape."""
+    """Whether a check could not be decided, or a grader had not ended, in time, which counts as failed; same shape."""
     without_room: list[list[bool]]
     """Whether the prompt takes all tokens that a reward model reads; same shape."""
     errors: list[list[str]]
@@ -51,17 +58,83 @@ class Rewards:
         self._functions = {source.name: _load(source) for source in spec.rewards if source.function is not None}
         refuse_unusable_graders(checks_of(spec.rewards))
         self._scorers: dict[str, RewardScorer] = {}
+        self._models: dict[FurtherModel, GradingModel] = {}
         self._timed_out: set[str] = set()
         self._without_room: set[str] = set()
         self._with_errors: set[str] = set()
         self.names = [source.name for source in spec.rewards]
         self.weights = torch.tensor([source.weight for source in spec.rewards], dtype=torch.float32)
 
-    def load_models(self, dtype: Dtype, device: torch.device) -> None:
-        """Load the reward models of a job that trains in `dtype`. Raises JobFailure: one cannot be loaded."""
+    def load_models(self, spec: JobSpec, device: torch.device) -> None:
+        """Load the reward models of a job, and the models that its graders ask. Raises JobFailure: one cannot be
+        loaded."""
         for source in self._sources:
             if source.model is not None:
-                self._scorers[source.name] = RewardScorer(source.model, dtype, device)
+                self._scorers[source.name] = RewardScorer(source.model, spec.compute.dtype, device)
+        self._models = {model: GradingModel(spec, model, device) for model in spec.method.grading_models}
+
+    @property
+    def asks_models(self) -> bool:
+        """Whether models answer for graders."""
+        return bool(self._models)
+
+    def ask(
+        self,
+        completions: list[str],
+        rows: list[dict[str, Any]],
+        row_numbers: Sequence[int],
+        alive: Callable[[], object],
+    ) -> list[dict[str, Replied]]:
+        """What the models of graders write of each completion, by the names of the sources.
+
+        Each grader asks its model about all completions together.
+
+        Args:
+            rows, row_numbers: as of `score`.
+            alive: called at each token.
+
+        Raises:
+            JobFailure: a chat template refuses the messages of a grader.
+        """
+        found: list[dict[str, dict[str, Reply | GradingError]]] = [{} for _ in completions]
+        for source in self._sources:
+            if not source.grading:
+                continue
+            assert source.check is not None
+            assert source.check.grader is not None
+            grader = source.check.grader
+            asked = [questions_of(grader, text, row) for text, row in zip(completions, rows, strict=True)]
+            for one in found:
+                one[source.name] = {}
+            for (name, leaf), model in zip(asking_of(grader).items(), source.grading, strict=True):
+                questions = [of_completion[name] for of_completion in asked]
+                replies = self._asked(self._models[model], questions, row_numbers, replying_of(leaf), alive)
+                for one, reply in zip(found, replies, strict=True):
+                    one[source.name][name] = reply
+        return [{**one} for one in found]
+
+    def _asked(
+        self,
+        model: GradingModel,
+        questions: Sequence[Question | GradingError],
+        row_numbers: Sequence[int],
+        replying: Replying,
+        alive: Callable[[], object],
+    ) -> list[Reply | GradingError]:
+        """The replies to some questions. Equal ones are asked once: their replies are the same."""
+        alive()
+        numbers: dict[str, int] = {}
+        once: list[tuple[Question, int]] = []
+        for question, row in zip(questions, row_numbers, strict=True):
+            if isinstance(question, Question) and question.seed not in numbers:
+                numbers[question.seed] = len(once)
+                once.append((question, row))
+        replies = model.replies(once, replying, alive)
+        return [one if isinstance(one, GradingError) else replies[numbers[one.seed]] for one in questions]
+
+    def model_warnings(self) -> list[str]:
+        """Sentences about the models of graders that were not said before."""
+        return [message for model in self._models.values() for message in model.warnings()]
 
     def score(
         self,
@@ -70,6 +143,7 @@ class Rewards:
         rows: list[dict[str, Any]],
         row_numbers: Sequence[int],
         alive: Callable[[], object] = lambda: None,
+        replied: Sequence[Mapping[str, Replied]] = (),
     ) -> Scores:
         """Rewards of completions.
 
@@ -78,6 +152,7 @@ class Rewards:
             rows: of each completion, with all columns.
             row_numbers: of each completion, for messages.
             alive: called before each source, and before each completion that is checked: a check may take a second.
+            replied: of each completion, as `ask`; empty: no grader asks a model.
 
         Raises:
             JobFailure: a function raises, or does not return a finite number for each completion.
@@ -94,7 +169,8 @@ class Rewards:
             elif source.check is None:
                 found = self._of_function(source, [row.messages for row in checked], completions, rows)
             elif source.check.type == "grader":
-                found, wrong = _of_grader(source.check, next(numbers), checked, completions, alive)
+                replies = [one.get(source.name) for one in replied] or [None] * len(completions)
+                found, wrong, late = _of_grader(source.check, next(numbers), checked, completions, replies, alive)
             else:
                 passed = _of_check(source.check, next(numbers), checked, completions, alive)
                 found, late = [float(one or False) for one in passed], [one is None for one in passed]
@@ -111,18 +187,19 @@ class Rewards:
         )
 
     def warnings(self, timed_out: Sequence[int]) -> list[str]:
-        """A sentence for each check that took too long for the first time.
+        """A sentence for each check, and each grader, that took too long for the first time.
 
         Args:
             timed_out: completions, of each source.
         """
-        names = [name for name, count in zip(self.names, timed_out, strict=True) if count]
-        new = [name for name in names if name not in self._timed_out]
-        self._timed_out.update(new)
+        late = [source for source, count in zip(self._sources, timed_out, strict=True) if count]
+        new = [source for source in late if source.name not in self._timed_out]
+        self._timed_out.update(source.name for source in new)
         return [
-            f"the check {name!r} took more than {TIMEOUT:g} s for an answer, which counts as failed: simplify it. The "
-            f"metric rewards/{name}/timed_out has the share of such answers"
-            for name in new
+            f"the {_kind(source)} {source.name!r} took more than {_limit(source):g} s for an answer, which counts as "
+            f"{'0' if _kind(source) == 'grader' else 'failed'}: simplify it. The metric "
+            f"rewards/{source.name}/timed_out has the share of such answers"
+            for source in new
         ]
 
     def room_warnings(self, rows: Sequence[Sequence[int]]) -> list[str]:
@@ -216,16 +293,27 @@ def _of_grader(
     number: int,
     checked: Sequence[CheckedRow],
     completions: list[str],
+    replied: Sequence[Replied | None],
     alive: Callable[[], object],
-) -> tuple[list[float], list[str]]:
-    """The reward of each completion, and why there is none; see `_of_check`."""
-    rewards, errors = [], []
-    for row, text in zip(checked, completions, strict=True):
+) -> tuple[list[float], list[str], list[bool]]:
+    """The reward of each completion, why there is none, and whether it took too long; see `_of_check`."""
+    rewards, errors, late = [], [], []
+    for row, text, replies in zip(checked, completions, replied, strict=True):
         alive()
-        given = reward_of(check, text, row.references[number])
+        given = reward_of(check, text, row.references[number], replies)
         rewards.append(given.reward)
         errors.append("" if given.error is None else given.error.sentence)
-    return rewards, errors
+        late.append(given.is_late)
+    return rewards, errors, late
+
+
+def _kind(source: RewardSource) -> str:
+    return "grader" if source.check is not None and source.check.type == "grader" else "check"
+
+
+def _limit(source: RewardSource) -> float:
+    """Seconds that it may take for an answer."""
+    return WALL_S if _kind(source) == "grader" else TIMEOUT
 
 
 def refuse_unusable_graders(checks: Iterable[AnswerCheck]) -> None:

@@ -7,6 +7,8 @@ from typing import Literal
 ErrorKind = Literal[
     "formula_parse_error",
     "invalid_variable_error",
+    "model_grader_parse_error",
+    "model_grader_server_error",
     "other_error",
     "python_grader_runtime_error",
     "python_grader_server_error",

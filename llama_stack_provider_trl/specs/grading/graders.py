@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ..bases import Frozen
-from ..names import CheckedNames, FreeText
+from ..names import MOST_NAME, CheckedNames, FreeText
 from .formula import MOST_FORMULA, parsed
 from .templates import MOST_TEMPLATE, Path, names_of
 
 MOST_GRADERS, MOST_SOURCE = 32, 256 << 10
 """Graders of one of type multi, and characters of the source of one of type python."""
-TYPES = ("string_check", "text_similarity", "python", "multi")
-_NOT_HERE = {
-    "score_model": "a model that scores answers is not supported as a grader",
-    "label_model": "a model that labels answers is not supported as a grader",
-    "endpoint": "a grader at an address of its own is not supported",
-}
-_USE = f"use one of {', '.join(TYPES)}; an evaluation has checks of type judge, with a model of your own"
+MOST_MESSAGES, MOST_PARTS, MOST_LABELS = 32, 16, 100
+"""Messages of a grader's model, parts of a message, and labels."""
+MOST_SCORE = 1e9
+"""Of a range; the least is its negative."""
+TYPES = ("string_check", "text_similarity", "score_model", "label_model", "python", "multi")
+_NOT_HERE = {"endpoint": "a grader at an address of its own is not supported"}
+_USE = f"use one of {', '.join(TYPES)}"
 COSINE = "the metric cosine needs an embedding model, which there is none of here: use another one"
 Operation = Literal["eq", "ne", "like", "ilike"]
 Metric = Literal[
@@ -38,6 +38,8 @@ Metric = Literal[
 ]
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 Template = Annotated[str, FreeText(), Field(max_length=MOST_TEMPLATE)]
+Label = Annotated[str, Field(min_length=1, max_length=512)]
+_TEXTS = ("input_text", "output_text")
 
 
 class _Grader(Frozen, CheckedNames):
@@ -96,6 +98,139 @@ class PythonGrader(_Grader):
         return value
 
 
+def _refuse_other_parts(value: Any) -> Any:
+    for part in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(part, Mapping) and isinstance(kind := part.get("type"), str) and kind not in _TEXTS:
+            raise ValueError(
+                f"a part has the type {kind[:80]!r}: the model reads texts, expected {' or '.join(_TEXTS)}"
+            )
+    return value
+
+
+class MessageText(Frozen, CheckedNames):
+    """A part of a message."""
+
+    type: Literal["input_text", "output_text"]
+    text: Annotated[Template, FreeText()]
+    """A template."""
+
+    @field_validator("text")
+    @classmethod
+    def _is_template(cls, value: str) -> str:
+        names_of(value)
+        return value
+
+
+Parts = Annotated[tuple[MessageText, ...], Field(min_length=1, max_length=MOST_PARTS)]
+
+
+class ModelMessage(Frozen, CheckedNames):
+    """A message that a grader's model reads."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    """developer: as system."""
+    content: Annotated[Template | MessageText | Parts, FreeText(), BeforeValidator(_refuse_other_parts)]
+    """A template, or parts with one each."""
+
+    @field_validator("content")
+    @classmethod
+    def _is_template(cls, value: str | MessageText | Parts) -> str | MessageText | Parts:
+        if isinstance(value, str):
+            names_of(value)
+        return value
+
+    @property
+    def templates(self) -> list[str]:
+        """Those of its parts."""
+        parts = self.content if isinstance(self.content, tuple) else (self.content,)
+        return [part if isinstance(part, str) else part.text for part in parts]
+
+
+class SamplingParams(Frozen, CheckedNames):
+    """How a grader's model answers."""
+
+    temperature: float | None = Field(None, ge=0, le=2)
+    """None: 0, the most likely token each time."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    """What random numbers follow from; None: 0."""
+    max_completions_tokens: int | None = Field(None, gt=0, le=10**5)
+    """Of an answer; None: 256."""
+    reasoning_effort: Annotated[str | None, Field(max_length=64)] = None
+    """Refused: the model thinks as its chat template has it."""
+
+    @field_validator("reasoning_effort")
+    @classmethod
+    def _thinks_as_it_does(cls, value: str | None) -> str | None:
+        if value is not None:
+            raise ValueError("the model thinks as its chat template has it: leave it out")
+        return value
+
+    @model_validator(mode="after")
+    def _is_not_ignored(self) -> SamplingParams:
+        if not self.temperature and self.top_p not in (None, 1.0):
+            raise ValueError(
+                f"top_p is {self.top_p:g} and temperature 0, at which every token is the most likely one: leave top_p "
+                "out, or set temperature"
+            )
+        return self
+
+
+class _ModelGrader(_Grader):
+    model: str = Field(min_length=1, max_length=MOST_NAME)
+    """What answers: a model id, a directory of a model or an adapter, `job:NAME`, `job:NAME/CHECKPOINT` or `ft:...`;
+    in OpenAI's API also a name of `openai.models`."""
+    input: tuple[ModelMessage, ...] = Field(min_length=1, max_length=MOST_MESSAGES)
+    """What it reads."""
+    sampling_params: SamplingParams | None = None
+
+
+class ScoreModel(_ModelGrader):
+    """Has a model score an answer: the number that it writes, within a range."""
+
+    type: Literal["score_model"]
+    range: tuple[float, float] | None = None
+    """The least and the largest score; None: 0 and 1. A number beyond them counts as the nearest of them."""
+
+    @field_validator("range")
+    @classmethod
+    def _is_range(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and not -MOST_SCORE <= value[0] < value[1] <= MOST_SCORE:
+            raise ValueError(f"expected the least and the largest score, [0, 10] for example, within {MOST_SCORE:g}")
+        return value
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The least and the largest score."""
+        return (0.0, 1.0) if self.range is None else self.range
+
+
+class LabelModel(_ModelGrader):
+    """Has a model choose a label for an answer: 1 for one that passes, else 0."""
+
+    type: Literal["label_model"]
+    labels: tuple[Label, ...] = Field(min_length=1, max_length=MOST_LABELS)
+    """Without regard to case, no two are equal."""
+    passing_labels: tuple[Label, ...] = Field(min_length=1, max_length=MOST_LABELS)
+
+    @field_validator("labels")
+    @classmethod
+    def _are_different(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        plain = [label.strip().casefold() for label in value]
+        if twice := [label for label, one in zip(value, plain, strict=True) if not one or plain.count(one) > 1]:
+            raise ValueError(f"{twice[0]!r} is empty, or there twice: give each label a text of its own")
+        return value
+
+    @model_validator(mode="after")
+    def _passing_ones_are_labels(self) -> LabelModel:
+        if unknown := [label for label in self.passing_labels if label not in self.labels]:
+            raise ValueError(
+                f"passing_labels has {unknown[0]!r}, expected some of the labels: {list(self.labels)!r:.300}"
+            )
+        return self
+
+
 def _refuse_others(value: Any) -> Any:
     if isinstance(value, Mapping) and isinstance(kind := value.get("type"), str) and kind not in TYPES:
         raise ValueError(f"the type is {kind[:80]!r}: {_NOT_HERE.get(kind, 'there is no such grader')}; {_USE}")
@@ -103,7 +238,8 @@ def _refuse_others(value: Any) -> Any:
 
 
 Leaf = Annotated[
-    Annotated[StringCheck | TextSimilarity | PythonGrader, Field(discriminator="type")], BeforeValidator(_refuse_others)
+    Annotated[StringCheck | TextSimilarity | PythonGrader | ScoreModel | LabelModel, Field(discriminator="type")],
+    BeforeValidator(_refuse_others),
 ]
 
 
@@ -135,7 +271,9 @@ class MultiGrader(_Grader):
 
 
 Grader = Annotated[
-    Annotated[StringCheck | TextSimilarity | PythonGrader | MultiGrader, Field(discriminator="type")],
+    Annotated[
+        StringCheck | TextSimilarity | PythonGrader | ScoreModel | LabelModel | MultiGrader, Field(discriminator="type")
+    ],
     BeforeValidator(_refuse_others),
 ]
 
@@ -160,11 +298,24 @@ def templates_of(grader: Grader) -> Iterator[str]:
     for leaf in leaves_of(grader).values():
         if isinstance(leaf, _Comparison):
             yield from (leaf.input, leaf.reference)
+        elif isinstance(leaf, _ModelGrader):
+            yield from (template for message in leaf.input for template in message.templates)
 
 
 def paths_of(grader: Grader) -> list[Path]:
     """What its templates name, each once."""
     return [*dict.fromkeys(path for template in templates_of(grader) for path in names_of(template))]
+
+
+def asking_of(grader: Grader) -> dict[str, ScoreModel | LabelModel]:
+    """The graders that a model answers for, as `leaves_of`."""
+    return {name: leaf for name, leaf in leaves_of(grader).items() if isinstance(leaf, ScoreModel | LabelModel)}
+
+
+def field_of(grader: Grader, name: str) -> str:
+    """The field of a grader that has one of its leaves, before that leaf's own fields: empty, or with a dot at its
+    end."""
+    return f"graders.{name}." if isinstance(grader, MultiGrader) else ""
 
 
 def uses_python(grader: Grader) -> bool:

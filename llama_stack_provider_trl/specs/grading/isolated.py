@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import LimitReached
 from ...system.limited import Limited, LimitExceeded, TooLate
@@ -48,7 +48,8 @@ def problem_of_machine() -> str:
 
 @lru_cache(maxsize=64)
 def problem_of_source(source: str) -> str:
-    """Why a source can never grade, with its line; empty: it may. It is parsed in a process with limits, and not run.
+    """Why a source can never grade, with its line; empty: it may. It is parsed in a process with limits, which imports
+    what it does, and does not run it.
 
     Raises:
         LimitReached: the machine is too busy, or the caller whose request orders it has used its CPU time.
@@ -65,7 +66,7 @@ def _problems(source: str) -> Iterator[str]:
     try:
         tree = ast.parse(source, _SOURCE)
         compile(tree, _SOURCE, "exec")
-        _refuse_imports(tree)
+        _import_for(tree)
     except SyntaxError as error:
         yield f"line {error.lineno or 1}: {error.msg}, expected Python that defines grade(sample, item)"
     except ImportError as error:
@@ -182,27 +183,43 @@ def _shown(error: BaseException) -> str:
     return f"{at}{type(error).__name__}: {' '.join(str(error).split())}"[:400]
 
 
+class _Import(NamedTuple):
+    module: str
+    members: tuple[str, ...]
+    """What is taken of it, each a module below it or something in it."""
+    line: int
+
+
 def _import_for(tree: ast.Module) -> None:
-    """Import what a source does, since no file can be read later. Raises ImportError: it may not."""
+    """Import what a source does, since no file can be read later. Raises ImportError: it may not, or cannot."""
     _refuse_imports(tree)
-    for name, _ in _imported(tree):
-        importlib.import_module(name)
+    for module, members, line in _imported(tree):
+        try:
+            found = importlib.import_module(module)
+            for member in members:
+                if member != "*" and not hasattr(found, member):
+                    importlib.import_module(f"{module}.{member}")
+        except ImportError as error:
+            what = f"{', '.join(members)} of {module!r}" if members else repr(module)
+            raise ImportError(f"line {line}: it imports {what}, which is not there: {error}") from error
 
 
-def _imported(tree: ast.Module) -> Iterator[tuple[str, int]]:
+def _imported(tree: ast.Module) -> Iterator[_Import]:
     """What a source imports, and in which line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
+            yield from (_Import(alias.name, (), node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield "." * node.level + (node.module or ""), node.lineno
+            members = tuple(alias.name for alias in node.names)
+            yield _Import("." * node.level + (node.module or ""), members, node.lineno)
 
 
 def _refuse_imports(tree: ast.Module) -> None:
     """Raises ImportError: a source imports what it may not."""
-    for name, line in _imported(tree):
-        top = name.partition(".")[0]
-        if top not in _STANDARD and (top not in _INSTALLED or find_spec(top) is None):
+    for name, members, line in _imported(tree):
+        top, *below = name.split(".")
+        runs = "__main__" in (*below, *members)  # a program, which would run
+        if runs or (top not in _STANDARD and (top not in _INSTALLED or find_spec(top) is None)):
             here = [one for one in _INSTALLED if find_spec(one) is not None]
             more = "".join(f", {one}" for one in here)
             raise ImportError(

@@ -16,7 +16,7 @@ class GraderValidateBody(Documented, CheckedNames):
 
     model_config = ConfigDict(extra="forbid")
     grader: Grader
-    """Of type string_check, text_similarity, python or multi."""
+    """Of type string_check, text_similarity, score_model, label_model, python or multi."""
 
 
 class GraderRunBody(GraderValidateBody):
@@ -29,7 +29,7 @@ class GraderRunBody(GraderValidateBody):
 
 
 class GraderErrors(BaseModel):
-    """What went wrong. Those of models never do: no grader here has one."""
+    """What went wrong."""
 
     formula_parse_error: bool = False
     sample_parse_error: bool = False
@@ -56,7 +56,9 @@ class GraderRunMetadata(BaseModel):
     scores: dict[str, float]
     """Of the graders that it is made of, or its own."""
     token_usage: int | None = None
+    """Of the models that were asked; null: none was."""
     sampled_model_name: str | None = None
+    """Of one of type score_model or label_model."""
 
 
 class GraderRunAnswer(BaseModel):
@@ -67,6 +69,7 @@ class GraderRunAnswer(BaseModel):
     sub_rewards: dict[str, float]
     """Of the graders of one of type multi."""
     model_grader_token_usage_per_model: dict[str, int]
+    """Tokens of prompts and replies, by the model as the grader names it."""
 
 
 class GraderValidateAnswer(BaseModel):

@@ -215,11 +215,24 @@ def _fields(request: Json) -> list[_Field]:
         for one in given
         if isinstance(one, dict)
     ]
+    several += [("algorithm_config.rewards", one, "model") for one in _graders(_method(request).get("rewards"))]
     options = request.get("provider_options")
     mixture = options.get("mixture") if isinstance(options, Mapping) else None
     mixed = [one for one in mixture if isinstance(one, dict)] if isinstance(mixture, list) else []
     several += [(f"provider_options.mixture.{_ROWS}", one, _ROWS) for one in mixed]
     return [(field, holder, key) for field, holder, key in [*single, *several] if key in holder]
+
+
+def _graders(rewards: Any) -> list[Json]:
+    """The graders of rewards that may name a model."""
+    found: list[Json] = []
+    for reward in rewards if isinstance(rewards, list) else ():
+        check = reward.get("check") if isinstance(reward, dict) else None
+        grader = check.get("grader") if isinstance(check, dict) else None
+        below = grader.get("graders") if isinstance(grader, dict) else None
+        found += [one for one in (grader, below) if isinstance(one, dict)]  # one of type multi may have a single grader
+        found += [one for one in below.values() if isinstance(one, dict)] if isinstance(below, dict) else []
+    return found
 
 
 def _searched(request: Json) -> list[_Field]:

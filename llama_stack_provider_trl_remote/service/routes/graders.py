@@ -8,11 +8,11 @@ from typing import Any
 from fastapi import APIRouter
 
 from llama_stack_provider_trl.specs.grading.errors import GradingError
-from llama_stack_provider_trl.specs.grading.graders import MultiGrader
+from llama_stack_provider_trl.specs.grading.graders import LabelModel, MultiGrader, ScoreModel
 from llama_stack_provider_trl.specs.grading.grading import graded_for_request
 from llama_stack_provider_trl.system.offload import in_work_thread
 
-from ..dependencies import SettingsDep
+from ..dependencies import ChatsDep, SettingsDep
 from ..http.errors import OPENAI_FORM, declared
 from ..http.grader_bodies import (
     GraderErrors,
@@ -22,8 +22,8 @@ from ..http.grader_bodies import (
     GraderValidateAnswer,
     GraderValidateBody,
 )
-from ..security.access import USERS_JOB
-from ..serving.graders import refuse_grader
+from ..security.access import USERS_JOB, CurrentCaller
+from ..serving.graders import ask, refuse_grader, refuse_models
 from .openai import OpenAIRoute
 
 router = APIRouter(
@@ -33,11 +33,16 @@ _ANSWERS: dict[int | str, dict[str, Any]] = declared(form=OPENAI_FORM)
 
 
 @router.post("/run", dependencies=[USERS_JOB], responses=_ANSWERS)
-async def run_grader(settings: SettingsDep, body: GraderRunBody) -> GraderRunAnswer:
-    """Grade an answer."""
-    await in_work_thread(refuse_grader, body.grader, settings)
+async def run_grader(
+    settings: SettingsDep, chats: ChatsDep, body: GraderRunBody, caller: CurrentCaller
+) -> GraderRunAnswer:
+    """Grade an answer. The models of graders are those that answer chats."""
+    names, grader = settings.openai.models, body.grader
+    await in_work_thread(refuse_grader, grader, settings)
+    await refuse_models(grader, chats, names)
     began = time.monotonic()
-    found = await in_work_thread(graded_for_request, body.grader, body.model_sample, body.item)
+    replied, used = await ask(grader, body.model_sample, body.item, chats, names, caller.name)
+    found = await in_work_thread(graded_for_request, grader, body.model_sample, body.item, replied)
     errors = GraderErrors() if found.error is None else _errors(found.error)
     return GraderRunAnswer(
         reward=found.reward,
@@ -47,16 +52,19 @@ async def run_grader(settings: SettingsDep, body: GraderRunBody) -> GraderRunAns
             errors=errors,
             execution_time=round(time.monotonic() - began, 6),
             scores=dict(found.scores),
+            token_usage=used.total() if used else None,
+            sampled_model_name=grader.model if isinstance(grader, ScoreModel | LabelModel) else None,
         ),
         sub_rewards=dict(found.scores) if isinstance(body.grader, MultiGrader) else {},
-        model_grader_token_usage_per_model={},
+        model_grader_token_usage_per_model=dict(used),
     )
 
 
 @router.post("/validate", dependencies=[USERS_JOB], responses=_ANSWERS)
-async def validate_grader(settings: SettingsDep, body: GraderValidateBody) -> GraderValidateAnswer:
+async def validate_grader(settings: SettingsDep, chats: ChatsDep, body: GraderValidateBody) -> GraderValidateAnswer:
     """Check a grader, and run nothing."""
     await in_work_thread(refuse_grader, body.grader, settings)
+    await refuse_models(body.grader, chats, settings.openai.models)
     return GraderValidateAnswer(grader=body.grader.model_dump(exclude_none=True))
 
 
@@ -64,6 +72,7 @@ def _errors(error: GradingError) -> GraderErrors:
     details = {
         "python_grader_runtime_error": "python_grader_runtime_error_details",
         "python_grader_server_error": "python_grader_server_error_type",
+        "model_grader_server_error": "model_grader_server_error_details",
     }
     said = {details[error.kind]: error.sentence} if error.kind in details else {}
     return GraderErrors.model_validate({error.kind: True, **said})

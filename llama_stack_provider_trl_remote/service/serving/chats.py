@@ -13,6 +13,7 @@ from typing import Any
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, NotServed, TrlError
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.specs.grading.asking import Reply
 from llama_stack_provider_trl.specs.methods import METHODS
 from llama_stack_provider_trl.specs.rows import Message, PromptExample, parse_row
 from llama_stack_provider_trl.specs.serving import (
@@ -131,6 +132,34 @@ class Chats:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+
+    async def check_model(self, name: str) -> None:
+        """Return if a name stands for a model that can answer. Raises InvalidRequest, JobNotFound."""
+        await self._serving.find(name)
+
+    async def reply(self, name: str, request: ServeRequest, caller: str) -> tuple[Reply, int]:
+        """The whole answer of a model, and the tokens of its prompt and of it. It counts as a chat.
+
+        Raises:
+            InvalidRequest, JobNotFound, ChatRefused, LimitReached, NotServed, OSError: as `begin`.
+        """
+        served = await self._serving.find(name)
+        text, tokens, reason = "", 0, ""
+        async with (
+            self._serving.counted(caller),
+            self._answers(served, [request]) as messages,
+        ):
+            async for _, message in messages:
+                match message:
+                    case AnswerRefused():
+                        raise _refused(message, served)
+                    case AnswerBegun():
+                        tokens += message.prompt_tokens
+                    case AnswerPart():
+                        text += message.text
+                    case AnswerEnd():
+                        tokens, reason = tokens + message.tokens, message.reason
+        return Reply(text, reason == "stop"), tokens
 
     def models(self) -> list[Json]:
         """The results of jobs, newest first, and the models that jobs here were trained from."""

@@ -1,13 +1,22 @@
-"""Refuses graders that cannot be used here, before one grades an answer."""
+"""Refuses graders that cannot be used here, before one grades an answer, and asks the models of the others."""
 
 from __future__ import annotations
 
-from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl.requests.graders import NOT_ALLOWED
-from llama_stack_provider_trl.specs.grading.graders import Grader, problem_of, uses_python
-from llama_stack_provider_trl.specs.grading.grading import unusable_here
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
+from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound
+from llama_stack_provider_trl.requests.graders import NOT_ALLOWED
+from llama_stack_provider_trl.specs.grading.asking import Reply, replying_of
+from llama_stack_provider_trl.specs.grading.errors import GradingError
+from llama_stack_provider_trl.specs.grading.graders import Grader, asking_of, field_of, problem_of, uses_python
+from llama_stack_provider_trl.specs.grading.grading import questions_of, unusable_here
+from llama_stack_provider_trl.specs.serving import ServeRequest
+
+from ..openai_settings import OpenAIModel
 from ..settings import ServiceSettings
+from .chats import ChatRefused, Chats
 
 
 def refuse_grader(grader: Grader, settings: ServiceSettings) -> None:
@@ -17,3 +26,64 @@ def refuse_grader(grader: Grader, settings: ServiceSettings) -> None:
     if (problem := problem_of(grader) or unusable_here(grader)) is not None:
         name, hint = problem
         raise InvalidRequest(f"grader.{name}", getattr(grader, name, grader.name), hint)
+
+
+async def refuse_models(grader: Grader, chats: Chats, names: Mapping[str, OpenAIModel]) -> None:
+    """Refuse models that cannot answer.
+
+    Args:
+        names: of `openai.models`, with what they stand for.
+
+    Raises:
+        InvalidRequest: names the field.
+    """
+    for name, leaf in asking_of(grader).items():
+        field = f"grader.{field_of(grader, name)}model"
+        try:
+            await chats.check_model(_local(leaf.model, names))
+        except JobNotFound as error:
+            raise InvalidRequest(field, leaf.model, str(error)) from error
+        except InvalidRequest as error:
+            known = f"; names of openai.models: {', '.join(names)}" if names else ""
+            raise InvalidRequest(field, leaf.model, f"{error.hint}{known}") from error
+
+
+async def ask(
+    grader: Grader, text: str, item: Mapping[str, Any], chats: Chats, names: Mapping[str, OpenAIModel], caller: str
+) -> tuple[dict[str, Reply | GradingError], Counter[str]]:
+    """What the models of a grader reply about an answer, by the processes that answer chats, and their tokens.
+
+    Args:
+        names: as of `refuse_models`, which has let the grader pass.
+
+    Returns:
+        Replies by the names of graders, and tokens by those of models.
+
+    Raises:
+        LimitReached, NotServed, OSError: nothing can answer now.
+    """
+    replied: dict[str, Reply | GradingError] = {}
+    used = Counter[str]()
+    questions, leaves = questions_of(grader, text, item), asking_of(grader)
+    for name, question in questions.items():
+        if isinstance(question, GradingError):
+            replied[name] = question
+            continue
+        leaf, replying = leaves[name], replying_of(leaves[name])
+        request = ServeRequest(
+            messages=question.messages,
+            max_tokens=replying.most,
+            temperature=replying.temperature,
+            top_p=replying.top_p,
+            seed=question.seed,
+        )
+        try:
+            replied[name], tokens = await chats.reply(_local(leaf.model, names), request, caller)
+            used[leaf.model] += tokens
+        except ChatRefused as error:
+            replied[name] = GradingError("model_grader_server_error", str(error))
+    return replied, used
+
+
+def _local(model: str, names: Mapping[str, OpenAIModel]) -> str:
+    return names[model].model if model in names else model
