@@ -260,11 +260,18 @@ def _reference(options: ProviderOptions, base: Base, settings: Settings) -> Refe
     fields: dict[str, Any] = {}
     if options.precompute_reference:
         fields = {"precompute": True, "cache": DataDir(settings.data_dir).reference}
-    if options.reference_model is not None:
-        model = resolve_base_model("provider_options.reference_model", options.reference_model, settings)
-        if model != base.source.model or base.adapter is not None:
-            fields["source"] = ModelSource(model=model, **resolve_trust(model, settings))
-    return ReferenceSpec(**fields)
+    source = reference_source("provider_options.reference_model", options.reference_model, base, settings)
+    return ReferenceSpec(**fields, source=source)
+
+
+def reference_source(field: str, value: str | None, base: Base, settings: Settings) -> ModelSource | None:
+    """Where a reference is read from; None: it is the base model. Raises InvalidRequest."""
+    if value is None:
+        return None
+    model = resolve_base_model(field, value, settings)
+    if model == base.source.model and base.adapter is None:
+        return None
+    return ModelSource(model=model, **resolve_trust(model, settings))
 
 
 def refuse_preference_options(options: ProviderOptions) -> None:

@@ -121,6 +121,12 @@ class ExportWork(Frozen):
     gates: tuple[CheckedCondition, ...] = ()
     """Of an attempt: these conditions, which hold, with what was found."""
 
+    @property
+    def evaluations(self) -> tuple[str, ...]:
+        """The jobs whose measures its conditions read, each once."""
+        named = (name for one in self.promote_if for name in (one.evaluation, one.against) if name is not None)
+        return tuple(dict.fromkeys(named))
+
 
 Work = GenerateSpec | EvaluateSpec | MergeWork | ExportWork
 

@@ -14,6 +14,7 @@ from llama_stack_provider_trl.jobs.inputs.bases import check_checkpoints, find_b
 from llama_stack_provider_trl.jobs.store.records import CheckpointRecord
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.supervision.step_checkpoints import delete_superfluous
+from llama_stack_provider_trl.requests.bases import model_of
 from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
@@ -72,7 +73,7 @@ def request(model: str, algorithm: str = "sft", name: str = "next", **changes: A
 
 
 def spec_of(body: Any, store: Store, settings: Settings, **options: Any) -> JobSpec:
-    return resolve(body, ProviderOptions.parse(options), settings, find_base(body, store)).spec(ROWS, None)
+    return resolve(body, ProviderOptions.parse(options), settings, find_base(model_of(body), store)).spec(ROWS, None)
 
 
 def refused(body: Any, store: Store, settings: Settings, **options: Any) -> str:

@@ -49,7 +49,7 @@ def spec_of(
     rows = body.training_config.data_config.model_copy(update=data or {})
     training = body.training_config.model_copy(update={"data_config": rows})
     resolution = resolve(body.model_copy(update={"training_config": training}), given, settings)
-    spec = JobSpec.of(**{**with_teacher(resolution.fields, given, settings, store), "dataset": ROWS})
+    spec = JobSpec.of(**{**with_teacher(resolution.fields, settings, store), "dataset": ROWS})
     assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
     return spec
 
@@ -225,9 +225,9 @@ def test_a_teacher_with_another_vocabulary_is_refused_as_far_as_its_files_are_ce
     given = request(student, "dpo", algorithm_config={"type": "distillation", "teacher": teacher})
     fields = resolve(given, ProviderOptions(), settings).fields
     if not problem:
-        assert with_teacher(fields, ProviderOptions(), settings, None) == fields
+        assert with_teacher(fields, settings, None) == fields
         return
     with pytest.raises(InvalidRequest) as refused:
-        with_teacher(fields, ProviderOptions(), settings, None)
+        with_teacher(fields, settings, None)
     assert (refused.value.field, refused.value.value) == ("algorithm_config.teacher", teacher)
     assert f"its tokenizer is not that of {student!r}, {problem}" in str(refused.value)

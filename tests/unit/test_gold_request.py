@@ -127,7 +127,7 @@ def test_another_vocabulary_is_refused_with_the_hint_to_compare_spans_and_accept
 
     def resolved(config: dict[str, Any]) -> dict[str, Any]:
         body = request(str(tmp_path / "student"), "dpo", algorithm_config=config)
-        return with_teacher(resolve(body, ProviderOptions(), settings).fields, ProviderOptions(), settings, None)
+        return with_teacher(resolve(body, ProviderOptions(), settings).fields, settings, None)
 
     with pytest.raises(InvalidRequest, match=r"or set algorithm_config\.use_uld_loss: it compares others") as refused:
         resolved(config)

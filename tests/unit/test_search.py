@@ -17,6 +17,7 @@ from llama_stack_provider_trl.jobs.store.records import JobRecord
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.submission import Submitter, keep_rows, submit
 from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
+from llama_stack_provider_trl.requests.bases import NamedModel
 from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.search import MOST_TRIALS, resolve_search
@@ -399,7 +400,7 @@ def test_the_best_trial_is_the_result(world: World) -> None:
     assert world.shown("s-trial-3")["resources_allocated"]["trial"] == {
         **{"search": "s", "number": 3, "values": {LR: 1e-3}, "pruned": None}
     }
-    named = find_base(sft(None, job_uuid="next", model="job:s"), world.store)
+    named = find_base(NamedModel("model", "job:s", "next"), world.store)
     assert named is not None
     assert named.spec.job_uuid == "s-trial-2"
 

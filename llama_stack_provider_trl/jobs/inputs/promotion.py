@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from ...errors import InvalidRequest, JobFailure
-from ...requests.bases import resolve_base
-from ...requests.options import ProviderOptions
 from ...requests.promotion import Evaluation, Find, Model, checked, refuse_unusable, unmet
 from ...requests.settings import Settings
-from ...requests.untrained import for_work
 from ...requests.work import ExportRequest
 from ...specs.events import Reason
 from ...specs.job import JobSpec
 from ...specs.work import ExportWork
 from ..store.store import Store
-from .bases import find_base
+from .bases import find_read
 
 
 def refuse_unusable_conditions(request: ExportRequest, settings: Settings, store: Store) -> None:
@@ -24,9 +21,7 @@ def refuse_unusable_conditions(request: ExportRequest, settings: Settings, store
     """
     if not request.promote_if:
         return
-    training = request.as_training()
-    named = find_base(training, store)
-    base = resolve_base(training, *for_work(training, ProviderOptions(), settings, named), named)
+    base = find_read(request.reads().model, settings, store)
     exported = base.adapter or base.source
     refuse_unusable(request.promote_if, Model(exported.model, exported.revision), _evaluations(store))
 

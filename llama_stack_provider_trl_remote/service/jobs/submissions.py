@@ -19,7 +19,7 @@ from llama_stack_provider_trl.jobs.submission import Submitter, submit
 from llama_stack_provider_trl.requests.bodies import request_digest
 from llama_stack_provider_trl.requests.options import RESERVED, ProviderOptions
 from llama_stack_provider_trl.requests.settings import Settings
-from llama_stack_provider_trl.requests.untrained import check_options, in_its_terms
+from llama_stack_provider_trl.requests.untrained import check_options
 from llama_stack_provider_trl.specs.work import GenerateSpec, Work
 from llama_stack_provider_trl.system.offload import in_work_thread
 
@@ -145,11 +145,7 @@ class Submissions:
             work = await in_work_thread(body.work, models)
         admit = partial(self._check_output, work)
         admit()
-        try:
-            request, options = body.as_training(), body.with_options(options)
-            return await submit(request, options, digest, self._for_jobs, store, rows, owner, work, models, admit)
-        except InvalidRequest as error:
-            raise in_its_terms(error) from error
+        return await submit(body, options, digest, self._for_jobs, store, rows, owner, work, models, admit)
 
     def _note_job(self, job_uuid: str) -> None:
         """Count the space of a job's checkpoints, before the jobs are read again."""
