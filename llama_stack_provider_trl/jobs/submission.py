@@ -23,18 +23,17 @@ from ..requests.resolve import Resolution, resolve
 from ..requests.search import RequestedSearch, RequestedTrial, in_trial, resolve_search
 from ..requests.settings import Request, Settings
 from ..requests.trackers import TrackerChoice
-from ..requests.untrained import EVALUATE, evaluation_after, harness_of, refuse_too_many_answers, resolve_work
+from ..requests.untrained import EVALUATE, evaluation_after, refuse_too_many_answers, resolve_work
 from ..requests.work import WorkRequest
-from ..specs.answer_files import answering_of
 from ..specs.answer_rows import refuse_unchecked_rows
 from ..specs.bases import parts_of
 from ..specs.custom_limits import refuse_custom_rows
 from ..specs.job import DataFormat, DatasetRef, JobSpec, RowNames, RowUse
-from ..specs.methods import CustomSpec, GrpoSpec, MethodSpec
+from ..specs.methods import MethodSpec
 from ..specs.rewards import checks_of
 from ..specs.row_verdicts import check_within
 from ..specs.rows import UNREAD
-from ..specs.work import CheckedAnswering, EvaluateSpec, MergeWork, Work
+from ..specs.work import TRAINS, CheckedAnswering, Kind, Work
 from ..system.data_dir import DataDir
 from ..system.files import put_lines, put_rows
 from ..system.limited import Limited
@@ -286,11 +285,11 @@ async def resolved(
     # Models, adapters and installed packages are read: none of that may hold up other requests. One call of a thread,
     # since each waits for its turn beside the supervisor.
     resolution = await in_work_thread(_resolution, request, options, settings, store, work, models or [], named)
-    work = resolution.fields.get("work")
-    answering = answering_of(work)
+    kind: Kind = resolution.fields.get("work") or TRAINS
+    answering = kind.answering
     use: RowUse = "prompts" if answering is not None else resolution.fields["method"].algorithm
     data_format: DataFormat | None = resolution.fields.get("data_format")
-    if harness_of(work) is None:
+    if kind.tasks is None:
         refs, warnings = await _rows_of_all(datasets, resolution, use, data_format)
     else:
         refs, warnings = [await in_work_thread(no_rows, DataDir(settings.data_dir).datasets)], []
@@ -302,9 +301,9 @@ async def resolved(
     for ref, of in zip(refs, resolution.datasets, strict=True):
         await _check_custom(resolution, ref, of.names, use)
     method = resolution.fields["method"]
-    if isinstance(method, GrpoSpec) and refs[0].of_job is None:  # the training reads rows that another job makes
+    if method.rewards_of_answers and refs[0].of_job is None:  # the training reads rows that another job makes
         named_rows = refs[0].model_copy(update={"names": resolution.names})
-        await in_work_thread(refuse_unchecked_rows, named_rows, checks_of(method.rewards))
+        await in_work_thread(refuse_unchecked_rows, named_rows, checks_of(method.rewards_of_answers))
     held_out: DatasetRef | None = None
     if resolution.validation_dataset_id is not None:
         held_out, more = await _rows_of(datasets, resolution.validation_dataset_id, use, data_format, resolution.names)
@@ -390,12 +389,12 @@ def _resolution(
         resolution = resolve(request, options, settings, named)
     else:
         assert work is not None
-        if isinstance(work, EvaluateSpec) and work.answers is not None:
-            refuse_python_graders(((f"checks.{n}", one) for n, one in enumerate(work.answers.checks)), settings)
+        if isinstance(work.answering, CheckedAnswering):
+            refuse_python_graders(((f"checks.{n}", one) for n, one in enumerate(work.answering.checks)), settings)
         work = with_task_files(with_engine(work, settings), settings)
         makers = [job.job_uuid for job in jobs_of(work, models)]
         resolution = resolve_work(request, work, options, settings, named, makers)
-    own = models[0] if isinstance(work, MergeWork) else Base(resolution.fields["source"], resolution.fields["adapter"])
+    own = models[0] if work and work.merging else Base(resolution.fields["source"], resolution.fields["adapter"])
     refuse_damaged(model.field, model.value, own)
     fields = with_reward_models(resolution.fields, options, settings, store)
     resolution = replace(resolution, fields=with_teacher(fields, settings, store))
@@ -413,14 +412,14 @@ async def _rows_of(
 
 async def _check_custom(resolution: Resolution, dataset: DatasetRef, names: RowNames | None, use: RowUse) -> None:
     """Have a custom method check the rows that are known. Raises InvalidRequest."""
-    method: MethodSpec | None = resolution.fields["method"]
-    if not isinstance(method, CustomSpec) or dataset.of_job is not None:
+    method: MethodSpec = resolution.fields["method"]
+    if method.installed is None or dataset.of_job is not None:
         return  # the training checks rows that another job makes
     try:
         named = dataset.model_copy(update={"names": names})
         await in_work_thread(refuse_custom_rows, method, named, use, resolution.fields["data_format"])
     except MethodUnavailable as error:
-        raise InvalidRequest("algorithm_config.type", method.type, str(error)) from error
+        raise InvalidRequest("algorithm_config.type", method.installed.type, str(error)) from error
 
 
 async def _resolved_evaluation(

@@ -16,7 +16,7 @@ from ..errors import InvalidRequest
 from ..specs.bases import MERGED_BASE, BaseJob
 from ..specs.job import JobSpec, LoraSpec
 from ..specs.model_source import AdapterSpec, AdapterUse, ModelSource
-from ..specs.work import ExportWork, MergeWork
+from ..specs.work import MergeWork
 from .bodies import SupervisedFineTuneRequest
 from .names import JOB_UUID_PATTERN
 from .options import ProviderOptions
@@ -147,6 +147,16 @@ def resolve_base(
     return base
 
 
+def resolve_trained(
+    model: NamedModel, options: ProviderOptions, settings: Settings, named: NamedJob | None = None
+) -> Base:
+    """As `resolve_base`, for a job that trains the model. Raises InvalidRequest, as `_refuse_other_machines`, too."""
+    base = resolve_base(model, settings, named, options.adapter)
+    if base.adapter is not None and base.adapter.use == "merge":
+        _refuse_other_machines(model, options, settings)
+    return base
+
+
 def resolve_read(
     model: NamedModel, settings: Settings, named: NamedJob | None = None, use: AdapterUse = "continue"
 ) -> Base:
@@ -209,12 +219,8 @@ def _of_job(name: str, value: str, named: NamedJob, use: AdapterUse | None, sett
     job = named.spec
     if isinstance(job.work, MergeWork):
         return _of_merge(name, value, job, use, settings)
-    if isinstance(job.work, ExportWork):
-        hint = f"job {job.job_uuid!r} exports to {job.work.export.target}: name the model that it exports"
-        raise InvalidRequest(name, value, hint)
-    if job.work is not None:
-        hint = f"job {job.job_uuid!r} does not train ({job.work.kind}) and has no checkpoint: name one that does"
-        raise InvalidRequest(name, value, hint)
+    if why := job.does.why_no_model:
+        raise InvalidRequest(name, value, f"job {job.job_uuid!r} {why}")
     if job.trains_reward:
         hint = f"job {job.job_uuid!r} trains a reward model, which writes no text: name one that trains another method"
         raise InvalidRequest(name, value, hint)
@@ -361,11 +367,9 @@ def _lora_of(name: str, value: str, config: dict[str, Any]) -> LoraSpec:
         raise InvalidRequest(name, value, hint) from error
 
 
-def refuse_other_machines(model: NamedModel, base: Base, options: ProviderOptions, settings: Settings) -> None:
+def _refuse_other_machines(model: NamedModel, options: ProviderOptions, settings: Settings) -> None:
     """The model that an adapter is merged into is written where the job runs, and later jobs read it on the service's
-    machine. Raises InvalidRequest: the job merges one, and may run elsewhere."""
-    if base.adapter is None or base.adapter.use != "merge":
-        return
+    machine. Raises InvalidRequest: the job may run elsewhere."""
     requested = {} if options.resources is None else options.resources.model_dump(exclude_unset=True)
     if options.resources is not None and requested != {"nodes": 1}:
         field_, found = "provider_options.resources", requested

@@ -13,7 +13,7 @@ from typing import Any
 from ..specs.job import DatasetRef, JobSpec, RowNames, ShardSpec
 from .answering import check_answers
 from .averaging import resolve_averaging
-from .bases import NamedJob, model_of, refuse_other_machines, resolve_base
+from .bases import NamedJob, model_of, resolve_trained
 from .checks import refuse_infinite, refuse_unknown, refuse_unsupported
 from .data import DATASET_ID, resolve_data, resolve_data_config, resolve_shard, resolve_train_share
 from .engines import check_vllm_ranks
@@ -86,8 +86,7 @@ def resolve(
     trackers = resolve_trackers(request.logger_config, settings.trackers, request.job_uuid)
     data = resolve_data_config(training)
     warnings: list[str] = []
-    base = resolve_base(model_of(request), settings, named, options.adapter)
-    refuse_other_machines(model_of(request), base, options, settings)
+    base = resolve_trained(model_of(request), options, settings, named)
     method = resolve_method(request, options, settings, warnings, base)
     algorithm, has_adapters = method["method"].algorithm, method["lora"] is not None
     fields = {

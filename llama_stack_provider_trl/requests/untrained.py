@@ -8,12 +8,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import InvalidRequest
-from ..specs.answer_files import answering_of
 from ..specs.exports import allows, destination_of
-from ..specs.harness import HarnessSpec
 from ..specs.job import DpoSpec, OptimizerSpec, ReferenceSpec
 from ..specs.methods import METHODS, MethodSpec, SftSpec
-from ..specs.work import OF_JOB, Answering, EvaluateSpec, ExportWork, MergeWork, Work
+from ..specs.work import OF_JOB, Answering, EvaluateSpec, ExportWork, Work
 from ..system.data_dir import DataDir
 from .bases import Base, NamedJob, resolve_read
 from .choices import no_such_field, problem_of
@@ -108,7 +106,7 @@ def resolve_work(
     base = resolve_read(reads.model, settings, named, "merge" if of_vllm else "continue")
     method = _method(reads, base, settings)
     device, hint = device_of(options, settings, may_leave=options.resources is not None and settings.max_nodes > 1)
-    has_choice = not of_vllm and harness_of(work) is None  # of a machine
+    has_choice = not of_vllm and work.tasks is None  # of a machine
     fields = {
         **_model(work, base),
         "work": work,
@@ -138,19 +136,19 @@ def resolve_work(
 
 def _check_place(work: Work, options: ProviderOptions, settings: Settings) -> None:
     """Refuse places where a job cannot run, or may not send its export."""
-    if isinstance(work, ExportWork):
-        _check_destination(work.export.upload_to, settings.export_destinations)
+    if work.exporting is not None:
+        _check_destination(work.exporting.upload_to, settings.export_destinations)
     given = None if options.resources is None else options.resources.model_dump(exclude_unset=True)
     if given is not None and is_answered_by_vllm(work):
         hint = "vLLM answers on the service's machine only: leave it out, or leave engine out"
         raise InvalidRequest(f"provider_options.{_RESOURCES}", given, hint)
-    if given is not None and harness_of(work):
+    if given is not None and work.tasks:
         hint = "the tasks of a harness are on the service's machine only: leave it out"
         raise InvalidRequest(f"provider_options.{_RESOURCES}", given, hint)
     if options.resources is not None and options.resources.nodes not in (None, 1):
         hint = "a job that does not train runs on one node: use 1"
         raise InvalidRequest(f"provider_options.{_RESOURCES}.nodes", options.resources.nodes, hint)
-    if harness_of(work) is not None and options.nproc_per_node not in (None, 1):
+    if work.tasks is not None and options.nproc_per_node not in (None, 1):
         hint = "the tasks of a harness are measured by one process: leave it out, or send several jobs"
         raise InvalidRequest(f"provider_options.{_RANKS}", options.nproc_per_node, hint)
 
@@ -172,13 +170,14 @@ def _method(reads: Reads, base: Base, settings: Settings) -> MethodSpec:
 
 def _model(work: Work, base: Base) -> dict[str, Any]:
     """The fields of the job's own model."""
-    if isinstance(work, MergeWork):
+    if work.merging is not None:
         # The first of its inputs is what it reads, and of an adapter not the model below.
         return {"source": base.source.model_copy(update={"made_by": None}), "adapter": None}
-    if isinstance(work, ExportWork) and work.export.upload_to is not None and base.source.trust_remote_code:
+    upload_to = None if work.exporting is None else work.exporting.upload_to
+    if upload_to is not None and base.source.trust_remote_code:
         hint = "the model has code of its own, which would see the account: leave it out, and upload it yourself"
-        raise InvalidRequest("upload_to", work.export.upload_to, hint)
-    if answering_of(work) is not None or base.lora is None:
+        raise InvalidRequest("upload_to", upload_to, hint)
+    if work.answering is not None or base.lora is None:
         return base.fields
     return {**base.fields, "lora": base.lora.model_copy(update={"dropout": 0.0})}
 
@@ -196,8 +195,3 @@ def refuse_too_many_answers(answering: Answering, num_rows: int) -> None:
             f"with {num_rows} prompts that are {answers} answers, at most {_MOST_ANSWERS} are made: divide the dataset"
         )
         raise InvalidRequest("samples_per_prompt", answering.samples_per_prompt, hint)
-
-
-def harness_of(work: Work | None) -> HarnessSpec | None:
-    """The tasks that a job measures its model on; None: it reads the rows of a dataset."""
-    return work.harness if isinstance(work, EvaluateSpec) else None

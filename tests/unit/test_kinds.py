@@ -19,7 +19,6 @@ from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.requests.untrained import check_options, options_of, resolve_work
 from llama_stack_provider_trl.requests.work import EvaluateRequest, ExportRequest, GenerateRequest, MergeRequest
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
-from llama_stack_provider_trl.specs.answer_files import answering_of
 from llama_stack_provider_trl.specs.answer_rows import CheckedRow, RowsOnDemand, read_checked_rows
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, ResourcesSpec, ShardingSpec
 from llama_stack_provider_trl.specs.model_source import ModelSource
@@ -54,7 +53,7 @@ def test_vllm_answers_where_the_operator_has_named_an_interpreter_with_it(tmp_pa
     for body in (generate(engine="vllm"), EvaluateRequest.model_validate({**CHECKED, "engine": "vllm"})):
         with pytest.raises(InvalidRequest, match=r"engine='vllm' .*this service has no vLLM.*vllm_python"):
             with_engine(body.work(), Settings(data_dir=tmp_path / "data", devices=("cpu",)))
-        found = answering_of(with_engine(body.work(), here))
+        found = with_engine(body.work(), here).answering
         assert found is not None
         assert (found.engine, found.vllm_python) == ("vllm", tmp_path / "python")
     assert with_engine(generate().work(), here) == generate().work()

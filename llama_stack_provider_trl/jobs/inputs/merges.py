@@ -10,7 +10,7 @@ from ...requests.settings import Settings
 from ...requests.work import NO_ROWS, EvaluateRequest, MergeRequest
 from ...specs.bases import BaseJob
 from ...specs.job import DatasetRef
-from ...specs.work import MergeWork, Work
+from ...specs.work import Work
 from ...system.files import put_lines
 from ..store.store import Store
 from .bases import find_read
@@ -33,10 +33,10 @@ def bases_of(request: MergeRequest | EvaluateRequest, settings: Settings, store:
     return found
 
 
-def jobs_of(work: Work | None, found: list[Base]) -> list[BaseJob]:
+def jobs_of(work: Work, found: list[Base]) -> list[BaseJob]:
     """The jobs that make the models of a merge or an ensemble, each once per checkpoint."""
-    merges = isinstance(work, MergeWork)  # which reads an adapter without the model below it
-    return list(dict.fromkeys(job for base in found for job in base.jobs[: 1 if merges else None]))
+    read = 1 if work.merging else None  # it reads an adapter without the model below it
+    return list(dict.fromkeys(job for base in found for job in base.jobs[:read]))
 
 
 def no_rows(directory: Path) -> DatasetRef:

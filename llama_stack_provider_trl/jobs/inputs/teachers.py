@@ -8,7 +8,7 @@ from ...errors import InvalidRequest
 from ...requests.bases import PREFIX, NamedModel, is_adapter, resolve_base
 from ...requests.distillation import TEACHER
 from ...requests.settings import Settings
-from ...specs.methods import OTHER_VOCABULARY, DistillationSpec
+from ...specs.methods import OTHER_VOCABULARY, MethodSpec
 from ...specs.model_source import ModelSource
 from ..store.store import Store
 from .bases import find_base
@@ -24,15 +24,15 @@ def with_teacher(fields: dict[str, Any], settings: Settings, store: Store | None
     Raises:
         InvalidRequest: the teacher cannot be used, or has another vocabulary than the model.
     """
-    method = fields["method"]
-    if not isinstance(method, DistillationSpec):
+    method: MethodSpec = fields["method"]
+    teacher, own = method.teacher_source, fields["source"]
+    if teacher is None:
         return fields
-    teacher, own = method.teacher, fields["source"]
     named = [("model", own.model), (TEACHER, teacher.model)]
     if teacher.model.startswith(PREFIX):
         teacher = _of_job(teacher.model, fields["job_uuid"], settings, store)
         fields = {**fields, "method": method.with_reference(source=teacher)}
-    if method.uld is None:
+    if method.other_vocabulary is None:
         refuse_other_vocabularies(named, [own, teacher], hint=OTHER_VOCABULARY)
     return fields
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...specs.job import JobSpec
-from ...specs.work import CheckedAnswering, EvaluateSpec, members_of
 from .adapters import check_adapter, continues
 from .loading import WeightStorage, check_weights, load_config
 from .quantization import check_stored
@@ -31,11 +30,9 @@ def check_models(spec: JobSpec, warn: Callable[[str], None] = lambda _: None) ->
         check_weights(reward.model, is_reward=True, has_head=not reward.is_adapter, warn=warn)
         if reward.is_adapter:
             check_adapter(reward.source.directory, reward.model, is_reward=True)
-    answers = spec.work.answers if isinstance(spec.work, EvaluateSpec) else None
-    judges = answers.judges if isinstance(answers, CheckedAnswering) else ()
     if spec.adapter is not None:
         check_adapter(spec.adapter.directory, spec.source, lora=spec.lora if continues(spec) else None)
-    for further in (*members_of(spec.work), *judges):
+    for further in (*spec.does.ensemble, *spec.does.judges):
         check_weights(further.source, warn=warn)
         if further.adapter is not None:
             check_adapter(further.adapter.directory, further.source)
