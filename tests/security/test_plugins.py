@@ -18,8 +18,8 @@ from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.contract.service import TrainingService, running
 from tests.contract.stack import poll
 from tests.plugins import install, install_example
-from tests.security.test_printed_text import FALSE_LINE, HARMFUL
-from tests.unit.test_custom_methods import METHOD
+from tests.security.harmful_text import FALSE_LINE, HARMFUL
+from tests.unit.installed_method import METHOD
 
 pytestmark = pytest.mark.contract
 

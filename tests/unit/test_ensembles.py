@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -24,19 +23,12 @@ from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.requests.untrained import evaluation_after
 from llama_stack_provider_trl.requests.work import EvaluateRequest, MergeRequest
 from llama_stack_provider_trl.specs.bases import BaseJob
-from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef, JobSpec, LoraSpec
+from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef
 from llama_stack_provider_trl.specs.work import EvaluateSpec
 from llama_stack_provider_trl_remote.service.jobs.pipeline_steps import resolved, steps_of
 from tests.fakes import FakeLauncher, job_spec
-
-LORA = LoraSpec(target_modules=("q_proj",), rank=4, alpha=8)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Any:
-    made = Store(tmp_path / "jobs.sqlite3")
-    yield made
-    made.close()
+from tests.unit.further_models import LORA, add, model
+from tests.unit.further_models import store as store
 
 
 @pytest.fixture
@@ -47,23 +39,6 @@ def settings(tmp_path: Path) -> Settings:
 def request(*models: Any, **changes: Any) -> EvaluateRequest:
     named = [one if isinstance(one, dict) else {"model": one} for one in models]
     return EvaluateRequest.model_validate({"job_uuid": "e", "dataset_id": "rows", "models": named, **changes})
-
-
-def add(store: Store, name: str, root: Path, **changes: object) -> JobSpec:
-    fields = {"model": "org/base", "output_name": name, "checkpoint_dir": root / "checkpoints" / name, **changes}
-    spec = job_spec(name, **fields)
-    store.add_job(spec, "digest")
-    return spec
-
-
-def model(root: Path, name: str, vocabulary: Any, **more: Any) -> str:
-    """The directory of a model with the vocabulary of a tokenizer, and a file of no weights."""
-    directory = root / name
-    directory.mkdir()
-    (directory / "config.json").write_text("{}")
-    (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, **more}))
-    (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    return str(directory)
 
 
 @pytest.mark.parametrize(

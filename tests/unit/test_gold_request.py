@@ -15,8 +15,8 @@ from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.job import ShardingSpec
 from llama_stack_provider_trl.specs.methods import DistillationSpec, UldSpec
-from tests.unit.test_bases import request
-from tests.unit.test_distillation_request import method_of, spec_of
+from tests.unit.based_jobs import request
+from tests.unit.teacher_requests import method_of, spec_of
 
 
 @pytest.fixture

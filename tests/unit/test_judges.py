@@ -29,7 +29,7 @@ from llama_stack_provider_trl_remote import answer_lines as lines_module
 from llama_stack_provider_trl_remote.answer_lines import answer_lines
 from llama_stack_provider_trl_remote.service.jobs.pipeline_steps import digest_of, resolved, steps_of
 from tests.fakes import job_spec
-from tests.unit.test_ensembles import LORA, add, model
+from tests.unit.further_models import LORA, add, model
 
 JUDGE: dict[str, Any] = {"type": "judge", "model": "org/judge"}
 
