@@ -13,28 +13,27 @@ from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from ..errors import InvalidRequest, InvalidRows, MethodUnavailable, StoreError
-from ..requests.bases import Base, NamedJob, named_base
+from ..requests.bases import Base, NamedJob, model_of
 from ..requests.data import DATASET_ID
 from ..requests.engines import with_engine
 from ..requests.graders import refuse_python_graders
 from ..requests.mixture import FIELD as MIXTURE
-from ..requests.mixture import NamedDataset
 from ..requests.options import ProviderOptions
 from ..requests.resolve import Resolution, resolve
 from ..requests.search import RequestedSearch, RequestedTrial, in_trial, resolve_search
 from ..requests.settings import Request, Settings
 from ..requests.trackers import TrackerChoice
-from ..requests.untrained import EVALUATE, evaluation_after, for_work, harness_of, in_its_terms, with_work
-from ..specs.answer_files import answering_of
+from ..requests.untrained import EVALUATE, evaluation_after, refuse_too_many_answers, resolve_work
+from ..requests.work import WorkRequest
 from ..specs.answer_rows import refuse_unchecked_rows
 from ..specs.bases import parts_of
 from ..specs.custom_limits import refuse_custom_rows
 from ..specs.job import DataFormat, DatasetRef, JobSpec, RowNames, RowUse
-from ..specs.methods import CustomSpec, GrpoSpec, MethodSpec
+from ..specs.methods import MethodSpec
 from ..specs.rewards import checks_of
 from ..specs.row_verdicts import check_within
 from ..specs.rows import UNREAD
-from ..specs.work import CheckedAnswering, EvaluateSpec, Work
+from ..specs.work import TRAINS, CheckedAnswering, Kind, Work
 from ..system.data_dir import DataDir
 from ..system.files import put_lines, put_rows
 from ..system.limited import Limited
@@ -98,7 +97,7 @@ class Datasets(Protocol):
 
 
 async def submit(
-    request: Request,
+    request: Request | WorkRequest,
     options: ProviderOptions,
     digest: str,
     settings: Settings,
@@ -114,7 +113,7 @@ async def submit(
     Args:
         digest: digest of the caller's request: an equal digest is the same job.
         owner: None: not known, and not limited.
-        work: what it does in place of training; None: it trains.
+        work: what a WorkRequest does.
         models: of a merge or an ensemble: what its models are.
         admit: see `Store.add_job`.
 
@@ -140,7 +139,7 @@ async def submit(
 
 
 async def _submit(
-    request: Request,
+    request: Request | WorkRequest,
     options: ProviderOptions,
     digest: str,
     settings: Settings,
@@ -157,7 +156,8 @@ async def _submit(
     Args:
         rows: stores parts of the dataset.
     """
-    if request.hyperparam_search_config and (search := await in_work_thread(resolve_search, request, options)):
+    wants_search = isinstance(request, Request) and request.hyperparam_search_config
+    if wants_search and (search := await in_work_thread(resolve_search, request, options)):
         if options.evaluate is not None:
             hint = "a search is no model: leave it out, and evaluate the result with a job of its own, model job:NAME"
             raise InvalidRequest(EVALUATE, options.evaluate, hint)
@@ -258,7 +258,7 @@ def _stored(
 
 
 async def resolved(
-    request: Request,
+    request: Request | WorkRequest,
     options: ProviderOptions,
     settings: Settings,
     datasets: Datasets,
@@ -273,7 +273,7 @@ async def resolved(
 
     Args:
         store: the jobs that the request may name as its base; None: there are none.
-        work: what it does in place of training; None: it trains.
+        work: what a WorkRequest does.
         splits: those that were made for the same submission.
         models: of a merge, an ensemble or judges: what these models are.
         named: the job that the request names as its base, in place of one that is stored.
@@ -285,23 +285,26 @@ async def resolved(
     """
     # Models, adapters and installed packages are read: none of that may hold up other requests. One call of a thread,
     # since each waits for its turn beside the supervisor.
-    resolution, work = await in_work_thread(_resolution, request, options, settings, store, work, models or [], named)
-    answering = answering_of(work)
+    resolution = await in_work_thread(_resolution, request, options, settings, store, work, models or [], named)
+    kind: Kind = resolution.fields.get("work") or TRAINS
+    answering = kind.answering
     use: RowUse = "prompts" if answering is not None else resolution.fields["method"].algorithm
-    data_format: DataFormat | None = resolution.fields["data_format"]
-    if harness_of(work) is None:
-        refs, warnings = await _rows_of_all(datasets, resolution.datasets, use, data_format)
+    data_format: DataFormat | None = resolution.fields.get("data_format")
+    if kind.tasks is None:
+        refs, warnings = await _rows_of_all(datasets, resolution, use, data_format)
     else:
         refs, warnings = [await in_work_thread(no_rows, DataDir(settings.data_dir).datasets)], []
     if isinstance(answering, CheckedAnswering):
         await in_work_thread(refuse_unchecked_rows, refs[0], answering.checks)
         warnings = [message for message in warnings if not message.startswith(UNREAD)]  # which checks may read
+    if answering is not None:
+        refuse_too_many_answers(answering, refs[0].num_rows)
     for ref, of in zip(refs, resolution.datasets, strict=True):
         await _check_custom(resolution, ref, of.names, use)
     method = resolution.fields["method"]
-    if isinstance(method, GrpoSpec) and refs[0].of_job is None:  # the training reads rows that another job makes
+    if method.rewards_of_answers and refs[0].of_job is None:  # the training reads rows that another job makes
         named_rows = refs[0].model_copy(update={"names": resolution.names})
-        await in_work_thread(refuse_unchecked_rows, named_rows, checks_of(method.rewards))
+        await in_work_thread(refuse_unchecked_rows, named_rows, checks_of(method.rewards_of_answers))
     held_out: DatasetRef | None = None
     if resolution.validation_dataset_id is not None:
         held_out, more = await _rows_of(datasets, resolution.validation_dataset_id, use, data_format, resolution.names)
@@ -311,8 +314,6 @@ async def resolved(
     if held_out is not None:
         parts[0] = parts[0][0], held_out
     spec = resolution.spec(*parts[0], *parts[1:])
-    if work is not None:
-        spec = with_work(spec, work)
     read = [job.job_uuid for job in spec.jobs_read]
     spec = spec.model_copy(update={"after": tuple(dict.fromkeys([*read, *spec.after]))})
     refuse_unknown_rows(spec)
@@ -320,19 +321,20 @@ async def resolved(
 
 
 async def _rows_of_all(
-    datasets: Datasets, named: Sequence[NamedDataset], use: RowUse, data_format: DataFormat | None
+    datasets: Datasets, resolution: Resolution, use: RowUse, data_format: DataFormat | None
 ) -> tuple[list[DatasetRef], list[str]]:
     """The rows of each dataset of a job, and warnings about them."""
-    refs, warnings = list[DatasetRef](), list[str]()
+    refs, warnings, named = list[DatasetRef](), list[str](), resolution.datasets
     for number, one in enumerate(named):
         try:
             ref, more = await _rows_of(datasets, one.dataset_id, use, data_format, one.names)
         except InvalidRows:
             raise
         except InvalidRequest as error:
-            if number == 0 or error.field != DATASET_ID:
+            if error.field != DATASET_ID:
                 raise
-            raise InvalidRequest(f"{MIXTURE}.{number}.dataset_id", error.value, error.hint) from error
+            field = resolution.rows_field if number == 0 else f"{MIXTURE}.{number}.dataset_id"
+            raise InvalidRequest(field, error.value, error.hint) from error
         refs.append(ref)
         warnings += [f"dataset {one.dataset_id!r}: {message}" if len(named) > 1 else message for message in more]
     return refs, warnings
@@ -347,8 +349,11 @@ async def _parts_of(
 ) -> tuple[list[tuple[DatasetRef, DatasetRef | None]], tuple[PlannedParts, ...]]:
     """Of each dataset what is trained on and what is held out, and these parts where they are not stored yet."""
     share = resolution.train_share if resolution.validation_dataset_id is None else 1.0
-    seed, shard = resolution.fields["seed"], resolution.shard
-    if put is None and refs[0].of_job is None and (shard is not None or share < 1.0):
+    shard = resolution.shard
+    if shard is None and share == 1.0:
+        return [(ref, None) for ref in refs], ()
+    seed = resolution.fields["seed"]
+    if put is None and refs[0].of_job is None:
         planned = tuple(PlannedParts(ref, shard, share, seed) for ref in refs)
         return [one.counted() for one in planned], planned
     parts: list[tuple[DatasetRef, DatasetRef | None]] = []
@@ -369,30 +374,34 @@ async def _parts_of(
 
 
 def _resolution(
-    request: Request,
+    request: Request | WorkRequest,
     options: ProviderOptions,
     settings: Settings,
     store: Store | None,
     work: Work | None,
     models: list[Base],
     named: NamedJob | None,
-) -> tuple[Resolution, Work | None]:
-    """What `resolved` does before it reads rows; the work with its files."""
+) -> Resolution:
+    """What `resolved` does before it reads rows."""
+    model = model_of(request) if isinstance(request, Request) else request.reads().model
     if store is not None:
-        named = find_base(request, store)
-    if work is not None:
-        if isinstance(work, EvaluateSpec) and work.answers is not None:
-            refuse_python_graders(((f"checks.{n}", one) for n, one in enumerate(work.answers.checks)), settings)
+        named = find_base(model, store)
+    if isinstance(request, Request):
+        resolution = resolve(request, options, settings, named)
+    else:
+        assert work is not None
+        if isinstance(work.answering, CheckedAnswering):
+            refuse_python_graders(((f"checks.{n}", one) for n, one in enumerate(work.answering.checks)), settings)
         work = with_task_files(with_engine(work, settings), settings)
-        options, settings = for_work(request, options, settings, named, work)
-    makers = [job.job_uuid for job in jobs_of(work, models)]
-    resolution = resolve(request, options, settings, named, makers)
-    refuse_damaged(*named_base(request), resolution.fields)
+        makers = [job.job_uuid for job in jobs_of(work, models)]
+        resolution = resolve_work(request, work, options, settings, named, makers)
+    own = models[0] if work and work.merging else Base(resolution.fields["source"], resolution.fields["adapter"])
+    refuse_damaged(model.field, model.value, own)
     fields = with_reward_models(resolution.fields, options, settings, store)
     fields = with_grading_models(fields, settings, store)
-    resolution = replace(resolution, fields=with_teacher(fields, options, settings, store))
+    resolution = replace(resolution, fields=with_teacher(fields, settings, store))
     refuse_foreign(settings.data_dir, resolution.fields["checkpoint_dir"])
-    return resolution, work
+    return resolution
 
 
 async def _rows_of(
@@ -405,14 +414,14 @@ async def _rows_of(
 
 async def _check_custom(resolution: Resolution, dataset: DatasetRef, names: RowNames | None, use: RowUse) -> None:
     """Have a custom method check the rows that are known. Raises InvalidRequest."""
-    method: MethodSpec | None = resolution.fields["method"]
-    if not isinstance(method, CustomSpec) or dataset.of_job is not None:
+    method: MethodSpec = resolution.fields["method"]
+    if method.installed is None or dataset.of_job is not None:
         return  # the training checks rows that another job makes
     try:
         named = dataset.model_copy(update={"names": names})
         await in_work_thread(refuse_custom_rows, method, named, use, resolution.fields["data_format"])
     except MethodUnavailable as error:
-        raise InvalidRequest("algorithm_config.type", method.type, str(error)) from error
+        raise InvalidRequest("algorithm_config.type", method.installed.type, str(error)) from error
 
 
 async def _resolved_evaluation(
@@ -431,15 +440,14 @@ async def _resolved_evaluation(
         body = evaluation_after(job.job_uuid, options.evaluate)
         models = await in_work_thread(bases_of, body, settings, store)
         work = await in_work_thread(body.work, models)
-        request, named = body.as_training(), NamedJob(job, False, ())
-        options = body.with_options(given)
-        return await resolved(request, options, settings, datasets, None, work, models=models, named=named)
+        named = NamedJob(job, False, ())
+        return await resolved(body, given, settings, datasets, None, work, models=models, named=named)
     except InvalidRows:
         raise
     except InvalidRequest as error:
         if error.field.startswith(EVALUATE):
             raise
-        raise InvalidRequest(f"{EVALUATE}.{in_its_terms(error).field}", error.value, error.hint) from error
+        raise InvalidRequest(f"{EVALUATE}.{error.field}", error.value, error.hint) from error
 
 
 def split_rows(dataset: DatasetRef, share: float, seed: int, put: Put = put_lines) -> tuple[DatasetRef, DatasetRef]:

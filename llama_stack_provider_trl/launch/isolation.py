@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import InvalidRequest
-from ..specs.answer_files import answering_of
 from ..specs.bases import parts_of
 from ..specs.harness import HarnessSpec
 from ..specs.job import AttemptSpec, DatasetRef, ReferenceSpec, ResumeFrom
@@ -234,7 +233,7 @@ def spec_paths(attempt: AttemptSpec, directories: Sequence[Path]) -> SpecPaths:
     # Which the operator has named.
     read += [root for _, tasks in parts_of(job, HarnessSpec) for root in tasks.roots]
     found.read += [path for path in read if path is not None]
-    answering, vllm = answering_of(job.work), job.method.answered_by_vllm
+    answering, vllm = job.does.answering, job.method.answered_by_vllm
     for python in (answering and answering.vllm_python, vllm and vllm.python):
         found.read += _program(str(python)) if python else ()
     chosen = {str(source.path) for source in job.models if source.path is not None}  # by the agent of a node

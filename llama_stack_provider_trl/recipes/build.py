@@ -14,7 +14,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..specs.events import EventWriter, NullEventWriter, Warned
 from ..specs.job import Dtype, JobSpec
-from ..specs.methods import CustomSpec, GrpoSpec
 from .checkpoint.fencing import FencingToken
 from .checkpoint.step import need_space
 from .data.chat import check_chat_template
@@ -145,9 +144,9 @@ class BuiltTrainer:
             },
             "data": _counts(data.report),
         }
-        if isinstance(self.trainer.spec.method, CustomSpec):
-            found["method"] = used_method(self.trainer.spec.method)
-        if isinstance(self.trainer.spec.method, GrpoSpec) and (used := used_packages(self.trainer.spec.method)):
+        if (custom := self.trainer.spec.method.installed) is not None:
+            found["method"] = used_method(custom)
+        if used := used_packages(self.trainer.spec.method.rewards_of_answers):
             found["reward_functions"] = used
         if rewards := [model.own.location for model in self.trainer.spec.method.reward_models]:
             found["reward_models"] = rewards
@@ -219,7 +218,7 @@ def build_trainer(
     requested = spec
     spec, batch_plan = in_parts(spec, batch_plan, data.train, device.type)
     head_kernels, no_triton = choose_head_kernels(device.type)
-    others = other_packages(spec.method) if isinstance(spec.method, GrpoSpec) else [other_version(spec)]
+    others = [*other_packages(spec.method.rewards_of_answers), other_version(spec)]
     of_batches = [problem_of_padding(spec, row_lengths(data.train)), *_slow_dtype(spec.compute.dtype, device)]
     for message in filter(None, [*prompts.lost_turns, *data.warnings, *lost, *of_batches, no_triton, *others]):
         writer.write(Warned(message=message))

@@ -20,7 +20,7 @@ from typing import Any
 from ..specs.events import EventWriter, NullEventWriter
 from ..specs.harness import HarnessSpec
 from ..specs.job import AttemptSpec, JobSpec
-from ..specs.work import CheckedAnswering, EvaluateSpec, ExportWork, GenerateSpec, MergeWork, members_of
+from ..specs.work import CheckedAnswering, EvaluateSpec, ExportWork, GenerateSpec, MergeWork
 from ..system import fork
 from ..system.files import RunDir
 from ..system.process import die_with_parent
@@ -145,7 +145,7 @@ def needs_cold_start(attempt: AttemptSpec) -> bool:
 
 
 def _unused_libraries(job: JobSpec) -> Set[str]:
-    adapters = [job.lora, *(member.lora for member in members_of(job.work))]
+    adapters = [job.lora, *(member.lora for member in job.does.ensemble)]
     is_quantized = any(lora is not None and lora.quantize_base for lora in adapters)
     uses_bitsandbytes = job.train.optimizer.name == "adamw_8bit" or is_quantized
     unused = {"bitsandbytes": not uses_bitsandbytes, "torchao": not job.train.qat}

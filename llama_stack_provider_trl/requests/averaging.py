@@ -70,9 +70,9 @@ def _check_workers(averaging: AveragingSpec, settings: Settings, fields: Mapping
 
 
 def _check_method(averaging: AveragingSpec, fields: Mapping[str, Any]) -> None:
-    if fields["method"].algorithm not in ("sft", "dpo"):
-        name = METHODS[fields["method"].algorithm].title
-        hint = f"{name} has means over all ranks in each step, which averaging keeps apart; leave it out"
+    method = METHODS[fields["method"].algorithm]
+    if not method.averages:
+        hint = f"{method.title} has means over all ranks in each step, which averaging keeps apart; leave it out"
         raise InvalidRequest(_FIELD, averaging.model_dump(), hint)
     if fields["dtype"] == "fp16":
         hint = "each worker would find a loss scale of its own (averaging); send 'bf16'"

@@ -10,13 +10,13 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import InvalidRequest
 from ..specs.bases import MERGED_BASE, BaseJob
 from ..specs.job import JobSpec, LoraSpec
-from ..specs.model_source import AdapterSpec, ModelSource
-from ..specs.work import ExportWork, MergeWork
+from ..specs.model_source import AdapterSpec, AdapterUse, ModelSource
+from ..specs.work import MergeWork
 from .bodies import SupervisedFineTuneRequest
 from .names import JOB_UUID_PATTERN
 from .options import ProviderOptions
@@ -76,66 +76,96 @@ class Base:
         return tuple(source.made_by for source in sources if source.made_by is not None)
 
 
-def named_base(request: Request) -> tuple[str, str | None]:
-    """The field that names the base model, and its value."""
+class NamedModel(NamedTuple):
+    """A model as a request names it."""
+
+    field: str
+    value: str | None
+    job_uuid: str
+    """The job that the request submits."""
+
+
+def model_of(request: Request) -> NamedModel:
+    """The base model of a training."""
     if not isinstance(request, SupervisedFineTuneRequest) and request.model is None:
-        return "finetuned_model", request.finetuned_model
-    return "model", request.model
+        return NamedModel("finetuned_model", request.finetuned_model, request.job_uuid)
+    return NamedModel("model", request.model, request.job_uuid)
 
 
-def base_job_of(request: Request) -> str | None:
-    """The job that the base model names as `job:NAME`; None: it names none.
+def base_job_of(model: NamedModel) -> str | None:
+    """The job that a model names as `job:NAME`; None: it names none.
 
     Raises:
         InvalidRequest: that is no name of a job.
     """
-    name, value = named_base(request)
+    name, value, own = model
     if value is None or not value.startswith(PREFIX):
         return None
     job_uuid = value.removeprefix(PREFIX).partition("/")[0]
     if not re.fullmatch(JOB_UUID_PATTERN, job_uuid) or value.endswith("/"):
         raise InvalidRequest(name, value, "send job:NAME, or job:NAME/CHECKPOINT, such as job:sft-1/checkpoint-100")
-    if job_uuid == request.job_uuid:
+    if job_uuid == own:
         raise InvalidRequest(name, value, "a job cannot begin with its own result: name another job")
     return job_uuid
 
 
-def is_adapter(request: Request, settings: Settings, named: NamedJob | None) -> bool:
-    """Whether the base model that a request names is an adapter. Raises InvalidRequest."""
-    name, value = named_base(request)
-    if base_job_of(request) is None:
+def is_adapter(model: NamedModel, settings: Settings, named: NamedJob | None) -> bool:
+    """Whether a model is an adapter. Raises InvalidRequest."""
+    name, value, _ = model
+    if base_job_of(model) is None:
         return bool(value) and _adapter_config(name, value or "", settings) is not None
     if named is None or named.spec.lora is None or named.spec.work is not None:
         return False
     return checkpoint_of(name, value or "", named, wants_adapter=False) != "merged"
 
 
-def resolve_base(request: Request, options: ProviderOptions, settings: Settings, named: NamedJob | None = None) -> Base:
+def resolve_base(
+    model: NamedModel, settings: Settings, named: NamedJob | None = None, use: AdapterUse | None = None
+) -> Base:
     """Decide what a job begins with.
 
     Args:
         named: the job of `base_job_of`.
+        use: the provider option `adapter`.
 
     Raises:
         InvalidRequest.
     """
-    name, value = named_base(request)
-    if base_job_of(request) is not None:
+    name, value, _ = model
+    if base_job_of(model) is not None:
         assert value is not None
         if named is None:
             raise InvalidRequest(name, value, "there is no such job here: submit it first, or correct its name")
-        base = _of_job(name, value, named, options, settings)
+        base = _of_job(name, value, named, use, settings)
     elif value and (found := _adapter_config(name, value, settings)) is not None:
-        base = _of_adapter(name, value, found, options, settings)
+        base = _of_adapter(name, value, found, use, settings)
     else:
-        model = resolve_base_model(name, value, settings)
-        base = Base(ModelSource(model=model, **resolve_trust(model, settings)))
-    if options.adapter is not None and base.adapter is None:
+        base = Base(_source_of(name, value, settings))
+    if use is not None and base.adapter is None:
         hint = f"{name} is a model and no adapter: leave it out, or name an adapter or a job that trained one"
-        raise InvalidRequest("provider_options.adapter", options.adapter, hint)
-    if base.adapter is not None and base.adapter.use == "merge":
-        refuse_other_machines(name, value, options, settings)
+        raise InvalidRequest("provider_options.adapter", use, hint)
     return base
+
+
+def resolve_trained(
+    model: NamedModel, options: ProviderOptions, settings: Settings, named: NamedJob | None = None
+) -> Base:
+    """As `resolve_base`, for a job that trains the model. Raises InvalidRequest, as `_refuse_other_machines`, too."""
+    base = resolve_base(model, settings, named, options.adapter)
+    if base.adapter is not None and base.adapter.use == "merge":
+        _refuse_other_machines(model, options, settings)
+    return base
+
+
+def resolve_read(
+    model: NamedModel, settings: Settings, named: NamedJob | None = None, use: AdapterUse = "continue"
+) -> Base:
+    """As `resolve_base`, for a job that does not train the model: nobody has to choose the use of an adapter.
+
+    Args:
+        use: continue, an adapter is read as it is; merge, it is merged into its model.
+    """
+    return resolve_base(model, settings, named, use if is_adapter(model, settings, named) else None)
 
 
 def served_job_of(name: str, value: str) -> tuple[str, str] | None:
@@ -172,37 +202,36 @@ def resolve_served(name: str, value: str, settings: Settings, named: NamedJob | 
     Raises:
         InvalidRequest.
     """
-    adapted = ProviderOptions(adapter="continue")
     if named is not None:
         is_adapter = named.spec.lora is not None and named.spec.work is None and not value.endswith("/merged")
-        return _of_job(name, value, named, adapted if is_adapter else ProviderOptions(), settings)
+        return _of_job(name, value, named, "continue" if is_adapter else None, settings)
     if (found := _adapter_config(name, value, settings)) is not None:
-        return _of_adapter(name, value, found, adapted, settings)
+        return _of_adapter(name, value, found, "continue", settings)
+    return Base(_source_of(name, value, settings))
+
+
+def _source_of(name: str, value: str | None, settings: Settings) -> ModelSource:
     model = resolve_base_model(name, value, settings)
-    return Base(ModelSource(model=model, **resolve_trust(model, settings)))
+    return ModelSource(model=model, **resolve_trust(model, settings))
 
 
-def _of_job(name: str, value: str, named: NamedJob, options: ProviderOptions, settings: Settings) -> Base:
+def _of_job(name: str, value: str, named: NamedJob, use: AdapterUse | None, settings: Settings) -> Base:
     job = named.spec
     if isinstance(job.work, MergeWork):
-        return _of_merge(name, value, job, options, settings)
-    if isinstance(job.work, ExportWork):
-        hint = f"job {job.job_uuid!r} exports to {job.work.export.target}: name the model that it exports"
-        raise InvalidRequest(name, value, hint)
-    if job.work is not None:
-        hint = f"job {job.job_uuid!r} does not train ({job.work.kind}) and has no checkpoint: name one that does"
-        raise InvalidRequest(name, value, hint)
+        return _of_merge(name, value, job, use, settings)
+    if why := job.does.why_no_model:
+        raise InvalidRequest(name, value, f"job {job.job_uuid!r} {why}")
     if job.trains_reward:
         hint = f"job {job.job_uuid!r} trains a reward model, which writes no text: name one that trains another method"
         raise InvalidRequest(name, value, hint)
-    checkpoint = checkpoint_of(name, value, named, wants_adapter=options.adapter is not None)
+    checkpoint = checkpoint_of(name, value, named, wants_adapter=use is not None)
     path, base_job = job.checkpoint_dir / checkpoint, BaseJob(job_uuid=job.job_uuid, checkpoint=checkpoint)
     if job.lora is None or checkpoint == "merged":
-        if options.adapter is not None:
+        if use is not None:
             hint = f"{value} is a whole model and no adapter: leave it out"
-            raise InvalidRequest("provider_options.adapter", options.adapter, hint)
+            raise InvalidRequest("provider_options.adapter", use, hint)
         return Base(made_source(path, base_job, settings))
-    if options.adapter is None:
+    if use is None:
         raise InvalidRequest(
             name,
             value,
@@ -215,8 +244,8 @@ def _of_job(name: str, value: str, named: NamedJob, options: ProviderOptions, se
         below = ModelSource(model=str(job.checkpoint_dir / MERGED_BASE), made_by=merged)
     return Base(
         below,
-        AdapterSpec(model=str(path), use=options.adapter, made_by=base_job),
-        job.lora if options.adapter == "continue" else None,
+        AdapterSpec(model=str(path), use=use, made_by=base_job),
+        job.lora if use == "continue" else None,
     )
 
 
@@ -225,11 +254,11 @@ def made_source(directory: Path, job: BaseJob, settings: Settings) -> ModelSourc
     return ModelSource(model=str(directory), made_by=job, **resolve_trust(str(directory), settings))
 
 
-def _of_merge(name: str, value: str, job: JobSpec, options: ProviderOptions, settings: Settings) -> Base:
+def _of_merge(name: str, value: str, job: JobSpec, use: AdapterUse | None, settings: Settings) -> Base:
     """The result of a merge."""
     assert isinstance(job.work, MergeWork)
     given, path = value.removeprefix(PREFIX).partition("/")[2].removeprefix(f"{job.output_name}-"), "final"
-    if job.work.of_adapters or given not in ("", path) or options.adapter is not None:
+    if job.work.of_adapters or given not in ("", path) or use is not None:
         what = "an adapter: name its directory, once it is complete" if job.work.of_adapters else "a model, and `final`"
         raise InvalidRequest(name, value, f"job {job.job_uuid!r} merges, and its result is {what}")
     base_job = BaseJob(job_uuid=job.job_uuid, checkpoint=path)
@@ -277,8 +306,8 @@ def _adapter_config(name: str, value: str, settings: Settings) -> dict[str, Any]
     return found
 
 
-def _of_adapter(name: str, value: str, config: dict[str, Any], options: ProviderOptions, settings: Settings) -> Base:
-    if options.adapter is None:
+def _of_adapter(name: str, value: str, config: dict[str, Any], use: AdapterUse | None, settings: Settings) -> Base:
+    if use is None:
         raise InvalidRequest(
             name,
             value,
@@ -294,9 +323,9 @@ def _of_adapter(name: str, value: str, config: dict[str, Any], options: Provider
         model = resolve_base_model(name, under, settings)
     except InvalidRequest as error:
         raise InvalidRequest(name, value, f"its base model {under!r} cannot be used: {error.hint}") from error
-    adapter = AdapterSpec(model=str(absolute_path(name, value)), use=options.adapter)
+    adapter = AdapterSpec(model=str(absolute_path(name, value)), use=use)
     source = ModelSource(model=model, **resolve_trust(model, settings))
-    return Base(source, adapter, lora if options.adapter == "continue" else None)
+    return Base(source, adapter, lora if use == "continue" else None)
 
 
 def _lora_of(name: str, value: str, config: dict[str, Any]) -> LoraSpec:
@@ -338,7 +367,7 @@ def _lora_of(name: str, value: str, config: dict[str, Any]) -> LoraSpec:
         raise InvalidRequest(name, value, hint) from error
 
 
-def refuse_other_machines(name: str, value: str | None, options: ProviderOptions, settings: Settings) -> None:
+def _refuse_other_machines(model: NamedModel, options: ProviderOptions, settings: Settings) -> None:
     """The model that an adapter is merged into is written where the job runs, and later jobs read it on the service's
     machine. Raises InvalidRequest: the job may run elsewhere."""
     requested = {} if options.resources is None else options.resources.model_dump(exclude_unset=True)
@@ -348,5 +377,8 @@ def refuse_other_machines(name: str, value: str | None, options: ProviderOptions
         field_, found = "provider_options.resources.nodes", {"nodes": settings.nodes}
     else:
         return
-    hint = f"adapter 'merge' merges {name} {value!r} on the service's machine, where the job trains then: leave it out"
+    hint = (
+        f"adapter 'merge' merges {model.field} {model.value!r} on the service's machine, where the job trains then: "
+        "leave it out"
+    )
     raise InvalidRequest(field_, found, hint)

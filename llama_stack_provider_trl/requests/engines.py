@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from ..errors import InvalidRequest
-from ..specs.answer_files import answering_of
-from ..specs.methods import GrpoSpec, VllmCorrection, VllmSpec
+from ..specs.methods import MethodSpec, VllmCorrection, VllmSpec
 from ..specs.work import EvaluateSpec, GenerateSpec, Work
 from .bodies import GRPOConfig
 from .choices import nearest_choice
@@ -31,7 +30,7 @@ _OF_THE_CORRECTION = _FIELDS[2:]
 
 def is_answered_by_vllm(work: Work | None) -> bool:
     """Whether vLLM computes the answers of a job."""
-    answering = answering_of(work)
+    answering = None if work is None else work.answering
     return answering is not None and answering.engine == "vllm"
 
 
@@ -41,7 +40,7 @@ def with_engine(work: Work, settings: Settings) -> Work:
     Raises:
         InvalidRequest: there is none, or vLLM would answer at another temperature.
     """
-    answering = answering_of(work)
+    answering = work.answering
     if answering is None or not is_answered_by_vllm(work):
         return work
     python = _python("engine", answering.engine, settings)
@@ -90,15 +89,15 @@ def resolve_vllm(config: GRPOConfig, options: ProviderOptions, where: str) -> Vl
     return found
 
 
-def with_vllm(method: GrpoSpec, settings: Settings, where: str) -> GrpoSpec:
+def with_vllm(method: MethodSpec, settings: Settings, where: str) -> MethodSpec:
     """The method with the interpreter that its answers are computed by. Raises InvalidRequest: there is none.
 
     Args:
         where: the field of the request that has those of the method.
     """
-    if method.vllm is None:
+    if method.answered_by_vllm is None:
         return method
-    vllm = method.vllm.model_copy(update={"python": _python(f"{where}.use_vllm", True, settings)})
+    vllm = method.answered_by_vllm.model_copy(update={"python": _python(f"{where}.use_vllm", True, settings)})
     return method.model_copy(update={"vllm": vllm})
 
 

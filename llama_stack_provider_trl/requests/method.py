@@ -14,7 +14,7 @@ from ..specs.job import (
     Quantizer,
     ReferenceSpec,
 )
-from ..specs.methods import METHODS, DistillationSpec, GrpoSpec, MethodSpec, SftSpec
+from ..specs.methods import METHODS, MethodSpec, SftSpec
 from ..specs.model_source import ModelSource
 from ..system.data_dir import DataDir
 from .bases import PREFIX, Base
@@ -58,15 +58,14 @@ def resolve_method(
         if METHODS[fields["method"].algorithm].has_reference:
             given = {"reference": _reference(options, base, settings)}
             fields["method"] = fields["method"].model_copy(update=given)
-        elif isinstance(fields["method"], DistillationSpec):
+        elif fields["method"].has_teacher:
             fields["method"] = with_model(fields["method"], settings)
         else:
             refuse_reference_options(options, METHODS[fields["method"].algorithm].title)
-            if isinstance(fields["method"], GrpoSpec):
-                where = "algorithm_config" if options.method is None else "provider_options.method"
-                fields["method"] = with_vllm(fields["method"], settings, where)
-                rewards = [(f"{where}.rewards.{n}.check", one) for n, one in enumerate(fields["method"].rewards)]
-                refuse_python_graders([(name, one.check) for name, one in rewards if one.check is not None], settings)
+            where = "algorithm_config" if options.method is None else "provider_options.method"
+            fields["method"] = with_vllm(fields["method"], settings, where)
+            rewards = [(f"{where}.rewards.{n}.check", one) for n, one in enumerate(fields["method"].rewards_of_answers)]
+            refuse_python_graders([(name, one.check) for name, one in rewards if one.check is not None], settings)
     else:
         dpo = resolve_dpo(request, options, settings, warnings, base)
         fields = {"lora": resolve_dpo_lora(options, warnings), "method": dpo}
@@ -81,19 +80,18 @@ def jobs_named_by(fields: dict[str, Any]) -> list[str]:
     """The jobs that a requested method names, by its resolved fields: of its reward models, of the
     models of its graders, and of its teacher. Raises InvalidRequest."""
     method: MethodSpec = fields["method"]
-    teacher = method.teacher.model if isinstance(method, DistillationSpec) else ""
     names = [model.job_uuid for model in method.reward_models]
     if isinstance(method, GrpoSpec):
         names += jobs_that_grade(method)
-    if teacher.startswith(PREFIX):
-        names.append(teacher.removeprefix(PREFIX).partition("/")[0])
+    if (teacher := method.teacher_source) is not None and teacher.model.startswith(PREFIX):
+        names.append(teacher.model.removeprefix(PREFIX).partition("/")[0])
     return names
 
 
 def _continued(trained: LoraSpec, fields: dict[str, Any], options: ProviderOptions) -> LoraSpec:
     """The settings of a continued adapter. A request may leave them out, or send the same; whether the base is in 4
     bits, and the dropout, are its own."""
-    name = "algorithm_config" if fields["method"].algorithm == "sft" else "provider_options.lora"
+    name = METHODS[fields["method"].algorithm].lora_field
     if fields.get("qat") is not None:
         raise InvalidRequest("algorithm_config.type", "QAT", "QAT trains every weight: set adapter to 'merge'")
     requested: LoraSpec | None = fields["lora"]
@@ -263,11 +261,18 @@ def _reference(options: ProviderOptions, base: Base, settings: Settings) -> Refe
     fields: dict[str, Any] = {}
     if options.precompute_reference:
         fields = {"precompute": True, "cache": DataDir(settings.data_dir).reference}
-    if options.reference_model is not None:
-        model = resolve_base_model("provider_options.reference_model", options.reference_model, settings)
-        if model != base.source.model or base.adapter is not None:
-            fields["source"] = ModelSource(model=model, **resolve_trust(model, settings))
-    return ReferenceSpec(**fields)
+    source = reference_source("provider_options.reference_model", options.reference_model, base, settings)
+    return ReferenceSpec(**fields, source=source)
+
+
+def reference_source(field: str, value: str | None, base: Base, settings: Settings) -> ModelSource | None:
+    """Where a reference is read from; None: it is the base model. Raises InvalidRequest."""
+    if value is None:
+        return None
+    model = resolve_base_model(field, value, settings)
+    if model == base.source.model and base.adapter is None:
+        return None
+    return ModelSource(model=model, **resolve_trust(model, settings))
 
 
 def refuse_preference_options(options: ProviderOptions) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import InvalidRequest
 from ..specs.job import (
@@ -21,6 +21,13 @@ from .settings import Request, Settings
 
 # What a job writes into its directory: a job of such a name could land on another one's checkpoint.
 RESERVED_NAMES = r"(final|merged|merged-base)(\.tmp)?|checkpoint-\d+"
+
+
+class NamesResults(Protocol):
+    """The fields of a request that say where its results go."""
+
+    job_uuid: str
+    checkpoint_dir: str | None
 
 
 def resolve_paths(request: Request, options: ProviderOptions, settings: Settings) -> dict[str, Any]:
@@ -119,7 +126,7 @@ def absolute_path(name: str, text: str, root: Path = Path()) -> Path:
     return path
 
 
-def resolve_checkpoint_dir(request: Request, settings: Settings) -> Path:
+def resolve_checkpoint_dir(request: NamesResults, settings: Settings) -> Path:
     """`<checkpoint_dir>/<job_uuid>`: jobs that name the same directory never overwrite each other.
 
     A relative path is one below `checkpoints` in the data directory, with or without that name before it.

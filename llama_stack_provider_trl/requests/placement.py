@@ -11,7 +11,7 @@ from ..specs.model_files import why_not_sent
 from .bases import Base
 from .checks import NO_SAVERS
 from .choices import nearest_choice
-from .options import ProviderOptions
+from .options import ProviderOptions, Resources
 from .settings import Request, Settings
 
 
@@ -32,14 +32,9 @@ def resolve_placement(
     Raises:
         InvalidRequest: names the field.
     """
-    device = resolve_device(options, settings)
+    device = resolve_device(options, settings, settings.max_nodes)
     resources, why_here = resolve_resources(options, settings, base, method)
-    own = settings.devices[0].partition(":")[0]
-    if why_here and device == "auto" and own != "cuda" and (elsewhere := settings.gpus_elsewhere()):
-        warnings.append(
-            f"the job runs on device {own} of the service's machine, and on no GPU of {', '.join(elsewhere)}: "
-            f"{why_here}, or send device {own} to choose this"
-        )
+    _warn_of_gpus_elsewhere(device, why_here, settings, warnings)
     is_open = device == "auto" and resources is not None
     return {
         "device": device,
@@ -47,6 +42,47 @@ def resolve_placement(
         "resources": resources,
         **resolve_ranks(request, options, settings, resources),
     }
+
+
+def resolve_single_node(
+    options: ProviderOptions, settings: Settings, base: Base, dtype: str | None, warnings: list[str] | None
+) -> dict[str, Any]:
+    """Resolve the fields of this module for a job that does not train: its processes hold the whole model each, and run
+    on one node, that of the service where the job requests no resources.
+
+    Args:
+        dtype: that the request sets.
+        warnings: as `resolve_placement`; None: the job has no choice that a warning could name.
+
+    Raises:
+        InvalidRequest: names the field.
+    """
+    requested, resources = options.resources, None
+    device = resolve_device(options, settings, 1 if requested is None else settings.max_nodes)
+    if requested is not None:
+        _refuse_without_service(requested, settings)
+        resources = _requested(requested, 1, options, base)
+    elif warnings is not None:
+        _warn_of_gpus_elsewhere(device, _NO_OTHER_MACHINE, settings, warnings)
+    ranks = options.nproc_per_node or 1
+    if resources is None:
+        _refuse_more_ranks(ranks, settings)
+    return {
+        "device": device,
+        "dtype_by_device": device == "auto" and resources is not None and dtype is None,
+        "resources": resources,
+        "ranks": ranks,
+        "sharding": ShardingSpec(strategy="NO_SHARD") if ranks > 1 and settings.sharding is not None else None,
+    }
+
+
+def _warn_of_gpus_elsewhere(device: str, why_here: str, settings: Settings, warnings: list[str]) -> None:
+    own = settings.devices[0].partition(":")[0]
+    if why_here and device == "auto" and own != "cuda" and (elsewhere := settings.gpus_elsewhere()):
+        warnings.append(
+            f"the job runs on device {own} of the service's machine, and on no GPU of {', '.join(elsewhere)}: "
+            f"{why_here}, or send device {own} to choose this"
+        )
 
 
 def on_reserved_cores(options: ProviderOptions, settings: Settings) -> ProviderOptions:
@@ -73,14 +109,13 @@ def resolve_resources(
     options: ProviderOptions, settings: Settings, base: Base, method: dict[str, Any]
 ) -> tuple[ResourcesSpec | None, str]:
     """What the job asks of its nodes; None: it stays on this machine, with the reason and what to do about it."""
-    requested, model = options.resources, base.source.model
+    requested = options.resources
     if base.adapter is not None and base.adapter.use == "merge":  # requests for machines are refused (`bases`)
         return None, "it merges an adapter, and later jobs read the merged model there; continue the adapter instead"
     if method["method"].answered_by_vllm is not None:
         return None, "vLLM answers there; leave use_vllm out"
-    if requested is not None and settings.sharding is None:
-        hint = "this provider trains on its own machine; leave it out, or use the service (remote::trl_remote)"
-        raise InvalidRequest("provider_options.resources", requested.model_dump(exclude_unset=True), hint)
+    if requested is not None:
+        _refuse_without_service(requested, settings)
     nodes = (requested.nodes if requested else None) or settings.nodes
     if nodes > settings.max_nodes:
         hint = "no other machine can join this service, which listens on loopback: set TRL_SERVICE_HOST and its token"
@@ -88,23 +123,34 @@ def resolve_resources(
     if requested is None:
         why_here = "" if nodes > 1 else _why_here(options, settings, base, method)
         return None if why_here else ResourcesSpec(nodes=nodes, min_nodes=nodes), why_here
+    return _requested(requested, nodes, options, base), ""
+
+
+def _refuse_without_service(requested: Resources, settings: Settings) -> None:
+    if settings.sharding is None:
+        hint = "this provider trains on its own machine; leave it out, or use the service (remote::trl_remote)"
+        raise InvalidRequest("provider_options.resources", requested.model_dump(exclude_unset=True), hint)
+
+
+def _requested(requested: Resources, nodes: int, options: ProviderOptions, base: Base) -> ResourcesSpec:
+    """The resources that a job requests, on a number of nodes. Raises InvalidRequest."""
     if requested.min_nodes is not None and requested.min_nodes > nodes:
         raise InvalidRequest("provider_options.resources.min_nodes", requested.min_nodes, f"use at most nodes, {nodes}")
-    if requested.model_present and Path(model).is_absolute():
+    if requested.model_present and Path(base.source.model).is_absolute():
         hint = "a model that is a directory is in no node's cache; name a model id, or leave it out"
         raise InvalidRequest("provider_options.resources.model_present", True, hint)
     if requested.gpu_memory_gb and options.device in ("cpu", "mps"):
         hint = f"device {options.device} has no memory of its own; leave one of the two out"
         raise InvalidRequest("provider_options.resources.gpu_memory_gb", requested.gpu_memory_gb, hint)
     given = requested.model_dump(exclude={"nodes", "min_nodes"}, exclude_none=True)
-    return ResourcesSpec(nodes=nodes, min_nodes=requested.min_nodes or nodes, **given), ""
+    return ResourcesSpec(nodes=nodes, min_nodes=requested.min_nodes or nodes, **given)
 
 
 def _why_here(options: ProviderOptions, settings: Settings, base: Base, method: dict[str, Any]) -> str:
     """The reason for which a job that requests no resources stays on this machine, and what to do about it; empty: any
     machine may train it."""
     if settings.max_nodes == 1:
-        return f"it requests no other machine; send resources {_ANY_NODE}"
+        return _NO_OTHER_MACHINE
     if ":" in (options.device or ""):
         return "it names one of its devices"
     sources = [base.source, *([base.adapter] if base.adapter else [])]
@@ -122,6 +168,7 @@ def _why_here(options: ProviderOptions, settings: Settings, base: Base, method: 
 
 
 _ANY_NODE = {"nodes": 1}
+_NO_OTHER_MACHINE = f"it requests no other machine; send resources {_ANY_NODE}"
 _FSDP = "provider_options.fsdp_config"
 
 
@@ -153,12 +200,8 @@ def resolve_ranks(
     ranks = per_node * nodes
     # The devices and cores of other machines are checked at placement: a job that requests too many waits and names
     # them in its status.
-    if per_node > settings.max_ranks and resources is None:
-        if settings.sharding is None:
-            hint = "this provider trains in one process; leave it out, or use the service (remote::trl_remote)"
-        else:
-            hint = f"this node has devices for {settings.max_ranks}"
-        raise InvalidRequest("provider_options.nproc_per_node", per_node, hint)
+    if resources is None:
+        _refuse_more_ranks(per_node, settings)
     if settings.sharding is None:
         return {"ranks": ranks}
     savers = request.training_config.efficiency_config or NO_SAVERS
@@ -195,10 +238,21 @@ def resolve_ranks(
     return {"ranks": ranks, "sharding": settings.sharding.model_copy(update={"cpu_offload": offload})}
 
 
-def resolve_device(options: ProviderOptions, settings: Settings) -> str:
+def _refuse_more_ranks(per_node: int, settings: Settings) -> None:
+    """Refuse more processes than this machine has devices for."""
+    if per_node > settings.max_ranks:
+        if settings.sharding is None:
+            hint = "this provider trains in one process; leave it out, or use the service (remote::trl_remote)"
+        else:
+            hint = f"this node has devices for {settings.max_ranks}"
+        raise InvalidRequest("provider_options.nproc_per_node", per_node, hint)
+
+
+def resolve_device(options: ProviderOptions, settings: Settings, max_nodes: int) -> str:
+    """The device that a job names, one of this machine's or, with several nodes, a kind; auto: it names none."""
     if options.device is None:
         return "auto"
-    kinds = ("cpu", "cuda") if settings.max_nodes > 1 else ()
+    kinds = ("cpu", "cuda") if max_nodes > 1 else ()
     if options.device not in (*settings.devices, *kinds):
         raise InvalidRequest(
             "provider_options.device", options.device, nearest_choice(options.device, settings.devices)

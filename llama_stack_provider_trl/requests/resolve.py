@@ -7,16 +7,15 @@ field changes nothing here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..specs.job import DatasetRef, JobSpec, RowNames, ShardSpec
 from .answering import check_answers
 from .averaging import resolve_averaging
-from .bases import NamedJob, resolve_base
+from .bases import NamedJob, model_of, resolve_trained
 from .checks import refuse_infinite, refuse_unknown, refuse_unsupported
-from .data import resolve_data, resolve_data_config, resolve_shard, resolve_train_share
+from .data import DATASET_ID, resolve_data, resolve_data_config, resolve_shard, resolve_train_share
 from .engines import check_vllm_ranks
 from .lifecycle import resolve_lifecycle
 from .method import jobs_named_by, resolve_method
@@ -47,6 +46,8 @@ class Resolution:
     """The part of the rows that the job has; None: all."""
     names: RowNames | None = None
     """What the rows of `validation_dataset_id` are read by; None: by the names of shapes and roles."""
+    rows_field: str = DATASET_ID
+    """The field of the request that names the first of `datasets`."""
 
     def spec(
         self, dataset: DatasetRef, validation: DatasetRef | None, *others: tuple[DatasetRef, DatasetRef | None]
@@ -66,13 +67,11 @@ def resolve(
     options: ProviderOptions,
     settings: Settings,
     named: NamedJob | None = None,
-    makers: Sequence[str] = (),
 ) -> Resolution:
-    """Decide everything about a job that does not depend on its rows.
+    """Decide everything about a job that trains and that does not depend on its rows.
 
     Args:
         named: the job that the request names as its base (`bases.base_job_of`).
-        makers: jobs that make the other models of a merge or an ensemble.
 
     Raises:
         InvalidRequest: names the field, its value and the nearest supported one.
@@ -87,17 +86,16 @@ def resolve(
     trackers = resolve_trackers(request.logger_config, settings.trackers, request.job_uuid)
     data = resolve_data_config(training)
     warnings: list[str] = []
-    base = resolve_base(request, options, settings, named)
+    base = resolve_trained(model_of(request), options, settings, named)
     method = resolve_method(request, options, settings, warnings, base)
     algorithm, has_adapters = method["method"].algorithm, method["lora"] is not None
-    named_jobs = jobs_named_by(method)
     fields = {
         **base.fields,
         **method,
         **resolve_paths(request, options, settings),
         **resolve_data(training, data, options, settings, algorithm, warnings),
         **resolve_training(training, options, settings, algorithm, has_adapters=has_adapters),
-        **resolve_lifecycle(request, options, settings, base, [*makers, *named_jobs]),
+        **resolve_lifecycle(request, options, settings, base, jobs_named_by(method)),
         **resolve_placement(request, options, settings, base, method, warnings),
     }
     fields |= resolve_averaging(options, settings, fields)

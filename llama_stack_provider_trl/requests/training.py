@@ -29,11 +29,9 @@ DTYPES = {
 def resolve_training(
     training: TrainingConfig, options: ProviderOptions, settings: Settings, algorithm: Algorithm, *, has_adapters: bool
 ) -> dict[str, Any]:
-    device = options.device or settings.devices[0]
-    # A job without a device may run on any node, and its placement is not known yet.
-    hint = "" if options.device or settings.max_nodes == 1 else ", or set provider_options.device to 'cuda'"
+    device, hint = device_of(options, settings, may_leave=settings.max_nodes > 1)
     return {
-        "dtype": resolve_dtype(training, device, hint),
+        "dtype": resolve_dtype("training_config.dtype", training.dtype, device, hint),
         **resolve_activations(training, settings, device, hint),
         "attention_mask": options.attention_mask,
         "attn_implementation": resolve_attention(training, options, device, hint),
@@ -46,14 +44,24 @@ def resolve_training(
     }
 
 
-def resolve_dtype(training: TrainingConfig, device: str, other_device: str = "") -> str:
-    given = training.dtype or default_dtype(device)
+def device_of(options: ProviderOptions, settings: Settings, *, may_leave: bool) -> tuple[str, str]:
+    """The device whose limits a job has, and the end of a hint to another one.
+
+    Args:
+        may_leave: whether a job without a device may run on any node: its placement is not known yet.
+    """
+    hint = ", or set provider_options.device to 'cuda'" if may_leave and not options.device else ""
+    return options.device or settings.devices[0], hint
+
+
+def resolve_dtype(field: str, value: str | None, device: str, other_device: str = "") -> str:
+    given = value or default_dtype(device)
     if given not in DTYPES:
-        raise InvalidRequest("training_config.dtype", given, "send 'bf16' (fp32 weights, bf16 compute) or 'fp32'")
+        raise InvalidRequest(field, given, "send 'bf16' (fp32 weights, bf16 compute) or 'fp32'")
     if DTYPES[given] == "fp16" and not device.startswith("cuda"):
         hint = f"its loss scaling needs cuda, and this job trains on {device}; send 'bf16' (the nearest) or 'fp32'"
         hint += other_device
-        raise InvalidRequest("training_config.dtype", given, hint)
+        raise InvalidRequest(field, given, hint)
     return DTYPES[given]
 
 

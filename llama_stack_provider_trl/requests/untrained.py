@@ -1,4 +1,4 @@
-"""How requests for jobs that do not train (`kinds`) are resolved, as ones that train."""
+"""Resolves requests for jobs that do not train (`work`)."""
 
 from __future__ import annotations
 
@@ -7,30 +7,36 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..errors import InvalidRequest, InvalidRows
-from ..specs.answer_files import answering_of
+from ..errors import InvalidRequest
 from ..specs.exports import allows, destination_of
-from ..specs.harness import HarnessSpec
-from ..specs.job import JobSpec, ShardingSpec
-from ..specs.work import OF_JOB, EvaluateSpec, ExportWork, MergeWork, Work
-from .bases import NamedJob, is_adapter
+from ..specs.job import DpoSpec, OptimizerSpec, ReferenceSpec
+from ..specs.methods import METHODS, MethodSpec, SftSpec
+from ..specs.work import OF_JOB, Answering, EvaluateSpec, ExportWork, Work
+from ..system.data_dir import DataDir
+from .bases import Base, NamedJob, resolve_read
 from .choices import no_such_field, problem_of
 from .engines import is_answered_by_vllm
-from .lifecycle import evaluation_name
+from .lifecycle import evaluation_name, resolve_after, resolve_tries
+from .method import reference_source
+from .mixture import NamedDataset
 from .options import ProviderOptions
-from .settings import Request, Settings
-from .work import EvaluateRequest, ExportRequest, GenerateRequest, MergeRequest
+from .paths import resolve_checkpoint_dir, resolve_job_uuid
+from .placement import on_reserved_cores, resolve_single_node
+from .resolve import Resolution
+from .settings import Settings
+from .trackers import resolve_trackers
+from .training import device_of, resolve_dtype
+from .work import EvaluateRequest, ExportRequest, MergeRequest, Reads, WorkRequest
 
 OPTIONS = ("after", "cancel_with", "device", "max_duration", "priority", "retries")
 """Provider options of all jobs that do not train."""
 _RANKS, _RESOURCES = "nproc_per_node", "resources"
 """Options of those that compute with a model."""
 EVALUATE = "provider_options.evaluate"
-_DATA = "training_config.data_config."
 _MOST_ANSWERS = 10**6
 
 
-type Kind = type[GenerateRequest | EvaluateRequest | MergeRequest | ExportRequest]
+type Kind = type[WorkRequest]
 
 
 def options_of(kind: Kind) -> list[str]:
@@ -73,40 +79,78 @@ def evaluation_after(job_uuid: str, given: dict[str, Any]) -> EvaluateRequest:
         raise InvalidRequest(".".join([EVALUATE, *map(str, first["loc"])]), first["input"], hint) from error
 
 
-def for_work(
-    request: Request, options: ProviderOptions, settings: Settings, named: NamedJob | None, work: Work | None = None
-) -> tuple[ProviderOptions, Settings]:
-    """Options and settings with which a job that does not train is resolved: one process where it sets no other number,
-    each with the whole model, on the service's machine where it sets no resources, with the adapter that `model` names.
+def resolve_work(
+    body: WorkRequest,
+    work: Work,
+    options: ProviderOptions,
+    settings: Settings,
+    named: NamedJob | None = None,
+    makers: Sequence[str] = (),
+) -> Resolution:
+    """Decide everything about a job that does not train and that does not depend on its rows.
+
+    Its processes, one where it sets no other number, hold the whole model each. It runs on the service's machine where
+    it requests no resources. An adapter that it names is read as it is, but by vLLM, which reads whole models.
+
+    Args:
+        named: the job that the request names as its model (`bases.base_job_of`).
+        makers: jobs that make its other models.
 
     Raises:
-        InvalidRequest: `model` cannot be read, the job cannot run on a node, or its export may not be sent there.
+        InvalidRequest: names the field of the request, its value and the nearest supported one.
     """
+    _check_place(work, options, settings)
+    options = on_reserved_cores(options, settings)
+    trackers = resolve_trackers(None, settings.trackers, body.job_uuid)
+    reads, warnings, of_vllm = body.reads(), list[str](), is_answered_by_vllm(work)
+    base = resolve_read(reads.model, settings, named, "merge" if of_vllm else "continue")
+    method = _method(reads, base, settings)
+    device, hint = device_of(options, settings, may_leave=options.resources is not None and settings.max_nodes > 1)
+    has_choice = not of_vllm and work.tasks is None  # of a machine
+    fields = {
+        **_model(work, base),
+        "work": work,
+        "method": method,
+        "job_uuid": resolve_job_uuid(body.job_uuid),
+        "output_name": body.job_uuid,
+        "checkpoint_dir": resolve_checkpoint_dir(body, settings),
+        "batch_size": reads.batch_size,
+        "max_seq_length": reads.max_seq_length or settings.max_seq_length,
+        "max_seq_length_is_default": reads.max_seq_length is None,
+        "token_cache": DataDir(settings.data_dir).tokens if _measures_rows(work) else None,
+        "dtype": resolve_dtype("dtype", reads.dtype, device, hint),
+        # No step is taken: the rows are read once.
+        "n_epochs": 1,
+        "optimizer": OptimizerSpec(learning_rate=METHODS[method.algorithm].learning_rates[base.lora is not None]),
+        "lifecycle": resolve_tries(options, settings, in_smaller_parts=False),
+        "preflight": "off",
+        "metadata": options.metadata,
+        **resolve_after(body.job_uuid, reads.dataset_id, options, base, makers),
+        **resolve_single_node(options, settings, base, reads.dtype, warnings if has_choice else None),
+    }
     if isinstance(work, ExportWork):
-        refuse_destination(work.export.upload_to, settings.export_destinations)
-    use = "merge" if is_answered_by_vllm(work) else "continue"  # vLLM reads whole models
-    chosen = {"adapter": use} if is_adapter(request, settings, named) else {}
-    here: dict[str, Any] = {"ranks": 1, "nodes": 1, "max_nodes": 1}
-    if work is None or is_answered_by_vllm(work) or harness_of(work):  # it has no choice that a warning could name
-        here["gpus_elsewhere"] = tuple
-    if (resources := options.resources) is not None:
-        given = resources.model_dump(exclude_unset=True)
-        if is_answered_by_vllm(work):
-            hint = "vLLM answers on the service's machine only: leave it out, or leave engine out"
-            raise InvalidRequest(f"provider_options.{_RESOURCES}", given, hint)
-        if harness_of(work):
-            hint = "the tasks of a harness are on the service's machine only: leave it out"
-            raise InvalidRequest(f"provider_options.{_RESOURCES}", given, hint)
-        if resources.nodes not in (None, 1):
-            hint = "a job that does not train runs on one node: use 1"
-            raise InvalidRequest(f"provider_options.{_RESOURCES}.nodes", resources.nodes, hint)
-        here["max_nodes"] = settings.max_nodes
-    if harness_of(work) is not None and options.nproc_per_node not in (None, 1):
+        fields["after"] = tuple(dict.fromkeys([*work.evaluations, *fields["after"]]))
+    datasets = (NamedDataset(reads.dataset_id),)
+    return Resolution(datasets, None, fields, warnings, trackers, rows_field="dataset_id")
+
+
+def _check_place(work: Work, options: ProviderOptions, settings: Settings) -> None:
+    """Refuse places where a job cannot run, or may not send its export."""
+    if work.exporting is not None:
+        refuse_destination(work.exporting.upload_to, settings.export_destinations)
+    given = None if options.resources is None else options.resources.model_dump(exclude_unset=True)
+    if given is not None and is_answered_by_vllm(work):
+        hint = "vLLM answers on the service's machine only: leave it out, or leave engine out"
+        raise InvalidRequest(f"provider_options.{_RESOURCES}", given, hint)
+    if given is not None and work.tasks:
+        hint = "the tasks of a harness are on the service's machine only: leave it out"
+        raise InvalidRequest(f"provider_options.{_RESOURCES}", given, hint)
+    if options.resources is not None and options.resources.nodes not in (None, 1):
+        hint = "a job that does not train runs on one node: use 1"
+        raise InvalidRequest(f"provider_options.{_RESOURCES}.nodes", options.resources.nodes, hint)
+    if work.tasks is not None and options.nproc_per_node not in (None, 1):
         hint = "the tasks of a harness are measured by one process: leave it out, or send several jobs"
         raise InvalidRequest(f"provider_options.{_RANKS}", options.nproc_per_node, hint)
-    if settings.sharding is not None:
-        here["sharding"] = ShardingSpec(strategy="NO_SHARD")
-    return options.model_copy(update=chosen), settings.model_copy(update=here)
 
 
 def refuse_destination(place: str | None, allowed: Sequence[str]) -> None:
@@ -123,47 +167,38 @@ def refuse_destination(place: str | None, allowed: Sequence[str]) -> None:
         raise InvalidRequest("upload_to", place, hint)
 
 
-def with_work(spec: JobSpec, work: Work) -> JobSpec:
-    """The job, which does this in place of training. Raises InvalidRequest: it is too much."""
-    untrained: dict[str, Any] = {
-        "preflight": "off",
-        "oom_retry": False,
-    }
-    if (answering := answering_of(work)) is not None:
-        answers = spec.data.dataset.num_rows * answering.samples_per_prompt
-        if answers > _MOST_ANSWERS:
-            rows = spec.data.dataset.num_rows
-            hint = (
-                f"with {rows} prompts that are {answers} answers, at most {_MOST_ANSWERS} are made: divide the dataset"
-            )
-            raise InvalidRequest("samples_per_prompt", answering.samples_per_prompt, hint)
-        untrained |= {"lora": None, "token_cache": None}
-    if harness_of(work) is not None:
-        untrained["token_cache"] = None
-    if isinstance(work, ExportWork):
-        untrained["token_cache"] = None
-        if work.export.upload_to is not None and spec.source.trust_remote_code:
-            hint = "the model has code of its own, which would see the account: leave it out, and upload it yourself"
-            raise InvalidRequest("upload_to", work.export.upload_to, hint)
-        evaluations = [name for one in work.promote_if for name in (one.evaluation, one.against) if name is not None]
-        untrained["after"] = tuple(dict.fromkeys([*evaluations, *spec.after]))
-    if isinstance(work, MergeWork):
+def _method(reads: Reads, base: Base, settings: Settings) -> MethodSpec:
+    """The method whose measures an evaluation has; of other jobs, that of plain text."""
+    if reads.reference_model is None:
+        return SftSpec()
+    reference = reference_source("reference_model", reads.reference_model, base, settings)
+    return DpoSpec(reference=ReferenceSpec(source=reference))
+
+
+def _model(work: Work, base: Base) -> dict[str, Any]:
+    """The fields of the job's own model."""
+    if work.merging is not None:
         # The first of its inputs is what it reads, and of an adapter not the model below.
-        source = spec.source.model_copy(update={"made_by": None})
-        untrained |= {"lora": None, "adapter": None, "token_cache": None, "source": source}
-    return spec.changed(**untrained, work=work)
+        return {"source": base.source.model_copy(update={"made_by": None}), "adapter": None}
+    upload_to = None if work.exporting is None else work.exporting.upload_to
+    if upload_to is not None and base.source.trust_remote_code:
+        hint = "the model has code of its own, which would see the account: leave it out, and upload it yourself"
+        raise InvalidRequest("upload_to", upload_to, hint)
+    if work.answering is not None or base.lora is None:
+        return base.fields
+    return {**base.fields, "lora": base.lora.model_copy(update={"dropout": 0.0})}
 
 
-def harness_of(work: Work | None) -> HarnessSpec | None:
-    """The tasks that a job measures its model on; None: it reads the rows of a dataset."""
-    return work.harness if isinstance(work, EvaluateSpec) else None
+def _measures_rows(work: Work) -> bool:
+    """Whether the rows of a dataset are measured as they are: their tokens are kept for other jobs."""
+    return isinstance(work, EvaluateSpec) and work.answers is None and work.harness is None
 
 
-def in_its_terms(error: InvalidRequest) -> InvalidRequest:
-    """An error about a field of training, with the name that a request of another kind has for it."""
-    if isinstance(error, InvalidRows):
-        return error
-    name = error.field.removeprefix(_DATA).removeprefix("training_config.")
-    if name.removeprefix("provider_options.") in EvaluateRequest.model_fields:
-        name = name.removeprefix("provider_options.")
-    return InvalidRequest(name, error.value, error.hint)
+def refuse_too_many_answers(answering: Answering, num_rows: int) -> None:
+    """Return if a job's answers to the prompts of a dataset can be kept. Raises InvalidRequest."""
+    answers = num_rows * answering.samples_per_prompt
+    if answers > _MOST_ANSWERS:
+        hint = (
+            f"with {num_rows} prompts that are {answers} answers, at most {_MOST_ANSWERS} are made: divide the dataset"
+        )
+        raise InvalidRequest("samples_per_prompt", answering.samples_per_prompt, hint)

@@ -1,7 +1,7 @@
 """Requests for jobs that do not train: their bodies, and what each does as a job.
 
-Such a request is resolved as one that trains (`untrained`): the same base models, options, devices and limits. What
-training alone has is refused by name.
+`untrained` resolves them, with the base models, options, devices and limits that trainings have. What training alone
+has is refused by name.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field
 
@@ -35,11 +35,9 @@ from ..specs.work import (
     GenerateSpec,
     MergeWork,
 )
-from .bases import Base
-from .bodies import COUNT, PreferenceOptimizeRequest, SupervisedFineTuneRequest
+from .bases import Base, NamedModel
+from .bodies import COUNT
 from .harness import Harness
-from .options import ProviderOptions
-from .settings import Request
 
 NO_ROWS = "none"
 """The dataset of a job that reads no rows."""
@@ -50,6 +48,21 @@ _OF_ANSWERS = ("max_new_tokens", "temperature", "top_p", "seed", "engine", "chec
 """Fields of an evaluation that only checks of answers read."""
 _OF_ROWS = ("dataset_id", "reference_model", "max_seq_length", "checks", *_OF_ANSWERS[:-1])
 """Fields of an evaluation that tasks of a harness leave nothing to, beside an `algorithm` other than sft."""
+
+
+class Reads(NamedTuple):
+    """What a job reads that does not train, and how it computes with it."""
+
+    model: NamedModel
+    """Its own model, or the first of several."""
+    dataset_id: str = NO_ROWS
+    batch_size: int = 1
+    dtype: str | None = None
+    """None: by the device."""
+    max_seq_length: int | None = None
+    """Tokens of a row; None: the service's."""
+    reference_model: str | None = None
+    """Not None: pairs are measured as DPO's, against this model."""
 
 
 class _Kind(Documented, CheckedNames):
@@ -109,22 +122,10 @@ class GenerateRequest(_Kind):
             engine=self.engine,
         )
 
-    def with_options(self, options: ProviderOptions) -> ProviderOptions:
-        """The options with what the request itself has of them."""
-        return options
-
-    def as_training(self) -> Request:
-        """The request for training that has this one's model, rows and place."""
-        data = {"dataset_id": self.dataset_id, "batch_size": self.batch_size}
-        training = {"n_epochs": 1, "dtype": self.dtype, "data_config": data}
-        return SupervisedFineTuneRequest.model_validate(
-            {
-                "job_uuid": self.job_uuid,
-                "model": self.model,
-                "training_config": training,
-                "checkpoint_dir": self.checkpoint_dir,
-            }
-        )
+    def reads(self) -> Reads:
+        """What the job reads."""
+        model = NamedModel("model", self.model, self.job_uuid)
+        return Reads(model, self.dataset_id, self.batch_size, self.dtype)
 
 
 class EnsembleModel(_Kind):
@@ -261,28 +262,17 @@ class EvaluateRequest(_Kind):
         models = [FurtherModel(**_further(base)) for base in judges]
         return CheckedAnswering(**sampling, samples_per_prompt=1, checks=tuple(checks), judges=tuple(models))
 
-    def with_options(self, options: ProviderOptions) -> ProviderOptions:
-        """The options with what the request itself has of them."""
-        given = {"reference_model": self.reference_model, "max_seq_length": self.max_seq_length}
-        return options.model_copy(update={name: value for name, value in given.items() if value is not None})
-
-    def as_training(self, model: str | None = None) -> Request:
-        """The request for training that has this one's rows and place, and its model or one of them; None: the first.
-
-        Raises:
-            InvalidRequest: as `named`.
-        """
-        names = [self.model, *(name for _, name in self.named())]
-        data = {"dataset_id": self.dataset_id or NO_ROWS, "batch_size": self.batch_size}
-        given = {
-            "job_uuid": self.job_uuid,
-            "model": next(name for name in names if name is not None) if model is None else model,
-            "training_config": {"n_epochs": 1, "dtype": self.dtype, "data_config": data},
-            "checkpoint_dir": self.checkpoint_dir,
-        }
-        if self.algorithm == "dpo":
-            return PreferenceOptimizeRequest.model_validate(given)
-        return SupervisedFineTuneRequest.model_validate(given)
+    def reads(self) -> Reads:
+        """What the job reads. Raises InvalidRequest, as `named`."""
+        field, model = self.named()[0] if self.model is None else ("model", self.model)
+        return Reads(
+            NamedModel(field, model, self.job_uuid),
+            self.dataset_id or NO_ROWS,
+            self.batch_size,
+            self.dtype,
+            self.max_seq_length,
+            self.reference_model,
+        )
 
 
 class MergedModel(_Kind):
@@ -314,16 +304,9 @@ class MergeRequest(_Kind):
     checkpoint_dir: str | None = None
     """Where the result is written: relative to the data directory, or absolute inside an allowed root."""
 
-    def with_options(self, options: ProviderOptions) -> ProviderOptions:
-        """The options with what the request itself has of them."""
-        return options
-
-    def as_training(self, model: str | None = None) -> SupervisedFineTuneRequest:
-        """The request for training that has the place of this one, and one of its models; None: the first."""
-        training = {"n_epochs": 1, "data_config": {"dataset_id": NO_ROWS, "batch_size": 1}}
-        name = self.models[0].model if model is None else model
-        given = {"job_uuid": self.job_uuid, "model": name, "training_config": training}
-        return SupervisedFineTuneRequest.model_validate({**given, "checkpoint_dir": self.checkpoint_dir})
+    def reads(self) -> Reads:
+        """What the job reads."""
+        return Reads(NamedModel(*self.named()[0], self.job_uuid))
 
     def work(self, found: list[Base]) -> MergeWork:
         """What the job does.
@@ -392,15 +375,9 @@ class ExportRequest(_Kind):
     checkpoint_dir: str | None = None
     """Where the export is written: relative to the data directory, or absolute inside an allowed root."""
 
-    def with_options(self, options: ProviderOptions) -> ProviderOptions:
-        """The options with what the request itself has of them."""
-        return options
-
-    def as_training(self) -> SupervisedFineTuneRequest:
-        """The request for training that has the place and the model of this one."""
-        training = {"n_epochs": 1, "data_config": {"dataset_id": NO_ROWS, "batch_size": 1}}
-        given = {"job_uuid": self.job_uuid, "model": self.model, "training_config": training}
-        return SupervisedFineTuneRequest.model_validate({**given, "checkpoint_dir": self.checkpoint_dir})
+    def reads(self) -> Reads:
+        """What the job reads."""
+        return Reads(NamedModel("model", self.model, self.job_uuid))
 
     def work(self) -> ExportWork:
         """What the job does. Raises InvalidRequest: a field would be ignored."""
@@ -417,6 +394,9 @@ class ExportRequest(_Kind):
                 raise InvalidRequest("upload_to", self.upload_to, str(error)) from error
         spec = ExportSpec(target=self.to, gguf_type=self.gguf_type, upload_to=self.upload_to)
         return ExportWork(export=spec, promote_if=tuple(self.promote_if or ()))
+
+
+WorkRequest = GenerateRequest | EvaluateRequest | MergeRequest | ExportRequest
 
 
 def _further(base: Base) -> dict[str, Any]:

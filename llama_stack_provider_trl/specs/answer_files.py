@@ -1,10 +1,8 @@
-"""The files that a job leaves which answers prompts, and how much of a file of answers counts."""
+"""How much of a file of answers counts, which a job leaves that answers prompts."""
 
 from __future__ import annotations
 
 from typing import BinaryIO, NamedTuple
-
-from .work import ANSWERS, ROWS, Answering, EvaluateSpec, GenerateSpec, Work
 
 _PIECE = 1 << 20
 
@@ -18,21 +16,6 @@ class Whole(NamedTuple):
 
 
 NONE = Whole(0, 0)
-
-
-def answering_of(work: Work | None) -> Answering | None:
-    """How a job answers the prompts that its rows are; None: they are read for something else."""
-    return work.answers if isinstance(work, EvaluateSpec) else work if isinstance(work, GenerateSpec) else None
-
-
-def answer_files(work: Work | None) -> tuple[str, ...]:
-    """Names of the files of a job that answers prompts, in its checkpoint directory; none for another job.
-
-    The first grows by whole batches. The second is written at the end, from the first.
-    """
-    if answering_of(work) is None:
-        return ()
-    return (ANSWERS, ROWS) if isinstance(work, GenerateSpec) else (ANSWERS,)
 
 
 def whole_batches(file: BinaryIO, batch: int, total: int, begin: Whole = NONE) -> Whole:

@@ -28,7 +28,7 @@ from .model_source import AdapterSpec, ModelSource
 from .model_source import ReferenceSpec as ReferenceSpec  # a part of JobSpec
 from .preflight import PreflightSpec
 from .search import PruningSpec, SearchSpec
-from .work import Work
+from .work import TRAINS, Kind, Work
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 OptimizerName = Literal["adam", "adamw", "adamw_8bit", "sgd"]
@@ -470,6 +470,11 @@ class JobSpec(Frozen):
     def reference(self) -> ReferenceSpec | None:
         """The reference or teacher of a method that has one."""
         return self.method.compared_with
+
+    @property
+    def does(self) -> Kind:
+        """What it does, as the parts of the engine ask of it."""
+        return self.work or TRAINS
 
     def without_model_paths(self) -> JobSpec:
         """The job without what holds on one machine only: how checkpoints record it."""

@@ -50,6 +50,11 @@ class MethodParameters(Frozen):
         return False
 
     @property
+    def teacher_source(self) -> ModelSource | None:
+        """Where the teacher is read from; None: it has none."""
+        return self.compared_with.source if self.has_teacher and self.compared_with is not None else None
+
+    @property
     def answer_tokens(self) -> int | None:
         """Tokens of an answer at most, of a method that trains on the model's own answers; None: of another method."""
         return None
@@ -95,9 +100,19 @@ class MethodParameters(Frozen):
         return None
 
     @property
+    def rewards_of_answers(self) -> tuple[RewardSource, ...]:
+        """What an answer is rewarded for."""
+        return ()
+
+    @property
     def reward_models(self) -> tuple[RewardModel, ...]:
         """The reward models that reward the answers."""
-        return ()
+        return reward_models_of(self.rewards_of_answers)
+
+    @property
+    def installed(self) -> CustomSpec | None:
+        """The method of an installed package that it is; None: it is one of the engine."""
+        return None
 
     @property
     def grading_models(self) -> tuple[FurtherModel, ...]:
@@ -252,8 +267,8 @@ class GrpoSpec(MethodParameters):
         return self.vllm
 
     @property
-    def reward_models(self) -> tuple[RewardModel, ...]:
-        return reward_models_of(self.rewards)
+    def rewards_of_answers(self) -> tuple[RewardSource, ...]:
+        return self.rewards
 
     @property
     def grading_models(self) -> tuple[FurtherModel, ...]:
@@ -351,6 +366,10 @@ class CustomSpec(MethodParameters):
     parameters: dict[str, JsonValue] = Field(default={})
     """Its fields, as its own model has read them, defaults included."""
 
+    @property
+    def installed(self) -> CustomSpec:
+        return self
+
 
 MethodSpec = Annotated[
     SftSpec | DpoSpec | OrpoSpec | CpoSpec | RewardSpec | KtoSpec | GrpoSpec | DistillationSpec | CustomSpec,
@@ -380,10 +399,17 @@ class Method:
     """It compares the model with a reference."""
     reads_images: bool = False
     """Its rows may have images."""
+    averages: bool = False
+    """Its loss has no means over all ranks, so that workers may train apart and average their weights."""
 
     @property
     def has_pairs(self) -> bool:
         return self.rows == "dpo"
+
+    @property
+    def lora_field(self) -> str:
+        """The field of a request that has the settings of adapters."""
+        return "algorithm_config" if self.call == "sft" else "provider_options.lora"
 
     @property
     def unit(self) -> str:
@@ -396,8 +422,12 @@ _PAIR_METRICS = ("eval_loss", "eval_rewards/accuracies", "eval_rewards/margins")
 _PREFERENCE_RATES = (1e-6, 1e-5)
 _ANSWERS = "it trains on answers that differ in each step"
 METHODS: dict[Algorithm, Method] = {
-    "sft": Method("SFT", "sft", "sft", (2e-5, 2e-4), ("eval_loss", "eval_mean_token_accuracy"), reads_images=True),
-    "dpo": Method("DPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS, has_reference=True, reads_images=True),
+    "sft": Method(
+        "SFT", "sft", "sft", (2e-5, 2e-4), ("eval_loss", "eval_mean_token_accuracy"), reads_images=True, averages=True
+    ),
+    "dpo": Method(
+        "DPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS, has_reference=True, reads_images=True, averages=True
+    ),
     "orpo": Method("ORPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS, "ORPO's loss covers prompts too"),
     "cpo": Method("CPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS, reads_images=True),
     "simpo": Method("SimPO", "dpo", "dpo", _PREFERENCE_RATES, _PAIR_METRICS, reads_images=True),

@@ -27,6 +27,7 @@ MERGING = "merging"
 """Directory in the checkpoint directory of a `merge` job: the result while it is not whole."""
 
 
+_NO_CHECKPOINT = "does not train ({}) and has no checkpoint: name one that does"
 Engine = Literal["transformers", "vllm"]
 
 
@@ -44,14 +45,6 @@ class Answering(Frozen):
     """What computes the answers."""
     vllm_python: Path | None = None
     """Engine vllm: the interpreter that has it."""
-
-
-class GenerateSpec(Answering):
-    """Answers the prompts of the job's dataset."""
-
-    kind: Literal["generate"] = "generate"
-    output_dataset_id: str
-    """The dataset that the answers become."""
 
 
 class FurtherModel(ModelSource):
@@ -87,7 +80,84 @@ class EnsembleMember(FurtherModel):
     """Of its probabilities in the mean. Those of all members have the sum 1."""
 
 
-class EvaluateSpec(Frozen):
+class Kind(Frozen):
+    """What the engine asks of what a job does. Of itself one that trains, and does nothing else; the other kinds
+    override what differs."""
+
+    @property
+    def answering(self) -> Answering | None:
+        """How it answers the prompts that its rows are; None: they are read for something else."""
+        return None
+
+    @property
+    def made_dataset(self) -> str | None:
+        """The dataset that its answers become; None: they become none."""
+        return None
+
+    @property
+    def answer_files(self) -> tuple[str, ...]:
+        """The files in its checkpoint directory, of a job that answers prompts. The first grows by whole batches. The
+        second is written at the end, from the first."""
+        if self.answering is None:
+            return ()
+        return (ANSWERS,) if self.made_dataset is None else (ANSWERS, ROWS)
+
+    @property
+    def ensemble(self) -> tuple[EnsembleMember, ...]:
+        """The models of the ensemble that it evaluates; empty: it evaluates none."""
+        return ()
+
+    @property
+    def judges(self) -> tuple[FurtherModel, ...]:
+        """The models that judge its answers."""
+        return ()
+
+    @property
+    def tasks(self) -> HarnessSpec | None:
+        """The tasks that it measures its model on; None: it reads the rows of a dataset."""
+        return None
+
+    @property
+    def merging(self) -> MergeSpec | None:
+        """How it merges its inputs; None: it does not."""
+        return None
+
+    @property
+    def exporting(self) -> ExportSpec | None:
+        """How it exports its model; None: it does not."""
+        return None
+
+    @property
+    def why_no_model(self) -> str:
+        """Why no job can begin with its result, behind the job's name, and what to do; empty: one can."""
+        return ""
+
+
+TRAINS = Kind()
+"""What a job does that trains."""
+
+
+class GenerateSpec(Answering, Kind):
+    """Answers the prompts of the job's dataset."""
+
+    kind: Literal["generate"] = "generate"
+    output_dataset_id: str
+    """The dataset that the answers become."""
+
+    @property
+    def answering(self) -> Answering:
+        return self
+
+    @property
+    def made_dataset(self) -> str:
+        return self.output_dataset_id
+
+    @property
+    def why_no_model(self) -> str:
+        return _NO_CHECKPOINT.format(self.kind)
+
+
+class EvaluateSpec(Kind):
     """Evaluates the job's model on its dataset: SFT's measures, or DPO's against the reference, or its answers. Or on
     tasks that have rows of their own: then the job's dataset has none."""
 
@@ -100,8 +170,28 @@ class EvaluateSpec(Frozen):
     """Not empty: SFT's measures are those of an ensemble, whose probability of each token is the weighted mean of its
     members'. The job's own model is the first of them."""
 
+    @property
+    def answering(self) -> Answering | None:
+        return self.answers
 
-class MergeWork(Frozen):
+    @property
+    def ensemble(self) -> tuple[EnsembleMember, ...]:
+        return self.members
+
+    @property
+    def judges(self) -> tuple[FurtherModel, ...]:
+        return () if self.answers is None else self.answers.judges
+
+    @property
+    def tasks(self) -> HarnessSpec | None:
+        return self.harness
+
+    @property
+    def why_no_model(self) -> str:
+        return _NO_CHECKPOINT.format(self.kind)
+
+
+class MergeWork(Kind):
     """Merges models, or adapters, into the job's checkpoint `final`. The job's dataset has no rows."""
 
     kind: Literal["merge"] = "merge"
@@ -109,8 +199,12 @@ class MergeWork(Frozen):
     of_adapters: bool
     """Whether the inputs are adapters, and so is the result."""
 
+    @property
+    def merging(self) -> MergeSpec:
+        return self.merge
 
-class ExportWork(Frozen):
+
+class ExportWork(Kind):
     """Exports the job's model, with its adapter merged in, into the job's checkpoint `final`, and compares the export
     with the model. The job's dataset has no rows."""
 
@@ -121,10 +215,19 @@ class ExportWork(Frozen):
     gates: tuple[CheckedCondition, ...] = ()
     """Of an attempt: these conditions, which hold, with what was found."""
 
+    @property
+    def evaluations(self) -> tuple[str, ...]:
+        """The jobs whose measures its conditions read, each once."""
+        named = (name for one in self.promote_if for name in (one.evaluation, one.against) if name is not None)
+        return tuple(dict.fromkeys(named))
+
+    @property
+    def exporting(self) -> ExportSpec:
+        return self.export
+
+    @property
+    def why_no_model(self) -> str:
+        return f"exports to {self.export.target}: name the model that it exports"
+
 
 Work = GenerateSpec | EvaluateSpec | MergeWork | ExportWork
-
-
-def members_of(work: Work | None) -> tuple[EnsembleMember, ...]:
-    """The models of the ensemble that a job evaluates; empty: it evaluates none."""
-    return work.members if isinstance(work, EvaluateSpec) else ()

@@ -18,13 +18,12 @@ from pydantic import BaseModel, ValidationError
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.requests.choices import problem_of
 from llama_stack_provider_trl.requests.names import JOB_UUID_PATTERN
-from llama_stack_provider_trl.specs.answer_files import Whole, answer_files, answering_of, whole_batches
+from llama_stack_provider_trl.specs.answer_files import Whole, whole_batches
 from llama_stack_provider_trl.specs.bases import parts_of, with_parts
 from llama_stack_provider_trl.specs.events import CHECKPOINT_PATHS
 from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef, JobSpec, ReferenceSpec, ResumeFrom
 from llama_stack_provider_trl.specs.model_files import MOST_FILES, check_model_names, files_digest
 from llama_stack_provider_trl.specs.model_source import ModelSource
-from llama_stack_provider_trl.specs.work import EvaluateSpec
 from llama_stack_provider_trl.system.data_dir import NodeDir
 from llama_stack_provider_trl.system.files import RunDir, resolve_under
 
@@ -107,11 +106,11 @@ class PathMap:
     def answer_files(self) -> tuple[str, ...]:
         """As `specs.answer_files` has them. A directory that is shared with the service is not used for them: they grow
         in place, and an attempt on a lost node may still write there."""
-        return answer_files(self.attempt.job.work if self.order.spec else None)
+        return self.attempt.job.does.answer_files if self.order.spec else ()
 
     def whole_answers(self, file: BinaryIO, begin: Whole) -> Whole:
         """The whole batches of the job's file of answers."""
-        data, answering = self.attempt.job.data, answering_of(self.attempt.job.work)
+        data, answering = self.attempt.job.data, self.attempt.job.does.answering
         assert answering is not None
         return whole_batches(file, data.batch_size, data.dataset.num_rows * answering.samples_per_prompt, begin)
 
@@ -220,10 +219,10 @@ def _check_spec(order: TaskOrder, attempt: AttemptSpec) -> None:
     _expect("spec.job.adapter", job.adapter, job.adapter is None or job.adapter.use == "continue", stays)
     vllm = job.method.answered_by_vllm
     _expect("spec.job.train.method.vllm", vllm, vllm is None, "nothing: vLLM answers on the service's machine")
-    answering = answering_of(job.work)
+    answering = job.does.answering
     python = answering and answering.vllm_python
     _expect("spec.job.work", python, python is None, "no interpreter: vLLM answers on the service's machine")
-    tasks = isinstance(job.work, EvaluateSpec) and job.work.harness
+    tasks = job.does.tasks
     _expect("spec.job.work.harness", tasks, not tasks, "nothing: tasks of a harness are on the service's machine")
     if answering is not None:
         _expect("spec.job.data.dataset.num_rows", job.data.dataset.num_rows, job.data.dataset.num_rows > 0, "some")

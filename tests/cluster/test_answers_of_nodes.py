@@ -4,36 +4,19 @@ on the service's machine."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from llama_stack_provider_trl.system.files import sha256_of
+from tests.cluster.asking import WORKERS, ask, with_questions
 from tests.cluster.bed import Bed, Machine
 from tests.cluster.jobs import machines_of, prepared, ready, resources_of
-from tests.contract.payloads import QUESTIONS
 from tests.contract.stack import Json
 from tests.required import IN_FULL
-from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
-WORKERS = {"labels": {"rack": "7"}}
 CHECKS = [{"type": "regex", "pattern": "[aeiou].*e"}, {"type": "exact"}]
-
-
-def ask(bed: Bed, kind: str, job_uuid: str, options: Json, **fields: Any) -> str:
-    """Submit a job with 8 prompts, in batches of 2."""
-    body = {"job_uuid": job_uuid, "model": str(tiny_model()), "dataset_id": "questions", "dtype": "fp32"}
-    sampled = {"max_new_tokens": 12, "batch_size": 2, "seed": 7, "temperature": 0.9, "checkpoint_dir": job_uuid}
-    answer = bed.post(f"/post-training/{kind}", {**body, **sampled, **fields, "provider_options": options})
-    assert answer.status_code == 200, answer.text
-    return job_uuid
-
-
-def with_questions(bed: Bed) -> None:
-    body = {"dataset_id": "questions", "purpose": "post-training/messages"}
-    assert bed.post("/datasets", {**body, "source": {"type": "rows", "rows": QUESTIONS}}).ok
 
 
 def answers_of(bed: Bed, job_uuid: str) -> Path:

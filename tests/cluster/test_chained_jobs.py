@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.system.files import sha256_of
+from tests.cluster.asking import WORKERS, ask, with_questions
 from tests.cluster.bed import Bed
 from tests.cluster.jobs import has_saved, machines_of, prepared, ready, resources_of
-from tests.cluster.test_answers_of_nodes import WORKERS, ask, with_questions
 from tests.contract.payloads import LORA
 from tests.contract.stack import DPO, SFT, Json
 from tests.required import IN_FULL

@@ -12,7 +12,7 @@ import yaml
 
 from tests.cluster.bed import NODE_TOKEN, Bed, Machine
 from tests.cluster.jobs import dpo, ready, resources_of, submit, trains
-from tests.cluster.test_ssh_nodes import _key, host, nothing_but_sshd
+from tests.cluster.ssh_host import _key, host, nothing_but_sshd
 from tests.required import IN_FULL, lacking
 from tests.tiny import tiny_model
 

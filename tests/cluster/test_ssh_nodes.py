@@ -20,6 +20,7 @@ import yaml
 from llama_stack_provider_trl_remote.cli.main import main
 from tests.cluster.bed import NODE_TOKEN, TOKEN, Bed, Machine
 from tests.cluster.jobs import dpo, ready, submit, trains
+from tests.cluster.ssh_host import _key, host, nothing_but_sshd
 from tests.contract.stack import Json
 from tests.required import IN_FULL, lacking
 from tests.tiny import REPOSITORY, tiny_model
@@ -276,22 +277,6 @@ def prepared(
     return machines
 
 
-def host(directory: Path, machine: Machine) -> Json:
-    """A machine as the inventory has it."""
-    variables = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRL_FAULTS": str(machine.bed.faults)}
-    return {
-        "host": machine.address,
-        "name": machine.name,
-        "user": "root",
-        "key_file": "id",
-        "host_key": (machine.root / "host_key.pub").read_text().strip(),
-        "python": sys.executable,
-        "data_dir": str(machine.data_dir),
-        "device": "cpu",
-        "environment": variables,
-    }
-
-
 def write_inventory(directory: Path, machines: list[Machine], **changed: Any) -> None:
     of_file = {key: changed.pop(key) for key in ("service", "certificate") if key in changed}
     nodes = []
@@ -300,16 +285,6 @@ def write_inventory(directory: Path, machines: list[Machine], **changed: Any) ->
         found["environment"] |= changed.get("environment", {})
         nodes.append({**found, **{key: value for key, value in changed.items() if key != "environment"}})
     (directory / "operator" / "nodes.yaml").write_text(yaml.safe_dump({"nodes": nodes, **of_file}))
-
-
-def nothing_but_sshd(bed: Bed, machine: Machine) -> None:
-    """No process and no connection is left, but for the SSH server itself."""
-    server = int((machine.root / "sshd.pid").read_text())
-
-    def quiet() -> bool:
-        return machine.pids() == [server] and not machine.connections()
-
-    bed.wait(quiet, f"nothing but its SSH server is left on {machine.name}", 10)
 
 
 def commands_of(machine: Machine) -> list[bytes]:
@@ -333,7 +308,3 @@ def _shown(machine: Machine) -> str:
         for part in ("cmdline", "environ"):
             found.append(Path(f"/proc/{pid}/{part}").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
     return " ".join(found)
-
-
-def _key(path: Path) -> None:
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True)

@@ -128,10 +128,9 @@ class TrainingService(Server):
         poll(lambda: self.state(job_uuid) in states, f"job {job_uuid} is {' or '.join(states)}", timeout)
         return self.status(job_uuid)
 
-    def cpu_seconds(self) -> float:
-        """What the process has computed so far, whatever else the machine does."""
-        times = psutil.Process(self.pid).cpu_times()
-        return times.user + times.system
+    def read_bytes(self) -> int:
+        """What the process has read so far from files and sockets."""
+        return int(psutil.Process(self.pid).io_counters().read_chars)
 
     def rss_mib(self) -> float:
         return psutil.Process(self.pid).memory_info().rss / (1 << 20)

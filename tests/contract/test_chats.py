@@ -347,10 +347,8 @@ def test_a_training_takes_the_device_and_the_next_chat_reports_it(service: Train
     chat(service, "ft:adapter", "Tell me.")
     assert serving_processes(service)
     service.arm("started", "hold")
-    begun = time.monotonic()
     service.submit(SFT, sft("first", "rows"))
     service.wait_taken("started", 60)
-    assert time.monotonic() - begun < 5
     poll(lambda: not serving_processes(service), "nothing serves any more", 5)
     answer = post(service, CHAT, chat_body("ft:adapter", "Tell me."))
     assert answer.status_code == 503, answer.text

@@ -16,9 +16,9 @@ from llama_stack_provider_trl.specs.events import CheckpointSaved, Event, Finish
 from llama_stack_provider_trl.specs.exports import ExportSpec
 from llama_stack_provider_trl.specs.promotion import PromotionCondition
 from llama_stack_provider_trl.specs.work import ExportWork
-from tests.contract.test_pipelines import InProcess
+from tests.contract.in_process import InProcess
 from tests.fakes import job_spec
-from tests.security.test_store_errors import answer_of
+from tests.security.in_process_calls import answer_of
 
 pytestmark = pytest.mark.contract
 CONDITION = PromotionCondition(evaluation="after", metric="loss", against="before", at_most_change=0.02)

@@ -11,40 +11,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llama_stack_provider_trl.system.files import sha256_of
 from llama_stack_provider_trl_remote.cli.main import main
 from llama_stack_provider_trl_remote.trl_client import TrlClient
 from tests.census import census
 from tests.contract.crashing import CrashingService
+from tests.contract.generate_requests import GENERATE, answers_of, request
 from tests.contract.payloads import LORA, PAIRS, QUESTIONS, sft
-from tests.contract.service import JOBS, TrainingService, running, running_service
+from tests.contract.service import JOBS, running, running_service
 from tests.contract.stack import DPO, SFT, Json, poll
 from tests.required import IN_FULL
-from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
-GENERATE = "/post-training/generate"
-
-
-def request(job_uuid: str, output: str, **changes: object) -> Json:
-    body: Json = {
-        "job_uuid": job_uuid,
-        "model": str(tiny_model()),
-        "dataset_id": "rows",
-        "output": {"dataset_id": output},
-        "max_new_tokens": 12,
-        "samples_per_prompt": 2,
-        "batch_size": 4,
-        "seed": 7,
-    }
-    return {**body, **changes}
-
-
-def answers_of(service: TrainingService, job_uuid: str) -> tuple[str, list[Json]]:
-    """The digest and the lines of a job's answers."""
-    directory = Path(service.status(job_uuid)["resources_allocated"]["effective_config"]["checkpoint_dir"])
-    answers = directory / "answers.jsonl"
-    return sha256_of(answers), [json.loads(line) for line in answers.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

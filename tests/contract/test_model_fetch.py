@@ -24,7 +24,7 @@ from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import JOBS, TrainingService, refusal, running
 from tests.contract.stack import SFT, Json, poll
 from tests.tiny import REPOSITORY, tiny_model
-from tests.unit.test_model_files import snapshot
+from tests.unit.snapshots import snapshot
 
 EVALUATE = "/post-training/evaluate"
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]

@@ -18,10 +18,10 @@ from llama_stack_provider_trl_remote.nodes.calls import NodeClient, Pace
 from tests.contract.fake_agent import FakeAgent, exited
 from tests.contract.payloads import QUESTIONS
 from tests.contract.service import JOBS, TrainingService, refusal
+from tests.contract.service_agents import STARTED, WORKER, lines
+from tests.contract.service_agents import agents as agents
+from tests.contract.service_agents import service as service
 from tests.contract.stack import Json
-from tests.contract.test_service_nodes import STARTED, WORKER, lines
-from tests.contract.test_service_nodes import agents as agents
-from tests.contract.test_service_nodes import service as service
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.contract

@@ -23,8 +23,8 @@ from tests.contract.browser import Window
 from tests.contract.payloads import LORA, PAIRS, QUESTIONS, promised, sft
 from tests.contract.service import running
 from tests.contract.stack import DPO, SFT, Json, poll
+from tests.security.dashboard_browser import Browser
 from tests.security.guarded import TOKENS, Guarded
-from tests.security.test_dashboard_login import Browser
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(240)]

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llama_stack_provider_trl.specs.work import ExportWork
+from tests.contract.in_process import InProcess, job
+from tests.contract.in_process import here as here
 from tests.contract.payloads import LORA
-from tests.contract.test_pipelines import InProcess, job
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.contract
 Json = dict[str, Any]
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Iterator[InProcess]:
-    made = InProcess(tmp_path)
-    made.add_rows()
-    yield made
-    made.service.close()
 
 
 def pipeline(**changes: Any) -> Json:

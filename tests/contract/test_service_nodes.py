@@ -5,84 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
-from pydantic import BaseModel
 
-from llama_stack_provider_trl.specs.events import CheckpointSaved, Finished, Paused, Prepared, Started
+from llama_stack_provider_trl.specs.events import CheckpointSaved, Finished, Paused, Prepared
 from llama_stack_provider_trl.system.files import write_manifest
 from llama_stack_provider_trl_remote.nodes.identity import versions
 from tests.contract.fake_agent import FakeAgent, exited
 from tests.contract.fake_agent import running as running_now
 from tests.contract.payloads import QUESTIONS, sft
-from tests.contract.service import JOBS, TrainingService, refusal, running
+from tests.contract.service import JOBS, TrainingService, refusal
+from tests.contract.service_agents import NODE_TOKEN, STARTED, TOKEN, WORKER, lines
+from tests.contract.service_agents import agents as agents
+from tests.contract.service_agents import service as service
 from tests.contract.stack import SFT, Json, poll
-from tests.tiny import CACHE
 
 pytestmark = pytest.mark.contract
 
-TOKEN, NODE_TOKEN = "operator", "agents"
-WORKER = {"labels": {"kind": "worker"}}
 
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingService]:
-    root = tmp_path_factory.mktemp("service")
-    tokens = [{"token": "users", "role": "submit"}]
-    service = TrainingService(
-        root,
-        host="0.0.0.0",
-        insecure=True,
-        model_roots=[str(CACHE)],
-        api_token=TOKEN,
-        node_token=NODE_TOKEN,
-        tokens=tokens,
-        node_name="head",
-    )
-    service.session.headers["Authorization"] = f"Bearer {TOKEN}"
-    with running(service):
-        service.register("questions", QUESTIONS)
-        yield service
-
-
-@pytest.fixture
-def agents(service: TrainingService) -> Iterator[list[FakeAgent]]:
-    """Two workers, which are gone after the test."""
-    found = [agent(service, "a", 2), agent(service, "b", 3)]
-    yield found
-    for one in found:
-        forget(service, one)
-
-
-def agent(service: TrainingService, name: str, number: int, **report: Any) -> FakeAgent:
-    one = FakeAgent(service, name, NODE_TOKEN, address=f"10.0.0.{number}", **{**WORKER, **report})
-    answer = one.join().json()
-    assert answer == {"node": name, "head": "head", "version": answer["version"], "credential": one.credential}
-    return one
-
-
-def forget(service: TrainingService, one: FakeAgent) -> None:
-    """Every order that it received is done."""
-    for job in service.get("/nodes").json()["data"]:
-        for name in job["jobs"].values() if job["node"] == one.name else ():
-            service.post(f"{JOBS}/{name}/cancel")
-    one.reports.clear()
-    one.seen = 0
-    while one.poll().ok and one.orders:
-        pass
-    assert service.delete(f"/nodes/{one.name}").status_code == 204
-
-
-def lines(*events: BaseModel) -> bytes:
-    return b"".join(event.model_dump_json().encode() + b"\n" for event in events)
-
-
-STARTED = Started(pid=1, device="cpu", versions={})
 PREPARED = Prepared(total_steps=4, num_rows=8, trainable_parameters=1, total_parameters=1)
 
 

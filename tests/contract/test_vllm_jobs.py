@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.contract.crashing import CrashingService
+from tests.contract.generate_requests import GENERATE, answers_of, request
 from tests.contract.payloads import LORA, QUESTIONS, sft
 from tests.contract.service import running
 from tests.contract.stack import DPO, SFT, Json
-from tests.contract.test_generate_jobs import GENERATE, answers_of, request
 from tests.played_vllm import played_vllm
 from tests.tiny import VOCABULARY, save_llama, tiny_tokenizer
 

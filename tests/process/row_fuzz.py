@@ -27,7 +27,7 @@ from llama_stack_provider_trl.errors import InvalidRows, JobFailure
 from llama_stack_provider_trl.recipes.data.chat import Chat
 from llama_stack_provider_trl.recipes.data.tokenize import SftEncoder, encode_chats, encode_labelled, encode_pairs
 from llama_stack_provider_trl.specs.rows import check_rows, parse_row
-from tests.process.test_public_shapes import EXAMPLES
+from tests.process.public_rows import EXAMPLES
 from tests.tiny import tiny_tokenizer
 
 _TEMPLATES = Path(trl.__file__).parent / "chat_templates"

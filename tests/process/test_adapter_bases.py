@@ -15,7 +15,7 @@ from transformers.trainer_utils import set_seed
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress, Reason
 from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, LoraSpec, OptimizerSpec, ReferenceSpec, ShardingSpec
 from llama_stack_provider_trl.specs.model_source import AdapterSpec
-from tests.process.test_recipes import as_chat, load, plain_arguments
+from tests.process.plain_trl import as_chat, load, plain_arguments
 from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import tiny_model

@@ -20,7 +20,7 @@ from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.bucket_store import ENVIRONMENT, Store, serve
 from tests.hub_server import lines
 from tests.process.dataset_reader import read_uris
-from tests.process.test_hub_dataset import ROWS
+from tests.process.hub_rows import ROWS
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("moto")

@@ -14,10 +14,9 @@ from unittest.mock import patch
 
 import pytest
 
-from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.events import Evaluated, Failed, Finished, Progress, Warned
 from llama_stack_provider_trl.specs.job import OptimizerSpec
-from llama_stack_provider_trl.specs.work import CheckedAnswering, EvaluateSpec
+from tests.process.checked_work import work
 from tests.tiny import REPOSITORY, tiny_model
 from tests.training import job_spec, of_kind, run
 
@@ -26,12 +25,6 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 RIGHT: dict[str, Any] = {"type": "json", "name": "right", "column": "expected", "extract": True}
 ONLY_JSON: dict[str, Any] = {"type": "json_schema", "name": "only_json", "json_schema": {"type": "object"}}
 BOTH: dict[str, Any] = {"type": "json", "name": "right_and_only_json", "column": "expected"}
-
-
-def work(*checks: dict[str, Any], **changes: Any) -> EvaluateSpec:
-    fields = {"max_new_tokens": 48, "temperature": 0.0, "top_p": 1.0, "seed": 42, "samples_per_prompt": 1, **changes}
-    found = tuple(AnswerCheck.model_validate(check) for check in checks)
-    return EvaluateSpec(answers=CheckedAnswering.model_validate({**fields, "checks": found}))
 
 
 TAUGHT = {

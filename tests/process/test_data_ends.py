@@ -14,7 +14,7 @@ from llama_stack_provider_trl.recipes.data.chat import Chat
 from llama_stack_provider_trl.recipes.data.prepare import tokenize_dpo, tokenize_kto, tokenize_sft
 from llama_stack_provider_trl.recipes.data.spans import split_rows
 from llama_stack_provider_trl.specs.rows import LabelledExample, PreferenceExample, SftExample
-from tests.process.test_data_masks import SYSTEM, prepare, trained
+from tests.process.talks import SYSTEM, prepare, trained
 from tests.tiny import CHATML, tiny_tokenizer
 
 USER = {"role": "user", "content": "Which fruit is red?"}

@@ -35,7 +35,7 @@ from llama_stack_provider_trl.recipes.data.prepare import tokenize_dpo, tokenize
 from llama_stack_provider_trl.recipes.data.tables import IGNORED
 from llama_stack_provider_trl.recipes.data.tokenize import SftEncoder
 from llama_stack_provider_trl.specs.rows import parse_row
-from tests.process.test_tool_templates import TOOL, example_of, runs, tokenizer_of, trained
+from tests.process.tool_rows import TOOL, example_of, runs, tokenizer_of, trained
 from tests.tiny import CHATML, tiny_tokenizer
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]

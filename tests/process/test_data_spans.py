@@ -9,7 +9,8 @@ import pytest
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes.data.prepare import DataReport, tokenize_dpo, tokenize_kto, tokenize_sft
 from llama_stack_provider_trl.specs.rows import LabelledExample, PreferenceExample, SftExample
-from tests.process.test_data_masks import (
+from tests.process.spoken import answer
+from tests.process.talks import (
     _LAST_USER_TURN_IN_CAPITALS,
     _NUMBER_OF_TURNS,
     _SYSTEM_IN_LAST_USER_TURN,
@@ -21,10 +22,6 @@ from tests.tiny import CHATML, tiny_tokenizer
 
 USER = {"role": "user", "content": "Which fruit is red?"}
 ANSWERS = ["Apple.", "<think>\nRed?\n</think>\n\nAn apple.", '{"fruit": "apple"}', "  Cherry,\n", "<table> is none"]
-
-
-def answer(content: str) -> list[Any]:
-    return [{"role": "assistant", "content": content}]
 
 
 @pytest.fixture

@@ -11,19 +11,9 @@ import pytest
 
 from llama_stack_provider_trl.recipes.data.prepare import read_examples, tokenize_dpo, tokenize_sft
 from llama_stack_provider_trl.specs.rows import PreferenceExample, SftExample
-from tests.process.test_data_masks import END_OF_DIALOG, SMOLLM, SYSTEM, TALK, THINKING, THINKING_WITH_TOOLS, TRIMMING
-from tests.tiny import CHATML, qwen_tokenizer, shared_dir, tiny_tokenizer
-
-TEMPLATES = {
-    "chatml": CHATML,
-    "smollm": SMOLLM,
-    "thinking": THINKING,
-    "thinking with tools": THINKING_WITH_TOOLS,
-    "end of dialog": END_OF_DIALOG,
-    "trimming": TRIMMING,
-    "given": None,
-}
-COMPLETIONS = ["Two.", "  Two", "\n\nTwo,\n", "    return one + two\n", "1 + 1 = 2 😊", "Zwölf große Boxkämpfer"]
+from tests.process.talks import SYSTEM, TALK
+from tests.process.trl_templates import COMPLETIONS, TEMPLATES
+from tests.tiny import qwen_tokenizer, shared_dir, tiny_tokenizer
 
 
 @pytest.fixture(params=list(TEMPLATES.values()), ids=list(TEMPLATES))

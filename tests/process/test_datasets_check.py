@@ -13,8 +13,8 @@ import pytest
 
 from llama_stack_provider_trl_remote.cli.main import main
 from tests.process.forked_recipes import fork_recipes
-from tests.process.test_inferred import NUMBERED
-from tests.process.test_tool_templates import _TEMPLATES, ROW
+from tests.process.numbered_rows import NUMBERED
+from tests.process.tool_rows import _TEMPLATES, ROW
 from tests.required import in_full
 from tests.tiny import CHATML, tiny_model
 from tests.training import DPO_ROWS, SFT_ROWS

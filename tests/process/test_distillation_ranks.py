@@ -10,10 +10,10 @@ import pytest
 from llama_stack_provider_trl.recipes.trainer.distillation import DistillationRecipe
 from llama_stack_provider_trl.specs.events import Failed
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, ShardingSpec
-from tests.process import test_grpo_ranks as grpo
-from tests.process.test_grpo import given_answers
-from tests.process.test_grpo_ranks import Alone, assert_equal_and_continued, assert_same, numbers, trained_alone
-from tests.process.test_on_policy_distillation import method_of, teacher_model
+from tests.process import on_policy_ranks as grpo
+from tests.process.distillation_jobs import method_of, teacher_model
+from tests.process.grpo_jobs import given_answers
+from tests.process.on_policy_ranks import Alone, assert_equal_and_continued, assert_same, numbers, trained_alone
 from tests.ranks import Ranks
 from tests.required import in_full
 from tests.training import LORA, of_kind

@@ -39,7 +39,7 @@ from llama_stack_provider_trl.specs.events import (
 from llama_stack_provider_trl.specs.job import AttemptSpec, DpoSpec, JobSpec, OptimizerSpec, ReferenceSpec, ShardingSpec
 from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.system.files import RunDir, put_rows
-from tests.process.test_recipes import DORA, as_chat, logged_losses, plain_arguments
+from tests.process.plain_trl import DORA, as_chat, logged_losses, plain_arguments
 from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import tiny_model

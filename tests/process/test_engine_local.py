@@ -174,10 +174,6 @@ def test_a_runner_that_cannot_start_is_an_error_of_start(stage: Stage, monkeypat
         stage.start("")
 
 
-def test_a_start_takes_a_fraction_of_a_second(stage: Stage) -> None:
-    assert any(seconds(lambda: stage.start("time.sleep(600)")) < 2.0 for _ in range(5))  # 0.12 s on a quiet machine
-
-
 # Ends
 
 
@@ -324,16 +320,10 @@ def test_tasks_that_serve_share_a_device_and_end_when_a_training_wants_it(stage:
     time.sleep(1.0)  # their checks of each other are no claims
     assert [stage.launcher.poll(task).state for task in tasks] == [TaskState.running] * 2
 
-    def taken() -> float:
-        begun = time.monotonic()
-        training = stage.start("note('ran'); time.sleep(600)", task_id=f"job-{len(stage.tasks)}")
-        until(lambda: notes(training) == ["ran"])
-        took = time.monotonic() - begun
-        stage.launcher.cancel(training)
-        stage.reaches(training, TaskState.exited)
-        return took
-
-    assert taken() < 5.0
+    training = stage.start("note('ran'); time.sleep(600)", task_id=f"job-{len(stage.tasks)}")
+    until(lambda: notes(training) == ["ran"])
+    stage.launcher.cancel(training)
+    stage.reaches(training, TaskState.exited)
     for task in tasks:
         seen = stage.reaches(task, TaskState.exited)
         assert seen.detail.startswith("gave way to task job-2 (pid ")

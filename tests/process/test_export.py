@@ -27,6 +27,7 @@ from llama_stack_provider_trl.recipes.model.loading import DTYPES, load_adapter
 from llama_stack_provider_trl.recipes.model.saving import try_exports
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Progress, Reason, Warned
 from llama_stack_provider_trl.specs.job import Dtype, JobSpec, OptimizerSpec, QatSpec, ShardingSpec
+from tests.process.architectures import ARCHITECTURES, SIZES
 from tests.process.waiting import until
 from tests.ranks import Ranks
 from tests.required import in_full
@@ -36,36 +37,6 @@ from tests.training import LORA, job_spec, of_kind, run
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 DORA = LORA.model_copy(update={"use_dora": True})
 IDS = torch.arange(3, 23)[None]
-
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
-LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-GROUPED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "qwen2": {**SIZES, "tie_word_embeddings": True},
-    "qwen3": SIZES,
-    "gpt2": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
-    "gemma2": SIZES,
-    "gemma3_text": SIZES,
-    "phi3": SIZES,
-    "gpt_neox": SIZES,
-    "opt": {**SIZES, "ffn_dim": 64, "word_embed_proj_dim": 32},
-    "mixtral": {**SIZES, **EXPERTS},
-    "qwen2_moe": {**SIZES, **EXPERTS, "shared_expert_intermediate_size": 16},
-    "qwen3_moe": {**SIZES, **EXPERTS},
-    "deepseek_v3": {**SIZES, **EXPERTS, **LATENT, **GROUPED, "num_key_value_heads": 4},
-    "gpt_oss": {**SIZES, **EXPERTS},
-}
 
 
 def built(architecture: str, path: Path) -> PreTrainedModel:

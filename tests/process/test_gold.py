@@ -6,8 +6,7 @@ CI compares one loss for 20 steps and the others in few; `TRL_TESTS=full` compar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,31 +23,16 @@ from llama_stack_provider_trl.recipes.trainer.gold import NOTHING_COMPARED, Gold
 from llama_stack_provider_trl.recipes.trainer.uld import UniversalDistance, Vocabularies
 from llama_stack_provider_trl.specs.events import Failed, Prepared, Progress, Warned
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
-from llama_stack_provider_trl.specs.methods import DistillationSpec, UldSpec
-from tests.process import test_on_policy_distillation as same
-from tests.process.test_grpo import PLAIN_TRL, metric
-from tests.process.test_memory import most
-from tests.process.test_on_policy_distillation import (
-    MORE,
-    answered,
-    built,
-    ended,
-    held,
-    loaded,
-    rows_of,
-    spec_of,
-)
+from llama_stack_provider_trl.specs.methods import DistillationSpec
+from tests.process.distillation_jobs import MORE, answered, built, ended, held, loaded, rows_of, spec_of
+from tests.process.gold_jobs import FEWER, given_answers, method_of, student_tokenizer, teacher_model, teacher_tokenizer
+from tests.process.grpo_jobs import PLAIN_TRL, metric
+from tests.process.peaks import most
 from tests.required import FULL, in_full
 from tests.tiny import EOS, VOCABULARY, tiny_model, tiny_tokenizer
 from tests.training import LORA, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
-LINES = (
-    "Paris is France's capital, and the flour is not the salt's; first the capital, then the mixture.",
-    "Rather not: would the others mix salted flour? Zwölf would, rather. The Frenchman is in Paris, he is.",
-)
-FEWER = 330
-"""Tokens of the teacher: most words are several of them."""
 CASES: dict[str, dict[str, Any]] = {
     "ranks": {"student_temperature": 0.9, "teacher_temperature": 1.2},
     "hybrid": {"hybrid": True, "distillation_weight": 0.5},
@@ -59,34 +43,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 def steps_of(name: str) -> int:
     return 20 if FULL or name == "hybrid" else 4
-
-
-def teacher_tokenizer() -> Any:
-    """That of the teacher: a part of its tokens are the student's, too."""
-    return tiny_tokenizer(vocabulary=FEWER, lines=LINES)
-
-
-def teacher_model(root: Path, **options: Any) -> Path:
-    """That of the test of distillation, with another vocabulary, which has a third of the tiny model's tokens."""
-    return same.teacher_model(root, rows=FEWER - VOCABULARY, tokenizer=teacher_tokenizer(), **options)
-
-
-def method_of(teacher: Path, beta: float = 0.5, **how: Any) -> DistillationSpec:
-    return same.method_of(teacher, beta=beta, max_completion_length=16, uld=UldSpec(**how))
-
-
-TEXTS = ("The capital of France is Paris.", "Zwölf 😊", "I would rather not.", "first, mix the flour and the salt")
-
-
-@cache
-def student_tokenizer() -> Any:
-    return tiny_tokenizer()
-
-
-def given_answers(prompts: Sequence[list[int]]) -> list[list[int]]:
-    """Answers that follow from the prompts, which have an end."""
-    tokenizer = student_tokenizer()
-    return [tokenizer(TEXTS[sum(prompt) % len(TEXTS)])["input_ids"] + [tokenizer.eos_token_id] for prompt in prompts]
 
 
 def trl_history(root: Path, method: DistillationSpec, rows: list[dict[str, str]]) -> list[dict[str, float]]:

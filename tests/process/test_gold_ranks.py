@@ -10,9 +10,9 @@ import pytest
 from llama_stack_provider_trl.recipes.trainer.gold import GoldRecipe
 from llama_stack_provider_trl.specs.events import Failed
 from llama_stack_provider_trl.specs.job import JobSpec, LoraSpec, ShardingSpec
-from tests.process import test_grpo_ranks as grpo
-from tests.process.test_gold import given_answers, method_of, teacher_model
-from tests.process.test_grpo_ranks import Alone, assert_equal_and_continued, assert_same, numbers, trained_alone
+from tests.process import on_policy_ranks as grpo
+from tests.process.gold_jobs import given_answers, method_of, teacher_model
+from tests.process.on_policy_ranks import Alone, assert_equal_and_continued, assert_same, numbers, trained_alone
 from tests.ranks import Ranks
 from tests.required import in_full
 from tests.training import LORA, of_kind

@@ -29,7 +29,7 @@ from llama_stack_provider_trl.recipes.trainer.sft import in_one_sequence
 from llama_stack_provider_trl.recipes.trainer.trl_patches import fuse_head, keep_allocator_cache
 from llama_stack_provider_trl.specs.events import NullEventWriter, Progress
 from llama_stack_provider_trl.specs.job import ShardingSpec
-from tests.process.test_export import ARCHITECTURES
+from tests.process.architectures import ARCHITECTURES
 from tests.required import in_full
 from tests.tiny import tiny_model
 from tests.training import job_spec, of_kind, run

@@ -16,8 +16,8 @@ from llama_stack_provider_trl.specs.grading.isolated import reward_of_source
 from llama_stack_provider_trl.specs.methods import GrpoSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl.system.limited import Limited
-from tests.process.test_checked_answers import work
-from tests.process.test_grpo import metric, toy
+from tests.process.checked_work import work
+from tests.process.grpo_jobs import metric, toy
 from tests.tiny import tiny_model
 from tests.training import job_spec, of_kind, run
 

@@ -29,8 +29,8 @@ from llama_stack_provider_trl.specs.methods import GrpoSpec, RewardSpec
 from llama_stack_provider_trl.specs.model_source import ModelName, ModelSource
 from llama_stack_provider_trl.specs.rewards import RewardModel, RewardSource
 from llama_stack_provider_trl.specs.rows import PreferenceExample
-from tests.process.test_grpo import LETTER, given_answers, metric
-from tests.process.test_grpo_ranks import numbers, trained, weights_of
+from tests.process.grpo_jobs import LETTER, given_answers, metric
+from tests.process.on_policy_ranks import numbers, trained, weights_of
 from tests.ranks import Ranks, forked_ranks
 from tests.tiny import save_llama, tiny_model, tiny_tokenizer
 from tests.training import DPO_ROWS, LORA, job_spec, of_kind, run

@@ -37,7 +37,7 @@ from llama_stack_provider_trl.specs.methods import GrpoSpec, VllmSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl.system.process import alive, identify
 from tests.played_vllm import played_vllm
-from tests.process.test_grpo import DIGITS, LETTER, MORE, ROWS, STEPS, given_answers, metric, spec_of, trl_history
+from tests.process.grpo_jobs import DIGITS, LETTER, MORE, ROWS, STEPS, given_answers, metric, spec_of, trl_history
 from tests.process.waiting import until
 from tests.required import FULL
 from tests.tiny import tiny_model

@@ -18,10 +18,10 @@ from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.hub_server import Hub, lines, serve
 from tests.process.dataset_reader import read_uris
+from tests.process.hub_rows import ROWS
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
-ROWS = [{"prompt": f"question {number}", "completion": f"answer {number}"} for number in range(5)]
 URI = "huggingface://datasets/acme/pairs"
 TOKEN = "hf_secretsecretsecret"
 

@@ -29,36 +29,23 @@ from llama_stack_provider_trl.specs.events import (
     Reason,
     Warned,
 )
-from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, OptimizerSpec, ReferenceSpec, ShardingSpec
+from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, ReferenceSpec, ShardingSpec
 from llama_stack_provider_trl.specs.methods import CpoSpec
 from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.specs.preflight import PreflightSpec, PreviewSpec
+from tests.process.image_jobs import RATE, SGD, image_job, losses
 from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny_vision import FAMILIES, IMAGE_TOKENS, image_pairs, picture, tiny_vision_model, uri
-from tests.training import LORA, job_spec, of_kind, run
+from tests.training import LORA, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
-RATE, BETA = 5e-3, 0.5
-SGD = OptimizerSpec(name="sgd", learning_rate=RATE, scheduler="constant", weight_decay=0.0, max_grad_norm=0.0)
-"""The plainest: whose steps show a gradient of another size, too."""
+BETA = 0.5
 
 
 def pair_job(root: Path, family: str = "llava", ranks: int = 1, **changes: Any) -> JobSpec:
-    fields = {
-        "rows": image_pairs(5),
-        "ranks": ranks,
-        "batch_size": 2 // ranks,
-        "shuffle": False,
-        "sharding": ShardingSpec() if ranks > 1 else None,
-        "optimizer": SGD,
-        "method": DpoSpec(beta=BETA),
-    }
-    return job_spec(root, tiny_vision_model(family), "dpo", **{**fields, **changes})
-
-
-def losses(events: list[Any]) -> list[float]:
-    return [event.metrics["loss"] for event in of_kind(events, Progress)]
+    own = {"rows": image_pairs(5), "algorithm": "dpo", "method": DpoSpec(beta=BETA)}
+    return image_job(root, family, ranks, **{**own, **changes})
 
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -26,8 +26,9 @@ from llama_stack_provider_trl.specs.events import (
     Reason,
     Warned,
 )
-from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec, RowNames, ShardingSpec
+from llama_stack_provider_trl.specs.job import JobSpec, RowNames
 from llama_stack_provider_trl.specs.model_source import ModelSource
+from tests.process.image_jobs import RATE, image_job, losses
 from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import tiny_model
@@ -35,25 +36,6 @@ from tests.tiny_vision import FAMILIES, IMAGE_TOKENS, image_rows, picture, tiny_
 from tests.training import LORA, SFT_ROWS, dataset, job_spec, of_kind, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
-RATE = 5e-3
-SGD = OptimizerSpec(name="sgd", learning_rate=RATE, scheduler="constant", weight_decay=0.0, max_grad_norm=0.0)
-"""The plainest: whose steps show a gradient of another size, too."""
-
-
-def image_job(root: Path, family: str = "llava", ranks: int = 1, **changes: Any) -> JobSpec:
-    fields = {
-        "rows": image_rows(5),
-        "ranks": ranks,
-        "batch_size": 2 // ranks,
-        "shuffle": False,
-        "sharding": ShardingSpec() if ranks > 1 else None,
-        "optimizer": SGD,
-    }
-    return job_spec(root, tiny_vision_model(family), **{**fields, **changes})
-
-
-def losses(events: list[Any]) -> list[float]:
-    return [event.metrics["loss"] for event in of_kind(events, Progress)]
 
 
 def losses_of_transformers(family: str, rows: list[dict[str, Any]]) -> list[float]:

@@ -23,25 +23,14 @@ from llama_stack_provider_trl.specs.methods import GrpoSpec
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl.specs.rows import SftExample, parse_row
-from tests.process.test_data_masks import TALK, THINKING_WITH_TOOLS
-from tests.process.test_tool_templates import (
-    _TEMPLATES,
-    CALL,
-    ROW,
-    TOOL,
-    WRITTEN,
-    _generated,
-    example_of,
-    row_for,
-    tokenizer_of,
-)
+from tests.process.numbered_rows import NUMBERED
+from tests.process.talks import TALK, THINKING_WITH_TOOLS
+from tests.process.tool_rows import _TEMPLATES, CALL, ROW, TOOL, WRITTEN, _generated, example_of, row_for, tokenizer_of
 from tests.tiny import CHATML, qwen_tokenizer, shared_dir, tiny_model, tiny_tokenizer
 from tests.training import job_spec
 
 pytestmark = pytest.mark.process
 
-NUMBERED = "{{ 'Turns: ' + messages | length | string + '\n' }}" + CHATML
-"""Writes at the front what depends on the whole conversation."""
 SHOUTED = CHATML.replace("message['content']", "(message['content'] if loop.last else message['content'] | upper)")
 """Writes earlier turns otherwise than the last one."""
 THOUGHTS = [

@@ -31,7 +31,7 @@ from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
 from llama_stack_provider_trl.specs.rewards import RewardModel, RewardSource
 from llama_stack_provider_trl.specs.rows import LabelledExample, PreferenceExample, PromptExample, SftExample
-from tests.process.test_data_masks import _WITHOUT, SYSTEM, TALK
+from tests.process.talks import _WITHOUT, SYSTEM, TALK
 from tests.tiny import CHATML, tiny_model, tiny_tokenizer
 from tests.training import job_spec, of_kind, run
 

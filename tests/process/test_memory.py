@@ -34,6 +34,7 @@ from llama_stack_provider_trl.specs.methods import GrpoSpec, VllmSpec
 from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
+from tests.process.peaks import most
 from tests.required import in_full
 from tests.tiny import CACHE, REPOSITORY, _cached, tiny_model
 from tests.training import LORA, dataset, job_spec
@@ -148,10 +149,6 @@ def held(spec: JobSpec, batch: Batch) -> Sequence[memory.Window]:
     with memory._head_of(spec, "cpu", live, config), live:
         memory._step(model, spec, batch, "cpu")
     return live.windows
-
-
-def most(windows: Sequence[memory.Window]) -> float:
-    return max(window.activations + window.logits + window.gradients for window in windows)
 
 
 @pytest.mark.parametrize(

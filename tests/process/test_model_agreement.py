@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,34 +44,12 @@ from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.specs.preflight import PreflightSpec, PreviewSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl.specs.work import GenerateSpec
-from tests.process.test_export import ARCHITECTURES as EXPORTED
-from tests.process.test_export import SIZES
+from tests.process.stored_models import ARCHITECTURES, VOCABULARY, whole
 from tests.required import FULL
-from tests.tiny import tiny_tokenizer
 from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, reference_to, run
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
-VOCABULARY = len(tiny_tokenizer())
-OTHERS = {**SIZES, "num_hidden_layers": 1}
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    **EXPORTED,
-    **dict.fromkeys(("llama", "mistral", "gemma", "olmo2", "starcoder2", "granite"), OTHERS),
-    "bloom": {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 1, "n_head": 4},
-    "mamba": {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4},
-    "gemma3": {
-        "text_config": {**OTHERS, "vocab_size": VOCABULARY},
-        "vision_config": {
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 16,
-            "patch_size": 8,
-        },
-        "mm_tokens_per_image": 4,
-    },
-}
 assert len(ARCHITECTURES) == 22
 NEW = "<new>"
 UNWRITABLE: tuple[dict[str, Any], ...] = (
@@ -183,20 +160,6 @@ CELLS = [
     or architecture == "llama"
     or (variant == [*variants][number % len(variants)] and (architecture == "gemma3" or kind == number % len(DAMAGES)))
 ]
-
-
-@cache
-def whole(root: Path, architecture: str) -> Path:
-    """A model of one block whose files agree, but for token ids that a trainer aligns."""
-    path = root / architecture
-    sizes = ARCHITECTURES[architecture]
-    config = AutoConfig.for_model(
-        architecture, **sizes if "text_config" in sizes else {**sizes, "vocab_size": VOCABULARY}
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module")

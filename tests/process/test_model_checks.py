@@ -31,7 +31,7 @@ from llama_stack_provider_trl.specs.merge import MergeSpec
 from llama_stack_provider_trl.specs.model_source import AdapterSpec, ModelSource
 from llama_stack_provider_trl.specs.preflight import PreflightSpec
 from llama_stack_provider_trl.system.model_damage import DISPENSABLE_FILES
-from tests.process.test_export import ARCHITECTURES
+from tests.process.architectures import ARCHITECTURES
 from tests.tiny import tiny_model
 from tests.training import LORA, SFT_ROWS, job_spec, of_kind, reference_to, run
 

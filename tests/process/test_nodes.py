@@ -39,7 +39,7 @@ from llama_stack_provider_trl.system.files import RunDir, damage
 from tests.contract.stack import poll
 from tests.forked import forked_warm_processes, start_program
 from tests.ports import reserved_port
-from tests.process.test_ranks import assert_same_numbers, numbers, spec_of, trained
+from tests.process.rank_numbers import assert_same_numbers, numbers, spec_of, trained
 from tests.ranks import Ranks
 from tests.required import in_full
 from tests.tiny import REPOSITORY

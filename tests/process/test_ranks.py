@@ -18,22 +18,21 @@ from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.launch.runner import PAUSE
 from llama_stack_provider_trl.recipes.model.fsdp import describe
 from llama_stack_provider_trl.recipes.trainer.arguments import sft_arguments
-from llama_stack_provider_trl.specs.events import CheckpointSaved, Evaluated, Failed, Paused, Prepared, Progress, Reason
-from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, OptimizerSpec, ShardingSpec
+from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Paused, Prepared, Progress, Reason
+from llama_stack_provider_trl.specs.job import DpoSpec, JobSpec, ShardingSpec
+from tests.process.rank_numbers import GLOBAL_BATCH, ROWS, assert_same_numbers, numbers, spec_of, trained
 from tests.ranks import Ranks
 from tests.required import in_full
-from tests.tiny import tiny_model, tiny_tokenizer
-from tests.training import DPO_ROWS, LORA, SAMPLES, SFT_ROWS, job_spec, of_kind, sampled
+from tests.tiny import tiny_tokenizer
+from tests.training import LORA, SAMPLES, of_kind, sampled
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
-GLOBAL_BATCH = 4
 IA3 = LORA.model_copy(update={"method": "ia3"})
 REDUCE_SCATTER = "distributed." + next(  # the name that FSDP2 uses, from torch 2.12 on and before
     name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(torch.distributed, name)
 )
 UNITS = 3
 """Units of the sharded tiny model that have weights of their own: two blocks, and the rest with the tied embeddings."""
-ROWS = {"sft": SFT_ROWS[:11], "dpo": DPO_ROWS[:11]}  # the last batch of an epoch is not full
 
 
 Alone = Callable[..., tuple[JobSpec, list[Any]]]
@@ -58,37 +57,6 @@ def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Alone:
     return find
 
 
-def spec_of(root: Path, algorithm: str, ranks: int, strategy: str = "FULL_SHARD", **changes: Any) -> JobSpec:
-    """The same job for any number of ranks: the same global batch, a learning rate that shows a wrong gradient."""
-    changes.setdefault("sharding", ShardingSpec(strategy=strategy) if ranks > 1 else None)
-    changes.setdefault("rows", ROWS[algorithm])
-    return job_spec(
-        root,
-        changes.pop("model", None) or tiny_model(tied=changes.pop("tied", True)),
-        algorithm,
-        **{
-            "ranks": ranks,
-            "batch_size": GLOBAL_BATCH // ranks,
-            "n_epochs": 2,
-            "optimizer": OptimizerSpec(learning_rate=5e-3),
-            **changes,
-        },
-    )
-
-
-def trained(ranks: Ranks, root: Path, spec: JobSpec, resume_from: Path | None = None) -> list[Any]:
-    codes, events = ranks.run(root / "run", spec, resume_from)
-    assert codes == [0] * spec.ranks, [event.message for event in of_kind(events, Failed)]
-    return events
-
-
-def numbers(events: list[Any]) -> list[dict[str, float]]:
-    """Every metric point, without what the clock decides."""
-    points = of_kind(events, Progress) + of_kind(events, Evaluated)
-    timed = ("tokens_per_second", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
-    return [{name: value for name, value in point.metrics.items() if name not in timed} for point in points]
-
-
 def final_weights(spec: JobSpec) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(spec.checkpoint_dir / "final").state_dict())
 
@@ -109,12 +77,6 @@ def generated(directory: Path, spec: JobSpec) -> list[str]:
         )
         texts.append(tokenizer.decode(found[0, given["input_ids"].shape[1] :], skip_special_tokens=True))
     return texts
-
-
-def assert_same_numbers(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
-    assert len(found) == len(expected) > 0
-    for one, other in zip(found, expected, strict=True):
-        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
 CASES = [

@@ -27,23 +27,16 @@ from llama_stack_provider_trl.specs.events import (
     Warned,
 )
 from llama_stack_provider_trl.specs.job import DpoSpec, LoraSpec, OptimizerSpec
+from tests.process.plain_trl import DORA, as_chat, load, logged_losses, plain_arguments
 from tests.required import FULL, in_full
 from tests.tiny import shared_dir, tiny_model, tiny_tokenizer
 from tests.training import DPO_ROWS, LORA, SFT_ROWS, job_spec, of_kind, run
 
 pytestmark = pytest.mark.process
 
-DORA = LoraSpec(target_modules=("q_proj", "v_proj"), mlp=True, rank=4, alpha=8, use_dora=True)
-
 
 def losses(events: list[Any]) -> list[float]:
     return [event.metrics["loss"] for event in of_kind(events, Progress)]
-
-
-def load(path: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
 
 
 def logits(model: Any) -> Any:
@@ -149,33 +142,6 @@ def test_plain_dpo_gives_the_losses_of_trl_called_directly(tmp_path: Path, loss_
     spec = job_spec(tmp_path, tiny_model(), "dpo", shuffle=False, method=DpoSpec(beta=0.2, loss_type=loss_type))
     _, events = run(tmp_path, spec)
     assert losses(events) == pytest.approx(logged_losses(trainer), rel=1e-4)
-
-
-def plain_arguments(tmp_path: Path) -> dict[str, Any]:
-    return {
-        "output_dir": str(tmp_path / "trl"),
-        "num_train_epochs": 1,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-3,
-        "bf16": False,
-        "use_cpu": True,
-        "gradient_checkpointing": None,
-        "activation_checkpointing": False,
-        "dataloader_pin_memory": False,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-
-
-def as_chat(row: dict[str, str], *answers: str) -> dict[str, Any]:
-    chat: dict[str, Any] = {"prompt": [{"role": "user", "content": row["prompt"]}]}
-    return chat | {answer: [{"role": "assistant", "content": row[answer]}] for answer in answers}
-
-
-def logged_losses(trainer: Any) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def test_reward_scale_and_clip_shape_the_margin() -> None:

@@ -25,15 +25,9 @@ from llama_stack_provider_trl.specs.events import (
 from llama_stack_provider_trl.specs.job import JobSpec, OptimizerSpec
 from llama_stack_provider_trl.specs.preflight import PreviewSpec
 from llama_stack_provider_trl.specs.rows import PreferenceExample
-from tests.process.test_data_masks import (
-    _LAST_USER_TURN_IN_CAPITALS,
-    _NUMBER_OF_TURNS,
-    _SYSTEM_IN_LAST_USER_TURN,
-    SYSTEM,
-    TALK,
-)
-from tests.process.test_data_spans import answer
-from tests.process.test_data_trl import COMPLETIONS, TEMPLATES
+from tests.process.spoken import answer
+from tests.process.talks import _LAST_USER_TURN_IN_CAPITALS, _NUMBER_OF_TURNS, _SYSTEM_IN_LAST_USER_TURN, SYSTEM, TALK
+from tests.process.trl_templates import COMPLETIONS, TEMPLATES
 from tests.tiny import CHATML, tiny_model, tiny_tokenizer
 from tests.training import job_spec, of_kind, run
 

@@ -27,7 +27,7 @@ from llama_stack_provider_trl.specs.methods import (
     UldSpec,
 )
 from llama_stack_provider_trl.specs.rewards import RewardSource
-from tests.process import test_gold, test_on_policy_distillation
+from tests.process import distillation_jobs, gold_jobs
 from tests.ranks import Ranks
 from tests.required import FULL, in_full
 from tests.tiny import tiny_model
@@ -238,7 +238,7 @@ def spec_of(root: Path, name: str, shape: str | None, ranks: int = 1, **changes:
 def teacher_of(root: Path, name: str) -> Path:
     """A teacher that reads calls and thoughts, too; of `gold` with another vocabulary."""
     if not root.exists():
-        (test_gold if name == "gold" else test_on_policy_distillation).teacher_model(root)
+        (gold_jobs if name == "gold" else distillation_jobs).teacher_model(root)
         (root / "chat_template.jinja").write_text(QWEN3)
     return root
 

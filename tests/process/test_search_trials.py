@@ -21,7 +21,7 @@ from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef
 from llama_stack_provider_trl.stack.responses import status_response
 from tests.census import assert_clean
-from tests.process.test_recovery import World
+from tests.process.supervised import World
 from tests.tiny import tiny_model
 from tests.training import SFT_ROWS
 from tests.zygote import ForkLauncher

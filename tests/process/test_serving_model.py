@@ -19,7 +19,7 @@ from llama_stack_provider_trl.recipes.serving import model as serving_model
 from llama_stack_provider_trl.recipes.serving.model import ServedModel
 from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.specs.serving import AnswerEnd, AnswerPart, ServeRequest, ServeSpec
-from tests.process.test_model_agreement import ARCHITECTURES, whole
+from tests.process.stored_models import ARCHITECTURES, whole
 from tests.required import in_full
 from tests.tiny import CHATML, tiny_model
 

@@ -27,7 +27,7 @@ from llama_stack_provider_trl.system.process import ProcessId
 from tests import forked
 from tests.census import assert_clean
 from tests.forked import forked_warm_processes
-from tests.process.test_recovery import World
+from tests.process.supervised import World
 from tests.training import of_kind
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]

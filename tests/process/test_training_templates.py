@@ -24,7 +24,7 @@ from llama_stack_provider_trl.recipes.data.tokenize import SftEncoder
 from llama_stack_provider_trl.recipes.model.loading import load_job_tokenizer
 from llama_stack_provider_trl.specs.chat_templates import OF_TRL
 from llama_stack_provider_trl.specs.events import Failed, Progress
-from tests.process.test_tool_templates import CALL, TOOL, example_of, tokenizer_of
+from tests.process.tool_rows import CALL, TOOL, example_of, tokenizer_of
 from tests.tiny import tiny_model
 from tests.training import job_spec, of_kind, run
 

@@ -14,7 +14,7 @@ from llama_stack_provider_trl.recipes.trainer import uld
 from llama_stack_provider_trl.recipes.trainer.alignment import align
 from llama_stack_provider_trl.recipes.trainer.uld import Side, UniversalDistance, Vocabularies
 from llama_stack_provider_trl.specs.methods import UldSpec
-from tests.process.test_gold import teacher_tokenizer
+from tests.process.gold_jobs import teacher_tokenizer
 from tests.tiny import tiny_tokenizer
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]

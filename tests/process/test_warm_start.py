@@ -35,7 +35,7 @@ from llama_stack_provider_trl.system import process
 from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl.system.process import child_environment
 from tests.census import assert_clean
-from tests.process.test_recovery import KINDS, World
+from tests.process.supervised import KINDS, World
 from tests.process.waiting import until
 from tests.required import in_full
 from tests.tiny import REPOSITORY, tiny_model

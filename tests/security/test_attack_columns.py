@@ -23,6 +23,7 @@ from tests.contract.payloads import QUESTIONS
 from tests.contract.service import JOBS, ndjson
 from tests.contract.stack import Json, poll
 from tests.security.columns import KEY, PATHS, TAKES, Leaf, body_schema, leaves, with_text
+from tests.security.dashboard_browser import Browser
 from tests.security.generate import PAGES
 from tests.security.guarded import (
     BODIES,
@@ -37,7 +38,6 @@ from tests.security.guarded import (
     guarded_service,
     without_version,
 )
-from tests.security.test_dashboard_login import Browser
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]

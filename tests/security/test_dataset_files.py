@@ -17,47 +17,11 @@ from llama_stack_provider_trl.specs import row_verdicts
 from llama_stack_provider_trl.system import beneath
 from llama_stack_provider_trl_remote.service import space
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
-from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
-from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
-from llama_stack_provider_trl_remote.service.settings import ServiceSettings
+from tests.security.dataset_service import ROW, Service, put
+from tests.security.dataset_service import service as service
 
 pytestmark = pytest.mark.process
-ROW = json.dumps({"prompt": "2 + 2 =", "completion": "4"}) + "\n"
 SECRET = json.dumps({"prompt": "root", "completion": "hunter2"}) + "\n"
-
-
-class Service:
-    """The datasets of a service with one root."""
-
-    def __init__(self, root: Path) -> None:
-        self.files, self.outside = root / "files", root / "outside"
-        self.files.mkdir()
-        self.outside.mkdir()
-        self.settings = ServiceSettings.model_validate(
-            {"data_dir": root / "data", "dataset_roots": [self.files], "reader_memory_mb": 512, "device": "cpu"}
-        )
-        self.blobs = Blobs(self.settings)
-        self.blobs.prepare()
-        self.datasets = DatasetRegistry(self.settings, self.blobs)
-        self.datasets.prepare()
-
-    def register(self, path: Path | str) -> str:
-        body = {"purpose": "post-training/messages", "source": {"type": "uri", "uri": str(path)}}
-        return asyncio.run(self.datasets.register(RegisterDataset.model_validate(body))).identifier
-
-    def rows(self, path: Path | str) -> str:
-        """What a job on the file would train on."""
-        ref, _ = asyncio.run(self.datasets.fetch(self.register(path), "sft", None))
-        return ref.path.read_text()
-
-    def stored(self) -> list[str]:
-        """Everything that is kept of any rows."""
-        return [path.read_text() for path in self.blobs.directory.glob("*.jsonl")]
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Service:
-    return Service(tmp_path)
 
 
 def test_a_file_that_becomes_a_link_after_the_check_is_not_read_outside_the_roots(
@@ -201,17 +165,6 @@ def test_an_upload_that_announces_no_size_ends_before_the_disk_is_full(
         asyncio.run(service.blobs.receive("0" * 64, pieces(), 0))
     assert received <= 32 << 20
     assert not list(service.blobs.directory.glob(".incoming-*"))
-
-
-def put(service: Service, data: bytes) -> str:
-    import hashlib
-
-    async def pieces() -> AsyncIterator[bytes]:
-        yield data
-
-    digest = hashlib.sha256(data).hexdigest()
-    asyncio.run(service.blobs.receive(digest, pieces(), len(data)))
-    return digest
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from llama_stack_provider_trl.system import process
 from llama_stack_provider_trl.system.files import RunDir
 from tests.fakes import SHEBANG
 from tests.process.waiting import reaches, until
-from tests.security.test_isolation import Site, ran, site
+from tests.security.isolated_site import Site, ran, site
 
 __all__ = ["site"]
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]

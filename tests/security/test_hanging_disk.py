@@ -28,7 +28,7 @@ from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.contract.payloads import QUESTIONS, sft
 from tests.contract.service import ndjson
 from tests.security.guarded import report
-from tests.security.test_store_errors import Answer, answer_of, calls
+from tests.security.in_process_calls import Answer, answer_of, calls
 
 TOKEN = "token-of-the-operator"
 _CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.utime", "os.truncate", "os.link", "os.symlink"}

@@ -16,8 +16,8 @@ import requests
 
 from tests.contract.payloads import PAIRS, QUESTIONS, promised, sft
 from tests.contract.stack import DPO, SFT, LlamaStack, serving
-from tests.security.test_names import BAD
-from tests.security.test_printed_text import HARMFUL
+from tests.security.bad_names import BAD
+from tests.security.harmful_text import HARMFUL
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
 

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +24,27 @@ from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.launch import isolation as isolating
-from llama_stack_provider_trl.launch.base import Ended, TaskSpec, TaskState
+from llama_stack_provider_trl.launch.base import Ended, TaskState
 from llama_stack_provider_trl.launch.isolation import NO_ISOLATION, Isolation, isolate
 from llama_stack_provider_trl.launch.local import LocalLauncher
 from llama_stack_provider_trl.launch.namespaces import Confined, NotIsolated, View
 from llama_stack_provider_trl.launch.runner import Limits, RunnerStatus
-from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef, ShardingSpec
+from llama_stack_provider_trl.specs.job import DatasetRef, ShardingSpec
 from llama_stack_provider_trl.system import process
 from llama_stack_provider_trl.system.files import RunDir
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
-from tests.fakes import SHEBANG, job_spec
+from tests.fakes import SHEBANG
 from tests.forked import forked_warm_processes
 from tests.isolated import isolation
-from tests.process.test_recovery import World
+from tests.process.supervised import World
 from tests.process.waiting import reaches, until
+from tests.security.isolated_site import REPOSITORY, Site, ran
+from tests.security.isolated_site import site as site
 from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
-REPOSITORY = Path(__file__).parents[2]
 UNPRIVILEGED = 65534
 
 ATTACKS = f"""{SHEBANG}
@@ -89,72 +90,6 @@ attempt("a setting of the kernel", lambda: os.close(os.open("/proc/sys/kernel/co
 REACHED = {"another job's run", "the database", "the service's environment", "a signal to the service"}
 """What a training that is not isolated reaches at least, under any user."""
 REFUSED = {"ENOENT", "EACCES", "EPERM", "ESRCH", "EROFS", "ENODATA"}
-
-
-@dataclass
-class Site:
-    """A data directory with two jobs, and a process that stands for the service."""
-
-    root: Path
-    service: int
-
-    @property
-    def data(self) -> Path:
-        return self.root / "data"
-
-    @property
-    def config(self) -> Path:
-        return self.root / "run_fsdp.yaml"
-
-    def task(self, trainer: str, name: str = "mine", **spec: Any) -> TaskSpec:
-        """A task whose interpreter is a script, below the data directory as an environment there would be."""
-        run_dir = self.data / "jobs" / name / "attempts" / "1"
-        run_dir.mkdir(parents=True)
-        program = self.data / f"trainer-{name}"
-        program.write_text(trainer)
-        program.chmod(0o755)
-        job = job_spec(name, **{"checkpoint_dir": self.data / "checkpoints" / name, **spec})
-        attempt = AttemptSpec(job=job, attempt=1, run_dir=run_dir)
-        RunDir(run_dir).spec.write_text(attempt.model_dump_json())
-        places = {
-            "data": str(self.data),
-            "service": self.service,
-            "config": str(self.config),
-            "code": isolating.__file__,
-            "locks": os.environ["TRL_LOCK_DIR"],
-        }
-        (run_dir / "places.json").write_text(json.dumps(places))
-        return TaskSpec(f"{name}-1", run_dir, ("cpu",), python=str(program))
-
-    def launcher(self, **more: Any) -> LocalLauncher:
-        isolated = replace(isolation(self.data), files=(self.config,))
-        return LocalLauncher(**{"isolation": isolated, **more})
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    monkeypatch.setenv("TRL_LOCK_DIR", str(tmp_path / "locks"))
-    environ = {"TRL_SERVICE_TOKEN": "secret"}
-    service = subprocess.Popen(["/bin/sleep", "600"], env=environ)
-    site = Site(tmp_path, service.pid)
-    for path in ("jobs/other/attempts/1", "checkpoints/other", "datasets"):
-        (site.data / path).mkdir(parents=True)
-    (site.data / "jobs/other/attempts/1/spec.json").write_text("{}")
-    (site.data / "jobs.sqlite3").write_text("jobs")
-    (site.data / "datasets/other.jsonl").write_text("{}")
-    (site.data / "datasets/mine.jsonl").write_text('{"prompt": "rows"}')
-    site.config.write_text("api_token: secret")
-    yield site
-    process.terminate(lambda: process.marked({"TRL_LOCK_DIR": str(tmp_path / "locks")}), grace=0)
-    service.kill()
-    service.wait()
-
-
-def ran(launcher: LocalLauncher, task: TaskSpec) -> None:
-    launcher.start(task)
-    seen = reaches(launcher, task, TaskState.exited, 30)
-    assert seen.exit_code == 0, (seen, RunDir(task.run_dir).log.read_text())
 
 
 # What it does not reach
@@ -507,12 +442,12 @@ def test_jobs_on_a_model_of_the_cache_and_on_an_earlier_result_train_isolated(
     (repository / "refs" / "main").write_text("0123")
     with monkeypatch.context() as cached:
         cached.setenv("HF_HOME", str(cache))
-        cached.setattr("tests.process.test_recovery.tiny_model", lambda: "tests/tiny")
+        cached.setattr("tests.process.supervised.tiny_model", lambda: "tests/tiny")
         world.add("first", "sft-full", n_epochs=1)
         finish(world, "first")
     world.launcher._warm = warm
     result = world.spec("first").checkpoint_dir / "final"
-    monkeypatch.setattr("tests.process.test_recovery.tiny_model", lambda: result)
+    monkeypatch.setattr("tests.process.supervised.tiny_model", lambda: result)
     world.add("second", "dpo-full", n_epochs=1)
     finish(world, "second")
 

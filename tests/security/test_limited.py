@@ -14,7 +14,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -389,16 +388,9 @@ def _files() -> Iterator[list[str]]:
     yield sorted(os.listdir("/proc/self/fd"), key=int)
 
 
-def test_a_call_is_quick_and_has_no_files_of_this_process() -> None:
-    """Measured: 5 ms."""
-    calls = Limited(5, 64 << 20)
-    seconds = []
-    for _ in range(10):  # of which one is undisturbed
-        began = time.monotonic()
-        (found,) = calls.call(_files)
-        seconds.append(time.monotonic() - began)
-        assert len(found) == 6  # three streams, the socket, the keeper's pipe, and the directory itself
-    assert min(seconds) < 2
+def test_a_call_has_no_files_of_this_process() -> None:
+    (found,) = Limited(5, 64 << 20).call(_files)
+    assert len(found) == 6  # three streams, the socket, the keeper's pipe, and the directory itself
 
 
 @pytest.mark.parametrize("pattern", GROWING, ids=["count", "nested", "spaced", "plus"])
@@ -407,14 +399,13 @@ def test_a_pattern_that_would_take_all_memory_is_refused_by_name(pattern: str, k
     given: dict[str, Any] = {"pattern": pattern}
     given = given if kind == "regex" else {"json_schema": {"properties": {"a": given}}}
     checks = [AnswerCheck(type="regex", pattern="ok"), AnswerCheck.model_validate({"type": kind, "name": "b", **given})]
-    before, began = resident_memory(), time.monotonic()
+    before = resident_memory()
     with pytest.raises(
         InvalidRequest, match="takes more than 5 s or 256 MiB to be compiled and tried: make it"
     ) as caught:
         refuse_unusable(checks, "checks")
     assert caught.value.field == f"checks.1.{next(iter(given))}"
     assert resident_memory() - before < 64 << 20
-    assert time.monotonic() - began < 60
 
 
 def test_a_tokenizer_that_would_take_much_memory_is_left_to_the_evaluation(

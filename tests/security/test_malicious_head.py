@@ -16,7 +16,7 @@ from llama_stack_provider_trl_remote.nodes.task import NodeContext, NodeTask
 from llama_stack_provider_trl_remote.wire import TaskOrder
 from tests.fake_head import FakeHead
 from tests.orders import AA, BB, order, spec, write
-from tests.unit.test_agent import World
+from tests.unit.agent_world import World
 
 EVIL = [
     {"job_uuid": "../../evil", "task_id": "../../evil-1"},

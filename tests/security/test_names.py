@@ -16,6 +16,7 @@ import llama_stack_provider_trl_remote.service.http
 from llama_stack_provider_trl.requests import bodies
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.specs.names import CheckedElsewhere, CheckedNames, FreeText, problem_of_name
+from tests.security.bad_names import BAD
 from tests.security.guarded import BODIES, KNOWN, NODE, TOKENS, Guarded, guarded_service, sentence_of, without_version
 
 pytestmark = pytest.mark.contract
@@ -23,17 +24,6 @@ pytestmark = pytest.mark.contract
 Json = dict[str, Any]
 Path_ = tuple[str | int, ...]
 
-BAD = {
-    "an escape sequence": "a\x1b[2J",
-    "a line break": "a\nb",
-    "NUL": "a\x00b",
-    "C1": "a\x9bb",
-    "bidi": "a\u202eb",
-    "a line separator": "a\u2028b",
-    "nothing visible": "a\u200bb",
-    "half a surrogate pair": "a\ud800b",
-    "10,000 characters": "x" * 10_000,
-}
 KEY, VALUE = "<key>", "<value>"
 """Of an object with any keys."""
 FREE = {

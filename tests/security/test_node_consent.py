@@ -16,7 +16,7 @@ from llama_stack_provider_trl_remote.nodes.start import worker_settings
 from llama_stack_provider_trl_remote.wire import StageProgress
 from tests.fake_head import FakeHead
 from tests.orders import order, spec
-from tests.unit.test_agent import World
+from tests.unit.agent_world import World
 
 PINNED = {"model": "org/odd", "revision": "a1b2", "trust_remote_code": True}
 ADAPTER = {**PINNED, "use": "continue"}

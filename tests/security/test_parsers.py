@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_architecture import PACKAGE, modules, package_of, tree
+from tests.unit.packages import PACKAGE, modules, package_of, tree
 
 SERVING = ("specs", "requests", "jobs", "stack", "provider", "wire", "adapter", "openai", "service")
 """Packages whose modules the service, or Llama Stack with a provider, imports; `service` and `jobs` with all below."""

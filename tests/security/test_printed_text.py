@@ -26,18 +26,14 @@ from llama_stack_provider_trl_remote.nodes.discovery.machines import FoundMachin
 from llama_stack_provider_trl_remote.nodes.discovery.search import Search
 from llama_stack_provider_trl_remote.nodes.discovery.sightings import Sighting
 from tests.fake_service import FakeService, Json, Run, command_line, progress, status
+from tests.security.harmful_text import FALSE_LINE, HARMFUL
 
 pytestmark = pytest.mark.contract
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FALSE_LINE = "17  2026-11-22 10:00:00  end      admin (admin)"
 HOSTILE = (
     "n\x1b]0;owned\x07\x1b[2J\x1b[31m\x00\x08\x7f\x9b2J\x85\u202e\u2066\u200b\u2060\u00ad\ufeff\u2028\u2029\ud800"
     f"\U000e0041\u3164\r\n{FALSE_LINE}\r{FALSE_LINE}"
-)
-HARMFUL = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u1160\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f"
-    "\ufeff\uffa0\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]"
 )
 JOB = "job-1"
 PREFLIGHT = {

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from llama_stack_provider_trl_remote.service.app import make_app
 from llama_stack_provider_trl_remote.service.context import Service
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
-from tests.security.test_store_errors import answer_of, calls
+from tests.security.in_process_calls import answer_of, calls
 
 pytestmark = pytest.mark.contract
 DEEP = "[" * 3000 + "]" * 3000

@@ -31,7 +31,7 @@ from llama_stack_provider_trl_remote.service.settings import ServiceSettings, Se
 from llama_stack_provider_trl_remote.service.tls import server_context
 from llama_stack_provider_trl_remote.trl_client import TrlClient
 from tests.fake_service import fake_service
-from tests.security.test_connections import Peer
+from tests.security.peers import Peer
 
 pytestmark = pytest.mark.contract
 

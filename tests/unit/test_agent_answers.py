@@ -14,8 +14,8 @@ from llama_stack_provider_trl_remote.wire import StageProgress as Going
 from llama_stack_provider_trl_remote.wire import TaskOrder
 from tests.fake_head import FakeHead, away, refusal
 from tests.orders import write
-from tests.unit.test_agent import World, progress
-from tests.unit.test_agent import world as world
+from tests.unit.agent_world import World, progress
+from tests.unit.agent_world import world as world
 
 pytestmark = pytest.mark.timeout(30)
 WORK = GenerateSpec(output_dataset_id="d", max_new_tokens=4, temperature=1, top_p=1, seed=1, samples_per_prompt=5)

@@ -15,24 +15,24 @@ from llama_stack_provider_trl.jobs.inputs.bases import check_checkpoints, find_b
 from llama_stack_provider_trl.jobs.store.records import CheckpointRecord
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.supervision.step_checkpoints import delete_superfluous
-from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
+from llama_stack_provider_trl.requests.bases import model_of
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.bases import BaseJob
 from llama_stack_provider_trl.specs.events import CheckpointSaved, Finished
-from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, LoraSpec, ResourcesSpec, ShardingSpec
+from llama_stack_provider_trl.specs.job import JobSpec, ResourcesSpec, ShardingSpec
 from llama_stack_provider_trl.specs.methods import RewardSpec
 from llama_stack_provider_trl.specs.model_source import AdapterSpec
 from llama_stack_provider_trl.system.files import write_manifest
 from tests.fakes import job_spec
+from tests.unit.based_jobs import LORA, ROWS, add, complete, request
+from tests.unit.based_jobs import store as store
 
-LORA = LoraSpec(target_modules=("q_proj", "v_proj"), rank=4, alpha=8)
 SAME = {
     **{"type": "LoRA", "lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": False},
     **{"apply_lora_to_output": False, "rank": 4, "alpha": 8},
 }
-ROWS = DatasetRef(dataset_id="rows", path=Path("/rows"), sha256="0" * 64, num_rows=8)
 CONFIG = {
     **{"peft_type": "LORA", "base_model_name_or_path": "org/base", "r": 4, "lora_alpha": 8},
     **{"target_modules": ["v_proj", "q_proj"], "bias": "none", "modules_to_save": None},
@@ -40,40 +40,12 @@ CONFIG = {
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Any:
-    made = Store(tmp_path / "jobs.sqlite3")
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     return Settings(data_dir=tmp_path / "data", devices=("cpu",))
 
 
-def add(store: Store, name: str, root: Path, **changes: object) -> JobSpec:
-    spec = job_spec(
-        name, **{"model": "org/base", "output_name": name, "checkpoint_dir": root / "out" / name, **changes}
-    )
-    store.add_job(spec, "digest")
-    return spec
-
-
-def complete(store: Store, name: str) -> None:
-    store.launch(name, 1, "cpu", Path("/run") / name)
-    store.apply_events(name, 1, [Finished(step=4)], 1)
-    store.transition(name, 1, JobState.launching, JobState.completed)
-
-
-def request(model: str, algorithm: str = "sft", name: str = "next", **changes: Any) -> Any:
-    data = {"dataset_id": "rows", "batch_size": 2}
-    body = {"job_uuid": name, "model": model, "training_config": {"n_epochs": 1, "data_config": data}, **changes}
-    kind = SupervisedFineTuneRequest if algorithm == "sft" else PreferenceOptimizeRequest
-    return kind.model_validate(body)
-
-
 def spec_of(body: Any, store: Store, settings: Settings, **options: Any) -> JobSpec:
-    return resolve(body, ProviderOptions.parse(options), settings, find_base(body, store)).spec(ROWS, None)
+    return resolve(body, ProviderOptions.parse(options), settings, find_base(model_of(body), store)).spec(ROWS, None)
 
 
 def refused(body: Any, store: Store, settings: Settings, **options: Any) -> str:

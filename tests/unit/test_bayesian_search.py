@@ -30,7 +30,7 @@ from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.bases import BaseJob
 from llama_stack_provider_trl.specs.events import Evaluated, Failed, Finished, Reason
 from tests.fakes import job_spec
-from tests.unit.test_search import HALVING, LR, RANK, World, prepared, sft, trials_of
+from tests.unit.search_world import HALVING, LR, RANK, World, prepared, sft, trials_of
 
 ALPHA = "algorithm_config.alpha"
 SPACE = {LR: {"min": 1e-5, "max": 1e-2, "log": True}, RANK: {"min": 4, "max": 64}, ALPHA: [8, 16]}

@@ -17,7 +17,7 @@ from llama_stack_provider_trl.system.wall_clock import WallClock
 from llama_stack_provider_trl_remote.nodes.pools.base import PoolRefusal
 from llama_stack_provider_trl_remote.service.cluster.pools import LONGEST_WAIT
 from tests.fakes import FakeClock, FakeLauncher, job_spec
-from tests.unit.test_pools import World as PoolWorld
+from tests.unit.pool_world import World as PoolWorld
 
 HOUR = 3600.0
 

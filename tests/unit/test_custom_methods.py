@@ -25,21 +25,8 @@ from llama_stack_provider_trl.system.limited import Limited
 from tests.plugins import install, install_example
 from tests.tiny import REPOSITORY
 from tests.training import dataset
-from tests.unit.test_preference_methods import resolved, spec_of
-
-METHOD = """
-from pydantic import BaseModel, Field
-from llama_stack_provider_trl.specs.custom import CustomMethod
-class Inner(BaseModel):
-    x: float = 1.0
-class Fields(BaseModel):
-    weight: float = Field(1.0, gt=0)
-    inner: Inner = Inner()
-def check(example, fields):
-    return example.missing
-def make(**changes):
-    return CustomMethod(**{"title": "Mine", "rows": "pairs", "fields": Fields, "trainer": "gone:Trainer", **changes})
-"""
+from tests.unit.installed_method import METHOD
+from tests.unit.preference_requests import resolved, spec_of
 
 
 @pytest.fixture(autouse=True)

@@ -17,46 +17,12 @@ from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.bases import BaseJob
-from llama_stack_provider_trl.specs.job import JobSpec, ShardingSpec
-from llama_stack_provider_trl.specs.methods import DistillationSpec, RewardSpec
+from llama_stack_provider_trl.specs.methods import RewardSpec
 from llama_stack_provider_trl.system.files import write_manifest
-from tests.unit.test_bases import LORA, ROWS, add, complete, request
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Any:
-    made = Store(tmp_path / "jobs.sqlite3")
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    return Settings(
-        data_dir=tmp_path / "data",
-        devices=("cpu",),
-        sharding=ShardingSpec(strategy="NO_SHARD"),
-        max_ranks=2,
-        max_nodes=2,
-    )
-
-
-def spec_of(
-    config: dict[str, Any], settings: Settings, store: Store | None = None, *, data: Any = None, **options: Any
-) -> JobSpec:
-    given = ProviderOptions.parse(options)
-    body = request("org/student", "dpo", algorithm_config={"type": "distillation", "teacher": "org/teacher", **config})
-    rows = body.training_config.data_config.model_copy(update=data or {})
-    training = body.training_config.model_copy(update={"data_config": rows})
-    resolution = resolve(body.model_copy(update={"training_config": training}), given, settings)
-    spec = JobSpec.of(**{**with_teacher(resolution.fields, given, settings, store), "dataset": ROWS})
-    assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
-    return spec
-
-
-def method_of(spec: JobSpec) -> DistillationSpec:
-    assert isinstance(spec.method, DistillationSpec)
-    return spec.method
+from tests.unit.based_jobs import LORA, add, complete, request
+from tests.unit.teacher_requests import method_of, spec_of
+from tests.unit.teacher_requests import settings as settings
+from tests.unit.teacher_requests import store as store
 
 
 def test_a_method_gets_its_parameters_and_its_teacher_is_the_reference(settings: Settings) -> None:
@@ -225,9 +191,9 @@ def test_a_teacher_with_another_vocabulary_is_refused_as_far_as_its_files_are_ce
     given = request(student, "dpo", algorithm_config={"type": "distillation", "teacher": teacher})
     fields = resolve(given, ProviderOptions(), settings).fields
     if not problem:
-        assert with_teacher(fields, ProviderOptions(), settings, None) == fields
+        assert with_teacher(fields, settings, None) == fields
         return
     with pytest.raises(InvalidRequest) as refused:
-        with_teacher(fields, ProviderOptions(), settings, None)
+        with_teacher(fields, settings, None)
     assert (refused.value.field, refused.value.value) == ("algorithm_config.teacher", teacher)
     assert f"its tokenizer is not that of {student!r}, {problem}" in str(refused.value)

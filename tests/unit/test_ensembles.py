@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -21,22 +20,15 @@ from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.launch.isolation import spec_paths
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.settings import Settings
-from llama_stack_provider_trl.requests.untrained import evaluation_after, with_work
+from llama_stack_provider_trl.requests.untrained import evaluation_after
 from llama_stack_provider_trl.requests.work import EvaluateRequest, MergeRequest
 from llama_stack_provider_trl.specs.bases import BaseJob
-from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef, JobSpec, LoraSpec
+from llama_stack_provider_trl.specs.job import AttemptSpec, DatasetRef
 from llama_stack_provider_trl.specs.work import EvaluateSpec
 from llama_stack_provider_trl_remote.service.jobs.pipeline_steps import resolved, steps_of
 from tests.fakes import FakeLauncher, job_spec
-
-LORA = LoraSpec(target_modules=("q_proj",), rank=4, alpha=8)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Any:
-    made = Store(tmp_path / "jobs.sqlite3")
-    yield made
-    made.close()
+from tests.unit.further_models import LORA, add, model
+from tests.unit.further_models import store as store
 
 
 @pytest.fixture
@@ -47,23 +39,6 @@ def settings(tmp_path: Path) -> Settings:
 def request(*models: Any, **changes: Any) -> EvaluateRequest:
     named = [one if isinstance(one, dict) else {"model": one} for one in models]
     return EvaluateRequest.model_validate({"job_uuid": "e", "dataset_id": "rows", "models": named, **changes})
-
-
-def add(store: Store, name: str, root: Path, **changes: object) -> JobSpec:
-    fields = {"model": "org/base", "output_name": name, "checkpoint_dir": root / "checkpoints" / name, **changes}
-    spec = job_spec(name, **fields)
-    store.add_job(spec, "digest")
-    return spec
-
-
-def model(root: Path, name: str, vocabulary: Any, **more: Any) -> str:
-    """The directory of a model with the vocabulary of a tokenizer, and a file of no weights."""
-    directory = root / name
-    directory.mkdir()
-    (directory / "config.json").write_text("{}")
-    (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, **more}))
-    (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    return str(directory)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +87,7 @@ def test_members_are_what_a_single_model_would_be_and_their_jobs_come_before(
     settings = settings.model_copy(update={"trust_remote_code": ("org/own@abc",)})
     body = request({"model": "org/own", "weight": 3}, "job:adapted", {"model": "job:whole/checkpoint-2", "weight": 0})
     found = bases_of(body, settings, store)
-    spec = with_work(job_spec("e"), body.work(found))
+    spec = job_spec("e", work=body.work(found))
     assert isinstance(spec.work, EvaluateSpec)
     own, second, third = spec.work.members
     assert [one.weight for one in spec.work.members] == [0.75, 0.25, 0]
@@ -149,8 +124,8 @@ def test_a_cancel_of_any_member_cancels_the_job_that_names_it(
     async def rows(*_: object) -> tuple[DatasetRef, list[str]]:
         return keep_rows(tmp_path / "rows", "rows", [{"prompt": "a", "completion": "b"}], "sft", None)
 
-    training, work = body.as_training(), body.work(found)
-    assert asyncio.run(submit(training, options, "digest", settings, store, rows, work=work, models=found))
+    work = body.work(found)
+    assert asyncio.run(submit(body, options, "digest", settings, store, rows, work=work, models=found))
     assert (store.get("e").spec.after, store.get("e").spec.cancel_with) == (("a", "b"), True)
     supervisor = Supervisor(store, FakeLauncher(), ["cpu"], tmp_path)
     supervisor.tick()
@@ -162,7 +137,7 @@ def test_a_cancel_of_any_member_cancels_the_job_that_names_it(
     bases = bases_of(lonely, settings, store)
     work = lonely.work(bases)
     with pytest.raises(InvalidRequest, match="cancel_with=True is not supported: it belongs to `after`"):
-        asyncio.run(submit(lonely.as_training(), options, "d", settings, store, rows, work=work, models=bases))
+        asyncio.run(submit(lonely, options, "d", settings, store, rows, work=work, models=bases))
 
 
 def test_a_member_that_cannot_be_used_is_refused_under_its_field(store: Store, settings: Settings) -> None:
@@ -237,7 +212,6 @@ def test_a_pipeline_names_its_jobs_as_members() -> None:
 def test_one_model_is_evaluated_as_before() -> None:
     work = EvaluateRequest.model_validate({"job_uuid": "e", "model": "m", "dataset_id": "rows"}).work()
     assert work == EvaluateSpec()
-    assert request("a").with_options(ProviderOptions()).model_fields_set == set()
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.job import ShardingSpec
 from llama_stack_provider_trl.specs.methods import DistillationSpec, UldSpec
-from tests.unit.test_bases import request
-from tests.unit.test_distillation_request import method_of, spec_of
+from tests.unit.based_jobs import request
+from tests.unit.teacher_requests import method_of, spec_of
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_another_vocabulary_is_refused_with_the_hint_to_compare_spans_and_accept
 
     def resolved(config: dict[str, Any]) -> dict[str, Any]:
         body = request(str(tmp_path / "student"), "dpo", algorithm_config=config)
-        return with_teacher(resolve(body, ProviderOptions(), settings).fields, ProviderOptions(), settings, None)
+        return with_teacher(resolve(body, ProviderOptions(), settings).fields, settings, None)
 
     with pytest.raises(InvalidRequest, match=r"or set algorithm_config\.use_uld_loss: it compares others") as refused:
         resolved(config)

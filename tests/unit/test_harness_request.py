@@ -298,8 +298,7 @@ class _Submissions:
     def post(self, given: EvaluateRequest, **options: Any) -> JobSpec:
         parsed, work = ProviderOptions.parse(options), given.work()
         known = settings(self.root, max_ranks=4, max_nodes=4, sharding=ShardingSpec(strategy="FULL_SHARD"))
-        sent = given.as_training()
-        asyncio.run(submit(sent, parsed, "digest", known, self.store, self.rows, work=work, models=[]))
+        asyncio.run(submit(given, parsed, "digest", known, self.store, self.rows, work=work, models=[]))
         return self.store.get(given.job_uuid).spec
 
 

@@ -16,7 +16,6 @@ from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.supervision.attempts import Attempts
 from llama_stack_provider_trl.launch.isolation import spec_paths
 from llama_stack_provider_trl.requests.settings import Settings
-from llama_stack_provider_trl.requests.untrained import with_work
 from llama_stack_provider_trl.requests.work import EvaluateRequest
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.answer_rows import read_checked_rows
@@ -30,7 +29,7 @@ from llama_stack_provider_trl_remote import answer_lines as lines_module
 from llama_stack_provider_trl_remote.answer_lines import answer_lines
 from llama_stack_provider_trl_remote.service.jobs.pipeline_steps import digest_of, resolved, steps_of
 from tests.fakes import job_spec
-from tests.unit.test_ensembles import LORA, add, model
+from tests.unit.further_models import LORA, add, model
 
 JUDGE: dict[str, Any] = {"type": "judge", "model": "org/judge"}
 
@@ -201,7 +200,7 @@ def test_judges_are_what_a_model_would_be_and_their_jobs_come_before(
         model=str(tuned.checkpoint_dir / "final"),
         made_by=BaseJob(job_uuid="tuned", checkpoint="final"),
     )
-    spec = with_work(own, body.work(found))
+    spec = own.changed(work=body.work(found))
     assert isinstance(spec.work, EvaluateSpec)
     assert spec.work.answers is not None
     first, second, third = spec.work.answers.judges
@@ -221,7 +220,7 @@ def test_judges_are_what_a_model_would_be_and_their_jobs_come_before(
     assert store.chains.needed_checkpoints("tuned") == {"final"}
     starts_with_whole_checkpoints_only(spec, tmp_path)
     judged = request({**JUDGE, "model": "job:adapted"})
-    alone = with_work(job_spec("e"), judged.work(found[1:2]))
+    alone = job_spec("e", work=judged.work(found[1:2]))
     starts_with_whole_checkpoints_only(alone, tmp_path)  # its own model is of no job
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tracemalloc
 from pathlib import Path
@@ -14,12 +15,10 @@ from llama_stack_provider_trl.requests.bases import Base
 from llama_stack_provider_trl.requests.data import rows_job_of
 from llama_stack_provider_trl.requests.engines import with_engine
 from llama_stack_provider_trl.requests.options import ProviderOptions, Resources
-from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
-from llama_stack_provider_trl.requests.untrained import check_options, for_work, in_its_terms, options_of, with_work
+from llama_stack_provider_trl.requests.untrained import check_options, options_of, resolve_work
 from llama_stack_provider_trl.requests.work import EvaluateRequest, ExportRequest, GenerateRequest, MergeRequest
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
-from llama_stack_provider_trl.specs.answer_files import answering_of
 from llama_stack_provider_trl.specs.answer_rows import CheckedRow, RowsOnDemand, read_checked_rows
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, ResourcesSpec, ShardingSpec
 from llama_stack_provider_trl.specs.model_source import ModelSource
@@ -54,7 +53,7 @@ def test_vllm_answers_where_the_operator_has_named_an_interpreter_with_it(tmp_pa
     for body in (generate(engine="vllm"), EvaluateRequest.model_validate({**CHECKED, "engine": "vllm"})):
         with pytest.raises(InvalidRequest, match=r"engine='vllm' .*this service has no vLLM.*vllm_python"):
             with_engine(body.work(), Settings(data_dir=tmp_path / "data", devices=("cpu",)))
-        found = answering_of(with_engine(body.work(), here))
+        found = with_engine(body.work(), here).answering
         assert found is not None
         assert (found.engine, found.vllm_python) == ("vllm", tmp_path / "python")
     assert with_engine(generate().work(), here) == generate().work()
@@ -64,17 +63,18 @@ def test_vllm_answers_where_the_operator_has_named_an_interpreter_with_it(tmp_pa
         assert with_engine(work, here).kind == "generate"
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    config = {"base_model_name_or_path": "org/base", "peft_type": "LORA", "r": 1, "lora_alpha": 1}
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "target_modules": ["q_proj"]}))
     for engine, use in (("transformers", "continue"), ("vllm", "merge")):  # vLLM reads whole models
         body = generate(engine=engine, model=str(adapter))
-        options, _ = for_work(body.as_training(), ProviderOptions(), here, None, with_engine(body.work(), here))
-        assert options.adapter == use
+        found = resolve_work(body, with_engine(body.work(), here), ProviderOptions(), here)
+        assert found.fields["adapter"].use == use
     body = generate(engine="vllm")
     there = ProviderOptions(resources=Resources(nodes=1))
     with pytest.raises(
         InvalidRequest, match=r"provider_options\.resources=.*vLLM answers on the service's machine only"
     ):
-        for_work(body.as_training(), there, here, None, with_engine(body.work(), here))
+        resolve_work(body, with_engine(body.work(), here), there, here)
 
 
 def test_a_reference_belongs_to_preferences() -> None:
@@ -87,8 +87,8 @@ def test_a_reference_belongs_to_preferences() -> None:
         with pytest.raises(InvalidRequest, match=f"reference_model=.*{sentence}"):
             EvaluateRequest.model_validate({**body, **changes}).work()
     given = EvaluateRequest.model_validate({**body, "algorithm": "dpo", "reference_model": "b", "max_seq_length": 9})
-    options = given.with_options(ProviderOptions(priority="low"))
-    assert (options.reference_model, options.max_seq_length, options.priority) == ("b", 9, "low")
+    reads = given.reads()
+    assert (reads.reference_model, reads.max_seq_length) == ("b", 9)
 
 
 CHECKED: dict[str, Any] = {"job_uuid": "e", "model": "m", "dataset_id": "d", "checks": [{"type": "json"}]}
@@ -221,7 +221,7 @@ def test_an_export_is_sent_only_where_the_operator_allows_it(tmp_path: Path, pla
     body = ExportRequest.model_validate({"job_uuid": "x", "model": "org/a", "to": "gguf", "upload_to": place})
 
     def resolve_export(settings: Settings) -> None:
-        for_work(body.as_training(), ProviderOptions(), settings, None, body.work())
+        resolve_work(body, body.work(), ProviderOptions(), settings)
 
     if sentence is None:
         resolve_export(settings)
@@ -240,9 +240,8 @@ def test_ranks_of_a_job_that_does_not_train_are_requested_and_hold_the_whole_mod
     rows = DatasetRef(dataset_id="prompts", path=tmp_path / "rows", sha256="", num_rows=8)
 
     def job(settings: Settings, **given: Any) -> JobSpec:
-        request = generate(model="org/base").as_training()
-        options, own = for_work(request, ProviderOptions(**given), settings, None)
-        return with_work(resolve(request, options, own).spec(rows, None), generate().work())
+        request = generate(model="org/base")
+        return resolve_work(request, request.work(), ProviderOptions(**given), settings).spec(rows, None)
 
     assert (job(service).ranks, job(service).sharding) == (1, None)
     two = job(service, nproc_per_node=2)
@@ -265,9 +264,8 @@ def test_an_evaluation_may_run_on_a_node(tmp_path: Path) -> None:
         body = EvaluateRequest.model_validate({"job_uuid": "e", "model": "org/base", "dataset_id": "d", **changes})
         given = ProviderOptions(resources=Resources(nodes=nodes, labels={"zone": "a"}))
         work = body.work([base] * len(body.named()))
-        options, own = for_work(body.as_training(), given, service, None, work)
         rows = DatasetRef(dataset_id="d", path=tmp_path / "rows", sha256="", num_rows=8)
-        return with_work(resolve(body.as_training(), options, own).spec(rows, None), work).resources
+        return resolve_work(body, work, given, service).spec(rows, None).resources
 
     base = Base(ModelSource(model="org/base"))
     assert resources() == resources(1) == ResourcesSpec(labels={"zone": "a"})
@@ -281,12 +279,21 @@ def test_an_evaluation_may_run_on_a_node(tmp_path: Path) -> None:
         assert resources(**changes) == ResourcesSpec(labels={"zone": "a"})
 
 
-def test_errors_name_the_fields_of_the_request_itself() -> None:
-    error = in_its_terms(InvalidRequest("training_config.data_config.dataset_id", "x", "none"))
-    assert str(error) == "dataset_id='x' is not supported: none"
-    assert in_its_terms(InvalidRequest("training_config.dtype", "x", "none")).field == "dtype"
-    rows = InvalidRows("bad", row=3)
-    assert in_its_terms(rows) is rows
+def test_errors_name_the_fields_of_the_request_itself(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path / "data", devices=("cpu",))
+    for changes, field in (
+        ({"dtype": "fp7"}, "dtype"),
+        ({"model": ""}, "model"),
+        ({"algorithm": "dpo", "reference_model": "/nowhere"}, "reference_model"),
+        ({"model": None, "models": [{"model": "/nowhere"}]}, r"models\.0\.model"),
+    ):
+        given = {"job_uuid": "e", "model": "org/base", "dataset_id": "d", **changes}
+        body = EvaluateRequest.model_validate(given)
+        work = body.work([Base(ModelSource(model="org/base"))] * len(body.named()))
+        with pytest.raises(InvalidRequest, match=f"^{field}='"):
+            resolve_work(body, work, ProviderOptions(), settings)
+    ask = generate()
+    assert resolve_work(ask, ask.work(), ProviderOptions(), settings).rows_field == "dataset_id"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from llama_stack_provider_trl_remote.nodes.models import models_used
 from llama_stack_provider_trl_remote.service.cluster.models import ServedModels
 from tests.fakes import job_spec
 from tests.orders import AA, BB, order, write
-from tests.unit.test_bases import complete
+from tests.unit.based_jobs import complete
 
 
 class CriticSpec(SftSpec):

@@ -15,21 +15,9 @@ from llama_stack_provider_trl.system.files import sha256_of
 from llama_stack_provider_trl.system.hub_cache import find_snapshot, is_offline
 from llama_stack_provider_trl.system.model_directory import find_model
 from tests.orders import write
+from tests.unit.snapshots import COMMIT, snapshot
 
-COMMIT = "c" * 40
 INDEX = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}).encode()
-
-
-def snapshot(root: Path, files: dict[str, bytes], commit: str = COMMIT, model: str = "org/tiny") -> Path:
-    """A model in a hub's cache: its files are links to blobs. Returns the cache."""
-    repository = root / "hub" / f"models--{model.replace('/', '--')}"
-    write(repository / "refs" / "main", commit.encode())
-    for number, (name, data) in enumerate(files.items()):
-        write(repository / "blobs" / f"{commit[0]}{number}", data)
-        link = repository / "snapshots" / commit / name
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(os.path.relpath(repository / "blobs" / f"{commit[0]}{number}", link.parent))
-    return root / "hub"
 
 
 def chosen(*names: str) -> list[str]:

@@ -19,7 +19,7 @@ from llama_stack_provider_trl_remote.nodes.models import KEEP, KEEP_PARTS, Model
 from llama_stack_provider_trl_remote.wire import ModelFile, ModelFiles, TaskOrder
 from tests.fake_head import FakeHead, away
 from tests.orders import order, spec, write
-from tests.unit.test_model_files import COMMIT, snapshot
+from tests.unit.snapshots import COMMIT, snapshot
 
 FILES = {"config.json": b"{}", "model.safetensors": b"weights"}
 

@@ -11,8 +11,7 @@ from llama_stack_provider_trl.jobs.decisions.placement import PATIENCE, Node, ch
 from llama_stack_provider_trl.jobs.decisions.waits import why_waiting, why_waits
 from llama_stack_provider_trl.specs.job import ResourcesSpec
 from tests.fakes import job_spec
-
-GPUS = ("cuda:0", "cuda:1")
+from tests.unit.placed_nodes import FOUR, GIB, GPUS, HEAD, four_gpus, node, wants
 
 
 def queue(*wanted: str) -> list[Queued]:
@@ -93,28 +92,6 @@ def test_a_job_that_can_never_run_here_keeps_nothing_back() -> None:
 
 
 # Several nodes
-
-GIB = 1 << 30
-
-
-def node(name: str, *devices: str, **changes: Any) -> Node:
-    return Node(name, devices or ("cpu",), **changes)
-
-
-HEAD = node("head", head=True, machine="m")
-FOUR = tuple(f"cuda:{number}" for number in range(4))
-
-
-def four_gpus(*names: str) -> list[Node]:
-    return [node(name, *FOUR, head=name == "head") for name in names]
-
-
-def wants(age: int = 1, *, device: str = "auto", nodes: int = 1, per_node: int = 1, **more: Any) -> Queued:
-    fields = {name: more.pop(name) for name in ("model", "prefers", "home") if name in more}
-    queued = {name: more.pop(name) for name in Queued._fields if name in more}
-    resources = ResourcesSpec(nodes=nodes, min_nodes=more.pop("min_nodes", nodes), **more)
-    text = Demand(resources=resources, **fields).text()
-    return Queued(f"job-{age}", device, age, ranks=nodes * per_node, demand=text, **queued)
 
 
 def test_a_job_takes_the_service_s_own_machine_first_and_others_when_that_is_taken() -> None:

@@ -10,7 +10,7 @@ import pytest
 from llama_stack_provider_trl.jobs.decisions.placement import PATIENCE, Node, Obtainable, auto_kind, place
 from llama_stack_provider_trl.jobs.decisions.prediction import PredictedStart, StepPace, WaitingJob, predict
 from llama_stack_provider_trl.jobs.decisions.waits import why_waits
-from tests.unit.test_placement import GIB, GPUS, HEAD, node, wants
+from tests.unit.placed_nodes import GIB, GPUS, HEAD, node, wants
 
 SHAPE = Node("", GPUS, cpus=16, memory_bytes=64 * GIB, memory=dict.fromkeys(GPUS, 80 * GIB), labels={"zone": "a"})
 GPU_POOL = Obtainable("gpu", SHAPE, 2)

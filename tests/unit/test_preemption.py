@@ -17,7 +17,7 @@ from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.launch.ports import PortRange
 from llama_stack_provider_trl.specs.events import Finished, Paused, Prepared, Started
 from tests.fakes import FakeClock, FakeLauncher, job_spec
-from tests.unit.test_placement import FOUR, GIB, HEAD, four_gpus, node, wants
+from tests.unit.placed_nodes import FOUR, GIB, HEAD, four_gpus, node, wants
 
 NOTHING = Preemption()
 CORES = Node("head", ("cpu",), head=True, cpus=4)

@@ -11,41 +11,24 @@ from pydantic import ValidationError
 
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows
 from llama_stack_provider_trl.requests.bodies import (
-    PreferenceOptimizeRequest,
     SupervisedFineTuneRequest,
     algorithm_of,
 )
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.preference import REQUESTED
-from llama_stack_provider_trl.requests.resolve import Resolution, resolve
+from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
 from llama_stack_provider_trl.specs.bases import with_parts
 from llama_stack_provider_trl.specs.custom import ALGORITHMS
-from llama_stack_provider_trl.specs.job import Algorithm, DatasetRef, JobSpec, RowNames
+from llama_stack_provider_trl.specs.job import Algorithm, RowNames
 from llama_stack_provider_trl.specs.methods import METHODS, CpoSpec, KtoSpec, OrpoSpec, RewardSpec
 from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.specs.rows import LabelledExample, PreferenceExample, check_rows, parse_row
 from llama_stack_provider_trl_remote.service.http.bodies import PreflightBody
 from tests.tiny import REPOSITORY
+from tests.unit.preference_requests import request, resolved, spec_of
 
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
-
-
-def request(config: Any = None, kind: Any = PreferenceOptimizeRequest, **data: Any) -> Any:
-    body: dict[str, Any] = {"job_uuid": "job-1", "model": "org/base"}
-    data = {"dataset_id": "pairs", "batch_size": 2, **data}
-    return kind(**body, training_config={"n_epochs": 1, "data_config": data}, algorithm_config=config)
-
-
-def resolved(config: Any = None, **options: Any) -> Resolution:
-    return resolve(request(config), ProviderOptions.parse(options), Settings(data_dir=Path("/data"), devices=("cpu",)))
-
-
-def spec_of(config: Any = None, **options: Any) -> JobSpec:
-    rows = DatasetRef(dataset_id="pairs", path=Path("/rows"), sha256="0" * 64, num_rows=4)
-    spec = resolved(config, **options).spec(rows, None)
-    assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
-    return spec
 
 
 @pytest.mark.parametrize(

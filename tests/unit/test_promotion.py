@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobFailure, JobNotFound
+from llama_stack_provider_trl.jobs.inputs.bases import find_base
 from llama_stack_provider_trl.jobs.inputs.promotion import refuse_unusable_conditions, with_found_measures
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
+from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.settings import Settings
-from llama_stack_provider_trl.requests.untrained import with_work
+from llama_stack_provider_trl.requests.untrained import resolve_work
 from llama_stack_provider_trl.requests.work import ExportRequest
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.events import Finished, Prepared, Reason, Started
@@ -68,8 +70,7 @@ class World:
     def export(self, *conditions: Json) -> None:
         request = self.request(*conditions)
         refuse_unusable_conditions(request, self.settings, self.store)
-        spec = job_spec("out", model=str(self.tuned), checkpoint_dir=self.root / "checkpoints" / "out")
-        self.store.add_job(with_work(spec, request.work()), "digest")
+        self.add("out", model=str(self.tuned), work=request.work(), after=request.work().evaluations)
 
     @property
     def settings(self) -> Settings:
@@ -119,7 +120,10 @@ def test_an_export_waits_for_its_evaluations_and_has_what_they_have_found(world:
     world.evaluate("after")
     world.evaluate("before", "/models/tiny")
     world.export(ABOVE, FORGETS)
-    assert world.store.get("out").spec.after == ("after", "before")
+    request = world.request(ABOVE, FORGETS)
+    named = find_base(request.reads().model, world.store)
+    resolution = resolve_work(request, request.work(), ProviderOptions(), world.settings, named)
+    assert resolution.fields["after"] == ("after", "before", "tune")
     world.run("tune")
     world.run("after", {"loss": 0.52, "token_accuracy": 0.8})
     assert world.store.get("out").status == "scheduled"

@@ -21,7 +21,7 @@ from llama_stack_provider_trl.specs.bases import BaseJob
 from llama_stack_provider_trl.specs.job import AttemptSpec, JobSpec, ResourcesSpec, ShardingSpec
 from llama_stack_provider_trl.specs.methods import RewardSpec
 from llama_stack_provider_trl.system.files import write_manifest
-from tests.unit.test_bases import LORA, ROWS, add, complete, request
+from tests.unit.based_jobs import LORA, ROWS, add, complete, request
 
 REWARD = {"method": RewardSpec(), "max_seq_length": 512, "truncation_side": "left"}
 

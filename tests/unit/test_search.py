@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,39 +13,22 @@ from llama_stack_provider_trl.errors import InvalidRequest, JobConflict, LimitRe
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.inputs.bases import find_base
 from llama_stack_provider_trl.jobs.store.records import JobRecord
-from llama_stack_provider_trl.jobs.store.store import Store
-from llama_stack_provider_trl.jobs.submission import Submitter, keep_rows, submit
-from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
-from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
+from llama_stack_provider_trl.jobs.submission import Submitter
+from llama_stack_provider_trl.requests.bases import NamedModel
+from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.search import MOST_TRIALS, resolve_search
-from llama_stack_provider_trl.requests.settings import Request, Settings
+from llama_stack_provider_trl.requests.settings import Request
 from llama_stack_provider_trl.specs.averaging import AveragingSpec
-from llama_stack_provider_trl.specs.events import CheckpointSaved, Evaluated, Finished, Paused, Prepared, Started
-from llama_stack_provider_trl.specs.job import Algorithm, DataFormat, DatasetRef, DpoSpec
-from llama_stack_provider_trl.stack.responses import status_response
-from tests.fakes import FakeClock, FakeLauncher
+from llama_stack_provider_trl.specs.events import CheckpointSaved, Evaluated, Finished, Paused
+from llama_stack_provider_trl.specs.job import DpoSpec
+from tests.unit.search_world import HALVING, LR, RANK, World, prepared, sft, trials_of
 
-LR, RANK = "training_config.optimizer_config.lr", "algorithm_config.rank"
 GRID = {"method": "grid", "parameters": {LR: [1e-4, 1e-3], RANK: [4, 8, 16]}}
-HALVING = {"method": "successive_halving", "eta": 2, "min_steps": 2}
-ROWS = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(6)]
-
-
-def sft(search: Any, **changes: Any) -> SupervisedFineTuneRequest:
-    data = {"dataset_id": "rows", "batch_size": 2, "validation_dataset_id": "held-out"}
-    body = {"job_uuid": "s", "model": "org/base", "training_config": {"n_epochs": 1, "data_config": data}}
-    return SupervisedFineTuneRequest.model_validate({**body, "hyperparam_search_config": search, **changes})
 
 
 def grid_of(path: str, *values: Any) -> dict[str, Any]:
     return {"method": "grid", "parameters": {path: list(values)}}
-
-
-def trials_of(search: Any, options: ProviderOptions | None = None, **changes: Any) -> list[dict[str, Any]]:
-    found = resolve_search(sft(search, **changes), options or ProviderOptions())
-    assert found is not None
-    return [trial.values for trial in found.trials]
 
 
 # --- trials -----------------------------------------------------------------------------------------------------------
@@ -181,66 +163,6 @@ def test_a_search_does_not_begin_with_a_step_checkpoint_of_another_job() -> None
 
 
 # --- submission -------------------------------------------------------------------------------------------------------
-
-
-class World:
-    """A data directory with a supervisor whose passes are made by hand."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.clock = FakeClock()
-        self.launcher = FakeLauncher()
-        self.reads: list[str] = []
-        self.store = Store(self.root / "jobs.sqlite3", self.clock)
-        self.restart()
-
-    def restart(self) -> None:
-        """Another process continues: nothing but the store decides."""
-        self.store.close()
-        self.store = Store(self.root / "jobs.sqlite3", self.clock)
-        self.supervisor = Supervisor(self.store, self.launcher, ["cpu"], self.root)
-
-    async def rows(
-        self, dataset_id: str, algorithm: Algorithm, data_format: DataFormat | None
-    ) -> tuple[DatasetRef, list[str]]:
-        self.reads.append(dataset_id)
-        return keep_rows(self.root / "datasets", dataset_id, ROWS, algorithm, data_format)
-
-    def submit(self, request: Request, owner: Submitter | None = None, **given: Any) -> bool:
-        options = ProviderOptions.parse({"preflight": "off", **given})
-        settings = Settings(data_dir=self.root, devices=("cpu",))
-        digest = request.digest(options)
-        return asyncio.run(submit(request, options, digest, settings, self.store, self.rows, owner))
-
-    def tick(self) -> None:
-        self.clock.advance(5)
-        self.supervisor.tick()
-
-    def run(self, number: int, *events: Any, name: str = "s") -> None:
-        """Begin the next attempt at a trial and let it report; the last event ends it."""
-        self.tick()
-        task = f"{name}-trial-{number}-{self.store.get(f'{name}-trial-{number}').attempt}"
-        self.launcher.emit(task, Started(pid=1, device="cpu", versions={}), *events)
-        self.launcher.exit(task, 0)
-        self.tick()
-
-    def to_rung(self, number: int, loss: float) -> None:
-        self.run(number, prepared(), Evaluated(step=2, epoch=1.0, metrics={"eval_loss": loss}), Paused(step=2))
-
-    def state(self, number: int | None = None) -> JobState:
-        return self.store.get("s" if number is None else f"s-trial-{number}").state
-
-    def shown(self, name: str = "s") -> dict[str, Any]:
-        job = self.store.get(name)
-        found = status_response(job, self.store.checkpoints(name), searched=self.store.searches.of_job(name))
-        return found.model_dump(mode="json")
-
-
-def prepared(start: int = 0) -> Prepared:
-    return Prepared(
-        **{"total_steps": 8, "start_step": start, "num_rows": 6, "trainable_parameters": 1, "total_parameters": 2},
-        effective={},
-    )
 
 
 @pytest.fixture
@@ -399,7 +321,7 @@ def test_the_best_trial_is_the_result(world: World) -> None:
     assert world.shown("s-trial-3")["resources_allocated"]["trial"] == {
         **{"search": "s", "number": 3, "values": {LR: 1e-3}, "pruned": None}
     }
-    named = find_base(sft(None, job_uuid="next", model="job:s"), world.store)
+    named = find_base(NamedModel("model", "job:s", "next"), world.store)
     assert named is not None
     assert named.spec.job_uuid == "s-trial-2"
 

@@ -16,7 +16,7 @@ from llama_stack_provider_trl_remote.service.http.errors import Conflict, NotFou
 from llama_stack_provider_trl_remote.wire import ModelFiles
 from tests.fakes import job_spec
 from tests.orders import write
-from tests.unit.test_model_files import COMMIT, snapshot
+from tests.unit.snapshots import COMMIT, snapshot
 
 FILES = {"config.json": b"{}", "model.safetensors": b"weights", "README.md": b"read me"}
 

@@ -13,7 +13,7 @@ from llama_stack_provider_trl_remote.pipeline import is_pipeline
 from llama_stack_provider_trl_remote.service.jobs.pipeline_steps import steps_of
 from llama_stack_provider_trl_remote.service.jobs.teacher_student import OPTIONAL, REQUIRED, expanded
 from tests.tiny import REPOSITORY
-from tests.unit.test_pipeline import Service
+from tests.unit.pipeline_service import Service
 
 Json = dict[str, Any]
 

@@ -6,9 +6,18 @@ import re
 from pathlib import Path
 
 from ...errors import InvalidRequest, JobNotFound
-from ...requests.bases import PREFIX, Base, NamedJob, base_job_of, resolve_served, served_job_of
+from ...requests.bases import (
+    PREFIX,
+    Base,
+    NamedJob,
+    NamedModel,
+    base_job_of,
+    resolve_read,
+    resolve_served,
+    served_job_of,
+)
 from ...requests.distillation import TEACHER
-from ...requests.settings import Request, Settings
+from ...requests.settings import Settings
 from ...specs.bases import parts_of
 from ...specs.job import JobSpec
 from ...specs.model_source import ModelSource
@@ -33,19 +42,24 @@ NEWEST = "newest"
 _WRITTEN = re.compile(r"final|checkpoint-\d+")
 
 
-def find_base(request: Request, store: Store) -> NamedJob | None:
-    """The job that `model` names as `job:NAME`; None: it names none, or there is no such job.
+def find_base(model: NamedModel, store: Store) -> NamedJob | None:
+    """The job that a model names as `job:NAME`; None: it names none, or there is no such job.
 
     Raises:
         InvalidRequest: that is no name of a job, or of a search that has not completed.
     """
-    job_uuid = base_job_of(request)
+    job_uuid = base_job_of(model)
     if job_uuid is None:
         return None
     try:
-        return named_job("model", request.model, job_uuid, store)
+        return named_job(model.field, model.value, job_uuid, store)
     except JobNotFound:
         return None
+
+
+def find_read(model: NamedModel, settings: Settings, store: Store) -> Base:
+    """What a model is that a job reads and does not train. Raises InvalidRequest: it cannot be used."""
+    return resolve_read(model, settings, find_base(model, store))
 
 
 def find_served(name: str, value: str, settings: Settings, store: Store) -> Base:

@@ -7,11 +7,11 @@ Only what the first bytes, the size or a small header show: the training checks 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from ...errors import InvalidRequest
+from ...requests.bases import Base
 from ...system.files import open_in
 from ...system.model_damage import (
     ADAPTER_FILES,
@@ -32,17 +32,17 @@ from ...system.model_damage import (
 )
 
 
-def refuse_damaged(field: str, value: str | None, fields: Mapping[str, Any]) -> None:
+def refuse_damaged(field: str, value: str | None, base: Base) -> None:
     """Return if the files of a job's model, and of the adapter that it begins with, look whole.
 
     Args:
         field: that names the model, and its value.
-        fields: of the job. One that begins with the checkpoint of another job checks that when it starts.
+        base: what it begins with. The checkpoint of another job is checked when the job starts.
 
     Raises:
         InvalidRequest: names the field and the file.
     """
-    source, adapter = fields["source"], fields["adapter"]
+    source, adapter = base.source, base.adapter
     model = Path(source.model)
     if source.made_by or (adapter and adapter.made_by) or not model.is_absolute():
         return

@@ -10,7 +10,7 @@ from ... import __version__
 from ...errors import InvalidRequest
 from ...requests.settings import Settings
 from ...specs.harness import Unusable, check_tasks
-from ...specs.work import EvaluateSpec, Work
+from ...specs.work import Work
 from ...system.installed import version_for
 from .task_files import read_task_files
 
@@ -25,9 +25,9 @@ def with_task_files(work: Work, settings: Settings) -> Work:
     Raises:
         InvalidRequest: no directory is configured, the library is not installed, or a task cannot be measured.
     """
-    if not isinstance(work, EvaluateSpec) or work.harness is None:
+    if work.tasks is None:
         return work
-    harness = work.harness.model_copy(update={"roots": settings.harness_roots})
+    harness = work.tasks.model_copy(update={"roots": settings.harness_roots})
     names = list(harness.tasks)
     if not harness.roots:
         hint = "no directory of task files is configured here: the operator names them in the setting harness_roots"

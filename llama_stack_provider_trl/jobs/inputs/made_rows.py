@@ -8,7 +8,7 @@ from ...errors import InvalidRequest, InvalidRows, JobNotFound, StoreError
 from ...requests.data import DATASET_ID, TRAIN_SHARE, rows_job_of
 from ...specs.job import DatasetRef, JobSpec, RowUse, ShardSpec
 from ...specs.methods import METHODS
-from ...specs.work import ROWS, GenerateSpec
+from ...specs.work import ROWS
 from ...system.data_dir import DataDir
 from ...system.files import put_lines, touched
 from ..store.store import Store
@@ -29,7 +29,7 @@ def promised_rows(dataset_id: str, use: RowUse, store: Store) -> DatasetRef | No
     except JobNotFound as error:
         hint = f"there is no job {name!r} here: submit it first, or correct its name"
         raise InvalidRequest(DATASET_ID, dataset_id, hint) from error
-    if not isinstance(spec.work, GenerateSpec):
+    if spec.does.made_dataset is None:
         hint = f"job {name!r} makes no dataset: name a job of POST /v1/post-training/generate, or a registered dataset"
         raise InvalidRequest(DATASET_ID, dataset_id, hint)
     if use == "prompts" or METHODS[use].rows == "prompts":
@@ -40,7 +40,7 @@ def promised_rows(dataset_id: str, use: RowUse, store: Store) -> DatasetRef | No
         hint = f"its rows are prompts with one answer each, and {METHODS[use].title} needs {needed}: name another"
         raise InvalidRequest(DATASET_ID, dataset_id, hint)
     rows = spec.checkpoint_dir / ROWS
-    return DatasetRef(dataset_id=spec.work.output_dataset_id, path=rows, sha256="", num_rows=0, of_job=name)
+    return DatasetRef(dataset_id=spec.does.made_dataset, path=rows, sha256="", num_rows=0, of_job=name)
 
 
 def shard_of(dataset: DatasetRef, shard: ShardSpec, store: Store | None, put: Put = put_lines) -> DatasetRef:
@@ -53,8 +53,9 @@ def shard_of(dataset: DatasetRef, shard: ShardSpec, store: Store | None, put: Pu
     if dataset.of_job is not None:
         assert store is not None
         maker = store.get(dataset.of_job).spec
-        assert isinstance(maker.work, GenerateSpec)
-        refuse_more_shards(dataset.dataset_id, shard, maker.data.dataset.num_rows * maker.work.samples_per_prompt)
+        assert maker.does.answering is not None
+        answers = maker.data.dataset.num_rows * maker.does.answering.samples_per_prompt
+        refuse_more_shards(dataset.dataset_id, shard, answers)
         return dataset.model_copy(update={"shard": shard})
     try:
         return stored_shard(dataset, shard, put)

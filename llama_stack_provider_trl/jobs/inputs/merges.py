@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...errors import InvalidRequest, StoreError
-from ...requests.bases import Base, resolve_base
-from ...requests.options import ProviderOptions
+from ...errors import StoreError
+from ...requests.bases import Base, NamedModel
 from ...requests.settings import Settings
-from ...requests.untrained import for_work
 from ...requests.work import NO_ROWS, EvaluateRequest, MergeRequest
 from ...specs.bases import BaseJob
 from ...specs.job import DatasetRef
-from ...specs.work import MergeWork, Work
+from ...specs.work import Work
 from ...system.files import put_lines
 from ..store.store import Store
-from .bases import find_base
+from .bases import find_read
 from .vocabularies import refuse_other_vocabularies
 
 
@@ -25,15 +23,8 @@ def bases_of(request: MergeRequest | EvaluateRequest, settings: Settings, store:
     Raises:
         InvalidRequest: one of them cannot be used; names its field.
     """
-    found: list[Base] = []
     names = request.named()
-    for field, model in names:
-        one = request.as_training(model)
-        try:
-            named = find_base(one, store)
-            found.append(resolve_base(one, *for_work(one, ProviderOptions(), settings, named), named))
-        except InvalidRequest as error:
-            raise InvalidRequest(field, model, error.hint) from error
+    found = [find_read(NamedModel(*name, request.job_uuid), settings, store) for name in names]
     if isinstance(request, MergeRequest):
         if not any(one.adapter for one in found):
             refuse_other_vocabularies(names, [one.source for one in found], hint="merge models with the same tokenizer")
@@ -42,10 +33,10 @@ def bases_of(request: MergeRequest | EvaluateRequest, settings: Settings, store:
     return found
 
 
-def jobs_of(work: Work | None, found: list[Base]) -> list[BaseJob]:
+def jobs_of(work: Work, found: list[Base]) -> list[BaseJob]:
     """The jobs that make the models of a merge or an ensemble, each once per checkpoint."""
-    merges = isinstance(work, MergeWork)  # which reads an adapter without the model below it
-    return list(dict.fromkeys(job for base in found for job in base.jobs[: 1 if merges else None]))
+    read = 1 if work.merging else None  # it reads an adapter without the model below it
+    return list(dict.fromkeys(job for base in found for job in base.jobs[:read]))
 
 
 def no_rows(directory: Path) -> DatasetRef:

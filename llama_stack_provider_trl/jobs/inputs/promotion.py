@@ -9,14 +9,13 @@ from ...requests.bases import resolve_base
 from ...requests.options import ProviderOptions
 from ...requests.promotion import Evaluation, Find, Model, checked, refuse_unusable, unmet
 from ...requests.settings import Settings
-from ...requests.untrained import for_work
 from ...requests.work import ExportRequest
 from ...specs.events import Reason
 from ...specs.job import JobSpec
 from ...specs.model_source import ModelSource
 from ...specs.work import ExportWork
 from ..store.store import Store
-from .bases import find_base
+from .bases import find_read
 
 
 def refuse_unusable_conditions(request: ExportRequest, settings: Settings, store: Store) -> None:
@@ -27,9 +26,7 @@ def refuse_unusable_conditions(request: ExportRequest, settings: Settings, store
     """
     if not request.promote_if:
         return
-    training = request.as_training()
-    named = find_base(training, store)
-    base = resolve_base(training, *for_work(training, ProviderOptions(), settings, named), named)
+    base = find_read(request.reads().model, settings, store)
     exported = base.adapter or base.source
     model, submitted = Model(exported.model, exported.revision), _submitted(exported, store)
     refuse_unusable(request.promote_if, model, _evaluations(store), submitted=submitted)

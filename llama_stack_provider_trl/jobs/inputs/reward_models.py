@@ -9,9 +9,9 @@ from ...requests.bases import PREFIX, NamedJob, checkpoint_of
 from ...requests.options import ProviderOptions
 from ...requests.settings import Settings
 from ...specs.bases import BaseJob
-from ...specs.methods import GrpoSpec
+from ...specs.methods import MethodSpec
 from ...specs.model_source import ModelName, ModelSource
-from ...specs.rewards import RewardModel, RewardSource, reward_models_of
+from ...specs.rewards import RewardModel, RewardSource
 from ..decisions.states import JobState
 from ..store.store import Store
 
@@ -29,12 +29,12 @@ def with_reward_models(
     Raises:
         InvalidRequest: one of them cannot be used.
     """
-    method = fields["method"]
-    if not isinstance(method, GrpoSpec) or not reward_models_of(method.rewards):
+    method: MethodSpec = fields["method"]
+    if not method.reward_models:
         return fields
     rewards = tuple(
         source if source.model is None else _found(number, source, fields["job_uuid"], options, settings, store)
-        for number, source in enumerate(method.rewards)
+        for number, source in enumerate(method.rewards_of_answers)
     )
     return {**fields, "method": method.model_copy(update={"rewards": rewards})}
 

@@ -5,21 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import InvalidRequest
-from ...requests.bases import PREFIX, is_adapter, resolve_base
-from ...requests.bodies import SupervisedFineTuneRequest
+from ...requests.bases import PREFIX, NamedModel, is_adapter, resolve_base
 from ...requests.distillation import TEACHER
-from ...requests.options import ProviderOptions
 from ...requests.settings import Settings
-from ...specs.methods import OTHER_VOCABULARY, DistillationSpec
+from ...specs.methods import OTHER_VOCABULARY, MethodSpec
 from ...specs.model_source import ModelSource
 from ..store.store import Store
 from .bases import find_base
 from .vocabularies import refuse_other_vocabularies
 
 
-def with_teacher(
-    fields: dict[str, Any], options: ProviderOptions, settings: Settings, store: Store | None
-) -> dict[str, Any]:
+def with_teacher(fields: dict[str, Any], settings: Settings, store: Store | None) -> dict[str, Any]:
     """The fields of a job with what its teacher is.
 
     Args:
@@ -28,35 +24,26 @@ def with_teacher(
     Raises:
         InvalidRequest: the teacher cannot be used, or has another vocabulary than the model.
     """
-    method = fields["method"]
-    if not isinstance(method, DistillationSpec):
+    method: MethodSpec = fields["method"]
+    teacher, own = method.teacher_source, fields["source"]
+    if teacher is None:
         return fields
-    teacher, own = method.teacher, fields["source"]
     named = [("model", own.model), (TEACHER, teacher.model)]
     if teacher.model.startswith(PREFIX):
-        teacher = _of_job(teacher.model, fields["job_uuid"], options, settings, store)
+        teacher = _of_job(teacher.model, fields["job_uuid"], settings, store)
         fields = {**fields, "method": method.with_reference(source=teacher)}
-    if method.uld is None:
+    if method.other_vocabulary is None:
         refuse_other_vocabularies(named, [own, teacher], hint=OTHER_VOCABULARY)
     return fields
 
 
-def _of_job(
-    value: str, job_uuid: str, options: ProviderOptions, settings: Settings, store: Store | None
-) -> ModelSource:
-    training = {"n_epochs": 1, "data_config": {"dataset_id": "none", "batch_size": 1}}
-    given = {"job_uuid": job_uuid, "model": value, "training_config": training}
-    request = SupervisedFineTuneRequest.model_validate(given)
-    try:
-        named = None if store is None else find_base(request, store)
-        if named is not None and is_adapter(request, settings, named):
-            hint = (
-                f"job {named.spec.job_uuid!r} trains an adapter, and a teacher is a whole model: name its checkpoint "
-                "'merged', which the provider option merge_adapter writes, or a job that merges it"
-            )
-            raise InvalidRequest(TEACHER, value, hint)
-        # Where it trains: a checkpoint of a job is on the service's machine only.
-        return resolve_base(request, ProviderOptions(resources=options.resources), settings, named).source
-    except InvalidRequest as error:
-        field = TEACHER if error.field == "model" else error.field
-        raise InvalidRequest(field, error.value, error.hint) from error
+def _of_job(value: str, job_uuid: str, settings: Settings, store: Store | None) -> ModelSource:
+    model = NamedModel(TEACHER, value, job_uuid)
+    named = None if store is None else find_base(model, store)
+    if named is not None and is_adapter(model, settings, named):
+        hint = (
+            f"job {named.spec.job_uuid!r} trains an adapter, and a teacher is a whole model: name its checkpoint "
+            "'merged', which the provider option merge_adapter writes, or a job that merges it"
+        )
+        raise InvalidRequest(TEACHER, value, hint)
+    return resolve_base(model, settings, named).source

@@ -13,7 +13,6 @@ from typing import Protocol
 
 from ...errors import InvalidRequest, RowsRemoved
 from ...specs.job import JobSpec
-from ...specs.work import GenerateSpec
 from ...system.files import touched
 from .database import Database, Execute
 
@@ -138,10 +137,8 @@ def refuse_promised_name(execute: Execute, spec: JobSpec) -> None:
     Raises:
         InvalidRequest: names the other job.
     """
-    if not isinstance(spec.work, GenerateSpec):
-        return
-    dataset_id = spec.work.output_dataset_id
-    if (maker := _maker(execute, dataset_id, spec.job_uuid)) is not None:
+    dataset_id = spec.does.made_dataset
+    if dataset_id is not None and (maker := _maker(execute, dataset_id, spec.job_uuid)) is not None:
         hint = f"job {maker!r} is to make a dataset of this name: choose another one"
         raise InvalidRequest(FIELD, dataset_id, hint)
 

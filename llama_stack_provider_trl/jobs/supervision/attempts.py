@@ -14,7 +14,6 @@ from ...requests.untrained import refuse_destination
 from ...specs.events import Reason
 from ...specs.exports import accounts_of
 from ...specs.job import JobSpec, derive
-from ...specs.work import ExportWork
 from ...system.data_dir import DataDir
 from ...system.files import (
     Blob,
@@ -209,6 +208,5 @@ class Attempts:
 
 def _accounts_of(spec: JobSpec) -> tuple[str, ...]:
     """What an export uploads with: nothing where code of a model would see it."""
-    if not isinstance(spec.work, ExportWork) or spec.source.trust_remote_code:
-        return ()
-    return accounts_of(spec.work.export)
+    export = spec.does.exporting
+    return () if export is None or spec.source.trust_remote_code else accounts_of(export)

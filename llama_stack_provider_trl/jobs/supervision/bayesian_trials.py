@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from ... import faults
 from ...errors import DamagedRecord, InvalidRequest, JobConflict, LimitReached, StoreError, is_exhausted
-from ...requests.bases import NamedJob
+from ...requests.bases import NamedJob, model_of
 from ...requests.resolve import Resolution, resolve
 from ...requests.search import RequestedTrial, in_trial, make_trial
 from ...requests.settings import Settings
@@ -209,7 +209,7 @@ class Proposals:
         for count, one in enumerate(values, generation.first):
             trial = make_trial(search.submitted, count, one)
             try:
-                requested.append((trial, find_base(trial.request, self._store)))
+                requested.append((trial, find_base(model_of(trial.request), self._store)))
             except InvalidRequest as error:
                 raise in_trial(trial, error) from error
         future, now = self._begin(partial(_resolved, requested, self._settings)), self._clock()
@@ -280,7 +280,7 @@ class Proposals:
             try:
                 fields = with_reward_models(resolution.fields, trial.options, self._settings, self._store)
                 fields = with_grading_models(fields, self._settings, self._store)
-                fields = with_teacher(fields, trial.options, self._settings, self._store)
+                fields = with_teacher(fields, self._settings, self._store)
             except InvalidRequest as error:
                 raise in_trial(trial, error) from error
             others = [(one.dataset, one.validation) for one in own.data.mixed_with]

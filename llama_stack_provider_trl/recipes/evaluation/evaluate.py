@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from ... import faults
 from ...specs.events import Evaluated, EventWriter, Finished, NullEventWriter, Prepared, Started, Warned
 from ...specs.job import AttemptSpec, JobSpec
-from ...specs.work import members_of
 from ..imports import quick_imports
 from ..results import write_result
 
@@ -104,7 +103,7 @@ def _built(spec: JobSpec, writer: EventWriter) -> BuiltTrainer:
     for message in warnings:
         writer.write(Warned(message=message))
     spec = spec.changed(duplicates=None)  # the rows are those of training and of validation
-    if members_of(spec.work):
+    if spec.does.ensemble:
         check_members(spec)
     built = build_trainer(spec, choose_device(spec.device), writer)
     built.trainer.remove_callback(PrinterCallback)

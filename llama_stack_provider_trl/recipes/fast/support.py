@@ -12,7 +12,6 @@ from ...errors import JobFailure
 from ...specs.job import JobSpec
 from ...specs.methods import METHODS
 from ...specs.model_source import ModelSource
-from ...specs.work import members_of
 from ..model.attention import balances_experts, is_causal_throughout
 from ..model.loading import load_config, with_depth
 from .batches import FlatPairs
@@ -56,7 +55,7 @@ def why_padded(spec: JobSpec) -> str:
         return "attention_mask is 'always'"
     if spec.compute.attn_implementation not in (None, "sdpa"):
         return f"attn_implementation is {spec.compute.attn_implementation!r}"
-    members = (member.source for member in members_of(spec.work))
+    members = (member.source for member in spec.does.ensemble)
     sources = dict.fromkeys([spec.source, spec.reference_source, *members])
     return next((reason for source in sources if (reason := _unsupported(source, spec.data.max_seq_length))), "")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...specs.job import JobSpec, LoraSpec, ShardingSpec
 from ...specs.memory import MemoryEstimate
+from ...specs.methods import METHODS
 from ..model.fsdp import keeps_whole_gradients
 from .estimate import estimate
 from .trace import Batch, attention_modules
@@ -182,7 +183,7 @@ def _with_lora(spec: JobSpec, **more: Any) -> _Change:
     wanted = [name for name in ("q_proj", "v_proj") if name in modules] or modules
     lora = LoraSpec(target_modules=tuple(wanted), mlp=True, rank=8, alpha=16, **more)
     request = {"type": "LoRA", "lora_attn_modules": wanted, "apply_lora_to_mlp": True, "rank": 8, "alpha": 16, **more}
-    field = "algorithm_config" if spec.algorithm == "sft" else "provider_options.lora"
+    field = METHODS[spec.algorithm].lora_field
     return _Change((("lora", lora),), ((field, request),))
 
 
@@ -190,5 +191,5 @@ def _quantized(spec: JobSpec) -> _Change:
     if spec.lora is None:
         return _with_lora(spec, quantize_base=True)
     lora = spec.lora.model_copy(update={"quantize_base": True})
-    field = "algorithm_config" if spec.algorithm == "sft" else "provider_options.lora"
+    field = METHODS[spec.algorithm].lora_field
     return _Change((("lora", lora),), ((f"{field}.quantize_base", True),))

@@ -652,6 +652,6 @@ def _head_of(spec: JobSpec, kind: str, live: _LiveMemory, config: Any) -> Iterat
         stack.enter_context(traced_head(kind, config.get_text_config().vocab_size, counting))
         if has_fast_head(spec, kind):
             stack.enter_context(fast_head(counting, alike=weighs_tokens_alike(spec)))
-        if isinstance(spec.method, DistillationSpec):
+        if spec.method.has_teacher:
             stack.enter_context(traced_divergence(kind, config.get_text_config().vocab_size, counting))
         yield

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...specs.job import JobSpec
-from ...specs.work import CheckedAnswering, EvaluateSpec, members_of
 from .adapters import check_adapter, continues
 from .loading import WeightStorage, check_weights, load_config
 from .quantization import check_stored
@@ -31,12 +30,10 @@ def check_models(spec: JobSpec, warn: Callable[[str], None] = lambda _: None) ->
         check_weights(reward.model, is_reward=True, has_head=not reward.is_adapter, warn=warn)
         if reward.is_adapter:
             check_adapter(reward.source.directory, reward.model, is_reward=True)
-    answers = spec.work.answers if isinstance(spec.work, EvaluateSpec) else None
-    judges = answers.judges if isinstance(answers, CheckedAnswering) else ()
     if spec.adapter is not None:
         check_adapter(spec.adapter.directory, spec.source, lora=spec.lora if continues(spec) else None)
     made = [one for one in spec.method.grading_models if one.made_by is None or one.directory.is_dir()]
-    for further in (*members_of(spec.work), *judges, *made):
+    for further in (*spec.does.ensemble, *spec.does.judges, *made):
         if further.adapter is not None and further.adapter.made_by and not further.adapter.directory.is_dir():
             continue  # another job makes it
         check_weights(further.source, warn=warn)

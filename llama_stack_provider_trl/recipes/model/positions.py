@@ -8,7 +8,6 @@ from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import JobSpec
 from ...specs.model_source import ModelSource
-from ...specs.work import members_of
 from .loading import load_config
 
 
@@ -19,7 +18,7 @@ def within_positions(spec: JobSpec) -> tuple[JobSpec, list[str]]:
     """
     if not spec.data.max_seq_length_is_default:
         return spec, []
-    members = [member.source for member in members_of(spec.work)]
+    members = [member.source for member in spec.does.ensemble]
     sources = [spec.source, spec.reference_source, *members]
     found = [positions for source in sources if (positions := positions_of(source)) is not None]
     if not found or min(found) >= spec.data.max_seq_length:

@@ -17,7 +17,7 @@ import torch
 from ...errors import JobFailure
 from ...specs.events import Reason
 from ...specs.job import JobSpec
-from ...specs.work import EnsembleMember, members_of
+from ...specs.work import EnsembleMember
 from ..fast.head import Head, averaged
 from ..model.adapters import DEFAULT, added
 from ..model.loading import load_tokenizer
@@ -33,7 +33,7 @@ def check_members(spec: JobSpec) -> None:
         JobFailure: invalid_model, naming both models and where they differ.
     """
     tokenizer = load_tokenizer(spec.source)
-    for source in dict.fromkeys(member.source for member in members_of(spec.work)):
+    for source in dict.fromkeys(member.source for member in spec.does.ensemble):
         if source.model != spec.source.model and (problem := vocabulary_problem(tokenizer, source)):
             raise JobFailure(
                 Reason.invalid_model,
@@ -80,7 +80,7 @@ class EnsembleRecipe(SftRecipe):
     @property
     def _members(self) -> list[EnsembleMember]:
         """The first, and those of the others that count."""
-        first, *others = members_of(self.spec.work)
+        first, *others = self.spec.does.ensemble
         return [first, *(member for member in others if member.weight)]
 
     @property

@@ -9,7 +9,6 @@ import torch
 
 from ...specs.job import Algorithm, JobSpec
 from ...specs.methods import METHODS, CustomSpec
-from ...specs.work import members_of
 from .arguments import kto_arguments, pair_arguments, prompt_arguments, reward_arguments, sft_arguments
 from .base import RecipeTrainer
 from .custom import custom_trainer
@@ -38,7 +37,7 @@ def trainer_of(spec: JobSpec) -> tuple[type[RecipeTrainer], _Arguments]:
         return custom_trainer(spec, spec.method), _CUSTOM[METHODS[spec.algorithm].rows]
     if spec.method.other_vocabulary is not None:
         return GoldRecipe, prompt_arguments
-    if members_of(spec.work):
+    if spec.does.ensemble:
         return EnsembleRecipe, sft_arguments
     return TRAINERS[spec.algorithm]
 

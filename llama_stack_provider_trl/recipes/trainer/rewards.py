@@ -251,17 +251,17 @@ class Rewards:
         return found
 
 
-def used_packages(spec: GrpoSpec) -> dict[str, str]:
+def used_packages(rewards: Iterable[RewardSource]) -> dict[str, str]:
     """The package and version of each reward function in this environment, for the job's record."""
-    return {source.name: _package(source) for source in spec.rewards if source.function is not None}
+    return {source.name: _package(source) for source in rewards if source.function is not None}
 
 
-def other_packages(spec: GrpoSpec) -> list[str]:
+def other_packages(rewards: Iterable[RewardSource]) -> list[str]:
     """Warnings of a job whose functions are of other versions than those that its request was checked with."""
     return [
         f"the reward function {source.function!r} is of {used} here, and of {source.package} where the request was "
         "checked: install the same version in both environments"
-        for source in spec.rewards
+        for source in rewards
         if source.function is not None and source.package and (used := _package(source)) != source.package
     ]
 

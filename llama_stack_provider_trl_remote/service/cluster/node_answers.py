@@ -17,7 +17,7 @@ from typing import Any
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.store.records import NodeTaskRecord
 from llama_stack_provider_trl.jobs.store.store import Store
-from llama_stack_provider_trl.specs.answer_files import answer_files, answering_of, whole_batches
+from llama_stack_provider_trl.specs.answer_files import whole_batches
 from llama_stack_provider_trl.specs.events import Event, Finished, event_lines, parse_event
 from llama_stack_provider_trl.specs.job import JobSpec
 from llama_stack_provider_trl.specs.row_files import LINE_BYTES
@@ -35,7 +35,7 @@ times what is found."""
 
 def remove_results(spec: JobSpec) -> None:
     """Remove what an earlier attempt has made of its answers, before an attempt on another machine sends it again."""
-    for name in answer_files(spec.work)[1:]:
+    for name in spec.does.answer_files[1:]:
         (spec.checkpoint_dir / name).unlink(missing_ok=True)
 
 
@@ -50,7 +50,7 @@ def begin_answers(store: Store, task: NodeTaskRecord, spec: JobSpec, digests: Di
         NotFound: the job answers no prompts.
         OSError: the file cannot be written, or is something else.
     """
-    answering = answering_of(spec.work)
+    answering = spec.does.answering
     if answering is None:
         raise NotFound(_no_file(spec, ANSWERS))
     with _opened(spec.checkpoint_dir / ANSWERS) as descriptor, os.fdopen(os.dup(descriptor), "rb") as file:
@@ -165,7 +165,7 @@ def _has_end(lines: bytes) -> bool:
 
 def most_bytes(spec: JobSpec) -> int:
     """Bytes of the largest file that a job's answers can make; so a node cannot fill the disk with one."""
-    answering = answering_of(spec.work)
+    answering = spec.does.answering
     assert answering is not None
     count = spec.data.dataset.num_rows * answering.samples_per_prompt
     try:
@@ -177,7 +177,7 @@ def most_bytes(spec: JobSpec) -> int:
 
 def refuse_unfinished(event: Event, spec: JobSpec, digests: Digests) -> None:
     """Refuse the end of a job whose files are not those that its result names. Raises InvalidRequest."""
-    names = answer_files(spec.work)
+    names = spec.does.answer_files
     if not isinstance(event, Finished) or not names:
         return
     result: Any = event.result or {}
@@ -196,12 +196,12 @@ def refuse_unfinished(event: Event, spec: JobSpec, digests: Digests) -> None:
 
 
 def _check_name(spec: JobSpec, name: str) -> None:
-    if name not in answer_files(spec.work):
+    if name not in spec.does.answer_files:
         raise NotFound(_no_file(spec, name))
 
 
 def _no_file(spec: JobSpec, name: str) -> str:
-    names = answer_files(spec.work)
+    names = spec.does.answer_files
     does = f"its answers are in {' and '.join(names)}" if names else "it answers no prompts"
     return f"job {spec.job_uuid!r} has no file {name[:200]!r} of answers: {does}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llama_stack_provider_trl.jobs.store.records import JobRecord
-from llama_stack_provider_trl.specs.work import ROWS, GenerateSpec
+from llama_stack_provider_trl.specs.work import ROWS
 
 from ..datasets.registry import DatasetRegistry
 
@@ -14,9 +14,9 @@ def keep_result(datasets: DatasetRegistry, job: JobRecord) -> None:
     Raises:
         InvalidRequest, JobConflict, StoreError.
     """
-    if isinstance(job.spec.work, GenerateSpec):
+    if (dataset_id := job.spec.does.made_dataset) is not None:
         datasets.register_made(
-            job.spec.work.output_dataset_id,
+            dataset_id,
             job.spec.checkpoint_dir / ROWS,
             (job.result or {}).get("dataset") or {},
             job.job_uuid,

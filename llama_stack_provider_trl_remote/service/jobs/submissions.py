@@ -20,8 +20,8 @@ from llama_stack_provider_trl.jobs.submission import Submitter, submit
 from llama_stack_provider_trl.requests.bodies import request_digest
 from llama_stack_provider_trl.requests.options import RESERVED, ProviderOptions
 from llama_stack_provider_trl.requests.settings import Settings
-from llama_stack_provider_trl.requests.untrained import check_options, in_its_terms
-from llama_stack_provider_trl.specs.work import GenerateSpec, Work
+from llama_stack_provider_trl.requests.untrained import check_options
+from llama_stack_provider_trl.specs.work import Work
 from llama_stack_provider_trl.system.offload import in_work_thread
 
 from ..datasets.quotas import JobAllowance, Quotas
@@ -147,11 +147,7 @@ class Submissions:
             work = await in_work_thread(body.work, models)
         admit = partial(self._check_output, work)
         admit()
-        try:
-            request, options = body.as_training(), body.with_options(options)
-            return await submit(request, options, digest, self._for_jobs, store, rows, owner, work, models, admit)
-        except InvalidRequest as error:
-            raise in_its_terms(error) from error
+        return await submit(body, options, digest, self._for_jobs, store, rows, owner, work, models, admit)
 
     def _note_job(self, job_uuid: str, body: JobBody | None) -> None:
         """Count the space of a job's checkpoints, before the jobs are read again, and keep its request."""
@@ -162,9 +158,9 @@ class Submissions:
 
     def _check_output(self, work: Work) -> None:
         """Refuse to make a dataset of a name that is registered. Raises InvalidRequest."""
-        if isinstance(work, GenerateSpec) and self._datasets.holds(work.output_dataset_id):
+        if work.made_dataset is not None and self._datasets.holds(work.made_dataset):
             hint = "a dataset of this name is registered already: choose another one"
-            raise InvalidRequest(FIELD, work.output_dataset_id, hint)
+            raise InvalidRequest(FIELD, work.made_dataset, hint)
 
     def _options(self, given: object, caller: Caller) -> ProviderOptions:
         options = ProviderOptions.parse(given)

@@ -9,7 +9,7 @@ from typing import BinaryIO
 from llama_stack_provider_trl.jobs.decisions.states import TERMINAL, JobState
 from llama_stack_provider_trl.jobs.store.records import JobRecord
 from llama_stack_provider_trl.jobs.store.store import Store
-from llama_stack_provider_trl.specs.work import ANSWERS, EvaluateSpec, GenerateSpec
+from llama_stack_provider_trl.specs.work import ANSWERS
 from llama_stack_provider_trl.system.files import open_in
 from llama_stack_provider_trl.system.ownership import Ownership
 
@@ -33,7 +33,7 @@ def find_answers(ownership: Ownership, store: Store, digests: Digests, job_uuid:
     """
     job = store.get(job_uuid)
     work = job.spec.work
-    if not (isinstance(work, GenerateSpec) or (isinstance(work, EvaluateSpec) and work.answers is not None)):
+    if job.spec.does.answering is None:
         does = f"is of kind {work.kind}" + (" without checks" if work.kind == "evaluate" else "") if work else "trains"
         raise NotFound(f"job {job_uuid!r} {does} and answers no prompts: generate jobs and evaluations with checks do")
     if job.state not in TERMINAL:
