@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ..errors import InvalidRequest
 from ..specs.answer_checks import AnswerCheck
 from ..specs.grading.graders import asking_of, field_of, uses_python
-from ..specs.methods import GrpoSpec
+from ..specs.rewards import RewardSource
 from .bases import served_job_of
 from .settings import JobSettings
 
@@ -24,10 +24,10 @@ def refuse_python_graders(checks: Iterable[tuple[str, AnswerCheck]], settings: J
             raise InvalidRequest(f"{field}.grader.type", "python", NOT_ALLOWED)
 
 
-def jobs_that_grade(method: GrpoSpec) -> list[str]:
-    """The jobs that a method's graders name as their models. Raises InvalidRequest."""
+def jobs_that_grade(rewards: Iterable[RewardSource]) -> list[str]:
+    """The jobs that graders name as their models. Raises InvalidRequest."""
     found = []
-    for number, check in ((n, one.check) for n, one in enumerate(method.rewards)):
+    for number, check in ((n, one.check) for n, one in enumerate(rewards)):
         if check is None or check.grader is None:
             continue
         for name, leaf in asking_of(check.grader).items():

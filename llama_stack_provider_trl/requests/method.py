@@ -81,8 +81,7 @@ def jobs_named_by(fields: dict[str, Any]) -> list[str]:
     models of its graders, and of its teacher. Raises InvalidRequest."""
     method: MethodSpec = fields["method"]
     names = [model.job_uuid for model in method.reward_models]
-    if isinstance(method, GrpoSpec):
-        names += jobs_that_grade(method)
+    names += jobs_that_grade(method.rewards_of_answers)
     if (teacher := method.teacher_source) is not None and teacher.model.startswith(PREFIX):
         names.append(teacher.model.removeprefix(PREFIX).partition("/")[0])
     return names

@@ -5,8 +5,6 @@ from __future__ import annotations
 from datetime import datetime
 
 from ...errors import InvalidRequest, JobFailure, JobNotFound
-from ...requests.bases import resolve_base
-from ...requests.options import ProviderOptions
 from ...requests.promotion import Evaluation, Find, Model, checked, refuse_unusable, unmet
 from ...requests.settings import Settings
 from ...requests.work import ExportRequest

@@ -124,10 +124,11 @@ class Attempts:
     def check_destination(self, spec: JobSpec) -> None:
         """Return if a job's export, if it is one, may be sent where it names: the settings may have changed since it
         was submitted. Raises JobFailure: invalid_request."""
-        if not isinstance(spec.work, ExportWork):
+        export = spec.does.exporting
+        if export is None:
             return
         try:
-            refuse_destination(spec.work.export.upload_to, self._export_destinations)
+            refuse_destination(export.upload_to, self._export_destinations)
         except InvalidRequest as error:
             raise JobFailure(Reason.invalid_request, f"{error}. Nothing was uploaded.") from error
 
