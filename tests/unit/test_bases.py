@@ -15,7 +15,8 @@ from llama_stack_provider_trl.jobs.inputs.bases import check_checkpoints, find_b
 from llama_stack_provider_trl.jobs.store.records import CheckpointRecord
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.supervision.step_checkpoints import delete_superfluous
-from llama_stack_provider_trl.requests.bases import model_of
+from llama_stack_provider_trl.requests.bases import model_of, served_job_of
+from llama_stack_provider_trl.requests.bodies import PreferenceOptimizeRequest, SupervisedFineTuneRequest
 from llama_stack_provider_trl.requests.options import ProviderOptions
 from llama_stack_provider_trl.requests.resolve import resolve
 from llama_stack_provider_trl.requests.settings import Settings
@@ -399,3 +400,11 @@ def test_what_cannot_answer_a_chat_is_refused_by_its_name(
 def test_a_chat_with_a_job_that_is_not_here_names_it(store: Store, settings: Settings) -> None:
     with pytest.raises(JobNotFound, match="job 'gone' not found"):
         find_served("model", "ft:gone", settings, store)
+
+
+def test_only_the_canonical_name_of_a_checkpoint_names_it() -> None:
+    named = "ft:small:trl:tutor:ftjob-1:ckpt-step-"
+    assert served_job_of("model", f"{named}5") == ("ftjob-1", "job:ftjob-1/checkpoint-5")
+    assert served_job_of("model", f"{named}005") == ("ckpt-step-005", "job:ckpt-step-005")  # a name that no job has
+    with pytest.raises(InvalidRequest):
+        served_job_of("model", f"{named}\u0665")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,9 +80,14 @@ def test_another_content_type_is_refused() -> None:
 
 def test_a_page_of_files_ends_where_counting_their_bytes_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = SimpleNamespace(places=lambda prefix: [])
-    store = SimpleNamespace(completed=lambda prefix: [(n, f"ftjob-{n}") for n in range(9)])
+    ended = [(float(n), f"ftjob-{n}") for n in range(8, -1, -1)]
+    store = SimpleNamespace(
+        completed=lambda prefix, beyond, newest_first: [one for one in ended if beyond is None or one[0] <= beyond]
+    )
     listed = OpenAIFiles(registry, None, None, store)  # type: ignore[arg-type]
     monkeypatch.setattr(listed, "get", lambda name: {"id": name})
+    job = SimpleNamespace(completed_at=datetime.fromtimestamp(1, UTC))
+    monkeypatch.setattr(listed, "_job_of", lambda file_id, job_uuid, param: job)
     assert len(listed.page(None, 10, None, newest_first=True)[0]) == 9
     monkeypatch.setattr("llama_stack_provider_trl_remote.openai.files._PAGE_SECONDS", -1)
     assert listed.page(None, 10, None, newest_first=True) == ([{"id": "file-results-8"}], True)

@@ -73,6 +73,8 @@ class Database:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._locked_until = 0.0
+        self._turn, self._process = threading.Lock(), os.getpid()
+        """Of the thread that writes. SQLite's own wait is not fair: of 100 threads some waited 5 s, and failed."""
         self._local = threading.local()
         self._connections: weakref.WeakSet[_ThreadConnection] = weakref.WeakSet()
         try:
@@ -102,15 +104,16 @@ class Database:
         """One write transaction; yields a function that runs a named statement."""
         with self._store_errors():
             connection = self._connection()
-            self._begin(connection)
-            try:
-                yield lambda name, values: connection.execute(_queries()[name], values)
-                connection.execute("COMMIT")
-            except BaseException:
-                # A full disk may have rolled it back already.
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
+            with self._taken_turn():
+                self._begin(connection)
+                try:
+                    yield lambda name, values: connection.execute(_queries()[name], values)
+                    connection.execute("COMMIT")
+                except BaseException:
+                    # A full disk may have rolled it back already.
+                    if connection.in_transaction:
+                        connection.execute("ROLLBACK")
+                    raise
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
@@ -123,6 +126,21 @@ class Database:
             finally:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
+
+    @contextmanager
+    def _taken_turn(self) -> Iterator[None]:
+        """No other thread of this process writes meanwhile. Raises OperationalError as SQLite does."""
+        if self._process != os.getpid():  # a fork: the thread that had the lock is not in it
+            self._turn, self._process = threading.Lock(), os.getpid()
+        turn, is_brief = self._turn, time.monotonic() < self._locked_until
+        if not turn.acquire(timeout=_BRIEF_MS / 1000 if is_brief else _BUSY_SECONDS):
+            error = sqlite3.OperationalError("database is locked")
+            error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+            raise error
+        try:
+            yield
+        finally:
+            turn.release()
 
     def _begin(self, connection: sqlite3.Connection) -> None:
         """Begin a write transaction, when other writers have ended theirs."""
