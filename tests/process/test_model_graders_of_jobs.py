@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from llama_stack_provider_trl.recipes.memory.estimate import estimate
 from llama_stack_provider_trl.recipes.memory.trace import Batch
+from llama_stack_provider_trl.recipes.trainer import grading_models
 from llama_stack_provider_trl.recipes.trainer.grading_models import GradingModel
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.events import Failed, Finished, Prepared, Progress, Warned
@@ -170,6 +171,25 @@ def test_a_model_replies_alone_as_with_others_and_random_numbers_follow_from_the
     assert isinstance(late, GradingError)
     assert "which with 100000 of its reply are more than its" in late.sentence
     assert not [*model.warnings()]
+
+
+def test_fewer_questions_are_answered_together_where_memory_is_short(
+    tmp_path: Path, judge: FurtherModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried, answer = list[int](), grading_models.answer_ids
+
+    def short(model: Any, prompts: list[Any], *arguments: Any, **fields: Any) -> Any:
+        tried.append(len(prompts))
+        if len(prompts) > 2:
+            raise torch.OutOfMemoryError
+        return answer(model, prompts, *arguments, **fields)
+
+    model = GradingModel(spec_of(tmp_path, source(SCORE, judge)), judge, torch.device("cpu"))
+    questions = [(Question([{"role": "user", "content": f"Is it {n}?"}], str(n)), 0) for n in range(5)]
+    expected = model.replies(questions, Replying(0.0, 1.0, 4), lambda: None)
+    monkeypatch.setattr(grading_models, "answer_ids", short)
+    assert model.replies(questions, Replying(0.0, 1.0, 4), lambda: None) == expected
+    assert tried == [5, 2, 2, 1]
 
 
 def test_messages_that_a_chat_template_leaves_out_are_named_once(tmp_path: Path, judge: FurtherModel) -> None:

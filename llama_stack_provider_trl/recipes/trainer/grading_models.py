@@ -20,8 +20,8 @@ from ..model.positions import positions_of
 
 _THINK = "<think>"
 """Chat templates of some models begin their turn with it."""
-_AT_ONCE = 64
-"""Questions that are answered together at most."""
+MOST_AT_ONCE = 64
+"""Questions that are answered together at most; half as many from then on where a GPU's memory is not enough."""
 
 
 class GradingModel:
@@ -46,7 +46,7 @@ class GradingModel:
         self._ends = answer_ends(self._model, self._tokenizer)
         pad = self._tokenizer.pad_token_id
         self._pad = self._ends[0] if pad is None else pad
-        self._asked = 0
+        self._asked, self._at_once = 0, MOST_AT_ONCE
         self._warned: set[str] = set()
 
     def replies(
@@ -68,17 +68,26 @@ class GradingModel:
         self._asked += len(questions)
         found: list[Reply | GradingError] = [self._without_room(ids, replying) for ids in encoded]
         fitting = [number for number, ids in enumerate(encoded) if self._has_room(ids, replying)]
-        for numbers in (fitting[at : at + _AT_ONCE] for at in range(0, len(fitting), _AT_ONCE)):
+        while fitting:
+            numbers = fitting[: self._at_once]
             sampler = Sampler(replying, [random.Random(questions[number][0].seed) for number in numbers], on_token)
-            ids = answer_ids(
-                self._model,
-                [encoded[number] for number in numbers],
-                sampler,
-                most=replying.most,
-                ends=self._ends,
-                pad=self._pad,
-                device=self._device,
-            )
+            try:
+                ids = answer_ids(
+                    self._model,
+                    [encoded[number] for number in numbers],
+                    sampler,
+                    most=replying.most,
+                    ends=self._ends,
+                    pad=self._pad,
+                    device=self._device,
+                )
+            except torch.OutOfMemoryError:
+                # Another attempt would have smaller batches of the training, which would not help here.
+                if len(numbers) == 1:
+                    raise
+                self._at_once = len(numbers) // 2
+                continue
+            fitting = fitting[len(numbers) :]
             for number, tokens in zip(numbers, ids, strict=True):
                 text = f"{self._begins(encoded[number])}{self._tokenizer.decode(tokens, skip_special_tokens=True)}"
                 found[number] = Reply(text, bool(tokens) and tokens[-1] in self._ends)
