@@ -206,5 +206,6 @@ OVERLAPS = """rows => rows.flatMap((row) => {
         && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1;
     const spills = [...row.querySelectorAll(".line > *")].some((one) =>
         one.getBoundingClientRect().right > one.closest("th").getBoundingClientRect().right + 1);
-    return spills || cells.some((one, at) => cells.slice(at + 1).some((other) => over(one, other))) ? [row.dataset.job] : [];
+    const overlaps = cells.some((one, at) => cells.slice(at + 1).some((other) => over(one, other)));
+    return spills || overlaps ? [row.dataset.job] : [];
 })"""
