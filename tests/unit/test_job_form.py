@@ -186,6 +186,8 @@ def test_lora_is_trained_where_the_form_says_so() -> None:
     assert job_of({**FIELDS, "tuning": "lora"})["algorithm_config"]["rank"] == 16
     assert job_of({**FIELDS, "tuning": "qlora", "lora_rank": "4"})["algorithm_config"]["quantize_base"] is True
     assert "algorithm_config" not in job_of({**FIELDS, "tuning": "full", "lora_rank": "4"})
+    with pytest.raises(InvalidRequest, match="expected one of lora, qlora, full, request"):
+        job_of({**FIELDS, "tuning": "some"})
 
 
 @pytest.mark.parametrize(

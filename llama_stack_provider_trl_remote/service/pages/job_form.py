@@ -62,7 +62,7 @@ def job_of(fields: Mapping[str, str]) -> dict[str, Any]:
 
     Raises:
         InvalidRequest: the field of further options, or of further request fields, has no object, or one that another
-            field has.
+            field has; there is no such `tuning`.
     """
     method = fields.get("method")
     is_sft = method in (None, "", "sft")
@@ -259,8 +259,13 @@ def _lora(fields: Mapping[str, str], further: Mapping[str, Any]) -> dict[str, An
 
     Args:
         further: what the JSON fields say of it.
+
+    Raises:
+        InvalidRequest: `tuning` is none of `TUNINGS`.
     """
     tuning = fields.get("tuning") or ("lora" if fields.get("lora_rank") else "full")
+    if tuning not in TUNINGS:
+        raise InvalidRequest("tuning", tuning, f"expected one of {', '.join(TUNINGS)}")
     if tuning in ("full", "request"):
         return None
     rank = _number(fields.get("lora_rank") or str(LORA_RANK), int)

@@ -149,8 +149,8 @@ async def _page(
 
 
 def _shown(fields: Mapping[str, str]) -> dict[str, Any]:
-    """The body of the form, without further options and fields that are no objects."""
+    """The body of the form, without what it refuses."""
     try:
         return job_of(fields)
     except InvalidRequest:
-        return job_of({**fields, "options": "", "request": ""})
+        return job_of({**fields, "options": "", "request": "", "tuning": ""})
