@@ -26,7 +26,6 @@ from typing import BinaryIO, Literal, NamedTuple
 
 from pydantic import BaseModel
 
-from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.errors import InvalidRequest, LimitReached
 from llama_stack_provider_trl.system.data_dir import DataDir, read_own
 from llama_stack_provider_trl.system.files import atomic_write_json, fsync_path, open_regular, private_directory
@@ -267,7 +266,6 @@ class PartUploads:
                     await to_its_end(self._end, upload, record.model_copy(update={"status": "cancelled"}))
                 raise
             await asyncio.to_thread(self._counted.note, sha256, record.owner)
-            faults.reach("upload-counted")
             await register(record, sha256)
 
     def _create(self, owner: str, filename: str, num_bytes: int) -> UploadRecord:
