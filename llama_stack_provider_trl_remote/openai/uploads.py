@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+from llama_stack_provider_trl import faults
+
 from ..service.datasets.part_uploads import PartUploads, UploadRecord
 from .bodies import CompleteUpload, CreateUpload
 from .files import PURPOSE, OpenAIFiles
@@ -47,6 +49,7 @@ class OpenAIUploads:
         """Make a file of the parts. Raises the errors of `PartUploads.complete`."""
 
         async def register(upload: UploadRecord, sha256: str) -> None:
+            faults.reach("upload-counted")
             file_id = file_of_upload(upload.upload_id)
             await self._files.register(file_id, upload.filename, upload.num_bytes, sha256, caller)
 

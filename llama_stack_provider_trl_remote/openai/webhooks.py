@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import NamedTuple
 
 from llama_stack_provider_trl import __version__, faults
@@ -38,8 +39,10 @@ MOST_TRIES = 84
 """Of an event, the waits between which take 72 hours."""
 _CHECK = 1.0
 """Seconds between two looks into the store."""
-_STORE_WAIT = 30.0
-"""Seconds after an error of the store."""
+LONGEST_PAUSE = 60.0
+"""Seconds from a try that a receiver has refused to that of its next event, at most."""
+_ERROR_WAIT = 30.0
+"""Seconds after an error that is not the receiver's, such as one of the store."""
 _END = 1.0
 """Seconds that the end of a service waits for a try."""
 
@@ -50,6 +53,14 @@ class Receiver(NamedTuple):
     url: str
     target: WebhookAddress
     key: bytes
+
+
+class Try(Enum):
+    """What became of the next try for a receiver."""
+
+    none_due = "none is due"
+    delivered = "the receiver has accepted it"
+    undelivered = "the receiver has not accepted it"
 
 
 class WebhookSender:
@@ -88,29 +99,29 @@ class WebhookSender:
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
 
-    def deliver(self, receiver: Receiver) -> bool:
-        """Make the next try for a receiver, if it is due. Returns whether one was. Raises StoreError."""
+    def deliver(self, receiver: Receiver) -> Try:
+        """Make the next try for a receiver, if it is due. Raises StoreError."""
         now = self._clock()
         found = self._store.webhooks.next(receiver.url)
         # Further away than any wait: the clock was set back.
         if found is None or now < found.not_before <= now + LONGEST_WAIT:
-            return False
+            return Try.none_due
         begun = self._store.webhooks.begin(found, now + wait_after(found.tries + 1))
-        if begun is None:
-            return True
+        if begun is None:  # another process changed it
+            return Try.none_due
         faults.reach("webhook-begun")
         body = event_of(begun)
         try:
             self._send(receiver.target, signed_headers(receiver.key, event_id(begun.job_uuid), int(now), body), body)
         except Undelivered as error:
             self._failed(receiver, begun, str(error))
-            return True
+            return Try.undelivered
         faults.reach("webhook-sent")
         self._store.webhooks.end(begun, "delivered")
         if receiver.url in self._troubled:
             self._troubled.discard(receiver.url)
             log.info("webhooks to %s are delivered again", receiver.target.place)
-        return True
+        return Try.delivered
 
     def _failed(self, receiver: Receiver, delivery: Delivery, why: str) -> None:
         place, name = receiver.target.place, delivery.job_uuid
@@ -122,13 +133,20 @@ class WebhookSender:
         self._troubled.add(receiver.url)
 
     def _serve(self, receiver: Receiver) -> None:
-        pause = 0.0
+        pause, refused = 0.0, 0
         while not self._stopping.wait(pause):
             try:
-                pause = 0.0 if self.deliver(receiver) else _CHECK
+                made = self.deliver(receiver)
             except StoreError as error:
                 log.warning("webhooks to %s wait for the job database: %s", receiver.target.place, error)
-                pause = _STORE_WAIT
+                pause = _ERROR_WAIT
+            except Exception:  # else its thread would end, and nothing would be delivered until the next start
+                log.exception("webhooks to %s are tried again in %g s", receiver.target.place, _ERROR_WAIT)
+                pause = _ERROR_WAIT
+            else:
+                if made is not Try.none_due:
+                    refused = refused + 1 if made is Try.undelivered else 0
+                pause = _pause_after(made, refused)
 
 
 def receivers_of(webhooks: Sequence[OpenAIWebhook]) -> list[Receiver]:
@@ -152,6 +170,18 @@ def receivers_of(webhooks: Sequence[OpenAIWebhook]) -> list[Receiver]:
             raise SettingsError(f"openai.webhooks.{number}.secret_file: {error}") from error
         found.append(Receiver(webhook.url, WebhookAddress.of(webhook.url, webhook.networks), key))
     return found
+
+
+def _pause_after(made: Try, refused: int) -> float:
+    """Seconds from a try to the next one for the same receiver, of whichever event: a receiver that is down, with a
+    thousand events that are due, would be called without a pause.
+
+    Args:
+        refused: tries in a row, this one included, that the receiver has not accepted.
+    """
+    if made is Try.none_due:
+        return _CHECK
+    return min(wait_after(refused), LONGEST_PAUSE) if refused else 0.0
 
 
 def wait_after(tries: int) -> float:

@@ -138,7 +138,6 @@ class Service:
         """What jobs and calls leave behind, and the disks that keep it."""
         settings = self.settings
         refuse_lost_jobs(self.store, settings.data_dir)
-        _configure_webhooks(self.store, settings)
         self.space = Space(settings.min_free_disk_mb << 20, partial(unfinished, self.store.database))
         self.disks = DiskWatch(self.space, settings.data_dir, settings.checkpoint_roots)
         self.tokens = CreatedTokens(Tokens(self.store), settings)
@@ -272,7 +271,7 @@ class Service:
         self.checks = JobChecks(settings, self.for_jobs, self.store, rows, self._preflights)
 
     def start(self) -> None:
-        """Create the directories and start to supervise. Raises OSError."""
+        """Create the directories and start to supervise. Raises OSError, StoreError."""
         cut = self.audit.open()
         self.audit.write("started", version=__version__, cut=cut or None)
         self.audit.sync()
@@ -285,6 +284,7 @@ class Service:
         self.disks.start()
         self.pools.start()
         log_unusable_methods()
+        _configure_webhooks(self.store, self.settings)
         self.supervisor.start()
         if self.supervisor.supervising:
             self._local.warm_up(self._python)
@@ -328,7 +328,8 @@ def _secret_files(settings: ServiceSettings) -> list[Path | None]:
 
 
 def _configure_webhooks(store: Store, settings: ServiceSettings) -> None:
-    """Before anything ends a job: its end is recorded for these receivers."""
+    """Before anything ends a job, whose end is recorded for these receivers; and as late as that, since it gives up
+    deliveries, which a start that fails leaves."""
     states = {event: state for state, event in WEBHOOK_EVENTS.items()}
     receivers = {webhook.url: {states[event] for event in webhook.events} for webhook in settings.openai.webhooks}
     if dropped := store.webhooks.configure(receivers):

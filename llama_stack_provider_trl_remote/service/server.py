@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from llama_stack_provider_trl.system.offload import CallThreads
 from llama_stack_provider_trl.system.process import FileLock, hide_from_other_processes
 
 from ..nodes.load import LoadMeter
-from ..openai.webhooks import WebhookSender, receivers_of
+from ..openai.webhooks import Receiver, WebhookSender, receivers_of
 from ..wire import POLL_SECONDS
 from .app import make_app
 from .context import Dashboard, Service
@@ -66,13 +66,14 @@ def serve(settings: ServiceSettings, config: Path | None = None) -> int:
 
 
 async def _serve(settings: ServiceSettings, config: Path | None, listener: socket.socket) -> None:
+    receivers = receivers_of(settings.openai.webhooks)  # a start that its secrets refuse changes nothing
     service = Service(settings, config)
     if settings.isolation != "off" and not service.isolation.how:
         hide_from_other_processes()
     service.start()
     try:
         _log_configuration(service, config, listener)
-        server = ServiceServer(service)
+        server = ServiceServer(service, receivers)
         # A full collection would pass over all modules and models, and every request waits for it: 0.2 s of processor
         # time, which were 0.6 s in the flood of tests/security.
         gc.collect()
@@ -151,13 +152,17 @@ class Server(uvicorn.Server):
 
 
 class ServiceServer(Server):
-    """The server of a service, with this machine's own agent."""
+    """The server of a service, with this machine's own agent.
 
-    def __init__(self, service: Service) -> None:
+    Args:
+        receivers: of webhooks.
+    """
+
+    def __init__(self, service: Service, receivers: Sequence[Receiver] = ()) -> None:
         super().__init__(make_app(service))
         self._service = service
         self._tasks: list[asyncio.Task[None]] = []
-        self._webhooks = WebhookSender(service.store, receivers_of(service.settings.openai.webhooks))
+        self._webhooks = WebhookSender(service.store, receivers)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to answer calls, those of this machine's own agent included."""

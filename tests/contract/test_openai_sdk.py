@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import requests
-from openai import APIStatusError, BadRequestError, ConflictError, NotFoundError, OpenAI
+from openai import APIConnectionError, APIStatusError, BadRequestError, ConflictError, NotFoundError, OpenAI
 
 from tests.contract.service import TrainingService, running_service
 from tests.contract.stack import poll
@@ -465,3 +465,26 @@ def test_a_kill_leaves_no_half_file_and_loses_no_job(tmp_path: Path) -> None:
             events = [event.id for event in client.fine_tuning.jobs.list_events(job.id)]
             assert len(events) == len({*events})
             assert [event for event in events if event in before] == before
+
+
+def test_a_kill_between_the_rows_and_the_file_loses_no_part_however_small_the_quota(tmp_path: Path) -> None:
+    content = b"".join(b'{"text": "%06d"}\n' % number for number in range(40_000))
+    assert len(content) > (1 << 20) / 2  # stored rows and declared bytes are more than the quota together
+    with (
+        running_service(tmp_path, openai={"models": {}}, max_stored_mb=1) as service,
+        OpenAI(base_url=f"{service.url}/openai/v1", api_key="none", max_retries=0) as client,
+    ):
+        size = len(content)
+        upload = client.uploads.create(bytes=size, filename="a.jsonl", mime_type="text/jsonl", purpose="fine-tune").id
+        parts = [client.uploads.parts.create(upload, data=content[:500_000]).id]
+        service.kill()
+        service.start()
+        parts.append(client.uploads.parts.create(upload, data=content[500_000:]).id)
+        service.arm("upload-counted", "kill")
+        with pytest.raises(APIConnectionError):
+            client.uploads.complete(upload, part_ids=parts)
+        poll(lambda: not service.runs(), "the service is killed", timeout=20, pause=0.05)
+        service.start()
+        whole = client.uploads.complete(upload, part_ids=parts).file
+        assert whole
+        assert client.files.content(whole.id).read() == content

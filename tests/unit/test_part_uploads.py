@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -30,11 +30,12 @@ class Uploads:
     def __init__(self, root: Path, store: Store) -> None:
         self.root, self.store, self.clock = root, store, FakeClock()
         self.registered: list[tuple[str, str]] = []
+        self.quota = 2 << 20
         self.start()
 
     def start(self) -> None:
         settings = ServiceSettings(data_dir=self.root, max_upload_mb=1)
-        self.quotas = Quotas(self.store.rows, 2 << 20)
+        self.quotas = Quotas(self.store.rows, self.quota)
         self.blobs = Blobs(settings)
         self.blobs.prepare()
         counted = CountedRows(self.blobs, self.store.rows, self.quotas)
@@ -122,9 +123,26 @@ def test_what_does_not_equal_the_declaration_is_refused_and_the_upload_goes_on(u
         uploads.complete(upload, head, tail, md5="0" * 32)
     assert not list((uploads.root / "datasets").glob("*.jsonl"))
     assert uploads.complete(upload, head, tail).status == "completed"
-    twice = uploads.create()
-    head = uploads.add(twice, HEAD)
-    assert uploads.complete(twice, head, head).status == "completed"  # equal parts are one
+
+
+def test_each_part_counts_once(uploads: Uploads) -> None:
+    upload = uploads.create()
+    head = uploads.add(upload, HEAD)
+    with pytest.raises(InvalidRequest, match=f"{head}.*names this part twice.*split such a file"):
+        uploads.complete(upload, head, head)
+    assert uploads.complete(upload, head, uploads.add(upload, TAIL)).status == "completed"
+
+
+def test_an_upload_whose_bytes_are_refused_again_and_again_is_cancelled(uploads: Uploads) -> None:
+    upload = uploads.create()
+    parts = uploads.add(upload, HEAD), uploads.add(upload, TAIL)
+    for _ in range(3):
+        with pytest.raises(InvalidRequest, match="cancelled once 3 such calls were refused"):
+            uploads.complete(upload, *parts, md5="0" * 32)
+    with pytest.raises(InvalidRequest, match="it is cancelled"):
+        uploads.complete(upload, *parts)
+    assert uploads.files() == ["upload.json"]
+    assert uploads.room() == 2 << 20
 
 
 def test_a_part_that_breaks_off_leaves_nothing_and_a_kill_loses_no_whole_one(uploads: Uploads) -> None:
@@ -145,6 +163,8 @@ def test_a_part_that_breaks_off_leaves_nothing_and_a_kill_loses_no_whole_one(upl
 def test_a_kill_between_the_rows_and_the_answer_makes_the_same_file_again(
     uploads: Uploads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    uploads.quota = len(HEAD + TAIL) + 1  # less than the rows and the declared bytes together
+    uploads.start()
     upload = uploads.create()
     parts = uploads.add(upload, HEAD), uploads.add(upload, TAIL)
 
@@ -155,6 +175,8 @@ def test_a_kill_between_the_rows_and_the_answer_makes_the_same_file_again(
     with pytest.raises(KeyboardInterrupt):
         uploads.complete(upload, *parts)
     uploads.start()
+    with pytest.raises(QuotaReached):
+        uploads.create(2)
     uploads.complete(upload, *parts)
     first, second = uploads.registered
     assert first == second
@@ -207,3 +229,73 @@ def test_parts_count_among_the_uploads_of_a_token(uploads: Uploads) -> None:
 
     asyncio.run(many())
     assert uploads.files() == ["upload.json"]
+
+
+def test_completions_count_among_the_uploads_of_a_token_and_a_few_copy_at_a_time(
+    uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = [uploads.create(1) for _ in range(UPLOADS + 1)]
+    parts = [uploads.add(upload, b"x") for upload in begun]
+    copying, most = 0, 0
+
+    async def many() -> None:
+        may_end = asyncio.Event()
+
+        async def receive(*_: object, **__: object) -> str:
+            nonlocal copying, most
+            copying += 1
+            most = max(most, copying)
+            await may_end.wait()
+            copying -= 1
+            return hashlib.sha256(b"x").hexdigest()
+
+        async def register(upload: UploadRecord, sha256: str) -> None:
+            pass
+
+        monkeypatch.setattr(uploads.blobs, "receive", receive)
+        pairs = zip(begun, parts, strict=True)
+        calls = [uploads.parts.complete(upload, "a", [part], None, register) for upload, part in pairs]
+        last = calls.pop()
+        completing = [asyncio.create_task(call) for call in calls]
+        while copying < part_uploads._COMPLETING:
+            await asyncio.sleep(0.01)
+        with pytest.raises(LimitReached, match="uploads of rows under way"):
+            await last
+        may_end.set()
+        assert {record.status for record in await asyncio.gather(*completing)} == {"completed"}
+
+    asyncio.run(asyncio.wait_for(many(), 30))
+    assert most == part_uploads._COMPLETING
+
+
+def test_what_is_no_upload_and_no_part_keeps_no_service_from_starting(uploads: Uploads) -> None:
+    upload = uploads.create()
+    head = uploads.add(upload, HEAD)
+    directory = uploads.root / "uploads" / upload
+    (directory / "part_x").write_bytes(TAIL)
+    (directory / ".part-left" / "deep").mkdir(parents=True)
+    (directory / ("part_" + "0" * 24)).mkdir()
+    (directory / ("part_" + "1" * 24)).symlink_to("/etc/hostname")
+    (directory.parent / ("upload_" + "0" * 24)).write_text("a file")
+    (directory.parent / "notes").mkdir()
+    uploads.start()
+    for odd in ("part_x", "part_" + "0" * 24, "part_" + "1" * 24):
+        with pytest.raises(InvalidRequest, match="no such part"):
+            uploads.complete(upload, head, odd)
+    assert uploads.complete(upload, head, uploads.add(upload, TAIL)).status == "completed"
+
+
+def test_an_upload_that_cannot_be_read_is_left_out(uploads: Uploads, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken, whole = uploads.create(), uploads.create()
+    read_own = part_uploads.read_own
+
+    def reading(path: Path, parse: Callable[[bytes], UploadRecord]) -> UploadRecord | None:
+        if broken in str(path):
+            raise OSError(5, "Input/output error")
+        return read_own(path, parse)
+
+    monkeypatch.setattr(part_uploads, "read_own", reading)
+    uploads.start()
+    with pytest.raises(NotFound):
+        uploads.add(broken, HEAD)
+    assert uploads.add(whole, HEAD)

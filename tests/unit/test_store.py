@@ -573,6 +573,21 @@ def test_a_database_of_an_earlier_schema_is_upgraded(tmp_path: Path, monkeypatch
         Store(path)
 
 
+def test_a_database_of_the_same_version_gets_the_tables_that_it_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.db"
+    store = Store(path)
+    store.add_job(job_spec("a"), "digest")
+    store.close()
+    whole = columns(path)
+    with closing(sqlite3.connect(path)) as old, old:
+        old.executescript("DROP TRIGGER webhook_due; DROP TABLE webhooks; DROP TABLE webhook_deliveries;")
+    store = Store(path)
+    assert store.get("a").job_uuid == "a"
+    assert store.webhooks.waiting() == 0
+    assert columns(path) == whole
+    store.close()
+
+
 @pytest.mark.parametrize("broken", ["schema", "script"])
 def test_an_upgrade_that_breaks_off_leaves_the_database_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections.abc import Iterator, Mapping
@@ -14,13 +15,16 @@ from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl_remote.openai.outgoing import Undelivered, WebhookAddress, post
 from llama_stack_provider_trl_remote.openai.webhooks import (
+    LONGEST_PAUSE,
     LONGEST_WAIT,
     MOST_TRIES,
     Receiver,
+    Try,
     WebhookSender,
     receivers_of,
     wait_after,
 )
+from llama_stack_provider_trl_remote.service import context, server
 from llama_stack_provider_trl_remote.service.loading import load_settings
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings, SettingsError
 from tests.fakes import FakeClock, job_spec
@@ -63,12 +67,31 @@ class World:
     def deliver(self, receiver: Receiver | None = None) -> list[str]:
         """Names of the jobs of tries that are due."""
         before = len(self.sent)
-        while self.webhooks.deliver(receiver or self.receiver):
+        while self.webhooks.deliver(receiver or self.receiver) is not Try.none_due:
             pass
         return [body["data"]["id"] for _, _, body in self.sent[before:]]
 
+    def serve(self, waits: int) -> list[float]:
+        """The seconds that a receiver's thread waits before each of its turns."""
+        stopping = self.webhooks._stopping = Pauses(self.clock, waits)  # type: ignore[assignment]
+        self.webhooks._serve(self.receiver)
+        return stopping.seconds
+
     def counted(self, outcome: str) -> float:
         return self.store.totals.all().get("webhooks", {}).get((outcome,), 0.0)
+
+
+class Pauses:
+    """In place of the event that ends the threads, after so many waits; the clock goes on in each."""
+
+    def __init__(self, clock: FakeClock, most: int) -> None:
+        self.clock, self.most = clock, most
+        self.seconds: list[float] = []
+
+    def wait(self, seconds: float) -> bool:
+        self.clock.advance(seconds)
+        self.seconds.append(seconds)
+        return len(self.seconds) > self.most
 
 
 @pytest.fixture
@@ -133,6 +156,34 @@ def test_new_events_do_not_wait_behind_one_that_is_refused(world: World) -> None
     assert world.deliver() == ["ftjob-b", "ftjob-a"]
 
 
+def test_a_receiver_that_is_down_is_called_ever_more_rarely_however_many_events_are_due(world: World) -> None:
+    for number in range(12):
+        world.end(f"ftjob-{number}")
+    world.refuses = True
+    assert world.serve(9) == [0, 1, 2, 4, 8, 16, 32, LONGEST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE]
+    assert len(world.sent) == 9
+    world.refuses = False
+    assert world.serve(5) == [0] * 6
+    assert len(world.sent) == 9 + 5
+
+
+def test_an_unforeseen_error_is_logged_and_ends_no_thread(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.end("ftjob-a")
+    begin = world.store.webhooks.begin
+
+    def fails(*values: Any) -> Any:
+        monkeypatch.setattr(world.store.webhooks, "begin", begin)
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(world.store.webhooks, "begin", fails)
+    assert world.serve(2) == [0, 30, 0]
+    assert "unforeseen" in caplog.text
+    assert len(world.sent) == 1
+    assert "hush" not in caplog.text
+
+
 def test_nothing_waits_for_hours_after_the_clock_was_set_back(world: World) -> None:
     world.refuses = True
     world.end("ftjob-a")
@@ -145,6 +196,7 @@ def test_an_address_that_is_removed_gets_nothing_and_a_new_one_what_ends_from_no
     world.end("ftjob-a", JobState.failed)
     assert world.store.webhooks.configure({URL: ENDED, OTHER: {JobState.failed}}) == 0
     assert world.store.webhooks.configure({OTHER: ENDED}) == 1
+    assert world.counted("given_up") == 1
     assert world.store.webhooks.configure({OTHER: ENDED, URL: {JobState.completed}}) == 0
     world.end("ftjob-b")
     assert world.deliver() == ["ftjob-b"]
@@ -220,3 +272,16 @@ def test_the_secret_of_a_file_is_read_where_only_its_owner_can(tmp_path: Path) -
     (receiver,) = receivers_of(settings.openai.webhooks)
     assert (receiver.key, receiver.target.path) == (b"ABC" * 8, "/jobs?key=hush")
     assert SECRET not in repr(settings)
+
+
+def test_a_start_that_fails_gives_up_no_delivery(world: World, tmp_path: Path) -> None:
+    world.end("ftjob-a")
+    webhook = {"url": OTHER, "secret_file": str(tmp_path / "gone")}
+    values = {"data_dir": str(tmp_path), "device": "cpu", "port": 0, "openai": {"webhooks": [webhook]}}
+    settings = ServiceSettings.model_validate(values)
+    world.store.close()
+    with server.listen(settings) as listener, pytest.raises(SettingsError, match=r"secret_file"):
+        asyncio.run(server._serve(settings, None, listener))
+    service = context.Service(settings)  # whose start may fail, too
+    service.close()
+    assert world.store.webhooks.waiting() == 1

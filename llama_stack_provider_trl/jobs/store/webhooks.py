@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
 from ..decisions.states import JobState
-from .database import Database
+from .database import Database, Execute
 from .monitoring.totals import WEBHOOKS
 
 
@@ -41,7 +41,7 @@ class Webhooks:
         is so already.
 
         Returns:
-            The deliveries to other addresses, which are given up.
+            The deliveries to other addresses, which are given up and counted.
         """
         wanted = {(url, str(state)) for url, states in receivers.items() for state in states}
         if wanted == {(row["url"], row["state"]) for row in self._database.select("select_webhooks", {})}:
@@ -50,7 +50,10 @@ class Webhooks:
             execute("delete_webhooks", {})
             for url, state in sorted(wanted):
                 execute("insert_webhook", {"url": url, "state": state})
-            return int(execute("delete_other_deliveries", {}).rowcount)
+            dropped = int(execute("delete_other_deliveries", {}).rowcount)
+            if dropped:
+                _count(execute, "given_up", dropped)
+        return dropped
 
     def next(self, url: str) -> Delivery | None:
         """The delivery to an address whose time comes first; new ones come before those that were tried, in the order
@@ -73,8 +76,12 @@ class Webhooks:
         """Forget a delivery that `begin` has returned, and count it."""
         with self._database.transaction() as execute:
             if execute("delete_delivery", delivery._asdict()).rowcount == 1:
-                execute("count", {"name": WEBHOOKS, "labels": json.dumps([outcome]), "value": 1.0})
+                _count(execute, outcome, 1)
 
     def waiting(self) -> int:
         """The deliveries that have not been made."""
         return int(self._database.select("count_deliveries", {})[0]["waiting"])
+
+
+def _count(execute: Execute, outcome: Literal["delivered", "given_up"], deliveries: int) -> None:
+    execute("count", {"name": WEBHOOKS, "labels": json.dumps([outcome]), "value": float(deliveries)})

@@ -15,20 +15,21 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
 from pydantic import BaseModel
 
-from llama_stack_provider_trl.errors import InvalidRequest, LimitReached, QuotaReached
+from llama_stack_provider_trl.errors import InvalidRequest, LimitReached
 from llama_stack_provider_trl.system.data_dir import DataDir, read_own
 from llama_stack_provider_trl.system.files import atomic_write_json, fsync_path, open_regular, private_directory
-from llama_stack_provider_trl.system.offload import entered, to_its_end
+from llama_stack_provider_trl.system.offload import FairSlots, entered, to_its_end
 
 from ..http.errors import NotFound, TooLarge
 from ..settings import ServiceSettings
@@ -44,13 +45,18 @@ MOST_PART = 64 << 20
 MOST_PARTS = 10_000
 MOST_PENDING = 64
 """Uploads that a token may have begun and not ended."""
+_MOST_REFUSED = 3
+"""Refused completions of an upload, after which it is cancelled: each has copied all of its bytes."""
+_COMPLETING = 4
+"""Uploads that are copied at a time; the completions of others wait for them."""
 _MOST_ENDED = 1000
 """Uploads of a token that have ended, and are known until they expire."""
 _RETRY_S = 60
 _DOCUMENT = "upload.json"
 _UPLOAD, _PART, _STAGED = "upload_", "part_", ".part-"
-_NAME = re.compile(rf"{_UPLOAD}[0-9a-f]{{24}}")
-_PIECE = 1 << 20
+_NAME, _PART_NAME = re.compile(rf"{_UPLOAD}[0-9a-f]{{24}}"), re.compile(rf"{_PART}[0-9a-f]{{24}}")
+_PIECE = 256 << 10
+"""Bytes of a part that are copied at a time: 220 MiB a second, where 64 KiB are 130 and 1 MiB 290."""
 _FLUSHED = 64 << 10
 """Bytes of a part that are held in memory, as of other uploads."""
 
@@ -93,6 +99,8 @@ class _Upload:
         """It is being completed, or has ended: no part is added."""
         self.parts: dict[str, int] = {}
         """Id -> bytes."""
+        self.refused = 0
+        """Completions that were refused after its bytes had been read."""
 
 
 class PartUploads:
@@ -115,36 +123,45 @@ class PartUploads:
         self._blobs, self._counted, self._quotas, self._clock = blobs, counted, quotas, clock
         self._uploads: dict[str, _Upload] = {}
         self._lock = threading.Lock()
+        self._copying = FairSlots(_COMPLETING, 1 if settings.credentials else _COMPLETING)
 
     def prepare(self) -> None:
-        """Create the directory, and read it. Parts that a killed service has not received whole are removed. Raises
-        OSError, StoreError."""
+        """Create the directory, and read it. Parts that a killed service has not received whole are removed. What is
+        none of ours, or cannot be read, is left out. Raises OSError: there is no directory."""
         private_directory(self._directory)
-        for path in sorted(self._directory.iterdir()):
-            if not _NAME.fullmatch(path.name) or not path.is_dir() or path.is_symlink():
-                continue
-            record = read_own(path / _DOCUMENT, UploadRecord.model_validate_json)
-            if record is None or record.upload_id != path.name or record.expires_at <= self._clock():
-                shutil.rmtree(path, ignore_errors=True)
-                continue
-            self._restore(_Upload(record, path))
-
-    def _restore(self, upload: _Upload) -> None:
-        record = upload.record
-        upload.is_closed = record.status != "pending"
-        for path in upload.directory.iterdir():
-            if not upload.is_closed and path.name.startswith(_PART):
-                upload.parts[path.name] = path.stat().st_size
-            elif path.name != _DOCUMENT:
-                path.unlink(missing_ok=True)
-        if not upload.is_closed:
+        found = []
+        for path in self._directory.iterdir():
             try:
-                upload.reserved.enter_context(self._quotas.taking(record.owner))(record.num_bytes)
-            except QuotaReached as error:  # the operator has lowered it
-                log.warning("%s is removed: %s", record.upload_id, error)
-                self._remove(upload)
-                return
-        self._uploads[record.upload_id] = upload
+                upload = self._read(path)
+            except OSError as error:  # no reason to keep the service from its jobs
+                log.warning("%s is left out until the next start: %s", path, error)
+                continue
+            if upload is not None:
+                found.append(upload)
+        for upload in sorted(found, key=lambda one: one.record.created_at):  # see `_forget_ended`
+            if not upload.is_closed:
+                upload.reserved.enter_context(self._quotas.granted(upload.record.owner, upload.record.num_bytes))
+            self._uploads[upload.record.upload_id] = upload
+
+    def _read(self, path: Path) -> _Upload | None:
+        """The upload of a directory; None: it has none that goes on. Raises OSError."""
+        if not _NAME.fullmatch(path.name) or not stat.S_ISDIR(path.lstat().st_mode):
+            return None
+        record = read_own(path / _DOCUMENT, UploadRecord.model_validate_json)
+        if record is None or record.upload_id != path.name or record.expires_at <= self._clock():
+            shutil.rmtree(path, ignore_errors=True)
+            return None
+        upload = _Upload(record, path)
+        upload.is_closed = record.status != "pending"
+        for entry in path.iterdir():
+            is_part = _PART_NAME.fullmatch(entry.name) is not None
+            status = entry.lstat()
+            if is_part and not upload.is_closed and stat.S_ISREG(status.st_mode):
+                upload.parts[entry.name] = status.st_size
+            elif is_part or entry.name.startswith(_STAGED):
+                with suppress(OSError):  # a directory, say: it goes with the upload
+                    entry.unlink()
+        return upload
 
     def tend(self) -> None:
         """Remove the uploads that have expired. Called again and again, by one thread."""
@@ -199,25 +216,23 @@ class PartUploads:
 
         Raises:
             NotFound, InvalidRequest: there is no such upload, it lacks parts, or has other bytes than declared.
-            TooLarge, OSError: the rows cannot be stored. The upload stays as it was, as in every case.
+            LimitReached: the token has as many uploads under way as may be.
+            TooLarge, OSError: the rows cannot be stored. The upload stays as it was, as in every case; but it is
+                cancelled where its bytes have been refused several times.
             The errors of `register`.
         """
         upload = self._of(upload_id, owner)
-        async with upload.ending:
-            record = upload.record
-            if record.status == "completed" and record.part_ids == [*part_ids]:
-                return record
-            async with entered(self._closing(upload)):
-                _check_parts(upload, part_ids)
-                # The declared bytes count for the token until the rows do.
-                with self._counted.holding() as held:
-                    pieces = self._pieces(upload, part_ids, md5)
-                    sha256 = await self._blobs.receive(None, pieces, record.num_bytes, storing=held.add)
-                    await asyncio.to_thread(self._counted.note, sha256, owner)
-                    await register(record, sha256)
-                ended = record.model_copy(update={"status": "completed", "part_ids": [*part_ids]})
-                await to_its_end(self._end, upload, ended)
-            return upload.record
+        with self._quotas.uploading(owner):
+            async with upload.ending:
+                if upload.record.status == "completed" and upload.record.part_ids == [*part_ids]:
+                    return upload.record
+                async with entered(self._closing(upload)):
+                    _check_parts(upload, part_ids)
+                    async with self._copying.taken():
+                        await self._make_rows(upload, part_ids, md5, register)
+                    ended = upload.record.model_copy(update={"status": "completed", "part_ids": [*part_ids]})
+                    await to_its_end(self._end, upload, ended)
+                return upload.record
 
     async def cancel(self, upload_id: str, owner: str) -> UploadRecord:
         """Cancel an upload, and remove its parts. Again, it changes nothing.
@@ -232,6 +247,27 @@ class PartUploads:
                     ended = upload.record.model_copy(update={"status": "cancelled"})
                     await to_its_end(self._end, upload, ended)
             return upload.record
+
+    async def _make_rows(
+        self,
+        upload: _Upload,
+        part_ids: Sequence[str],
+        md5: str | None,
+        register: Callable[[UploadRecord, str], Awaitable[None]],
+    ) -> None:
+        """Copy the parts, which count by the declared bytes until the rows do, and register what they are."""
+        record = upload.record
+        with self._counted.holding() as held:
+            try:
+                async with aclosing(self._pieces(upload, part_ids, md5)) as pieces:
+                    sha256 = await self._blobs.receive(None, pieces, record.num_bytes, storing=held.add)
+            except (InvalidRequest, TooLarge):
+                upload.refused += 1
+                if upload.refused >= _MOST_REFUSED:
+                    await to_its_end(self._end, upload, record.model_copy(update={"status": "cancelled"}))
+                raise
+            await asyncio.to_thread(self._counted.note, sha256, record.owner)
+            await register(record, sha256)
 
     def _create(self, owner: str, filename: str, num_bytes: int) -> UploadRecord:
         if num_bytes > self._most_mb << 20:
@@ -374,7 +410,7 @@ class PartUploads:
         fsync_path(upload.directory)
         return Part(part_id, created_at)
 
-    async def _pieces(self, upload: _Upload, part_ids: Sequence[str], md5: str | None) -> AsyncIterator[bytes]:
+    async def _pieces(self, upload: _Upload, part_ids: Sequence[str], md5: str | None) -> AsyncGenerator[bytes]:
         digest = hashlib.md5(usedforsecurity=False)
 
         def read(file: BinaryIO) -> bytes:
@@ -388,7 +424,10 @@ class PartUploads:
                 while piece := await to_its_end(read, file):
                     yield piece
         if md5 is not None and digest.hexdigest() != md5.lower():
-            hint = f"the parts have the md5 {digest.hexdigest()}: send them again, or correct part_ids or md5"
+            hint = (
+                f"the parts have the md5 {digest.hexdigest()}: correct part_ids or md5, or cancel the upload and send "
+                f"the file again; the upload is cancelled once {_MOST_REFUSED} such calls were refused"
+            )
             raise InvalidRequest("md5", md5, hint)
 
     def _end(self, upload: _Upload, ended: UploadRecord) -> None:
@@ -398,7 +437,8 @@ class PartUploads:
         upload.record = ended
         upload.reserved.close()
         for part_id in upload.parts:
-            (upload.directory / part_id).unlink(missing_ok=True)
+            with suppress(OSError):  # it goes with the upload
+                (upload.directory / part_id).unlink()
         upload.parts.clear()
 
     def _remove(self, upload: _Upload) -> None:
@@ -424,11 +464,19 @@ def _require_room(upload: _Upload, before: int, size: int) -> None:
 
 
 def _check_parts(upload: _Upload, part_ids: Sequence[str]) -> None:
-    """Return if the parts of an upload are there, and have as many bytes as declared. Raises InvalidRequest."""
+    """Return if parts of an upload, each named once, are there and have the declared bytes. Raises InvalidRequest."""
+    named: set[str] = set()
     for part_id in part_ids:
         if part_id not in upload.parts:
             hint = "this upload has no such part: send the ids that POST .../parts has answered"
             raise InvalidRequest("part_ids", part_id, hint)
+        if part_id in named:
+            hint = (
+                "part_ids names this part twice, and each counts once; parts with the same bytes have the same id: "
+                "split such a file at other places"
+            )
+            raise InvalidRequest("part_ids", part_id, hint)
+        named.add(part_id)
     size, declared = sum(upload.parts[part_id] for part_id in part_ids), upload.record.num_bytes
     if size != declared:
         hint = f"these parts have {size} bytes, and {declared} were declared as bytes: send the others, or begin anew"

@@ -82,10 +82,25 @@ class Quotas:
         finally:
             with self._lock:
                 has_ended = True
-                self._ended += 1
-                self._arriving[owner] -= counted
-                if not self._arriving[owner]:
-                    del self._arriving[owner]
+                self._forget(owner, counted)
+
+    @contextmanager
+    def granted(self, owner: str, count: int) -> Iterator[None]:
+        """Count bytes as arriving, for as long as the context lasts, and refuse nothing: an earlier start has granted
+        them, and what has arrived since may be stored already."""
+        with self._lock:
+            self._arriving[owner] += count
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._forget(owner, count)
+
+    def _forget(self, owner: str, arriving: int) -> None:
+        self._ended += 1
+        self._arriving[owner] -= arriving
+        if not self._arriving[owner]:
+            del self._arriving[owner]
 
     @asynccontextmanager
     async def arriving(self, owner: str, announced: int) -> AsyncIterator[Callable[[int], None]]:
