@@ -43,7 +43,7 @@ _INEXACT = 1e-5
 """Seconds by which the time of a record may differ from the stored one: more than a microsecond."""
 
 
-class _Place(NamedTuple):
+class _FilePlace(NamedTuple):
     """Of a file among all."""
 
     at: float
@@ -176,24 +176,24 @@ class OpenAIFiles:
             raise _no_file(file_id, param)
         return entry
 
-    def _place(self, file_id: str) -> _Place:
+    def _place(self, file_id: str) -> _FilePlace:
         """Where a file is among all. Raises OpenAIRefused."""
         if (job_uuid := job_of_result(file_id)) is not None:
             completed_at = self._job_of(file_id, job_uuid, "after").completed_at
             assert completed_at is not None
-            return _Place(completed_at.timestamp(), file_id)
-        return _Place(self._entry(file_id, "after").registered_at, file_id)
+            return _FilePlace(completed_at.timestamp(), file_id)
+        return _FilePlace(self._entry(file_id, "after").registered_at, file_id)
 
-    def _places(self, purpose: str | None, beyond: _Place | None, *, newest_first: bool) -> Iterator[_Place]:
+    def _places(self, purpose: str | None, beyond: _FilePlace | None, *, newest_first: bool) -> Iterator[_FilePlace]:
         """Places of the files beyond one, and of the datasets whose names are alike."""
-        sources: list[Iterable[_Place]] = []
+        sources: list[Iterable[_FilePlace]] = []
         if purpose in (None, PURPOSE):
-            uploaded = [_Place(place.order, place.name) for place in self._registry.places(FILE)]
+            uploaded = [_FilePlace(place.order, place.name) for place in self._registry.places(FILE)]
             sources.append(reversed(uploaded) if newest_first else uploaded)
         if purpose in (None, RESULTS):
             at = None if beyond is None else beyond.at + (_INEXACT if newest_first else -_INEXACT)
             ended = self._store.completed(JOB, at, newest_first=newest_first)
-            sources.append(_Place(_in_microseconds(at), result_file(job_uuid)) for at, job_uuid in ended)
+            sources.append(_FilePlace(_in_microseconds(at), result_file(job_uuid)) for at, job_uuid in ended)
         for place in heapq.merge(*sources, reverse=newest_first):
             if beyond is None or (place < beyond if newest_first else place > beyond):
                 yield place

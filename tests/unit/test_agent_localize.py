@@ -78,6 +78,7 @@ def test_the_spec_above_sets_every_path_that_a_spec_may_have() -> None:
         *("job.source.path", "job.train.method.reference.source.path", "job.train.method.reference.cache"),
         *("job.adapter.path", "job.train.method.rewards.model.source.path"),
         *("job.train.method.rewards.model.base.path", "job.work.merge.inputs.path", "job.work.merge.base.path"),
+        *("job.train.method.rewards.grading.path", "job.train.method.rewards.grading.adapter.path"),
         *("job.work.members.path", "job.work.members.adapter.path"),
         *("job.work.answers.judges.path", "job.work.answers.judges.adapter.path"),
         "job.work.merge.output",  # which a job does not use: the name of a directory in its own

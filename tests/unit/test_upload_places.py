@@ -11,7 +11,7 @@ from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.launch.base import TaskSpec, TaskState
 from llama_stack_provider_trl.launch.torchrun import training_environment
-from llama_stack_provider_trl.requests.untrained import refuse_destination, with_work
+from llama_stack_provider_trl.requests.untrained import refuse_destination
 from llama_stack_provider_trl.specs.events import Finished, Reason
 from llama_stack_provider_trl.specs.exports import HUB_TOKEN, HUB_TOKEN_FILE, ExportSpec
 from llama_stack_provider_trl.specs.work import ExportWork
@@ -25,9 +25,9 @@ class World:
     def __init__(self, root: Path) -> None:
         self.root, self.launcher = root, FakeLauncher()
         self.store = Store(root / "jobs.db", FakeClock())
-        spec = job_spec("out", checkpoint_dir=root / "checkpoints" / "out")
         work = ExportWork(export=ExportSpec(target="gguf", upload_to=PLACE))
-        self.store.add_job(with_work(spec, work), "digest")
+        spec = job_spec("out", checkpoint_dir=root / "checkpoints" / "out", work=work)
+        self.store.add_job(spec, "digest")
 
     def supervise(self, *allowed: str) -> None:
         """A pass of a service that was just started."""

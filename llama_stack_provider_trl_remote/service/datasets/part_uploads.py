@@ -464,19 +464,12 @@ def _require_room(upload: _Upload, before: int, size: int) -> None:
 
 
 def _check_parts(upload: _Upload, part_ids: Sequence[str]) -> None:
-    """Return if parts of an upload, each named once, are there and have the declared bytes. Raises InvalidRequest."""
-    named: set[str] = set()
+    """Return if parts of an upload are there and have the declared bytes, which its token has reserved. A part is named
+    as often as the file has its bytes: chunks that are equal are one part. Raises InvalidRequest."""
     for part_id in part_ids:
         if part_id not in upload.parts:
             hint = "this upload has no such part: send the ids that POST .../parts has answered"
             raise InvalidRequest("part_ids", part_id, hint)
-        if part_id in named:
-            hint = (
-                "part_ids names this part twice, and each counts once; parts with the same bytes have the same id: "
-                "split such a file at other places"
-            )
-            raise InvalidRequest("part_ids", part_id, hint)
-        named.add(part_id)
     size, declared = sum(upload.parts[part_id] for part_id in part_ids), upload.record.num_bytes
     if size != declared:
         hint = f"these parts have {size} bytes, and {declared} were declared as bytes: send the others, or begin anew"
