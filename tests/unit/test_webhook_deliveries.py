@@ -274,7 +274,7 @@ def test_the_secret_of_a_file_is_read_where_only_its_owner_can(tmp_path: Path) -
     assert SECRET not in repr(settings)
 
 
-def test_a_start_that_fails_gives_up_no_delivery(world: World, tmp_path: Path) -> None:
+def test_a_start_that_fails_gives_up_no_delivery(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world.end("ftjob-a")
     webhook = {"url": OTHER, "secret_file": str(tmp_path / "gone")}
     values = {"data_dir": str(tmp_path), "device": "cpu", "port": 0, "openai": {"webhooks": [webhook]}}
@@ -282,6 +282,8 @@ def test_a_start_that_fails_gives_up_no_delivery(world: World, tmp_path: Path) -
     world.store.close()
     with server.listen(settings) as listener, pytest.raises(SettingsError, match=r"secret_file"):
         asyncio.run(server._serve(settings, None, listener))
-    service = context.Service(settings)  # whose start may fail, too
+    with monkeypatch.context() as patch:
+        patch.setattr(context, "check_interpreter", lambda _: None)
+        service = context.Service(settings)  # whose start may fail, too
     service.close()
     assert world.store.webhooks.waiting() == 1
