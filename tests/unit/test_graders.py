@@ -122,9 +122,24 @@ def test_a_template_is_replaced_once(template: str, expected: str) -> None:
     assert rendered(template, {"item": ITEM, "sample": sample}) == expected
 
 
+def test_a_value_is_written_out_once_however_often_a_template_names_it() -> None:
+    class Counted:
+        written = 0
+
+        def __str__(self) -> str:
+            Counted.written += 1
+            return "a"
+
+    assert rendered("{{item.x}}" * 3, {"item": {"x": [Counted()]}, "sample": {}}) == '["a"]' * 3
+    assert Counted.written == 1
+    with pytest.raises(ValueError, match="more than 1048576 characters"):
+        rendered("{{item.x}}" * 3, {"item": {"x": "a" * (1 << 19)}, "sample": {}})
+
+
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
+        *[("{{item.a{b}}", "without }}"), ("{{" * 8192, "without }}")],
         *[("{{answer}}", "found {{answer}}"), ("{{item}}", "found {{item}}"), ("{{item.a + 1}}", "letters, digits")],
         *[("{{item.a|upper}}", "found"), ("{{item.__class__()}}", "found"), ("{% if %}{{", "without }}")],
         *[("{{sample.text}}", "expected one of sample.output_text"), ("{{sample.output_text.x}}", "has no parts")],

@@ -52,6 +52,14 @@ def store(store: Store, clock: FakeClock) -> Store:
     return store
 
 
+def test_a_job_behind_several_stands_under_the_first_that_is_there(store: Store) -> None:
+    store.add_job(job_spec("both", after=["c", "a"]), "digest")
+    found = queue_page(store, None, None, 100, 0, folded=True)
+    assert "both" not in [row.job_uuid for row in found.data]
+    roots = [row.job_uuid for row in found.data]
+    assert [one.root for one in members_of(store, roots, roots, "") if one.job_uuid == "both"] == ["c"]
+
+
 def names(store: Store, sort: Sort = "", search: str = "", owner: str | None = None) -> list[str]:
     return [row.job_uuid for row in queue_page(store, None, search, 100, 0, owner=owner, sort=sort).data]
 

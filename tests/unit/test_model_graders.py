@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import Any, cast
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl.errors import InvalidRequest, NotServed
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck, refuse_unusable
 from llama_stack_provider_trl.specs.grading.asking import Question, Reply, Replying, replying_of
 from llama_stack_provider_trl.specs.grading.errors import GradingError
@@ -16,6 +17,8 @@ from llama_stack_provider_trl.specs.grading.grading import graded, questions_of
 from llama_stack_provider_trl_remote.openai.graders import with_local_models, with_named_models
 from llama_stack_provider_trl_remote.service.http.errors import OpenAIRefused
 from llama_stack_provider_trl_remote.service.openai_settings import OpenAIModel
+from llama_stack_provider_trl_remote.service.serving.chats import Chats, unless_left
+from llama_stack_provider_trl_remote.service.serving.graders import ask
 
 ADAPTER: TypeAdapter[Any] = TypeAdapter(Grader)
 TEXT = "{{sample.output_text}}"
@@ -67,6 +70,32 @@ def test_a_label_passes_or_not(reply: str, expected: float | None) -> None:
     found = given(LABEL, Reply(reply, True))
     assert (found.reward, found.error is None) == (expected or 0.0, expected is not None)
     assert found.error is None or "expected one of the labels" in found.error.sentence
+
+
+def test_a_reply_of_true_is_the_label_true() -> None:
+    grader = {**LABEL, "labels": ["true", "false"], "passing_labels": ["true"]}
+    found = given(grader, Reply('{"result": true}', True))
+    assert (found.reward, found.error) == (1.0, None)
+
+
+def test_models_that_reply_too_late_are_not_waited_for() -> None:
+    class Slow:
+        async def reply(self, *_: Any) -> Any:
+            await asyncio.sleep(60)
+
+    grader, slow = ADAPTER.validate_python(LABEL), cast(Chats, Slow())
+    with pytest.raises(NotServed, match=r"took more than 0.01 s \(chat_timeout"):
+        asyncio.run(ask(grader, "Rome", ITEM, slow, {}, "a", 0.01))
+
+
+def test_work_ends_with_its_client() -> None:
+    async def forever() -> None:
+        await asyncio.sleep(60)
+
+    async def at_once() -> None:
+        return
+
+    assert asyncio.run(unless_left(forever(), at_once())) is None
 
 
 def test_a_reply_that_was_cut_off_counts_where_its_json_is_whole() -> None:

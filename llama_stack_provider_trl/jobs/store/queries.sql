@@ -107,10 +107,12 @@ ORDER BY age LIMIT :limit;
 WITH RECURSIVE parents(job_uuid, parent) AS MATERIALIZED (
     SELECT job_uuid, search FROM trials WHERE :folded
     UNION ALL
-    SELECT link.job_uuid, predecessor FROM predecessors AS link
-    WHERE :folded AND NOT EXISTS (SELECT 1 FROM trials WHERE trials.job_uuid = link.job_uuid)
-      AND position = (SELECT min(position) FROM predecessors AS other JOIN jobs ON jobs.job_uuid = other.predecessor
-                      WHERE other.job_uuid = link.job_uuid)),
+    -- The first that is there: SQLite takes `predecessor` from the row of the minimum.
+    SELECT job_uuid, predecessor FROM (
+        SELECT link.job_uuid, predecessor, min(position) FROM predecessors AS link
+        JOIN jobs ON jobs.job_uuid = predecessor
+        WHERE :folded AND NOT EXISTS (SELECT 1 FROM trials WHERE trials.job_uuid = link.job_uuid)
+        GROUP BY link.job_uuid)),
 family(job_uuid, root) AS (
     SELECT parent, parent FROM parents WHERE parent NOT IN (SELECT job_uuid FROM parents)
     UNION

@@ -159,7 +159,7 @@ def _number_of(value: Any) -> float | None:
 
 def _label_of(grader: LabelModel, value: Any) -> str | None:
     """The label that a value is, else the one that it is without case, marks and spaces around; None: it is none."""
-    text = json.dumps(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+    text = json.dumps(value) if isinstance(value, bool | int | float) else value
     if not isinstance(text, str):
         return None
     for plain in (str.strip, _plain):

@@ -15,7 +15,8 @@ MOST_TEMPLATE, MOST_NAMES = 16384, 64
 MOST_RENDERED = 1 << 20
 """Characters of a rendered template."""
 OF_SAMPLE = ("output_text", "output_json", "output_tools")
-_PLACE = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
+_PLACE = re.compile(r"\{\{([^{}]*)\}\}")
+"""No name has braces. Linear: `.*?` reads the rest of a text again for each `{{` without an end."""
 _NAME = re.compile(r"(item|sample)((?:\.[A-Za-z0-9_-]+)+)", re.ASCII)
 
 Path = tuple[str, ...]
@@ -84,18 +85,24 @@ def rendered(template: str, values: Values) -> str:
         MissingValue: a value is not there.
         ValueError: the text is too long.
     """
-    parts = [*_rendered(template, values)]
-    if (length := sum(map(len, parts))) > MOST_RENDERED:
-        raise ValueError(f"with its values it has {length} characters, at most {MOST_RENDERED} are supported")
+    parts, length = list[str](), 0
+    for part in _rendered(template, values):
+        parts.append(part)
+        length += len(part)
+        if length > MOST_RENDERED:
+            raise ValueError(f"with its values it has more than {MOST_RENDERED} characters, the most supported")
     return "".join(parts)
 
 
 def _rendered(template: str, values: Values) -> Iterator[str]:
-    end = 0
+    end, texts = 0, dict[Path, str]()
     for place in _PLACE.finditer(template):
         yield template[end : place.start()]
-        value = value_at(_path(place[1]), values)
-        is_json = isinstance(value, Mapping | list | tuple | int | float)
-        yield json.dumps(value, ensure_ascii=False, default=str) if is_json else str(value)
+        path = _path(place[1])
+        if path not in texts:
+            value = value_at(path, values)
+            is_json = isinstance(value, Mapping | list | tuple | int | float)
+            texts[path] = json.dumps(value, ensure_ascii=False, default=str) if is_json else str(value)
+        yield texts[path]
         end = place.end()
     yield template[end:]

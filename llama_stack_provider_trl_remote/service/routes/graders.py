@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request, Response
 
 from llama_stack_provider_trl.specs.grading.errors import GradingError
 from llama_stack_provider_trl.specs.grading.graders import LabelModel, MultiGrader, ScoreModel
@@ -23,8 +23,9 @@ from ..http.grader_bodies import (
     GraderValidateBody,
 )
 from ..security.access import USERS_JOB, CurrentCaller
+from ..serving.chats import unless_left
 from ..serving.graders import ask, refuse_grader, refuse_models
-from .openai import OpenAIRoute
+from .openai import OpenAIRoute, client_left
 
 router = APIRouter(
     route_class=OpenAIRoute, prefix="/openai/v1/fine_tuning/alpha/graders", tags=["graders, in OpenAI's form"]
@@ -32,16 +33,20 @@ router = APIRouter(
 _ANSWERS: dict[int | str, dict[str, Any]] = declared(form=OPENAI_FORM)
 
 
-@router.post("/run", dependencies=[USERS_JOB], responses=_ANSWERS)
+@router.post("/run", response_model=GraderRunAnswer, dependencies=[USERS_JOB], responses=_ANSWERS)
 async def run_grader(
-    settings: SettingsDep, chats: ChatsDep, body: GraderRunBody, caller: CurrentCaller
-) -> GraderRunAnswer:
+    settings: SettingsDep, chats: ChatsDep, body: GraderRunBody, caller: CurrentCaller, request: Request
+) -> GraderRunAnswer | Response:
     """Grade an answer. The models of graders are those that answer chats."""
     names, grader = settings.openai.models, body.grader
     await in_work_thread(refuse_grader, grader, settings)
     await refuse_models(grader, chats, names)
     began = time.monotonic()
-    replied, used = await ask(grader, body.model_sample, body.item, chats, names, caller.name)
+    asking = ask(grader, body.model_sample, body.item, chats, names, caller.name, settings.chat_timeout)
+    asked = await unless_left(asking, client_left(request))
+    if asked is None:
+        return Response(status_code=499)
+    replied, used = asked
     found = await in_work_thread(graded_for_request, grader, body.model_sample, body.item, replied)
     errors = GraderErrors() if found.error is None else _errors(found.error)
     return GraderRunAnswer(

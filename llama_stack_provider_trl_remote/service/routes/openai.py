@@ -54,7 +54,7 @@ class OpenAIRoute(GuardedRoute):
         return handled
 
 
-async def _left(request: Request) -> None:
+async def client_left(request: Request) -> None:
     """Return when the client is gone. The body was received."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -109,5 +109,5 @@ async def _answer(
     answer = await chats.begin(body, caller.name)
     if body.stream:
         return ChatStream(answer)
-    found = await answer.whole(_left(request))
+    found = await answer.whole(client_left(request))
     return Response(status_code=499) if found is None else JSONResponse(found)

@@ -178,6 +178,22 @@ class Chats:
         return [*results, *bases.values()]
 
 
+async def unless_left[Found](work: Coroutine[Any, Any, Found], left: Coroutine[Any, Any, None]) -> Found | None:
+    """What a request orders; None: its client is gone, and the work is cancelled.
+
+    Args:
+        left: returns when the client is gone.
+    """
+    working, leaving = asyncio.create_task(work), asyncio.create_task(left)
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.wait([working, leaving])
+
+
 async def _first(messages: AsyncGenerator[Answer]) -> AsyncGenerator[tuple[int, Answer]]:
     """The parts of the only answer to a request."""
     async for message in messages:
@@ -229,19 +245,15 @@ class BegunAnswer:
         Raises:
             ChatRefused, NotServed.
         """
-        collecting, leaving = asyncio.create_task(self._collect()), asyncio.create_task(left)
         try:
-            await asyncio.wait([collecting, leaving], return_when=asyncio.FIRST_COMPLETED)
-            return whole_of(self._written) if collecting.done() and collecting.result() is None else None
+            return await unless_left(self._collected(), left)
         finally:
-            for task in (collecting, leaving):
-                task.cancel()
-            await asyncio.wait([collecting, leaving])
             await self.close()
 
-    async def _collect(self) -> None:
+    async def _collected(self) -> Json:
         async for _ in self._events():
             pass
+        return whole_of(self._written)
 
     async def stream(self) -> AsyncGenerator[bytes]:
         """The answer as server-sent events, the last of which is `[DONE]`, or an error."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound
+from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound, NotServed
 from llama_stack_provider_trl.requests.graders import NOT_ALLOWED
-from llama_stack_provider_trl.specs.grading.asking import Reply, replying_of
+from llama_stack_provider_trl.specs.grading.asking import Question, Reply, replying_of
 from llama_stack_provider_trl.specs.grading.errors import GradingError
 from llama_stack_provider_trl.specs.grading.graders import Grader, asking_of, field_of, problem_of, uses_python
 from llama_stack_provider_trl.specs.grading.grading import questions_of, unusable_here
 from llama_stack_provider_trl.specs.serving import ServeRequest
+from llama_stack_provider_trl.system.offload import in_work_thread
 
 from ..openai_settings import OpenAIModel
 from ..settings import ServiceSettings
@@ -49,22 +51,46 @@ async def refuse_models(grader: Grader, chats: Chats, names: Mapping[str, OpenAI
 
 
 async def ask(
-    grader: Grader, text: str, item: Mapping[str, Any], chats: Chats, names: Mapping[str, OpenAIModel], caller: str
+    grader: Grader,
+    text: str,
+    item: Mapping[str, Any],
+    chats: Chats,
+    names: Mapping[str, OpenAIModel],
+    caller: str,
+    seconds: float,
 ) -> tuple[dict[str, Reply | GradingError], Counter[str]]:
     """What the models of a grader reply about an answer, by the processes that answer chats, and their tokens.
 
     Args:
         names: as of `refuse_models`, which has let the grader pass.
+        seconds: that all replies together may take.
 
     Returns:
         Replies by the names of graders, and tokens by those of models.
 
     Raises:
-        LimitReached, NotServed, OSError: nothing can answer now.
+        LimitReached, NotServed, OSError: nothing can answer now, or not in time.
     """
+    try:
+        async with asyncio.timeout(seconds):
+            return await _asked(grader, await in_work_thread(questions_of, grader, text, item), chats, names, caller)
+    except TimeoutError as error:
+        raise NotServed(
+            f"the models of this grader took more than {seconds:g} s (chat_timeout of the service): ask for fewer "
+            "tokens, or of fewer graders at once"
+        ) from error
+
+
+async def _asked(
+    grader: Grader,
+    questions: Mapping[str, Question | GradingError],
+    chats: Chats,
+    names: Mapping[str, OpenAIModel],
+    caller: str,
+) -> tuple[dict[str, Reply | GradingError], Counter[str]]:
     replied: dict[str, Reply | GradingError] = {}
     used = Counter[str]()
-    questions, leaves = questions_of(grader, text, item), asking_of(grader)
+    leaves = asking_of(grader)
     for name, question in questions.items():
         if isinstance(question, GradingError):
             replied[name] = question
