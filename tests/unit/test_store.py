@@ -687,6 +687,19 @@ def test_a_deleted_job_gives_its_name_free_only_when_its_files_are_out_of_the_wa
     other.close()
 
 
+def test_a_connection_in_use_is_closed_when_its_use_has_ended(store: Store) -> None:
+    for name in ("one", "two"):
+        store.add_job(job_spec(name), "digest")
+    connection = store.database._connection()
+    rows = store.database.scan("select_names", {})
+    assert next(rows)["job_uuid"] == "one"
+    store.database.close()
+    assert [row["job_uuid"] for row in rows] == ["two"]
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        connection.execute("SELECT 1")
+    assert store.get("one").job_uuid == "one"
+
+
 def test_a_thread_that_ends_has_closed_its_connection(store: Store) -> None:
     used: list[sqlite3.Connection] = []
     thread = threading.Thread(target=lambda: used.append(store.database._connection()))

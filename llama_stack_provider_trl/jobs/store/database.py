@@ -58,7 +58,18 @@ class _ThreadConnection:
         self.connection = connection
         self.is_read_only = is_read_only
         """It was opened while nothing could be written to the disk, and never writes."""
+        self.users = 0
+        """Statements and transactions of its thread that have not ended."""
+        self.is_closed = False
+        """No statement begins on it any more."""
         self._process = os.getpid()
+
+    def close(self) -> None:
+        """Close it, or leave that to the end of its last use: sqlite3 takes the statements of a connection that it
+        closes from under a thread that runs one, and the process ends with SIGSEGV."""
+        self.is_closed = True  # before `users` is read: the thread counts itself before it reads this
+        if not self.users:
+            self.connection.close()
 
     def __del__(self) -> None:
         if os.getpid() == self._process:
@@ -87,42 +98,40 @@ class Database:
             raise
 
     def close(self) -> None:
-        """Close the connections of all threads. A later call opens a new one."""
+        """Close the connections of all threads, those that are in use when their statement or transaction has ended. A
+        later call opens a new one."""
         for held in list(self._connections):
-            held.connection.close()
+            held.close()
         self._local = threading.local()
 
     def select(self, name: str, values: Mapping[str, Any]) -> Sequence[sqlite3.Row]:
         """Rows of a named statement of `queries.sql`."""
-        with self._store_errors():
-            return self._connection().execute(_queries()[name], values).fetchall()
+        with self._store_errors(), self._used() as connection:
+            return connection.execute(_queries()[name], values).fetchall()
 
     def scan(self, name: str, values: Mapping[str, Any]) -> Iterator[sqlite3.Row]:
         """As `select`, one row after the other: of many rows only one is in memory."""
-        with self._store_errors():
-            yield from self._connection().execute(_queries()[name], values)
+        with self._store_errors(), self._used() as connection:
+            yield from connection.execute(_queries()[name], values)
 
     @contextmanager
     def transaction(self) -> Iterator[Execute]:
         """One write transaction; yields a function that runs a named statement."""
-        with self._store_errors():
-            connection = self._connection()
-            with self._taken_turn():
-                self._begin(connection)
-                try:
-                    yield lambda name, values: connection.execute(_queries()[name], values)
-                    connection.execute("COMMIT")
-                except BaseException:
-                    # A full disk may have rolled it back already.
-                    if connection.in_transaction:
-                        connection.execute("ROLLBACK")
-                    raise
+        with self._store_errors(), self._used() as connection, self._taken_turn():
+            self._begin(connection)
+            try:
+                yield lambda name, values: connection.execute(_queries()[name], values)
+                connection.execute("COMMIT")
+            except BaseException:
+                # A full disk may have rolled it back already.
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
         """All reads of this thread in the block see the same state of the database. Writers do not wait for it."""
-        with self._store_errors():
-            connection = self._connection()
+        with self._store_errors(), self._used() as connection:
             connection.execute("BEGIN")
             try:
                 yield
@@ -174,12 +183,31 @@ class Database:
 
     def _connection(self) -> sqlite3.Connection:
         """The connection of this thread."""
+        return self._own().connection
+
+    @contextmanager
+    def _used(self) -> Iterator[sqlite3.Connection]:
+        """The connection of this thread, which no other one closes in the block."""
+        own = self._own()
+        own.users += 1
+        while own.is_closed and own.users == 1:  # closed since it was looked up
+            own.users = 0
+            own = self._own()
+            own.users += 1
+        try:
+            yield own.connection
+        finally:
+            own.users -= 1
+            if own.is_closed and not own.users:
+                own.connection.close()
+
+    def _own(self) -> _ThreadConnection:
         own: _ThreadConnection | None = getattr(self._local, "own", None)
-        if own is None or (self._is_stale(own) and not own.connection.in_transaction):
+        if own is None or own.is_closed or (self._is_stale(own) and not own.connection.in_transaction):
             own = self._local.own = self._connect()
             self._local.stale = False
             self._connections.add(own)
-        return own.connection
+        return own
 
     def _is_stale(self, own: _ThreadConnection) -> bool:
         is_writable_by_now = own.is_read_only and not is_read_only(self.path)
