@@ -71,7 +71,10 @@ def test_a_number_that_is_none_is_named_by_the_model_of_the_body(field: str, nam
     assert refused.value.errors()[0]["loc"][-1] == named
 
 
-@pytest.mark.parametrize(("method", "call"), [("sft", "supervised-fine-tune"), ("dpo", "preference-optimize"), ("robust", "preference-optimize")])
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [("sft", "supervised-fine-tune"), ("dpo", "preference-optimize"), ("robust", "preference-optimize")],
+)
 def test_a_shell_sends_the_same_job_whatever_is_in_its_names(method: str, call: str) -> None:
     body = job_of({**FIELDS, "method": method, "dataset": 'it\'s $HOME `id` "x" 你好'})
     same = same_job(body, "http://127.0.0.1:8322")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
-from llama_stack_provider_trl_remote.service.pages import job_pages, new_job_pages, rendering
+from llama_stack_provider_trl_remote.service.pages import job_pages, job_view, new_job_pages, rendering
 from llama_stack_provider_trl_remote.service.pages.job_form import FORM_METHODS, fields_of
 from tests.plugins import install_example
 
@@ -56,7 +56,7 @@ def test_requests_are_written_beside_the_event_loop(monkeypatch: pytest.MonkeyPa
         return ""
 
     monkeypatch.setattr(new_job_pages, "same_job", noted)
-    monkeypatch.setattr(job_pages.job_view, "values", noted)
+    monkeypatch.setattr(job_view, "values", noted)
     monkeypatch.setattr(job_pages, "_log", log)
     for name in ("read_warnings", "exports_of", "files_of_export", "read_request", "read_watched", "page"):
         monkeypatch.setattr(job_pages, name, nothing)
