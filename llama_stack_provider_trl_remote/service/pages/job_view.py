@@ -24,7 +24,7 @@ from .job_form import TRAINING_CALLS, same_job
 
 _LONGEST_LINE = 2000
 _LONGEST_REQUEST = 32 << 10
-"""Bytes of a request, as JSON, that the page of its job repeats: YAML of 256 KiB takes seconds of a core."""
+"""Bytes of a request, as JSON, that the page of its job repeats: YAML of 256 KiB takes half a second of a core."""
 _STEP = re.compile(r"checkpoint-(\d+)$")
 _PAUSABLE = (JobState.scheduled, JobState.launching, JobState.in_progress)
 _ENDS = {

@@ -133,7 +133,7 @@ async def _page(
 ) -> Response:
     datasets = await asyncio.to_thread(registry.names)
     jobs, _ = await asyncio.to_thread(store.queue_page, None, None, _MODELS)
-    # In a thread: it writes YAML, which takes seconds of a core where the form has much.
+    # In a thread: it writes YAML, which takes half a second of a core where the form has much.
     same = await asyncio.to_thread(lambda: same_job(_shown(fields), str(request.base_url).rstrip("/")))
     return page(
         request,
