@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from itertools import islice
 from pathlib import Path
@@ -70,7 +71,10 @@ def test_a_number_that_is_none_is_named_by_the_model_of_the_body(field: str, nam
     assert refused.value.errors()[0]["loc"][-1] == named
 
 
-@pytest.mark.parametrize(("method", "call"), [("sft", "supervised-fine-tune"), ("dpo", "preference-optimize")])
+@pytest.mark.parametrize(
+    ("method", "call"),
+    [("sft", "supervised-fine-tune"), ("dpo", "preference-optimize"), ("robust", "preference-optimize")],
+)
 def test_a_shell_sends_the_same_job_whatever_is_in_its_names(method: str, call: str) -> None:
     body = job_of({**FIELDS, "method": method, "dataset": 'it\'s $HOME `id` "x" 你好'})
     same = same_job(body, "http://127.0.0.1:8322")
@@ -136,6 +140,26 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "training_config": {"n_epochs": 1, "data_config": {**DATA, "shuffle": False, "train_on_input": True}},
         "provider_options": {"train_on": "all", "priority": "low", "adapter": "continue"},
     },
+    "custom": {
+        "training_config": {"n_epochs": 1, "data_config": DATA},
+        "algorithm_config": {"type": "robust", "flip_rate": 0.2},
+    },
+    "empty objects, and null inside of one": {
+        "training_config": {"n_epochs": 1, "data_config": DATA},
+        "provider_options": {"resources": {}, "evaluate": {"check": {"properties": {"a": {}, "b": {"const": None}}}}},
+    },
+    "a prompt of lines": {
+        "training_config": {"n_epochs": 1, "data_config": DATA},
+        "provider_options": {"system_prompt": "\n Be brief.\n\n  Be kind. \n"},
+    },
+    "a prompt that a browser changes": {
+        "training_config": {"n_epochs": 1, "data_config": DATA},
+        "provider_options": {"system_prompt": "Be brief.\r\nBe kind."},
+    },
+    "an empty prompt": {
+        "training_config": {"n_epochs": 1, "data_config": DATA},
+        "provider_options": {"system_prompt": ""},
+    },
 }
 
 
@@ -143,8 +167,9 @@ REQUESTS: dict[str, dict[str, Any]] = {
 def test_a_request_comes_out_of_the_form_as_it_was_sent(kind: str) -> None:
     body = {"job_uuid": "one", "model": "org/m", **REQUESTS[kind]}
     sent = json.dumps(body)
-    fields = fields_of(body, is_sft=kind not in ("dpo", "grpo"))
-    assert job_of(fields) == body
+    fields = fields_of(body, is_sft=kind not in ("dpo", "grpo", "custom"))
+    sent_back = {name: re.sub("\r\n|\r|\n", "\r\n", value) for name, value in fields.items()}  # as browsers do
+    assert job_of(sent_back) == body
     assert json.dumps(body) == sent
     assert all(isinstance(value, str) for value in fields.values())
 
@@ -160,6 +185,40 @@ def test_a_request_fills_in_the_usual_fields() -> None:
     rate = {"training_config": {"n_epochs": 1, "optimizer_config": {"lr": 1e-5}, "data_config": DATA}}
     assert fields_of({"finetuned_model": "tuned", **rate}, is_sft=False)["learning_rate"] == "1e-05"
     assert fields_of({"finetuned_model": "tuned", **rate}, is_sft=False)["model"] == "tuned"
+
+
+def test_a_method_among_the_options_comes_out_where_the_form_has_methods() -> None:
+    method = {"type": "kto", "beta": 0.2, "desirable_weight": 2.0}
+    rest = {"model": "m", "training_config": {"n_epochs": 1, "data_config": DATA}, "job_uuid": "one"}
+    beta, rate = ("provider_options.method.beta", "training_config.learning_rate")
+    for given in ({}, {"algorithm_config": None}, {"algorithm_config": {"beta": 0.1}}):
+        search = {"method": "grid", "parameters": {beta: [0.1, 0.2], rate: [1e-5]}}
+        options = {"method": method, "seed": 3}
+        body = {**rest, **given, "provider_options": options, "hyperparam_search_config": search}
+        fields = fields_of(body, is_sft=False)
+        assert fields["method"] == "kto"
+        assert job_of(fields) == {
+            **rest,
+            "algorithm_config": method,
+            "provider_options": {"seed": 3},
+            "hyperparam_search_config": {
+                **search,
+                "parameters": {"algorithm_config.beta": [0.1, 0.2], rate: [1e-5]},
+            },
+        }
+
+
+def test_a_preference_request_without_a_method_is_one_of_dpo() -> None:
+    rest = {"model": "m", "training_config": {"n_epochs": 1, "optimizer_config": None, "data_config": DATA}}
+    for given in ({}, {"algorithm_config": None}, {"algorithm_config": {}}):
+        job = job_of(fields_of({**rest, **given, "provider_options": None}, is_sft=False))
+        assert job["algorithm_config"] == {"type": "dpo"}
+        assert job["training_config"] == {"n_epochs": 1, "data_config": DATA}
+
+
+def test_an_adapter_of_a_preference_method_with_its_defaults_is_one() -> None:
+    body = {"model": "m", **REQUESTS["dpo"], "provider_options": {"lora": {}}}
+    assert fields_of(body, is_sft=False)["tuning"] == "lora"
 
 
 def test_what_a_lora_request_leaves_out_is_what_its_default_says() -> None:

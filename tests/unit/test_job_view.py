@@ -238,3 +238,14 @@ def test_the_time_of_a_step() -> None:
     assert job_view.step_seconds_of({"step": 20}, ended, tried) == 3
     assert job_view.step_seconds_of({}, ended, []) is None
     assert [step_time(one) for one in (0.25, 2, 75, None)] == ["250 ms", "2.00 s", "1 min 15 s", ""]
+
+
+def test_a_long_request_is_not_repeated() -> None:
+    def shown(prompt: str) -> tuple[bool, bool]:
+        requested = SentRequest("supervised-fine-tune", {"provider_options": {"system_prompt": prompt}})
+        values = job_view.values(status("completed"), "submit", url="http://head:1", requested=requested)
+        return values["requested"] is not None, values["too_long"]
+
+    assert (shown("short"), shown("x" * (32 << 10))) == ((True, False), (False, True))
+    values = job_view.values(status("completed"), "submit")
+    assert (values["requested"], values["too_long"]) == (None, False)

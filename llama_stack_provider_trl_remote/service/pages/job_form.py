@@ -46,7 +46,6 @@ _ROWS = (
 _OPTIONS = (
     *(("max_seq_length", "max_seq_length", int), ("nproc_per_node", "nproc_per_node", int)),
     *(("truncation_side", "truncation_side", str), ("priority", "priority", str)),
-    ("system_prompt", "system_prompt", str),
 )
 MOST_OPTIONS = 1 << 16
 """Characters of further options, and of further fields of the request."""
@@ -79,6 +78,8 @@ def job_of(fields: Mapping[str, str]) -> dict[str, Any]:
             data["train_on_input"] = True
     training = {"n_epochs": 1, **_given(fields, *((name, path[-1], kind) for name, path, kind in _TRAINING))}
     options: dict[str, Any] = _given(fields, *_OPTIONS, *(_SFT_OPTIONS if is_sft else ()))
+    if prompt := fields.get("system_prompt"):
+        options["system_prompt"] = prompt.replace("\r\n", "\n")  # browsers send each line break as both
     further = _object(fields.get("options", ""), "provider_options", '{"seed": 1}')
     lora = _lora(fields, _part(rest, ("algorithm_config",)) if is_sft else _part(further, ("lora",)))
     if lora and not is_sft:
@@ -101,17 +102,21 @@ def fields_of(body: Mapping[str, Any], is_sft: bool) -> dict[str, str]:
     Args:
         is_sft: whether it is one of supervised-fine-tune.
     """
-    left = copy.deepcopy(dict(body))
-    options = left.pop("provider_options", None) or {}
-    optimizer = _part(left, ("training_config", "optimizer_config"))
-    if "lr" in optimizer and "learning_rate" not in _part(left, ("training_config",)):
-        left["training_config"]["learning_rate"] = optimizer.pop("lr")
+    left = _without_null(copy.deepcopy(dict(body)))
+    options = _without_null(left.pop("provider_options", {}))
+    training = _without_null(_part(left, ("training_config",)))
+    data = _without_null(_part(training, ("data_config",)))
+    left["training_config"], training["data_config"] = training, data
+    optimizer = _part(training, ("optimizer_config",))
+    if "lr" in optimizer and "learning_rate" not in training:
+        training["learning_rate"] = optimizer.pop("lr")
+        if not optimizer:
+            del training["optimizer_config"]
     if not left.get("model") and left.get("finetuned_model"):
         left["model"] = left.pop("finetuned_model")
     fields = {"tuning": "request" if "adapter" in options else "full", "method": "sft"}
     for name, path, _ in (*_NAMES, *_TRAINING, *_ROWS):
         _take(fields, name, left, path)
-    data = _part(left, _DATA)
     if data.get("shuffle") is True:
         del data["shuffle"]
     if is_sft and data.get("train_on_input") is True:
@@ -119,14 +124,19 @@ def fields_of(body: Mapping[str, Any], is_sft: bool) -> dict[str, str]:
         del data["train_on_input"]
     for name, option, _ in (*_OPTIONS, *(_SFT_OPTIONS if is_sft else ())):
         _take(fields, name, options, (option,))
+    prompt = options.get("system_prompt")
+    if isinstance(prompt, str) and prompt and "\r" not in prompt:  # a browser makes a line break of it
+        fields["system_prompt"] = options.pop("system_prompt")
     if is_sft:
-        _take_lora(fields, left, "algorithm_config")
+        if left.get("algorithm_config"):
+            _take_lora(fields, left, "algorithm_config")
     else:
-        algorithm = left.setdefault("algorithm_config", {})
-        fields["method"] = str(algorithm.pop("type", None) or "dpo")
+        _take_method(fields, left, options)
         _take_lora(fields, options, "lora")
-    left = _without_empty(left)
-    options = _without_empty(options)
+    if not data:
+        del training["data_config"]
+    if not training:
+        del left["training_config"]
     fields["options"] = json.dumps(options, indent=2, ensure_ascii=False) if options else ""
     fields["request"] = json.dumps(left, indent=2, ensure_ascii=False) if left else ""
     return fields
@@ -158,10 +168,32 @@ def _take(fields: dict[str, str], name: str, tree: dict[str, Any], path: tuple[s
         del above[path[-1]]
 
 
+_METHOD = "provider_options.method."
+"""How a search names the fields of this option."""
+
+
+def _take_method(fields: dict[str, str], left: dict[str, Any], options: dict[str, Any]) -> None:
+    """Move the type of a preference method into its field. What the option `method` has, as Llama Stack sends it, goes
+    to `algorithm_config`, where the form writes the type: beside the option another type is refused."""
+    given = left.pop("algorithm_config", {})
+    if "method" in options:
+        given = options.pop("method")
+        search = left.get("hyperparam_search_config")
+        if isinstance(search, dict) and isinstance(search.get("parameters"), dict):
+            search["parameters"] = {
+                f"algorithm_config.{path.removeprefix(_METHOD)}" if path.startswith(_METHOD) else path: values
+                for path, values in search["parameters"].items()
+            }
+    algorithm = dict(given)
+    fields["method"] = str(algorithm.pop("type", None) or "dpo")
+    if algorithm:
+        left["algorithm_config"] = algorithm
+
+
 def _take_lora(fields: dict[str, str], tree: dict[str, Any], name: str) -> None:
     """Move rank and alpha of an adapter into the fields. The modules stay in the tree, unless they are the form's."""
     lora = tree.get(name)
-    if not isinstance(lora, dict) or not lora:
+    if not isinstance(lora, dict):
         return
     if str(lora.get("type", "LoRA")).lower() != "lora":
         fields["tuning"] = "request"
@@ -170,7 +202,10 @@ def _take_lora(fields: dict[str, str], tree: dict[str, Any], name: str) -> None:
     given.pop("type", None)
     fields["tuning"] = "qlora" if given.pop("quantize_base", None) else "lora"
     fields |= {"lora_rank": str(given.pop("rank")), "lora_alpha": str(given.pop("alpha"))}
-    tree[name] = {} if given == _MODULES else given
+    if given == _MODULES:
+        del tree[name]
+    else:
+        tree[name] = given
 
 
 def _part(tree: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
@@ -181,9 +216,10 @@ def _part(tree: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _without_empty(tree: Mapping[str, Any]) -> dict[str, Any]:
-    found = {name: _without_empty(value) if isinstance(value, dict) else value for name, value in tree.items()}
-    return {name: value for name, value in found.items() if value not in ({}, None)}
+def _without_null(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a body without those that are null, as if they had been left out. Not for objects inside of them, where
+    null may be a value, such as `{"const": null}` of a JSON schema."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _merged(body: dict[str, Any], rest: Mapping[str, Any], above: str) -> dict[str, Any]:
@@ -226,7 +262,8 @@ def same_job(body: Mapping[str, Any], url: str, call: str | None = None) -> dict
     """
     if call is None:
         kind = str((body.get("algorithm_config") or {}).get("type", "")).lower()
-        call = "preference-optimize" if kind in METHODS and kind != "sft" else "supervised-fine-tune"
+        # Any other type may be a method of an installed package.
+        call = "supervised-fine-tune" if kind in ("", "lora", "qat") else "preference-optimize"
     shown = dict(body) if call in TRAINING_CALLS else {"kind": call, **body}
     as_json = shlex.quote(json.dumps(body, ensure_ascii=False))
     headers = """-H "Authorization: Bearer $TRL_SERVICE_TOKEN" -H 'Content-Type: application/json'"""

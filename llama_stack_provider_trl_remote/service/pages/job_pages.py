@@ -46,7 +46,10 @@ async def job_page(
     requested = await asyncio.to_thread(read_request, store, job_uuid)
     watched = await asyncio.to_thread(read_watched, store, job_uuid)
     eval_loss = watched.evaluations[-1].metrics.get("eval_loss") if watched.evaluations else None
-    values = job_view.values(status, caller.role, warnings, exports, files, url, requested, eval_loss)
+    # In a thread: it writes YAML, which takes time.
+    values = await asyncio.to_thread(
+        job_view.values, status, caller.role, warnings, exports, files, url, requested, eval_loss
+    )
     chosen, default = grouped(job_view.settings_of(status.resources_allocated["effective_config"]))
     return page(request, "job.html", log=log, settings=chosen, defaults=default, **values)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ from .export_view import SHOWN, export_commands, export_of
 from .job_form import TRAINING_CALLS, same_job
 
 _LONGEST_LINE = 2000
+_LONGEST_REQUEST = 32 << 10
+"""Bytes of a request, as JSON, that the page of its job repeats: YAML of 256 KiB takes half a second of a core."""
 _STEP = re.compile(r"checkpoint-(\d+)$")
 _PAUSABLE = (JobState.scheduled, JobState.launching, JobState.in_progress)
 _ENDS = {
@@ -101,6 +104,7 @@ def values(
     export, result = export_of(status, files, url), found.get("result") or {}
     if export is not None:
         result = {name: value for name, value in result.items() if name not in SHOWN}
+    repeated = _repeated(requested, url)
     answers = bool(status.checkpoints) and _writes_text(found["effective_config"])
     return {
         "status": status,
@@ -112,7 +116,8 @@ def values(
         "headline": headline_of(found["effective_config"]["algorithm"]),
         "eval_loss": eval_loss,
         "step_seconds": step_seconds_of(found.get("progress") or {}, state, attempts),
-        "requested": requested and same_job(requested.body, url, requested.call),
+        "requested": repeated,
+        "too_long": requested is not None and repeated is None,
         "again": again_of(state, requested),
         "logs": logs_of(status),
         "result": result_of(result),
@@ -133,6 +138,13 @@ def values(
         "warned_at": {message: step for step, message in warnings},
         "marks": [mark._asdict() for mark in marks_of(status, attempts, warnings)],
     }
+
+
+def _repeated(requested: SentRequest | None, url: str) -> dict[str, str] | None:
+    """The request for other clients; None: there is none, or it is too long."""
+    if requested is None or len(json.dumps(requested.body)) > _LONGEST_REQUEST:
+        return None
+    return same_job(requested.body, url, requested.call)
 
 
 def again_of(state: JobState, requested: SentRequest | None) -> str:

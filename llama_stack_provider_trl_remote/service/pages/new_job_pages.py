@@ -11,6 +11,7 @@ from fastapi import APIRouter, Query, Request, Response
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.store.reader import read_request
 from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.specs.custom import custom_names
 
 from ..dependencies import DatasetsDep, JobChecksDep, StoreDep, SubmissionsDep
 from ..http.bodies import PreferenceOptimizeBody, PreflightBody, SupervisedFineTuneBody
@@ -83,7 +84,7 @@ async def check_job(
     if not fields.get("model", "").strip() or not fields.get("dataset", "").strip():
         return await _page(request, registry, store, fields)
     try:
-        body = {**job_of(fields), "algorithm": "sft" if _method(fields) == "sft" else "dpo"}
+        body = {**job_of(fields), "algorithm": "sft" if await _method(fields) == "sft" else "dpo"}
         found = await checks.preflight(validated(PreflightBody, body))
     except Exception as error:
         status, problem = await problem_of(request, error)
@@ -99,7 +100,7 @@ async def submit_job(
     fields = await checked_form(request, caller)
     try:
         body: PreferenceOptimizeBody | SupervisedFineTuneBody
-        if _method(fields) != "sft":
+        if await _method(fields) != "sft":
             body = validated(PreferenceOptimizeBody, job_of(fields))
         else:
             body = validated(SupervisedFineTuneBody, job_of(fields))
@@ -110,11 +111,13 @@ async def submit_job(
     return see_other(path_of(body.job_uuid))
 
 
-def _method(fields: Mapping[str, str]) -> str:
-    """Raises InvalidRequest: it is none of the form's."""
+async def _method(fields: Mapping[str, str]) -> str:
+    """Raises InvalidRequest: it is none of the form's, and no installed package adds it."""
     method = fields.get("method") or "sft"
     if method not in FORM_METHODS:
-        raise InvalidRequest("method", method, f"expected one of {', '.join(FORM_METHODS)}")
+        installed = await asyncio.to_thread(custom_names)
+        if method not in installed:
+            raise InvalidRequest("method", method, f"expected one of {', '.join([*FORM_METHODS, *installed])}")
     return method
 
 
@@ -130,6 +133,8 @@ async def _page(
 ) -> Response:
     datasets = await asyncio.to_thread(registry.names)
     jobs, _ = await asyncio.to_thread(store.queue_page, None, None, _MODELS)
+    # In a thread: it writes YAML, which takes half a second of a core where the form has much.
+    same = await asyncio.to_thread(lambda: same_job(_shown(fields), str(request.base_url).rstrip("/")))
     return page(
         request,
         "new.html",
@@ -144,7 +149,7 @@ async def _page(
         source=source,
         found=found,
         problem=problem,
-        same=same_job(_shown(fields), str(request.base_url).rstrip("/")),
+        same=same,
     )
 
 

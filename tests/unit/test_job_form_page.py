@@ -1,0 +1,70 @@
+"""The form of a job as a page, and pages that repeat requests."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llama_stack_provider_trl.errors import InvalidRequest
+from llama_stack_provider_trl_remote.service.pages import job_pages, job_view, new_job_pages, rendering
+from llama_stack_provider_trl_remote.service.pages.job_form import FORM_METHODS, fields_of
+from tests.plugins import install_example
+
+FIELDS = rendering._environment().get_template("fields.html").module
+
+
+def test_a_method_that_the_form_does_not_list_is_chosen_as_it_is() -> None:
+    fields = fields_of({"model": "m", "algorithm_config": {"type": "ro<bust"}}, is_sft=False)
+    chosen = str(FIELDS.choice(fields, "method", "Method", [*FORM_METHODS.items()], "sft"))  # type: ignore[attr-defined]
+    assert chosen.count(" selected") == 1
+    assert '<option value="ro&lt;bust" selected>ro&lt;bust</option>' in chosen
+    for given in ({}, {"method": ""}, {"method": "sft"}):
+        chosen = str(FIELDS.choice(given, "method", "Method", [*FORM_METHODS.items()], "sft"))  # type: ignore[attr-defined]
+        assert chosen.count("<option") == len(FORM_METHODS)
+        assert '<option value="sft" selected>' in chosen
+
+
+def test_a_method_of_an_installed_package_is_one_of_the_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidRequest, match="expected one of sft, dpo"):
+        asyncio.run(new_job_pages._method({"method": "robust"}))
+    monkeypatch.syspath_prepend(tmp_path)
+    install_example(tmp_path)
+    assert asyncio.run(new_job_pages._method({"method": "robust"})) == "robust"
+
+
+def test_a_text_of_lines_keeps_the_one_that_it_begins_with() -> None:
+    area = str(FIELDS.area({"system_prompt": "\n a <b>\n"}, "system_prompt", "Prompt"))  # type: ignore[attr-defined]
+    assert area.partition("</label>")[2].partition(">")[2] == "\n\n a &lt;b&gt;\n</textarea>\n"
+
+
+def test_requests_are_written_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+
+    def noted(*_: Any) -> dict[str, str]:
+        threads.append(threading.get_ident())
+        return {}
+
+    def nothing(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(evaluations=[], resources_allocated={"effective_config": {}})
+
+    async def log(*_: Any) -> str:
+        return ""
+
+    monkeypatch.setattr(new_job_pages, "same_job", noted)
+    monkeypatch.setattr(job_view, "values", noted)
+    monkeypatch.setattr(job_pages, "_log", log)
+    for name in ("read_warnings", "exports_of", "files_of_export", "read_request", "read_watched", "page"):
+        monkeypatch.setattr(job_pages, name, nothing)
+    monkeypatch.setattr(new_job_pages, "page", nothing)
+    some: Any = SimpleNamespace(
+        base_url="http://head:1/", names=list, queue_page=lambda *_: ([], None), status=nothing, role="submit"
+    )
+    asyncio.run(new_job_pages._page(some, some, some, {"model": "m"}))
+    asyncio.run(job_pages.job_page(some, some, some, some, "a"))
+    assert len(threads) == 2
+    assert threading.get_ident() not in threads
