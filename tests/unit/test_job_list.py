@@ -102,6 +102,12 @@ def test_one_search_finds_names_models_and_tags_and_an_owner_is_a_filter(store: 
     assert names(store, owner="grace") == ["a"]
 
 
+@pytest.mark.parametrize("value", ['say "hi"', "C:\\data", "é\tü", 'a="b=c"'])
+def test_the_link_of_a_tag_finds_its_jobs_whatever_its_value_is(store: Store, value: str) -> None:
+    store.add_job(job_spec("tagged", metadata={"note": value}), "digest")
+    assert names(store, search=f"note={value}") == ["tagged"]
+
+
 def test_trials_and_chains_stand_under_their_first_job(store: Store) -> None:
     found = queue_page(store, None, None, 100, 0, folded=True)
     assert {row.job_uuid for row in found.data} == {"a", "b", "c", "waits", "search"}

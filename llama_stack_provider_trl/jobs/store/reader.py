@@ -229,7 +229,7 @@ class JobReader:
     def _listed(self, values: Mapping[str, Any]) -> Sequence[sqlite3.Row]:
         fixed = {"now": self._clock(), "aging": AGING, "highest": CRITICAL, "reserved": RESERVED}
         # What must be in a specification, as JSON writes it, before it is parsed.
-        part = max(values["search"].split("="), key=len)
+        part = json.dumps(max(values["search"].split("="), key=len), ensure_ascii=False)[1:-1]
         return self.database.select("select_queue_page", {**values, "sort": values["order"], "part": part, **fixed})
 
     def sparks(self, names: Sequence[str], points: int) -> Mapping[str, Sequence[float]]:
