@@ -219,7 +219,8 @@ class JobReader:
         """The jobs that `queue_page` has folded under some others: of those in `opened` all, of others what runs.
 
         Returns:
-            At most `limit`, oldest first where `order` leaves that open; each has its `root`.
+            At most `limit`, what runs before all others; where `order` leaves it open, that comes first, and then the
+            newest. Each has its `root`.
         """
         values: dict[str, Any] = {"state": None, "search": "", "owner": None, "order": order, "folded": True}
         values |= {"descending": descending}
