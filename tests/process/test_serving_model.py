@@ -169,10 +169,8 @@ def test_a_thought_that_the_chat_template_opens_is_reported(tmp_path: Path) -> N
     model = Path(shutil.copytree(tiny_model(), tmp_path / "model"))
     tokenizer = AutoTokenizer.from_pretrained(model)
     opened: list[bool] = []
-    for behind in ("", "<think>\\n", "<think>\\n\\n</think>\\n\\n"):
-        tokenizer.chat_template = CHATML.replace(
-            "assistant\\n' }}{% endif %}", f"assistant\\n{behind}' }}}}{{% endif %}}"
-        )
+    for behind in ("", "<think>\n", "<think>\n\n</think>\n\n"):
+        tokenizer.chat_template = CHATML.replace("assistant\n' }}", f"assistant\n{behind}' }}}}")
         tokenizer.save_pretrained(model)
         messages: list[Any] = []
         request = ServeRequest(messages=[{"role": "user", "content": "One"}], max_tokens=1, seed="1")
