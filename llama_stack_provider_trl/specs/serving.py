@@ -95,6 +95,8 @@ class AnswerBegun(Frozen):
     prompt_tokens: int
     has_call_tags: bool = False
     """Whether the chat template writes calls of tools as `<tool_call>JSON</tool_call>`, as those of Hermes and Qwen."""
+    opens_thought: bool = False
+    """Whether the prompt ends with `<think>`, as some chat templates have it: the answer begins within a thought."""
 
 
 class AnswerPart(Frozen):

@@ -106,7 +106,7 @@ def test_a_search_and_a_chain_are_folded_and_open_at_a_click_without_a_new_page(
     window.page.click(fold)
     window.page.wait_for_selector("tr[data-job=lr-search-1]")
     at = shown(window).index("lr-search")
-    assert shown(window)[at : at + 7] == ["lr-search", *(f"lr-search-{number}" for number in range(1, 7))]
+    assert shown(window)[at : at + 7] == ["lr-search", *(f"lr-search-{number}" for number in range(6, 0, -1))]
     assert window.page.evaluate("window.kept"), "the page was loaded again"
     assert "open=lr-search" in window.page.url
     window.page.click(fold)

@@ -90,7 +90,7 @@ def test_a_search_is_shown_cancelled_and_deleted_with_its_trials(tmp_path: Path)
         assert '<a href="/jobs/tune-trial-12">tune-trial-12</a>' in page
         assert ">Pause<" not in page
         assert 'Trial 12 of the search <a href="/jobs/tune">' in service.get("/jobs/tune-trial-12", prefix="").text
-        assert "tune-trial-3" in service.get("/", prefix="").text
+        assert "tune-trial-3" in service.get("/?flat=yes", prefix="").text
         assert "is a search" in refusal(service.post(f"{JOBS}/tune/pause"), 409)
         assert service.delete(f"{JOBS}/tune").status_code == 409
         service.cancel("tune")

@@ -18,7 +18,7 @@ from llama_stack_provider_trl.recipes.model.loading import linear_modules
 from llama_stack_provider_trl.recipes.serving import model as serving_model
 from llama_stack_provider_trl.recipes.serving.model import ServedModel
 from llama_stack_provider_trl.specs.model_source import ModelSource
-from llama_stack_provider_trl.specs.serving import AnswerEnd, AnswerPart, ServeRequest, ServeSpec
+from llama_stack_provider_trl.specs.serving import AnswerBegun, AnswerEnd, AnswerPart, ServeRequest, ServeSpec
 from tests.process.stored_models import ARCHITECTURES, whole
 from tests.required import in_full
 from tests.tiny import CHATML, tiny_model
@@ -163,6 +163,21 @@ def test_a_damaged_adapter_is_refused_and_one_of_another_kind_takes_the_place_of
     assert begun
     with pytest.raises(JobFailure, match="more than the 2048 positions of the model"):
         ask(served, TEXTS[0], max_tokens=2048)
+
+
+def test_a_thought_that_the_chat_template_opens_is_reported(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny_model(), tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    opened: list[bool] = []
+    for behind in ("", "<think>\n", "<think>\n\n</think>\n\n"):
+        tokenizer.chat_template = CHATML.replace("assistant\n' }}", f"assistant\n{behind}' }}}}")
+        tokenizer.save_pretrained(model)
+        messages: list[Any] = []
+        request = ServeRequest(messages=[{"role": "user", "content": "One"}], max_tokens=1, seed="1")
+        serve(model, tmp_path).answer(request, messages.append, lambda: None)
+        assert isinstance(messages[0], AnswerBegun)
+        opened.append(messages[0].opens_thought)
+    assert opened == [False, True, False]
 
 
 def test_tools_are_written_by_the_chat_template_of_the_model(tmp_path: Path) -> None:

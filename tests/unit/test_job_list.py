@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +14,10 @@ from llama_stack_provider_trl.jobs.store.searches import NewTrial
 from llama_stack_provider_trl.jobs.store.store import NewJob, Store
 from llama_stack_provider_trl.specs.events import Evaluated, Prepared, Progress, Started
 from llama_stack_provider_trl.specs.search import SearchSpec
-from llama_stack_provider_trl_remote.service.http.bodies import QueueRow
-from llama_stack_provider_trl_remote.service.pages import list_view
+from llama_stack_provider_trl_remote.service.http.bodies import QueueResponse, QueueRow
+from llama_stack_provider_trl_remote.service.pages import list_pages, list_view, rendering
+from llama_stack_provider_trl_remote.service.security.access import Caller
+from llama_stack_provider_trl_remote.service.views import queue
 from llama_stack_provider_trl_remote.service.views.queue import Sort, members_of, queue_page
 from tests.fakes import FakeClock, job_spec
 
@@ -110,6 +114,12 @@ def test_one_search_finds_names_models_and_tags_and_an_owner_is_a_filter(store: 
     assert names(store, owner="grace") == ["a"]
 
 
+@pytest.mark.parametrize("value", ['say "hi"', "C:\\data", "é\tü", 'a="b=c"'])
+def test_the_link_of_a_tag_finds_its_jobs_whatever_its_value_is(store: Store, value: str) -> None:
+    store.add_job(job_spec("tagged", metadata={"note": value}), "digest")
+    assert names(store, search=f"note={value}") == ["tagged"]
+
+
 def test_trials_and_chains_stand_under_their_first_job(store: Store) -> None:
     found = queue_page(store, None, None, 100, 0, folded=True)
     assert {row.job_uuid for row in found.data} == {"a", "b", "c", "waits", "search"}
@@ -119,11 +129,46 @@ def test_trials_and_chains_stand_under_their_first_job(store: Store) -> None:
     roots = [*families]
     assert [(one.job_uuid, one.root) for one in members_of(store, roots, [], "")] == [("search-2", "search")]
     opened = [one.job_uuid for one in members_of(store, roots, roots, "")]
-    assert opened == ["search-1", "search-2", "behind", "last"]
+    assert opened == ["search-2", "last", "behind", "search-1"], "what runs, then the newest"
     by_loss = [row.job_uuid for row in queue_page(store, None, None, 100, 0, folded=True, sort="loss").data]
     assert by_loss[:3] == ["search", "b", "a"], "a search is as good as the best of its trials"
     assert queue_page(store, None, None, 2, 4, folded=True).matching == 5
     assert queue_page(store, None, None, 2, 100, folded=True).matching == 5
+
+
+def test_what_runs_stands_before_the_cut_of_opened_families_and_the_cut_is_named(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "MOST_MEMBERS", 2)
+    jobs = queue_page(store, None, None, 100, 0, folded=True).data
+    for sort in ("", "-name", "owner"):
+        members = members_of(store, ["a", "search"], ["a", "search"], sort)
+        assert "search-2" in [one.job_uuid for one in members], sort
+    members = members_of(store, ["a", "search"], ["a", "search"], "")
+    assert [one.job_uuid for one in members] == ["search-2", "last"]
+    cuts = {row.job.job_uuid: row.cut for row in list_view.rows_of(jobs, members, ["a", "search"]) if row.cut}
+    assert cuts == {"a": "1 of 2 are shown", "search": "1 of 2 are shown"}
+    assert not any(row.cut for row in list_view.rows_of(jobs, members[:1], []))
+    assert [row.cut for row in list_view.rows_of(jobs, members, ["a"]) if row.cut] == ["1 of 2 are shown"]
+    query = list_view.Query(opened=("a",))
+    shown = list_pages._values(StoredPages(store), query)  # type: ignore[arg-type]
+    around = {"asset": str, "caller": Caller(None), "navigation": [], "form_token": "", "is_admin": False}
+    text = rendering._environment().get_template("jobs.html").render(**shown, **around)
+    assert text.count('<a class="cut" href="/?flat=yes&amp;open=a">1 of 2 are shown</a>') == 1
+
+
+class StoredPages:
+    """What the page reads of a store."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.sparks = store, store.sparks
+
+    def queue(self, state: JobState | None, search: str, limit: int, offset: int, *more: Any) -> QueueResponse:
+        owner, sort, folded = more
+        return queue_page(self.store, state, search, limit, offset, owner=owner, sort=sort, folded=folded)
+
+    def members(self, roots: Sequence[str], opened: Sequence[str], sort: Sort) -> list[QueueRow]:
+        return members_of(self.store, roots, opened, sort)
 
 
 def test_a_small_curve_has_the_first_and_the_last_loss_and_no_more_points_than_requested(

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+<<<<<<< HEAD
 from typing import Any, cast
+=======
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+>>>>>>> fixd
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
@@ -14,11 +21,17 @@ from llama_stack_provider_trl.specs.grading.asking import Question, Reply, Reply
 from llama_stack_provider_trl.specs.grading.errors import GradingError
 from llama_stack_provider_trl.specs.grading.graders import Grader, asking_of, paths_of
 from llama_stack_provider_trl.specs.grading.grading import graded, questions_of
+from llama_stack_provider_trl.specs.serving import Answer, AnswerBegun, AnswerEnd, AnswerPart, ServeRequest
 from llama_stack_provider_trl_remote.openai.graders import with_local_models, with_named_models
 from llama_stack_provider_trl_remote.service.http.errors import OpenAIRefused
 from llama_stack_provider_trl_remote.service.openai_settings import OpenAIModel
+<<<<<<< HEAD
 from llama_stack_provider_trl_remote.service.serving.chats import Chats, unless_left
 from llama_stack_provider_trl_remote.service.serving.graders import ask
+=======
+from llama_stack_provider_trl_remote.service.serving.chats import Chats
+from llama_stack_provider_trl_remote.service.settings import ServiceSettings
+>>>>>>> fixd
 
 ADAPTER: TypeAdapter[Any] = TypeAdapter(Grader)
 TEXT = "{{sample.output_text}}"
@@ -117,6 +130,47 @@ def test_multi_combines_models_with_other_graders() -> None:
     assert (found.reward, found.scores) == (2.5, {"a": 0.5, "b": 1.0, "c": 1.0})
     found = given(both, GradingError("model_grader_server_error", "it is gone"), Reply("good", True))
     assert (found.reward, found.error.sentence, found.scores) == (0.0, "a: it is gone", {"b": 1.0, "c": 1.0})
+
+
+class Speaking:
+    """Serves a model that writes one text."""
+
+    def __init__(self, text: str, opens_thought: bool) -> None:
+        self.messages = [
+            AnswerBegun(prompt_tokens=5, opens_thought=opens_thought),
+            AnswerPart(text=text),
+            AnswerEnd(reason="length", tokens=3),
+        ]
+
+    async def find(self, name: str) -> str:
+        return name
+
+    @asynccontextmanager
+    async def counted(self, caller: str) -> AsyncIterator[None]:
+        yield
+
+    async def answer(self, served: Any, request: ServeRequest) -> AsyncGenerator[Answer]:
+        for message in self.messages:
+            yield message
+
+
+@pytest.mark.parametrize(
+    ("opens", "text", "reward"),
+    [
+        (True, 'It may be {"result": 1}', None),
+        (True, 'Or 1.</think>{"result": 0.5}', 0.5),
+        (False, '{"result": 1}', 1.0),
+    ],
+)
+def test_a_call_reads_a_reply_within_the_thought_that_the_prompt_opens_as_a_training_does(
+    tmp_path: Path, opens: bool, text: str, reward: float | None
+) -> None:
+    settings = ServiceSettings.model_validate({"data_dir": tmp_path, "device": "cpu"})
+    chats = Chats(settings, Speaking(text, opens), None)  # type: ignore[arg-type]
+    reply, tokens = asyncio.run(chats.reply("judge", ServeRequest(prompt="a", seed="0"), "ada"))
+    assert (reply, tokens) == (Reply(f"{'<think>' * opens}{text}", False), 8)
+    found = given(SCORE, reply)
+    assert (None if found.error is not None else found.reward) == reward
 
 
 def test_a_model_reads_the_messages_and_the_form_of_a_reply() -> None:

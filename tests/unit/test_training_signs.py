@@ -12,7 +12,8 @@ from llama_stack_provider_trl.jobs.store.reader import read_watched
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.events import Evaluated, Event, Prepared, Progress
 from llama_stack_provider_trl.specs.job import OptimizerSpec
-from llama_stack_provider_trl.specs.methods import GrpoSpec
+from llama_stack_provider_trl.specs.methods import CustomSpec, DistillationSpec, GrpoSpec, ReferenceSpec
+from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from llama_stack_provider_trl.stack.responses import status_response
 from tests.fakes import job_spec
@@ -57,7 +58,10 @@ def test_steps_without_a_reward_signal(shares: list[float], warned: bool) -> Non
 def test_a_loss_that_does_not_fall(begin: float, end: float, warned: bool) -> None:
     watched = Watched(points(1, curve("loss", begin, begin)), points(81, curve("loss", end, end, learning_rate=1e-3)))
     assert [one.startswith("the loss does not fall") for one in signs(watched)] == [True] * warned
-    assert signs(watched, method=GRPO) == []  # whose loss says nothing of progress
+    custom = CustomSpec(algorithm="custom_rows", type="own", package="own", version="1")
+    teacher = DistillationSpec(reference=ReferenceSpec(source=ModelSource(model="teacher")))
+    for method in (GRPO, teacher, custom):  # their loss need not tell of progress
+        assert signs(watched, method=method) == []
     assert signs(Watched(watched.first, points(15, curve("loss", 2, 2)))) == []  # too early: the same points
     rising = [{"loss": 2.0, "learning_rate": 1e-5 * number} for number in range(1, 21)]
     assert signs(Watched(watched.first, points(81, rising))) == []  # the warmup
@@ -79,11 +83,13 @@ def test_a_gradient_that_is_always_clipped() -> None:
     first, norms = points(1, curve("loss", 3, 2)), [*range(2, 21)]
     last = points(81, [{"loss": 1.0, "grad_norm": norm} for norm in (1.5, *norms)])
     (found,) = signs(Watched(first, last))
-    assert "max_grad_norm=1 in each of the last 20" in found
-    last = points(81, [{"loss": 1.0, "grad_norm": norm} for norm in (0.9, *norms)])
-    assert signs(Watched(first, last)) == []
+    assert "clipped at each of the last 20 logged points" in found
+    assert "is above 5, 5 times max_grad_norm=1." in found
+    for healthy in ((0.9, *norms), [4.9] * 20):  # one within the clip; all a little above it
+        last = points(81, [{"loss": 1.0, "grad_norm": norm} for norm in healthy])
+        assert signs(Watched(first, last)) == []
     unclipped = job_spec(optimizer=OptimizerSpec(learning_rate=1e-3, max_grad_norm=0))
-    assert signs_of(unclipped, Watched(first, points(81, [{"grad_norm": 5.0}] * 20)), None) == []
+    assert signs_of(unclipped, Watched(first, points(81, [{"grad_norm": 9.0}] * 20)), None) == []
 
 
 def test_a_learning_rate_of_0() -> None:

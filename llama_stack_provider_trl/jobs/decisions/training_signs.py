@@ -22,6 +22,9 @@ _WORSE = 1.02
 """An evaluation is worse where its loss is higher than the best one by this factor."""
 _LEAST_EVALUATIONS = 2
 """So many evaluations in a row are worse than the best."""
+_FAR_CLIPPED = 5
+"""The median norm of the gradient is above so many times the clip. Norms a little above it are common in trainings that
+learn well."""
 
 
 class WatchedPoint(NamedTuple):
@@ -115,19 +118,23 @@ def _overfits(spec: JobSpec, watched: Watched) -> str | None:
 
 def _always_clipped(spec: JobSpec, watched: Watched) -> str | None:
     limit, norms = spec.train.optimizer.max_grad_norm, list(_values(watched.last, "grad_norm"))
-    if not limit or len(norms) < WINDOW or min(norms) <= limit:
+    if not limit or len(norms) < WINDOW or min(norms) <= limit or median(norms) <= _FAR_CLIPPED * limit:
         return None
     return (
-        f"the gradient is clipped at every step: grad_norm is above max_grad_norm={limit:g} in each of the last "
-        f"{WINDOW} points, so every step has the length of the clip. Lower the learning rate, raise max_grad_norm, or "
-        "look for rows that do not belong to the data"
+        f"the gradient is clipped at each of the last {WINDOW} logged points, and the median of grad_norm is above "
+        f"{_FAR_CLIPPED * limit:g}, {_FAR_CLIPPED} times max_grad_norm={limit:g}. Look for rows that do not belong to "
+        "the data, raise num_warmup_steps (or warmup_ratio), or raise max_grad_norm where the loss falls as it should"
     )
 
 
 def _flat_loss(spec: JobSpec, watched: Watched) -> str | None:
-    """Not of GRPO: its loss says nothing about progress."""
+    """Not of a method that trains on the model's own answers, whose loss is of other answers each time, and not of an
+    installed method, whose loss may be anything."""
+    method = spec.method
+    if method.answer_tokens is not None or method.installed is not None:
+        return None
     begin, end = list(_values(watched.first, "loss")), list(_values(watched.last, "loss"))
-    if spec.algorithm == "grpo" or len(begin) < WINDOW or len(end) < WINDOW:
+    if len(begin) < WINDOW or len(end) < WINDOW:
         return None
     if watched.last[0].step <= watched.first[-1].step:
         return None

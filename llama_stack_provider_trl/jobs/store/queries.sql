@@ -103,7 +103,7 @@ ORDER BY age LIMIT :limit;
 -- rows would extract the model from every spec.
 -- Folded: trials stand under their search, and jobs that come after another under that one. A family has the place of the first of its
 -- members. `part`: of `search`, without the `=` between name and value. `families`: a JSON array of the jobs whose families are wanted, without these jobs themselves; NULL: all jobs, and of a
--- family the first one alone.
+-- family the first one alone. With `families` the limit takes what runs before all else.
 WITH RECURSIVE parents(job_uuid, parent) AS MATERIALIZED (
     SELECT job_uuid, search FROM trials WHERE :folded
     UNION ALL
@@ -163,10 +163,10 @@ page AS (
 sorted AS (
     SELECT *, count(*) OVER () AS matching, row_number() OVER (
         ORDER BY value IS NULL, CASE WHEN :descending THEN NULL ELSE value END, CASE WHEN :descending THEN value END DESC,
-                 CASE WHEN :families IS NOT NULL THEN age END,
+                 CASE WHEN :families IS NOT NULL THEN own_part <> 0 END, CASE WHEN :families IS NOT NULL THEN -age END,
                  part, CASE WHEN own_part IN (1, 3) THEN claim END, CASE WHEN own_part = 2 THEN not_before END,
                  CASE WHEN part = 4 THEN -coalesce(completed_at, 0) END, age) AS place
-    FROM page ORDER BY place LIMIT :limit OFFSET :offset)
+    FROM page ORDER BY CASE WHEN :families IS NOT NULL THEN own_part <> 0 END, place LIMIT :limit OFFSET :offset)
 SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.train.method.type'), json_extract(spec, '$.train.method.algorithm')) END AS algorithm,
        CASE WHEN json_valid(spec) THEN json_extract(spec, '$.source.model') END AS model,
        CASE WHEN json_valid(spec) THEN json_extract(spec, '$.metadata') END AS metadata,

@@ -219,7 +219,8 @@ class JobReader:
         """The jobs that `queue_page` has folded under some others: of those in `opened` all, of others what runs.
 
         Returns:
-            At most `limit`, oldest first where `order` leaves that open; each has its `root`.
+            At most `limit`, what runs before all others; where `order` leaves it open, that comes first, and then the
+            newest. Each has its `root`.
         """
         values: dict[str, Any] = {"state": None, "search": "", "owner": None, "order": order, "folded": True}
         values |= {"descending": descending}
@@ -229,7 +230,7 @@ class JobReader:
     def _listed(self, values: Mapping[str, Any]) -> Sequence[sqlite3.Row]:
         fixed = {"now": self._clock(), "aging": AGING, "highest": CRITICAL, "reserved": RESERVED}
         # What must be in a specification, as JSON writes it, before it is parsed.
-        part = max(values["search"].split("="), key=len)
+        part = json.dumps(max(values["search"].split("="), key=len), ensure_ascii=False)[1:-1]
         return self.database.select("select_queue_page", {**values, "sort": values["order"], "part": part, **fixed})
 
     def sparks(self, names: Sequence[str], points: int) -> Mapping[str, Sequence[float]]:

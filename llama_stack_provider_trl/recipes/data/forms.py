@@ -22,6 +22,8 @@ Apply = Callable[..., str | None]
 """(messages in a template's form, add_generation_prompt, tools) -> text; None: the template refuses them."""
 
 THINK, END_THINK = "<think>", "</think>"
+_TAIL = 16
+"""Tokens of which `<think>` and the space behind it take fewer."""
 _KEYS = ("reasoning_content", "reasoning", "thinking")
 _THOUGHT = re.compile(r"<think>\s*zqthought")
 _NAME, _KEY, _VALUE = "zqname", "zqkey", "zqvalue"
@@ -32,6 +34,11 @@ _TOOL: Tool = {
     "type": "function",
     "function": {"name": "zqtool", "description": "zqdescription", "parameters": _PARAMETERS},
 }
+
+
+def opens_thought(tokenizer: Any, ids: Sequence[int]) -> bool:
+    """Whether a prompt ends with a `<think>`, as the chat templates of some models write it before each answer."""
+    return str(tokenizer.decode(ids[-_TAIL:])).rstrip().endswith(THINK)
 
 
 class CallForm(NamedTuple):

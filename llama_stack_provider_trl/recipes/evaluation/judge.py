@@ -31,12 +31,10 @@ from ..answers.answerer import Answered, Answerer
 from ..answers.by_transformers import TransformersAnswerer
 from ..answers.generate import AnswerFile, pauses, report_progress
 from ..data.chat import Chat, LostTurns
+from ..data.forms import THINK, opens_thought
 from ..distributed.heartbeat import heartbeat
 from ..distributed.replicas import ALONE, Replicas
 from ..model.loading import load_config, load_tokenizer
-
-_THINK = "<think>"
-"""Chat templates of some models begin their turn with it."""
 
 
 class Judge(NamedTuple):
@@ -173,7 +171,7 @@ class Judges:
         found = answerer.answer(fitting, sources, writer.heartbeat)
         given = iter(found)
         verdicts = [next(given) if answerer.has_room(ids) else None for ids in encoded]
-        begins = [_THINK if answerer.tokenizer.decode(ids[-16:]).rstrip().endswith(_THINK) else "" for ids in encoded]
+        begins = [THINK if opens_thought(answerer.tokenizer, ids) else "" for ids in encoded]
         lines = [_line(judge.check, *of_one) for of_one in zip(batch, verdicts, begins, strict=True)]
         found = judge.verdicts.add(lines, found)
         report_progress(self._total + self.done, self._total + self.total, found, time.monotonic() - began, writer)

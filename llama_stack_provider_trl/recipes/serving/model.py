@@ -34,6 +34,7 @@ from ...system.fork import THREADS
 from ...system.process import usable_cpus
 from ..data.chat import Chat
 from ..data.embedded import check_embedded
+from ..data.forms import opens_thought
 from ..model.adapters import check_adapter
 from ..model.generation import Sampler, answer_ends
 from ..model.loading import WeightStorage, choose_device, load_model, load_tokenizer, vocabulary_size
@@ -139,7 +140,8 @@ class ServedModel:
             self._activate(voice)
 
         has_call_tags = CALL_BEGIN in str(voice.tokenizer.chat_template)
-        next_turn(AnswerBegun(prompt_tokens=len(ids), has_call_tags=has_call_tags))
+        opened = opens_thought(voice.tokenizer, ids)
+        next_turn(AnswerBegun(prompt_tokens=len(ids), has_call_tags=has_call_tags, opens_thought=opened))
         config = GenerationConfig(
             max_new_tokens=most,
             do_sample=False,

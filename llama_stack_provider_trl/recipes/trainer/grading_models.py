@@ -13,13 +13,12 @@ from ...specs.job import JobSpec
 from ...specs.work import FurtherModel
 from ..data.chat import Chat, LostTurns
 from ..data.embedded import check_embedded
+from ..data.forms import THINK, opens_thought
 from ..model.adapters import load_to_infer
 from ..model.generation import Sampler, answer_ends, answer_ids
 from ..model.loading import load_job_tokenizer, vocabulary_size
 from ..model.positions import positions_of
 
-_THINK = "<think>"
-"""Chat templates of some models begin their turn with it."""
 MOST_AT_ONCE = 64
 """Questions that are answered together at most; half as many from then on where a GPU's memory is not enough."""
 
@@ -53,6 +52,9 @@ class GradingModel:
         self, questions: Sequence[tuple[Question, int]], replying: Replying, alive: Callable[[], object]
     ) -> list[Reply | GradingError]:
         """The replies to some questions, each about an answer to the row of a number.
+
+        In bf16 the most likely token may be another one where a question stands in another batch: after a shortage of
+        memory, or with another number of ranks.
 
         Args:
             alive: called at each token.
@@ -112,7 +114,7 @@ class GradingModel:
 
     def _begins(self, ids: list[int]) -> str:
         """With what a reply begins that the model has not written itself."""
-        return _THINK if str(self._tokenizer.decode(ids[-16:])).rstrip().endswith(_THINK) else ""
+        return THINK if opens_thought(self._tokenizer, ids) else ""
 
     def _has_room(self, ids: list[int], replying: Replying) -> bool:
         return self._positions is None or len(ids) + replying.most <= self._positions

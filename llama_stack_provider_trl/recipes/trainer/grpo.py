@@ -134,7 +134,8 @@ class GrpoRecipe(AnswersPrompts):
             for inputs, ids in zip(batches, answers, strict=True)
             for group in self._groups(inputs["rows"], ids, replied)
         ]
-        groups = sorted(chain.from_iterable(ranks.gather_all(own)))  # by row: no number depends on the ranks
+        # By row: from equal answers and rewards follow equal numbers, however the rows are divided among ranks.
+        groups = sorted(chain.from_iterable(ranks.gather_all(own)))
         rewards = torch.tensor([group.rewards for group in groups], dtype=torch.float32)
         weighted = rewards @ self._rewards.weights
         self._note_rewards(groups, rewards, weighted)
@@ -155,7 +156,8 @@ class GrpoRecipe(AnswersPrompts):
         self, batches: Sequence[dict[str, Any]], answers: Sequence[list[list[int]]]
     ) -> dict[int, list[dict[str, Replied]]]:
         """What the models of graders write of the answers of an optimizer step, by the row of each: about those of
-        this rank together, whatever its micro batches are."""
+        this rank together, whatever its micro batches are. In bf16 a reply may depend on the questions beside it, and
+        so on the number of ranks."""
         rows = [row for inputs in batches for row in inputs["rows"]]
         if not self._rewards.asks_models or not rows:
             return {}

@@ -19,6 +19,8 @@ from .graders import LabelModel, ScoreModel
 from .templates import Values, rendered
 
 type Asking = ScoreModel | LabelModel
+THINK, END_THINK = "<think>", "</think>"
+"""Around the thoughts of a model."""
 _RESULT = "result"
 _MARKUP = "*_`\"'.,;:! \t\r\n"
 """What may stand around a reply that is no JSON."""
@@ -42,14 +44,15 @@ class Question(NamedTuple):
     messages: list[dict[str, Any]]
     """Turns of a chat: role and content."""
     seed: str
-    """What random numbers follow from: the seed of the grader and the messages. So the reply to equal messages is the
-    same one."""
+    """What random numbers follow from: the seed of the grader and the messages. So equal
+    messages have the same numbers; in bf16 the reply may still depend on what is computed beside it."""
 
 
 class Reply(NamedTuple):
     """What a model has written."""
 
     text: str
+    """With the `THINK` before it that the prompt ends with, if it does."""
     complete: bool
     """Whether it ended its text; False: it has as many tokens as it may have."""
 
@@ -104,9 +107,9 @@ def score_of(grader: Asking, reply: Reply) -> float:
     Raises:
         GradingError: it has no number, or no label.
     """
-    text = reply.text.rpartition("</think>")[2]
-    found = None if "<think>" in text else _result_of(text)
-    if found is None and reply.complete and "<think>" not in text:
+    text = reply.text.rpartition(END_THINK)[2]
+    found = None if THINK in text else _result_of(text)
+    if found is None and reply.complete and THINK not in text:
         found = text
     if isinstance(grader, ScoreModel):
         number = _number_of(found)

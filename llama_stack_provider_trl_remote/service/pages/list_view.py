@@ -8,9 +8,10 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
-from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.jobs.decisions.states import ACTIVE, JobState
 
 from ..http.bodies import QueueRow
+from ..views import queue
 from ..views.queue import Sort
 
 SPARK_POINTS = 24
@@ -101,18 +102,29 @@ class ShownRow(NamedTuple):
     depth: int
     """1: it stands under the row before it that has 0."""
     family: str
-    """What stands under it and is not shown, in words; empty: nothing does."""
+    """What stands under it, in words; empty: nothing does."""
+    cut: str = ""
+    """How much of what is to stand under it does; empty: all of it."""
 
 
 def rows_of(jobs: Sequence[QueueRow], members: Iterable[QueueRow], opened: Sequence[str]) -> list[ShownRow]:
-    """The rows of a page: each job, and below it those of `members` that stand under it."""
+    """The rows of a page: each job, and below it those of `members` that stand under it.
+
+    Args:
+        members: as `members_of` returns them.
+        opened: jobs whose members are all to be shown; of others those that run.
+    """
     below: dict[str | None, list[QueueRow]] = {}
     for one in members:
         below.setdefault(one.root, []).append(one)
+    is_cut = sum(map(len, below.values())) >= queue.MOST_MEMBERS
     found = []
     for job in jobs:
-        found.append(ShownRow(job, 0, family_text(job.members)))
-        found += [ShownRow(one, 1, "") for one in below.get(job.job_uuid, ())]
+        under = below.get(job.job_uuid, [])
+        wanted = sum(count for state, count in job.members.items() if job.job_uuid in opened or state in ACTIVE)
+        cut = f"{len(under)} of {wanted} are shown" if is_cut and len(under) < wanted else ""
+        found.append(ShownRow(job, 0, family_text(job.members), cut))
+        found += [ShownRow(one, 1, "") for one in under]
     return found
 
 

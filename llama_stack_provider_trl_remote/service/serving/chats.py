@@ -13,7 +13,7 @@ from typing import Any
 from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, NotServed, TrlError
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.store import Store
-from llama_stack_provider_trl.specs.grading.asking import Reply
+from llama_stack_provider_trl.specs.grading.asking import THINK, Reply
 from llama_stack_provider_trl.specs.methods import METHODS
 from llama_stack_provider_trl.specs.rows import Message, PromptExample, parse_row
 from llama_stack_provider_trl.specs.serving import (
@@ -155,6 +155,7 @@ class Chats:
                         raise _refused(message, served)
                     case AnswerBegun():
                         tokens += message.prompt_tokens
+                        text = THINK if message.opens_thought else ""
                     case AnswerPart():
                         text += message.text
                     case AnswerEnd():

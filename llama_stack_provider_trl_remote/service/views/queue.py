@@ -93,7 +93,7 @@ def queue_page(
 
 def members_of(store: Store, roots: Sequence[str], opened: Sequence[str], sort: Sort) -> list[QueueRow]:
     """The jobs that stand under some jobs of a folded page: of those in `opened` all, of others what runs. At most
-    `MOST_MEMBERS`."""
+    `MOST_MEMBERS`, what runs before all others."""
     if not roots:
         return []
     return [_queue_row(job, {}) for job in store.families(roots, opened, *order_of(sort), MOST_MEMBERS)]
