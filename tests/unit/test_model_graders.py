@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-<<<<<<< HEAD
-from typing import Any, cast
-=======
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
->>>>>>> fixd
+from typing import Any, cast
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
@@ -25,13 +21,9 @@ from llama_stack_provider_trl.specs.serving import Answer, AnswerBegun, AnswerEn
 from llama_stack_provider_trl_remote.openai.graders import with_local_models, with_named_models
 from llama_stack_provider_trl_remote.service.http.errors import OpenAIRefused
 from llama_stack_provider_trl_remote.service.openai_settings import OpenAIModel
-<<<<<<< HEAD
 from llama_stack_provider_trl_remote.service.serving.chats import Chats, unless_left
 from llama_stack_provider_trl_remote.service.serving.graders import ask
-=======
-from llama_stack_provider_trl_remote.service.serving.chats import Chats
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
->>>>>>> fixd
 
 ADAPTER: TypeAdapter[Any] = TypeAdapter(Grader)
 TEXT = "{{sample.output_text}}"
