@@ -41,7 +41,8 @@ SUBMITS = "/v1/post-training/(supervised-fine-tune|preference-optimize|preflight
 PARTS = {
     "submits": ("--include-path-regex", f"^{SUBMITS}"),
     # Other versions lead to the same handlers as the calls below /v1, and would take a third of the time.
-    "others": ("--exclude-path-regex", f"^(/(v1(alpha|beta)/|health$)|{SUBMITS})"),
+    # Every model that a grader asks is answered with 503, since the device is locked (test_grader_calls.py).
+    "others": ("--exclude-path-regex", f"^(/(v1(alpha|beta)/|health$)|{SUBMITS}|/.*/graders/run$)"),
 }
 SECONDS = 170
 """Within which a part must be through."""
@@ -90,7 +91,8 @@ def test_every_call_answers_as_documented_whatever_it_is_sent(
     assert done.returncode == 0, done.stdout + done.stderr
     submits = {path for path in document["paths"] if re.match(SUBMITS, path)}
     assert len(submits) == 7
-    chosen = submits if part == "submits" else document["paths"].keys() - twins - submits
+    left_out = {path for path in document["paths"] if path.endswith("/graders/run")}
+    chosen = submits if part == "submits" else document["paths"].keys() - twins - submits - left_out
     tested = {path: calls for path, calls in document["paths"].items() if path in chosen}
     assert f"Tested: {operations(tested)}" in done.stdout, done.stdout
 
