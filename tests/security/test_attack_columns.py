@@ -315,7 +315,8 @@ def called(raw: Raw, browser: Browser, method: str, path: str) -> Answer:
     known = {**KNOWN, "job_uuid": "ended"} if "/checkpoints" in path else KNOWN
     target = path.format(**known)
     if ("GET", path) in PAGES or (method, path) in PAGES:
-        fields = {**GOOD_FORM, **GOOD_PLAYGROUND, "form_token": browser.form_token(), "job": "of-a-form"}
+        good = GOOD_PLAYGROUND if path.startswith("/playground") else {**GOOD_FORM, "job": "of-a-form"}
+        fields = {**good, "form_token": browser.form_token()}
         found = browser.get(target) if method == "GET" else browser.send(target, **fields)
         if path == "/logout":
             browser.login("admin")

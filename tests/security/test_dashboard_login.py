@@ -253,7 +253,8 @@ def test_the_policy_of_every_page_allows_nothing_inline_and_no_other_site(admin:
         for script in re.findall(r"<script[^>]*>", answer.text):
             assert 'src="/static/' in script or 'type="application/json"' in script
         data = r'(?<=<script type="application/json" id="marks">)[^<]*(?=</script>)'
-        text = re.sub(data, "", answer.text).replace(escaped(), "")
+        short = str(escape(HOSTILE.rpartition("/")[2]))  # of a model, in the list
+        text = re.sub(data, "", answer.text).replace(escaped(), "").replace(short, "")
         assert not re.search(r"\son\w+=|\sstyle=|<style|javascript:", text)
         assert not re.search(r"(src|href|action)=\"(?!/)(?!#main)", answer.text)
 
