@@ -55,7 +55,7 @@ def test_no_route_answers_500_whatever_its_store_raises(
     def fails(self: Database) -> None:
         raise ERRORS[error]
 
-    monkeypatch.setattr(Database, "_connection", fails)
+    monkeypatch.setattr(Database, "_own", fails)
 
     async def answers() -> dict[str, Answer]:
         return {f"{call[0]} {call[1]}": await answer_of(app, *call) for call in calls(app)}
