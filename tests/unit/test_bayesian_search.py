@@ -379,13 +379,13 @@ def test_a_store_that_is_closed_while_trials_are_resolved_is_not_used_by_their_t
     world: Searching, slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[str] = []
-    connection = Database._connection
+    own = Database._own
 
-    def recorded(database: Database) -> sqlite3.Connection:
+    def recorded(database: Database) -> object:
         used.append(threading.current_thread().name)
-        return connection(database)
+        return own(database)
 
-    monkeypatch.setattr(Database, "_connection", recorded)
+    monkeypatch.setattr(Database, "_own", recorded)
     world.supervisor.stop()
     world.store.close()
     slow.finish()
