@@ -17,7 +17,7 @@ from typing import Any
 
 from machine import command, machine, print_header
 
-SECONDS, MIB = 0.4, 30
+SECONDS, MIB = 0.3, 30
 """Targets, where Llama Stack itself takes 1.5 s; on a slower or busy machine both grow."""
 OURS = "llama_stack_provider_trl", "llama_stack_provider_trl_remote"
 MODULES = {
