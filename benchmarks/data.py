@@ -154,9 +154,9 @@ def prepare(options: argparse.Namespace) -> dict[str, Any]:
     spec = spec_of(options, packed=options.child == "packed", **kept)
     tokenizer, writer = load_tokenizer(spec.source), EventWriter(options.scratch / f"{options.child}.jsonl")
     with peak_memory() as peak:
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), cpu_seconds()
         prepared = Preparation(spec, tokenizer, writer, spec.data.dataset).rows(spec.data.dataset)
-        seconds = time.perf_counter() - began
+        seconds, worked = time.perf_counter() - began, cpu_seconds() - worked
         longest = int(row_lengths(prepared.dataset).max())
     files = [path.stat().st_size for path in (options.scratch / "tokens").glob("*/rows*.arrow")]
     return {
@@ -164,12 +164,20 @@ def prepare(options: argparse.Namespace) -> dict[str, Any]:
         "longest": longest,
         "tokens": prepared.report.total_tokens,
         "seconds": round(seconds, 2),
+        "cpu_seconds": round(worked, 2),
         "mb_above_import": peak["all"],
         "mb_without_files": peak["own"],
         "mb_resident_with_workers": peak["tree"],
         "mb_on_disk": sum(files) >> 20,
         "events": (options.scratch / f"{options.child}.jsonl").read_text().count('"tokenizing"'),
     }
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it has started and that have ended: other work on the machine does not
+    lengthen them much."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 @contextmanager
