@@ -904,9 +904,12 @@ SELECT * FROM webhook_deliveries WHERE url = :url ORDER BY not_before, ended_at 
 SELECT count(*) AS waiting FROM webhook_deliveries;
 
 -- name: begin_delivery
--- This and the next name the number of tries that they assume.
+-- This and the next two name the number of tries that they assume.
 UPDATE webhook_deliveries SET tries = tries + 1, not_before = :not_before
 WHERE url = :url AND job_uuid = :job_uuid AND tries = :tries;
+
+-- name: postpone_delivery
+UPDATE webhook_deliveries SET not_before = :not_before WHERE url = :url AND job_uuid = :job_uuid AND tries = :tries;
 
 -- name: delete_delivery
 DELETE FROM webhook_deliveries WHERE url = :url AND job_uuid = :job_uuid AND tries = :tries;
