@@ -29,6 +29,8 @@ from llama_stack_provider_trl.system.offload import (
     FairThreads,
     in_work_thread,
     serving,
+    storing,
+    to_its_end,
 )
 from llama_stack_provider_trl_remote.adapter import TrlRemotePostTraining
 from llama_stack_provider_trl_remote.config import TrlRemoteConfig
@@ -108,6 +110,31 @@ def test_one_caller_never_holds_all_threads_that_read_and_nodes_have_their_own()
             stuck += [asyncio.ensure_future(read("another", lambda: may_end.wait(30))) for _ in range(20)]
             await asyncio.sleep(0)
             assert await asyncio.wait_for(read("node", lambda: 2, of_node=True), 10) == 2
+        finally:
+            may_end.set()
+            await asyncio.gather(*stuck)
+
+    asyncio.run(run())
+
+
+def test_what_reads_never_waits_for_bodies_that_are_stored() -> None:
+    async def run() -> None:
+        loop, may_end, work = asyncio.get_running_loop(), threading.Event(), CostlyWork()
+        loop.set_default_executor(CallThreads(2, "test"))
+
+        async def store(caller: str, of_node: bool = False) -> Any:
+            with serving(work, caller, of_node=of_node), storing():
+                return await to_its_end(lambda: may_end.wait(30))
+
+        async def read() -> int:
+            with serving(work, "one"):
+                return await asyncio.to_thread(lambda: 1)
+
+        stuck = [asyncio.ensure_future(store(caller)) for caller in ("one", "another") for _ in range(20)]
+        stuck += [asyncio.ensure_future(store("node", of_node=True)) for _ in range(20)]
+        await asyncio.sleep(0)
+        try:
+            assert await asyncio.wait_for(read(), 10) == 1
         finally:
             may_end.set()
             await asyncio.gather(*stuck)
