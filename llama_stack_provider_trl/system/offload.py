@@ -143,6 +143,9 @@ class FairThreads:
                 self._slots.release(caller)
 
         def begin(slot: Future[None]) -> None:
+            # `result` and `slot` would keep each other until the garbage collector finds them, with the piece of a body
+            # that the function writes: 21 MiB of 100 uploads of 1 MiB at once.
+            waiting.clear()
             if not result.set_running_or_notify_cancel():
                 if not slot.cancelled():  # it was granted before
                     self._slots.release(caller)
@@ -154,10 +157,12 @@ class FairThreads:
                 self._slots.release(caller)
 
         slot = self._slots.request(caller, user)
+        waiting = [slot]
 
         def ended(result: Future[Result]) -> None:
             if result.cancelled():  # `FairSlots` skips it: releases of granted slots would nest once for each
-                slot.cancel()
+                for slot in waiting[:]:
+                    slot.cancel()
 
         result.add_done_callback(ended)
         slot.add_done_callback(begin)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import gc
 import hashlib
 import random
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -176,6 +178,33 @@ def test_any_number_of_calls_that_are_cancelled_while_they_wait_is_skipped() -> 
     assert last.result(10) == "called"
     assert threads.submit("other", lambda: "called").result(10) == "called"
     threads.shutdown()
+
+
+def test_what_a_call_gets_is_gone_when_it_has_ended() -> None:
+    """A cycle kept each piece of an upload until the garbage collector found it."""
+
+    class Piece:
+        pass
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_default_executor(CallThreads(1, "test"))
+        piece, may_end = Piece(), threading.Event()
+        alive = weakref.ref(piece)
+        before = asyncio.ensure_future(asyncio.to_thread(may_end.wait, 30))
+        waiting = asyncio.ensure_future(to_its_end(isinstance, piece, Piece))
+        del piece
+        await asyncio.sleep(0.01)
+        may_end.set()
+        await asyncio.gather(before, waiting)
+        del waiting
+        await asyncio.to_thread(lambda: None)  # the thread has dropped what it called before
+        assert alive() is None
+
+    gc.disable()
+    try:
+        asyncio.run(run())
+    finally:
+        gc.enable()
 
 
 def test_a_queue_of_one_caller_is_bounded_and_that_of_another_is_its_own() -> None:

@@ -44,9 +44,8 @@ _STAGING = ".incoming-"
 _PIECE = 1 << 20
 _FLUSHED = 64 << 10
 """Bytes of an upload that are held in memory: it may be slow, and many are under way."""
-_WRITTEN_ALONE = _FLUSHED // 2
-"""Bytes from which on a piece is written as it is. To collect it with others would be a further copy of it, and at 100
-uploads at once their copies are what the service takes."""
+_WRITTEN_ALONE = _FLUSHED // 4
+"""Bytes from which on a piece is written as it is, without a copy."""
 _SMALL = 4 << 20
 """Bytes up to which a file is checked by a fork of the call server: a reader of its own costs a third of a second."""
 _SMALL_S = 20

@@ -22,11 +22,9 @@ type Kind = Literal["unknown", "user", "node", "admin"]
 KINDS: tuple[Kind, ...] = get_args(Kind.__value__)
 """Of callers; unknown: without a token that this service knows."""
 
-_READ = 64 << 10
+_READ = 32 << 10
 """Bytes that are read from a socket at once. asyncio reads 256 KiB into a new block each time, also of a request of 200
-bytes, and a body under way then takes 0.9 MiB: each of its readers holds such a piece."""
-_PENDING = _READ // 2
-"""Bytes of a body that wait for its handler, from which on nothing more is read."""
+bytes, and all who pass a piece of a body on hold it."""
 _SPARE = 64 << 20
 """Bytes of a body that are dropped after its answer, for a sender that reads only after sending everything."""
 
@@ -201,7 +199,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         super().data_received(data)
         if self.transport.is_closing():
             return
-        if not self.is_idle and len(self.cycle.body) >= _PENDING:
+        if not self.is_idle and self.cycle.body:  # its handler has not taken it yet
             self.flow.pause_reading()
         self._note_change()
         if not self.is_idle:
