@@ -15,7 +15,10 @@ MERGED_BASE = "merged-base"
 class Frozen(BaseModel):
     """A part of a specification."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    # Built when the first specification is read or written.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), defer_build=True
+    )
 
 
 class BaseJob(Frozen):

@@ -72,7 +72,8 @@ class Reason(StrEnum):
 
 class _Event(BaseModel):
     # Unknown keys survive: an older supervisor reads a newer recipe's file.
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    # Built when the first one is read or written: a Llama Stack that trains nothing has none.
+    model_config = ConfigDict(extra="allow", protected_namespaces=(), defer_build=True)
 
     time: Seconds = Field(default_factory=time.time)
     """Seconds since the epoch."""
@@ -434,7 +435,7 @@ Event = Annotated[
     | Failed,
     Field(discriminator="type"),
 ]
-_ADAPTER: TypeAdapter[Event] = TypeAdapter(Event)
+_ADAPTER: TypeAdapter[Event] = TypeAdapter(Event, config=ConfigDict(defer_build=True))
 CHECKPOINT_PATHS: dict[str, str] = {
     kind.model_fields["type"].default: name
     for kind in get_args(get_args(Event)[0])

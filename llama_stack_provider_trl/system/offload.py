@@ -1,7 +1,8 @@
 """Runs what requests order in threads: fair between callers, costly work apart from reads, CPU time within a budget.
 
 `serving` names the caller whose request is served. Within it `in_work_thread` runs costly work in threads of its own,
-and `CallThreads`, as the executor of the event loop, runs everything else: calls of nodes apart from those of users.
+and `CallThreads`, as the executor of the event loop, runs everything else: calls of nodes apart from those of users,
+and of these what stores bodies (`storing`) apart from what reads.
 `system.limited` refuses a call that a request orders in any other thread, so no route can hold up the others with it.
 """
 
@@ -32,6 +33,9 @@ _EPSILON = 1e-6
 _ACCOUNTS = 4096
 """Callers whose CPU time is remembered; the one that has ordered nothing for longest is forgotten first."""
 _QUEUE_RETRY_S = 5
+_STORING = 2
+"""Threads that store the bodies of users: 100 uploads of 1 MiB at once put 2,000 calls into their queue, each of which
+waits for a disk."""
 
 
 class FairSlots:
@@ -139,6 +143,9 @@ class FairThreads:
                 self._slots.release(caller)
 
         def begin(slot: Future[None]) -> None:
+            # `result` and `slot` would keep each other until the garbage collector finds them, with the piece of a body
+            # that the function writes: 21 MiB of 100 uploads of 1 MiB at once.
+            waiting.clear()
             if not result.set_running_or_notify_cancel():
                 if not slot.cancelled():  # it was granted before
                     self._slots.release(caller)
@@ -150,10 +157,12 @@ class FairThreads:
                 self._slots.release(caller)
 
         slot = self._slots.request(caller, user)
+        waiting = [slot]
 
         def ended(result: Future[Result]) -> None:
             if result.cancelled():  # `FairSlots` skips it: releases of granted slots would nest once for each
-                slot.cancel()
+                for slot in waiting[:]:
+                    slot.cancel()
 
         result.add_done_callback(ended)
         slot.add_done_callback(begin)
@@ -164,7 +173,8 @@ class FairThreads:
 
 
 class CallThreads(ThreadPoolExecutor):
-    """An executor for the calls of several callers: those of nodes never wait for those of users.
+    """An executor for the calls of several callers: those of nodes never wait for those of users, and what only reads
+    never waits for what stores bodies.
 
     Args:
         threads: for users, and as many again for nodes.
@@ -174,14 +184,17 @@ class CallThreads(ThreadPoolExecutor):
         super().__init__(1, name)  # has no thread until something is submitted to it
         self._of_users = FairThreads(threads, name)
         self._of_nodes = FairThreads(threads, f"{name}-nodes", threads)
+        self._of_bodies = FairThreads(_STORING, f"{name}-bodies")
 
     def submit[Result](self, function: Callable[..., Result], /, *args: Any, **options: Any) -> Future[Result]:
         order = _order.get()
-        threads = self._of_nodes if order is not None and order.of_node else self._of_users
+        threads = self._of_bodies if _stores.get() else self._of_users
+        if order is not None and order.of_node:
+            threads = self._of_nodes
         return threads.submit(caller_name(), partial(function, *args, **options), _user())
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        for threads in (self._of_users, self._of_nodes):
+        for threads in (self._of_users, self._of_nodes, self._of_bodies):
             threads.shutdown(wait, cancel_futures=cancel_futures)
         super().shutdown(wait, cancel_futures=cancel_futures)
 
@@ -362,6 +375,8 @@ class Order:
 _order: ContextVar[Order | None] = ContextVar("trl_order", default=None)
 _charged: ContextVar[Account | None] = ContextVar("trl_charged", default=None)
 """Set in threads of costly work only."""
+_stores: ContextVar[bool] = ContextVar("trl_stores", default=False)
+"""Whether the calls of this context store the body of a request."""
 
 
 @contextmanager
@@ -379,6 +394,18 @@ def serving(work: CostlyWork, caller: str, *, of_node: bool = False, user: str =
         order.end()
         with suppress(ValueError):  # a generator that is closed in another context
             _order.reset(token)
+
+
+@contextmanager
+def storing() -> Iterator[None]:
+    """What the block calls in threads stores the body of a request. It waits for disks, and for other writers of the
+    database, so that threads of its own run it."""
+    token = _stores.set(True)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # a generator that is closed in another context
+            _stores.reset(token)
 
 
 async def in_work_thread[Result](function: Callable[..., Result], *args: Any) -> Result:

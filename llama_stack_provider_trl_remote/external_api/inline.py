@@ -17,7 +17,7 @@ from llama_stack_provider_trl.system.offload import serving
 
 from ..service.datasets.blobs import Blobs
 from ..service.datasets.registry import DatasetRegistry
-from ..service.http.bodies import BlobSource, Dataset, ListDatasetsResponse, RegisterDataset
+from ..service.http.dataset_bodies import BlobSource, Dataset, ListDatasetsResponse, RegisterDataset
 from ..service.settings import BucketPath, ServiceSettings
 
 _MOST_LISTED = 10_000

@@ -9,7 +9,7 @@ from llama_stack_provider_trl.errors import ServiceRefusal
 from llama_stack_provider_trl.stack.external import OWN_DATASETS, STACK_DATASETS
 
 from ..adapter import TrlRemotePostTraining
-from ..service.http.bodies import Dataset, ListDatasetsResponse, RegisterDataset
+from ..service.http.dataset_bodies import Dataset, ListDatasetsResponse, RegisterDataset
 
 DATASETS = "/v1/datasets"
 

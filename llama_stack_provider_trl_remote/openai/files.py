@@ -21,7 +21,7 @@ from llama_stack_provider_trl.system.files import open_regular
 from ..service.datasets.blobs import Blobs
 from ..service.datasets.registry import DatasetRegistry, Entry
 from ..service.datasets.uploads import RowUploads
-from ..service.http.bodies import BlobSource, RegisterDataset
+from ..service.http.dataset_bodies import BlobSource, RegisterDataset
 from ..service.http.errors import NotFound, OpenAIRefused
 from .bodies import MARK
 from .multipart import FILE as FIELD

@@ -97,7 +97,7 @@ class FineTuning:
 
     def _made_by(self, prefix: str) -> str | None:
         """The newest job of equal requests whose answer may have been lost; None: there is none."""
-        for name in self._store.newest(prefix, limit=_EQUAL):
+        for name in self._store.named_alike(prefix, _EQUAL):
             job = self._store.get(name)
             ended = None if job.completed_at is None else job.completed_at.timestamp()
             if self._repeats.may_be(name, job.scheduled_at.timestamp(), ended, time.time()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound
+from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.records import JobRecord
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.requests.bases import RESULT, served_job_of
@@ -41,16 +42,21 @@ class OpenAIModels:
         return [self._named(row) for row in self._chats.models()]
 
     def get(self, name: str) -> Json:
-        """One of the list, the result of an older job, or a checkpoint. Raises OpenAIRefused."""
-        tuned = find_tuned(self._store, name)
-        if tuned is not None and has_files(self._store, tuned):  # the list of a thousand jobs takes 0.1 s
+        """One of the list, a result or a base model of older jobs, or a checkpoint. Raises OpenAIRefused."""
+        tuned = find_tuned(self._store, name)  # the list of a thousand jobs takes 0.1 s
+        if tuned is not None and (has_files(self._store, tuned) or self._is_ended_search(tuned)):
             job = tuned.job
             created = (job.completed_at or job.scheduled_at).timestamp()
             return model_row(name, created, job.created_by or OWNER)
-        found = next((row for row in self.all() if row["id"] == name), None)
+        found = self._chats.base_model(name)
         if found is None:
             raise _no_model(name)
         return found
+
+    def _is_ended_search(self, tuned: Tuned) -> bool:
+        """Whether it is a search, whose result is that of a trial."""
+        has_ended = tuned.job.state is JobState.completed and tuned.step is None
+        return has_ended and bool(self._store.searches.names_of_trials(tuned.job.job_uuid))
 
     def delete(self, name: str) -> Json:
         """Remove the files of a job's result and its checkpoints; the job stays.

@@ -10,7 +10,6 @@ from ..service.http.errors import OpenAIRefused
 _MOST_FIELD = 4096
 """Bytes of a field, and of the header of a part."""
 _MOST_PARTS = 16
-_PIECE = 64 << 10
 _MOST_BEHIND = 64
 """Bytes of line ends behind the last boundary."""
 FILE = "file"
@@ -79,7 +78,7 @@ class Form:
             },
         )
         try:
-            async for piece in _small(stream):
+            async for piece in stream:
                 if self._has_ended:  # the parser would skip what follows, however much it is
                     self._skip(piece)
                     continue
@@ -158,13 +157,6 @@ class Form:
     def _bound(self, data: bytearray) -> None:
         if len(data) > _MOST_FIELD:
             raise _no_form(f"a field, or the header of one, has more than {_MOST_FIELD} bytes")
-
-
-async def _small(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """A stream in small pieces. A connection gives up to 256 KiB at once, and each reader of them copies its piece."""
-    async for piece in stream:
-        for start in range(0, len(piece), _PIECE):
-            yield piece[start : start + _PIECE]
 
 
 def _parameters(content_type: str) -> tuple[str, bytes]:

@@ -13,6 +13,7 @@ import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -24,7 +25,10 @@ PATIENCE = 10.0
 _LINGER, _REST = 1.0, 64 << 10
 """Seconds and bytes for what follows the status: it is not needed, but some servers report a connection that ends
 before they have sent it."""
-_STATUS = 8192
+_HEAD = 8192
+"""Bytes of a status with the headers behind it."""
+_WITH_RETRY_AFTER = frozenset({429, 503})
+"""Statuses whose answers may say when to call again (RFC 9110, 10.2.3)."""
 _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 
 type Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -33,7 +37,15 @@ type Resolve = Callable[..., Sequence[tuple[Any, ...]]]
 
 
 class Undelivered(TrlError):
-    """Raised when a POST has not been accepted, with the reason. The reason has no text of the receiver."""
+    """Raised when a POST has not been accepted, with the reason. The reason has no text of the receiver.
+
+    Args:
+        retry_after: seconds for which the receiver wants no further POST; 0: it says nothing of that.
+    """
+
+    def __init__(self, reason: str, retry_after: float = 0.0) -> None:
+        self.retry_after = retry_after
+        super().__init__(reason)
 
 
 class WebhookAddress(NamedTuple):
@@ -101,9 +113,12 @@ def _post(target: WebhookAddress, headers: Mapping[str, str], body: bytes, patie
     with _connected(target, addresses, deadline) as connection:
         _wait_until(connection, deadline)
         connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
-        status = _status(connection, deadline)
+        status, received = _status(connection, deadline)
         if 300 <= status < 400:
             raise Undelivered(f"it answered {status}: redirects are not followed, set the address that it leads to")
+        if status in _WITH_RETRY_AFTER:
+            head = _rest_of_head(connection, received, min(deadline, time.monotonic() + _LINGER))
+            raise Undelivered(f"it answered {status}", retry_after(head, time.time()))
         if not 200 <= status < 300:
             raise Undelivered(f"it answered {status}")
         _let_end(connection, deadline)
@@ -160,9 +175,10 @@ def _wait_until(connection: socket.socket, deadline: float) -> None:
     connection.settimeout(left)
 
 
-def _status(connection: socket.socket, deadline: float) -> int:
+def _status(connection: socket.socket, deadline: float) -> tuple[int, bytes]:
+    """The status of an answer, and what has come of it so far."""
     received = b""
-    while b"\n" not in received and len(received) < _STATUS:
+    while b"\n" not in received and len(received) < _HEAD:
         _wait_until(connection, deadline)
         piece = connection.recv(1024)
         if not piece:
@@ -171,7 +187,39 @@ def _status(connection: socket.socket, deadline: float) -> int:
     found = re.match(rb"HTTP/1\.[01] ([0-9]{3})[ \r\n]", received)
     if found is None:
         raise Undelivered("it answered with no HTTP" if received else "it closed the connection without an answer")
-    return int(found[1])
+    return int(found[1]), received
+
+
+def _rest_of_head(connection: socket.socket, received: bytes, deadline: float) -> bytes:
+    """An answer up to the end of its headers, or what comes of them in time."""
+    with suppress(OSError):
+        while b"\r\n\r\n" not in received and len(received) < _HEAD:
+            _wait_until(connection, deadline)
+            piece = connection.recv(1024)
+            if not piece:
+                break
+            received += piece
+    return received.partition(b"\r\n\r\n")[0]
+
+
+def retry_after(head: bytes, now: float) -> float:
+    """Seconds that an answer wants its client to wait; 0: it has no Retry-After, or one that is neither a number of
+    seconds nor a date.
+
+    Args:
+        head: its status and headers.
+        now: seconds since the epoch.
+    """
+    found = re.search(rb"\r\nretry-after:[ \t]*([^\r\n]*?)[ \t]*(?:\r\n|$)", head, re.IGNORECASE)
+    if found is None:
+        return 0.0
+    text = found[1].decode("latin-1")
+    if re.fullmatch(r"[0-9]{1,18}", text):
+        return float(text)
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - now)
+    except (ValueError, OverflowError, OSError):
+        return 0.0
 
 
 def _let_end(connection: socket.socket, deadline: float) -> None:

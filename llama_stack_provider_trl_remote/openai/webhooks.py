@@ -41,6 +41,8 @@ _CHECK = 1.0
 """Seconds between two looks into the store."""
 LONGEST_PAUSE = 60.0
 """Seconds from a try that a receiver has refused to that of its next event, at most."""
+_MOST_ASKED = LONGEST_WAIT
+"""Seconds of a Retry-After that are honoured, at most: a receiver cannot keep its events waiting for ever."""
 _ERROR_WAIT = 30.0
 """Seconds after an error that is not the receiver's, such as one of the store."""
 _END = 1.0
@@ -82,6 +84,8 @@ class WebhookSender:
         self._stopping = threading.Event()
         self._troubled: set[str] = set()
         """Receivers whose last try has failed."""
+        self._rests_until: dict[str, float] = {}
+        """Times until which receivers want no try of any event. After a restart only the refused event waits."""
         self._threads = [
             threading.Thread(target=self._serve, args=(receiver,), name="trl-webhook", daemon=True)
             for receiver in receivers
@@ -102,6 +106,8 @@ class WebhookSender:
     def deliver(self, receiver: Receiver) -> Try:
         """Make the next try for a receiver, if it is due. Raises StoreError."""
         now = self._clock()
+        if now < self._rests_until.get(receiver.url, 0.0) <= now + _MOST_ASKED:
+            return Try.none_due
         found = self._store.webhooks.next(receiver.url)
         # Further away than any wait: the clock was set back.
         if found is None or now < found.not_before <= now + LONGEST_WAIT:
@@ -114,7 +120,7 @@ class WebhookSender:
         try:
             self._send(receiver.target, signed_headers(receiver.key, event_id(begun.job_uuid), int(now), body), body)
         except Undelivered as error:
-            self._failed(receiver, begun, str(error))
+            self._failed(receiver, begun, str(error), min(error.retry_after, _MOST_ASKED))
             return Try.undelivered
         faults.reach("webhook-sent")
         self._store.webhooks.end(begun, "delivered")
@@ -123,8 +129,16 @@ class WebhookSender:
             log.info("webhooks to %s are delivered again", receiver.target.place)
         return Try.delivered
 
-    def _failed(self, receiver: Receiver, delivery: Delivery, why: str) -> None:
+    def _failed(self, receiver: Receiver, delivery: Delivery, why: str, asked: float) -> None:
+        """Note a try that was not accepted.
+
+        Args:
+            asked: seconds for which the receiver wants no further one.
+        """
         place, name = receiver.target.place, delivery.job_uuid
+        self._rests_until[receiver.url] = self._clock() + asked
+        if self._rests_until[receiver.url] > delivery.not_before:
+            self._store.webhooks.postpone(delivery, self._rests_until[receiver.url])
         if delivery.tries >= MOST_TRIES:
             self._store.webhooks.end(delivery, "given_up")
             log.error("webhook to %s of job %s is given up after %d tries: %s", place, name, delivery.tries, why)

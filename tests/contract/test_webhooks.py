@@ -214,6 +214,14 @@ def answering(pieces: Iterable[bytes], pause: float, context: ssl.SSLContext | N
         server.close()
 
 
+@pytest.mark.parametrize("status", [429, 500])
+def test_a_receiver_that_is_asked_too_often_says_when_to_ask_again(status: int) -> None:
+    pieces = (b"HTTP/1.1 %d No\r\nRetry-" % status, b"After: 17\r\n\r\nRetry-After: 5\r\n")
+    with answering(pieces, 0.05) as port, pytest.raises(Undelivered, match=f"answered {status}") as refused:
+        post(WebhookAddress.of(f"http://127.0.0.1:{port}/", ["127.0.0.1/32"]), {}, b"{}", patience=5)
+    assert refused.value.retry_after == (17 if status == 429 else 0)
+
+
 @pytest.mark.parametrize(
     ("pieces", "pause", "why"),
     [

@@ -15,7 +15,7 @@ from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.launch.isolation import isolate
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
-from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
+from llama_stack_provider_trl_remote.service.http.dataset_bodies import RegisterDataset
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.bucket_store import ENVIRONMENT, Store, serve
 from tests.hub_server import lines

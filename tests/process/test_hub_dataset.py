@@ -14,7 +14,7 @@ import pytest
 from llama_stack_provider_trl.launch.isolation import isolate
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
-from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
+from llama_stack_provider_trl_remote.service.http.dataset_bodies import RegisterDataset
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.hub_server import Hub, lines, serve
 from tests.process.dataset_reader import read_uris

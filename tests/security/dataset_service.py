@@ -11,7 +11,7 @@ import pytest
 
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
-from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
+from llama_stack_provider_trl_remote.service.http.dataset_bodies import RegisterDataset
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 
 ROW = json.dumps({"prompt": "2 + 2 =", "completion": "4"}) + "\n"

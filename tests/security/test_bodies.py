@@ -25,7 +25,7 @@ from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.registration import Registration, StoredRows
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
 from llama_stack_provider_trl_remote.service.http import received as module
-from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
+from llama_stack_provider_trl_remote.service.http.dataset_bodies import RegisterDataset
 from llama_stack_provider_trl_remote.service.http.received import BodyMemory, Received, parse
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from llama_stack_provider_trl_remote.service.space import Space

@@ -357,6 +357,31 @@ def test_a_body_that_is_not_read_yet_is_waited_for() -> None:
     with_peer(test, reads_late)
 
 
+def test_a_body_is_held_in_small_pieces() -> None:
+    """asyncio reads 256 KiB at once."""
+    pieces, waiting = list[int](), list[int]()
+
+    async def reads_in_pieces(scope: Any, receive: Any, send: Any) -> None:
+        message = {"more_body": True}
+        while message.get("more_body"):
+            message = await receive()
+            pieces.append(len(message["body"]))
+            await asyncio.sleep(0.01)  # meanwhile the next one comes
+            waiting.append(len(receive.__self__.body))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    async def test(peer: Peer) -> None:
+        reader, writer = await peer.connect(POST.replace(b"1000", b"1000000") + b"x" * 1_000_000)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+    with_peer(test, reads_in_pieces)
+    assert sum(pieces) == 1_000_000
+    assert max(pieces) <= 64 << 10
+    assert 0 < max(waiting) <= 64 << 10
+
+
 def test_a_reader_that_does_not_read_is_disconnected() -> None:
     async def test(peer: Peer) -> None:
         one = socket.create_connection(peer.listener.getsockname())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import gc
 import hashlib
 import random
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +31,8 @@ from llama_stack_provider_trl.system.offload import (
     FairThreads,
     in_work_thread,
     serving,
+    storing,
+    to_its_end,
 )
 from llama_stack_provider_trl_remote.adapter import TrlRemotePostTraining
 from llama_stack_provider_trl_remote.config import TrlRemoteConfig
@@ -115,6 +119,31 @@ def test_one_caller_never_holds_all_threads_that_read_and_nodes_have_their_own()
     asyncio.run(run())
 
 
+def test_what_reads_never_waits_for_bodies_that_are_stored() -> None:
+    async def run() -> None:
+        loop, may_end, work = asyncio.get_running_loop(), threading.Event(), CostlyWork()
+        loop.set_default_executor(CallThreads(2, "test"))
+
+        async def store(caller: str, of_node: bool = False) -> Any:
+            with serving(work, caller, of_node=of_node), storing():
+                return await to_its_end(lambda: may_end.wait(30))
+
+        async def read() -> int:
+            with serving(work, "one"):
+                return await asyncio.to_thread(lambda: 1)
+
+        stuck = [asyncio.ensure_future(store(caller)) for caller in ("one", "another") for _ in range(20)]
+        stuck += [asyncio.ensure_future(store("node", of_node=True)) for _ in range(20)]
+        await asyncio.sleep(0)
+        try:
+            assert await asyncio.wait_for(read(), 10) == 1
+        finally:
+            may_end.set()
+            await asyncio.gather(*stuck)
+
+    asyncio.run(run())
+
+
 def test_a_caller_that_hangs_up_gives_its_turn_and_its_slot_back() -> None:
     async def run() -> None:
         slots = FairSlots(1, 1)
@@ -149,6 +178,33 @@ def test_any_number_of_calls_that_are_cancelled_while_they_wait_is_skipped() -> 
     assert last.result(10) == "called"
     assert threads.submit("other", lambda: "called").result(10) == "called"
     threads.shutdown()
+
+
+def test_what_a_call_gets_is_gone_when_it_has_ended() -> None:
+    """A cycle kept each piece of an upload until the garbage collector found it."""
+
+    class Piece:
+        pass
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_default_executor(CallThreads(1, "test"))
+        piece, may_end = Piece(), threading.Event()
+        alive = weakref.ref(piece)
+        before = asyncio.ensure_future(asyncio.to_thread(may_end.wait, 30))
+        waiting = asyncio.ensure_future(to_its_end(isinstance, piece, Piece))
+        del piece
+        await asyncio.sleep(0.01)
+        may_end.set()
+        await asyncio.gather(before, waiting)
+        del waiting
+        await asyncio.to_thread(lambda: None)  # the thread has dropped what it called before
+        assert alive() is None
+
+    gc.disable()
+    try:
+        asyncio.run(run())
+    finally:
+        gc.enable()
 
 
 def test_a_queue_of_one_caller_is_bounded_and_that_of_another_is_its_own() -> None:

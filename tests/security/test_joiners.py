@@ -12,7 +12,7 @@ from llama_stack_provider_trl.specs.names import problem_of_name
 from llama_stack_provider_trl.system.console import shown
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
-from llama_stack_provider_trl_remote.service.http import bodies
+from llama_stack_provider_trl_remote.service.http import dataset_bodies
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 
 
@@ -69,8 +69,8 @@ def test_a_stored_dataset_whose_names_are_refused_today_is_not_set_aside(tmp_pat
     blobs.prepare()
     registry = DatasetRegistry(settings, blobs)
     registry.prepare()
-    rows = bodies.RowsSource(type="rows", rows=[{"text": "a"}])
-    asyncio.run(registry.register(bodies.RegisterDataset(dataset_id="kept", source=rows)))
+    rows = dataset_bodies.RowsSource(type="rows", rows=[{"text": "a"}])
+    asyncio.run(registry.register(dataset_bodies.RegisterDataset(dataset_id="kept", source=rows)))
     [path] = registry._directory.glob("*.json")
     document = json.loads(path.read_text())
     document["dataset"]["source"] = {"type": "uri", "uri": f"/rows/{text}.jsonl"}
@@ -80,4 +80,4 @@ def test_a_stored_dataset_whose_names_are_refused_today_is_not_set_aside(tmp_pat
     assert registry.get("kept").source.uri == f"/rows/{text}.jsonl"
     assert [*registry._directory.iterdir()] == [path]
     with pytest.raises(ValueError, match="is not printed"):
-        bodies.UriSource(type="uri", uri=text)
+        dataset_bodies.UriSource(type="uri", uri=text)

@@ -19,7 +19,7 @@ from llama_stack_provider_trl_remote.service.app import make_app
 from llama_stack_provider_trl_remote.service.context import Service
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
-from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset, RowsSource
+from llama_stack_provider_trl_remote.service.http.dataset_bodies import RegisterDataset, RowsSource
 from llama_stack_provider_trl_remote.service.http.errors import Conflict, NotFound
 from llama_stack_provider_trl_remote.service.http.places import ListPlace
 from llama_stack_provider_trl_remote.service.routes.job_files import job_metrics

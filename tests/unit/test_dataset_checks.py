@@ -16,7 +16,7 @@ from llama_stack_provider_trl.system.offload import CostlyWork, caller_name, ser
 from llama_stack_provider_trl_remote.service.datasets import blobs as module
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
-from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
+from llama_stack_provider_trl_remote.service.http.dataset_bodies import RegisterDataset
 from llama_stack_provider_trl_remote.service.http.errors import NotFound
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -23,9 +24,9 @@ from llama_stack_provider_trl_remote.service.datasets.quotas import CountedRows,
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry, Growth
 from llama_stack_provider_trl_remote.service.datasets.uris import Readable
 from llama_stack_provider_trl_remote.service.datasets.votes import row_of
-from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset, RowsSource, UriSource
 from llama_stack_provider_trl_remote.service.http.chat_bodies import ChatBody, VoteBody
-from llama_stack_provider_trl_remote.service.http.errors import Conflict
+from llama_stack_provider_trl_remote.service.http.dataset_bodies import RegisterDataset, RowsSource, UriSource
+from llama_stack_provider_trl_remote.service.http.errors import Conflict, NotFound
 from llama_stack_provider_trl_remote.service.serving.chats import Chats
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 
@@ -246,3 +247,22 @@ def test_a_row_behind_the_last_one_is_none_and_names_of_columns_are_those_of_a_j
     names = RowNames(columns={"prompt": "frage"}, system="Be brief.")
     found = prompt(tmp_path, {"frage": "a"}, names=names)
     assert found["messages"] == [{"role": "system", "content": "Be brief."}, USER]
+
+
+def test_lists_and_unknown_names_wait_for_no_registration(registry: DatasetRegistry) -> None:
+    """It waits for disks, and for other writers of the database."""
+    add(registry, {"a": 1})
+    found = list[Any]()
+
+    def read() -> None:
+        found.append(json.loads(registry.page(10))["data"][0]["identifier"])
+        found.append([place.name for place in registry.places("d")] + registry.names())
+        with pytest.raises(NotFound):
+            registry.get("unknown")
+        found.append(registry.get("d").identifier)
+
+    reading = threading.Thread(target=read, daemon=True)
+    with registry._registering:
+        reading.start()
+        reading.join(10)
+    assert found == ["d", ["d", "d"], "d"]

@@ -21,7 +21,7 @@ from llama_stack_provider_trl.specs.work import ROWS, GenerateSpec
 from llama_stack_provider_trl.system.files import sha256_of
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
-from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
+from llama_stack_provider_trl_remote.service.http.dataset_bodies import RegisterDataset
 from llama_stack_provider_trl_remote.service.http.errors import Conflict
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from tests.fakes import job_spec

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from fastapi import Response
 from pydantic import TypeAdapter, ValidationError
 
 from llama_stack_provider_trl.errors import InvalidRequest, NotServed
@@ -18,9 +21,12 @@ from llama_stack_provider_trl.specs.grading.errors import GradingError
 from llama_stack_provider_trl.specs.grading.graders import Grader, asking_of, paths_of
 from llama_stack_provider_trl.specs.grading.grading import graded, questions_of
 from llama_stack_provider_trl.specs.serving import Answer, AnswerBegun, AnswerEnd, AnswerPart, ServeRequest
+from llama_stack_provider_trl.system.offload import CostlyWork, in_work_thread, serving
 from llama_stack_provider_trl_remote.openai.graders import with_local_models, with_named_models
 from llama_stack_provider_trl_remote.service.http.errors import OpenAIRefused
+from llama_stack_provider_trl_remote.service.http.grader_bodies import GraderRunBody
 from llama_stack_provider_trl_remote.service.openai_settings import OpenAIModel
+from llama_stack_provider_trl_remote.service.routes.graders import run_grader
 from llama_stack_provider_trl_remote.service.serving.chats import Chats, unless_left
 from llama_stack_provider_trl_remote.service.serving.graders import ask
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
@@ -101,6 +107,34 @@ def test_work_ends_with_its_client() -> None:
         return
 
     assert asyncio.run(unless_left(forever(), at_once())) is None
+
+
+def test_graders_that_wait_for_a_thread_are_dropped_with_their_clients() -> None:
+    """Each would leave when its turn came, one after the other."""
+    body = GraderRunBody.model_validate({"grader": SCORE, "model_sample": "Rome", "item": ITEM})
+    work, may_end, caller = CostlyWork(threads=1, per_caller=1), threading.Event(), SimpleNamespace(name="ada")
+
+    async def gone() -> dict[str, str]:
+        await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    async def run() -> list[int]:
+        with serving(work, "ada"):
+            busy = asyncio.ensure_future(in_work_thread(may_end.wait, 30))
+            await asyncio.sleep(0)
+            request: Any = SimpleNamespace(receive=gone)
+            asks = [
+                run_grader(ServiceSettings(), cast(Chats, None), body, cast(Any, caller), request) for _ in range(9)
+            ]
+            try:
+                found = await asyncio.wait_for(asyncio.gather(*asks), 10)
+            finally:
+                may_end.set()
+            assert await busy
+            return [cast(Response, answer).status_code for answer in found]
+
+    assert asyncio.run(run()) == [499] * 9
+    work.close()
 
 
 def test_a_reply_that_was_cut_off_counts_where_its_json_is_whole() -> None:

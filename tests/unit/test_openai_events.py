@@ -18,6 +18,10 @@ from llama_stack_provider_trl.jobs.store.records import EventFile
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.events import LINE_BYTES
 from llama_stack_provider_trl.system.files import RunDir
+from llama_stack_provider_trl_remote.openai.models import OpenAIModels
+from llama_stack_provider_trl_remote.service.http.errors import OpenAIRefused
+from llama_stack_provider_trl_remote.service.serving.chats import Chats
+from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 from llama_stack_provider_trl_remote.service.views.events import Cursor, Line, read_back, read_page
 from tests.fakes import FakeClock, job_spec
 
@@ -93,6 +97,7 @@ def test_jobs_are_found_by_the_beginning_of_their_names_and_their_metadata(tmp_p
     store.add_job(job_spec("ft", checkpoint_dir=tmp_path / "ft"), "digest")
     assert store.newest("ft-") == ["ft-4", "ft-3", "ft-2", "ft-1", "ft-0"]
     assert store.newest("ft-", after="ft-3", limit=2) == ["ft-2", "ft-1"]
+    assert store.named_alike("ft-", 2) == ["ft-4", "ft-3"]
     assert store.newest("ft-", metadata={"team": "a", "n": "1"}) == ["ft-4", "ft-0"]
     assert store.newest("ft-", after="ft-4", metadata={"team": "a"}, limit=5) == ["ft-0"]
     for number, text in enumerate(texts[1:4], 1):
@@ -122,3 +127,23 @@ def test_completed_jobs_are_read_in_the_order_of_their_ends_from_any_time_on(
         assert [name for _, name in store.completed("ft-", newest_first=True)] == names[::-1]
         assert [name for _, name in store.completed("ft-", ends["ft-c"])] == names[2:]
         assert [name for _, name in store.completed("ft-", ends["ft-c"], newest_first=True)] == names[2::-1]
+
+
+def test_a_base_model_is_known_by_the_job_that_was_first_to_complete_with_it(tmp_path: Path) -> None:
+    clock = FakeClock()
+    with closing(Store(tmp_path / "jobs.sqlite3", clock=clock)) as store:
+        for name, model in (("a", "org/one"), ("b", "org/one"), ("c", "org/two")):
+            store.add_job(job_spec(name, checkpoint_dir=tmp_path / name, model=model), "digest")
+            store.launch(name, 1, "cpu", tmp_path)
+            clock.advance(1)
+        for name in ("b", "a"):
+            store.transition(name, 1, JobState.launching, JobState.completed)
+            clock.advance(1)
+        assert store.first_trained_from("org/one") == store.get("b").scheduled_at
+        assert store.first_trained_from("org/two") is None
+        settings = ServiceSettings.model_validate({"data_dir": tmp_path, "device": "cpu"})
+        models = OpenAIModels(Chats(settings, None, store), None, store)  # type: ignore[arg-type]
+        assert models.get("org/one") in models.all()
+        for name in ("org/two", "ft:c", str(tmp_path / "checkpoints" / "a")):
+            with pytest.raises(OpenAIRefused, match="is listed"):
+                models.get(name)

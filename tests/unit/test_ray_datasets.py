@@ -26,7 +26,7 @@ from llama_stack_provider_trl_remote.nodes.pools.ray_rows import (
 from llama_stack_provider_trl_remote.service.cluster.ray_datasets import RayDatasets, RaySource, RayUnavailable
 from llama_stack_provider_trl_remote.service.datasets.blobs import Blobs
 from llama_stack_provider_trl_remote.service.datasets.registry import DatasetRegistry
-from llama_stack_provider_trl_remote.service.http.bodies import RegisterDataset
+from llama_stack_provider_trl_remote.service.http.dataset_bodies import RegisterDataset
 from llama_stack_provider_trl_remote.service.http.errors import Conflict, NotFound
 from llama_stack_provider_trl_remote.service.settings import ServiceSettings
 

@@ -659,10 +659,15 @@ def test_a_job_that_waits_for_its_next_try_is_no_kind_of_its_own(store: Store, c
 
 
 @pytest.mark.parametrize(
-    "name", ["select_active", "select_places", "select_queue", "select_kinds_waiting", "select_neighbour"]
+    "name",
+    [
+        *("select_active", "select_places", "select_queue", "select_kinds_waiting", "select_neighbour"),
+        *("select_newest", "select_named_alike", "select_first_trained_from"),
+    ],
 )
 def test_a_frequent_query_never_scans_every_job(store: Store, name: str) -> None:
     values = {"now": 0.0, "ours": "/out/a", "here_or_above": "[]"}
+    values |= {"after": None, "prefix": "ftjob-", "model": "a", "limit": 20}
     plan = store.database._connection().execute(f"EXPLAIN QUERY PLAN {_queries()[name]}", values)
     assert not [row["detail"] for row in plan if row["detail"].startswith("SCAN jobs")]
 

@@ -13,7 +13,7 @@ import pytest
 
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.store import Store
-from llama_stack_provider_trl_remote.openai.outgoing import Undelivered, WebhookAddress, post
+from llama_stack_provider_trl_remote.openai.outgoing import Undelivered, WebhookAddress, post, retry_after
 from llama_stack_provider_trl_remote.openai.webhooks import (
     LONGEST_PAUSE,
     LONGEST_WAIT,
@@ -42,7 +42,7 @@ class World:
         self.store = Store(root / "jobs.sqlite3", self.clock)
         self.store.webhooks.configure({URL: ENDED, OTHER: {JobState.failed}})
         self.sent: list[tuple[str, Mapping[str, str], Any]] = []
-        self.refuses = False
+        self.refuses, self.asks = False, 0.0
         self.receiver = Receiver(URL, WebhookAddress.of(URL), b"key")
         self.other = Receiver(OTHER, WebhookAddress.of(OTHER), b"key")
         self.webhooks = WebhookSender(self.store, [self.receiver, self.other], self.clock, self.send)
@@ -50,7 +50,7 @@ class World:
     def send(self, target: WebhookAddress, headers: Mapping[str, str], body: bytes) -> None:
         self.sent.append((target.host, headers, json.loads(body)))
         if self.refuses:
-            raise Undelivered("it answered 500")
+            raise Undelivered("it answered 500", self.asks)
 
     def end(self, name: str, state: JobState = JobState.completed, **metadata: str) -> None:
         self.clock.advance(1)
@@ -165,6 +165,49 @@ def test_a_receiver_that_is_down_is_called_ever_more_rarely_however_many_events_
     world.refuses = False
     assert world.serve(5) == [0] * 6
     assert len(world.sent) == 9 + 5
+
+
+def test_a_receiver_that_asks_for_time_gets_it_for_all_of_its_events(world: World) -> None:
+    world.asks, world.refuses = 50.0, True
+    world.end("ftjob-a")
+    assert world.deliver() == ["ftjob-a"]
+    world.asks = 10 * LONGEST_WAIT  # as long as may be
+    world.end("ftjob-b", JobState.failed)
+    world.clock.advance(48.5)
+    assert world.deliver() == []
+    assert world.deliver(world.other) == ["ftjob-b"]
+    world.clock.advance(0.5)
+    assert world.deliver() == ["ftjob-b"]
+    world.asks, world.refuses = 0.0, False
+    world.clock.advance(LONGEST_WAIT - 1)
+    assert world.deliver() == []
+    world.clock.advance(1)
+    assert world.deliver() == ["ftjob-a", "ftjob-b"]
+
+
+def test_what_a_receiver_asks_for_outlasts_the_service(world: World) -> None:
+    world.asks, world.refuses = 50.0, True
+    world.end("ftjob-a")
+    assert world.deliver() == ["ftjob-a"]
+    world.webhooks = WebhookSender(world.store, [world.receiver], world.clock, world.send)
+    world.clock.advance(49)
+    assert world.deliver() == []
+    world.clock.advance(1)
+    assert world.deliver() == ["ftjob-a"]
+
+
+@pytest.mark.parametrize(
+    ("line", "seconds"),
+    [
+        *((b"Retry-After: 120", 120), (b"retry-after:\t7 ", 7), (b"Retry-After: " + b"9" * 18, 1e18)),
+        *((b"Retry-After: Thu, 01 Jan 1970 00:10:00 GMT", 600), (b"Retry-After: Thu, 01 Jan 1970 00:00:00 GMT", 0)),
+        *((b"Retry-After: -5", 0), (b"Retry-After: soon", 0), (b"Retry-After: 1.5", 0), (b"X-Retry-After: 5", 0)),
+        *((b"Retry-After: " + b"9" * 30, 0), (b"Retry-After: Thu, 99 Jan 1970 00:10:00 GMT", 0), (b"A: b", 0)),
+    ],
+)
+def test_retry_after_is_a_number_of_seconds_or_a_date(line: bytes, seconds: float) -> None:
+    assert retry_after(b"HTTP/1.1 429 Slow\r\nA: b\r\n" + line + b"\r\nC: d", 0.0) == seconds
+    assert retry_after(b"HTTP/1.1 429 Slow\r\n" + line, 0.0) == seconds
 
 
 def test_an_unforeseen_error_is_logged_and_ends_no_thread(

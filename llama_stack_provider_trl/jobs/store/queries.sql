@@ -51,11 +51,22 @@ WHERE age > coalesce((SELECT age FROM jobs WHERE job_uuid = :after), 0)
 ORDER BY age LIMIT :limit;
 
 -- name: select_newest
--- Jobs whose names begin alike, newest first: those older than `after` (null: all). It reads the index of names only.
-SELECT job_uuid FROM jobs
-WHERE job_uuid >= :prefix AND job_uuid < :prefix || '~'
-  AND (:after IS NULL OR age < (SELECT age FROM jobs WHERE job_uuid = :after))
+-- Jobs whose names begin alike, newest first: those older than `after` (null: all). It reads an index only, from its end on
+-- and as far as the limit goes: for names that most jobs have.
+SELECT job_uuid FROM jobs INDEXED BY jobs_by_age
+WHERE age < CASE WHEN :after IS NULL THEN 9223372036854775807 ELSE (SELECT age FROM jobs WHERE job_uuid = :after) END
+  AND +job_uuid >= :prefix AND +job_uuid < :prefix || '~'
 ORDER BY age DESC LIMIT :limit;
+
+-- name: select_named_alike
+-- The same for names that few jobs have: it reads these alone in the index of names.
+SELECT job_uuid FROM jobs WHERE job_uuid >= :prefix AND job_uuid < :prefix || '~' ORDER BY age DESC LIMIT :limit;
+
+-- name: select_first_trained_from
+-- Of the completed jobs that were made from a model, the one that completed first: when it was submitted.
+SELECT scheduled_at FROM jobs INDEXED BY jobs_by_model
+WHERE CASE WHEN json_valid(spec) THEN json_extract(spec, '$.source.model') END = :model AND state = 'completed'
+ORDER BY completed_at LIMIT 1;
 
 -- name: select_newest_with
 -- The same of jobs with all pairs of `metadata` (a JSON object). Specifications without one of the pairs as text
@@ -904,9 +915,12 @@ SELECT * FROM webhook_deliveries WHERE url = :url ORDER BY not_before, ended_at 
 SELECT count(*) AS waiting FROM webhook_deliveries;
 
 -- name: begin_delivery
--- This and the next name the number of tries that they assume.
+-- This and the next two name the number of tries that they assume.
 UPDATE webhook_deliveries SET tries = tries + 1, not_before = :not_before
 WHERE url = :url AND job_uuid = :job_uuid AND tries = :tries;
+
+-- name: postpone_delivery
+UPDATE webhook_deliveries SET not_before = :not_before WHERE url = :url AND job_uuid = :job_uuid AND tries = :tries;
 
 -- name: delete_delivery
 DELETE FROM webhook_deliveries WHERE url = :url AND job_uuid = :job_uuid AND tries = :tries;

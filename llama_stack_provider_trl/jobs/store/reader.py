@@ -10,6 +10,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,6 +156,17 @@ class JobReader:
         fragment = json.dumps({name: pairs[name]}, ensure_ascii=False, separators=(",", ":"))[1:-1]
         more = {"prefix": prefix, "metadata": json.dumps(pairs), "fragment": fragment}
         return [row["job_uuid"] for row in self._page("select_newest_with", after, None, limit, **more)]
+
+    def named_alike(self, prefix: str, limit: int) -> Sequence[str]:
+        """As `newest`, for the beginning of names that few jobs have."""
+        return [
+            row["job_uuid"] for row in self.database.select("select_named_alike", {"prefix": prefix, "limit": limit})
+        ]
+
+    def first_trained_from(self, model: str) -> datetime | None:
+        """When the first completed job that was made from a model was submitted; None: there is none."""
+        rows = self.database.select("select_first_trained_from", {"model": model})
+        return datetime.fromtimestamp(rows[0]["scheduled_at"], UTC) if rows else None
 
     def completed(
         self, prefix: str, beyond: float | None = None, *, newest_first: bool = False

@@ -30,6 +30,9 @@ CREATE TABLE IF NOT EXISTS jobs (
 
 CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state, age);
 CREATE INDEX IF NOT EXISTS jobs_by_end ON jobs (completed_at, job_uuid) WHERE state = 'completed';
+CREATE INDEX IF NOT EXISTS jobs_by_age ON jobs (age, job_uuid);
+CREATE INDEX IF NOT EXISTS jobs_by_model ON jobs (CASE WHEN json_valid(spec) THEN json_extract(spec, '$.source.model') END, completed_at)
+    WHERE state = 'completed';
 CREATE INDEX IF NOT EXISTS jobs_by_checkpoint_dir ON jobs (checkpoint_dir);
 CREATE INDEX IF NOT EXISTS jobs_blocked ON jobs (state, age) WHERE blocked = 1;
 

@@ -72,6 +72,11 @@ class Webhooks:
             begun = execute("begin_delivery", row).rowcount == 1
         return delivery._replace(tries=delivery.tries + 1, not_before=not_before) if begun else None
 
+    def postpone(self, delivery: Delivery, not_before: float) -> None:
+        """Record that the next try of a delivery that `begin` has returned comes later."""
+        with self._database.transaction() as execute:
+            execute("postpone_delivery", {**delivery._asdict(), "not_before": not_before})
+
     def end(self, delivery: Delivery, outcome: Literal["delivered", "given_up"]) -> None:
         """Forget a delivery that `begin` has returned, and count it."""
         with self._database.transaction() as execute:

@@ -44,6 +44,8 @@ _STAGING = ".incoming-"
 _PIECE = 1 << 20
 _FLUSHED = 64 << 10
 """Bytes of an upload that are held in memory: it may be slow, and many are under way."""
+_WRITTEN_ALONE = _FLUSHED // 4
+"""Bytes from which on a piece is written as it is, without a copy."""
 _SMALL = 4 << 20
 """Bytes up to which a file is checked by a fork of the call server: a reader of its own costs a third of a second."""
 _SMALL_S = 20
@@ -238,21 +240,24 @@ class Blobs:
     async def _write(self, output: BinaryIO, pieces: AsyncIterator[bytes], written: Callable[[int], object]) -> str:
         digest, waiting, num_rows, last = hashlib.sha256(), bytearray(), 0, b"\n"
 
-        def flush() -> None:
-            digest.update(waiting)
-            output.write(waiting)
+        def flush(data: bytes | bytearray) -> None:
+            digest.update(data)
+            output.write(data)
             output.flush()
-            written(len(waiting))
+            written(len(data))
 
         async for piece in pieces:
             num_rows += piece.count(b"\n")
             last = piece[-1:] or last
             self.check_count(num_rows + (last != b"\n"))
+            if not waiting and len(piece) >= _WRITTEN_ALONE:
+                await to_its_end(flush, piece)
+                continue
             waiting += piece
             if len(waiting) >= _FLUSHED:
-                await to_its_end(flush)
+                await to_its_end(flush, waiting)
                 waiting.clear()
-        await to_its_end(flush)
+        await to_its_end(flush, waiting)
         return digest.hexdigest()
 
     async def _child(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,9 +13,10 @@ from ..http.places import ListPlace
 class DatasetIndex:
     """Places of datasets by the time of their registration, whose they are, and the digests of their rows.
 
-    Not safe to share between threads, `has_rows` excepted: the registry has a lock."""
+    Safe to share between threads: who reads a list waits for no registration, which waits for disks."""
 
     def __init__(self, datasets: Iterable[tuple[ListPlace, str, str | None]]) -> None:
+        self._lock = threading.Lock()
         datasets = list(datasets)
         self._owners = {place.name: (place, owner) for place, owner, _ in datasets}
         self._digests: dict[str, str] = {}
@@ -25,30 +27,36 @@ class DatasetIndex:
         self._counts = Counter(owner for _, owner in self._owners.values())
 
     def __contains__(self, dataset_id: str) -> bool:
-        return dataset_id in self._owners
+        with self._lock:
+            return dataset_id in self._owners
 
     def count(self, owner: str) -> int:
         """Datasets that a token has registered."""
-        return self._counts[owner]
+        with self._lock:
+            return self._counts[owner]
 
     def after(self, place: ListPlace | None) -> Sequence[ListPlace]:
         """What comes behind a place; None: everything."""
-        return self._places[0 if place is None else bisect_right(self._places, place) :]
+        with self._lock:
+            return self._places[0 if place is None else bisect_right(self._places, place) :]
 
     def has_rows(self, sha256: str) -> bool:
         """Whether a dataset has the rows of a digest."""
-        return self._rows.get(sha256, 0) > 0
+        with self._lock:
+            return self._rows.get(sha256, 0) > 0
 
     def add(self, place: ListPlace, owner: str, sha256: str | None) -> None:
-        self._remove_place(place.name)
-        self._set_rows(place.name, sha256)
-        self._owners[place.name] = place, owner
-        self._counts[owner] += 1
-        insort(self._places, place)
+        with self._lock:
+            self._remove_place(place.name)
+            self._set_rows(place.name, sha256)
+            self._owners[place.name] = place, owner
+            self._counts[owner] += 1
+            insort(self._places, place)
 
     def remove(self, dataset_id: str) -> None:
-        self._remove_place(dataset_id)
-        self._set_rows(dataset_id, None)
+        with self._lock:
+            self._remove_place(dataset_id)
+            self._set_rows(dataset_id, None)
 
     def _set_rows(self, dataset_id: str, sha256: str | None) -> None:
         """Note the digest of a dataset's rows; None: it has none, or is gone."""

@@ -29,7 +29,7 @@ from pydantic import BaseModel
 from llama_stack_provider_trl.errors import InvalidRequest, LimitReached
 from llama_stack_provider_trl.system.data_dir import DataDir, read_own
 from llama_stack_provider_trl.system.files import atomic_write_json, fsync_path, open_regular, private_directory
-from llama_stack_provider_trl.system.offload import FairSlots, entered, to_its_end
+from llama_stack_provider_trl.system.offload import FairSlots, entered, storing, to_its_end
 
 from ..http.errors import NotFound, TooLarge
 from ..settings import ServiceSettings
@@ -179,7 +179,8 @@ class PartUploads:
         Raises:
             TooLarge, LimitReached, QuotaReached, OSError: so many bytes, or so many uploads, are not possible.
         """
-        return await to_its_end(self._create, owner, filename, num_bytes)
+        with storing():
+            return await to_its_end(self._create, owner, filename, num_bytes)
 
     async def add_part(self, upload_id: str, owner: str, pieces: AsyncIterator[bytes], announced: int) -> Part:
         """Store a part. It is on the disk when this returns; nothing of a part that breaks off is kept.
@@ -193,7 +194,7 @@ class PartUploads:
         """
         upload = self._of(upload_id, owner)
         self._require_open(upload)
-        with self._quotas.uploading(owner):
+        with storing(), self._quotas.uploading(owner):
             async with entered(self._arriving(upload, announced)) as (written, file, output):
                 digest, size = await self._write(upload, output, pieces, written)
                 return await to_its_end(self._keep, upload, file, output, digest, size)
@@ -222,7 +223,7 @@ class PartUploads:
             The errors of `register`.
         """
         upload = self._of(upload_id, owner)
-        with self._quotas.uploading(owner):
+        with storing(), self._quotas.uploading(owner):
             async with upload.ending:
                 if upload.record.status == "completed" and upload.record.part_ids == [*part_ids]:
                     return upload.record
@@ -241,12 +242,13 @@ class PartUploads:
             NotFound, InvalidRequest: there is no such upload, or it is completed.
         """
         upload = self._of(upload_id, owner)
-        async with upload.ending:
-            if upload.record.status != "cancelled":
-                async with entered(self._closing(upload)):
-                    ended = upload.record.model_copy(update={"status": "cancelled"})
-                    await to_its_end(self._end, upload, ended)
-            return upload.record
+        with storing():
+            async with upload.ending:
+                if upload.record.status != "cancelled":
+                    async with entered(self._closing(upload)):
+                        ended = upload.record.model_copy(update={"status": "cancelled"})
+                        await to_its_end(self._end, upload, ended)
+                return upload.record
 
     async def _make_rows(
         self,

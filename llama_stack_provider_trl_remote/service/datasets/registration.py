@@ -29,7 +29,7 @@ from llama_stack_provider_trl.system.offload import FairSlots, entered
 from llama_stack_provider_trl.system.process import child_environment, die_with_parent
 from llama_stack_provider_trl.system.texts import DuplicateKey, parse_json
 
-from ..http.bodies import RegisterDataset, RowsSource
+from ..http.dataset_bodies import RegisterDataset, RowsSource
 from ..http.errors import sentence
 from ..http.received import TOO_DEEP, BodyMemory, is_too_deep, unstored
 from ..space import Space, Use

@@ -40,7 +40,7 @@ from llama_stack_provider_trl.system.files import (
 from llama_stack_provider_trl.system.json_rows import encoded
 from llama_stack_provider_trl.system.offload import caller_name, in_work_thread
 
-from ..http.bodies import BlobSource, Dataset, RegisterDataset, RowsSource, UriSource
+from ..http.dataset_bodies import BlobSource, Dataset, RegisterDataset, RowsSource, UriSource
 from ..http.errors import Conflict, NotFound, TooLarge
 from ..http.places import ListPlace
 from ..settings import ServiceSettings
@@ -334,8 +334,7 @@ class DatasetRegistry:
 
     def places(self, prefix: str) -> list[ListPlace]:
         """Time of registration and name of each dataset whose name begins so, oldest first."""
-        with self._registering:
-            return [place for place in self._index.after(None) if place.name.startswith(prefix)]
+        return [place for place in self._index.after(None) if place.name.startswith(prefix)]
 
     def count(self, dataset_id: str, growth: Growth) -> int | None:
         """The number of rows of a dataset that grows; None: there is none of this name and mark. Raises StoreError."""
@@ -353,8 +352,7 @@ class DatasetRegistry:
 
     def names(self, limit: int = 1000) -> list[str]:
         """Names of the datasets that were registered last, oldest first."""
-        with self._registering:
-            return [place.name for place in self._index.after(None)[-limit:]]
+        return [place.name for place in self._index.after(None)[-limit:]]
 
     def page(self, limit: int, after: str | None = None) -> bytes:
         """Datasets as JSON, oldest first: a `ListDatasetsResponse`. It has at most `limit` datasets and a few MiB.
@@ -368,8 +366,7 @@ class DatasetRegistry:
         """
         expect_directory(self._directory)
         begin = None if after is None else ListPlace.of_cursor(after)
-        with self._registering:
-            places = self._index.after(begin)
+        places = self._index.after(begin)
         found: list[bytes] = []
         size, last = 0, None
         for number, place in enumerate(places):
@@ -616,7 +613,9 @@ class DatasetRegistry:
 
     def _read(self, dataset_id: str) -> Entry | None:
         entry = self._parsed(self._path(dataset_id))
-        if entry is None:
+        if entry is None and dataset_id not in self._index:
+            expect_directory(self._directory)
+        elif entry is None:
             with self._registering:
                 if not self.holds(dataset_id):  # set aside or removed since the directory was read
                     self._index.remove(dataset_id)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+from llama_stack_provider_trl.system.offload import storing
+
 from .blobs import Blobs
 from .quotas import CountedRows, Quotas
 
@@ -30,7 +32,8 @@ class RowUploads:
                 await asyncio.to_thread(self._counted.count, sha256, owner, held)
         if is_known:
             return False
-        with self._counted.holding() as held:  # when they are here, and not while a slow client sends them
+        # When they are here, and not while a slow client sends them.
+        with storing(), self._counted.holding() as held:
             if owner is None:
                 await self._blobs.receive(sha256, stream(), size, storing=held.add)
                 return True
@@ -46,7 +49,7 @@ class RowUploads:
             size: as the client announces it; 0: it does not.
             owner: the token for which they count.
         """
-        with self._counted.holding() as held:
+        with storing(), self._counted.holding() as held:
             async with self._quotas.arriving(owner, size) as arrived:
                 sha256 = await self._blobs.receive(None, pieces, size, arrived, held.add)
             await asyncio.to_thread(self._counted.count, sha256, owner, held)

@@ -22,6 +22,9 @@ type Kind = Literal["unknown", "user", "node", "admin"]
 KINDS: tuple[Kind, ...] = get_args(Kind.__value__)
 """Of callers; unknown: without a token that this service knows."""
 
+_READ = 32 << 10
+"""Bytes that are read from a socket at once. asyncio reads 256 KiB into a new block each time, also of a request of 200
+bytes, and all who pass a piece of a body on hold it."""
 _SPARE = 64 << 20
 """Bytes of a body that are dropped after its answer, for a sender that reads only after sending everything."""
 
@@ -113,10 +116,12 @@ class _Counted:
         return getattr(self._transport, name)
 
 
-class Connection(H11Protocol):
+class Connection(H11Protocol, asyncio.BufferedProtocol):
     """uvicorn's protocol, with its caller and the time by which its peer is behind."""
 
     deadlines = Deadlines()
+    _buffer = memoryview(bytearray(_READ))
+    """Of all connections: what is read is copied out of it before the event loop, which is one, does anything else."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -180,6 +185,12 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_Counted(transport))  # type: ignore[arg-type]
 
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self._buffer[:nbytes]))
+
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
         if self.is_draining:
@@ -188,6 +199,8 @@ class Connection(H11Protocol):
         super().data_received(data)
         if self.transport.is_closing():
             return
+        if not self.is_idle and self.cycle.body:  # its handler has not taken it yet
+            self.flow.pause_reading()
         self._note_change()
         if not self.is_idle:
             self._awaiting_head, self._dropped = None, 0

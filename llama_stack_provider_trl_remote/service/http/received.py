@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llama_stack_provider_trl.errors import Shortage, StoreError, shortage_behind, shortage_of, trouble_of
-from llama_stack_provider_trl.system.offload import CallThreads, to_its_end
+from llama_stack_provider_trl.system.offload import CallThreads, storing, to_its_end
 from llama_stack_provider_trl.system.texts import DuplicateKey, parse_json
 
 log = logging.getLogger(__name__)
@@ -173,8 +173,9 @@ class Received(Request):
     async def _parsed(self) -> Any:
         data = await self._whole()
         if self._spooled is None and self._rows is not None and _values(data) > _VALUES_PER_MIB:
-            file = await self.stack.enter_async_context(self._rows.spool(len(data), self._caller))
-            await to_its_end(_fill, file, data)
+            with storing():
+                file = await self.stack.enter_async_context(self._rows.spool(len(data), self._caller))
+                await to_its_end(_fill, file, data)
             self._spooled = Path(file.name)
         self._body = b""
         if self._spooled is not None:
@@ -222,13 +223,15 @@ class Received(Request):
             count += len(piece)
             note(count)
             if self._rows is not None and len(data) > _IN_MEMORY:
-                if file is None:
-                    file = await self.stack.enter_async_context(self._rows.spool(self._size, self._caller))
-                await to_its_end(file.write, bytes(data))
+                with storing():
+                    if file is None:
+                        file = await self.stack.enter_async_context(self._rows.spool(self._size, self._caller))
+                    await to_its_end(file.write, bytes(data))
                 data.clear()
         if file is None:
             return bytes(data)
-        await to_its_end(_fill, file, bytes(data))
+        with storing():
+            await to_its_end(_fill, file, bytes(data))
         self._spooled = Path(file.name)
         return b" "
 

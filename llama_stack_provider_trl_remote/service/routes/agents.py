@@ -40,7 +40,7 @@ from ..dependencies import (
     UploadsDep,
     WakeDep,
 )
-from ..http.bodies import Sha256
+from ..http.dataset_bodies import Sha256
 from ..http.errors import NotFound, declared
 from ..security.access import (
     JOIN,

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Header, Path, Request, Response
 from llama_stack_provider_trl.system.files import open_regular
 
 from ..dependencies import BlobsDep, DatasetsDep, RayDatasetsDep, RowUploadsDep
-from ..http.bodies import Dataset, ListDatasetsResponse, RegisterDataset, Sha256
+from ..http.dataset_bodies import Dataset, ListDatasetsResponse, RegisterDataset, Sha256
 from ..http.errors import NotFound, declared
 from ..security.access import (
     READING_UPLOAD,

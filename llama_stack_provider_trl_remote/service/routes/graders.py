@@ -38,15 +38,25 @@ async def run_grader(
     settings: SettingsDep, chats: ChatsDep, body: GraderRunBody, caller: CurrentCaller, request: Request
 ) -> GraderRunAnswer | Response:
     """Grade an answer. The models of graders are those that answer chats."""
+    # All of it: a request that waits for a thread leaves the queue with its client, and not when its turn comes.
+    answer = await unless_left(_run(settings, chats, body, caller.name), client_left(request))
+    return Response(status_code=499) if answer is None else answer
+
+
+@router.post("/validate", dependencies=[USERS_JOB], responses=_ANSWERS)
+async def validate_grader(settings: SettingsDep, chats: ChatsDep, body: GraderValidateBody) -> GraderValidateAnswer:
+    """Check a grader, and run nothing."""
+    await in_work_thread(refuse_grader, body.grader, settings)
+    await refuse_models(body.grader, chats, settings.openai.models)
+    return GraderValidateAnswer(grader=body.grader.model_dump(exclude_none=True))
+
+
+async def _run(settings: SettingsDep, chats: ChatsDep, body: GraderRunBody, caller: str) -> GraderRunAnswer:
     names, grader = settings.openai.models, body.grader
     await in_work_thread(refuse_grader, grader, settings)
     await refuse_models(grader, chats, names)
     began = time.monotonic()
-    asking = ask(grader, body.model_sample, body.item, chats, names, caller.name, settings.chat_timeout)
-    asked = await unless_left(asking, client_left(request))
-    if asked is None:
-        return Response(status_code=499)
-    replied, used = asked
+    replied, used = await ask(grader, body.model_sample, body.item, chats, names, caller, settings.chat_timeout)
     found = await in_work_thread(graded_for_request, grader, body.model_sample, body.item, replied)
     errors = GraderErrors() if found.error is None else _errors(found.error)
     return GraderRunAnswer(
@@ -63,14 +73,6 @@ async def run_grader(
         sub_rewards=dict(found.scores) if isinstance(body.grader, MultiGrader) else {},
         model_grader_token_usage_per_model=dict(used),
     )
-
-
-@router.post("/validate", dependencies=[USERS_JOB], responses=_ANSWERS)
-async def validate_grader(settings: SettingsDep, chats: ChatsDep, body: GraderValidateBody) -> GraderValidateAnswer:
-    """Check a grader, and run nothing."""
-    await in_work_thread(refuse_grader, body.grader, settings)
-    await refuse_models(body.grader, chats, settings.openai.models)
-    return GraderValidateAnswer(grader=body.grader.model_dump(exclude_none=True))
 
 
 def _errors(error: GradingError) -> GraderErrors:

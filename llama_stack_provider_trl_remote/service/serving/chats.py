@@ -38,6 +38,8 @@ from .tool_texts import CallReader
 
 _COMPLETION_TOKENS = 16
 """As OpenAI's API has it."""
+_BASE = "base"
+"""The owner of models that were not made here."""
 _MOST_MODELS = 1000
 """Results of jobs in a list of models, the newest ones."""
 _REWARDS = (name for name, made in METHODS.items() if made.trains_reward)
@@ -167,7 +169,7 @@ class Chats:
         jobs, _ = self._store.queue_page(JobState.completed, None, _MOST_MODELS)
         kept = self._store.with_result(job.job_uuid for job in jobs)
         results, bases = [], {}
-        made = str(DataDir(self._settings.data_dir).checkpoints.resolve())
+        made = self._made()
         for job in jobs:
             created = (job.completed_at or job.scheduled_at).timestamp()
             # A search has its result in a trial.
@@ -175,8 +177,17 @@ class Chats:
             if has_result and job.algorithm is not None and job.algorithm not in _WITHOUT_MODEL:
                 results.append(model_row(f"ft:{job.job_uuid}", created, job.created_by or "trl"))
             if job.model is not None and not job.model.startswith(made):
-                bases[job.model] = model_row(job.model, job.scheduled_at.timestamp(), "base")
+                bases[job.model] = model_row(job.model, job.scheduled_at.timestamp(), _BASE)
         return [*results, *bases.values()]
+
+    def base_model(self, name: str) -> Json | None:
+        """As in the list, a model that completed jobs here were trained from; None: there is no such job."""
+        submitted_at = None if name.startswith(self._made()) else self._store.first_trained_from(name)
+        return None if submitted_at is None else model_row(name, submitted_at.timestamp(), _BASE)
+
+    def _made(self) -> str:
+        """The directory of what jobs make, which is no base model."""
+        return str(DataDir(self._settings.data_dir).checkpoints.resolve())
 
 
 async def unless_left[Found](work: Coroutine[Any, Any, Found], left: Coroutine[Any, Any, None]) -> Found | None:
