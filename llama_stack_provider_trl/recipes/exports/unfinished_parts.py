@@ -47,10 +47,10 @@ def remove_unfinished(bucket: str, prefix: str, names: Collection[str], environ:
     Raises:
         OSError: there is no account, or the store does not answer, or refuses.
     """
-    count = 0
+    count, keys = 0, {f"{prefix}{name}" for name in names}
     for _ in range(_ROUNDS):
         listed = _call(environ, "GET", bucket, "", {"uploads": "", "prefix": prefix}).decode("utf-8", "replace")
-        found = [(key, upload) for key, upload in _uploads(listed) if key.removeprefix(prefix) in names]
+        found = [(key, upload) for key, upload in _uploads(listed) if key in keys]
         for key, upload in found:
             _call(environ, "DELETE", bucket, key, {"uploadId": upload})
         count += len(found)
