@@ -41,6 +41,15 @@ class Store:
         data: bytes = self._client.get_object(Bucket=bucket, Key=key)["Body"].read()
         return data
 
+    def begin(self, bucket: str, key: str) -> None:
+        """Begin an upload in parts, which nobody ends."""
+        upload = self._client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
+        self._client.upload_part(Bucket=bucket, Key=key, UploadId=upload, PartNumber=1, Body=b"part")
+
+    def begun(self, bucket: str) -> list[str]:
+        """The keys of uploads in parts that have not ended."""
+        return [one["Key"] for one in self._client.list_multipart_uploads(Bucket=bucket).get("Uploads", ())]
+
     def keys(self, bucket: str) -> list[str]:
         return [one["Key"] for one in self._client.list_objects_v2(Bucket=bucket).get("Contents", ())]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 Files = Mapping[str, bytes]
 LARGE = 1 << 10
@@ -70,6 +70,8 @@ class Hub:
     """Whether a repository that was made here is private, by its name."""
     damages: str | None = None
     """The file whose last byte a commit changes."""
+    damaged_branch: str | None = None
+    """The branch whose commits are damaged; None: those of all are."""
 
     def add(self, name: str, files: Files, **more: Any) -> Repository:
         """A repository with one commit on its branch main."""
@@ -148,6 +150,13 @@ class _Handler(BaseHTTPRequestHandler):
             found["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": 127}
         return found
 
+    def as_path(self, path: str, data: bytes) -> dict[str, Any]:
+        """A file as a hub describes a path."""
+        described = self.described(path, data)
+        found = {"type": "file", "path": path, "size": len(data), "oid": described["blobId"]}
+        lfs = described.get("lfs")
+        return found if lfs is None else {**found, "lfs": {"oid": lfs["sha256"], "size": len(data), "pointerSize": 127}}
+
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)) if not self.is_chunked() else self.chunks()
         path = unquote(self.path.partition("?")[0])
@@ -185,6 +194,10 @@ class _Handler(BaseHTTPRequestHandler):
             commit = json.loads(body)["startingPoint"]
             repository.branches[branch] = repository.branches.get(commit, commit)
             return self.reply({})
+        if what == "paths-info":
+            files = repository.commits[repository.branches.get(branch, branch)]
+            wanted = parse_qs(body.decode())["paths"]
+            return self.reply([self.as_path(one, files[one]) for one in wanted if one in files])
         return self.commit(name, repository, branch, [json.loads(line) for line in body.splitlines()])
 
     def do_DELETE(self) -> None:
@@ -215,7 +228,9 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 files[value["path"]] = self.hub.objects[value["oid"]]
-        if self.hub.damages in files:
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
+        if self.hub.damages in files and self.hub.damaged_branch in (None, branch):
             files[self.hub.damages] = files[self.hub.damages][:-1] + b"!"
         commit = repository.push(files, branch)
         self.reply({"success": True, "commitOid": commit, "commitUrl": f"{self.hub.url}/{name}/commit/{commit}"})

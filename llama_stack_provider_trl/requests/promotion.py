@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from typing import Any, NamedTuple
 
 from ..errors import InvalidRequest, JobNotFound
@@ -49,7 +48,8 @@ class Evaluation(NamedTuple):
     status: str
     result: Mapping[str, Any] | None
     """None: it has not completed."""
-    submitted: datetime
+    age: int
+    """Its place in the order of submission: the lower, the older. Times say less: a clock may be set back."""
 
 
 type Find = Callable[[str], Evaluation]
@@ -62,7 +62,7 @@ def refuse_unusable(
     find: Find,
     field: str = FIELD,
     *,
-    submitted: datetime | None = None,
+    age: int | None = None,
     completed: bool = False,
 ) -> None:
     """Refuse conditions that say nothing about a model.
@@ -70,8 +70,8 @@ def refuse_unusable(
     Args:
         model: what is exported, or registered.
         field: of the request, that has them.
-        submitted: when the job was whose checkpoint the model is: an earlier evaluation measured a deleted job of the
-            same name. None: the model is no job's.
+        age: of the job whose checkpoint the model is: an older evaluation measured a deleted job of the same name.
+            None: the model is no job's.
         completed: whether their evaluations must have completed.
 
     Raises:
@@ -83,7 +83,7 @@ def refuse_unusable(
         _refuse_bounds(one, where)
         evaluation = _found(f"{where}.evaluation", one.evaluation, find, completed)
         _refuse_other_model(f"{where}.evaluation", one.evaluation, evaluation, model)
-        _refuse_earlier(f"{where}.evaluation", one.evaluation, evaluation, model, submitted)
+        _refuse_earlier(f"{where}.evaluation", one.evaluation, evaluation, model, age)
         _refuse_unknown(f"{where}.metric", one.metric, one.evaluation, evaluation)
         if one.against is not None:
             before = _found(f"{where}.against", one.against, find, completed)
@@ -157,8 +157,8 @@ def _refuse_other_model(field: str, name: str, evaluation: Evaluation, model: Mo
         raise InvalidRequest(field, name, hint)
 
 
-def _refuse_earlier(field: str, name: str, evaluation: Evaluation, model: Model, submitted: datetime | None) -> None:
-    if submitted is not None and evaluation.submitted < submitted:
+def _refuse_earlier(field: str, name: str, evaluation: Evaluation, model: Model, age: int | None) -> None:
+    if age is not None and evaluation.age < age:
         hint = (
             f"it was submitted before the job that makes {_named(model)}, so it measures a deleted job of the same "
             "name: evaluate the model again, under another job_uuid"
@@ -205,7 +205,7 @@ def _dtype(evaluation: Evaluation) -> str | None:
 def _reads_deleted(evaluation: Evaluation, maker: str, find: Find) -> bool:
     """Whether an evaluation reads rows of a deleted job, and another one has its name."""
     try:
-        return evaluation.submitted < find(maker).submitted
+        return evaluation.age < find(maker).age
     except JobNotFound:
         return False
 

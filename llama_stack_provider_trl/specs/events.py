@@ -259,8 +259,8 @@ class ProgressValues(BaseModel):
     """What the status shows of the last metric point, under these names: the only list of them.
 
     Each is a field of `Progress`, one of its metrics (a float), or of `Tokenizing`. The store keeps them as JSON. A
-    value that a point lacks stays as an earlier event of the attempt had it. They have no bounds here: the events have
-    them.
+    value that a point lacks stays as an earlier event of the attempt had it; one that is no finite number is unknown
+    from then on. They have no bounds here: the events have them.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -268,7 +268,7 @@ class ProgressValues(BaseModel):
     epoch: float | None = None
     """Fraction of epochs done, 1.0 after the first."""
     loss: float | None = None
-    """Last training loss."""
+    """Last training loss. None, too: it was no finite number."""
     tokens_per_second: float | None = None
     peak_memory_bytes: int | None = None
     rank_memory_bytes: tuple[int, ...] | None = None
@@ -302,12 +302,19 @@ class Progress(_Event):
     """Mbit/s between the nodes, each way, as measured when their ranks met. None: one node, or GPUs."""
     parallel_speedup: Rate | None = None
     """Rows per second of all nodes over those of one, estimated from the link and the steps up to the 20th."""
+    not_finite: Annotated[tuple[Name, ...], Field(max_length=256)] = ()
+    """Metrics that were no finite number. They are not in `metrics`: JSON has no such numbers."""
 
     def values(self) -> ProgressValues:
         """What this point has for the status. A metric that is no finite number counts as missing."""
         known: dict[str, Any] = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
         known |= {name: getattr(self, name) for name in type(self).model_fields}
         return ProgressValues(**{name: known.get(name) for name in ProgressValues.model_fields})
+
+    def lost(self) -> list[str]:
+        """Values of the status that are no finite number at this point: earlier ones no longer hold."""
+        wrong = {name for name, value in self.metrics.items() if not math.isfinite(value)}.union(self.not_finite)
+        return [name for name in ProgressValues.model_fields if name in wrong]
 
     def memory(self) -> Iterator[tuple[str, int]]:
         """Memory as metrics of the point: those of rank 0 without a suffix, those of rank N with `_rank_N`."""

@@ -98,6 +98,7 @@ def resources(
     """Resources of the job: device, progress, effective configuration, and the reason of its failure."""
     return {
         "state": job.state.value,
+        "age": job.age,
         "detail": job.detail,
         "after": [_chained(one) for one in chain.after],
         "before": [_chained(one) for one in chain.before],

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from llama_stack_provider_trl.specs.state_words import state_of
 from llama_stack_provider_trl.system.console import complain, lines_of, show_json, show_lines
 
 from ..client import ServiceClient, job_path
@@ -52,15 +53,16 @@ async def preflight(client: ServiceClient, options: Namespace) -> int:
 
 
 async def show_jobs(client: ServiceClient, options: Namespace) -> int:
+    status = options.status and state_of(options.status)
     if options.sort is not None or options.reverse:
         sort = f"{'-' if options.reverse else ''}{options.sort or 'created'}"
-        jobs = await sorted_jobs(client, sort, options.status)
+        jobs = await sorted_jobs(client, sort, status)
         emit(options, jobs, *table(JOB_COLUMNS, map(job_row, jobs)))
         return 0
     if options.json:
-        show_json([job async for job in list_jobs(client, options.status)], indent=2)
+        show_json([job async for job in list_jobs(client, status)], indent=2)
         return 0
-    async for job in list_jobs(client, options.status):
+    async for job in list_jobs(client, status):
         show_lines(job_line(job))
     return 0
 

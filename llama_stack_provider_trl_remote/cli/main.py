@@ -471,7 +471,7 @@ def _jobs(group: argparse.ArgumentParser) -> None:
     preflight.add_argument("--algorithm", choices=("sft", "dpo"), help="default: from the request's fields")
     listing = at_service(commands.add_parser("list", help="one line per job, oldest first, or sorted by a column"))
     listing.add_argument(
-        "--status", help="only these: scheduled, in_progress, completed, failed, cancelled, paused ..."
+        "--status", help="only these: waiting, running, completed, failed, cancelled, paused ..., or a state of the API"
     )
     listing.add_argument(
         "--sort",

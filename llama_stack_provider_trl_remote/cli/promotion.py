@@ -102,8 +102,6 @@ async def check_promotion(client: ServiceClient, model: str, given: list[dict[st
         InvalidRequest: a condition says nothing about the model.
         ServiceRefusal, ServiceUnreachable: there is no such job.
     """
-    from datetime import datetime
-
     from llama_stack_provider_trl.requests.promotion import Evaluation, Model, checked, refuse_unusable, unmet
     from llama_stack_provider_trl.specs.promotion import PromotionCondition
 
@@ -116,13 +114,11 @@ async def check_promotion(client: ServiceClient, model: str, given: list[dict[st
         if (status := statuses.get(name)) is None:
             raise JobNotFound(name)
         found = status["resources_allocated"]
-        submitted = datetime.fromisoformat(status["scheduled_at"])
-        return Evaluation(found["effective_config"], status["status"], found.get("result"), submitted)
+        return Evaluation(found["effective_config"], status["status"], found.get("result"), found["age"])
 
     conditions = [PromotionCondition.model_validate(one) for one in given]
-    directory, submitted = await _checkpoint(client, model)
-    since = datetime.fromisoformat(submitted)
-    refuse_unusable(conditions, Model(directory), find, OPTION, submitted=since, completed=True)
+    directory, age = await _checkpoint(client, model)
+    refuse_unusable(conditions, Model(directory), find, OPTION, age=age, completed=True)
     if failed := unmet(checked(conditions, find), OPTION):
         raise NotPromoted(f"{failed} {model} was not registered.")
 
@@ -132,8 +128,8 @@ def _maker_of_rows(status: Mapping[str, Any]) -> str | None:
     return (status["resources_allocated"]["effective_config"].get("dataset") or {}).get("of_job")
 
 
-async def _checkpoint(client: ServiceClient, model: str) -> tuple[str, str]:
-    """Where the service has the checkpoint of a job that answers as `model`, and when that job was submitted. Raises
+async def _checkpoint(client: ServiceClient, model: str) -> tuple[str, int]:
+    """Where the service has the checkpoint of a job that answers as `model`, and the age of that job. Raises
     InvalidRequest: it is no job's."""
     prefix, colon, name = model.partition(":")
     if not colon or prefix not in ("ft", "job"):
@@ -144,4 +140,4 @@ async def _checkpoint(client: ServiceClient, model: str) -> tuple[str, str]:
     if (search := status["resources_allocated"].get("search")) and search.get("best"):  # its result is the best trial's
         status = await client.status(search["best"]["job_uuid"])
     directory = status["resources_allocated"]["effective_config"]["checkpoint_dir"]
-    return f"{directory}/{checkpoint or 'final'}", status["scheduled_at"]
+    return f"{directory}/{checkpoint or 'final'}", status["resources_allocated"]["age"]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from llama_stack_provider_trl.specs.memory import PARTS
+from llama_stack_provider_trl.specs.state_words import state_word
 from llama_stack_provider_trl.system.console import show_json, show_lines, shown
 
 _BAR, _SHORTEST_BAR = 24, 5
@@ -26,7 +27,7 @@ def job_line(job: dict[str, Any]) -> str:
     steps = f"{job.get('step') or 0}/{job.get('total_steps') or '?'}"
     created = str(job.get("scheduled_at") or "")[:19].replace("T", " ")
     waits = f"  {job['detail']}" if state == "scheduled" and job.get("detail") else ""
-    return f"{created:<19}  {state:<11}  {steps:>11}  {job['job_uuid']}{waits}"
+    return f"{created:<19}  {state_word(state):<11}  {steps:>11}  {job['job_uuid']}{waits}"
 
 
 JOB_COLUMNS = ("job", "state", "method", "model", "loss", "eval loss", "steps", "submitted", "by")
@@ -36,7 +37,7 @@ def job_row(job: dict[str, Any]) -> tuple[str, ...]:
     """One line of `jobs list --sort`."""
     losses = ("" if job.get(name) is None else f"{job[name]:.5g}" for name in ("loss", "eval_loss"))
     return (
-        *(job["job_uuid"], job["state"], job.get("algorithm") or ""),
+        *(job["job_uuid"], state_word(job["state"]), job.get("algorithm") or ""),
         *((job.get("model") or "").rstrip("/").rpartition("/")[2], *losses),
         f"{job.get('step') or 0}/{job.get('total_steps') or '?'}",
         *(str(job.get("scheduled_at") or "")[:19].replace("T", " "), job.get("created_by") or ""),
@@ -44,7 +45,7 @@ def job_row(job: dict[str, Any]) -> tuple[str, ...]:
 
 
 def progress_line(status: dict[str, Any]) -> str:
-    """The state of a job in one line: `in_progress  34% step 12/35  loss 2.310  870 tokens/s  1:05 left`."""
+    """The state of a job in one line: `running   34% step 12/35  loss 2.310  870 tokens/s  1:05 left`."""
     return "  ".join(_progress(status).values())
 
 
@@ -67,7 +68,7 @@ def _progress(status: dict[str, Any]) -> dict[str, str]:
     """The parts of a job's progress that are known, in the order of its line."""
     resources = status.get("resources_allocated") or {}
     progress = resources.get("progress") or {}
-    parts = {"state": str(resources.get("state") or status["status"])}
+    parts = {"state": state_word(resources.get("state") or status["status"])}
     if progress.get("total_steps"):
         parts["step"] = f"{progress['percent']:3.0f}% step {progress['step']}/{progress['total_steps']}"
     elif progress.get("total_rows"):

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from llama_stack_provider_trl.errors import InvalidRequest, JobConflict
 from llama_stack_provider_trl.specs.row_files import stem_of
+from llama_stack_provider_trl.specs.state_words import state_word
 from llama_stack_provider_trl.system.console import complain, show_json, show_lines
 
 from ..client import ServiceClient, job_path
@@ -166,7 +167,8 @@ async def _run_pipeline(client: ServiceClient, body: dict[str, Any], options: Na
         show_json([asdict(one) for one in placed], flush=True)
     else:
         rows = [
-            (one.name, one.job_uuid, "submitted" if one.is_new else f"there already, {one.state}") for one in placed
+            (one.name, one.job_uuid, "submitted" if one.is_new else f"there already, {state_word(one.state)}")
+            for one in placed
         ]
         show_lines(*table(("job", "job_uuid", "state"), rows), flush=True)
     if options.detach:

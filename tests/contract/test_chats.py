@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -300,7 +301,6 @@ def test_openais_own_client_reads_the_answers(service: TrainingService) -> None:
         ({"model": "/no/such/model"}, 400, "there is no such directory"),
         ({"presence_penalty": 1}, 400, "presence_penalty"),
         ({"n": 5}, 400, "n="),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "a", "name": "me"}]}, 400, "messages.0.name"),
         ({"messages": [{"role": "robot", "content": "a"}]}, 400, "messages, turn 0"),
@@ -310,7 +310,8 @@ def test_openais_own_client_reads_the_answers(service: TrainingService) -> None:
         ({"stream_options": {"include_usage": True}}, 400, "it needs stream"),
         ({"stop": ["a"] * 5}, 400, "stop"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "writes no tools"),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format.type"),
+        ({"response_format": {"type": "grammar"}}, 400, "response_format.type"),
+        ({"response_format": {**SCHEMA, "type": "json_object"}}, 400, "needs type json_schema"),
         ({"response_format": {"type": "json_schema"}}, 400, "type json_schema needs it: {name, schema}"),
         ({"response_format": {"type": "text", "json_schema": {"name": "x", "schema": {}}}}, 400, "needs type json_sch"),
         (
@@ -341,6 +342,24 @@ def test_an_answer_within_a_schema_is_such_json_and_streamed_the_same(service: T
     assert isinstance(answer["people"], int)
     parts = streamed(service, CHAT, body)
     assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == choice["message"]["content"]
+
+
+@pytest.mark.skipif(not HAS_SCHEMAS, reason="the extra `schemas`")
+def test_json_object_is_any_object_of_chats_and_of_completions_streamed_the_same(service: TrainingService) -> None:
+    """A model that was not trained for it opens texts and objects without an end: max_tokens ends the answer."""
+    more = {"response_format": {"type": "json_object"}, "temperature": 1.5, "seed": 4, "max_tokens": 40}
+    begin = re.compile(r"\{[ \t\r\n]*[\"}]")
+    body = chat_body("ft:adapter", "Tell me.", **more)
+    (choice,) = post(service, CHAT, body).json()["choices"]
+    assert begin.match(choice["message"]["content"])
+    assert choice["finish_reason"] == "length" or isinstance(json.loads(choice["message"]["content"]), dict)
+    parts = streamed(service, CHAT, body)
+    assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == choice["message"]["content"]
+    body = {"model": "ft:adapter", "prompt": "An object: ", **more}
+    (choice,) = post(service, COMPLETIONS, body).json()["choices"]
+    assert begin.match(choice["text"])
+    assert choice["finish_reason"] == "length" or isinstance(json.loads(choice["text"]), dict)
+    assert "".join(event["choices"][0]["text"] for event in streamed(service, COMPLETIONS, body)) == choice["text"]
 
 
 def test_a_training_takes_the_device_and_the_next_chat_reports_it(service: TrainingService) -> None:

@@ -494,6 +494,10 @@ def test_a_loss_that_is_no_number_ends_the_job_instead_of_wasting_the_rest(tmp_p
     (failed,) = of_kind(events, Failed)
     assert failed.reason is Reason.diverged
     assert "learning rate" in failed.message
+    last = of_kind(events, Progress)[-1]
+    assert last.not_finite
+    assert set(last.not_finite).isdisjoint(last.metrics)
+    assert f"{last.not_finite[0]} became" in failed.message
 
 
 def test_rows_that_leave_nothing_to_train_on_fail_the_job(tmp_path: Path) -> None:

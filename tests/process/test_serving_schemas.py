@@ -48,6 +48,25 @@ def test_random_tokens_within_a_schema_are_json_that_it_describes() -> None:
 
 
 @WITH_LIBRARY
+def test_random_tokens_of_any_object_begin_and_end_with_its_braces() -> None:
+    tokenizer = tiny_tokenizer()
+    matcher, tokens = (
+        SchemaMatcher(tokenizer_of(tokenizer, [tokenizer.eos_token_id]), '{"type": "object"}'),
+        list[int](),
+    )
+    generator = torch.Generator().manual_seed(0)
+    while not tokens or tokens[-1] != tokenizer.eos_token_id:
+        scores: Any = torch.rand(1, len(tokenizer), generator=generator)
+        scores[0, tokenizer("}")["input_ids"]] += 0.5  # an end comes
+        tokens.append(int(matcher.masked(scores).argmax()))
+        matcher.add(tokens[-1])
+        assert len(tokens) < 500
+    text = str(tokenizer.decode(tokens[:-1]))
+    assert (text[0], text[-1]) == ("{", "}")
+    assert isinstance(json.loads(text), dict)
+
+
+@WITH_LIBRARY
 @pytest.mark.parametrize(
     ("schema", "sentence"),
     [
@@ -60,7 +79,7 @@ def test_random_tokens_within_a_schema_are_json_that_it_describes() -> None:
 def test_a_schema_that_cannot_be_compiled_within_limits_is_refused(schema: Any, sentence: str) -> None:
     with pytest.raises(JobFailure) as caught:
         check_schema(json.dumps(schema))
-    assert caught.value.message.startswith("response_format json_schema: ")
+    assert caught.value.message.startswith("response_format: ")
     assert sentence in caught.value.message
     assert caught.value.reason == "invalid_request"
 

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
+from llama_stack_provider_trl.recipes.data.token_texts import TokenTexts
 from llama_stack_provider_trl.recipes.serving.text import AnswerText, written_token
 from llama_stack_provider_trl.recipes.serving.turns import Turns
 from tests.tiny import tiny_tokenizer
@@ -25,6 +26,19 @@ def with_byte_tokens() -> PreTrainedTokenizerFast:
     made = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
     made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+
+
+def sentencepiece() -> PreTrainedTokenizerFast:
+    """As that of Llama 2: a space is a part of the next word, and the decoder drops that of the first one."""
+    letters = sorted({*"onetw▁."})
+    pairs = dict.fromkeys((word[:n], word[n]) for word in ("▁one", "▁two", "▁ten", "▁▁") for n in range(1, len(word)))
+    names = ["<unk>", "<s>", *letters, *map("".join, pairs), *(f"<0x{byte:02X}>" for byte in range(256))]
+    made = Tokenizer(models.BPE({name: at for at, name in enumerate(names)}, [*pairs], byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>")
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +141,29 @@ def test_the_bytes_of_all_tokens_are_those_of_the_text(make: Callable[[], PreTra
     partial = [(shown, part) for shown, part in found if shown.startswith("bytes:")]
     assert len({shown for shown, _ in partial}) > 1
     assert all(shown == "bytes:" + "".join(f"\\x{byte:02x}" for byte in part or b"") for shown, part in partial)
+
+
+@pytest.mark.parametrize("text", ["one two ten", "one  two. ten", "one 你好 two"])
+@pytest.mark.parametrize("cut", [1, 2])
+def test_a_space_that_is_a_part_of_the_next_word_is_not_lost(text: str, cut: int) -> None:
+    """Of a completion, which continues its prompt, also at its beginning; the tokens have the text together."""
+    tokenizer = sentencepiece()
+    ids = [tokenizer.bos_token_id, *tokenizer(text)["input_ids"]]
+    prompt, rest = ids[: 1 + cut], ids[1 + cut :]
+    begun = str(tokenizer.decode(prompt, skip_special_tokens=True))
+    for before, expected in ((prompt, text.removeprefix(begun)), ([], str(tokenizer.decode(rest)))):
+        answer, parts, written = AnswerText(tokenizer, (), before), list[str](), list[bytes]()
+        for token in rest:
+            _, content = written_token(tokenizer, token, answer.last())
+            assert content is not None
+            written.append(content)
+            parts.append(answer.add(token))
+        assert "".join([*parts, answer.rest()]) == expected
+        assert b"".join(written).decode() == expected
+
+
+def test_a_preview_shows_the_spaces_of_each_token() -> None:
+    tokenizer = sentencepiece()
+    texts = TokenTexts(tokenizer)
+    for text in ("one two", "one  two", "one   two"):
+        assert "".join(texts.of(tokenizer(text)["input_ids"])) == f" {text}"

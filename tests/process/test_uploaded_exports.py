@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from huggingface_hub import constants
 
 from llama_stack_provider_trl import faults
 from llama_stack_provider_trl.errors import JobFailure
+from llama_stack_provider_trl.recipes.exports import unfinished_parts
 from llama_stack_provider_trl.recipes.exports import upload as upload_module
 from llama_stack_provider_trl.recipes.exports.upload import uploaded
 from llama_stack_provider_trl.specs.events import Event, Failed, Finished
@@ -127,6 +129,32 @@ def test_a_commit_with_other_bytes_and_a_hub_that_is_none_are_failures(files: Pa
     assert f"{hub.url} answers with 502, expected the API of a hub: check HF_ENDPOINT" in refusal(files, PLACE)
 
 
+@pytest.mark.parametrize(
+    ("earlier", "outcome"),
+    [
+        ({}, "main was restored"),
+        ({"model.safetensors": b"earlier"}, "main was restored"),
+        ({"model.safetensors": b"earlier" * 1000}, "main was restored"),
+        # What is sent again for it is damaged, too.
+        ({"config.json": b"earlier"}, "main could not be restored: delete what is there"),
+    ],
+)
+def test_the_main_branch_has_what_it_had_where_a_hub_damages_its_commit_alone(
+    files: Path, hub: Hub, earlier: dict[str, bytes], outcome: str
+) -> None:
+    (files / "lineage.json").write_text('{"export_job": "job"}')
+    before = {".gitattributes": b""} | ({"lineage.json": b'{"export_job": "job"}', **earlier} if earlier else {})
+    hub.add("team/sft-1", before, kind="models")
+    hub.objects |= {hashlib.sha256(data).hexdigest(): data for data in earlier.values()}
+    hub.damages, hub.damaged_branch = "config.json", "main"
+    assert f"on main has other bytes of 'config.json' than were sent, and {outcome}. It was" in refusal(files, PLACE)
+    repository = hub.repositories["team/sft-1"]
+    main = repository.commits[repository.branches["main"]]
+    assert (main == before) is (outcome == "main was restored")
+    hub.damages = None
+    assert uploaded(files, destination_of(PLACE), "job")["commit"] == repository.branches["main"]
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     pytest.importorskip("moto")
@@ -195,6 +223,44 @@ def test_a_killed_upload_to_a_bucket_leaves_no_list_and_the_next_attempt_writes_
     assert "killed/manifest.json" not in bucket.keys("models")
     assert upload(exported(tmp_path, "s3://models/killed"))["manifest"] == "manifest.json"
     assert "killed/manifest.json" in bucket.keys("models")
+
+
+def test_parts_that_a_killed_upload_has_left_are_aborted_by_the_next_one(
+    files: Path, bucket: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = unfinished_parts._call
+    monkeypatch.setattr(  # a store that does not read `prefix`
+        unfinished_parts,
+        "_call",
+        lambda environ, method, at, key, query: listed(environ, method, at, key, {**query, "prefix": ""}),
+    )
+    others = ["model.safetensors", "team/parts-1/model.safetensors", "team/parts/notes.txt"]
+    for key in ("team/parts/model.safetensors", "team/parts/model.safetensors", "team/parts/manifest.json", *others):
+        bucket.begin("models", key)
+    uploaded(files, destination_of("s3://models/team/parts"), "job")
+    assert sorted(bucket.begun("models")) == others
+
+
+def test_an_upload_does_not_need_the_right_to_abort_others(
+    files: Path, bucket: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(upload_module, "remove_unfinished", _refused_list)
+    uploaded(files, destination_of("s3://models/team/without"), "job")
+    assert "earlier attempt to s3://models/team/without are not looked for: it answers with 403" in caplog.text
+
+
+def _refused_list(*_: Any) -> int:
+    raise OSError("it answers with 403")
+
+
+def test_a_call_of_s3_is_signed_as_its_documentation_shows() -> None:
+    account = unfinished_parts._Account(
+        "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "", "us-east-1"
+    )
+    now = datetime(2013, 5, 24, tzinfo=UTC)
+    headers = unfinished_parts.signed(account, "GET", "examplebucket.s3.amazonaws.com", "/", {"lifecycle": ""}, now)
+    expected = "fea454ca298b7da1c68078a5d1bdbfbbe0d65c699e0f91ac7a200a0136783543"
+    assert headers["authorization"].endswith(f"Signature={expected}")
 
 
 def killed(root: Path, place: str, point: str) -> None:

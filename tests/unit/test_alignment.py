@@ -204,6 +204,25 @@ def test_tokens_that_are_not_known_to_write_bytes_are_not_read() -> None:
     assert read_pieces({"decoder": None}, {"a": 0}, []) is None
 
 
+@pytest.mark.parametrize(
+    ("written", "begins_with_space"),
+    [
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}]}}, True),
+        ({"pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first"}}, True),
+        ({"pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "never"}}, False),
+        ({"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}}, False),
+    ],
+)
+def test_a_sentencepiece_tokenizer_without_a_decoder_writes_what_it_reads(
+    written: dict[str, Any], begins_with_space: bool
+) -> None:
+    document = {"decoder": None, "model": {"type": "BPE", "byte_fallback": True}, **written}
+    pieces, _ = vocabulary("</s>", "\u2581c", "at", "<0xC3>", document={**SENTENCEPIECE, **document})
+    assert pieces.written == (None, b" c", b"at", b"\xc3")
+    assert pieces.of([1, 2]) == ([b"c", b"at"] if begins_with_space else [b" c", b"at"])
+    assert pieces.begins_with_space is begins_with_space
+
+
 def test_places_in_bytes_are_places_in_their_text() -> None:
     found = decode(b"a\xc3\xa4\xff\xfe\xf0\x9f\x98b")
     assert found.text == "a\u00e4\ufffdb"

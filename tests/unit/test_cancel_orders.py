@@ -15,9 +15,9 @@ from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.cancels import CancelOrder, CancelOrders
 from llama_stack_provider_trl.jobs.store.database import Database
 from llama_stack_provider_trl.jobs.store.store import Store
-from tests.fakes import job_spec
+from tests.fakes import FakeClock, job_spec
 
-ORDER = CancelOrder("a", 1.5, "its search was cancelled")
+ORDER = CancelOrder("a", 7, "its search was cancelled")
 
 
 def test_an_order_is_found_by_another_process_until_it_is_removed(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_the_file_keeps_its_size_and_has_no_holes(tmp_path: Path) -> None:
     before = os.stat(tmp_path / "cancel-orders")
     assert before.st_blocks * 512 >= before.st_size
     for number in range(10):
-        assert orders.add(CancelOrder(str(number) * 128, 1.0, "x" * 10_000))
+        assert orders.add(CancelOrder(str(number) * 128, 1, "x" * 10_000))
     assert os.stat(tmp_path / "cancel-orders").st_size == before.st_size
     assert len(CancelOrders(tmp_path / "cancel-orders").pending()) == 10
 
@@ -48,7 +48,7 @@ def test_a_full_file_or_none_leaves_orders_in_memory(tmp_path: Path) -> None:
     orders.remove(ORDER)
     assert orders.pending() == []
     orders.prepare()
-    kept = [orders.add(CancelOrder(str(number), 1.0)) for number in range(300)]
+    kept = [orders.add(CancelOrder(str(number), 1)) for number in range(300)]
     assert kept == [True] * 256 + [False] * 44
     assert len(orders.pending()) == 300
 
@@ -99,10 +99,30 @@ def test_a_kept_cancel_does_not_concern_a_later_job_of_the_name(
     with closing(Store(tmp_path / "jobs.sqlite3")) as store:
         store.cancels.prepare()
         store.add_job(job_spec("a"), "digest")
-        store.cancels.add(CancelOrder("a", 1.0))
+        store.cancels.add(CancelOrder("a", store.get("a").age))
+        store.request_cancel("a")
+        store.delete("a")
+        store.add_job(job_spec("a"), "digest")
         store.record_kept_cancels()
         assert store.get("a").state is JobState.scheduled
         assert store.cancels.pending() == []
+
+
+def test_a_kept_cancel_is_recorded_where_the_clock_was_set_back_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of submission of a job that waits is corrected then."""
+    clock = FakeClock()
+    with closing(Store(tmp_path / "jobs.sqlite3", clock)) as store:
+        store.cancels.prepare()
+        store.add_job(job_spec("a"), "digest")
+        free = full_database(store, monkeypatch)
+        store.request_cancel("a")
+        free()
+        clock.advance(-3600)
+        assert store.correct_waits(3600, 60.0) == 1
+        store.record_kept_cancels()
+        assert store.get("a").state is JobState.cancelled
 
 
 def test_a_kept_cancel_of_a_damaged_record_holds_up_no_other_and_stays(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -13,9 +14,11 @@ from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.supervision.retries import LONGEST_BACKOFF
 from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
 from llama_stack_provider_trl.launch.base import Observation, TaskState
+from llama_stack_provider_trl.specs.events import CheckpointSaved
 from llama_stack_provider_trl.system.wall_clock import WallClock
 from llama_stack_provider_trl_remote.nodes.pools.base import PoolRefusal
 from llama_stack_provider_trl_remote.service.cluster.pools import LONGEST_WAIT
+from llama_stack_provider_trl_remote.service.pages.playground_view import models_of
 from tests.fakes import FakeClock, FakeLauncher, job_spec
 from tests.unit.pool_world import World as PoolWorld
 
@@ -107,6 +110,23 @@ def test_a_job_is_no_younger_than_now(world: World) -> None:
     world.wall.advance(-3 * HOUR)
     assert world.store.correct_waits(3 * HOUR, LONGEST_BACKOFF) == 1
     assert world.store.get("a").scheduled_at.timestamp() <= world.wall.now
+
+
+def test_the_newest_checkpoint_is_that_of_the_last_step(world: World) -> None:
+    """A chat from the page of a job begins with it."""
+    root = world.root / "checkpoints" / "out"
+    world.store.add_job(job_spec("a", checkpoint_dir=root), "digest")
+    world.supervisor.tick()
+    made: tuple[tuple[Literal["step", "final", "merged"], str, int], ...] = (
+        *(("step", "checkpoint-9", 9), ("step", "checkpoint-10", 10)),
+        *(("final", "final", 10), ("merged", "merged", 10)),
+    )
+    more: Any = {"epoch": 1, "train_loss": None, "validation_loss": None, "perplexity": None}
+    for number, (kind, name, step) in enumerate(made):
+        saved = CheckpointSaved(kind=kind, path=root / name, step=step, time=world.wall.now - number * HOUR, **more)
+        world.store.apply_events("a", 1, [saved], number + 1)
+    others = models_of(world.store.get("a"), world.store.checkpoints("a")).others
+    assert others == ("job:a/merged", "job:a/final", "job:a/checkpoint-10", "job:a/checkpoint-9")
 
 
 def test_pools_get_requests_and_their_machines_back(tmp_path: Path) -> None:

@@ -68,6 +68,13 @@ def names(store: Store, sort: Sort = "", search: str = "", owner: str | None = N
     return [row.job_uuid for row in queue_page(store, None, search, 100, 0, owner=owner, sort=sort).data]
 
 
+def test_jobs_are_in_the_order_of_submission_where_the_clock_was_set_back(store: Store, clock: FakeClock) -> None:
+    clock.now -= 3600
+    store.add_job(job_spec("newest"), "digest")
+    assert names(store, "created")[-2:] == ["last", "newest"]
+    assert names(store, "-created")[0] == "newest"
+
+
 @pytest.mark.parametrize(
     ("sort", "first", "last"),
     [

@@ -237,7 +237,7 @@ def test_an_evaluation_of_a_deleted_job_says_nothing_about_another_one_of_its_na
     world.store.request_cancel("out")
     world.tick()
     world.store.delete("tune")
-    world.clock.advance(1)
+    world.clock.advance(-3600)  # it was set back: the time of submission says that this job was there before
     world.add("tune", model="/models/other")
     world.tuned.mkdir(parents=True)
     (world.tuned / "config.json").write_text("{}")
@@ -247,6 +247,7 @@ def test_an_evaluation_of_a_deleted_job_says_nothing_about_another_one_of_its_na
     client: Any = world
     with pytest.raises(InvalidRequest, match=r"--promote-if\.0\.evaluation='after'.* deleted job of the same name"):
         asyncio.run(check_promotion(client, "ft:tune", [condition("after:token_accuracy>=0.8")]))
+    world.clock.advance(-3600)
     world.evaluate("again")
     refuse_unusable_conditions(world.request(again), world.settings, world.store)
 
@@ -283,7 +284,7 @@ def test_both_evaluations_of_a_change_compute_in_one_dtype_and_read_the_same_par
 def test_rows_of_a_deleted_job_are_not_those_of_another_one_of_its_name(world: World) -> None:
     rows = DatasetRef(dataset_id="job:made", path=Path(), sha256="", num_rows=0, of_job="made")
     world.evaluate("before", "/models/tiny", dataset=rows)
-    world.clock.advance(1)
+    world.clock.advance(-60)
     world.add("made")
     world.evaluate("after", dataset=rows)
     assert "promote_if.0.against='before' is not supported: its rows are not those of" in world.refused(FORGETS)

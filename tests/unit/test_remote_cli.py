@@ -152,9 +152,9 @@ def test_watch_ends_with_the_job_and_its_exit_status_shows_how(
     exit_status, output, errors = run("jobs", "watch", "job", "--interval", 0.01)
     assert (exit_status, errors) == (expected, "")
     assert output.splitlines() == [
-        "scheduled  waits for cpu",
-        "in_progress   10% step 1/10  loss 1.000",  # once, however often it is checked
-        "in_progress   50% step 5/10  loss 0.200",
+        "waiting  waits for cpu",
+        "running   10% step 1/10  loss 1.000",  # once, however often it is checked
+        "running   50% step 5/10  loss 0.200",
         ending,
         "hung: found nothing",
         "log: /log",
@@ -194,7 +194,7 @@ def test_watch_outlives_the_service(run: Run, service: FakeService) -> None:
 
     service._job = job  # type: ignore[method-assign]
     exit_status, output, errors = run("jobs", "watch", "job", "--interval", 0.01)
-    assert (exit_status, output) == (0, "scheduled\ncompleted\n")
+    assert (exit_status, output) == (0, "waiting\ncompleted\n")
     assert errors.count("retrying every 0.01 s") == 1
 
 
@@ -212,7 +212,7 @@ def test_watch_draws_a_bar_on_a_terminal(run: Run, service: FakeService, monkeyp
     monkeypatch.setenv("COLUMNS", "80")
     run("jobs", "watch", "job", "--interval", 0.01)
     drawn, *rest = terminal.getvalue().split("\r")[1:]
-    assert drawn.rstrip() == "[############            ] in_progress   50% step 5/10"
+    assert drawn.rstrip() == "[############            ] running   50% step 5/10"
     assert len(drawn) == 79
     assert rest[-1] == "completed\n"
 
@@ -227,7 +227,7 @@ def test_several_jobs_are_watched_at_once_each_with_its_name(run: Run, service: 
     exit_status, output, errors = run("jobs", "watch", "a", "long", "a", "--interval", 0.01)
     assert (exit_status, errors) == (1, "")
     lines = output.splitlines()
-    assert sorted(lines[:3]) == ["a     scheduled", "long  in_progress   50% step 5/10", "long  scheduled"]
+    assert sorted(lines[:3]) == ["a     waiting", "long  running   50% step 5/10", "long  waiting"]
     assert lines[3:] == ["a     completed", "long  failed"]
     service.jobs |= {"b": [status("b", "cancelled")], "c": [status("c", "completed")]}
     assert run("jobs", "watch", "b", "c")[0] == 2
@@ -249,7 +249,7 @@ def test_watch_redraws_the_lines_of_several_jobs_on_a_terminal(
     monkeypatch.setenv("COLUMNS", "80")
     run("jobs", "watch", "a", "b", "--interval", 0.01)
     assert displayed(terminal.getvalue()) == ["a  completed", "b  completed"]
-    assert "a  [############            ] in_progress   50% step 5/10" in terminal.getvalue()
+    assert "a  [############            ] running   50% step 5/10" in terminal.getvalue()
 
 
 def displayed(written: str) -> list[str]:
@@ -283,6 +283,7 @@ def test_jobs_are_listed_by_a_column_as_a_table(run: Run, service: FakeService) 
     assert lines[2].split() == ["a", "completed", "sft", "tiny", "1.25", "5/9", "2026-11-21", "10:00:00", "ada"]
     output = run("jobs", "list", "--reverse", "--status", "scheduled", "--json")[1]
     assert ([job["job_uuid"] for job in json.loads(output)], service.sorts[-1]) == (["d"], "-created")
+    assert run("jobs", "list", "--reverse", "--status", "waiting", "--json")[1] == output
 
 
 JSON_COMMANDS = {
@@ -818,10 +819,10 @@ def test_texts_are_as_short_as_they_can_be() -> None:
     assert table(("a", "b"), []) == ["a  b"]
     full = progress(12, 35, loss=2.3104, tokens_per_second=1870.4, eta_seconds=65.2)
     line = progress_line(status("x", "in_progress", progress=full))
-    assert line == "in_progress   34% step 12/35  loss 2.310  1,870 tokens/s  1:05 left"
+    assert line == "running   34% step 12/35  loss 2.310  1,870 tokens/s  1:05 left"
     tokenizing = {"tokenized_rows": 120_000, "total_rows": 1_000_000}
     line = progress_line(status("x", "in_progress", progress={"step": 0, "total_steps": None, **tokenizing}))
-    assert line == "in_progress  tokenized 120,000/1,000,000 rows"
+    assert line == "running  tokenized 120,000/1,000,000 rows"
     assert "tokenized" not in progress_line(status("x", "in_progress", progress={**full, **tokenizing}))
 
 
@@ -858,8 +859,8 @@ def test_a_line_on_a_narrow_terminal_keeps_the_time_that_is_left_to_the_end() ->
         assert len(line) <= columns
         assert line.endswith("1:06:40 left"), columns
         assert "34% step 12000/35000" in line
-    assert progress_within(found, 90).startswith("[####    ")
-    assert "tokens/s" not in progress_within(found, 60)
+    assert progress_within(found, 86).startswith("[####    ")
+    assert "tokens/s" not in progress_within(found, 56)
     assert progress_within(found, 200).startswith(bar(34.0))
 
 

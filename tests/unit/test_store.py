@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -347,11 +347,25 @@ def test_a_last_point_without_a_loss_does_not_hide_the_last_loss(store: Store) -
     assert store.get("job-1").progress.loss == 2.0
 
 
-def test_a_point_whose_loss_is_no_number_does_not_hide_the_last_loss(store: Store) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"metrics": {"loss": float("nan")}},
+        {"metrics": {"loss": float("inf")}},
+        {"metrics": {"grad_norm": 1.0}, "not_finite": ("loss",)},
+    ],
+)
+def test_a_loss_that_is_no_number_replaces_the_last_one_in_the_status_and_in_lists(
+    store: Store, wrong: dict[str, Any]
+) -> None:
     running(store)
-    store.apply_events("job-1", 1, [step(1, 2.0), step(2, float("nan")), step(3, float("inf"))], 20)
-    progress = store.get("job-1").progress
-    assert (progress.step, progress.loss) == (3, 2.0)
+    nan = Progress(step=2, epoch=1.0, peak_memory_bytes=100, **wrong)
+    store.apply_events("job-1", 1, [step(1, 2.0), nan], 20)
+    progress, ((listed,), _) = store.get("job-1").progress, store.queue_page()
+    assert (progress.step, progress.loss, progress.epoch) == (2, None, 1.0)
+    assert listed.progress.loss is None
+    store.apply_events("job-1", 1, [step(3, 1.0)], 40)
+    assert store.get("job-1").progress.loss == 1.0
 
 
 def test_keys_of_an_event_that_are_unknown_do_not_become_progress(store: Store) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-
 from ...errors import InvalidRequest, JobFailure, JobNotFound
 from ...requests.promotion import Evaluation, Find, Model, checked, refuse_unusable, unmet
 from ...requests.settings import Settings
@@ -26,8 +24,8 @@ def refuse_unusable_conditions(request: ExportRequest, settings: Settings, store
         return
     base = find_read(request.reads().model, settings, store)
     exported = base.adapter or base.source
-    model, submitted = Model(exported.model, exported.revision), _submitted(exported, store)
-    refuse_unusable(request.promote_if, model, _evaluations(store), submitted=submitted)
+    model, age = Model(exported.model, exported.revision), _age(exported, store)
+    refuse_unusable(request.promote_if, model, _evaluations(store), age=age)
 
 
 def with_found_measures(spec: JobSpec, store: Store) -> JobSpec:
@@ -40,9 +38,9 @@ def with_found_measures(spec: JobSpec, store: Store) -> JobSpec:
     if not isinstance(work, ExportWork) or not work.promote_if:
         return spec
     find, exported = _evaluations(store), spec.adapter or spec.source
-    model, submitted = Model(exported.model, exported.revision), _submitted(exported, store)
+    model, age = Model(exported.model, exported.revision), _age(exported, store)
     try:
-        refuse_unusable(work.promote_if, model, find, submitted=submitted, completed=True)
+        refuse_unusable(work.promote_if, model, find, age=age, completed=True)
     except InvalidRequest as error:
         raise JobFailure(Reason.not_promoted, f"{error}. Nothing was written.") from error
     found = checked(work.promote_if, find)
@@ -54,16 +52,16 @@ def with_found_measures(spec: JobSpec, store: Store) -> JobSpec:
 def _evaluations(store: Store) -> Find:
     def find(name: str) -> Evaluation:
         job = store.get(name)
-        return Evaluation({**job.spec.flat(), "dtype": job.dtype}, job.status, job.result, job.scheduled_at)
+        return Evaluation({**job.spec.flat(), "dtype": job.dtype}, job.status, job.result, job.age)
 
     return find
 
 
-def _submitted(source: ModelSource, store: Store) -> datetime | None:
-    """When the job was submitted whose checkpoint a model or adapter is, also where its directory is named; None: it is
-    no job's."""
+def _age(source: ModelSource, store: Store) -> int | None:
+    """The age of the job whose checkpoint a model or adapter is, also where its directory is named; None: it is no
+    job's."""
     name = store.at_directory(source.model) if source.made_by is None else source.made_by.job_uuid
     try:
-        return None if name is None else store.get(name).scheduled_at
+        return None if name is None else store.get(name).age
     except JobNotFound:
         return None

@@ -57,7 +57,7 @@ def record_kept(jobs: CancellableJobs) -> None:
     for order in jobs.cancels.pending():
         try:
             with suppress(JobNotFound, JobConflict):
-                if jobs.get(order.job_uuid).scheduled_at.timestamp() == order.scheduled_at:
+                if jobs.get(order.job_uuid).age == order.age:
                     _record(jobs, order.job_uuid, order.message)
         except DamagedRecord:
             continue  # logged; it holds up no other job, and its cancel stays in case it is repaired
@@ -68,7 +68,7 @@ def _keep(jobs: CancellableJobs, job_uuid: str, message: str, error: StoreError)
     job = jobs.get(job_uuid)
     if job.state in TERMINAL:
         raise error
-    if not jobs.cancels.add(CancelOrder(job_uuid, job.scheduled_at.timestamp(), message)):
+    if not jobs.cancels.add(CancelOrder(job_uuid, job.age, message)):
         raise StoreError(
             f"the cancel of job {job_uuid!r} is in memory only ({error}): its training is being ended, but the "
             "next start would begin it again; repeat the cancel when the disk can be written"
@@ -100,8 +100,8 @@ class CancelOrder(NamedTuple):
     """The cancel of a job."""
 
     job_uuid: str
-    scheduled_at: float
-    """Time at which the job was submitted: another one may have its name later."""
+    age: int
+    """Of the job: another one may have its name later. Its time of submission may be corrected."""
     message: str = ""
 
 
@@ -200,9 +200,9 @@ def _order(slot: bytes) -> CancelOrder | None:
     if not slot.strip(b"\0"):
         return None
     try:
-        job_uuid, scheduled_at, message = json.loads(slot.strip(b"\0"))
-        return CancelOrder(str(job_uuid), float(scheduled_at), str(message))
-    except (ValueError, TypeError):
+        job_uuid, age, message = json.loads(slot.strip(b"\0"))
+        return CancelOrder(str(job_uuid), int(age), str(message))
+    except (ValueError, TypeError, OverflowError):
         return None  # torn by a power cut: the caller had no answer yet
 
 
@@ -210,7 +210,7 @@ def _write(file: int, number: int, order: CancelOrder | None) -> None:
     if order is None:
         data = _EMPTY
     else:
-        data = json.dumps([order.job_uuid, order.scheduled_at, order.message[:100]]).encode()
+        data = json.dumps([order.job_uuid, order.age, order.message[:100]]).encode()
         if len(data) > _SLOT:
-            data = json.dumps([order.job_uuid, order.scheduled_at, ""]).encode()
+            data = json.dumps([order.job_uuid, order.age, ""]).encode()
     os.pwrite(file, data.ljust(_SLOT, b"\0"), number * _SLOT)

@@ -12,7 +12,7 @@ from ...specs.job import JobSpec
 from ..decisions.states import JobState
 from .database import Execute
 from .reader import digest_conflict
-from .records import CheckpointRecord, JobRecord
+from .records import UNSTORED, CheckpointRecord, JobRecord
 from .searches import NewTrial
 from .store import NewJob, Store
 
@@ -91,5 +91,7 @@ class Draft(Store):
     def _note(self, created_by: str, jobs: Iterable[NewJob]) -> None:
         now = datetime.fromtimestamp(self._clock(), UTC)
         for job in jobs:
-            record = JobRecord(job.spec, JobState.scheduled, 0, 0, now, created_by=created_by)
+            record = JobRecord(
+                job.spec, JobState.scheduled, 0, 0, now, created_by=created_by, age=UNSTORED + len(self._jobs)
+            )
             self._jobs[job.spec.job_uuid] = (record, job.request_digest)

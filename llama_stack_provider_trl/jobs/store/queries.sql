@@ -139,7 +139,7 @@ listed AS MATERIALIZED (
                WHEN 'name' THEN lower(job_uuid)
                WHEN 'state' THEN state
                WHEN 'owner' THEN nullif(lower(created_by), '')
-               WHEN 'created' THEN scheduled_at
+               WHEN 'created' THEN age
                WHEN 'duration' THEN coalesce(completed_at, :now) - started_at
                WHEN 'method' THEN CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.train.method.type'), json_extract(spec, '$.train.method.algorithm')) END
                WHEN 'model' THEN CASE WHEN json_valid(spec) THEN (SELECT lower(substr(model, 1 + length(rtrim(model, replace(model, '/', '')))))
@@ -387,7 +387,8 @@ SELECT job_uuid, wanted_device, age, priority, detail, ranks, max(scheduled_at, 
 FROM jobs JOIN attempts USING (job_uuid, attempt) WHERE state IN ('launching', 'in_progress', 'pausing', 'cancelling');
 
 -- name: select_checkpoints
-SELECT * FROM checkpoints WHERE job_uuid = :job_uuid ORDER BY step, created_at;
+SELECT * FROM checkpoints WHERE job_uuid = :job_uuid
+ORDER BY step, CASE kind WHEN 'step' THEN 0 WHEN 'final' THEN 1 ELSE 2 END, path;
 
 -- name: select_attempts
 SELECT * FROM attempts WHERE job_uuid = :job_uuid ORDER BY attempt;
@@ -549,7 +550,7 @@ DELETE FROM points WHERE job_uuid = :job_uuid AND attempt < :attempt AND step > 
 DELETE FROM samples WHERE job_uuid = :job_uuid AND attempt < :attempt AND (step > :start_step OR kind = 'after');
 
 -- name: note_progress
--- `progress` has no nulls: a value that this point lacks stays as an earlier point had it.
+-- A value that `progress` lacks stays as an earlier point had it; one that is null there is removed.
 UPDATE attempts SET step = :step, stepped_at = :time, progress = json_patch(progress, :progress)
 WHERE job_uuid = :job_uuid AND attempt = :attempt;
 

@@ -13,6 +13,8 @@ from ...specs.job import Dtype, JobSpec
 from ...system.files import RunDir
 from ..decisions.states import REASONS, JobState, shown
 
+UNSTORED = 2**62
+"""Age of a job that is not stored yet: it is younger than all that are."""
 NodeMode = Literal["open", "cordoned", "draining"]
 
 
@@ -69,6 +71,8 @@ class JobRecord:
     warnings: tuple[str, ...] = ()
     created_by: str = ""
     """Name of the token that submitted it; empty: not known, as with the inline provider."""
+    age: int = UNSTORED
+    """Its place in the order of submission, which no other job gets: the lower, the older."""
 
     @property
     def job_uuid(self) -> str:

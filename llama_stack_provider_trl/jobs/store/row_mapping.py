@@ -69,8 +69,8 @@ def statements(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
         case Warned():
             yield "insert_warning", {"message": event.message}
         case Progress():
-            values = event.values().model_dump_json(exclude_none=True)
-            yield "note_progress", {**row, "step": event.step, "progress": values}
+            values = {**event.values().model_dump(exclude_none=True), **dict.fromkeys(event.lost())}
+            yield "note_progress", {**row, "step": event.step, "progress": json.dumps(values)}
             if event.tokens_seen is not None:
                 yield "count_tokens", {"tokens": event.tokens_seen}
                 yield "note_tokens", {"tokens": event.tokens_seen}
@@ -140,6 +140,7 @@ def job_record(row: sqlite3.Row) -> JobRecord:
         effective=prepared and {name: prepared[name] for name in prepared if name not in ("type", "time")},
         warnings=tuple(json.loads(row["warnings"])),
         created_by=row["created_by"],
+        age=row["age"],
     )
 
 

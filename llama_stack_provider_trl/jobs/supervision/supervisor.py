@@ -200,10 +200,10 @@ class Supervisor:
     def _end_cancelled(self) -> None:
         """End the processes of cancelled jobs, before anything that needs to write: a full disk, or a database that is
         locked, must not keep a training from being ended."""
-        named = {order.job_uuid: order.scheduled_at for order in self._store.cancels.pending()}
+        named = {order.job_uuid: order.age for order in self._store.cancels.pending()}
         trials = {name for search in named for name in self._store.searches.names_of_trials(search)}
         for job in self._store.active():
-            kept = named.get(job.job_uuid) == job.scheduled_at.timestamp() or job.job_uuid in trials
+            kept = named.get(job.job_uuid) == job.age or job.job_uuid in trials
             if job.spec.search is None and (kept or job.state is JobState.cancelling):
                 with suppress(StoreError):  # ordered in memory all the same; recorded at a later pass
                     self._guarded(job, partial(self._launcher.cancel, self._attempts.task(job)))

@@ -88,8 +88,12 @@ def read_pieces(document: dict[str, Any], vocabulary: dict[str, int], special: S
     """
     decoders = list(_parts(document.get("decoder")))
     kinds = {part["type"] for part in decoders}
+    strips = any(part["type"] == "Strip" and part.get("start") for part in decoders)
     if not kinds:  # it writes the same tokens, only its own `decode` gives their letters
-        kinds = {part["type"] for part in _parts(document.get("pre_tokenizer"))}
+        before = [*_parts(document.get("normalizer")), *_parts(document.get("pre_tokenizer"))]
+        kinds = {part["type"] for part in before}
+        if "ByteLevel" not in kinds and (document.get("model") or {}).get("byte_fallback"):
+            kinds, strips = {"ByteFallback"}, any(map(_prepends_space, before))
     if "ByteLevel" in kinds:
         write = _byte_level
     elif "ByteFallback" in kinds:
@@ -106,17 +110,24 @@ def read_pieces(document: dict[str, Any], vocabulary: dict[str, int], special: S
             # Gemma's runs of spaces are added tokens: what writes bytes for others writes theirs.
             is_as_it_is = number in added and write is _byte_level
             written[number] = text.encode() if is_as_it_is else write(text)
-    strips = any(part["type"] == "Strip" and part.get("start") for part in decoders)
     return Pieces(tuple(texts), tuple(written), begins_with_space=strips)
 
 
+def _prepends_space(part: dict[str, Any]) -> bool:
+    """Whether a normalizer or pre-tokenizer writes a space before each text."""
+    if part["type"] == "Prepend":
+        return part.get("prepend") == _SPACE
+    return part["type"] == "Metaspace" and part.get("prepend_scheme") in ("always", "first")
+
+
 def _parts(component: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """A decoder or pre-tokenizer, and those that it is a sequence of."""
+    """A decoder, normalizer or pre-tokenizer, and those that it is a sequence of."""
     if component is None:
         return
     yield component
-    for part in (*(component.get("decoders") or ()), *(component.get("pretokenizers") or ())):
-        yield from _parts(part)
+    for name in ("decoders", "normalizers", "pretokenizers"):
+        for part in component.get(name) or ():
+            yield from _parts(part)
 
 
 def _byte_level(text: str) -> bytes | None:

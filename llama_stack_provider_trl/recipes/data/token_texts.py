@@ -72,11 +72,21 @@ class TokenTexts:
         """The text of a token; None: it is a part of a character, or the tokenizer itself does not decode bytes."""
         if token not in self._known:
             text, written = self._decoded([token]), str(self.tokenizer.convert_ids_to_tokens(token))
-            if written.startswith("▁") and not text.startswith(" "):
-                text = f" {text}"
+            if written.startswith("▁") and not self._is_undecoded:
+                text = self._behind_another(token, text)
             is_part = _BROKEN in text or (self._is_undecoded and self._bytes_of(token) is not None)
             self._known[token] = None if is_part else text or written
         return self._known[token]
+
+    def _behind_another(self, token: int, alone: str) -> str:
+        """The text of a token where it is not the first one: SentencePiece drops a space at the beginning."""
+        before, both = self._decoded(self._another), self._decoded([*self._another, token])
+        return both[len(before) :] if self._another and both.startswith(before) else alone
+
+    @cached_property
+    def _another(self) -> list[int]:
+        """A letter, or what the tokenizer has for it."""
+        return [*self.tokenizer("a", add_special_tokens=False)["input_ids"][-1:]]
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +24,9 @@ from ...specs.events import Reason
 from ...specs.exports import HUB, HUB_TOKEN, Destination
 from ...system.files import MANIFEST
 from .card import LINEAGE
+from .unfinished_parts import remove_unfinished
 
+log = logging.getLogger(__name__)
 CLAIM = "uploading.json"
 """Written first: whose export a directory of a bucket is to be. Removed at the end."""
 LISTING = "manifest.json"
@@ -86,8 +89,9 @@ def _described(path: Path) -> _File:
 def _to_hub(directory: Path, files: dict[str, _File], destination: Destination, job_uuid: str) -> dict[str, Any]:
     """One commit on the main branch, which is there as a whole or not at all, in a repository that is private where it
     is new. The same files are on a branch of their own before, and are read back there: weights that are damaged
-    on the way do not reach the main branch."""
-    from huggingface_hub import CommitOperationAdd, HfApi, constants
+    on the way do not reach the main branch. No hub moves its main branch to a commit of another one, so small files are
+    sent again: where those are damaged, a further commit restores what the main branch had."""
+    from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete, HfApi, constants
 
     # Stores of chunks are a service of one hub. Without it files go to the hub that is named, by the protocol of LFS.
     constants.HF_HUB_DISABLE_XET = True
@@ -113,7 +117,8 @@ def _to_hub(directory: Path, files: dict[str, _File], destination: Destination, 
 
     asked(lambda: api.create_repo(name, private=True, exist_ok=True))
     head = asked(lambda: api.repo_info(name, revision="main")).sha
-    before = listed("main").keys() - {_ATTRIBUTES}
+    on_main = listed(head)
+    before = on_main.keys() - {_ATTRIBUTES}
     if others := sorted(before - files.keys()):
         raise _refused(destination, f"it has other files, such as {others[0]!r}: name a new one")
     if before:  # of an earlier attempt of this job, or somebody's model
@@ -126,8 +131,12 @@ def _to_hub(directory: Path, files: dict[str, _File], destination: Destination, 
             raise _refused(destination, "it has a model of another job or another origin: name a new one")
     faults.reach("uploading")
 
-    def committed(revision: str) -> str:
-        """Commit the files to a branch, and read back what the hub has. The second time it has the large ones."""
+    def committed(revision: str) -> tuple[str, str]:
+        """Commit the files to a branch, and read back what the hub has. The second time it has the large ones.
+
+        Returns:
+            The commit, and the first file that has other bytes in it; empty: none has.
+        """
         operations = [CommitOperationAdd(path_in_repo=one, path_or_fileobj=directory / one) for one in files]
         message = f"Upload {job_uuid}"
         commit = asked(
@@ -135,28 +144,51 @@ def _to_hub(directory: Path, files: dict[str, _File], destination: Destination, 
         ).oid
         there = listed(commit)
         for path, file in files.items():
-            one = there.get(path)
-            lfs = getattr(one, "lfs", None)
-            blob = getattr(one, "blob_id", None)
-            digest, expected = (lfs.sha256, file.sha256) if lfs is not None else (blob, file.git)
-            if one is None or one.size != file.size or digest != expected:
-                raise _lost(
-                    destination, f"its commit {commit} on {revision} has other bytes of {path!r} than were sent"
-                )
-        return str(commit)
+            size, digest = _content_of(there.get(path))
+            if size != file.size or digest not in (file.sha256, file.git):
+                return str(commit), path
+        return str(commit), ""
+
+    def restored(damaged: str) -> bool:
+        """Whether the main branch has what it had before, after one more commit."""
+        back: list[Any] = [CommitOperationDelete(path) for path in sorted(files.keys() - before)]
+        back += [CommitOperationCopy(path, path, src_revision=head) for path in sorted(before)]
+        message = f"Restore what was here before the damaged upload {job_uuid}"
+        try:
+            commit = api.create_commit(name, back, commit_message=message, revision="main", parent_commit=damaged).oid
+            there = listed(commit)
+        except Exception:  # of any of the library's layers, or a JobFailure: it is reported with the damage
+            return False
+        kept = {path: _content_of(one) for path, one in there.items() if path != _ATTRIBUTES}
+        return kept == {path: _content_of(on_main[path]) for path in before}
 
     branch = f"{_BRANCH}{hashlib.sha256(job_uuid.encode()).hexdigest()[:16]}"
     with suppress(Exception):  # there is one where an earlier attempt was killed
         api.delete_branch(name, branch=branch)
     asked(lambda: api.create_branch(name, branch=branch, revision=head))
     try:
-        committed(branch)
+        commit, damaged = committed(branch)
+        if damaged:
+            raise _lost(destination, f"its commit {commit} on {branch} has other bytes of {damaged!r} than were sent")
         faults.reach("uploading-branch")
-        commit = committed("main")
+        commit, damaged = committed("main")
+        if damaged:
+            now = (
+                "and main was restored" if restored(commit) else "and main could not be restored: delete what is there"
+            )
+            raise _lost(
+                destination, f"its commit {commit} on main has other bytes of {damaged!r} than were sent, {now}"
+            )
     finally:
         with suppress(Exception):  # it holds nothing that the main branch lacks, or what is not to be used
             api.delete_branch(name, branch=branch)
     return {**_summary(destination, files), "commit": commit}
+
+
+def _content_of(file: Any) -> tuple[int | None, str | None]:
+    """Bytes and digest of a file as a hub lists it: the sha256 of a large one, else its id as a blob of git."""
+    lfs = getattr(file, "lfs", None)
+    return getattr(file, "size", None), getattr(file, "blob_id", None) if lfs is None else lfs.sha256
 
 
 def _to_bucket(directory: Path, files: dict[str, _File], destination: Destination, job_uuid: str) -> dict[str, Any]:
@@ -176,6 +208,7 @@ def _to_bucket(directory: Path, files: dict[str, _File], destination: Destinatio
         with store.open_output_stream(claim) as sink:
             sink.write(claimed)
         _check_owner(destination, store, CLAIM, job_uuid)
+        _remove_unfinished(destination, (*files, LISTING, CLAIM))
         if LISTING in marks:
             store.delete_file(listing)  # before its files change
         for name in files:
@@ -194,6 +227,19 @@ def _to_bucket(directory: Path, files: dict[str, _File], destination: Destinatio
     except OSError as error:
         raise _bucket_failure(destination, error) from None
     return {**_summary(destination, files), "manifest": LISTING}
+
+
+def _remove_unfinished(destination: Destination, names: Collection[str]) -> None:
+    """Remove parts that an attempt which was killed has left. An export does not need that: a store that refuses it is
+    reported in the log."""
+    bucket, _, directory = destination.path.partition("/")
+    try:
+        count = remove_unfinished(bucket, f"{directory}/", names, os.environ)
+    except OSError as error:
+        log.warning("unfinished uploads of an earlier attempt to %s are not looked for: %s", destination, error)
+        return
+    if count:
+        log.info("removed %d unfinished uploads of an earlier attempt from %s", count, destination)
 
 
 def _store() -> Any:

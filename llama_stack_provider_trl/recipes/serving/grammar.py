@@ -107,4 +107,4 @@ class SchemaMatcher:
 
 
 def _refused(why: str) -> JobFailure:
-    return JobFailure(Reason.invalid_request, f"response_format json_schema: {why}.")
+    return JobFailure(Reason.invalid_request, f"response_format: {why}.")

@@ -128,7 +128,7 @@ class ServedModel:
     ) -> None:
         ids = self._encoded(voice, request)
         most = self._room(ids, request.max_tokens)
-        answer = _Answering(voice, request, most)
+        answer = _Answering(voice, request, ids)
 
         def next_turn(message: Answer) -> None:
             self._turn.give()
@@ -268,9 +268,10 @@ class ServedModel:
 class _Answering:
     """An answer that is being computed."""
 
-    def __init__(self, voice: _Voice, request: ServeRequest, most: int) -> None:
+    def __init__(self, voice: _Voice, request: ServeRequest, prompt: list[int]) -> None:
         self.voice, self.request = voice, request
-        self.text = AnswerText(voice.tokenizer, request.stop)
+        # The answer in a chat is a text of its own; a completion continues that of the prompt.
+        self.text = AnswerText(voice.tokenizer, request.stop, prompt if request.messages is None else ())
         self.sampler = Sampler(request, [random.Random(request.seed)], lambda: None)
         self.matcher = None if request.json_schema is None else voice.matcher(request.json_schema)
         self.count = 0
@@ -296,7 +297,7 @@ class _Answering:
         return ChosenToken(**dict(chosen), top=tuple(self._named(each, value) for each, value in pairs))
 
     def _named(self, token: int, logprob: float) -> TokenLogprob:
-        text, content = written_token(self.voice.tokenizer, token)
+        text, content = written_token(self.voice.tokenizer, token, self.text.last())
         known = None if content is None else tuple(content)
         return TokenLogprob(token=text, bytes=known, logprob=max(logprob, -9999.0))
 

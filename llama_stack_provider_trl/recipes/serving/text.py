@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 _INCOMPLETE = "\ufffd"
 """Ends a decoded text whose last character lacks bytes."""
 
+_CONTEXT = 8
+"""Tokens before an answer with which it is decoded: more than a character has bytes."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 """A token for one byte, as SentencePiece has 256 of them."""
 
@@ -23,10 +25,14 @@ class AnswerText:
 
     Args:
         stops: texts that end the answer.
+        before: tokens that the answer continues: its text is what it adds to theirs. SentencePiece writes a space as a
+            part of the next word, and drops that of the first one. Empty: the answer is a text of its own.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], before: Sequence[int] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
+        self._before = [*before[-_CONTEXT:]]
+        self._begin = len(self._written(self._before))
         self._tokens: list[int] = []
         self._sent = 0
         self.is_stopped = False
@@ -48,8 +54,15 @@ class AnswerText:
         text = self._decoded()
         return "" if self.is_stopped else self._from_sent(text, len(text))
 
+    def last(self) -> list[int]:
+        """The last tokens of the answer and of what it continues, before the next one."""
+        return [*self._before, *self._tokens[-_CONTEXT:]][-_CONTEXT:]
+
     def _decoded(self) -> str:
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        return self._written([*self._before, *self._tokens])[self._begin :]
+
+    def _written(self, tokens: list[int]) -> str:
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         assert isinstance(text, str)
         return text
 
@@ -59,8 +72,13 @@ class AnswerText:
         return text[begin:end]
 
 
-def written_token(tokenizer: PreTrainedTokenizerBase, token: int) -> tuple[str, bytes | None]:
-    """The text of a token alone, and its bytes; None: they are not known.
+def written_token(
+    tokenizer: PreTrainedTokenizerBase, token: int, before: Sequence[int] = ()
+) -> tuple[str, bytes | None]:
+    """The text of a token, and its bytes; None: they are not known.
+
+    Args:
+        before: tokens that it follows: those of SentencePiece lose the space before a word where it is the first one.
 
     A token that holds a part of a character is written as OpenAI's API writes it, `bytes:\\xe4\\xbd`: no two of these
     have the same text.
@@ -68,6 +86,7 @@ def written_token(tokenizer: PreTrainedTokenizerBase, token: int) -> tuple[str, 
     text = tokenizer.decode([token])
     assert isinstance(text, str)
     if _INCOMPLETE not in text:
+        text = _behind(tokenizer, token, before) or text
         return text, text.encode()
     piece = tokenizer.convert_ids_to_tokens(token)
     assert isinstance(piece, str)
@@ -84,6 +103,14 @@ def written_token(tokenizer: PreTrainedTokenizerBase, token: int) -> tuple[str, 
         return content.decode(), content  # U+FFFD, of bytes
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content), content
+
+
+def _behind(tokenizer: PreTrainedTokenizerBase, token: int, before: Sequence[int]) -> str:
+    """What a token adds to the text of the one before it; empty: it is the first one, or changes that text."""
+    known, text = tokenizer.decode(before[-1:]), tokenizer.decode([*before[-1:], token])
+    assert isinstance(known, str)
+    assert isinstance(text, str)
+    return text[len(known) :] if text.startswith(known) else ""
 
 
 @cache

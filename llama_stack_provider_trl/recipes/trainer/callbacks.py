@@ -254,7 +254,6 @@ class JobCallback(TrainerCallback):
     ) -> None:
         if not logs or "loss" not in logs:
             return
-        _refuse_divergence(state.global_step, logs, scaled=self.spec.compute.dtype == "fp16")
         self._losses.append((state.global_step - self.last_logged, logs["loss"]))
         self.last_logged = state.global_step
         metrics = {name: float(value) for name, value in logs.items() if name != "epoch" and math.isfinite(value)}
@@ -272,8 +271,10 @@ class JobCallback(TrainerCallback):
                 tokens_seen=int(self._tokens),
                 link_mbit_per_s=round(self._parallel.mbit_per_s, 3) if self._parallel else None,
                 parallel_speedup=self._parallel.speedup if self._parallel else None,
+                not_finite=tuple(name for name, value in logs.items() if not math.isfinite(value)),
             )
         )
+        _refuse_divergence(state.global_step, logs, scaled=self.spec.compute.dtype == "fp16")
 
     def on_evaluate(
         self,

@@ -29,6 +29,27 @@ class StreamOptions(Documented, CheckedNames):
     """Send a last event with the numbers of tokens."""
 
 
+class JsonSchema(Documented, CheckedNames):
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")
+    """Of the schema; nothing reads it."""
+    description: Annotated[str | None, FreeText()] = Field(None, max_length=10_000)
+    """Of the schema; the model does not see it."""
+    schema_: Annotated[dict[str, Any], FreeText()] = Field(alias="schema")
+    """The JSON schema, at most 64 KiB."""
+    strict: bool | None = None
+    """The answer is kept within the schema either way."""
+
+
+class ResponseFormat(Documented, CheckedNames):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text", "json_object", "json_schema"]
+    """text: nothing constrains the answer. json_object: it is a JSON object. json_schema: it is JSON that a schema
+    describes."""
+    json_schema: JsonSchema | None = None
+    """With `json_schema`."""
+
+
 class AnswerBody(Documented, CheckedNames):
     """What chats and completions have in common."""
 
@@ -47,6 +68,9 @@ class AnswerBody(Documented, CheckedNames):
     """The same seed gives the same answer; left out: another one each time."""
     stop: Annotated[Stop | list[Stop] | None, FreeText()] = None
     """Texts that end the answer and are not in it, at most 4."""
+    response_format: ResponseFormat | None = None
+    """{"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name": ..., "schema":
+    {...}}}: each token is one that can continue such JSON."""
 
     @field_validator("stop")
     @classmethod
@@ -60,26 +84,6 @@ class AnswerBody(Documented, CheckedNames):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-class JsonSchema(Documented, CheckedNames):
-    model_config = ConfigDict(extra="forbid")
-    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-]+$")
-    """Of the schema; nothing reads it."""
-    description: Annotated[str | None, FreeText()] = Field(None, max_length=10_000)
-    """Of the schema; the model does not see it."""
-    schema_: Annotated[dict[str, Any], FreeText()] = Field(alias="schema")
-    """The JSON schema, at most 64 KiB."""
-    strict: bool | None = None
-    """The answer is kept within the schema either way."""
-
-
-class ResponseFormat(Documented, CheckedNames):
-    model_config = ConfigDict(extra="forbid")
-    type: Literal["text", "json_schema"]
-    """text: nothing constrains the answer. json_schema: it is JSON that a schema describes."""
-    json_schema: JsonSchema | None = None
-    """With `json_schema`."""
-
-
 class ChatBody(AnswerBody):
     messages: Annotated[list[dict[str, Any]], CheckedElsewhere()] = Field(min_length=1)
     """The conversation, in OpenAI's form, text only. The model's chat template renders it."""
@@ -90,9 +94,6 @@ class ChatBody(AnswerBody):
     """none: `tools` are not described."""
     n: int | None = Field(None, ge=1, le=MOST_ANSWERS)
     """Answers, each with random numbers of its own. They count as so many chats. Left out: 1."""
-    response_format: ResponseFormat | None = None
-    """{"type": "text"}, or {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}: each token is one
-    that can continue such JSON."""
     max_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)
     """Tokens of the answer at most; left out: as many as the model has positions for."""
     max_completion_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 from llama_stack_provider_trl.jobs.decisions.states import ACTIVE, JobState
+from llama_stack_provider_trl.specs.state_words import state_word
 
 from ..http.bodies import QueueRow
 from ..views import queue
@@ -20,11 +21,6 @@ SPARK_WIDTH, SPARK_HEIGHT = 64, 16
 """Of a small curve, in its own units."""
 _MARGIN = 1.5
 """Around it, for the width of its line."""
-_SHOWN = {
-    JobState.scheduled: "waiting",
-    JobState.launching: "starting",
-    JobState.in_progress: "running",
-}
 _UNITS = (("d", 86_400), ("h", 3600), ("min", 60))
 
 
@@ -133,19 +129,13 @@ def family_text(members: Mapping[str, int]) -> str:
     if not members:
         return ""
     total = sum(members.values())
-    rest = [f"{members[one]} {state_text(one)}" for one in JobState if one in members and one != JobState.completed]
+    rest = [f"{members[one]} {state_word(one)}" for one in JobState if one in members and one != JobState.completed]
     return ", ".join([f"{total} {'job' if total == 1 else 'jobs'}", *rest])
 
 
 def short(value: float | None) -> str:
     """A number with four digits, for a narrow column; empty: not known."""
     return "" if value is None else f"{value:.4g}"
-
-
-def state_text(state: JobState | str) -> str:
-    """A state as the pages write it."""
-    found = JobState(state)
-    return _SHOWN.get(found, found.value)
 
 
 def spark(values: Sequence[float]) -> str:

@@ -31,13 +31,12 @@ def models_of(job: JobRecord, checkpoints: Sequence[CheckpointRecord]) -> JobMod
     """The models of a job.
 
     Args:
-        checkpoints: of the job.
+        checkpoints: of the job, in the order in which it makes them.
     """
     source = job.spec.source if job.spec.adapter is None else job.spec.adapter
     made = source.made_by
     base = source.model if made is None else f"{CHECKPOINT}{made.job_uuid}/{made.checkpoint}"
-    newest = sorted(checkpoints, key=lambda one: one.created_at, reverse=True)
-    others = tuple(f"{CHECKPOINT}{job.job_uuid}/{one.path.name}" for one in newest)
+    others = tuple(f"{CHECKPOINT}{job.job_uuid}/{one.path.name}" for one in reversed(checkpoints))
     is_known = job.state is JobState.completed or job.spec.search is not None
     return JobModels(base, f"{RESULT}{job.job_uuid}" if is_known else next(iter(others), ""), others)
 

@@ -13,6 +13,7 @@ from fastapi import Request, Response
 
 from llama_stack_provider_trl import __version__
 from llama_stack_provider_trl.errors import TrlError
+from llama_stack_provider_trl.specs.state_words import state_word
 
 from ..security.access import CALLER, Caller
 from .assets import PLOTLY, asset_url, assets, style_ids
@@ -122,6 +123,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     made.filters |= {"moment": moment, "duration": duration, "size": size, "number": number, "step_time": step_time}
+    made.filters["state_word"] = state_word
     return made
 
 

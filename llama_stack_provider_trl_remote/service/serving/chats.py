@@ -28,7 +28,7 @@ from llama_stack_provider_trl.specs.serving import (
 )
 from llama_stack_provider_trl.system.data_dir import DataDir
 
-from ..http.chat_bodies import ChatBody, CompletionBody, refuse_unknown_keys
+from ..http.chat_bodies import ChatBody, CompletionBody, ResponseFormat, refuse_unknown_keys
 from ..http.errors import openai_error
 from ..settings import ServiceSettings
 from .openai import Json, Kind, Written, model_row, usage_event_of, whole_of
@@ -36,6 +36,8 @@ from .served import Served
 from .serving import Serving
 from .tool_texts import CallReader
 
+_ANY_OBJECT = '{"type": "object"}'
+"""The schema of `response_format` json_object."""
 _COMPLETION_TOKENS = 16
 """As OpenAI's API has it."""
 _BASE = "base"
@@ -325,22 +327,23 @@ def _chat_request(body: ChatBody) -> ServeRequest:
     messages = _messages(body.messages, body.described_tools)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     most = body.max_tokens or body.max_completion_tokens
-    schema = _schema(body)
-    return _request(body, messages=messages, max_tokens=most, logprobs=logprobs, json_schema=schema)
-
-
-def _schema(body: ChatBody) -> str | None:
-    """The JSON schema of a chat's answer; None: nothing constrains it. Raises InvalidRequest."""
     wanted = body.response_format
-    if wanted is None or wanted.type == "text":
-        if wanted is not None and wanted.json_schema is not None:
-            raise InvalidRequest("response_format.json_schema", "...", "it needs type json_schema: send that")
+    if body.described_tools and wanted is not None and wanted.type != "text":
+        hint = "a call of a tool is no answer within a schema: send tool_choice none, or leave it out"
+        raise InvalidRequest("response_format", wanted.type, hint)
+    return _request(body, messages=messages, max_tokens=most, logprobs=logprobs)
+
+
+def _schema(wanted: ResponseFormat | None) -> str | None:
+    """The JSON schema of an answer; None: nothing constrains it. Raises InvalidRequest."""
+    if wanted is None:
         return None
+    if wanted.type != "json_schema":
+        if wanted.json_schema is not None:
+            raise InvalidRequest("response_format.json_schema", "...", "it needs type json_schema: send that")
+        return _ANY_OBJECT if wanted.type == "json_object" else None
     if wanted.json_schema is None:
         raise InvalidRequest("response_format.json_schema", None, "type json_schema needs it: {name, schema}")
-    if body.described_tools:
-        hint = "a call of a tool is no answer within a schema: send tool_choice none, or leave it out"
-        raise InvalidRequest("response_format", "json_schema", hint)
     try:
         text = json.dumps(wanted.json_schema.schema_)
     except RecursionError as error:
@@ -367,6 +370,7 @@ def _request(body: ChatBody | CompletionBody, **more: Any) -> ServeRequest:
         top_p=1.0 if body.top_p is None else body.top_p,
         seed=secrets.token_hex(8) if body.seed is None else str(body.seed),
         stop=body.stops,
+        json_schema=_schema(body.response_format),
         **more,
     )
 

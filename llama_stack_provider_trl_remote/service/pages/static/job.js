@@ -91,6 +91,7 @@ function onEvent(_, message) {
   for (const [name, text] of Object.entries(shown)) {
     const value = event.metrics[name] ?? event[name];
     if (typeof value === "number") document.getElementById(`now-${name}`).textContent = text(value);
+    else if (event.not_finite?.includes(name)) document.getElementById(`now-${name}`).textContent = "";
   }
   const bar = document.getElementById("progress");
   // The service had not read how many steps there are when it rendered the page.

@@ -33,6 +33,7 @@ function onEvent(job, { event, eta_seconds: eta }) {
   found.querySelector(".progress .steps").textContent = `${event.step} of ${bar.max}`;
   found.querySelector(".eta").textContent = Number.isFinite(eta) ? `${brief(eta)} left` : "";
   if (typeof event.metrics.loss === "number") found.querySelector(".loss .value").textContent = short(event.metrics.loss);
+  else if (event.not_finite?.includes("loss")) found.querySelector(".loss .value").textContent = "";
 }
 
 function onState(job, state) {

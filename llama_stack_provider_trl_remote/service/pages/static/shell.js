@@ -2,6 +2,8 @@
 
 const WAIT_MS = 120;
 const MOST_JOBS = 8;
+// As specs/state_words.py has them.
+const WORDS = { scheduled: "waiting", launching: "starting", in_progress: "running" };
 const SHORTCUTS = [
   ["/", "search on this page, or in the palette"],
   ["Ctrl K", "open the palette"],
@@ -65,7 +67,7 @@ class Palette {
       const answer = await fetch(`/v1/post-training/queue?${query}`);
       if (!answer.ok || asked !== this.asked) return;
       const { data } = await answer.json();
-      this.show(data.map((job) => ({ text: job.job_uuid, to: `/jobs/${encodeURIComponent(job.job_uuid)}`, about: job.state.replace("_", " ") })));
+      this.show(data.map((job) => ({ text: job.job_uuid, to: `/jobs/${encodeURIComponent(job.job_uuid)}`, about: WORDS[job.state] ?? job.state })));
     } catch {
       // The pages are there without the service.
     }

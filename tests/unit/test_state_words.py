@@ -1,0 +1,42 @@
+"""People read one word for a state, on each page and in `trl-remote`; the API and `--json` keep its name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from llama_stack_provider_trl.jobs.decisions.states import JobState
+from llama_stack_provider_trl.specs.state_words import state_of, state_word
+from llama_stack_provider_trl_remote.cli.terminal import job_line, job_row, progress_line
+from llama_stack_provider_trl_remote.service import pages
+
+PAGES = Path(pages.__file__).parent
+
+
+@pytest.mark.parametrize("state", JobState)
+def test_each_state_has_a_word_of_its_own_that_names_it(state: JobState) -> None:
+    assert state_of(state_word(state)) == state
+    assert "_" not in state_word(state)
+    assert state_of(state) == state
+
+
+def test_lines_of_the_command_have_the_words_of_the_pages() -> None:
+    job = {"job_uuid": "a", "state": "in_progress", "status": "in_progress"}
+    assert "  running  " in job_line(job)
+    assert job_row(job)[1] == "running"
+    assert progress_line({"status": "in_progress"}) == "running"
+
+
+def test_no_page_writes_the_name_of_a_state_of_a_job() -> None:
+    """Those of nodes and pools are the API's own."""
+    for path in sorted((PAGES / "templates").glob("*.html")):
+        if path.name not in ("nodes.html", "pools.html"):
+            assert not re.findall(r"[>(]\{\{ (?:\w+\.)?state \}\}", path.read_text()), path.name
+
+
+def test_the_palette_has_the_same_words() -> None:
+    (words,) = re.findall(r"^const WORDS = \{ (.*) \};$", (PAGES / "static" / "shell.js").read_text(), re.MULTILINE)
+    known = dict(re.findall(r'(\w+): "(\w+)"', words))
+    assert known == {state: state_word(state) for state in JobState if state_word(state) != state}
