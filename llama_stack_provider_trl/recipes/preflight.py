@@ -214,6 +214,28 @@ def before_training(
     return verdict
 
 
+@dataclass(frozen=True)
+class MicroBatches:
+    """A job with merged micro steps."""
+
+    spec: JobSpec
+    batch_plan: BatchPlan
+    steps: int = 1
+    """Micro steps of the request in each of its own."""
+    reason: str = ""
+    """Why none are merged, although the job's option allows it."""
+
+    def because(self, reason: str) -> MicroBatches:
+        return replace(self, reason=reason)
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """For the job's record."""
+        if self.steps > 1:
+            return {"merged_micro_steps": self.steps}
+        return {"micro_steps": f"not merged: {self.reason}"} if self.reason else {}
+
+
 def merge_micro_steps(
     spec: JobSpec,
     batch_plan: BatchPlan,
@@ -254,28 +276,6 @@ def merge_micro_steps(
         return unmerged.because(why)
     plan = plans[chosen]
     return MicroBatches(plan.applied(spec), plan, batch_plan.accumulation_steps // plan.accumulation_steps)
-
-
-@dataclass(frozen=True)
-class MicroBatches:
-    """A job with merged micro steps."""
-
-    spec: JobSpec
-    batch_plan: BatchPlan
-    steps: int = 1
-    """Micro steps of the request in each of its own."""
-    reason: str = ""
-    """Why none are merged, although the job's option allows it."""
-
-    def because(self, reason: str) -> MicroBatches:
-        return replace(self, reason=reason)
-
-    @property
-    def shown(self) -> dict[str, Any]:
-        """For the job's record."""
-        if self.steps > 1:
-            return {"merged_micro_steps": self.steps}
-        return {"micro_steps": f"not merged: {self.reason}"} if self.reason else {}
 
 
 SHARE_FOR_MERGED = 0.7

@@ -333,7 +333,7 @@ class TrainSpec(Frozen):
     fits with them, else micro_step."""
     merge_micro_batches: MergeMicroBatches = "auto"
     """Whether the micro steps of an optimizer step are computed together where that changes no number beyond rounding
-    and the memory estimate fits. auto: on cuda. always: on a CPU, too, where it gains nothing."""
+    and the memory estimate fits. auto: on cuda. always: on a CPU, too."""
     save_steps: int | None = Field(None, gt=0)
     """Optimizer steps between checkpoints; None: at the end of every epoch and every 30 minutes."""
     eval_steps: int | None = Field(None, gt=0)
