@@ -165,9 +165,9 @@ def test_whole_gradients_are_reduced_once_per_optimizer_step(ranks: Ranks, tmp_p
     assert (sync, per_step) == ("step", UNITS)
     assert_same_numbers(found, expected)
     merged = of(tmp_path / "merged", "auto").changed(merge_micro_batches="always")
-    found, sync, per_step = counted(tmp_path / "merged" / "run", merged)
+    together, sync, per_step = counted(tmp_path / "merged" / "run", merged)
     assert (sync, per_step) == ("", UNITS)  # one micro step: nothing is accumulated
-    assert_same_numbers(found, expected)
+    assert_same_numbers(together, expected)
     digests = weight_digests(whole)
     (whole.checkpoint_dir / "final").rename(tmp_path / "first-final")
     again, sync, _ = counted(tmp_path / "again", whole, whole.checkpoint_dir / "checkpoint-2")
