@@ -58,6 +58,8 @@ VARIANTS = {
     "ours": Variant("ours"),
     "ours, cached reference": Variant("ours", ("dpo",), is_cached=True),
     "ours, padded": Variant("ours", fields={"padding_free": False}),
+    "ours, micro batches of 1": Variant("ours", accumulation=-1),
+    "ours, micro batches of 1 merged": Variant("ours", accumulation=-1, fields={"merge_micro_batches": "always"}),
     BASELINE: Variant("trl"),
     "TRL, micro batches of 1": Variant("trl", accumulation=-1),
     "TRL, precomputed reference": Variant("trl", ("dpo",), is_cached=True, fields={"precompute_ref_log_probs": True}),
@@ -309,6 +311,7 @@ def run_ours(variant: Variant, folder: Path, algorithm: Algorithm, options: argp
     blob = put_rows(run_dir / "datasets", read_rows(folder))
     reference = ReferenceSpec(precompute=True, cache=folder / "reference") if variant.is_cached else ReferenceSpec()
     defaults = {"padding_free": True, "attention_mask": "auto", "group_by_length": True}
+    micro = options.batch if variant.accumulation == 1 else 1
     spec = JobSpec.of(
         job_uuid="benchmark",
         model=str(model_of(folder)),
@@ -316,7 +319,8 @@ def run_ours(variant: Variant, folder: Path, algorithm: Algorithm, options: argp
         checkpoint_dir=run_dir / "checkpoints",
         dataset=DatasetRef(dataset_id="rows", path=blob.path, sha256=blob.sha256, num_rows=blob.num_rows),
         n_epochs=1,
-        batch_size=options.batch,
+        batch_size=micro,
+        gradient_accumulation_steps=options.batch // micro,
         shuffle=False,
         max_seq_length=options.max_length,
         dtype=options.dtype,

@@ -49,6 +49,7 @@ CHECKS = (
     Check("answers", "gpu_checks.methods:answers", 120),
     Check("speed on rows of many lengths", "gpu_checks.speed:many_lengths", 150),
     Check("speed on rows of many lengths at 1B", "gpu_checks.speed:many_lengths_at_1b", 270),
+    Check("merged micro steps", "gpu_checks.speed:merged", 180),
     Check("speed at 1B", "gpu_checks.speed:throughput", 300),
     Check("NCCL hang", "gpu_checks.recovery:hang", 120, gpus=2),
     Check("contexts", "gpu_checks.peak_memory:contexts", 90, gpus=2),

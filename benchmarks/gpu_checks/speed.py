@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .inputs import HALF_B, ONE_B, TINY, Shape, model, random_model, rows_of_many_lengths
-from .jobs import WARMUP_STEPS, Outcome, problems, run, spec, write_attempt
+from .jobs import WARMUP_STEPS, Outcome, largest_difference, problems, run, run_all, spec, write_attempt
 from .many_lengths import ROUNDS
+from .recovery import SAME_LOSS
 from .report import Finding
 from .setting import BENCHMARKS, Setting
 from .sharding import SAME_SPEED
@@ -234,6 +235,49 @@ def judge_throughput(
         ", ".join(f"{name} {ratio:.2f} times stock TRL" for name, ratio in ours.items()) or "our recipe is missing"
     )
     return Finding(passed, summary, rows, {"against_stock": ratios})
+
+
+# --- Merged micro steps -----------------------------------------------------------------------------------------------
+
+MERGED, SEPARATE, REQUESTED = "1 x 8, merged", "1 x 8, separate", "8 x 1"
+WORTH_MERGING = 0.9
+"""Of the speed of a request for the whole batch: what merged micro steps have to reach."""
+
+
+def merged(setting: Setting) -> Finding:
+    """Decides whether a request with batch_size 1 and 8 accumulation steps runs like one with batch_size 8.
+
+    A 1B model with LoRA and rows of 512 tokens, whose micro steps a GPU computes faster than the CPU queues them. The
+    memory estimate is on, without which nothing is merged.
+    """
+    path, sizes = model(setting, ONE_B), {"steps": 12, "tokens": 64 if setting.is_dry_run else 512, "lora": True}
+    small, large = {"batch_size": 1, "gradient_accumulation_steps": 8}, {"batch_size": 8}
+    kinds: dict[str, dict[str, Any]] = {
+        MERGED: {**small, "merge_micro_batches": "always"},
+        SEPARATE: {**small, "merge_micro_batches": "never"},
+        REQUESTED: large,
+    }
+    jobs = [
+        spec(setting, f"job-{number}", path, preflight="warn", **sizes, **changes)
+        for number, changes in enumerate(kinds.values())
+    ]
+    return judge_merged(dict(zip(kinds, run_all(setting, jobs), strict=True)), is_measured=not setting.is_dry_run)
+
+
+def judge_merged(found: Mapping[str, Outcome], is_measured: bool) -> Finding:
+    if failed := problems(found):
+        return Finding(False, failed)
+    merged, requested = found[MERGED], found[REQUESTED]
+    ratio = requested.step_seconds / max(merged.step_seconds, 1e-9)
+    is_same = bool(merged.weights) and merged.weights == requested.weights
+    apart = largest_difference(found[SEPARATE].losses, merged.losses)
+    rows = {name: f"{one.step_seconds:.3f} s a step, peak {one.peak_gib:.2f} GiB" for name, one in found.items()}
+    summary = (
+        f"weights of merged micro steps and of batch_size 8 {'equal' if is_same else 'DIFFER'}, {ratio:.2f} times the "
+        f"speed; losses of separate ones within {apart:.1e}"
+    )
+    passed = is_same and apart <= SAME_LOSS and (not is_measured or ratio >= WORTH_MERGING)
+    return Finding(passed, summary, rows, {"against_requested": ratio})
 
 
 # --- Rows of many lengths ---------------------------------------------------------------------------------------------

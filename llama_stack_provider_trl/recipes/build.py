@@ -47,7 +47,7 @@ from .model.loading import (
 from .model.packing_check import check_isolation
 from .model.positions import check_length, positions_of
 from .model.saving import try_exports
-from .preflight import before_training, choose_gradient_sync
+from .preflight import MicroBatches, before_training, choose_gradient_sync, memory_of, merge_micro_steps
 from .reward_templates import lost_by_reward_models
 from .trainer.base import RecipeTrainer
 from .trainer.custom import check_rows_of_jobs, other_version, used_method
@@ -117,6 +117,8 @@ class BuiltTrainer:
     """Whether batches have padding, and why; empty: the job asks for it."""
     prompts: list[list[int]]
     """Token ids of the prompts of `samples`; empty: the job has none."""
+    merged: MicroBatches
+    """Its micro steps."""
 
     @property
     def passes_mask(self) -> bool:
@@ -143,6 +145,7 @@ class BuiltTrainer:
                 "gradient_accumulation_steps": self.trainer.spec.train.gradient_accumulation_steps,
             },
             "data": _counts(data.report),
+            **self.merged.shown,
         }
         if (custom := self.trainer.spec.method.installed) is not None:
             found["method"] = used_method(custom)
@@ -190,6 +193,7 @@ def build_trainer(
     batch_plan: BatchPlan | None = None,
     fencing_token: FencingToken | None = None,
     require_space: Callable[[int], None] | None = None,
+    trained_batch_size: int | None = None,
 ) -> BuiltTrainer:
     """Build the trainer of a job.
 
@@ -197,6 +201,7 @@ def build_trainer(
         batch_plan: the batches of each optimizer step; None: those that the job's own fields give.
         fencing_token: None: no other attempt writes into the job's checkpoint directory.
         require_space: as in RecipeTrainer; None: `need_space` in the job's checkpoint directory.
+        trained_batch_size: rows of a micro batch of the attempt that this one continues; None: there was none.
     """
     writer, batch_plan = writer or NullEventWriter(), batch_plan or BatchPlan.of_job(spec)
     recipe, arguments = trainer_of(spec)  # first: what is not installed cannot train
@@ -222,6 +227,12 @@ def build_trainer(
     of_batches = [problem_of_padding(spec, row_lengths(data.train)), *_slow_dtype(spec.compute.dtype, device)]
     for message in filter(None, [*prompts.lost_turns, *data.warnings, *lost, *of_batches, no_triton, *others]):
         writer.write(Warned(message=message))
+    merged = merge_micro_steps(
+        *(spec, batch_plan, data.train, device.type, partial(memory_of, spec, device)),
+        data.mixed.mixture,
+        trained_batch_size,
+    )
+    spec, batch_plan = merged.spec, merged.batch_plan
     memory = before_training(spec, batch_plan, data.train, device, writer, requested, data.mixed.mixture)
     chooses_gradient_sync, spec = spec.train.gradient_sync == "auto", choose_gradient_sync(spec, memory)
     if batch_plan.needs_filler:
@@ -244,7 +255,7 @@ def build_trainer(
         processing_class=tokenizer,
         peft_config=None if policy.continued else policy.adapters,
     )
-    return BuiltTrainer(trainer, data, policy, memory, head_kernels, padding_free, prompts.ids)
+    return BuiltTrainer(trainer, data, policy, memory, head_kernels, padding_free, prompts.ids, merged)
 
 
 def load_data(

@@ -6,7 +6,7 @@ The same check runs before a job loads its model (`before_training`) and, on req
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from .data.prompts import encode_prompts
 from .data.sampling import BatchPlan, epoch_of_job
 from .distributed import ranks
 from .fast.batches import largest_groups
+from .fast.larger_batches import larger_plans, why_separate
 from .fast.smaller_batches import in_parts
 from .fast.support import with_batches
 from .memory.estimate import disk_bytes, estimate
@@ -118,6 +119,13 @@ def device_limit(device: torch.device, ranks: int) -> int:
     return machine_memory() // ranks
 
 
+def memory_of(spec: JobSpec, device: torch.device) -> tuple[Capacity, int]:
+    """What this machine has for a job, and all bytes of a rank's device, those in use included."""
+    limit = device_limit(device, spec.ranks * ranks.local_world_size() // ranks.world_size())
+    total = int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else limit
+    return Capacity(limit, machine_memory(), baseline=_baseline(device.type)), total
+
+
 def check(
     spec: JobSpec, batch: Batch, device: str, capacity: Capacity, requested: JobSpec | None = None
 ) -> dict[str, Any]:
@@ -183,9 +191,8 @@ def before_training(
         return None
     planned = plan_steps(spec, row_lengths(dataset), batch_plan, mixture)
     batch = _with_groups(planned.batch, spec, dataset, mixture)
-    here = spec.ranks * ranks.local_world_size() // ranks.world_size()
     try:
-        capacity = Capacity(device_limit(device, here), machine_memory(), baseline=_baseline(device.type))
+        capacity, _ = memory_of(spec, device)
         verdict = check(spec, batch, device.type, capacity, requested)
     except JobFailure:
         raise
@@ -205,6 +212,103 @@ def before_training(
             )
         )
     return verdict
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """A job with merged micro steps."""
+
+    spec: JobSpec
+    batch_plan: BatchPlan
+    steps: int = 1
+    """Micro steps of the request in each of its own."""
+    reason: str = ""
+    """Why none are merged, although the job's option allows it."""
+
+    def because(self, reason: str) -> MicroBatches:
+        return replace(self, reason=reason)
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """For the job's record."""
+        if self.steps > 1:
+            return {"merged_micro_steps": self.steps}
+        return {"micro_steps": f"not merged: {self.reason}"} if self.reason else {}
+
+
+def merge_micro_steps(
+    spec: JobSpec,
+    batch_plan: BatchPlan,
+    dataset: Dataset,
+    device: str,
+    measured: Callable[[], tuple[Capacity, int]],
+    mixture: Mixture | None = None,
+    trained: int | None = None,
+) -> MicroBatches:
+    """Merge micro steps of a job where its option allows it. A collective: rank 0's memory estimate decides.
+
+    Args:
+        spec: as this attempt's ranks train it.
+        batch_plan: the batches of each optimizer step.
+        dataset: as of `before_training`.
+        device: its type.
+        measured: the machines' memory, and all that a device has (`memory_of`); called on rank 0.
+        mixture: as in `plan_steps`.
+        trained: on rank 0, rows of a micro batch of the attempt that this one continues, which are taken again where
+            they still fit: other batches round differently. None: there was none.
+    """
+    unmerged = MicroBatches(spec, batch_plan)
+    if batch_plan.accumulation_steps == 1 or not spec.may_merge(device):
+        return unmerged
+    if spec.preflight == "off":
+        return unmerged.because("the memory of the job is not estimated")
+    if reason := why_separate(spec):
+        return unmerged.because(reason)
+    plans = larger_plans(spec, batch_plan, dataset, device)
+    if not plans:
+        return unmerged.because("their rows have many tokens")
+    chosen = -1
+    if ranks.rank() == 0 and trained != batch_plan.batch_size:
+        chosen = _first_that_fits(spec, plans, dataset, mixture, device, *measured(), trained)
+    chosen = ranks.broadcast_number(chosen)
+    if chosen < 0:
+        why = "the attempt before had these" if trained == batch_plan.batch_size else "larger ones may not fit"
+        return unmerged.because(why)
+    plan = plans[chosen]
+    return MicroBatches(plan.applied(spec), plan, batch_plan.accumulation_steps // plan.accumulation_steps)
+
+
+SHARE_FOR_MERGED = 0.7
+"""Of a device's memory, for the estimate of merged micro batches. Nobody asked for them: an estimate that is too low
+may not end the job."""
+
+
+def _first_that_fits(
+    spec: JobSpec,
+    plans: Sequence[BatchPlan],
+    dataset: Dataset,
+    mixture: Mixture | None,
+    device: str,
+    capacity: Capacity,
+    total: int,
+    trained: int | None,
+) -> int:
+    """The index of the first plan that fits, that of the attempt before first; -1: none does.
+
+    By the device's whole memory, and not by what is free at the moment: a later attempt decides the same.
+    """
+    lengths, share = row_lengths(dataset), replace(capacity, device=int(SHARE_FOR_MERGED * total))
+    for index in sorted(range(len(plans)), key=lambda index: plans[index].batch_size != trained):
+        plan = plans[index]
+        merged = plan.applied(spec)
+        batch = _with_groups(plan_steps(merged, lengths, plan, mixture).batch, merged, dataset, mixture)
+        try:
+            memory = estimate(merged, batch, device, capacity.baseline)
+        except Exception:  # as in `before_training`, which reports it
+            return -1
+        if capacity.holds(memory) and (plan.batch_size == trained or share.holds(memory)):
+            return index
+    return -1
 
 
 def choose_gradient_sync(spec: JobSpec, verdict: dict[str, Any] | None) -> JobSpec:
@@ -259,16 +363,20 @@ def _preflight(spec: JobSpec, request: PreflightSpec, writer: EventWriter) -> No
     lost = lost_by_reward_models(spec, writer.heartbeat)
     requested = spec
     spec, batch_plan = in_parts(spec, BatchPlan.of_job(spec), prepared.dataset, request.device)
-    planned = plan_steps(spec, row_lengths(prepared.dataset), batch_plan, prepared.mixture)
-    warmup = problem_of_warmup(spec.train.optimizer, planned.total_steps)
-    padded = problem_of_padding(requested, row_lengths(prepared.dataset))
-    planned = replace(planned, batch=_with_groups(planned.batch, spec, prepared.dataset, prepared.mixture))
     capacity = Capacity(
         device=request.memory_bytes or _device_memory(request.device) or machine_memory() // spec.ranks,
         machine=request.machine_memory_bytes or (None if request.device == "cuda" else machine_memory()),
         max_ranks=request.max_ranks,
         baseline=_baseline(request.device),
     )
+    merged = merge_micro_steps(
+        spec, batch_plan, prepared.dataset, request.device, lambda: (capacity, capacity.device), prepared.mixture
+    )
+    spec, batch_plan = merged.spec, merged.batch_plan
+    planned = plan_steps(spec, row_lengths(prepared.dataset), batch_plan, prepared.mixture)
+    warmup = problem_of_warmup(spec.train.optimizer, planned.total_steps)
+    padded = problem_of_padding(requested, row_lengths(prepared.dataset))
+    planned = replace(planned, batch=_with_groups(planned.batch, spec, prepared.dataset, prepared.mixture))
     memory = check(spec, planned.batch, request.device, capacity, requested)
     if spec.data.has_images:
         notes.append("the estimate of memory leaves out what the vision part of the model takes for images")

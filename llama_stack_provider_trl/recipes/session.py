@@ -40,6 +40,7 @@ from .model.saving import exports
 from .trainer.base import RecipeTrainer
 from .trainer.callbacks import Decision, JobCallback
 from .trainer.reference import Precomputation, precomputes
+from .trainer.step_checkpoints import trained_batch_size
 from .trainer.trl_patches import require_releases
 
 if TYPE_CHECKING:
@@ -119,7 +120,8 @@ def _prepare(
     require_space = partial(need_space, spec, uploads=run_dir.uploads, writer=writer)
     with heartbeat(writer):
         spec = with_merged_base(spec, require_space)
-        built = build_trainer(spec, device, writer, batch_plan, FencingToken.of(attempt), require_space)
+        trained = _trained_batch_size(attempt, batch_plan)
+        built = build_trainer(spec, device, writer, batch_plan, FencingToken.of(attempt), require_space, trained)
         trainer = built.trainer
         resume_from = _checkpoint_to_resume(attempt, writer, trainer.saver.disks)
         start_step = trainer.restore(resume_from) if resume_from else 0
@@ -131,6 +133,14 @@ def _prepare(
     )
     trainer.add_callback(callback)
     return Run(spec, writer, trainer, callback, resume_from, require_space)
+
+
+def _trained_batch_size(attempt: AttemptSpec, batch_plan: BatchPlan) -> int | None:
+    """Rows of a micro batch of the attempts before this one; None: there were none, or they had other ranks."""
+    requested = attempt.job.resume_from
+    own = [path for path in attempt.resume_candidates if requested is None or path != requested.path]
+    found = (trained_batch_size(path, batch_plan.world_size) for path in own)
+    return next((size for size in found if size is not None), None)
 
 
 def _show_progress(trainer: RecipeTrainer, run_dir: RunDir) -> None:

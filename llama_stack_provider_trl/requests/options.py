@@ -23,6 +23,7 @@ from ..specs.job import (
     DroppedTurns,
     Duplicates,
     GradientSync,
+    MergeMicroBatches,
     PeftMethod,
     Prefetch,
     PreflightMode,
@@ -362,6 +363,8 @@ class ProviderOptions(Documented, CheckedNames):
     """`eager`, `sdpa`, or on cuda `flash_attention_2` or `flash_attention_3`, where installed. Default: the model's."""
     gradient_sync: GradientSync = "auto"
     """Sharded ranks that accumulate: reduce gradients once per `step` or `micro_step`. `auto`: by the memory."""
+    merge_micro_batches: MergeMicroBatches = "auto"
+    """Compute the micro steps of a step together, where numbers stay and memory is left. `auto`: on cuda."""
     dataloader_num_workers: int | None = Field(None, ge=0, le=64)
     """Processes per rank that prepare batches while the device computes. Default: 2 on cuda, else 0."""
     lr_scheduler: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "linear"

@@ -44,6 +44,7 @@ PreflightMode = Literal["refuse", "warn", "off"]
 AttnImplementation = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
 AttentionMask = Literal["auto", "always"]
 GradientSync = Literal["auto", "step", "micro_step"]
+MergeMicroBatches = Literal["auto", "always", "never"]
 Prefetch = Literal["BACKWARD_PRE", "BACKWARD_POST"]
 
 
@@ -330,6 +331,9 @@ class TrainSpec(Frozen):
     """When ranks that shard the model reduce accumulated gradients. micro_step: in every micro step, so that each rank
     keeps a part. step: once per optimizer step, each rank keeps whole gradients. auto: step where the memory estimate
     fits with them, else micro_step."""
+    merge_micro_batches: MergeMicroBatches = "auto"
+    """Whether the micro steps of an optimizer step are computed together where that changes no number beyond rounding
+    and the memory estimate fits. auto: on cuda. always: on a CPU, too."""
     save_steps: int | None = Field(None, gt=0)
     """Optimizer steps between checkpoints; None: at the end of every epoch and every 30 minutes."""
     eval_steps: int | None = Field(None, gt=0)
@@ -542,10 +546,20 @@ class JobSpec(Frozen):
         """Whether the ranks shard the model, rather than being one process or DDP."""
         return self.ranks > 1 and self.sharding is not None and self.sharding.strategy != "NO_SHARD"
 
+    def may_merge(self, device: str) -> bool:
+        """Whether micro batches may be merged on a device: cpu, cuda, cuda:N, mps, or auto, which may be cuda."""
+        return self.train.merge_micro_batches == "always" or (
+            self.train.merge_micro_batches == "auto" and device.partition(":")[0] in ("auto", "cuda")
+        )
+
     def in_smaller_parts(self) -> JobSpec | None:
         """The same job in less memory: at most half the batch_size, and so much more accumulation that every step and
-        every evaluation sees the same rows; no whole gradients unless the job requests them. None: nothing of it is
-        possible, since batch_size is 1, or the loss has means over the batch (kto_pair)."""
+        every evaluation sees the same rows; no whole gradients unless the job requests them, and no merged micro
+        batches. None: nothing of it is possible, since batch_size is 1, or the loss has means over the batch
+        (kto_pair)."""
+        if self.train.gradient_accumulation_steps > 1 and self.may_merge(self.device):
+            parted = self.changed(merge_micro_batches="never")
+            return parted.in_smaller_parts() or parted
         if self.train.gradient_sync == "auto":
             parted = self.changed(gradient_sync="micro_step")
             is_less = self.is_sharded and self.train.gradient_accumulation_steps > 1

@@ -14,19 +14,23 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, LlamaConfig, MambaConfig
+from trl.trainer import utils as trl_utils
 
 from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.recipes import build, session
 from llama_stack_provider_trl.recipes.checkpoint.step import Saver
 from llama_stack_provider_trl.recipes.distributed import ranks
 from llama_stack_provider_trl.recipes.distributed.peers import backend_of
+from llama_stack_provider_trl.recipes.fast.batches import collate_rows, forward_arguments
+from llama_stack_provider_trl.recipes.fast.model import use_rows
 from llama_stack_provider_trl.recipes.model.attention import passes_padding_mask, set_attention
 from llama_stack_provider_trl.recipes.model.fsdp import fsdp_arguments, mixed_precision
 from llama_stack_provider_trl.recipes.model.loading import choose_device
 from llama_stack_provider_trl.recipes.trainer import callbacks
 from llama_stack_provider_trl.recipes.trainer.sft import in_one_sequence
-from llama_stack_provider_trl.recipes.trainer.trl_patches import fuse_head, keep_allocator_cache
+from llama_stack_provider_trl.recipes.trainer.trl_patches import every_position, fuse_head, keep_allocator_cache
 from llama_stack_provider_trl.specs.events import NullEventWriter, Progress
 from llama_stack_provider_trl.specs.job import ShardingSpec
 from tests.process.architectures import ARCHITECTURES
@@ -234,6 +238,47 @@ def test_the_isolation_of_flash_kernels_is_checked_on_the_device_in_the_jobs_dty
     assert (others, sequences, model.dtype, policy.model.dtype) == ([], 1, torch.bfloat16, torch.float32)
     assert len(model.model.layers) <= 2
     assert torch.equal(state, torch.random.get_rng_state())
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations whose result has a size, or whose value Python reads: for these it waits for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        selects = name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(
+            one is not None and one.dtype == torch.bool for one in args[1]
+        )
+        if selects or name in ("nonzero", "masked_select", "_local_scalar_dense", "item"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_batch_without_padding_is_scored_with_no_wait_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl_utils, "_use_triton", lambda device: True)  # with which TRL selects what has a label
+    rows = [{"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}, {"input_ids": [5, 9], "labels": [5, 9]}]
+    unscored = [{"input_ids": [5, 6], "labels": [-100, -100]}]
+
+    def step(rows: list[dict[str, Any]], scoring: Any) -> tuple[list[str], list[torch.Tensor]]:
+        model = small_llama()
+        use_rows(model, "cpu")
+        fuse_head(model, outputs=("log_probs", "is_top1"))
+        inputs = forward_arguments(collate_rows(rows))
+        with Waits() as waits, scoring:
+            outputs = model(**inputs)
+            outputs.log_probs.sum().backward()
+        gradients = [weight.grad for weight in model.parameters()]
+        return waits.names, [outputs.log_probs.detach(), outputs.is_top1, *gradients]
+
+    for batch in (rows, unscored):
+        waits, expected = step(batch, nullcontext())
+        assert len(waits) >= 2
+        waits, found = step(batch, every_position())
+        assert waits == []
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_offloading_leaves_the_allocators_cache_alone() -> None:

@@ -46,11 +46,12 @@ def ask(root: Path, spec: JobSpec, **requested: Any) -> list[Event]:
     [
         {"n_epochs": 3, "batch_size": 5},
         {"n_epochs": 2, "batch_size": 2, "gradient_accumulation_steps": 4},
+        {"batch_size": 1, "gradient_accumulation_steps": 4, "merge_micro_batches": "always"},
         {"n_epochs": 2, "batch_size": 2, "max_steps_per_epoch": 2},
         {"algorithm": "dpo", "batch_size": 3, "max_seq_length": 40},
         {"batch_size": 2, "packed": True, "max_seq_length": 100},
     ],
-    ids=["batches", "accumulation", "capped", "pairs-cut", "packed"],
+    ids=["batches", "accumulation", "merged", "capped", "pairs-cut", "packed"],
 )
 def test_steps_and_rows_are_those_of_the_job(tmp_path: Path, changes: dict[str, Any]) -> None:
     spec = job_spec(tmp_path, tiny_model(), changes.pop("algorithm", "sft"), **changes)

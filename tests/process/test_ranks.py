@@ -155,7 +155,8 @@ def test_whole_gradients_are_reduced_once_per_optimizer_step(ranks: Ranks, tmp_p
         assert codes == [0, 0], [event.message for event in of_kind(events, Failed)]
         calls = len((run_dir / "calls").read_text().splitlines())
         effective = of_kind(events, Prepared)[0].effective
-        return numbers(events), effective["gradient_sync"], calls / len(of_kind(events, Progress))
+        assert effective.get("merged_micro_steps") == (2 if spec.train.merge_micro_batches == "always" else None)
+        return numbers(events), effective.get("gradient_sync", ""), calls / len(of_kind(events, Progress))
 
     parts, whole = of(tmp_path / "parts", "micro_step"), of(tmp_path / "whole", "auto")
     expected, sync, per_step = counted(tmp_path / "parts" / "run", parts)
@@ -163,6 +164,10 @@ def test_whole_gradients_are_reduced_once_per_optimizer_step(ranks: Ranks, tmp_p
     found, sync, per_step = counted(tmp_path / "whole" / "run", whole)
     assert (sync, per_step) == ("step", UNITS)
     assert_same_numbers(found, expected)
+    merged = of(tmp_path / "merged", "auto").changed(merge_micro_batches="always")
+    together, sync, per_step = counted(tmp_path / "merged" / "run", merged)
+    assert (sync, per_step) == ("", UNITS)  # one micro step: nothing is accumulated
+    assert_same_numbers(together, expected)
     digests = weight_digests(whole)
     (whole.checkpoint_dir / "final").rename(tmp_path / "first-final")
     again, sync, _ = counted(tmp_path / "again", whole, whole.checkpoint_dir / "checkpoint-2")

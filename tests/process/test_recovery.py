@@ -330,3 +330,32 @@ def test_a_job_that_runs_out_of_memory_continues_with_half_the_batch_and_the_sam
     for halved, whole in zip(forked.outcome("job").points, forked.outcome("whole").points, strict=True):
         assert halved == (*whole[:2], pytest.approx(whole[2], abs=1e-5))
     assert_clean(forked.root)
+
+
+def test_merged_micro_batches_survive_a_kill_and_are_split_where_memory_ends(
+    forked: World, zygote: ForkLauncher, armed: Path
+) -> None:
+    changes = {"rows": SFT_ROWS[:11], "batch_size": 1, "gradient_accumulation_steps": 4, "n_epochs": 2}
+    changes |= {"merge_micro_batches": "always", "oom_retry": True}
+    forked.add("whole", "sft-lora", **changes)
+    forked.finish("whole")
+    (armed / "step-5").write_text("hold")
+    forked.add("killed", "sft-lora", **changes)
+    forked.until((armed / "step-5.taken").exists)
+    forked.until(lambda: forked.store.checkpoints("killed"))  # written while training continued
+    assert zygote.kill("killed-1", signal.SIGKILL)
+    (armed / "step-5.go").touch()
+    forked.finish("killed")
+    assert [attempt.start_step for attempt in forked.store.attempts("killed")] == [0, 3]
+    assert forked.outcome("killed") == forked.outcome("whole")
+    (armed / "step-4").write_text("memory")
+    forked.add("split", "sft-lora", **changes, retries=0)
+    forked.finish("split")
+    assert [attempt.start_step for attempt in forked.store.attempts("split")] == [0, 3]
+    job = forked.store.get("split")
+    assert "with merge_micro_batches never instead of merge_micro_batches always" in job.warnings[-1]
+    assert job.effective is not None
+    assert list(job.effective["effective"]["batches"].values()) == [1, 4]
+    for split, whole in zip(forked.outcome("split").points, forked.outcome("whole").points, strict=True):
+        assert split == (*whole[:2], pytest.approx(whole[2], abs=1e-5))
+    assert_clean(forked.root)

@@ -287,6 +287,8 @@ class _FlashAttentionOfAName(torch.autograd.Function):
     """A node whose name is that of flash attention, and which records the mode that its backward pass runs in."""
 
     modes: ClassVar[list[int]] = []
+    filling: ClassVar[list[bool]] = []
+    """Whether torch fills memory that it allocates, in a mode with a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
@@ -295,6 +297,7 @@ class _FlashAttentionOfAName(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         _FlashAttentionOfAName.modes.append(torch.get_deterministic_debug_mode())
+        _FlashAttentionOfAName.filling.append(torch.utils.deterministic.fill_uninitialized_memory)
         return gradients[0] * 2
 
 
@@ -305,12 +308,14 @@ def test_flash_attention_is_computed_backward_in_a_fixed_order(
     monkeypatch.setattr(attention, "_multiprocessors", lambda device: 132)
     torch.set_deterministic_debug_mode(mode)
     _FlashAttentionOfAName.modes.clear()
+    _FlashAttentionOfAName.filling.clear()
     values = torch.randn(2, 2, 1, requires_grad=True)
     attended = attention.repeatable(_FlashAttentionOfAName.apply(values))
     other = attention.repeatable(values * 3)  # a node of another name
     (attended + other).sum().backward()
     assert _FlashAttentionOfAName.modes == [2]
     assert torch.get_deterministic_debug_mode() == mode
+    assert (_FlashAttentionOfAName.filling, torch.utils.deterministic.fill_uninitialized_memory) == ([False], True)
     assert values.grad is not None
     assert values.grad.flatten().tolist() == [5.0] * 4
 

@@ -57,6 +57,7 @@ SHARDED = {"none": {"units": 8, "recipe_output_dtype": "None"}, "fp32": {"units"
 STEPS_OF_BOTH = {"ours": [[9.0, 9.0, 0.1, 0.1], [9.0, 9.0, 0.1, 0.2]], "stock TRL": [[0.2] * 4, [0.2] * 4]}
 """Seconds; the first two steps of a round do not count."""
 OFFLOADED = {"units": 4, "offload": "CPUOffloadPolicy"}
+MERGED_STEPS = {name: job() for name in (speed.MERGED, speed.SEPARATE, speed.REQUESTED)}
 SLOW = job(steps=tuple(replace(step, time=2.0 * step.step) for step in job().steps))
 MACHINE = environment.Machine(
     versions={**dict.fromkeys(environment.LIBRARIES, "1.0"), "torch": "2.11.0+cu130", "transformers": "5.23.0"},
@@ -345,6 +346,16 @@ FAULTS: dict[str, tuple[Judge, tuple[Any, ...], dict[str, tuple[Any, ...]]]] = {
     ),
     "speed on rows of many lengths": MANY_LENGTHS,
     "speed on rows of many lengths at 1B": MANY_LENGTHS,
+    "merged micro steps": (
+        speed.judge_merged,
+        (MERGED_STEPS, True),
+        {
+            "it is slower": ({**MERGED_STEPS, speed.MERGED: SLOW}, True),
+            "other weights": ({**MERGED_STEPS, speed.MERGED: job(weights="others")}, True),
+            "other losses": ({**MERGED_STEPS, speed.SEPARATE: DIVERGED}, True),
+            "it fails": ({**MERGED_STEPS, speed.MERGED: FAILED}, True),
+        },
+    ),
     "speed at 1B": (
         speed.judge_throughput,
         ({"sft": SPEEDS, "dpo": SPEEDS}, ONE_B, 989e12, True),

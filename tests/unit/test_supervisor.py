@@ -730,6 +730,24 @@ def test_a_job_that_ran_out_of_memory_with_whole_gradients_reports_how_it_contin
     assert "train with gradient_sync micro_step instead of gradient_sync auto" in world.job().warnings[0]
 
 
+@pytest.mark.parametrize("merged", [True, False])
+def test_merged_micro_batches_that_ran_out_of_memory_are_split(world: World, merged: bool) -> None:
+    prepared = PREPARED.model_copy(update={"effective": {"merged_micro_steps": 8} if merged else {}})
+    sizes = {"batch_size": 1, "gradient_accumulation_steps": 8}
+    world.add("a", oom_retry=True, retries=0, merge_micro_batches="always", **sizes)
+    run_out_of_memory(world, 1, prepared)
+    assert (world.state() is JobState.launching) == merged  # a job with a batch of 1 has nothing else to split
+    if merged:
+        change = "train with merge_micro_batches never instead of merge_micro_batches always"
+        assert change in world.job().warnings[0]
+        assert trained(world, 2) == (1, 8, None)
+    larger = job_spec("a", device="auto", batch_size=4, gradient_accumulation_steps=2).in_smaller_parts()
+    assert larger == job_spec(
+        "a", device="auto", batch_size=2, gradient_accumulation_steps=4, gradient_sync="micro_step",
+        merge_micro_batches="never",
+    )  # fmt: skip
+
+
 def test_a_failure_that_a_retry_cannot_fix_is_not_retried(world: World) -> None:
     world.add("a", retries=2)
     world.tick()

@@ -54,14 +54,13 @@ def may_shrink(job: JobRecord, attempts: Sequence[AttemptRecord], reason: Reason
 
     Not before its first step: then the batch is not what needs too much memory.
     """
-    return (
-        reason is Reason.out_of_memory
-        and job.spec.lifecycle.oom_retry
-        and job.state is JobState.in_progress
-        and job.effective is not None
-        and job.spec.in_smaller_parts() is not None
-        and not has_shrunk(attempts)
-    )
+    if reason is not Reason.out_of_memory or not job.spec.lifecycle.oom_retry or job.state is not JobState.in_progress:
+        return False
+    smaller = job.spec.in_smaller_parts()
+    if job.effective is None or smaller is None or has_shrunk(attempts):
+        return False
+    has_merged = "merged_micro_steps" in (job.effective.get("effective") or {})
+    return has_merged or shrunk_settings(job.spec, smaller) != ("merge_micro_batches",)
 
 
 def is_at_rung(job: JobRecord, outcome: Outcome) -> bool:
@@ -77,9 +76,10 @@ def has_shrunk(attempts: Iterable[AttemptRecord]) -> bool:
 
 def shrunk_settings(spec: JobSpec, smaller: JobSpec) -> tuple[str, ...]:
     """The fields in which a job differs from the same one in less memory (`JobSpec.in_smaller_parts`)."""
-    if smaller.data.batch_size == spec.data.batch_size:
-        return ("gradient_sync",)
-    return ("batch_size", "gradient_accumulation_steps")
+    if smaller.data.batch_size != spec.data.batch_size:
+        return ("batch_size", "gradient_accumulation_steps")
+    names = ("gradient_sync", "merge_micro_batches")
+    return tuple(name for name in names if smaller.value(name) != spec.value(name))
 
 
 def _failure(outcome: Outcome, seen: Observation, log_tail: str, node: str, log_file: str) -> Verdict:

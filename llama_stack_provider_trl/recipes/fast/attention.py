@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils import deterministic
 from transformers import AttentionInterface
 
 from .layout import Layout
@@ -239,14 +240,17 @@ def repeatable(attended: torch.Tensor, rows: int = 1) -> torch.Tensor:
     """
     node = attended.grad_fn
     if node is not None and _REPEATABLE in type(node).__name__ and _fits(attended, rows):
-        before: list[int] = []
+        before: list[tuple[int, bool]] = []
 
         def switch_on(*_: Any) -> None:
-            before.append(torch.get_deterministic_debug_mode())
+            before.append((torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory))
             torch.set_deterministic_debug_mode("error")
+            # The kernel writes all that it allocates: filling it with NaN first would be six more kernels.
+            deterministic.fill_uninitialized_memory = False
 
         def switch_back(*_: Any) -> None:
-            torch.set_deterministic_debug_mode(before.pop())
+            mode, deterministic.fill_uninitialized_memory = before.pop()
+            torch.set_deterministic_debug_mode(mode)
 
         node.register_prehook(switch_on)
         node.register_hook(switch_back)

@@ -15,7 +15,7 @@ from datasets import Dataset
 
 from ..data.lengths import list_lengths
 from ..data.tables import IGNORED
-from .layout import Group, Layout
+from .layout import Group, Layout, moved
 
 Inputs = dict[str, Any]
 _ANSWERS = ("chosen_ids", "rejected_ids")
@@ -94,7 +94,7 @@ class FlatPairs:
 
     def lengths(self, inputs: Inputs) -> torch.Tensor:
         """Scored tokens of each answer, chosen then rejected, shape (2 * pairs,)."""
-        return _chosen_first(torch.tensor(inputs["counts"], device=inputs["input_ids"].device))
+        return _chosen_first(moved(torch.tensor(inputs["counts"]), inputs["input_ids"].device))
 
     def num_tokens(self, inputs: Inputs) -> torch.Tensor:
         """Tokens of both sequences of each pair, shape (pairs,)."""

@@ -87,9 +87,9 @@ class Layout:
             keys = [last - first + end - start for (first, last), (start, end) in spans]
             taken = None
             if queries != keys:
-                taken = _moved(torch.cat([torch.arange(*span) for both in spans for span in both]), device)
+                taken = moved(torch.cat([torch.arange(*span) for both in spans for span in both]), device)
             query_bounds, key_bounds = (
-                _moved(torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int32), device)
+                moved(torch.tensor(list(accumulate(sizes, initial=0)), dtype=torch.int32), device)
                 for sizes in (queries, keys)
             )
             self._places[device] = Places(query_bounds, key_bounds, max(queries), max(keys), taken)
@@ -99,7 +99,7 @@ class Layout:
         return Layout, (self.groups, self.unread)  # processes that load batches send no masks
 
 
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor on the device, whose queue is not waited for: it holds the steps before."""
-    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    pinned = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
     return pinned.to(device, non_blocking=True)

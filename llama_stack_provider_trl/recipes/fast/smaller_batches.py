@@ -34,7 +34,7 @@ def in_parts(spec: JobSpec, batch_plan: BatchPlan, dataset: Dataset, device: str
     ):
         return spec, batch_plan
     sizes = [size for size in range(1, spec.data.batch_size + 1) if spec.data.batch_size % size == 0]
-    tokens = _mean_tokens(dataset)
+    tokens = mean_tokens(dataset)
     size = max((size for size in sizes if size * tokens <= TOKENS), default=1)
     if size == spec.data.batch_size:
         return spec, batch_plan
@@ -42,7 +42,7 @@ def in_parts(spec: JobSpec, batch_plan: BatchPlan, dataset: Dataset, device: str
     return batch_plan.applied(spec.with_batches_of(size)), batch_plan
 
 
-def _mean_tokens(dataset: Dataset) -> float:
+def mean_tokens(dataset: Dataset) -> float:
     """Tokens of a row, or of a pair with its prompt once."""
     columns = [
         name

@@ -12,7 +12,7 @@ from .data_order import DataOrder
 from .optimization import Optimization
 from .source_losses import SourceLosses
 from .step_checkpoints import StepCheckpoints
-from .trl_patches import fast_head, fuse_head, has_fast_head, weighs_tokens_alike
+from .trl_patches import every_position, fast_head, fuse_head, has_fast_head, weighs_tokens_alike
 
 
 class RecipeTrainer(StepCheckpoints, DataOrder, Optimization, SourceLosses):
@@ -39,6 +39,6 @@ class RecipeTrainer(StepCheckpoints, DataOrder, Optimization, SourceLosses):
 
     def scoring(self) -> AbstractContextManager[None]:
         """While this is open, forwards score batches with the head that is fastest on this device."""
-        if not has_fast_head(self.spec, self.args.device.type):
-            return nullcontext()
-        return fast_head(alike=weighs_tokens_alike(self.spec))
+        if has_fast_head(self.spec, self.args.device.type):
+            return fast_head(alike=weighs_tokens_alike(self.spec))
+        return every_position() if self.spec.compute.padding_free else nullcontext()

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from ...specs.job import JobSpec
 from ...specs.methods import CpoSpec, OrpoSpec
 from ..fast.batches import FlatPairs
+from ..fast.layout import moved
 from .pairs import PaddedPairs, PairRecipe, WholePairs, real_pairs
 
 _LN_HALF = -0.6931471805599453
@@ -98,7 +99,7 @@ class ReferenceFreeRecipe(PairRecipe):
         """Trainer's, which sees all batches of an optimizer step before the first of them is computed."""
         if self.chosen_weight:
             counts = [self.chosen_tokens(inputs).sum() for inputs in batch_samples]
-            self._chosen_tokens_of_step = self.accelerator.reduce(torch.stack(counts).sum().to(device))
+            self._chosen_tokens_of_step = self.accelerator.reduce(moved(torch.stack(counts).sum(), device))
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool) -> torch.Tensor:

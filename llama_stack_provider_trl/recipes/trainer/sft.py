@@ -13,6 +13,7 @@ from ...specs.job import JobSpec
 from ..data.images import Images
 from ..data.tables import IMAGES
 from ..fast.batches import collate_rows, forward_arguments
+from ..fast.layout import moved
 from ..model.attention import passes_padding_mask
 from .base import RecipeTrainer
 
@@ -99,7 +100,7 @@ class SftRecipe(RecipeTrainer, SFTTrainer):
             mask: which of them are trained, same shape.
             scored: trained tokens of each row.
         """
-        counts = torch.tensor(scored, device=losses.device)
+        counts = moved(torch.tensor(scored), losses.device)
         if self.spec.compute.padding_free:
             of_tokens = losses[0, : sum(scored)]
         elif len(losses) == len(scored):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..data.tables import IGNORED, IMAGES, SOURCE
+from ..fast.layout import moved
 from .metrics import TrainingMetrics
 
 PREFIX = "loss/"
@@ -84,7 +85,7 @@ class SourceLosses(TrainingMetrics):
 
 def sums_by_source(losses: torch.Tensor, counts: torch.Tensor, sources: Sequence[int], of: int) -> torch.Tensor:
     """Sum of the losses and of their counts by dataset, shape (of, 2)."""
-    numbers = torch.tensor(sources, device=losses.device)
+    numbers = moved(torch.tensor(sources), losses.device)
     is_of = (numbers == torch.arange(of, device=losses.device)[:, None]).float()
     # A product and no index_add, whose sums on a GPU differ from run to run.
     return is_of @ torch.stack([losses.detach().float(), counts.float()], dim=1)

@@ -31,6 +31,17 @@ _SCHEDULER = "scheduler.json"
 _SCALER = "scaler.json"
 
 
+def trained_batch_size(checkpoint: Path, world_size: int) -> int | None:
+    """The rows of a micro batch with which an attempt on as many ranks wrote a checkpoint; None: it is not known, or it
+    had another number of ranks."""
+    try:
+        state = json.loads((checkpoint / _STATE).read_text())
+        same = state["world_size"] == world_size
+        return int(state["batch_size"]) if same else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 class StepCheckpoints(DataOrder, Optimization):
     """A trainer that saves its state and resumes from it.
 
@@ -136,6 +147,7 @@ class StepCheckpoints(DataOrder, Optimization):
             "epoch": position.epoch,
             "row": position.row,
             "rows_per_step": self.batch_plan.rows_per_step,
+            "batch_size": self.batch_plan.batch_size,
             "world_size": ranks.world_size(),
             "gradient_sync": self.gradient_sync,
             "notes": self.notes,

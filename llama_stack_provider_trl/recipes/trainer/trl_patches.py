@@ -187,6 +187,19 @@ def fast_head(
 
 
 @contextmanager
+def every_position() -> Iterator[None]:
+    """While this is open, fused heads on a GPU score every position that they get, with the same kernels.
+
+    TRL selects the positions with a label by a mask, in the forward and in the backward pass: for how many these are
+    Python waits for the GPU three times. A batch in one sequence has no others; its placeholder's result becomes 0.
+    """
+    import trl.trainer.utils as utils
+
+    with patch.object(utils, "_use_triton", _never):
+        yield
+
+
+@contextmanager
 def computing_heads(compute: Callable[[Head, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
     """While this is open, a function computes what fused heads do.
 
