@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ...errors import DamagedRecord, JobConflict, JobNotFound
 from ...requests.options import RESERVED
+from ...specs.events import RolledOut
 from ...specs.job import JobSpec
 from ..decisions.demands import AGING, CRITICAL, Queued
 from ..decisions.prediction import RunningJob, WaitingJob
@@ -41,6 +42,7 @@ from .row_mapping import (
     job_summary,
     listed_job,
     point_record,
+    rollout_record,
     running_job,
     samples_record,
     waiting_job,
@@ -219,8 +221,8 @@ class JobReader:
         """The jobs that `queue_page` has folded under some others: of those in `opened` all, of others what runs.
 
         Returns:
-            At most `limit`, what runs before all others; where `order` leaves it open, that comes first, and then the
-            newest. Each has its `root`.
+            Of each family at most `limit`, what runs before all others; where `order` leaves it open, that comes first,
+            then the newest trials, and then the jobs of a chain, the first one first. Each has its `root`.
         """
         values: dict[str, Any] = {"state": None, "search": "", "owner": None, "order": order, "folded": True}
         values |= {"descending": descending}
@@ -387,6 +389,14 @@ def read_samples(
     rows = jobs.database.select("select_samples", {"job_uuid": job_uuid, "limit": limit, "offset": offset})
     (count,) = jobs.database.select("count_samples", {"job_uuid": job_uuid})
     return [samples_record(row) for row in rows], count["sets"]
+
+
+def read_rollouts(jobs: JobReader, job_uuid: str, limit: int, offset: int) -> tuple[Sequence[RolledOut], int]:
+    """The answers that train the model, each with its prompt, the newest first; and their number without `limit` and
+    `offset`."""
+    rows = jobs.database.select("select_rollouts", {"job_uuid": job_uuid, "limit": limit, "offset": offset})
+    (count,) = jobs.database.select("count_rollouts", {"job_uuid": job_uuid})
+    return [rollout_record(row) for row in rows], count["sets"]
 
 
 def read_warnings(jobs: JobReader, job_uuid: str) -> Sequence[tuple[int, str]]:

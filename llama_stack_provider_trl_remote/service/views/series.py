@@ -1,13 +1,13 @@
 """The metric points of a job as curves, with few enough points to draw.
 
 A range with more points is divided into parts of equally many steps. Of each part the lowest and the highest point of a
-metric are kept, so a spike is seen at any scale.
+metric are kept, so a spike is seen at any scale, and of the range the first and the last one. No point is computed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from sqlite3 import Row
 from typing import Any
@@ -20,6 +20,8 @@ from ..http.bodies import Curve, SeriesResponse
 from .events import read_states
 
 LAST_STEP = 2**53
+_ENDS = 2
+"""Points of a curve beside those of its parts: the first and the last one."""
 
 
 def read_series(
@@ -34,13 +36,14 @@ def read_series(
     Raises:
         JobNotFound.
     """
-    curves = _Curves(metrics)
+    curves = _Curves(metrics, with_ends=points >= 2 + _ENDS)
     with store.snapshot():  # events and points are stored together: the cursor is exactly behind these points
         _, (cursor,) = read_states(store, [job_uuid])
         found = store.point_range(job_uuid, begin, end)
         if found is not None:
             first, last = found
-            width = math.ceil((last - first + 1) / (points // 2))
+            parts = max(1, (points - _ENDS) // 2)
+            width = math.ceil((last - first + 1) / parts)
             rows = store.scan_points(job_uuid, begin, end)
             for _, part in groupby(rows, key=lambda row: (row["step"] - first) // width):
                 curves.add(part)
@@ -52,13 +55,23 @@ def read_series(
 class _Curves:
     """Collects the points of metrics, part by part."""
 
-    def __init__(self, wanted: Collection[str]) -> None:
+    def __init__(self, wanted: Collection[str], *, with_ends: bool) -> None:
         self.exact = True
         self._wanted = frozenset(wanted)
+        self._with_ends = with_ends
         self._curves: dict[str, dict[str, Curve]] = {}
+        self._last: dict[tuple[str, str], tuple[Row, float]] = {}
+        """Of each kind and metric the last point that is known."""
 
     def of(self, kind: str) -> dict[str, Curve]:
-        return self._curves.get(kind, {})
+        """The curves of all points that were added."""
+        found = self._curves.get(kind, {})
+        if self._with_ends:
+            for name, curve in found.items():
+                row, value = self._last.get((kind, name), (None, 0.0))
+                if row is not None and curve.step[-1] < row["step"]:
+                    _append(curve, row, value)
+        return found
 
     def add(self, rows: Iterator[Row]) -> None:
         """Add the points of one part, which are in the order of their steps."""
@@ -70,6 +83,12 @@ class _Curves:
             curves = self._curves.setdefault(kind, {})
             for name, (numbers, column) in sorted(self._columns(values).items()):
                 kept = _extremes(column)
+                if self._with_ends:
+                    count = range(len(column))
+                    if name not in curves and (first := _finite(column, count)) is not None:
+                        kept = sorted({first, *kept})
+                    if (last := _finite(column, reversed(count))) is not None:
+                        self._last[kind, name] = part[numbers[last]], column[last]
                 self.exact = self.exact and len(kept) == len(column)
                 curve = curves.setdefault(name, Curve(step=[], epoch=[], time=[], value=[]))
                 for number in kept:
@@ -97,6 +116,11 @@ def _append(curve: Curve, row: Row, value: float) -> None:
     curve.epoch.append(row["epoch"])
     curve.time.append(row["time"])
     curve.value.append(value)
+
+
+def _finite(values: Sequence[float], places: Iterable[int]) -> int | None:
+    """The first of some places whose value is a finite number; None: none is."""
+    return next((place for place in places if math.isfinite(values[place])), None)
 
 
 def _extremes(values: Sequence[float]) -> Sequence[int]:
