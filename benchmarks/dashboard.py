@@ -4,8 +4,8 @@
 
 First 50 pages of 4 jobs, each opened as a browser opens it: the page, its curves, then a stream of the events of
 all 4 jobs. Meanwhile 20 points a second are written in all, as trainings write them, and a client requests a status
-20 times a second. Then the page and the curves of a job with 200,000 points: their bytes and the CPU time of the service,
-and in Chromium, where there is one, how long it takes until the first chart is drawn, with an empty cache and again.
+20 times a second. Then the page and the curves of a job with 200,000 points: their bytes, the CPU time of the service,
+and in Chromium, where there is one, how long it takes until a chart is drawn, with an empty cache and again.
 Ends with 1 where a target is missed, or a stream lost a point. Takes about a minute. Linux only.
 """
 

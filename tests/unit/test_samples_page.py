@@ -107,9 +107,7 @@ def rolled_out(step: int, *rewards: float) -> RolledOut:
         for number, reward in enumerate(rewards)
     ]
     prompt = [RolloutTurn(role="user", content="Hi", calls=[RolloutCall(name="add", arguments="{}")])]
-    return RolledOut(
-        step=step, epoch=0.5, row=7, prompt=prompt, earlier_turns=2, answers=answers, further_answers=1
-    )
+    return RolledOut(step=step, epoch=0.5, row=7, prompt=prompt, earlier_turns=2, answers=answers, further_answers=1)
 
 
 def test_the_best_answer_to_a_prompt_of_a_step_comes_first_with_its_rewards(store: Store) -> None:
@@ -133,7 +131,8 @@ def test_the_best_answer_to_a_prompt_of_a_step_comes_first_with_its_rewards(stor
 
 
 def answering(store: Store, root: Path) -> JobRecord:
-    work = GenerateSpec(output_dataset_id="made", max_new_tokens=4, temperature=0, top_p=1, seed=1, samples_per_prompt=2)
+    choices = {"temperature": 0, "top_p": 1, "seed": 1, "samples_per_prompt": 2}
+    work = GenerateSpec(output_dataset_id="made", max_new_tokens=4, **choices)
     store.add_job(job_spec("asks", work=work, checkpoint_dir=root / "checkpoints" / "asks"), "digest")
     store.launch("asks", 1, "cpu", root / "run")
     (root / "checkpoints" / "asks").mkdir(parents=True)
@@ -147,13 +146,14 @@ def test_answers_of_a_file_stand_under_their_prompts_page_by_page(store: Store, 
     call = {"role": "assistant", "content": "", "reasoning": "Hm.", "tool_calls": [{"name": "add", "arguments": {}}]}
     lines = [
         {
-            **{"row": number // 2, "sample": number % 2, "prompt": [{"role": "user", "content": str(number // 2)}, call]},
+            **{"row": number // 2, "sample": number % 2},
+            "prompt": [{"role": "user", "content": str(number // 2)}, call],
             **{"text": "Yes.", "tokens": 2, "complete": True, "passed": {"json": bool(number % 2)}},
         }
         for number in range(30)
     ]
     text = "".join(f"{json.dumps(line)}\n" for line in lines)
-    file.write_text(f"{text}[]\n{{\"row\": 99")
+    file.write_text(f'{text}[]\n{{"row": 99')
     first = answers_of(ownership, job, 0)
     assert first is not None
     assert first.following is not None

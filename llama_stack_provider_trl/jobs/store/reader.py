@@ -315,6 +315,20 @@ class JobReader:
         """Kind, step, epoch, time (seconds) and metrics (JSON) of the points from step `begin` to `end`, by step."""
         return self.database.scan("scan_points", {"job_uuid": job_uuid, "begin": begin, "end": end})
 
+    def points_together(self, job_uuid: str, begin: int, end: int) -> Mapping[str, tuple[Sequence[int], str]]:
+        """Kind -> the steps of the points from step `begin` to `end`, by step, and their metrics, a JSON array."""
+        (row,) = self.database.select("select_points_together", {"job_uuid": job_uuid, "begin": begin, "end": end})
+        return {
+            kind: ([*map(int, steps.split(","))], f"[{row[f'{kind}_metrics']}]")
+            for kind in ("train", "validation")
+            if (steps := row[f"{kind}_steps"]) is not None
+        }
+
+    def places(self, job_uuid: str, kind: str, steps: Iterable[int]) -> Mapping[int, tuple[float, float]]:
+        """Step -> epoch and time (seconds) of the points of a kind at some steps."""
+        values = {"job_uuid": job_uuid, "kind": kind, "steps": json.dumps([*steps])}
+        return {row["step"]: (row["epoch"], row["time"]) for row in self.database.select("select_places", values)}
+
     def evaluations(self, job_uuid: str) -> Sequence[tuple[int, dict[str, float]]]:
         """Step and metrics of every evaluation, by step."""
         rows = self.database.select("select_evaluations", {"job_uuid": job_uuid})

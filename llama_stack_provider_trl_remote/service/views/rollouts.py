@@ -94,7 +94,7 @@ def answers_of(ownership: Ownership, job: JobRecord, skip: int) -> Answers | Non
             more = bool(file.read(1))
     except (OSError, RuntimeError):  # missing, no regular file, or a symbolic link that leads out
         return None
-    *lines, rest = data.split(b"\n")
+    lines = data.split(b"\n")[:-1]  # behind the last end of a line may be a part of one
     shown = lines[:_ANSWERS]
     found = [answer for line in shown if (answer := _parsed(line)) is not None]
     unreadable = len(shown) - len(found)

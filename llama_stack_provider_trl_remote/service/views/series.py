@@ -7,10 +7,10 @@ metric are kept, so a spike is seen at any scale, and of the range the first and
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import groupby
-from sqlite3 import Row
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
@@ -20,6 +20,8 @@ from ..http.bodies import Curve, SeriesResponse
 from .events import read_states
 
 LAST_STEP = 2**53
+_AT_ONCE = 400
+"""Steps that are read together, at least."""
 _ENDS = 2
 """Points of a curve beside those of its parts: the first and the last one."""
 
@@ -42,14 +44,21 @@ def read_series(
         found = store.point_range(job_uuid, begin, end)
         if found is not None:
             first, last = found
-            parts = max(1, (points - _ENDS) // 2)
-            width = math.ceil((last - first + 1) / parts)
-            rows = store.scan_points(job_uuid, begin, end)
-            for _, part in groupby(rows, key=lambda row: (row["step"] - first) // width):
-                curves.add(part)
-    return SeriesResponse(
-        train=curves.of("train"), validation=curves.of("validation"), exact=curves.exact, next=str(cursor)
-    )
+            width = math.ceil((last - first + 1) / max(1, (points - _ENDS) // 2))
+            piece = width * math.ceil(_AT_ONCE / width)
+            for start in range(first, last + 1, piece):
+                read = store.points_together(job_uuid, start, min(last, start + piece - 1))
+                for kind, (steps, texts) in read.items():
+                    curves.add(kind, steps, from_json(texts), first, width)
+        train, validation = (curves.of(kind, partial(store.places, job_uuid, kind)) for kind in ("train", "validation"))
+    return SeriesResponse(train=train, validation=validation, exact=curves.exact, next=str(cursor))
+
+
+class _Kept(NamedTuple):
+    """The points of a curve that are kept, by step."""
+
+    steps: list[int]
+    values: list[float]
 
 
 class _Curves:
@@ -59,40 +68,57 @@ class _Curves:
         self.exact = True
         self._wanted = frozenset(wanted)
         self._with_ends = with_ends
-        self._curves: dict[str, dict[str, Curve]] = {}
-        self._last: dict[tuple[str, str], tuple[Row, float]] = {}
-        """Of each kind and metric the last point that is known."""
+        self._curves: dict[str, dict[str, _Kept]] = {}
+        self._last: dict[tuple[str, str], tuple[int, float]] = {}
+        """Of each kind and metric step and value of the last number that is known."""
 
-    def of(self, kind: str) -> dict[str, Curve]:
-        """The curves of all points that were added."""
-        found = self._curves.get(kind, {})
-        if self._with_ends:
-            for name, curve in found.items():
-                row, value = self._last.get((kind, name), (None, 0.0))
-                if row is not None and curve.step[-1] < row["step"]:
-                    _append(curve, row, value)
-        return found
+    def of(self, kind: str, places: Callable[[Iterable[int]], Mapping[int, tuple[float, float]]]) -> dict[str, Curve]:
+        """The curves of all points that were added.
 
-    def add(self, rows: Iterator[Row]) -> None:
-        """Add the points of one part, which are in the order of their steps."""
-        all_rows = list(rows)
-        for kind in sorted({row["kind"] for row in all_rows}):
-            part = [row for row in all_rows if row["kind"] == kind]
-            # At once: a call for each of 200,000 points takes half of the time.
-            values = from_json(f"[{','.join([row['metrics'] for row in part])}]")
-            curves = self._curves.setdefault(kind, {})
-            for name, (numbers, column) in sorted(self._columns(values).items()):
-                kept = _extremes(column)
-                if self._with_ends:
-                    count = range(len(column))
-                    if name not in curves and (first := _finite(column, count)) is not None:
-                        kept = sorted({first, *kept})
-                    if (last := _finite(column, reversed(count))) is not None:
-                        self._last[kind, name] = part[numbers[last]], column[last]
-                self.exact = self.exact and len(kept) == len(column)
-                curve = curves.setdefault(name, Curve(step=[], epoch=[], time=[], value=[]))
+        Args:
+            places: epoch and time of some steps.
+        """
+        kept = self._curves.get(kind, {})
+        for name, (steps, values) in kept.items():
+            last = self._last.get((kind, name))
+            if last is not None and steps[-1] < last[0]:
+                steps.append(last[0])
+                values.append(last[1])
+        at = places(sorted({step for curve in kept.values() for step in curve.steps})) if kept else {}
+        return {
+            name: Curve(
+                step=steps,
+                epoch=[at[step][0] for step in steps],
+                time=[at[step][1] for step in steps],
+                value=[*values],
+            )
+            for name, (steps, values) in kept.items()
+        }
+
+    def add(self, kind: str, steps: Sequence[int], points: list[dict[str, Any]], first: int, width: int) -> None:
+        """Add points of a kind, by step. Parts begin at step `first` and have `width` steps."""
+        curves, begin = self._curves.setdefault(kind, {}), 0
+        while begin < len(steps):
+            end = bisect_left(steps, first + ((steps[begin] - first) // width + 1) * width, begin)
+            for name, (numbers, column) in sorted(self._columns(points[begin:end]).items()):
+                kept = self._kept(kind, name, column, lambda place, at=numbers, of=begin: steps[of + at[place]])
+                curve = curves.setdefault(name, _Kept([], []))
                 for number in kept:
-                    _append(curve, part[numbers[number]], column[number])
+                    curve.steps.append(steps[begin + numbers[number]])
+                    curve.values.append(column[number])
+            begin = end
+
+    def _kept(self, kind: str, name: str, column: Sequence[float], step_of: Callable[[int], int]) -> Sequence[int]:
+        """Positions of the values of a part that are kept."""
+        kept = _extremes(column)
+        if self._with_ends:
+            count = range(len(column))
+            if name not in self._curves[kind] and (first := _finite(column, count)) is not None:
+                kept = sorted({first, *kept})
+            if (last := _finite(column, reversed(count))) is not None:
+                self._last[kind, name] = step_of(last), column[last]
+        self.exact = self.exact and len(kept) == len(column)
+        return kept
 
     def _columns(self, values: Sequence[dict[str, Any]]) -> dict[str, tuple[Sequence[int], Sequence[float]]]:
         """Metric -> the numbers of the points that have it, and its values there."""
@@ -109,13 +135,6 @@ class _Curves:
 
     def _is_wanted(self, name: str) -> bool:
         return not self._wanted or name in self._wanted
-
-
-def _append(curve: Curve, row: Row, value: float) -> None:
-    curve.step.append(row["step"])
-    curve.epoch.append(row["epoch"])
-    curve.time.append(row["time"])
-    curve.value.append(value)
 
 
 def _finite(values: Sequence[float], places: Iterable[int]) -> int | None:

@@ -1,6 +1,6 @@
 // Draws curves with plotly: those of a job here, those of machines in nodes.js.
 import { Cursor } from "./cursor.js";
-import { along, groups, isNoisy, legendOf, smoothed, withoutOutliers } from "./curves.js";
+import { along, aroundEqual, groups, isNoisy, legendOf, smoothed, withoutOutliers } from "./curves.js";
 import { csvOf, Figure, save } from "./figure.js";
 
 const DRAW_MS = 500;
@@ -217,11 +217,20 @@ export class Charts {
     const found = this.layout(group);
     const isLogarithmic = this.logarithmic.checked;
     if (isLogarithmic) found.yaxis.type = "log";
-    const range = this.outliers.checked && withoutOutliers(curves.flatMap(({ y }) => y), isLogarithmic);
+    const values = curves.flatMap(({ y }) => y);
+    const equal = isLogarithmic ? null : aroundEqual(values);
+    const range = equal ?? (this.outliers.checked && withoutOutliers(values, isLogarithmic));
     if (range) found.yaxis.range = range;
     found.yaxis.uirevision = `${found.uirevision} ${isLogarithmic} ${this.outliers.checked}`;
-    if (chart.figure.isWhole) found.height = chart.element.clientHeight;
+    if (chart.figure.isWhole) Object.assign(found, this.whole(found, chart.element.clientHeight));
     return found;
+  }
+
+  // What is different in the layout of a chart that is shown alone: its legend is above it, whatever its height is.
+  whole(found, height) {
+    const title = { ...found.title, y: 1, yanchor: "top", pad: { t: 4, l: 8 } };
+    const legend = { orientation: "h", x: 0, y: 1, yanchor: "bottom" };
+    return { height, title, legend, margin: { ...found.margin, t: 70 } };
   }
 
   // A chart whose place has another size.
@@ -267,6 +276,7 @@ export class Charts {
     const titles = { time: "time (UTC)", relative: `${unit.name} since the first point` };
     const axis = titles[this.axis.value] ?? this.axis.value;
     const found = layout(group.title, axis, axis);
+    if (["step", "epoch"].includes(axis)) found.xaxis.unifiedhovertitle = { text: `${axis} %{x}` };
     if (group.title === "Learning rate") found.yaxis.exponentformat = "e";
     if (group.names.every(isMemory)) found.yaxis.title = { text: "GiB", standoff: 4 };
     found.hovermode = "x unified";

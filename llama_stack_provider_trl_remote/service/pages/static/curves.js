@@ -1,6 +1,8 @@
 // The points of a job's metrics, and what is drawn of them. Without the page.
 
-// Exponential moving average, corrected for its beginning: the first value is itself.
+const DIGITS = 12;
+
+// Exponential moving average, corrected for its beginning: the first value is itself, and equal values stay equal.
 export function smoothed(values, weight) {
   let mean = 0;
   let total = 0;
@@ -8,7 +10,7 @@ export function smoothed(values, weight) {
     if (value === null || !Number.isFinite(value)) return null;
     mean = weight * mean + (1 - weight) * value;
     total = weight * total + (1 - weight);
-    return mean / total;
+    return Number((mean / total).toPrecision(DIGITS));
   });
 }
 
@@ -27,6 +29,15 @@ export function withoutOutliers(values, isLogarithmic) {
   });
   const margin = MARGIN * (high - low);
   return high > low ? [low - margin, high + margin] : null;
+}
+
+// The range of an axis around values that are all the same, which plotly would draw between 1 less and 1 more; null: they
+// differ, or are 0.
+export function aroundEqual(values) {
+  const numbers = values.filter((value) => Number.isFinite(value));
+  const [first] = numbers;
+  if (!first || numbers.some((value) => value !== first)) return null;
+  return [first - 0.1 * Math.abs(first), first + 0.1 * Math.abs(first)];
 }
 
 export class Curves {
