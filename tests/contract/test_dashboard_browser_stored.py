@@ -436,7 +436,7 @@ def test_one_cursor_is_in_all_charts_and_a_chart_is_shown_alone_and_saved(window
     box = loss.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     poll(lambda: page.evaluate(HOVERED) >= 2, "the pointer moves both", timeout=20)
-    assert loss.evaluate("chart => [chart.layout.yaxis.type, chart.layout.yaxis.autorange]") == ["log", False]
+    assert loss.evaluate("chart => [chart.layout.yaxis.type, chart.layout.yaxis.autorange ?? false]") == ["log", False]
     script = """import("/static/curves.js").then(({ withoutOutliers }) =>
         [false, true].map((one) => withoutOutliers([...Array(100).keys(), 1e6], one)))"""
     plain, powers = page.evaluate(script)

@@ -457,7 +457,7 @@ SELECT group_concat(CASE WHEN kind = 'train' THEN step END) AS train_steps,
        group_concat(CASE WHEN kind <> 'train' THEN metrics END) AS validation_metrics
 FROM (SELECT step, kind, metrics FROM points WHERE job_uuid = :job_uuid AND step BETWEEN :begin AND :end ORDER BY step, kind);
 
--- name: select_places
+-- name: select_step_times
 -- When some steps were (a JSON array), by step.
 SELECT step, epoch, time FROM json_each(:steps) CROSS JOIN points ON points.step = json_each.value
 WHERE job_uuid = :job_uuid AND kind = :kind ORDER BY step;

@@ -324,10 +324,10 @@ class JobReader:
             if (steps := row[f"{kind}_steps"]) is not None
         }
 
-    def places(self, job_uuid: str, kind: str, steps: Iterable[int]) -> Mapping[int, tuple[float, float]]:
+    def step_times(self, job_uuid: str, kind: str, steps: Iterable[int]) -> Mapping[int, tuple[float, float]]:
         """Step -> epoch and time (seconds) of the points of a kind at some steps."""
         values = {"job_uuid": job_uuid, "kind": kind, "steps": json.dumps([*steps])}
-        return {row["step"]: (row["epoch"], row["time"]) for row in self.database.select("select_places", values)}
+        return {row["step"]: (row["epoch"], row["time"]) for row in self.database.select("select_step_times", values)}
 
     def evaluations(self, job_uuid: str) -> Sequence[tuple[int, dict[str, float]]]:
         """Step and metrics of every evaluation, by step."""

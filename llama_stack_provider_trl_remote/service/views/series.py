@@ -50,7 +50,9 @@ def read_series(
                 read = store.points_together(job_uuid, start, min(last, start + piece - 1))
                 for kind, (steps, texts) in read.items():
                     curves.add(kind, steps, from_json(texts), first, width)
-        train, validation = (curves.of(kind, partial(store.places, job_uuid, kind)) for kind in ("train", "validation"))
+        train, validation = (
+            curves.of(kind, partial(store.step_times, job_uuid, kind)) for kind in ("train", "validation")
+        )
     return SeriesResponse(train=train, validation=validation, exact=curves.exact, next=str(cursor))
 
 
@@ -72,11 +74,11 @@ class _Curves:
         self._last: dict[tuple[str, str], tuple[int, float]] = {}
         """Of each kind and metric step and value of the last number that is known."""
 
-    def of(self, kind: str, places: Callable[[Iterable[int]], Mapping[int, tuple[float, float]]]) -> dict[str, Curve]:
+    def of(self, kind: str, times: Callable[[Iterable[int]], Mapping[int, tuple[float, float]]]) -> dict[str, Curve]:
         """The curves of all points that were added.
 
         Args:
-            places: epoch and time of some steps.
+            times: epoch and time of some steps.
         """
         kept = self._curves.get(kind, {})
         for name, (steps, values) in kept.items():
@@ -84,7 +86,7 @@ class _Curves:
             if last is not None and steps[-1] < last[0]:
                 steps.append(last[0])
                 values.append(last[1])
-        at = places(sorted({step for curve in kept.values() for step in curve.steps})) if kept else {}
+        at = times(sorted({step for curve in kept.values() for step in curve.steps})) if kept else {}
         return {
             name: Curve(
                 step=steps,

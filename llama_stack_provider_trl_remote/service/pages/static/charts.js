@@ -280,6 +280,7 @@ export class Charts {
     if (group.title === "Learning rate") found.yaxis.exponentformat = "e";
     if (group.names.every(isMemory)) found.yaxis.title = { text: "GiB", standoff: 4 };
     found.hovermode = "x unified";
+    found.hoverlabel = { namelength: -1 };
     found.hoverdistance = -1; // of points that are thinned out the nearest is shown, however far it is
     // Marks have an axis of their own: they are at the top of a chart, whatever its values are.
     found.yaxis2 = { overlaying: "y", range: [0, 1], fixedrange: true, visible: false };
