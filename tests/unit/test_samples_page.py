@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,7 +132,7 @@ def test_the_best_answer_to_a_prompt_of_a_step_comes_first_with_its_rewards(stor
 
 
 def answering(store: Store, root: Path) -> JobRecord:
-    choices = {"temperature": 0, "top_p": 1, "seed": 1, "samples_per_prompt": 2}
+    choices: dict[str, Any] = {"temperature": 0, "top_p": 1, "seed": 1, "samples_per_prompt": 2}
     work = GenerateSpec(output_dataset_id="made", max_new_tokens=4, **choices)
     store.add_job(job_spec("asks", work=work, checkpoint_dir=root / "checkpoints" / "asks"), "digest")
     store.launch("asks", 1, "cpu", root / "run")

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from llama_stack_provider_trl.specs.events import RolledOut, RolloutAnswer
 
+from ..http.samples import AnswerLine
 from ..serving.tool_texts import CallReader, ToolCall
-from ..views.rollouts import AnswerLine
 from .rendering import number
 
 _LONGEST = 16_384
@@ -44,7 +44,7 @@ class ShownAnswer(NamedTuple):
     note: str
 
 
-class Exchange(NamedTuple):
+class ShownExchange(NamedTuple):
     """A prompt with answers to it."""
 
     title: str
@@ -81,14 +81,14 @@ def cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ... (it has {len(text)} characters)"
 
 
-def exchange_of(found: RolledOut) -> Exchange:
+def exchange_of(found: RolledOut) -> ShownExchange:
     """The answers to a prompt of an optimizer step, the best one first."""
     prompt = [
         ShownTurn(turn.role, turn.content, turn.reasoning, [ToolCall(call.name, call.arguments) for call in turn.calls])
         for turn in found.prompt
     ]
     best = sorted(found.answers, key=lambda answer: -answer.reward)
-    return Exchange(
+    return ShownExchange(
         f"Step {found.step}, row {found.row}",
         prompt,
         [_rewarded(answer, place) for place, answer in enumerate(best, 1)],
@@ -105,15 +105,15 @@ def _rewarded(answer: RolloutAnswer, place: int) -> ShownAnswer:
     return ShownAnswer(answer_turn(answer.text), f"Answer {place}", facts, _note(answer.tokens, answer.complete))
 
 
-def exchanges_of(found: Iterable[AnswerLine]) -> list[Exchange]:
+def exchanges_of(found: Iterable[AnswerLine]) -> list[ShownExchange]:
     """Answers of a file under their prompts: those that follow each other and have the same prompt are together."""
-    exchanges: list[Exchange] = []
+    exchanges: list[ShownExchange] = []
     last: list[dict[str, Any]] | None = None
     answers: list[ShownAnswer] = []
     for line in found:
         if line.prompt != last:
             answers = []
-            exchanges.append(Exchange(f"Row {line.row}", [_turn_of(turn) for turn in line.prompt], answers))
+            exchanges.append(ShownExchange(f"Row {line.row}", [_turn_of(turn) for turn in line.prompt], answers))
             last = line.prompt
         answers.append(_checked(line))
     return exchanges

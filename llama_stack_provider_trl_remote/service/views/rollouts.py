@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-from pydantic import BaseModel, ConfigDict
+from typing import NamedTuple
 
 from llama_stack_provider_trl.jobs.store.reader import read_rollouts
 from llama_stack_provider_trl.jobs.store.records import JobRecord
@@ -14,38 +12,13 @@ from llama_stack_provider_trl.specs.work import ANSWERS
 from llama_stack_provider_trl.system.files import open_in
 from llama_stack_provider_trl.system.ownership import Ownership
 
+from ..http.samples import AnswerLine
+
 ROLLOUTS = 5
 """Prompts of a page, each with all answers to it."""
 _ANSWERS = 20
 _BYTES = 1 << 20
 """That are read of a file of answers for a page. A longer line is left out."""
-
-
-class _GivenReward(BaseModel):
-    reward: float
-    error: str | None = None
-
-
-class _Verdict(BaseModel):
-    score: float | None = None
-    verdict: str = ""
-
-
-class AnswerLine(BaseModel):
-    """A line of the file of answers that a generate job, or an evaluation with checks, leaves."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    row: int
-    sample: int = 0
-    prompt: list[dict[str, Any]]
-    text: str
-    tokens: int
-    complete: bool
-    passed: dict[str, bool] = {}
-    timed_out: list[str] = []
-    graded: dict[str, _GivenReward] = {}
-    judged: dict[str, _Verdict] = {}
 
 
 class Rollouts(NamedTuple):

@@ -103,24 +103,29 @@ class _Curves:
         while begin < len(steps):
             end = bisect_left(steps, first + ((steps[begin] - first) // width + 1) * width, begin)
             for name, (numbers, column) in sorted(self._columns(points[begin:end]).items()):
-                kept = self._kept(kind, name, column, lambda place, at=numbers, of=begin: steps[of + at[place]])
+                kept, last = self._kept(column, is_first=name not in curves)
+                if last is not None:
+                    self._last[kind, name] = steps[begin + numbers[last]], column[last]
                 curve = curves.setdefault(name, _Kept([], []))
                 for number in kept:
                     curve.steps.append(steps[begin + numbers[number]])
                     curve.values.append(column[number])
             begin = end
 
-    def _kept(self, kind: str, name: str, column: Sequence[float], step_of: Callable[[int], int]) -> Sequence[int]:
-        """Positions of the values of a part that are kept."""
-        kept = _extremes(column)
+    def _kept(self, column: Sequence[float], *, is_first: bool) -> tuple[Sequence[int], int | None]:
+        """Positions of the values of a part that are kept, and that of its last number, where the ends of a curve are.
+
+        Args:
+            is_first: no part of the curve was before this one.
+        """
+        kept, last = _extremes(column), None
         if self._with_ends:
             count = range(len(column))
-            if name not in self._curves[kind] and (first := _finite(column, count)) is not None:
+            last = _finite(column, reversed(count))
+            if is_first and (first := _finite(column, count)) is not None:
                 kept = sorted({first, *kept})
-            if (last := _finite(column, reversed(count))) is not None:
-                self._last[kind, name] = step_of(last), column[last]
         self.exact = self.exact and len(kept) == len(column)
-        return kept
+        return kept, last
 
     def _columns(self, values: Sequence[dict[str, Any]]) -> dict[str, tuple[Sequence[int], Sequence[float]]]:
         """Metric -> the numbers of the points that have it, and its values there."""
