@@ -99,6 +99,7 @@ def test_a_part_of_the_range_is_exact_where_the_whole_is_not(store: Store) -> No
     assert part.exact
     assert part.train["loss"].step == list(range(1000, 1050))
     assert list(part.train) == ["loss"]
+    assert read_series(store, "a", ["loss"], 100, 1000, 1099).exact, "as many points as are requested"
     assert read_series(store, "a", ["loss"], 100, 9000, 9999).train == {}
 
 
