@@ -18,6 +18,12 @@ MAX_ANSWERS = 16
 """Answers of a set of samples."""
 MAX_ANSWER = 8192
 """Characters of one."""
+MAX_ROLLOUT = 8
+"""Answers of a rollout, and turns of its prompt."""
+MAX_CALLS = 4
+"""Calls of such a turn."""
+MAX_REWARDS = 32
+"""Rewards of such an answer. With all bounds a rollout fits into a line of events, however its texts are escaped."""
 MAX_INTEGER = 2**63 - 1
 """The largest integer that a database column holds."""
 

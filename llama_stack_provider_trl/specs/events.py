@@ -21,7 +21,10 @@ from ..system.files import open_regular
 from .event_fields import (
     MAX_ANSWER,
     MAX_ANSWERS,
+    MAX_CALLS,
     MAX_KEY,
+    MAX_REWARDS,
+    MAX_ROLLOUT,
     MAX_TEXT,
     MAX_VALUES,
     Bytes,
@@ -365,6 +368,57 @@ class Sampled(_Event):
     """In the order of the prompts."""
 
 
+class RolloutCall(BaseModel):
+    """A call of a tool in a prompt."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: Annotated[str, cut(MAX_KEY)]
+    arguments: Annotated[str, cut(1024)]
+    """As JSON."""
+
+
+class RolloutTurn(BaseModel):
+    """A turn of a prompt that the model answers while it trains."""
+
+    model_config = ConfigDict(frozen=True)
+
+    role: Name
+    content: Annotated[str, cut(4096)]
+    reasoning: Annotated[str, cut(4096)] = ""
+    calls: Annotated[list[RolloutCall], Field(max_length=MAX_CALLS)] = []
+    """The first ones."""
+
+
+class RolloutAnswer(Answer):
+    """One of the answers to a prompt, which train the model."""
+
+    reward: Annotated[float, Field(allow_inf_nan=False)]
+    """The weighted sum of the rewards of all sources."""
+    advantage: Annotated[float, Field(allow_inf_nan=False)]
+    """How much better it is than the other answers to the prompt, as it counts in the loss."""
+    rewards: Annotated[dict[Name, float], Field(max_length=MAX_REWARDS)]
+    """Of the first sources, by their names."""
+
+
+class RolledOut(_Event):
+    """The answers to one of the prompts of optimizer step `step`, with their rewards, at some of the steps. Key in the
+    store: (job, step, rollout)."""
+
+    type: Literal["rollout"] = "rollout"
+    step: Count
+    epoch: Epochs
+    row: Count
+    """Number of the prompt's row in the dataset, from 0."""
+    prompt: Annotated[list[RolloutTurn], Field(max_length=MAX_ROLLOUT)]
+    """Its last turns."""
+    earlier_turns: Count = 0
+    """Turns before these."""
+    answers: Annotated[list[RolloutAnswer], Field(max_length=MAX_ROLLOUT)]
+    """The first ones."""
+    further_answers: Count = 0
+
+
 class CheckpointSaved(_Event):
     """A checkpoint directory that is complete on disk, fsynced and loadable; never written earlier."""
 
@@ -435,6 +489,7 @@ Event = Annotated[
     | Progress
     | Evaluated
     | Sampled
+    | RolledOut
     | CheckpointSaved
     | CheckpointDamaged
     | Paused

@@ -17,6 +17,10 @@ from llama_stack_provider_trl.specs.events import (
     Prepared,
     Progress,
     Reason,
+    RolledOut,
+    RolloutAnswer,
+    RolloutCall,
+    RolloutTurn,
     Sampled,
     Started,
     Warned,
@@ -101,6 +105,18 @@ def add_hostile(data_dir: Path) -> None:
     metrics = {"loss": 1.0, HOSTILE: 1.0, "<b>bold</b>": 2.0, '<a href="javascript:alert(3)">link</a>': 3.0}
     events: list[Event] = [
         Sampled(kind="before", step=0, epoch=0.0, answers=answers),
+        RolledOut(
+            **{"step": 1, "epoch": 0.1, "row": 0},
+            prompt=[RolloutTurn(role="user", content=HOSTILE, calls=[RolloutCall(name=HOSTILE, arguments=HOSTILE)])],
+            answers=[
+                RolloutAnswer(
+                    **{"tokens": 9, "complete": True, "reward": reward, "advantage": reward},
+                    text=f"<think>{HOSTILE}</think>{HOSTILE}",
+                    rewards={HOSTILE: reward, "length": 0.5},
+                )
+                for reward in (-1.0, 1.0)
+            ],
+        ),
         Prepared(total_steps=9, num_rows=1, trainable_parameters=1, total_parameters=1),
         *(Progress(step=step, epoch=step / 9, metrics=metrics, peak_memory_bytes=1) for step in (1, 2, 3)),
         Warned(message=f"while it trained: {HOSTILE}"),

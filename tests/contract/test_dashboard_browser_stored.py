@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.store import Store
@@ -202,6 +203,11 @@ def test_jobs_are_compared_by_order_from_their_own_beginning_and_by_single_point
     assert found["places"] == [[0], [0]], "since the first point of each"
     assert found["drawn"] >= 2
     assert found["axis"] == "seconds since the first point"
+    assert titles(window, "[data-section=Main]") == ["loss"]
+    window.page.focus(".chart >> nth=0")
+    window.page.keyboard.press("Home")
+    poll(lambda: window.page.evaluate(HOVERED) >= 1, "the charts show the place", timeout=20)
+    assert "writes" in window.page.text_content("#readout")
 
 
 def test_a_log_of_2_gb_with_a_line_of_50_mb_stops_neither_page_nor_service(window: Window, service: Guarded) -> None:
@@ -406,6 +412,66 @@ def test_the_first_screen_of_a_running_job_has_its_state_its_eta_and_its_curves(
     )
     assert window.faults() == []
     complete(service.data_dir, name)
+
+
+HOVERED = "[...document.querySelectorAll('.chart .hoverlayer')].filter((one) => one.textContent).length"
+
+
+def test_one_cursor_is_in_all_charts_and_a_chart_is_shown_alone_and_saved(window: Window, service: Guarded) -> None:
+    add_overfitting(service.data_dir, "looked-at", "dpo")
+    window.login("submit")
+    window.page.set_viewport_size({"width": 1440, "height": 900})
+    window.open("/jobs/looked-at?outliers=no&scale=log")
+    window.wait_for_charts()
+    poll(lambda: titles(window, "#headline") == ["Rewards", "Loss"], "the first charts are drawn", timeout=20)
+    page, loss = window.page, window.page.locator(".chart >> nth=1")
+    loss.focus()
+    page.keyboard.press("End")
+    poll(lambda: page.evaluate(HOVERED) >= 2, "both charts show the step", timeout=20)
+    assert page.text_content("#readout").startswith("step 120: loss, smoothed 1.")
+    page.keyboard.press("ArrowLeft")
+    assert page.text_content("#readout").startswith("step 119: ")
+    page.keyboard.press("Escape")
+    poll(lambda: page.evaluate(HOVERED) == 0, "the cursor is gone", timeout=20)
+    box = loss.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    poll(lambda: page.evaluate(HOVERED) >= 2, "the pointer moves both", timeout=20)
+    assert loss.evaluate("chart => [chart.layout.yaxis.type, chart.layout.yaxis.autorange ?? false]") == ["log", False]
+    script = """import("/static/curves.js").then(({ withoutOutliers }) =>
+        [false, true].map((one) => withoutOutliers([...Array(100).keys(), 1e6], one)))"""
+    plain, powers = page.evaluate(script)
+    assert plain == pytest.approx([0.5, 99.5], abs=0.01), "from the 5th to the 95th percentile, with a margin"
+    assert powers == pytest.approx([0.714, 2.038], abs=0.01)
+    page.click("[aria-label='Menu of Loss']")
+    assert window.faults() == []
+    with page.expect_download() as begun:
+        page.click(".chart-menu[open] >> text=CSV")
+    assert begun.value.suggested_filename == "looked-at-Loss.csv"
+    lines = begun.value.path().read_text().splitlines()
+    assert lines[0] == "job,kind,step,epoch,time,loss,eval_loss"
+    assert (len(lines), lines[-1].split(",")[:4], lines[-1].split(",")[5:]) == (
+        *(125, ["looked-at", "validation", "120", "1.2"]),
+        ["", "2.1"],
+    )
+    page.click("[aria-label='Menu of Loss']")
+    page.click(".chart-menu[open] >> text=Full screen")
+    poll(lambda: loss_width(window) > 1300, "the chart is as wide as the window", timeout=20)
+    page.click("[aria-label='Menu of Loss']")
+    with page.expect_download() as begun:
+        page.click(".chart-menu[open] >> text=PNG")
+    picture = Image.open(begun.value.path())
+    assert picture.width == 2 * loss_width(window)
+    assert len(picture.convert("RGB").getcolors(1 << 24)) > 50, "more than a background"
+    page.keyboard.press("Escape")
+    poll(lambda: loss_width(window) < 700, "the chart is in its place again", timeout=20)
+    assert titles(window, "#headline") == ["Rewards", "Loss"]
+    complete(service.data_dir, "looked-at")
+
+
+def loss_width(window: Window) -> int:
+    script = """() => [...document.querySelectorAll(".js-plotly-plot")].find((one) => one.layout.title.text === "Loss")
+        .querySelector(".main-svg").clientWidth"""
+    return int(window.page.evaluate(script))
 
 
 def titles(window: Window, where: str) -> list[str]:

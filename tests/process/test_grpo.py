@@ -14,7 +14,7 @@ import pytest
 from llama_stack_provider_trl.recipes.trainer import rewards
 from llama_stack_provider_trl.recipes.trainer.grpo import GrpoRecipe
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck, passes
-from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Prepared, Progress, Warned
+from llama_stack_provider_trl.specs.events import CheckpointSaved, Failed, Prepared, Progress, RolledOut, Warned
 from llama_stack_provider_trl.specs.methods import GrpoSpec
 from llama_stack_provider_trl.specs.rewards import RewardSource
 from tests.process.grpo_jobs import DIGITS, LETTER, MORE, STEPS, given_answers, metric, spec_of, toy, trl_history
@@ -62,17 +62,29 @@ def test_20_steps_raise_a_reward_and_a_job_that_continues_gives_the_same_answers
     assert {"kl", "rewards/letter/mean", "completions/mean_length", "completions/clipped_ratio"} <= of_kind(
         events, Progress
     )[0].metrics.keys()
+    rollouts = of_kind(events, RolledOut)
+    assert [one.step for one in rollouts] == [*range(1, 21)]
+    weights = {source.name: source.weight for source in spec.method.rewards}
+    for answer in (answer for one in rollouts for answer in one.answers):
+        assert answer.reward == pytest.approx(sum(weights[name] * value for name, value in answer.rewards.items()))
+    assert {turn.role for one in rollouts for turn in one.prompt} == {"user"}
+    for one in rollouts:
+        assert len(one.answers) + one.further_answers == spec.method.num_generations
+        by_reward = sorted(one.answers, key=lambda answer: answer.reward)
+        assert by_reward == sorted(by_reward, key=lambda answer: answer.advantage)
     effective = of_kind(events, Prepared)[0].effective
     assert effective["padding_free"] == "not used: it trains on answers that differ in each step"
     assert effective["memory"]["fits"]
     final = spec.checkpoint_dir / "final"
     assert AutoModelForCausalLM.from_pretrained(final).config.model_type == "llama"
-    weights = (final / "model.safetensors").read_bytes()
+    saved = (final / "model.safetensors").read_bytes()
     final.rename(tmp_path / "first-final")
     resumed = run(tmp_path / "resumed", spec, spec.checkpoint_dir / "checkpoint-10")[1]
     for name in ("loss", "reward", "kl", "completions/mean_length"):
         assert metric(resumed, name) == metric(events, name)[10:], name
-    assert (final / "model.safetensors").read_bytes() == weights
+    again = [one.model_copy(update={"time": 0.0}) for one in of_kind(resumed, RolledOut)]
+    assert again == [one.model_copy(update={"time": 0.0}) for one in rollouts[10:]]
+    assert (final / "model.safetensors").read_bytes() == saved
 
 
 PLUGIN = """

@@ -538,6 +538,14 @@ _EVENTS: tuple[dict[str, Any], ...] = (
         **{"kind": "checkpoint", "step": 2, "epoch": 0.5},
         "answers": [{"text": "It is 6.", "tokens": 4, "complete": True}],
     },
+    {
+        "type": "rollout",
+        **{"step": 1, "epoch": 0.5, "row": 0},
+        "prompt": [{"role": "user", "content": "What is 3 plus 3?"}],
+        "answers": [
+            {"text": "6", "tokens": 1, "complete": True, "reward": 1.0, "advantage": 0.5, "rewards": {"digits": 1.0}}
+        ],
+    },
     {"type": "checkpoint_damaged", "path": "/tmp/x", "message": "text"},
     {"type": "paused", "step": 1},
     {"type": "failed", "reason": "rank_failed", "message": "text"},

@@ -13,7 +13,7 @@ import pytest
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.decisions.states import JobState
-from llama_stack_provider_trl.jobs.store.reader import read_samples
+from llama_stack_provider_trl.jobs.store.reader import read_rollouts, read_samples
 from llama_stack_provider_trl.jobs.store.records import NodeTaskRecord
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.jobs.supervision.supervisor import Supervisor
@@ -25,6 +25,7 @@ from llama_stack_provider_trl.specs.events import (
     Finished,
     Progress,
     Reason,
+    RolledOut,
     Sampled,
     Started,
     Warned,
@@ -44,6 +45,10 @@ PROGRESS = {"type": "progress", "step": 1, "epoch": 0.5, "metrics": {"loss": 2.0
 PREPARED = {"type": "prepared", "total_steps": 1, "num_rows": 1, "trainable_parameters": 1, "total_parameters": 1}
 ANSWER = {"text": "It is 6.", "tokens": 4, "complete": True}
 SAMPLES = {"type": "samples", "kind": "checkpoint", "step": 2, "epoch": 0.5, "answers": [ANSWER]}
+
+TURN = {"role": "user", "content": "What is 3 plus 3?"}
+REWARDED = {**ANSWER, "reward": 1.0, "advantage": 0.5, "rewards": {"digits": 1.0}}
+ROLLOUT = {"type": "rollout", "step": 2, "epoch": 0.5, "row": 0, "prompt": [TURN], "answers": [REWARDED]}
 
 
 def nested(depth: int) -> Any:
@@ -71,6 +76,9 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "a kind of samples that is none": {**SAMPLES, "kind": "meanwhile"},
     "an answer that is no text": {**SAMPLES, "answers": [{**ANSWER, "text": ["a"]}]},
     "an answer of more tokens than there are": {**SAMPLES, "answers": [{**ANSWER, "tokens": 10**30}]},
+    "a rollout of more answers than are kept": {**ROLLOUT, "answers": 9 * [REWARDED]},
+    "a rollout of more turns than are kept": {**ROLLOUT, "prompt": 9 * [TURN]},
+    "a reward that is no number": {**ROLLOUT, "answers": [{**REWARDED, "reward": float("nan")}]},
     "rows beyond all rows": {"type": "tokenizing", "rows": 10**30, "total_rows": 1},
     "a rank beyond all ranks": {"type": "failed", "reason": "internal", "message": "", "rank": 10**30},
 }
@@ -106,6 +114,12 @@ def test_long_texts_are_cut_and_not_refused() -> None:
     assert {len(answer.text) for answer in samples.answers} == {8192}
     widest = samples.model_copy(update={"answers": 16 * [Answer(text=8192 * "\0", tokens=1, complete=True)]})
     assert len(widest.model_dump_json()) < LINE_BYTES
+    call = {"name": 256 * "\0", "arguments": 1024 * "\0"}
+    turn = {"role": 256 * "\0", "content": 4096 * "\0", "reasoning": 4096 * "\0", "calls": 4 * [call]}
+    rewards = {f"{number:02}{254 * chr(0)}": 1.0 for number in range(32)}
+    answer = {**REWARDED, "text": 8192 * "\0", "rewards": rewards}
+    rollout = RolledOut.model_validate({**ROLLOUT, "prompt": 8 * [turn], "answers": 8 * [answer]})
+    assert len(rollout.model_dump_json()) < LINE_BYTES
 
 
 def test_a_loss_that_is_no_number_is_still_a_metric() -> None:
@@ -193,6 +207,16 @@ def test_samples_without_end_are_not_kept_without_end(world: World) -> None:
     samples, count = read_samples(world.store, "a")
     assert (len(samples), count) == (1001, 1001)
     assert (samples[5].epoch, samples[-1].kind) == (1.0, "after")
+
+
+def test_rollouts_have_their_place_beside_samples_and_the_newest_come_first(world: World) -> None:
+    world.launcher.emit("a-1", Sampled.model_validate(SAMPLES))
+    world.launcher.emit("a-1", *(RolledOut.model_validate({**ROLLOUT, "step": step}) for step in range(1100)))
+    world.supervisor.tick()
+    rollouts, count = read_rollouts(world.store, "a", 2, 1)
+    assert ([one.step for one in rollouts], count) == ([998, 997], 1000)
+    assert rollouts[0].answers[0].rewards == {"digits": 1.0}
+    assert read_samples(world.store, "a")[1] == 1
 
 
 def test_pages_of_events_leave_bad_lines_out_and_come_to_an_end(world: World) -> None:

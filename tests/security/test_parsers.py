@@ -119,7 +119,7 @@ JSON = {
     "remote.service.security.sessions._parsed": OURS,
     "remote.service.space._count_weights": BOUNDED,
     "remote.service.views.events.parsed": "a line of events, which the supervisor bounds",
-    "remote.service.views.series._Curves.add": OURS,
+    "remote.service.views.series.read_series": OURS,
 }
 """Who parses JSON, and what bounds it."""
 

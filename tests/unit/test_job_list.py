@@ -136,23 +136,23 @@ def test_trials_and_chains_stand_under_their_first_job(store: Store) -> None:
     roots = [*families]
     assert [(one.job_uuid, one.root) for one in members_of(store, roots, [], "")] == [("search-2", "search")]
     opened = [one.job_uuid for one in members_of(store, roots, roots, "")]
-    assert opened == ["search-2", "last", "behind", "search-1"], "what runs, then the newest"
+    assert opened == ["search-2", "search-1", "behind", "last"], "what runs, the newest trial, and a chain in its order"
     by_loss = [row.job_uuid for row in queue_page(store, None, None, 100, 0, folded=True, sort="loss").data]
     assert by_loss[:3] == ["search", "b", "a"], "a search is as good as the best of its trials"
     assert queue_page(store, None, None, 2, 4, folded=True).matching == 5
     assert queue_page(store, None, None, 2, 100, folded=True).matching == 5
 
 
-def test_what_runs_stands_before_the_cut_of_opened_families_and_the_cut_is_named(
+def test_what_runs_stands_before_the_cut_of_each_opened_family_and_the_cut_is_named(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queue, "MOST_MEMBERS", 2)
+    monkeypatch.setattr(queue, "MOST_MEMBERS", 1)
     jobs = queue_page(store, None, None, 100, 0, folded=True).data
     for sort in ("", "-name", "owner"):
         members = members_of(store, ["a", "search"], ["a", "search"], sort)
         assert "search-2" in [one.job_uuid for one in members], sort
     members = members_of(store, ["a", "search"], ["a", "search"], "")
-    assert [one.job_uuid for one in members] == ["search-2", "last"]
+    assert [one.job_uuid for one in members] == ["search-2", "behind"]
     cuts = {row.job.job_uuid: row.cut for row in list_view.rows_of(jobs, members, ["a", "search"]) if row.cut}
     assert cuts == {"a": "1 of 2 are shown", "search": "1 of 2 are shown"}
     assert not any(row.cut for row in list_view.rows_of(jobs, members[:1], []))

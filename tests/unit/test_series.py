@@ -86,9 +86,10 @@ def test_of_many_points_the_extremes_of_every_part_remain(store: Store) -> None:
     loss = found.train["loss"]
     values = {one.step: one.metrics["loss"] for one in points}
     assert [values[step] for step in loss.step] == loss.value
-    for first in range(1, 10_001, 200):  # 50 parts
-        part = [values[step] for step in range(first, first + 200)]
-        kept = [value for step, value in zip(loss.step, loss.value, strict=True) if first <= step < first + 200]
+    assert (loss.step[0], loss.step[-1]) == (1, 10_000), "the first and the last point"
+    for first in range(1, 10_001, 205):  # 49 parts
+        part = [values[step] for step in range(first, min(first + 205, 10_001))]
+        kept = [value for step, value in zip(loss.step, loss.value, strict=True) if first <= step < first + 205]
         assert (min(kept), max(kept)) == (min(part), max(part))  # type: ignore[type-var]
 
 
@@ -98,6 +99,7 @@ def test_a_part_of_the_range_is_exact_where_the_whole_is_not(store: Store) -> No
     assert part.exact
     assert part.train["loss"].step == list(range(1000, 1050))
     assert list(part.train) == ["loss"]
+    assert read_series(store, "a", ["loss"], 100, 1000, 1099).exact, "as many points as are requested"
     assert read_series(store, "a", ["loss"], 100, 9000, 9999).train == {}
 
 

@@ -114,7 +114,8 @@ ORDER BY age LIMIT :limit;
 -- rows would extract the model from every spec.
 -- Folded: trials stand under their search, and jobs that come after another under that one. A family has the place of the first of its
 -- members. `part`: of `search`, without the `=` between name and value. `families`: a JSON array of the jobs whose families are wanted, without these jobs themselves; NULL: all jobs, and of a
--- family the first one alone. With `families` the limit takes what runs before all else.
+-- family the first one alone. With `families` the limit is one of each family, and takes what runs before all else: trials the
+-- newest first, jobs of a chain the first one first.
 WITH RECURSIVE parents(job_uuid, parent) AS MATERIALIZED (
     SELECT job_uuid, search FROM trials WHERE :folded
     UNION ALL
@@ -165,19 +166,28 @@ families(root, part, members, best) AS MATERIALIZED (
 page AS (
     SELECT listed.age, coalesce(families.part, listed.part) AS part, listed.part AS own_part, claim, listed.not_before, listed.completed_at,
            coalesce(value, CASE WHEN :sort IN ('loss', 'eval') THEN best END) AS value,
-           nullif(members, '') AS members, family.root AS root
+           nullif(members, '') AS members, family.root AS root,
+           CASE WHEN :families IS NOT NULL AND EXISTS (SELECT 1 FROM trials WHERE trials.job_uuid = listed.job_uuid) THEN -listed.age
+                WHEN :families IS NOT NULL THEN listed.age END AS below
     FROM listed LEFT JOIN family ON family.job_uuid = listed.job_uuid
     LEFT JOIN families ON families.root = listed.job_uuid AND :families IS NULL
     WHERE CASE WHEN :families IS NULL THEN family.root IS NULL OR family.root = listed.job_uuid
                ELSE family.root <> listed.job_uuid AND family.root IN (SELECT value FROM json_each(:families))
                     AND (listed.part = 0 OR family.root IN (SELECT value FROM json_each(:opened))) END),
-sorted AS (
+sorted AS MATERIALIZED (
     SELECT *, count(*) OVER () AS matching, row_number() OVER (
         ORDER BY value IS NULL, CASE WHEN :descending THEN NULL ELSE value END, CASE WHEN :descending THEN value END DESC,
-                 CASE WHEN :families IS NOT NULL THEN own_part <> 0 END, CASE WHEN :families IS NOT NULL THEN -age END,
+                 CASE WHEN :families IS NOT NULL THEN own_part <> 0 END, below,
                  part, CASE WHEN own_part IN (1, 3) THEN claim END, CASE WHEN own_part = 2 THEN not_before END,
                  CASE WHEN part = 4 THEN -coalesce(completed_at, 0) END, age) AS place
-    FROM page ORDER BY CASE WHEN :families IS NOT NULL THEN own_part <> 0 END, place LIMIT :limit OFFSET :offset)
+    FROM page),
+taken AS (
+    SELECT * FROM (SELECT age, members, root, matching, place FROM sorted
+                   WHERE :families IS NULL ORDER BY place LIMIT :limit OFFSET :offset)
+    UNION ALL
+    SELECT age, members, root, matching, place FROM (
+        SELECT *, row_number() OVER (PARTITION BY root ORDER BY own_part <> 0, place) AS number FROM sorted WHERE :families IS NOT NULL)
+    WHERE number <= :limit)
 SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(spec, '$.work.kind'), json_extract(spec, '$.train.method.type'), json_extract(spec, '$.train.method.algorithm')) END AS algorithm,
        CASE WHEN json_valid(spec) THEN json_extract(spec, '$.source.model') END AS model,
        CASE WHEN json_valid(spec) THEN json_extract(spec, '$.metadata') END AS metadata,
@@ -193,7 +203,7 @@ SELECT job_uuid, state, CASE WHEN json_valid(spec) THEN coalesce(json_extract(sp
        (SELECT min((SELECT CASE WHEN json_valid(metrics) THEN json_extract(metrics, '$.eval_loss') END FROM points
                     WHERE points.job_uuid = trials.job_uuid AND kind = 'validation' ORDER BY points.step DESC LIMIT 1))
         FROM trials WHERE trials.search = jobs.job_uuid) AS best_eval_loss
-FROM sorted JOIN jobs USING (age) LEFT JOIN attempts USING (job_uuid, attempt)
+FROM taken JOIN jobs USING (age) LEFT JOIN attempts USING (job_uuid, attempt)
 ORDER BY place;
 
 -- name: select_sparks
@@ -450,6 +460,20 @@ WHERE job_uuid = :job_uuid AND step BETWEEN :begin AND :end;
 SELECT kind, step, epoch, time, metrics FROM points
 WHERE job_uuid = :job_uuid AND step BETWEEN :begin AND :end ORDER BY step, kind;
 
+-- name: select_points_together
+-- The points of some steps by their kinds: the steps, and the metrics as items of a JSON array. A job may have 200,000 points: a row
+-- of each takes three times as long.
+SELECT group_concat(CASE WHEN kind = 'train' THEN step END) AS train_steps,
+       group_concat(CASE WHEN kind = 'train' THEN metrics END) AS train_metrics,
+       group_concat(CASE WHEN kind <> 'train' THEN step END) AS validation_steps,
+       group_concat(CASE WHEN kind <> 'train' THEN metrics END) AS validation_metrics
+FROM (SELECT step, kind, metrics FROM points WHERE job_uuid = :job_uuid AND step BETWEEN :begin AND :end ORDER BY step, kind);
+
+-- name: select_step_times
+-- When some steps were (a JSON array), by step.
+SELECT step, epoch, time FROM json_each(:steps) CROSS JOIN points ON points.step = json_each.value
+WHERE job_uuid = :job_uuid AND kind = :kind ORDER BY step;
+
 -- name: select_evaluations
 SELECT step, metrics FROM points WHERE job_uuid = :job_uuid AND kind = 'validation' ORDER BY step;
 
@@ -468,11 +492,18 @@ WHERE job_uuid = :job_uuid AND kind = 'validation' ORDER BY step DESC LIMIT :lim
 
 -- name: select_samples
 -- Sets of answers in the order in which they were taken.
-SELECT step, kind, epoch, time, answers FROM samples WHERE job_uuid = :job_uuid
+SELECT step, kind, epoch, time, answers FROM samples WHERE job_uuid = :job_uuid AND kind <> 'rollout'
 ORDER BY kind = 'after', step, kind LIMIT :limit OFFSET :offset;
 
 -- name: count_samples
-SELECT count(*) AS sets FROM samples WHERE job_uuid = :job_uuid;
+SELECT count(*) AS sets FROM samples WHERE job_uuid = :job_uuid AND kind <> 'rollout';
+
+-- name: select_rollouts
+-- The newest first.
+SELECT answers FROM samples WHERE job_uuid = :job_uuid AND kind = 'rollout' ORDER BY step DESC LIMIT :limit OFFSET :offset;
+
+-- name: count_rollouts
+SELECT count(*) AS sets FROM samples WHERE job_uuid = :job_uuid AND kind = 'rollout';
 
 -- name: select_outcome
 SELECT event_offset, finished, paused_at_step, failed FROM attempts WHERE job_uuid = :job_uuid AND attempt = :attempt;

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from ...errors import DamagedRecord, JobConflict, JobNotFound
 from ...requests.options import RESERVED
+from ...specs.events import RolledOut
 from ...specs.job import JobSpec
 from ..decisions.demands import AGING, CRITICAL, Queued
 from ..decisions.prediction import RunningJob, WaitingJob
@@ -42,6 +43,7 @@ from .row_mapping import (
     job_summary,
     listed_job,
     point_record,
+    rollout_record,
     running_job,
     samples_record,
     waiting_job,
@@ -231,8 +233,8 @@ class JobReader:
         """The jobs that `queue_page` has folded under some others: of those in `opened` all, of others what runs.
 
         Returns:
-            At most `limit`, what runs before all others; where `order` leaves it open, that comes first, and then the
-            newest. Each has its `root`.
+            Of each family at most `limit`, what runs before all others; where `order` leaves it open, that comes first,
+            then the newest trials, and then the jobs of a chain, the first one first. Each has its `root`.
         """
         values: dict[str, Any] = {"state": None, "search": "", "owner": None, "order": order, "folded": True}
         values |= {"descending": descending}
@@ -325,6 +327,20 @@ class JobReader:
         """Kind, step, epoch, time (seconds) and metrics (JSON) of the points from step `begin` to `end`, by step."""
         return self.database.scan("scan_points", {"job_uuid": job_uuid, "begin": begin, "end": end})
 
+    def points_together(self, job_uuid: str, begin: int, end: int) -> Mapping[str, tuple[Sequence[int], str]]:
+        """Kind -> the steps of the points from step `begin` to `end`, by step, and their metrics, a JSON array."""
+        (row,) = self.database.select("select_points_together", {"job_uuid": job_uuid, "begin": begin, "end": end})
+        return {
+            kind: ([*map(int, steps.split(","))], f"[{row[f'{kind}_metrics']}]")
+            for kind in ("train", "validation")
+            if (steps := row[f"{kind}_steps"]) is not None
+        }
+
+    def step_times(self, job_uuid: str, kind: str, steps: Iterable[int]) -> Mapping[int, tuple[float, float]]:
+        """Step -> epoch and time (seconds) of the points of a kind at some steps."""
+        values = {"job_uuid": job_uuid, "kind": kind, "steps": json.dumps([*steps])}
+        return {row["step"]: (row["epoch"], row["time"]) for row in self.database.select("select_step_times", values)}
+
     def evaluations(self, job_uuid: str) -> Sequence[tuple[int, dict[str, float]]]:
         """Step and metrics of every evaluation, by step."""
         rows = self.database.select("select_evaluations", {"job_uuid": job_uuid})
@@ -399,6 +415,14 @@ def read_samples(
     rows = jobs.database.select("select_samples", {"job_uuid": job_uuid, "limit": limit, "offset": offset})
     (count,) = jobs.database.select("count_samples", {"job_uuid": job_uuid})
     return [samples_record(row) for row in rows], count["sets"]
+
+
+def read_rollouts(jobs: JobReader, job_uuid: str, limit: int, offset: int) -> tuple[Sequence[RolledOut], int]:
+    """The answers that train the model, each with its prompt, the newest first; and their number without `limit` and
+    `offset`."""
+    rows = jobs.database.select("select_rollouts", {"job_uuid": job_uuid, "limit": limit, "offset": offset})
+    (count,) = jobs.database.select("count_rollouts", {"job_uuid": job_uuid})
+    return [rollout_record(row) for row in rows], count["sets"]
 
 
 def read_warnings(jobs: JobReader, job_uuid: str) -> Sequence[tuple[int, str]]:

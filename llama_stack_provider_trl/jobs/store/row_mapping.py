@@ -24,6 +24,7 @@ from ...specs.events import (
     Prepared,
     Progress,
     Reason,
+    RolledOut,
     Sampled,
     Started,
     Tokenizing,
@@ -83,6 +84,9 @@ def statements(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
                 "upsert_samples",
                 {**row, "step": event.step, "kind": event.kind, "epoch": event.epoch, "answers": answers},
             )
+        case RolledOut():
+            place = {"step": event.step, "kind": "rollout", "epoch": event.epoch}
+            yield "upsert_samples", {**row, **place, "answers": event.model_dump_json()}
         case CheckpointSaved():
             yield "upsert_checkpoint", {**row, **event.model_dump(mode="json", exclude={"time", "type"})}
             if event.write_seconds is not None:
@@ -267,6 +271,10 @@ def point_record(row: sqlite3.Row) -> PointRecord:
 def samples_record(row: sqlite3.Row) -> SamplesRecord:
     answers = tuple(Answer.model_validate(answer) for answer in json.loads(row["answers"]))
     return SamplesRecord(row["kind"], row["step"], row["epoch"], _utc(row["time"]), answers)
+
+
+def rollout_record(row: sqlite3.Row) -> RolledOut:
+    return RolledOut.model_validate_json(row["answers"])
 
 
 def _utc(seconds: float) -> datetime:

@@ -108,15 +108,16 @@ CREATE TABLE IF NOT EXISTS points (
 -- The last evaluations of a job: without it they are looked for in all of its points, up to 200,000.
 CREATE INDEX IF NOT EXISTS points_of_validation ON points (job_uuid, step) WHERE kind = 'validation';
 
--- The model's answers to the prompts of the job's `samples`. As with points, the last attempt to reach a step counts.
+-- The model's answers to the prompts of the job's `samples`, and those that train it to a prompt of a step (kind rollout). As with
+-- points, the last attempt to reach a step counts.
 CREATE TABLE IF NOT EXISTS samples (
     job_uuid TEXT NOT NULL REFERENCES jobs (job_uuid),
     step INTEGER NOT NULL,
-    kind TEXT NOT NULL,                     -- before, checkpoint or after
+    kind TEXT NOT NULL,                     -- before, checkpoint, after or rollout
     attempt INTEGER NOT NULL,
     time REAL NOT NULL,
     epoch REAL NOT NULL,
-    answers TEXT NOT NULL,                  -- JSON array of events.Answer, in the order of the prompts
+    answers TEXT NOT NULL,                  -- JSON array of events.Answer, in the order of the prompts; of rollout events.RolledOut
     PRIMARY KEY (job_uuid, step, kind)
 ) STRICT;
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...specs.answer_rows import RowsOnDemand
-from ...specs.events import Warned
+from ...specs.event_fields import MAX_REWARDS, MAX_ROLLOUT
+from ...specs.events import RolledOut, RolloutAnswer, Warned
 from ...specs.grading.grading import Replied
 from ...specs.job import JobSpec
 from ...specs.methods import GrpoSpec
@@ -24,6 +25,7 @@ from .answering import AnswersPrompts
 from .importance import Correction
 from .reference import is_needed, load_reference
 from .rewards import Rewards, Scores
+from .rollouts import is_reported, turns_of
 from .trl_patches import fuse_head
 from .vllm_policy import VllmPolicy
 
@@ -142,6 +144,7 @@ class GrpoRecipe(AnswersPrompts):
         vllm = self._grpo.vllm
         self._correction = Correction(vllm) if vllm is not None and vllm.importance_sampling_correction else None
         advantages = dict(zip((group.row for group in groups), advantages_of(weighted, self._grpo), strict=True))
+        self._report_rollout(batches, answers, own, advantages)
         for inputs, ids in zip(batches, answers, strict=True):
             prompts = [prompt for prompt in inputs["prompts"] for _ in range(self._grpo.num_generations)]
             of_rows = [advantages[row] for row in inputs["rows"]]
@@ -196,6 +199,51 @@ class GrpoRecipe(AnswersPrompts):
         columns = [self._rows.columns(number) for number in numbers]
         checked = [known[number] for number in numbers]
         return self._rewards.score(checked, texts, columns, numbers, self.alive, replied)
+
+    def _report_rollout(
+        self,
+        batches: Sequence[dict[str, Any]],
+        answers: Sequence[list[list[int]]],
+        groups: Sequence[Group],
+        advantages: Mapping[int, torch.Tensor],
+    ) -> None:
+        """Report the answers to the first prompt that this rank has of the optimizer step, at some of the steps.
+
+        Args:
+            groups: of this rank, in the order of its prompts.
+        """
+        step, total = self.state.global_step + 1, self.state.max_steps
+        if not groups or not is_reported(step, total):
+            return
+        group, ends = groups[0], self._ends()
+        ids = next(of_batch for inputs, of_batch in zip(batches, answers, strict=True) if inputs["rows"])
+        of_group = ids[: self._grpo.num_generations]
+        weighted = torch.tensor(group.rewards, dtype=torch.float32) @ self._rewards.weights
+        found = [
+            RolloutAnswer(
+                text=text,
+                tokens=len(tokens),
+                complete=tokens[-1] in ends,
+                reward=float(reward),
+                advantage=float(advantage),
+                rewards=dict([*zip(self._rewards.names, rewards, strict=True)][:MAX_REWARDS]),
+            )
+            for text, tokens, reward, advantage, rewards in zip(
+                self._texts(of_group), of_group, weighted, advantages[group.row], group.rewards, strict=True
+            )
+        ]
+        messages = self._rows.checked(group.row).messages
+        self._writer.write(
+            RolledOut(
+                step=step,
+                epoch=round(step * self.spec.train.n_epochs / total, 6),
+                row=group.row,
+                prompt=turns_of(messages),
+                earlier_turns=max(0, len(messages) - MAX_ROLLOUT),
+                answers=found[:MAX_ROLLOUT],
+                further_answers=max(0, len(found) - MAX_ROLLOUT),
+            )
+        )
 
     def compute_loss(
         self,

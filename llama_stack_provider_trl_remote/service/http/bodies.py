@@ -369,7 +369,8 @@ class SeriesResponse(BaseModel):
     """Metric -> its points."""
     validation: dict[str, Curve]
     exact: bool
-    """Whether these are all points of the range. Otherwise each part of the range has its lowest and highest point."""
+    """Whether these are all points of the range. Otherwise each part of the range has its lowest and highest point, and
+    the range its first and last one."""
     next: str
     """Cursor behind the last point that the series could have: events that follow it are not in the series."""
 

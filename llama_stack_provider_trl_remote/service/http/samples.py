@@ -1,11 +1,11 @@
-"""The answers of a job's `samples`, as the API lists them."""
+"""The answers of a job's `samples`, as the API lists them, and the lines of files of answers."""
 
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 
 class PromptMessage(BaseModel):
@@ -37,3 +37,34 @@ class SamplesResponse(BaseModel):
     """In the order in which they were taken."""
     total: int
     """Sets without `limit` and `offset`."""
+
+
+class GradedAnswer(BaseModel):
+    """What a grader gives an answer."""
+
+    reward: float
+    error: str | None = None
+
+
+class JudgedAnswer(BaseModel):
+    """What a judge gives an answer."""
+
+    score: float | None = None
+    """None: the verdict is unreadable."""
+
+
+class AnswerLine(BaseModel):
+    """A line of the file of answers that a generate job, or an evaluation with checks, leaves."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    row: int
+    sample: int = 0
+    prompt: list[dict[str, Any]]
+    text: str
+    tokens: int
+    complete: bool
+    passed: dict[str, bool] = {}
+    timed_out: list[str] = []
+    graded: dict[str, GradedAnswer] = {}
+    judged: dict[str, JudgedAnswer] = {}

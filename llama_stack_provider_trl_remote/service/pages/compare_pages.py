@@ -18,6 +18,7 @@ from .compare_view import compared, measured
 from .job_view import settings_of
 from .rendering import page
 from .route import PageRoute
+from .settings_view import in_groups
 
 router = APIRouter(route_class=PageRoute, prefix="/compare", include_in_schema=False)
 
@@ -39,8 +40,8 @@ async def compare_page(
         "jobs": jobs,
         "measured": measured([one.resources_allocated for one in jobs]),
         "most": MOST,
-        "different": [one for one in settings if one.differs],
-        "same": [one for one in settings if not one.differs],
+        "different": in_groups(one for one in settings if one.differs),
+        "same": in_groups(one for one in settings if not one.differs),
         # Pairs: keys of an object have no order of their own, and colours follow that of the table.
         "followed": [[one.job_uuid, JobState(one.resources_allocated["state"]) not in TERMINAL] for one in jobs],
     }

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from llama_stack_provider_trl.jobs.store.reader import read_request, read_warnings, read_watched
 from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.system.ownership import Ownership
 
-from ..dependencies import DigestsDep, StoreDep, StoredJobsDep
+from ..dependencies import DigestsDep, SettingsDep, StoreDep, StoredJobsDep
 from ..http.errors import NotFound
 from ..security.access import ADMINS_FORM, USERS, USERS_FORM, CurrentCaller
 from ..views.checkpoints import list_files
 from ..views.exports import exports_of, files_of_export
 from ..views.logs import LAUNCHER, read_log
+from ..views.rollouts import answers_of, rollouts_of
 from ..views.samples import side_by_side
 from . import job_view
+from .conversation_view import exchange_of, exchanges_of
 from .login import checked_form, see_other
 from .rendering import page
 from .route import PageRoute
@@ -76,11 +80,17 @@ async def log_page(
 
 @router.get("/samples", dependencies=[USERS])
 async def samples_page(
-    request: Request, store: StoreDep, job_uuid: JobName, skip: Annotated[int, Query(ge=0, le=10**6)] = 0
+    request: Request,
+    store: StoreDep,
+    settings: SettingsDep,
+    job_uuid: JobName,
+    skip: Annotated[int, Query(ge=0, le=2**53)] = 0,
+    sets: Annotated[int, Query(ge=0, le=10**6)] = 0,
 ) -> Response:
-    """The model's answers to the job's prompts, side by side."""
-    found = await asyncio.to_thread(side_by_side, store, job_uuid, skip)
-    return page(request, "samples.html", job_uuid=job_uuid, path=job_view.path_of(job_uuid), found=found)
+    """The model's answers to the job's prompts, side by side, and those that train it or that it makes."""
+    found = await asyncio.to_thread(side_by_side, store, job_uuid, sets)
+    shown = await asyncio.to_thread(_conversations, store, Ownership(settings.data_dir), job_uuid, skip)
+    return page(request, "samples.html", job_uuid=job_uuid, path=job_view.path_of(job_uuid), found=found, **shown)
 
 
 @router.get("/checkpoints/{identifier:path}", dependencies=[USERS])
@@ -125,6 +135,20 @@ async def delete(request: Request, jobs: StoredJobsDep, caller: CurrentCaller, j
     fields = await checked_form(request, caller)
     await asyncio.to_thread(jobs.delete, job_uuid, fields.get("checkpoints") == "yes")
     return see_other("/")
+
+
+def _conversations(store: Store, ownership: Ownership, job_uuid: str, skip: int) -> dict[str, Any]:
+    """Answers under their prompts: of a generate job or an evaluation those that it makes, else those that train the
+    model."""
+    job = store.get(job_uuid)
+    answers = answers_of(ownership, job, skip)
+    values: dict[str, Any] = {"answers": answers, "rollouts": None, "skip": skip, "exchanges": []}
+    values["makes_answers"] = job.spec.does.answering is not None
+    values["command"] = shlex.join(("trl-remote", "jobs", "answers", "--", job_uuid))
+    if answers is not None:
+        return values | {"exchanges": exchanges_of(answers.data)}
+    rollouts = rollouts_of(store, job_uuid, skip)
+    return values | {"rollouts": rollouts, "exchanges": [exchange_of(one) for one in rollouts.data]}
 
 
 async def _log(store: Store, job_uuid: str, rank: str, attempt: int | None, lines: int, size: int) -> str:

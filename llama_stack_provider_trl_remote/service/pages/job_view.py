@@ -113,6 +113,7 @@ def values(
         "path": path_of(status.job_uuid),
         "attempts": attempts,
         "ribbon": RIBBON,
+        "conversations": conversations_of(found["effective_config"]),
         "headline": headline_of(found["effective_config"]["algorithm"]),
         "eval_loss": eval_loss,
         "step_seconds": step_seconds_of(found.get("progress") or {}, state, attempts),
@@ -152,6 +153,16 @@ def again_of(state: JobState, requested: SentRequest | None) -> str:
     if requested is None or requested.call not in TRAINING_CALLS:
         return ""
     return "Edit and retry" if state in (JobState.failed, JobState.cancelled) else "Clone"
+
+
+def conversations_of(config: Mapping[str, Any]) -> str:
+    """What the page of a job's answers has; empty: nothing."""
+    work = config.get("work") or {"kind": "train"}
+    if work["kind"] == "generate" or work.get("answers"):
+        return "answers"
+    if config["algorithm"] == "grpo" and work["kind"] == "train":
+        return "rollouts and samples" if config.get("samples") else "rollouts"
+    return "samples" if config.get("samples") else ""
 
 
 def headline_of(algorithm: Algorithm) -> str:

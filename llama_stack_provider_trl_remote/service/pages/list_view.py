@@ -113,12 +113,11 @@ def rows_of(jobs: Sequence[QueueRow], members: Iterable[QueueRow], opened: Seque
     below: dict[str | None, list[QueueRow]] = {}
     for one in members:
         below.setdefault(one.root, []).append(one)
-    is_cut = sum(map(len, below.values())) >= queue.MOST_MEMBERS
     found = []
     for job in jobs:
         under = below.get(job.job_uuid, [])
         wanted = sum(count for state, count in job.members.items() if job.job_uuid in opened or state in ACTIVE)
-        cut = f"{len(under)} of {wanted} are shown" if is_cut and len(under) < wanted else ""
+        cut = f"{len(under)} of {wanted} are shown" if queue.MOST_MEMBERS <= len(under) < wanted else ""
         found.append(ShownRow(job, 0, family_text(job.members), cut))
         found += [ShownRow(one, 1, "") for one in under]
     return found

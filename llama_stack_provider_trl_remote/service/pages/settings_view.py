@@ -1,10 +1,10 @@
-"""The configuration on the page of a job: grouped, with what has its default apart. Pure functions."""
+"""The configuration on the page of a job and of several: grouped, with what has its default apart. Pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from pydantic import BaseModel, TypeAdapter
 
@@ -26,27 +26,38 @@ _NAMED = {
 _REPORTED = "Reported by the training"
 
 
-class SettingGroup(NamedTuple):
+class Named(Protocol):
+    """A row of a table of settings."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class SettingGroup[Row: Named](NamedTuple):
     title: str
-    settings: Sequence[Setting]
+    settings: Sequence[Row]
 
 
-def grouped(settings: Iterable[Setting]) -> tuple[list[SettingGroup], list[SettingGroup]]:
+def grouped(settings: Iterable[Setting]) -> tuple[list[SettingGroup[Setting]], list[SettingGroup[Setting]]]:
     """Settings in groups: those that were chosen or found by the training, and those that have their default."""
-    chosen, default = dict[str, list[Setting]](), dict[str, list[Setting]]()
+    chosen, default = list[Setting](), list[Setting]()
     for one in settings:
         is_default = bool(one.submitted) and one.submitted == _defaults().get(one.name) and not one.differs
-        (default if is_default else chosen).setdefault(_group_of(one), []).append(one)
-    return _in_order(chosen), _in_order(default)
+        (default if is_default else chosen).append(one)
+    return in_groups(chosen), in_groups(default)
 
 
-def _in_order(found: Mapping[str, list[Setting]]) -> list[SettingGroup]:
+def in_groups[Row: Named](settings: Iterable[Row]) -> list[SettingGroup[Row]]:
+    """Settings by the part of a job that they belong to."""
+    found: dict[str, list[Row]] = {}
+    for one in settings:
+        found.setdefault(_group_of(one.name), []).append(one)
     order = [*("Method", "Model", "Data", "Training", "Optimizer", "LoRA", "Compute", "Job"), _REPORTED]
     return [SettingGroup(title, found[title]) for title in order if title in found]
 
 
-def _group_of(setting: Setting) -> str:
-    first = setting.name.partition(".")[0]
+def _group_of(setting: str) -> str:
+    first = setting.partition(".")[0]
     if first in _NAMED:
         return _NAMED[first]
     for part, kind in JobSpec.parts().items():

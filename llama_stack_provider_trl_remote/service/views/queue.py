@@ -43,7 +43,7 @@ Sort = Literal[
 ]
 """What a list is sorted by: a column, with a minus the largest first; empty: the order in which jobs run."""
 MOST_MEMBERS = 200
-"""Jobs of a page that stand under others and are shown."""
+"""Jobs of a family that are shown under its first one."""
 _AHEAD = 200
 """Waiting jobs whose start is predicted, the first of the queue: more would take longer than the page itself."""
 
@@ -92,8 +92,8 @@ def queue_page(
 
 
 def members_of(store: Store, roots: Sequence[str], opened: Sequence[str], sort: Sort) -> list[QueueRow]:
-    """The jobs that stand under some jobs of a folded page: of those in `opened` all, of others what runs. At most
-    `MOST_MEMBERS`, what runs before all others."""
+    """The jobs that stand under some jobs of a folded page: of those in `opened` all, of others what runs. Of each
+    at most `MOST_MEMBERS`, what runs before all others."""
     if not roots:
         return []
     return [_queue_row(job, {}) for job in store.families(roots, opened, *order_of(sort), MOST_MEMBERS)]

@@ -1,16 +1,16 @@
 """The metric points of a job as curves, with few enough points to draw.
 
 A range with more points is divided into parts of equally many steps. Of each part the lowest and the highest point of a
-metric are kept, so a spike is seen at any scale.
+metric are kept, so a spike is seen at any scale, and of the range the first and the last one. No point is computed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from itertools import groupby
-from sqlite3 import Row
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
@@ -20,6 +20,10 @@ from ..http.bodies import Curve, SeriesResponse
 from .events import read_states
 
 LAST_STEP = 2**53
+_AT_ONCE = 400
+"""Steps that are read together, at least."""
+_ENDS = 2
+"""Points of a curve beside those of its parts: the first and the last one."""
 
 
 def read_series(
@@ -34,46 +38,97 @@ def read_series(
     Raises:
         JobNotFound.
     """
-    curves = _Curves(metrics)
+    curves = _Curves(metrics, with_ends=points >= 2 + _ENDS)
     with store.snapshot():  # events and points are stored together: the cursor is exactly behind these points
         _, (cursor,) = read_states(store, [job_uuid])
         found = store.point_range(job_uuid, begin, end)
         if found is not None:
             first, last = found
-            width = math.ceil((last - first + 1) / (points // 2))
-            rows = store.scan_points(job_uuid, begin, end)
-            for _, part in groupby(rows, key=lambda row: (row["step"] - first) // width):
-                curves.add(part)
-    return SeriesResponse(
-        train=curves.of("train"), validation=curves.of("validation"), exact=curves.exact, next=str(cursor)
-    )
+            span = last - first + 1
+            # Of so few steps all points are kept, the ends among them.
+            parts = points // 2 if span <= points else max(1, (points - _ENDS) // 2)
+            width = math.ceil(span / parts)
+            piece = width * math.ceil(_AT_ONCE / width)
+            for start in range(first, last + 1, piece):
+                read = store.points_together(job_uuid, start, min(last, start + piece - 1))
+                for kind, (steps, texts) in read.items():
+                    curves.add(kind, steps, from_json(texts), first, width)
+        train, validation = (
+            curves.of(kind, partial(store.step_times, job_uuid, kind)) for kind in ("train", "validation")
+        )
+    return SeriesResponse(train=train, validation=validation, exact=curves.exact, next=str(cursor))
+
+
+class _Kept(NamedTuple):
+    """The points of a curve that are kept, by step."""
+
+    steps: list[int]
+    values: list[float]
 
 
 class _Curves:
     """Collects the points of metrics, part by part."""
 
-    def __init__(self, wanted: Collection[str]) -> None:
+    def __init__(self, wanted: Collection[str], *, with_ends: bool) -> None:
         self.exact = True
         self._wanted = frozenset(wanted)
-        self._curves: dict[str, dict[str, Curve]] = {}
+        self._with_ends = with_ends
+        self._curves: dict[str, dict[str, _Kept]] = {}
+        self._last: dict[tuple[str, str], tuple[int, float]] = {}
+        """Of each kind and metric step and value of the last number that is known."""
 
-    def of(self, kind: str) -> dict[str, Curve]:
-        return self._curves.get(kind, {})
+    def of(self, kind: str, times: Callable[[Iterable[int]], Mapping[int, tuple[float, float]]]) -> dict[str, Curve]:
+        """The curves of all points that were added.
 
-    def add(self, rows: Iterator[Row]) -> None:
-        """Add the points of one part, which are in the order of their steps."""
-        all_rows = list(rows)
-        for kind in sorted({row["kind"] for row in all_rows}):
-            part = [row for row in all_rows if row["kind"] == kind]
-            # At once: a call for each of 200,000 points takes half of the time.
-            values = from_json(f"[{','.join([row['metrics'] for row in part])}]")
-            curves = self._curves.setdefault(kind, {})
-            for name, (numbers, column) in sorted(self._columns(values).items()):
-                kept = _extremes(column)
-                self.exact = self.exact and len(kept) == len(column)
-                curve = curves.setdefault(name, Curve(step=[], epoch=[], time=[], value=[]))
+        Args:
+            times: epoch and time of some steps.
+        """
+        kept = self._curves.get(kind, {})
+        for name, (steps, values) in kept.items():
+            last = self._last.get((kind, name))
+            if last is not None and steps[-1] < last[0]:
+                steps.append(last[0])
+                values.append(last[1])
+        at = times(sorted({step for curve in kept.values() for step in curve.steps})) if kept else {}
+        return {
+            name: Curve(
+                step=steps,
+                epoch=[at[step][0] for step in steps],
+                time=[at[step][1] for step in steps],
+                value=[*values],
+            )
+            for name, (steps, values) in kept.items()
+        }
+
+    def add(self, kind: str, steps: Sequence[int], points: list[dict[str, Any]], first: int, width: int) -> None:
+        """Add points of a kind, by step. Parts begin at step `first` and have `width` steps."""
+        curves, begin = self._curves.setdefault(kind, {}), 0
+        while begin < len(steps):
+            end = bisect_left(steps, first + ((steps[begin] - first) // width + 1) * width, begin)
+            for name, (numbers, column) in sorted(self._columns(points[begin:end]).items()):
+                kept, last = self._kept(column, is_first=name not in curves)
+                if last is not None:
+                    self._last[kind, name] = steps[begin + numbers[last]], column[last]
+                curve = curves.setdefault(name, _Kept([], []))
                 for number in kept:
-                    _append(curve, part[numbers[number]], column[number])
+                    curve.steps.append(steps[begin + numbers[number]])
+                    curve.values.append(column[number])
+            begin = end
+
+    def _kept(self, column: Sequence[float], *, is_first: bool) -> tuple[Sequence[int], int | None]:
+        """Positions of the values of a part that are kept, and that of its last number, where the ends of a curve are.
+
+        Args:
+            is_first: no part of the curve was before this one.
+        """
+        kept, last = _extremes(column), None
+        if self._with_ends:
+            count = range(len(column))
+            last = _finite(column, reversed(count))
+            if is_first and (first := _finite(column, count)) is not None:
+                kept = sorted({first, *kept})
+        self.exact = self.exact and len(kept) == len(column)
+        return kept, last
 
     def _columns(self, values: Sequence[dict[str, Any]]) -> dict[str, tuple[Sequence[int], Sequence[float]]]:
         """Metric -> the numbers of the points that have it, and its values there."""
@@ -92,11 +147,9 @@ class _Curves:
         return not self._wanted or name in self._wanted
 
 
-def _append(curve: Curve, row: Row, value: float) -> None:
-    curve.step.append(row["step"])
-    curve.epoch.append(row["epoch"])
-    curve.time.append(row["time"])
-    curve.value.append(value)
+def _finite(values: Sequence[float], places: Iterable[int]) -> int | None:
+    """The first of some places whose value is a finite number; None: none is."""
+    return next((place for place in places if math.isfinite(values[place])), None)
 
 
 def _extremes(values: Sequence[float]) -> Sequence[int]:

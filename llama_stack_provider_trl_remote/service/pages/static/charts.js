@@ -1,7 +1,13 @@
 // Draws curves with plotly: those of a job here, those of machines in nodes.js.
-import { along, groups, isNoisy, legendOf, smoothed } from "./curves.js";
+import { Cursor } from "./cursor.js";
+import { along, aroundEqual, groups, isNoisy, legendOf, smoothed, withoutOutliers } from "./curves.js";
+import { csvOf, Figure, save } from "./figure.js";
 
 const DRAW_MS = 500;
+const HEIGHT = 290;
+// Of a part of a curve, and of a file.
+const CLOSER_POINTS = 4000;
+const FILE_POINTS = 20000;
 // No bar of buttons: some of them lead to a site of plotly's.
 export const CONFIG = { responsive: true, displayModeBar: false };
 // Plotly shows some tags of HTML in texts: a name is shown as it is.
@@ -50,9 +56,9 @@ export function layout(title, axis, shown) {
   const [text, line] = ["--text", "--line"].map((name) => style.getPropertyValue(name).trim());
   const lines = { gridcolor: line, zerolinecolor: line, linecolor: line };
   return {
-    title: { text: plain(title), font: { size: 14 } },
+    title: { text: plain(title), font: { size: 14 }, x: 0.01, xanchor: "left" },
     margin: { l: 55, r: 15, t: 40, b: 40 },
-    height: 290,
+    height: HEIGHT,
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: text, family: "system-ui, sans-serif" },
@@ -83,10 +89,11 @@ export class Charts {
     this.smoothing = document.getElementById("smoothing");
     this.output = document.getElementById("smoothing-value");
     this.logarithmic = document.getElementById("logarithmic");
+    this.outliers = document.getElementById("outliers");
+    this.cursor = new Cursor();
     this.restore();
-    this.axis.addEventListener("change", () => this.choose());
+    for (const one of [this.axis, this.logarithmic, this.outliers]) one.addEventListener("change", () => this.choose());
     this.smoothing.addEventListener("input", () => this.choose());
-    this.logarithmic?.addEventListener("change", () => this.choose());
     onColors(() => this.all());
   }
 
@@ -95,7 +102,8 @@ export class Charts {
     const found = new URLSearchParams(location.search);
     if (["step", "epoch", "relative", "time"].includes(found.get("axis"))) this.axis.value = found.get("axis");
     if (found.has("smoothing")) this.smoothing.value = found.get("smoothing");
-    if (this.logarithmic) this.logarithmic.checked = found.get("scale") === "log";
+    this.logarithmic.checked = found.get("scale") === "log";
+    this.outliers.checked = found.get("outliers") === "no";
     this.output.value = this.smoothing.value;
   }
 
@@ -104,10 +112,13 @@ export class Charts {
     const kept = new URLSearchParams(location.search);
     kept.set("axis", this.axis.value);
     kept.set("smoothing", this.smoothing.value);
-    if (this.logarithmic?.checked) kept.set("scale", "log");
-    else kept.delete("scale");
+    const boxes = [["scale", "log", this.logarithmic], ["outliers", "no", this.outliers]];
+    for (const [name, value, box] of boxes) {
+      if (box.checked) kept.set(name, value);
+      else kept.delete(name);
+    }
     history.replaceState(null, "", `?${kept}`);
-    for (const chart of this.charts.values()) chart.zoomed = null;
+    for (const chart of this.charts.values()) [chart.zoomed, chart.range] = [null, null];
     this.all();
   }
 
@@ -115,9 +126,18 @@ export class Charts {
     return new Set(this.curves.names());
   }
 
-  // The curves of each job that is shown.
+  // The curves of each job that is shown, by its name.
+  jobs() {
+    return new Map([[document.querySelector("main").dataset.job, this.curves]]);
+  }
+
   each() {
-    return [this.curves];
+    return [...this.jobs().values()];
+  }
+
+  // Points of a job, as /series answers.
+  ask(_, options) {
+    return this.fetchSeries(options);
   }
 
   // Of relative times: that in which the longest of the jobs has at least two.
@@ -166,23 +186,70 @@ export class Charts {
     }
   }
 
-  // Where a new chart goes.
-  place() {
-    return this.container;
+  // Where a new chart goes: its section of the page.
+  place({ section }) {
+    const found = this.container.querySelector(`[data-section="${section}"]`);
+    found.hidden = false;
+    return found.querySelector(".chart-grid");
   }
 
   drawGroup(group) {
     let chart = this.charts.get(group.title);
-    const traces = [...group.names.flatMap((name, at) => this.traces(name, chart?.zoomed, COLORS[at % COLORS.length])), ...this.markers()];
+    const curves = group.names.flatMap((name, at) => this.traces(name, chart?.zoomed, COLORS[at % COLORS.length]));
+    const traces = [...curves, ...this.markers()];
     if (chart) {
-      window.Plotly.react(chart.element, traces, this.layout(group), CONFIG);
+      window.Plotly.react(chart.element, traces, this.drawn(group, chart, curves), CONFIG);
       return;
     }
-    const element = addChart(this.place(group), `${group.title} by ${this.axis.value}`);
-    chart = { element, zoomed: null };
+    const figure = new Figure(this.place(group), group.title, `${group.title} by ${this.axis.value}`, {
+      csv: () => this.csv(group, chart),
+      drawn: () => this.resized(group),
+    });
+    chart = { figure, element: figure.element, zoomed: null, range: null };
     this.charts.set(group.title, chart);
-    window.Plotly.newPlot(element, traces, this.layout(group), CONFIG);
-    element.on("plotly_relayout", (change) => this.zoom(group, chart, change));
+    window.Plotly.newPlot(chart.element, traces, this.drawn(group, chart, curves), CONFIG);
+    chart.element.on("plotly_relayout", (change) => this.zoom(group, chart, change));
+    this.cursor.add(chart.element);
+  }
+
+  // The layout of a chart with these curves.
+  drawn(group, chart, curves) {
+    const found = this.layout(group);
+    const isLogarithmic = this.logarithmic.checked;
+    if (isLogarithmic) found.yaxis.type = "log";
+    const values = curves.flatMap(({ y }) => y);
+    const equal = isLogarithmic ? null : aroundEqual(values);
+    const range = equal ?? (this.outliers.checked && withoutOutliers(values, isLogarithmic));
+    if (range) found.yaxis.range = range;
+    found.yaxis.uirevision = `${found.uirevision} ${isLogarithmic} ${this.outliers.checked}`;
+    if (chart.figure.isWhole) Object.assign(found, this.whole(found, chart.element.clientHeight));
+    return found;
+  }
+
+  // What is different in the layout of a chart that is shown alone: its legend is above it, whatever its height is.
+  whole(found, height) {
+    const title = { ...found.title, y: 1, yanchor: "top", pad: { t: 4, l: 8 } };
+    const legend = { orientation: "h", x: 0, y: 1, yanchor: "bottom" };
+    return { height, title, legend, margin: { ...found.margin, t: 70 } };
+  }
+
+  // A chart whose place has another size.
+  resized(group) {
+    this.drawGroup(group);
+    window.Plotly.Plots.resize(this.charts.get(group.title).element);
+  }
+
+  // Saves the points of the part that a chart shows.
+  async csv(group, chart) {
+    const found = [];
+    for (const [job, curves] of this.jobs()) {
+      const options = chart.range
+        ? this.options(curves, group, ...chart.range, FILE_POINTS)
+        : [...group.names.map((name) => ["metric", name]), ["points", FILE_POINTS]];
+      if (options) found.push([job, await this.ask(job, options)]);
+    }
+    const name = found.length === 1 ? found[0][0] : "jobs";
+    save(new Blob([csvOf(found, group.names)], { type: "text/csv" }), `${name}-${group.title}.csv`);
   }
 
   traces(name, zoomed, color) {
@@ -209,11 +276,13 @@ export class Charts {
     const titles = { time: "time (UTC)", relative: `${unit.name} since the first point` };
     const axis = titles[this.axis.value] ?? this.axis.value;
     const found = layout(group.title, axis, axis);
+    if (["step", "epoch"].includes(axis)) found.xaxis.unifiedhovertitle = { text: `${axis} %{x}` };
     if (group.title === "Learning rate") found.yaxis.exponentformat = "e";
     if (group.names.every(isMemory)) found.yaxis.title = { text: "GiB", standoff: 4 };
-    // Marks have an axis of their own: they are at the top of a chart, whatever its values are.
-    if (this.logarithmic?.checked) found.yaxis.type = "log";
     found.hovermode = "x unified";
+    found.hoverlabel = { namelength: -1 };
+    found.hoverdistance = -1; // of points that are thinned out the nearest is shown, however far it is
+    // Marks have an axis of their own: they are at the top of a chart, whatever its values are.
     found.yaxis2 = { overlaying: "y", range: [0, 1], fixedrange: true, visible: false };
     found.shapes = this.placed().map(({ kind, x }) => ({
       ...{ type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper" },
@@ -258,6 +327,7 @@ export class Charts {
       if (!zoomed) return;
     }
     chart.zoomed = zoomed;
+    chart.range = from === undefined ? null : [from, to];
     this.changed(group.names);
   }
 
@@ -268,10 +338,10 @@ export class Charts {
   }
 
   // What requests the points of a part of the axis; null: there are none.
-  options(curves, group, from, to) {
+  options(curves, group, from, to, points = CLOSER_POINTS) {
     const range = curves.range(group.names[0], this.axis.value, from, to, this.unit());
     if (!range) return null;
     const options = group.names.map((name) => ["metric", name]);
-    return [...options, ["begin", range[0]], ...(range[1] === null ? [] : [["end", range[1]]]), ["points", 4000]];
+    return [...options, ["begin", range[0]], ...(range[1] === null ? [] : [["end", range[1]]]), ["points", points]];
   }
 }

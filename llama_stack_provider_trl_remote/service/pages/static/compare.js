@@ -1,6 +1,6 @@
 // Several jobs over each other: their curves as they grow, and their states.
 import { Charts, COLORS, modeOf, plain, valuesOf } from "./charts.js";
-import { Curves, isNoisy, smoothed } from "./curves.js";
+import { Curves, isNoisy, separate, smoothed } from "./curves.js";
 import { Parts } from "./parts.js";
 import { Stream } from "./stream.js";
 
@@ -11,8 +11,10 @@ const followed = new Map(found ? JSON.parse(found.textContent) : []);
 const curves = new Map([...followed.keys()].map((job) => [job, new Curves()]));
 const parts = new Parts(["states"]);
 
-async function fetchSeries(job, options = {}) {
-  const answer = await fetch(`/v1/post-training/jobs/${encodeURIComponent(job)}/series?${new URLSearchParams(options)}`);
+async function fetchSeries(job, options = null) {
+  const path = `/v1/post-training/jobs/${encodeURIComponent(job)}/series`;
+  // The address of all curves is the one that the page preloads.
+  const answer = await fetch(options ? `${path}?${new URLSearchParams(options)}` : path);
   if (answer.status === 401) location.reload();
   if (!answer.ok) throw new Error(`${answer.status}`);
   return answer.json();
@@ -25,12 +27,15 @@ class Overlaid extends Charts {
   }
 
   grouped() {
-    const names = [...this.names()].sort((a, b) => (b === "loss") - (a === "loss") || a.localeCompare(b));
-    return names.map((name) => ({ title: name, names: [name] }));
+    return separate(this.names());
   }
 
-  each() {
-    return [...curves.values()];
+  jobs() {
+    return curves;
+  }
+
+  ask(job, options) {
+    return this.fetchSeries(job, options);
   }
 
   traces(name, zoomed) {
@@ -52,11 +57,11 @@ class Overlaid extends Charts {
 
   async closer(group, from, to) {
     const zoomed = {};
-    const ask = async (job, all) => {
+    const fetchPart = async ([job, all]) => {
       const options = this.options(all, group, from, to);
-      if (options) zoomed[job] = await this.fetchSeries(job, options);
+      if (options) zoomed[job] = await this.ask(job, options);
     };
-    await Promise.all([...curves].map(([job, all]) => ask(job, all)));
+    await Promise.all([...curves].map(fetchPart));
     return zoomed;
   }
 }

@@ -1,6 +1,8 @@
 // The points of a job's metrics, and what is drawn of them. Without the page.
 
-// Exponential moving average, corrected for its beginning: the first value is itself.
+const DIGITS = 12;
+
+// Exponential moving average, corrected for its beginning: the first value is itself, and equal values stay equal.
 export function smoothed(values, weight) {
   let mean = 0;
   let total = 0;
@@ -8,8 +10,34 @@ export function smoothed(values, weight) {
     if (value === null || !Number.isFinite(value)) return null;
     mean = weight * mean + (1 - weight) * value;
     total = weight * total + (1 - weight);
-    return mean / total;
+    return Number((mean / total).toPrecision(DIGITS));
   });
+}
+
+const MIDDLE = [0.05, 0.95];
+const MARGIN = 0.05;
+
+// The range of an axis for the middle of some values, in powers of ten on a logarithmic one; null: it has no extent.
+export function withoutOutliers(values, isLogarithmic) {
+  const numbers = values.filter((value) => Number.isFinite(value) && (!isLogarithmic || value > 0));
+  const sorted = (isLogarithmic ? numbers.map(Math.log10) : numbers).sort((a, b) => a - b);
+  if (!sorted.length) return null;
+  const [low, high] = MIDDLE.map((share) => {
+    const place = share * (sorted.length - 1);
+    const below = sorted[Math.floor(place)];
+    return below + (place % 1) * (sorted[Math.ceil(place)] - below);
+  });
+  const margin = MARGIN * (high - low);
+  return high > low ? [low - margin, high + margin] : null;
+}
+
+// The range of an axis around values that are all the same, which plotly would draw between 1 less and 1 more; null: they
+// differ, or are 0.
+export function aroundEqual(values) {
+  const numbers = values.filter((value) => Number.isFinite(value));
+  const [first] = numbers;
+  if (!first || numbers.some((value) => value !== first)) return null;
+  return [first - 0.1 * Math.abs(first), first + 0.1 * Math.abs(first)];
 }
 
 export class Curves {
@@ -158,6 +186,16 @@ export function groups(names) {
     if (members.length) found.push({ title, section, names: members });
   }
   return [...found, ...[...left].sort().map((name) => ({ title: name, section: sectionOf(name), names: [name] }))];
+}
+
+const OF_MAIN = ["loss", "eval_loss", "reward", "rewards/margins"];
+
+// The charts of several jobs: one for each metric, those that tell most of any method in a section of their own.
+export function separate(names) {
+  const found = groups(names).flatMap(({ section, names: members }) => members.map((name) => ({ title: name, section, names: [name] })));
+  const place = (name) => OF_MAIN.indexOf(name);
+  const main = found.filter(({ title }) => place(title) >= 0).sort((a, b) => place(a.title) - place(b.title));
+  return [...main.map((group) => ({ ...group, section: "Main" })), ...found.filter(({ title }) => place(title) < 0)];
 }
 
 // The charts of a job in the order of its page: the one that tells most of its method first, then the loss; both are

@@ -20,14 +20,10 @@ class Sections extends Charts {
     return ordered(groups(this.names()), headline.dataset.first);
   }
 
-  place({ section }) {
-    if (!section) {
-      headline.hidden = false;
-      return headline;
-    }
-    const found = this.container.querySelector(`[data-section="${section}"]`);
-    found.hidden = false;
-    return found.querySelector(".chart-grid");
+  place(group) {
+    if (group.section) return super.place(group);
+    headline.hidden = false;
+    return headline;
   }
 
   // Plotly follows the window alone: charts that stand beside a new one are narrower than before.
@@ -40,9 +36,9 @@ class Sections extends Charts {
   layout(group) {
     const found = super.layout(group);
     if (group.section) return found;
-    found.height = headline.querySelector(".chart").clientHeight;
+    found.height = (headline.querySelector(".chart") ?? document.querySelector(".whole .chart")).clientHeight;
     found.margin = { ...found.margin, t: 50, b: 34, r: 10 };
-    found.title = { ...found.title, x: 0.01, xanchor: "left", y: 0.98, yanchor: "top" };
+    found.title = { ...found.title, y: 0.98, yanchor: "top" };
     found.legend = { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 } };
     return found;
   }
@@ -66,8 +62,9 @@ function state() {
   return document.getElementById("status").dataset.state;
 }
 
-async function fetchSeries(options = {}) {
-  const answer = await fetch(`${path}/series?${new URLSearchParams(options)}`);
+async function fetchSeries(options = null) {
+  // The address of all curves is the one that the page preloads.
+  const answer = await fetch(options ? `${path}/series?${new URLSearchParams(options)}` : `${path}/series`);
   if (answer.status === 401) location.reload();
   if (!answer.ok) throw new Error(`${answer.status}`);
   return answer.json();

@@ -11,9 +11,11 @@ function state() {
   return document.getElementById("samples").dataset.state;
 }
 
-function onEvent(_, event) {
+function onEvent(_, { event }) {
   // An attempt that begins again takes back what an earlier one did beyond its checkpoint.
-  if (["samples", "prepared"].includes(event.type)) parts.refresh();
+  const grows = document.getElementById("samples").dataset.grows !== undefined;
+  if (grows && event.type === "progress") parts.refresh(5000);
+  if (["samples", "rollout", "prepared"].includes(event.type)) parts.refresh();
 }
 
 function onState(_, found) {

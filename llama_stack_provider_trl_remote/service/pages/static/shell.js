@@ -27,6 +27,30 @@ function element(name, attributes = {}, ...contents) {
   return made;
 }
 
+// The first jobs of the queue whose names, models or tags have a text.
+async function findJobs(text) {
+  const query = new URLSearchParams({ search: text.trim(), limit: MOST_JOBS });
+  const answer = await fetch(`/v1/post-training/queue?${query}`);
+  return answer.ok ? (await answer.json()).data : [];
+}
+
+// A field for the name of a job proposes those that have what is typed.
+function propose(input) {
+  let asked = 0;
+  let timer = 0;
+  const find = async () => {
+    const number = ++asked;
+    const jobs = await findJobs(input.value).catch(() => []);
+    if (number === asked) input.list.replaceChildren(...jobs.map((job) => element("option", { value: job.job_uuid })));
+  };
+  for (const event of ["input", "focus"]) {
+    input.addEventListener(event, () => {
+      clearTimeout(timer);
+      timer = setTimeout(find, WAIT_MS);
+    });
+  }
+}
+
 class Palette {
   constructor() {
     this.input = element("input", {
@@ -63,11 +87,8 @@ class Palette {
     const asked = ++this.asked;
     if (!hasQueue) return;
     try {
-      const query = new URLSearchParams({ search: this.input.value.trim(), limit: MOST_JOBS });
-      const answer = await fetch(`/v1/post-training/queue?${query}`);
-      if (!answer.ok || asked !== this.asked) return;
-      const { data } = await answer.json();
-      this.show(data.map((job) => ({ text: job.job_uuid, to: `/jobs/${encodeURIComponent(job.job_uuid)}`, about: WORDS[job.state] ?? job.state })));
+      const jobs = await findJobs(this.input.value);
+      if (asked === this.asked) this.show(jobs.map((job) => ({ text: job.job_uuid, to: `/jobs/${encodeURIComponent(job.job_uuid)}`, about: WORDS[job.state] ?? job.state })));
     } catch {
       // The pages are there without the service.
     }
@@ -170,3 +191,5 @@ document.addEventListener("keydown", (event) => {
 const jump = element("button", { type: "button", class: "jump" }, "Go to ...", element("kbd", {}, "Ctrl K"));
 jump.addEventListener("click", () => palette.open());
 document.querySelector("header nav").before(jump);
+
+if (hasQueue) document.querySelectorAll("input[data-jobs]").forEach(propose);

@@ -49,3 +49,8 @@ export function stepTime(seconds) {
   if (seconds < 1) return `${(seconds * 1000).toFixed(0)} ms`;
   return seconds < 60 ? `${seconds.toFixed(2)} s` : duration(seconds);
 }
+
+// The name of a curve as text: plotly has it with two characters of HTML escaped.
+export function legendText(name) {
+  return name.replaceAll("&lt;", "<").replaceAll("&amp;", "&");
+}
