@@ -1,10 +1,11 @@
-"""Reads what a file of stored rows has: some rows, their lengths, duplicates and sources; in a process with limits where
-requests are served."""
+"""Reads what a file of stored rows has: some rows, their lengths, duplicates and sources, in a process with limits
+where requests are served."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from .row_files import LINE_BYTES, parse_line
 
 MOST_BYTES = 64 << 20
 """Bytes of a file that are read."""
-MOST_DUPLICATES = 10
+MOST_DUPLICATES = 5
 """Duplicates that are listed."""
 _MOST_SOURCES = 30
 _MOST_SHOWN = 4000
@@ -88,7 +89,7 @@ def _overview(path: Path, search: str, first: int, count: int) -> Iterator[Overv
 def read_overview(file: BinaryIO, search: str = "", first: int = 0, count: int = 20) -> Overview:
     """What a file has. See `overview_within`; memory grows with the number of rows by 100 bytes each."""
     wanted, rows = search.casefold(), list[ShownRow]()
-    columns, buckets, sources = Counter[str](), Counter[int](), Counter[str]()
+    columns, sources, lengths = Counter[str](), Counter[str](), array("q")
     seen = dict[bytes, int]()
     duplicated, source_column = list[tuple[int, int]](), ""
     number = matching = read = longest = longest_row = duplicates = 0
@@ -97,7 +98,7 @@ def read_overview(file: BinaryIO, search: str = "", first: int = 0, count: int =
         read += len(line)
         columns.update(name for name, value in row.items() if value is not None)
         length = _length(row)
-        buckets[1 << max(0, length - 1).bit_length()] += 1
+        lengths.append(length)
         if length > longest:
             longest, longest_row = length, number
         before = seen.setdefault(_digest(row), number)
@@ -121,8 +122,8 @@ def read_overview(file: BinaryIO, search: str = "", first: int = 0, count: int =
         matching=matching,
         rows=rows,
         columns={name[:_LONGEST_NAME]: rows for name, rows in columns.most_common(_MOST_COLUMNS)},
-        lengths=sorted(buckets.items()),
-        median=_median(buckets, number),
+        lengths=sorted(Counter(1 << max(0, length - 1).bit_length() for length in lengths).items()),
+        median=sorted(lengths)[(number - 1) // 2] if number else 0,
         longest=longest,
         longest_row=longest_row,
         duplicates=duplicates,
@@ -175,13 +176,3 @@ def _shown(row: dict[str, Any], number: int) -> ShownRow:
         if not left:
             break
     return ShownRow(number=number, columns=found, is_cut=is_cut or len(found) < len(row))
-
-
-def _median(buckets: Counter[int], count: int) -> int:
-    """The bucket with the middle row."""
-    passed = 0
-    for up_to, rows in sorted(buckets.items()):
-        passed += rows
-        if 2 * passed >= count:
-            return up_to
-    return 0

@@ -66,7 +66,7 @@ def test_lines_lead_through_each_axis_and_the_best_one_is_drawn_last() -> None:
     assert plot is not None
     rate, rank, value = plot.axes
     assert (rate.is_log, rank.is_log, value.is_log) == (True, False, False)
-    assert [tick.text for tick in rate.ticks] == ["1e-05", "0.001", "0.1"]
+    assert [tick.text for tick in rate.ticks] == ["1e-05", "0.0001", "0.001", "0.01", "0.1"]
     last = plot.lines[-1]
     assert (last.job_uuid, last.kind) == ("s-0", "best")
     assert (

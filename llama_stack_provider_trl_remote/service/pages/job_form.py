@@ -348,7 +348,9 @@ def work_of(fields: Mapping[str, str]) -> dict[str, Any]:
     """
     needs = KINDS[fields["kind"]].needs
     names = (("job", "job_uuid"), ("model", "model"), ("dataset", "dataset_id"), ("to", "to"))
-    body = {to: fields[name].strip() for name, to in names if name in ("job", *needs) and fields.get(name, "").strip()}
+    body: dict[str, Any] = {
+        to: fields[name].strip() for name, to in names if name in ("job", *needs) and fields.get(name, "").strip()
+    }
     if "output" in needs and fields.get("output", "").strip():
         body["output"] = {"dataset_id": fields["output"].strip()}
     options = _object(fields.get("options", ""), "provider_options", '{"priority": "low"}')

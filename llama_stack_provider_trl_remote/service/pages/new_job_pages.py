@@ -55,7 +55,12 @@ from .route import PageRoute, problem_of
 
 _MODELS = 100
 """Jobs whose models are suggested."""
-_BODIES = {"evaluate": EvaluateBody, "generate": GenerateBody, "merge": MergeBody, "export": ExportBody}
+_BODIES: dict[str, type[EvaluateBody | GenerateBody | MergeBody | ExportBody]] = {
+    "evaluate": EvaluateBody,
+    "generate": GenerateBody,
+    "merge": MergeBody,
+    "export": ExportBody,
+}
 router = APIRouter(route_class=PageRoute, prefix="/new", include_in_schema=False)
 
 

@@ -22,6 +22,8 @@ _HEIGHT, _TOP, _BOTTOM, _SIDE = 260, 44, 16, 84
 _GAP = (150, 260)
 """Least and most units between two axes."""
 _WIDTH = 980
+_MOST_TICKS = 6
+"""Numbers of an axis that are written out, if it has no more."""
 _MOST_NAMES = 12
 """Values of an axis that are written out."""
 SHADES = 4
@@ -138,10 +140,10 @@ def _headings(job_uuid: str, paths: Sequence[str], objective: str, sort: str) ->
     found = []
     for key, text, is_number in (
         ("trial", "Trial", False),
+        ("value", objective, True),
         *((path, short_path(path), False) for path in paths),
         ("state", "State", False),
         ("steps", "Steps", True),
-        ("value", objective, True),
     ):
         chosen = f"-{key}" if sort == key else key
         direction = {key: "ascending", f"-{key}": "descending"}.get(sort, "")
@@ -159,7 +161,8 @@ def _sorted(trials: Sequence[Trial], sort: str, is_largest: bool) -> list[Trial]
         own = {"trial": places[id(one)], "state": one["state"], "steps": one["step"], "value": one["value"]}
         return own[key] if key in own else one["values"].get(key)
 
-    has, lacks = [], []
+    has: list[Trial] = []
+    lacks: list[Trial] = []
     for one in trials:
         (lacks if found(one) is None else has).append(one)
     if all(_is_number(found(one)) for one in has):
@@ -241,10 +244,10 @@ def _axis(path: str, values: Sequence[Any], x: float, bottom: float) -> tuple[Ax
             share = (scaled(value) - begin) / (end - begin) if end > begin else 0.5
             return round(bottom - share * (bottom - _TOP), 1)
 
-        ticks = [Tick(height(low), number(low)), *([Tick(height(high), number(high))] if high > low else [])]
-        if high > low:
-            middle = math.sqrt(low * high) if is_log else (low + high) / 2
-            ticks.insert(1, Tick(height(middle), f"{middle:.2g}"))
+        written = sorted({*known})
+        if len(written) > _MOST_TICKS:
+            written = [low, math.sqrt(low * high) if is_log else (low + high) / 2, high]
+        ticks = [Tick(height(value), f"{value:.3g}") for value in written]
         places: list[float | None] = [None if value is None else height(value) for value in values]
         return Axis(short_path(path), path, x, ticks, is_log), places
     names = [*dict.fromkeys(_written(value) for value in known)]
