@@ -29,7 +29,7 @@ _LONGEST_SOURCE = 80
 _MOST_COLUMNS, _LONGEST_NAME = 50, 200
 
 
-class ShownRow(TypedDict):
+class OverviewRow(TypedDict):
     number: int
     """From 0."""
     columns: dict[str, str]
@@ -45,7 +45,7 @@ class Overview(TypedDict):
     """Whether the file has more than was read."""
     matching: int
     """Rows that have the text that was looked for."""
-    rows: list[ShownRow]
+    rows: list[OverviewRow]
     columns: dict[str, int]
     """Column -> rows that have it with a value."""
     lengths: list[tuple[int, int]]
@@ -88,7 +88,7 @@ def _overview(path: Path, search: str, first: int, count: int) -> Iterator[Overv
 
 def read_overview(file: BinaryIO, search: str = "", first: int = 0, count: int = 20) -> Overview:
     """What a file has. See `overview_within`; memory grows with the number of rows by 100 bytes each."""
-    wanted, rows = search.casefold(), list[ShownRow]()
+    wanted, rows = search.casefold(), list[OverviewRow]()
     columns, sources, lengths = Counter[str](), Counter[str](), array("q")
     seen = dict[bytes, int]()
     duplicated, source_column = list[tuple[int, int]](), ""
@@ -166,7 +166,7 @@ def _digest(row: dict[str, Any]) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def _shown(row: dict[str, Any], number: int) -> ShownRow:
+def _shown(row: dict[str, Any], number: int) -> OverviewRow:
     left, found, is_cut = _MOST_SHOWN, dict[str, str](), False
     for name, value in row.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=1)
@@ -175,4 +175,4 @@ def _shown(row: dict[str, Any], number: int) -> ShownRow:
         left -= min(left, len(text))
         if not left:
             break
-    return ShownRow(number=number, columns=found, is_cut=is_cut or len(found) < len(row))
+    return OverviewRow(number=number, columns=found, is_cut=is_cut or len(found) < len(row))

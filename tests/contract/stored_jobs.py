@@ -183,7 +183,11 @@ def add_answered(data_dir: Path, name: str, passes: Sequence[bool]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / ANSWERS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     result = {"passed": sum(passes) / len(passes), "answers": {"count": len(passes)}, "rows": len(passes)}
-    events: list[Event] = [Started(pid=1, device="cpu", versions={}), Finished(step=1, result=result)]
+    events: list[Event] = [
+        Started(pid=1, device="cpu", versions={}),
+        Prepared(total_steps=1, num_rows=len(passes), trainable_parameters=0, total_parameters=1),
+        Finished(step=1, result=result),
+    ]
     store.apply_events(name, 1, events, 1)
     assert store.transition(name, 1, JobState.in_progress, JobState.completed)
     store.close()

@@ -320,7 +320,7 @@ PRESETS = {
 """What an empty form may begin with: the first is its own choice."""
 
 
-class Kind(NamedTuple):
+class FormKind(NamedTuple):
     """A kind of job of the form."""
 
     text: str
@@ -331,11 +331,11 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "train": Kind("Train", (), ""),
-    "evaluate": Kind("Evaluate", ("model", "dataset"), '{"checks": [{"type": "exact", "column": "answer"}]}'),
-    "generate": Kind("Generate", ("model", "dataset", "output"), '{"max_new_tokens": 256, "temperature": 0}'),
-    "merge": Kind("Merge", (), '{"models": [{"model": "job:one"}, {"model": "job:other"}], "method": "linear"}'),
-    "export": Kind("Export", ("model", "to"), '{"gguf_type": "q8_0"}'),
+    "train": FormKind("Train", (), ""),
+    "evaluate": FormKind("Evaluate", ("model", "dataset"), '{"checks": [{"type": "exact", "column": "answer"}]}'),
+    "generate": FormKind("Generate", ("model", "dataset", "output"), '{"max_new_tokens": 256, "temperature": 0}'),
+    "merge": FormKind("Merge", (), '{"models": [{"model": "job:one"}, {"model": "job:other"}], "method": "linear"}'),
+    "export": FormKind("Export", ("model", "to"), '{"gguf_type": "q8_0"}'),
 }
 """Value of the field `kind` -> the kind, by the names of `trl-remote run`'s files; the first one trains."""
 

@@ -41,7 +41,7 @@ class Heading(NamedTuple):
     is_number: bool
 
 
-class Row(NamedTuple):
+class TrialRow(NamedTuple):
     job_uuid: str
     state: str
     step: int
@@ -67,7 +67,7 @@ class Axis(NamedTuple):
     is_log: bool
 
 
-class Line(NamedTuple):
+class TrialLine(NamedTuple):
     job_uuid: str
     points: str
     kind: str
@@ -81,7 +81,7 @@ class Plot(NamedTuple):
     top: float
     bottom: float
     axes: list[Axis]
-    lines: list[Line]
+    lines: list[TrialLine]
     """The best one last: it is drawn over the others."""
 
 
@@ -99,7 +99,7 @@ class Shown:
 
     paths: list[str]
     headings: list[Heading]
-    rows: list[Row]
+    rows: list[TrialRow]
     plot: Plot | None
     """None: fewer than two trials have a value."""
     importances: list[Importance]
@@ -170,8 +170,8 @@ def _sorted(trials: Sequence[Trial], sort: str, is_largest: bool) -> list[Trial]
     return [*sorted(has, key=lambda one: _written(found(one)), reverse=reverse), *lacks]
 
 
-def _row(one: Trial, paths: Sequence[str], best: str | None) -> Row:
-    return Row(
+def _row(one: Trial, paths: Sequence[str], best: str | None) -> TrialRow:
+    return TrialRow(
         one["job_uuid"],
         one["state"],
         one["step"],
@@ -225,7 +225,7 @@ def _plot(ranked: Sequence[Trial], paths: Sequence[str], objective: str, best: s
         kind = "best" if one["job_uuid"] == best else f"shade-{shade}"
         named = ", ".join(f"{short_path(path)} {_written(value)}" for path, value in one["values"].items())
         text = f"{one['job_uuid']}: {objective} {number(one['value'])}, {named}"
-        lines.append(Line(one["job_uuid"], " ".join(points), kind, text))
+        lines.append(TrialLine(one["job_uuid"], " ".join(points), kind, text))
     lines.reverse()  # the worst first
     lines.sort(key=lambda line: line.kind == "best")
     return Plot(2 * _SIDE + (len(columns) - 1) * gap, _HEIGHT, _TOP, bottom, axes, lines)

@@ -10,14 +10,14 @@ from llama_stack_provider_trl.system.texts import parse_json
 
 from .checkpoints import Opener
 
-MOST_BYTES = 16 << 20
+MOST_BYTES = 8 << 20
 """Bytes of all files that are read for a page."""
 _LONGEST = 1 << 20
 """Bytes of a line that is read."""
 type Wanted = Literal["all", "failed", "differ"]
 
 
-class Answered(NamedTuple):
+class RowAnswer(NamedTuple):
     """What a job has answered to a row."""
 
     text: str
@@ -37,7 +37,7 @@ class AnsweredRow(NamedTuple):
     sample: int
     """Number of the answer to this row, from 0."""
     prompt: list[Mapping[str, Any]]
-    answers: list[Answered | None]
+    answers: list[RowAnswer | None]
     """One per job; None: it has none to this row."""
 
 
@@ -65,6 +65,7 @@ def read_rows(files: Sequence[tuple[Opener, int] | None], first: int, count: int
     found: list[AnsweredRow] = []
     with ExitStack() as opened:
         sources = [_Answers(opened.enter_context(one[0]()), min(one[1], most)) if one else None for one in files]
+        is_cut = any(one and one[1] > most for one in files)
         for row in _beside(sources):
             if not _is_wanted(row, wanted):
                 continue
@@ -74,7 +75,8 @@ def read_rows(files: Sequence[tuple[Opener, int] | None], first: int, count: int
             if len(found) == count:
                 return AnsweredRows(found, has_more=True, is_cut=False)
             found.append(row)
-    return AnsweredRows(found, has_more=False, is_cut=any(one and one[1] > most for one in files))
+    is_cut = is_cut or any(one is not None and one.is_cut for one in sources)
+    return AnsweredRows(found, has_more=False, is_cut=is_cut)
 
 
 class _Answers:
@@ -82,6 +84,8 @@ class _Answers:
 
     def __init__(self, file: Any, size: int) -> None:
         self._file, self._left = file, size
+        self.is_cut = False
+        """Whether a line was longer than what is read of one: nothing behind it is."""
         self.next = self._read()
 
     def take(self) -> dict[str, Any]:
@@ -93,6 +97,7 @@ class _Answers:
         line = self._file.readline(min(self._left, _LONGEST))
         self._left -= len(line)
         if not line.endswith(b"\n"):  # the end of what is read
+            self.is_cut = len(line) == _LONGEST
             return None
         found = parse_json(line)
         if not isinstance(found, dict) or not {"row", "sample", "prompt", "text"} <= found.keys():
@@ -105,7 +110,7 @@ def _beside(sources: Sequence[_Answers | None]) -> Iterator[AnsweredRow]:
     while waiting := [one.next for one in sources if one is not None and one.next is not None]:
         row, sample = min((one["row"], one["sample"]) for one in waiting)
         prompt: list[Mapping[str, Any]] = []
-        answers: list[Answered | None] = []
+        answers: list[RowAnswer | None] = []
         for source in sources:
             if source is None or source.next is None or (source.next["row"], source.next["sample"]) != (row, sample):
                 answers.append(None)
@@ -116,10 +121,10 @@ def _beside(sources: Sequence[_Answers | None]) -> Iterator[AnsweredRow]:
         yield AnsweredRow(row, sample, prompt, answers)
 
 
-def _answered(line: Mapping[str, Any]) -> Answered:
+def _answered(line: Mapping[str, Any]) -> RowAnswer:
     scores = {name: one.get("score") for name, one in (line.get("judged") or {}).items()}
     scores |= {name: one.get("reward") for name, one in (line.get("graded") or {}).items()}
-    return Answered(line["text"], line["tokens"], line["complete"], line.get("passed") or {}, scores)
+    return RowAnswer(line["text"], line["tokens"], line["complete"], line.get("passed") or {}, scores)
 
 
 def _is_wanted(row: AnsweredRow, wanted: Wanted) -> bool:
