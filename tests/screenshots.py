@@ -108,7 +108,7 @@ def take(window: browser.Window, model: str, names: list[str]) -> None:
         "job": ("/jobs/sft-long", drawn),
         "compare": ("/compare?job=sft-slow&job=sft-fast", drawn),
         "samples": ("/jobs/sft-samples/samples", lambda: page.wait_for_selector("table.samples")),
-        "data": ("/data", filled),
+        "data": ("/data/tokens", filled),
         "new-job": ("/new", checked),
         "nodes": ("/nodes", drawn_loads),
     }

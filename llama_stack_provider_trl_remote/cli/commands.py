@@ -30,6 +30,7 @@ from .preview import preview
 from .register import register
 from .samples import samples
 from .terminal import JOB_COLUMNS, audit_line, emit, job_line, job_row, preflight_lines, progress_line, table, token_row
+from .waiting import waiting
 from .watch import exit_status, follow_log, watch
 
 Command = Callable[[ServiceClient, Namespace], Coroutine[Any, Any, int]]
@@ -47,7 +48,9 @@ async def submit(client: ServiceClient, options: Namespace) -> int:
 
 
 async def preflight(client: ServiceClient, options: Namespace) -> int:
-    found = await preflight_request(client, read_request(options.file), options.algorithm)
+    body = read_request(options.file)
+    with waiting("preflight"):
+        found = await preflight_request(client, body, options.algorithm)
     emit(options, found, *preflight_lines(found))
     return 0 if found["fits"] else 1
 

@@ -20,6 +20,7 @@ from llama_stack_provider_trl.system.console import complain, lines_of, show_lin
 
 from . import adapter, jobspec, merge, node_commands
 from .promotion import FORM, condition
+from .refusals import in_a_shell, with_the_name_meant
 from .shared_options import as_trained, at_service
 
 SERVE = "run the training service; its settings come from TRL_SERVICE_CONFIG"
@@ -46,7 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (TrlError, OSError) as error:
-        complain(sentence_of(error, "run the command again"))
+        text = sentence_of(error, "run the command again")
+        complain(text if options.group == "agent" else in_a_shell(text))
         return 1
     except Exception as error:
         # Such as an answer that is no answer of the service. A traceback would print text from elsewhere as it is.
@@ -183,7 +185,8 @@ def _run(options: argparse.Namespace) -> int:
     start_logging(None, "debug" if options.verbose else options.log_level or "warning", tokens.values())
     timeouts = PREFLIGHT_TIMEOUTS if options.command in ("preflight", "preview") else Timeouts()
     client = ServiceClient(url, tokens["TRL_SERVICE_TOKEN"] or None, timeouts)
-    return asyncio.run(commands.COMMANDS[options.group, options.command](client, options))
+    command = commands.COMMANDS[options.group, options.command]
+    return asyncio.run(with_the_name_meant(command, client, options))
 
 
 def _agent(url: str, options: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -395,6 +398,8 @@ def _placement(command: argparse.ArgumentParser) -> None:
     command.add_argument("--nodes", type=_positive, metavar="N", help="machines that train together (the service's)")
     command.add_argument("--nproc-per-node", type=_positive, metavar="N", help="ranks on each of them (the service's)")
     command.add_argument("--resume-from", metavar="JOB", help="begin with a checkpoint: JOB, or JOB/checkpoint-N")
+    help_ = "jobs of a higher one run first (the service's)"
+    command.add_argument("--priority", choices=("low", "normal", "high", "critical"), help=help_)
 
 
 def _following(command: argparse.ArgumentParser, *, detach: bool = True) -> None:

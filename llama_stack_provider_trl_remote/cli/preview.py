@@ -13,6 +13,7 @@ from ..client import ServiceClient
 from ..trl_client import preview_request
 from .shared_options import trained_as
 from .terminal import emit
+from .waiting import waiting
 from .whole_jobs import model_at
 
 _MARKS = {("1", "1"): "+", ("1", "0"): " ", ("0", "0"): "x"}
@@ -21,7 +22,9 @@ _MARKS = {("1", "1"): "+", ("1", "0"): " ", ("0", "0"): "x"}
 
 async def preview(client: ServiceClient, options: Namespace) -> int:
     """Print rows of a dataset: their tokens, the loss, what is cut or dropped, what inference has before each turn."""
-    found = await preview_request(client, _body(client, options))
+    body = _body(client, options)
+    with waiting("preview"):
+        found = await preview_request(client, body)
     emit(options, found, *_lines(found))
     return 0
 

@@ -14,6 +14,8 @@ from llama_stack_provider_trl.errors import JobFailure
 from llama_stack_provider_trl.system.files import tail
 from llama_stack_provider_trl.system.process import child_environment
 
+from .waiting import waiting
+
 
 def run_recipe(module: str, spec: str, what: str) -> dict[str, Any]:
     """Run `python -m module SPEC RESULT`; returns its result.
@@ -28,7 +30,7 @@ def run_recipe(module: str, spec: str, what: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix=f"trl-{what}-") as directory:
         given, result, log = (Path(directory, name) for name in ("spec.json", "result.json", "log"))
         given.write_text(spec)
-        with open(log, "wb") as output:
+        with open(log, "wb") as output, waiting(what):
             done = subprocess.run(
                 [sys.executable, "-m", module, str(given), str(result)],
                 stdin=subprocess.DEVNULL,

@@ -335,7 +335,14 @@ def _lora(options: Namespace) -> dict[str, Any] | None:
 def _placement(options: Namespace) -> dict[str, Any]:
     """Provider options that `train` and `run` have in common."""
     nodes = {"nodes": options.nodes} if options.nodes else None
-    return _set({"resources": nodes, "nproc_per_node": options.nproc_per_node, "resume_from": options.resume_from})
+    return _set(
+        {
+            "resources": nodes,
+            "nproc_per_node": options.nproc_per_node,
+            "resume_from": options.resume_from,
+            "priority": options.priority,
+        }
+    )
 
 
 def _merged(given: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from .context import Dashboard, Service
 from .http.errors import describe, handle_errors
 from .metrics.registry import Latency
 from .pages import (
+    answer_pages,
     call_pages,
     compare_pages,
     data_pages,
@@ -29,6 +30,7 @@ from .pages import (
     node_pages,
     playground_pages,
     static_files,
+    trial_pages,
 )
 from .routes import agents, datasets, graders, job_files, jobs, live, nodes, openai, pools, tokens
 from .routes.service import pages
@@ -79,6 +81,7 @@ def make_app(service: Service) -> FastAPI:
     for router in (
         pages,
         playground_pages.calls,
+        data_pages.calls,
         *(
             each.router
             for each in (
@@ -86,6 +89,8 @@ def make_app(service: Service) -> FastAPI:
                 login,
                 list_pages,
                 job_pages,
+                trial_pages,
+                answer_pages,
                 node_pages,
                 data_pages,
                 compare_pages,
@@ -112,7 +117,8 @@ def make_dashboard(dashboard: Dashboard) -> FastAPI:
     app = _application(dashboard)
     for router in (live.router, job_files.router):
         _include(app, router, "/v1")
-    for router in (static_files.router, login.router, list_pages.router, job_pages.router, compare_pages.router):
+    own_pages = (list_pages, job_pages, trial_pages, answer_pages, compare_pages)
+    for router in (static_files.router, login.router, *(each.router for each in own_pages)):
         _include(app, router, "")
     configured = ConfiguredTokens(dashboard.settings)
     return _guarded(app, configured or None, (configured,), None)

@@ -46,6 +46,7 @@ from .cluster.presence import Presence
 from .cluster.uploads import UploadReceiver
 from .configured_pools import gpus_elsewhere, managed_pool, ray_datasets
 from .datasets.blobs import Blobs
+from .datasets.overviews import Overviews
 from .datasets.part_uploads import PartUploads
 from .datasets.prompts import RowPrompts
 from .datasets.quotas import CountedRows, Quotas
@@ -169,6 +170,7 @@ class Service:
         self.part_uploads = PartUploads(settings, self.blobs, counted, self.quotas)
         self.votes = Votes(self.datasets)
         self.prompts = RowPrompts(self.datasets, self.blobs, settings.reader_memory_mb)
+        self.overviews = Overviews(self.datasets, self.blobs, settings.reader_memory_mb)
 
     def _add_machines(self) -> None:
         """This machine, the nodes that join, and the pools that may give more."""

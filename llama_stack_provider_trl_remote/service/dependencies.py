@@ -21,6 +21,7 @@ from .cluster.presence import Presence
 from .cluster.ray_datasets import RayDatasets
 from .cluster.uploads import UploadReceiver
 from .datasets.blobs import Blobs
+from .datasets.overviews import Overviews
 from .datasets.prompts import RowPrompts
 from .datasets.registry import DatasetRegistry
 from .datasets.uploads import RowUploads
@@ -70,6 +71,7 @@ MetricsDep = Annotated[Metrics, _part("metrics")]
 ModelsDep = Annotated[ServedModels, _part("models")]
 NodeRowsDep = Annotated[NodeRows, _part("node_rows")]
 NodesDep = Annotated[JoinedNodes, _part("nodes")]
+OverviewsDep = Annotated[Overviews, _part("overviews")]
 PipelinesDep = Annotated[Pipelines, _part("pipelines")]
 PollsDep = Annotated[Polls, _part("agent_polls")]
 PoolsDep = Annotated[Pools, _part("pools")]

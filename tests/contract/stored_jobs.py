@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.events import (
     Answer,
     Evaluated,
     Event,
+    Finished,
     Prepared,
     Progress,
     Reason,
@@ -25,8 +28,10 @@ from llama_stack_provider_trl.specs.events import (
     Started,
     Warned,
 )
+from llama_stack_provider_trl.specs.work import ANSWERS, CheckedAnswering, EvaluateSpec
 from llama_stack_provider_trl.system.data_dir import DATABASE
 from llama_stack_provider_trl.system.files import RunDir
+from llama_stack_provider_trl.system.ownership import Ownership
 from tests.fakes import job_spec
 
 MANY, POINTS = 10_000, 200_000
@@ -173,6 +178,35 @@ def add_search(data_dir: Path, name: str, state: JobState) -> None:
     store.close()
     with closing(sqlite3.connect(data_dir / DATABASE)) as database, database:
         database.execute("UPDATE jobs SET state = ? WHERE job_uuid = ?", (state.value, name))
+
+
+def add_answered(data_dir: Path, name: str, passes: Sequence[bool]) -> None:
+    """An evaluation that has completed: an answer to each row, and whether it passes the check `exact`."""
+    check = AnswerCheck(type="exact", name="exact", column="expected")
+    sampling = {"max_new_tokens": 9, "temperature": 0, "top_p": 1, "seed": 0, "samples_per_prompt": 1}
+    work = EvaluateSpec(answers=CheckedAnswering(checks=(check,), **sampling))
+    store = Store(data_dir / DATABASE)
+    _add(store, data_dir, name, work=work)
+    directory = data_dir / "checkpoints" / name
+    Ownership(data_dir).claim(directory, name)
+    lines = [
+        {
+            **{"row": row, "sample": 0, "prompt": [{"role": "user", "content": f"{HOSTILE} {row}"}]},
+            **{"text": f"<b>{name}</b> {row}", "tokens": 3, "complete": True, "passed": {"exact": passed}},
+        }
+        for row, passed in enumerate(passes)
+    ]
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / ANSWERS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = {"passed": sum(passes) / len(passes), "answers": {"count": len(passes)}, "rows": len(passes)}
+    events: list[Event] = [
+        Started(pid=1, device="cpu", versions={}),
+        Prepared(total_steps=1, num_rows=len(passes), trainable_parameters=0, total_parameters=1),
+        Finished(step=1, result=result),
+    ]
+    store.apply_events(name, 1, events, 1)
+    assert store.transition(name, 1, JobState.in_progress, JobState.completed)
+    store.close()
 
 
 def complete(data_dir: Path, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ PAGES = (
     "/jobs/nobody",
     "/nodes",
     "/data",
+    "/data/rows?dataset=questions",
+    "/data/tokens",
     "/playground?job=dpo",
     "/compare?job=dpo&job=alive",
 )
@@ -169,6 +172,10 @@ def test_a_job_is_checked_while_its_form_is_filled_in_and_queued(window: Window,
     window.login("submit")
     window.page.click("nav >> text=New job")
     window.page.fill("#job", "by-form")
+    window.page.click("text=Full fine-tuning")
+    assert (window.page.input_value("#tuning"), window.page.input_value("#job")) == ("full", "by-form")
+    window.page.click(".presets a >> nth=0")
+    assert (window.page.input_value("#tuning"), window.page.input_value("#lora_rank")) == ("lora", "16")
     window.fill(model=str(tiny_model()), dataset="questions", epochs="2")
     window.page.wait_for_selector("#answer .state.completed", timeout=60_000)
     assert "80 = 2 x 40" in window.page.inner_text("#answer")
@@ -183,9 +190,45 @@ def test_a_job_is_checked_while_its_form_is_filled_in_and_queued(window: Window,
     service.wait("by-form", "completed")
 
 
+def test_a_file_is_uploaded_and_its_rows_are_read_searched_trained_and_deleted(
+    window: Window, service: Guarded, tmp_path: Path
+) -> None:
+    file, wrong = tmp_path / "colours.csv", tmp_path / "no rows.jsonl"
+    file.write_text("prompt,completion,source\n" + "What is red?,A colour,web\n" * 2 + "What is <b>?,A tag,book\n")
+    wrong.write_text("no row\n")
+    window.login("submit")
+    window.page.click("nav >> text=Datasets")
+    window.page.set_input_files("#upload input", [str(file), str(wrong)])
+    window.page.wait_for_selector("#uploads .wrong", timeout=30_000)
+    assert "not JSON" in window.page.inner_text("#uploads .wrong")
+    assert "colours: 3 rows" in window.page.inner_text("#uploads li >> nth=0")
+    assert window.refused, "a browser reports the answer of 400"
+    window.refused.clear()
+    window.open("/data?search=COL")
+    assert "prompt + completion" in window.page.inner_text("[aria-label=Datasets] tbody tr")
+    window.page.click("tbody >> text=colours")
+    text = window.page.inner_text("main")
+    assert "1 row is equal to one before it" in text
+    assert "row 1 is row 0" in text
+    assert window.page.inner_text("[aria-labelledby=sources-title] tbody tr >> nth=0").split()[:2] == ["web", "2"]
+    window.page.fill("main [name=search]", "TAG")
+    window.page.press("main [name=search]", "Enter")
+    window.page.wait_for_selector("text=1 row has")
+    assert window.page.locator("article").count() == 1
+    assert "What is <b>?" in window.page.inner_text("article")
+    window.page.click(".actions >> text=Token view")
+    window.fill(model=str(tiny_model()))
+    window.page.click("main button")
+    window.page.wait_for_selector("article .t.loss", timeout=30_000)
+    window.page.click(".trail >> text=colours")
+    window.page.click("text=Delete")
+    window.page.wait_for_selector("h1:has-text('Datasets')")
+    assert service.get("/datasets/colours").status_code == 404
+
+
 def test_rows_are_shown_as_they_are_trained(window: Window) -> None:
     window.login("submit")
-    window.page.click("nav >> text=Data")
+    window.open("/data/tokens")
     window.fill(dataset="pairs", model=str(tiny_model()), max_seq_length="30")
     window.page.select_option("#method", "dpo")
     window.page.click("main button")

@@ -29,6 +29,7 @@ from tests.contract.stored_jobs import (
     HOSTILE,
     MANY,
     POINTS,
+    add_answered,
     add_hostile,
     add_long,
     add_many,
@@ -44,6 +45,14 @@ from tests.tiny import tiny_model
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(240)]
 
+WITHOUT_SCRIPTS = (
+    "/jobs/ended/checkpoints/tiny-tuned-final",
+    "/new",
+    "/data/tokens",
+    "/data/rows?dataset=questions",
+    "/answers?job=asked-after",
+)
+"""Pages that scripts add nothing to."""
 FOCUSABLE = "a[href], button, input:not([type=hidden]), select, summary, textarea, [tabindex='0']"
 
 
@@ -65,6 +74,8 @@ def service(tmp_path_factory: pytest.TempPathFactory, chromium: Any) -> Iterator
     for add in (add_many, add_long, add_verbose, add_hostile):
         add(data_dir)
     add_running(data_dir, "writes")
+    add_answered(data_dir, "asked-before", [False, True, False, *[True] * 30])
+    add_answered(data_dir, "asked-after", [True, True, False, *[True] * 30])
     try:
         with running(Guarded(root)) as service:
             service.register("questions", QUESTIONS)
@@ -114,12 +125,40 @@ def test_html_and_script_are_text_on_every_page_and_in_charts(window: Window) ->
     for path in (
         f"/?search={HOSTILE}",
         f"/new?dataset={HOSTILE}",
-        f"/data?dataset={HOSTILE}",
+        f"/data?search={HOSTILE}",
+        f"/data/rows?dataset={HOSTILE}",
+        f"/data/tokens?dataset={HOSTILE}",
+        f"/answers?job={HOSTILE}",
         f"/jobs/{HOSTILE}",
         f"/playground?model_a={HOSTILE}&votes={HOSTILE}",
     ):
         window.open(path)
         assert window.page.locator("img, main script:not([type='application/json'])").count() == 0, path
+
+
+def test_evaluations_are_beside_each_other_with_their_rows(window: Window) -> None:
+    window.login("submit")
+    window.open("/jobs/asked-after")
+    window.page.click(".trail >> text=answers")
+    assert window.page.locator("article").count() == 20
+    window.page.click("text=next")
+    window.page.wait_for_selector("article[aria-label='Row 32']")
+    window.page.click("text=with a failed check")
+    window.page.wait_for_selector("article[aria-label='Row 2']")
+    assert window.page.locator("article").count() == 1
+    window.open("/compare?job=asked-before&job=asked-after")
+    window.page.click("text=Their answers beside each other")
+    window.page.wait_for_selector("h1:has-text('Answers')")
+    assert window.page.inner_text("[aria-label=Results] tbody tr >> nth=0").split() == ["passed", "0.93939", "0.9697"]
+    window.page.click("text=where the jobs differ")
+    window.page.wait_for_selector("[aria-current]:has-text('differ')")
+    (row,) = window.page.locator("article").all()
+    assert row.locator(".state").all_inner_texts() == ["✗ exact", "✓ exact"]
+    assert HOSTILE.partition("&amp;")[0] in row.text_content()
+    assert row.locator("b, img, script").count() == 0
+    window.page.set_viewport_size({"width": 390, "height": 844})
+    assert window.faults() == []
+    assert window.width() <= 390
 
 
 def test_ten_thousand_jobs_are_paged_searched_and_filtered(window: Window, service: Guarded) -> None:
@@ -278,12 +317,15 @@ def test_with_scripts_off_pages_have_their_contents_and_forms_work(chromium: Any
             ("/compare?job=ended&job=long", "settings are the same"),
             ("/nodes", "Add a node"),
             ("/new", "The same job elsewhere"),
-            ("/data", "Dataset"),
+            ("/data", "trl-remote datasets add"),
+            ("/data/rows?dataset=questions", "No row is equal to another one"),
+            ("/answers?job=asked-after", "Row 0"),
+            ("/data/tokens", "Dataset"),
             ("/playground", "Scripts are off"),
         ):
             window.open(path)
             assert shown in page.locator("main").inner_text(), path
-            if path not in ("/jobs/ended/checkpoints/tiny-tuned-final", "/new", "/data"):
+            if path not in WITHOUT_SCRIPTS:
                 assert page.locator("noscript").count() > 0, path
         window.open("/jobs/ended/checkpoints/tiny-tuned-final")
         with page.expect_download() as begun:
@@ -324,7 +366,10 @@ def test_everything_of_a_page_is_reached_by_tab_and_the_focus_is_seen(window: Wi
     window.page.keyboard.type(TOKENS["admin"])
     window.page.keyboard.press("Enter")
     window.page.wait_for_selector("h1:has-text('Jobs')")
-    for path in ("/?search=many-0001", "/jobs/ended", "/nodes", "/new", "/data", "/playground", "/jobs/by-keys"):
+    for path in (
+        *("/?search=many-0001", "/jobs/ended", "/nodes", "/new", "/data", "/data/rows?dataset=questions"),
+        *("/playground", "/jobs/by-keys"),
+    ):
         window.open(path)
         visible = "all => [all.filter((one) => one.checkVisibility()).length, all.length]"
         numbers = None

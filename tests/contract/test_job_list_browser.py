@@ -209,3 +209,22 @@ OVERLAPS = """rows => rows.flatMap((row) => {
     const overlaps = cells.some((one, at) => cells.slice(at + 1).some((other) => over(one, other)));
     return spills || overlaps ? [row.dataset.job] : [];
 })"""
+
+
+def test_the_trials_of_a_search_are_sorted_drawn_and_compared(window: Window) -> None:
+    window.open("/jobs/lr-search")
+    window.page.click(".trail >> text=trials")
+    assert window.page.inner_text("tr.best th").split() == ["lr-search-3", "best"]
+    names = "rows => rows.map((row) => row.textContent.trim())"
+    assert window.page.eval_on_selector_all(".trials tbody th a", names)[0] == "lr-search-3"
+    assert window.page.locator(".parallel polyline").count() == 6
+    assert "from 10 completed trials on" in window.page.inner_text("[aria-labelledby=importance-title]")
+    window.page.click("thead >> text=lr")
+    window.page.wait_for_selector("[aria-sort=ascending]")
+    assert window.page.eval_on_selector_all(".trials tbody th a", names)[0] == "lr-search-6"
+    assert window.faults() == []
+    window.page.set_viewport_size(PHONE)
+    assert window.width() <= PHONE["width"]
+    window.page.click("text=Compare the trials")
+    window.page.wait_for_selector("h1:has-text('Compare jobs')")
+    assert window.page.locator("#states tbody tr").count() == 6

@@ -35,7 +35,19 @@ def _texts(*names: str, **more: Any) -> Takes:
 
 _PROMPTS = ("prompts", "system_prompt", "chat_template", "metadata")
 _READS = (
-    *("/health", "/metrics", "/openapi.json", "/docs", "/login", "/static/{name}", "/", "/nodes", "/new", "/data"),
+    *(
+        "/health",
+        "/metrics",
+        "/openapi.json",
+        "/docs",
+        "/login",
+        "/static/{name}",
+        "/",
+        "/nodes",
+        "/new",
+        "/data",
+        "/data/tokens",
+    ),
     *(
         "/playground",
         "/playground/votes",
@@ -43,6 +55,7 @@ _READS = (
         "/jobs/{job_uuid}",
         "/jobs/{job_uuid}/logs",
         "/jobs/{job_uuid}/samples",
+        "/jobs/{job_uuid}/trials",
     ),
     *("/jobs/{job_uuid}/checkpoints/{identifier}", "/tokens", "/audit", "/logs", "/pools", "/datasets"),
     *("/datasets/{dataset_id}", "/blobs/{sha256}", "/nodes/{name}", "/nodes/{name}/load"),
@@ -131,7 +144,10 @@ TAKES: dict[tuple[str, str], Takes] = {
     ("POST", "/logout"): Takes(),
     **{("POST", f"/jobs/{{job_uuid}}/{name}"): Takes() for name in ("cancel", "pause", "resume", "delete")},
     ("POST", "/nodes/{name}/{action}"): Takes(),
-    ("POST", "/data"): _texts("rows", "system_prompt", work=True),
+    ("POST", "/data/tokens"): _texts("rows", "system_prompt", work=True),
+    ("POST", "/data/delete"): Takes(),
+    ("POST", "/data/upload"): Takes(),
+    **{("GET", path): Takes(work=True) for path in ("/data/rows", "/answers")},
     ("POST", "/new"): _texts("system_prompt", work=True),
     ("GET", "/playground/prompt"): Takes(work=True),
     ("POST", "/playground/answers"): _texts("messages", "tools", "stop"),

@@ -28,15 +28,18 @@ FORM_TOKEN = "{form_token}"
 _JOB_FIELDS = (
     *("job", "model", "dataset", "validation_dataset", "method", "epochs", "batch_size", "gradient_accumulation"),
     *("learning_rate", "max_seq_length", "lora_rank", "lora_alpha", "nproc_per_node", "priority", "truncation_side"),
-    *("train_on_input", "data_format", "tuning", "options", "request"),
+    *("train_on_input", "data_format", "tuning", "options", "request", "kind", "output", "to"),
 )
 _PREVIEW_FIELDS = ("model", "dataset", "method", "first_row", "rows", "train_on_input", "max_seq_length")
 PAGES: dict[tuple[str, str], tuple[str, ...]] = {
     **{("GET", path): () for path in ("/", "/login", "/nodes", "/static/{name}", "/jobs/{job_uuid}", "/docs")},
-    **{("GET", f"/jobs/{{job_uuid}}/{name}"): () for name in ("logs", "samples", "checkpoints/{identifier}")},
+    **{("GET", f"/jobs/{{job_uuid}}/{name}"): () for name in ("logs", "samples", "trials", "checkpoints/{identifier}")},
     **{("GET", path): ("dataset", "job", "metric", "axis", "page", "search") for path in ("/data", "/compare")},
+    ("GET", "/data/rows"): ("dataset", "search", "first"),
+    ("GET", "/data/tokens"): ("dataset", "method"),
+    ("GET", "/answers"): ("job", "first", "show"),
     **{("GET", path): () for path in ("/metrics", "/openapi.json")},
-    ("GET", "/new"): ("dataset", "model", "method", "options", "from"),
+    ("GET", "/new"): ("dataset", "model", "method", "options", "from", "preset", "kind"),
     ("GET", "/playground"): ("job", "model_a", "model_b", "dataset", "votes"),
     ("GET", "/playground/prompt"): ("dataset", "row", "job"),
     ("GET", "/playground/votes"): ("dataset", "model"),
@@ -47,7 +50,9 @@ PAGES: dict[tuple[str, str], tuple[str, ...]] = {
     ("POST", "/nodes/{name}/{action}"): (),
     ("POST", "/login"): ("token", "back"),
     ("POST", "/logout"): (),
-    ("POST", "/data"): _PREVIEW_FIELDS,
+    ("POST", "/data/tokens"): _PREVIEW_FIELDS,
+    ("POST", "/data/delete"): ("dataset",),
+    ("POST", "/data/upload"): (),
     **{("POST", path): _JOB_FIELDS for path in ("/new", "/new/check")},
 }
 """Route that the document leaves out -> fields of its form, or parameters of its query."""

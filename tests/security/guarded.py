@@ -45,10 +45,13 @@ HIDDEN = {
     **dict.fromkeys([("GET", "/login"), ("POST", "/login"), ("GET", "/static/{name}")], frozenset[str]()),
     **dict.fromkeys([("GET", "/"), ("GET", "/jobs/{job_uuid}"), ("POST", "/logout")], USERS),
     **dict.fromkeys(
-        [("GET", f"/jobs/{{job_uuid}}/{name}") for name in ("logs", "samples", "checkpoints/{identifier}")], USERS
+        [("GET", f"/jobs/{{job_uuid}}/{name}") for name in ("logs", "samples", "trials", "checkpoints/{identifier}")],
+        USERS,
     ),
     **dict.fromkeys([("POST", f"/jobs/{{job_uuid}}/{name}") for name in ("cancel", "pause", "resume")], USERS),
-    **dict.fromkeys([("GET", "/data"), ("POST", "/data"), ("GET", "/compare"), ("GET", "/new")], USERS),
+    **dict.fromkeys([("GET", "/data"), ("GET", "/answers"), ("GET", "/compare"), ("GET", "/new")], USERS),
+    **dict.fromkeys([("GET", f"/data/{name}") for name in ("rows", "tokens")], USERS),
+    **dict.fromkeys([("POST", f"/data/{name}") for name in ("tokens", "delete", "upload")], USERS),
     **dict.fromkeys([("POST", "/new"), ("POST", "/new/check")], USERS),
     **dict.fromkeys([("GET", f"/playground{path}") for path in ("", "/prompt", "/votes")], USERS),
     **dict.fromkeys([("POST", f"/playground/{name}") for name in ("answers", "votes")], USERS),

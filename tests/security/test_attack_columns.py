@@ -115,7 +115,7 @@ NAMES_OF_OTHERS = {
 """Fields of good bodies that name what is there already."""
 
 
-FORMS = {"/new": "/new", "/new/check": "/new", "/data": "/data"}
+FORMS = {"/new": "/new", "/new/check": "/new", "/data/tokens": "/data/tokens"}
 """Form whose fields name things -> the page that it is on. Those of the others are a token and a path of ours."""
 GOOD_FORM = {"model": str(tiny_model()), "dataset": "questions", "epochs": "1", "batch_size": "1", "lora_rank": "8"}
 ASKED = [{"role": "user", "content": "a"}]

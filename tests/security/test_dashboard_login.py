@@ -24,7 +24,7 @@ FORMS = (
     "/logout",
     *(f"/jobs/waiting/{name}" for name in ("cancel", "pause", "resume", "delete")),
     "/nodes/mine/uncordon",
-    *("/data", "/new", "/new/check", "/playground/answers", "/playground/votes"),
+    *("/data/tokens", "/data/delete", "/new", "/new/check", "/playground/answers", "/playground/votes"),
 )
 PAGES = (
     "/",
@@ -287,10 +287,10 @@ def test_html_in_rows_is_shown_as_text_and_a_wrong_field_is_named_beside_the_for
 ) -> None:
     rows = [{"prompt": HOSTILE, "completion": HOSTILE}]
     dataset, model = service.register(HOSTILE[:20], rows), str(tiny_model())
-    fields = {"form_token": admin.form_token("/data"), "dataset": dataset, "model": model, "method": "sft"}
-    answer = admin.send("/data", **fields)
+    fields = {"form_token": admin.form_token("/data/tokens"), "dataset": dataset, "model": model, "method": "sft"}
+    answer = admin.send("/data/tokens", **fields)
     assert answer.status_code == 200, answer.text
-    for page in (answer.text, admin.get("/data").text):
+    for page in (answer.text, admin.get("/data").text, admin.get(f"/data/rows?dataset={quote(dataset)}").text):
         assert "<script>alert" not in page
         assert "<img" not in page
         assert str(escape(dataset)) in page
@@ -304,7 +304,7 @@ def test_html_in_rows_is_shown_as_text_and_a_wrong_field_is_named_beside_the_for
         ({"max_seq_length": "many"}, "max_seq_length"),
         ({"model": "no/such"}, "no/such"),
     ):
-        refused = admin.send("/data", **{**fields, **wrong})
+        refused = admin.send("/data/tokens", **{**fields, **wrong})
         assert 400 <= refused.status_code < 500, wrong
         assert named in refused.text.partition('role="alert"')[2].partition("</p>")[0]
         assert "<b>" not in refused.text

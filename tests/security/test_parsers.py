@@ -29,6 +29,7 @@ ROWS = {
     "specs.row_files": "the readers themselves",
     "specs.row_files.read_json": ON_THE_WAY,
     "specs.row_files.read_parquet": ON_THE_WAY,
+    "remote.service.pages.data_pages.upload_rows": "an ending is looked up; `Blobs.convert` has the reader's process",
     "specs.row_prompts._messages": ON_THE_WAY,
     "specs.row_prompts._prompt": LIMITED,
     "specs.row_verdicts._verdict": LIMITED,
@@ -65,6 +66,7 @@ CHILD = "the answer of a child process"
 BODY = "the body of a request, whose size, values and levels are bounded by `http.received`"
 BOUNDED = "a file of at most 1 MiB"
 JSON = {
+    "remote.service.views.answer_rows._Answers._read": "8 MiB of the answers of jobs, a line of 1 MiB at a time",
     "jobs.store.cancels._order": OURS,
     "specs.grading.asking._json_of": "a reply of a model, of as many tokens as it may have",
     "specs.grading.grading._comparisons": LIMITED,

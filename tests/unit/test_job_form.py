@@ -14,14 +14,24 @@ from fastapi.exceptions import RequestValidationError
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl_remote.request_files import read_request
-from llama_stack_provider_trl_remote.service.http.bodies import PreflightBody
+from llama_stack_provider_trl_remote.service.http.bodies import (
+    EvaluateBody,
+    ExportBody,
+    GenerateBody,
+    MergeBody,
+    PreflightBody,
+)
 from llama_stack_provider_trl_remote.service.pages.job_form import (
+    KINDS,
     LORA_MODULES,
+    PRESETS,
+    TUNINGS,
     fields_of,
     job_of,
     next_names,
     same_job,
     validated,
+    work_of,
 )
 
 FIELDS = {"job": "one", "model": "org/m", "dataset": "rows", "method": "sft", "epochs": "3", "batch_size": "4"}
@@ -106,7 +116,9 @@ def test_further_options_are_written_as_json() -> None:
         ("{seed: 1}", "provider_options", "it is no JSON"),
         ("[1]", "provider_options", "expected an object"),
         ('{"seed": 1, "seed": 2}', "provider_options", "it is no JSON"),
-        ("[" * 70_000, "provider_options", "at most 65536 are read here"),
+        ("[" * 70_000, "provider_options", "more than 20000 values"),
+        ('{"a":' * 100 + "1" + "}" * 100, "provider_options", "more than 64 levels deep"),
+        ('"' + "x" * (1 << 20), "provider_options", "at most 1048576 are read here"),
         ('{"priority": "low"}', "provider_options.priority", "another field of the form has it, too"),
     ],
 )
@@ -265,3 +277,59 @@ def test_the_yaml_of_a_job_is_what_a_file_is_read_as(tmp_path: Path) -> None:
         file.write_text(same["yaml"])
         assert read_request(str(file)) == ({"kind": call, **body} if call else body)
         assert same["run"] == f"trl-remote run {file.name} --url http://127.0.0.1:8322"
+
+
+def test_a_search_over_the_rate_of_an_optimizer_keeps_its_path() -> None:
+    path = "training_config.optimizer_config.lr"
+    search = {"method": "grid", "parameters": {path: [1e-4, 1e-3]}}
+    training = {"n_epochs": 1, "optimizer_config": {"lr": 1e-4}, "data_config": DATA}
+    body = {"job_uuid": "one", "model": "m", "training_config": training, "hyperparam_search_config": search}
+    fields = fields_of(body, is_sft=True)
+    assert "learning_rate" not in fields
+    assert job_of(fields) == body
+    assert fields_of({**body, "hyperparam_search_config": None}, is_sft=True)["learning_rate"] == "0.0001"
+
+
+def test_a_request_of_a_mebibyte_is_one_of_the_form_again() -> None:
+    prompts = ["x" * 100_000 for _ in range(9)]
+    training = {"n_epochs": 1, "data_config": DATA}
+    body = {"job_uuid": "one", "model": "m", "training_config": training, "provider_options": {"texts": prompts}}
+    assert job_of(fields_of(body, is_sft=True)) == body
+    many = {**body, "provider_options": {"texts": [["y"] for _ in range(9000)]}}
+    assert job_of(fields_of(many, is_sft=True)) == many
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "model", "expected"),
+    [
+        ("evaluate", {"request": KINDS["evaluate"].example}, EvaluateBody, {"dataset_id": "rows"}),
+        ("generate", {"output": "answers"}, GenerateBody, {"dataset_id": "rows", "output": {"dataset_id": "answers"}}),
+        ("merge", {"request": KINDS["merge"].example}, MergeBody, {}),
+        ("export", {"to": "gguf", "request": KINDS["export"].example}, ExportBody, {"to": "gguf"}),
+    ],
+)
+def test_each_kind_of_job_is_one_of_the_form_as_a_file_of_trl_remote_has_it(
+    kind: str, given: dict[str, str], model: type[Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    body = work_of({**FIELDS, "kind": kind, "priority": "low", **given})
+    assert body["job_uuid"] == "one"
+    assert body.get("model") == (None if kind == "merge" else "org/m")
+    assert {name: body[name] for name in expected} == expected
+    assert "training_config" not in body
+    assert body["provider_options"] == {"priority": "low"}
+    validated(model, body)
+    same = same_job(body, "http://127.0.0.1:8322", kind)
+    (tmp_path / same["file"]).write_text(same["yaml"])
+    assert read_request(str(tmp_path / same["file"])) == {"kind": kind, **body}
+
+
+def test_a_field_of_another_kind_is_there_once() -> None:
+    with pytest.raises(InvalidRequest, match="another field of the form has it"):
+        work_of({**FIELDS, "kind": "evaluate", "request": '{"dataset_id": "b"}'})
+
+
+def test_presets_have_fields_of_the_form_and_lora_is_the_first() -> None:
+    assert next(iter(PRESETS)) == "lora"
+    for preset in PRESETS.values():
+        assert preset.fields["tuning"] in TUNINGS
+        validated(PreflightBody, {**job_of({**FIELDS, **preset.fields}), "algorithm": "dpo"})

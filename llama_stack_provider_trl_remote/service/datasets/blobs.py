@@ -137,6 +137,44 @@ class Blobs:
             await in_work_thread(self.keep, file, found)
             return found
 
+    async def receive_file(
+        self,
+        ending: str,
+        pieces: AsyncIterator[bytes],
+        announced: int,
+        arrived: Callable[[int], object] = lambda count: None,
+        storing: Callable[[str], object] = lambda digest: None,
+    ) -> Converted:
+        """Store the rows of a body that is a file of any format; the file itself is not kept.
+
+        Args:
+            ending: of the file's name, which names its format.
+            arrived: see `receive`.
+            storing: see `put_lines`.
+
+        Raises:
+            InvalidRows, TooLarge, OSError: see `convert`.
+        """
+        async with entered(self._arriving(announced)) as (written, file, output):
+
+            def write(piece: bytes) -> None:
+                output.write(piece)
+                output.flush()
+                arrived(len(piece))
+                written(len(piece))
+
+            waiting = bytearray()
+            async for piece in pieces:
+                waiting += piece
+                if len(waiting) >= _FLUSHED:
+                    await to_its_end(write, bytes(waiting))
+                    waiting.clear()
+            await to_its_end(write, bytes(waiting))
+            with open(file, "rb") as source:
+                found = await self.convert(f"upload{ending}", source.fileno(), storing)
+        assert found is not None  # no stamp was given that it could have
+        return found
+
     async def count(self, sha256: str) -> int:
         """Number of rows that are stored under a digest."""
         return await in_work_thread(_count_lines, self.path(sha256))

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 from llama_stack_provider_trl.system.offload import storing
 
-from .blobs import Blobs
+from .blobs import Blobs, Converted
 from .quotas import CountedRows, Quotas
 
 
@@ -54,3 +54,21 @@ class RowUploads:
                 sha256 = await self._blobs.receive(None, pieces, size, arrived, held.add)
             await asyncio.to_thread(self._counted.count, sha256, owner, held)
         return sha256
+
+    async def add_file(self, ending: str, pieces: AsyncIterator[bytes], size: int, owner: str) -> Converted:
+        """Store the rows of a file of another format, which the reader of datasets converts.
+
+        Args:
+            ending: of its name, such as `.csv.gz`: one of `row_files.ROW_READERS`.
+            size: as the client announces it; 0: it does not.
+            owner: the token for which they count.
+
+        Raises:
+            InvalidRows, TooLarge, OSError: see `Blobs.receive_file`.
+            LimitReached, QuotaReached: see `Quotas.arriving`.
+        """
+        with self._counted.holding() as held:
+            async with self._quotas.arriving(owner, size) as arrived:
+                found = await self._blobs.receive_file(ending, pieces, size, arrived, held.add)
+            await asyncio.to_thread(self._counted.count, found.sha256, owner, held)
+        return found

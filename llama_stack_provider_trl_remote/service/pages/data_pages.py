@@ -1,35 +1,147 @@
-"""The page of data: a dataset's rows as they are trained."""
+"""The pages of datasets: their list, with uploads; what one of them has; and its rows as they are trained."""
 
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse
 
+from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.specs.previewed import inference_sentence
+from llama_stack_provider_trl.specs.row_files import ENDINGS, ROW_READERS, ending_of
 
-from ..dependencies import DatasetsDep, JobChecksDep
+from ..dependencies import DatasetsDep, JobChecksDep, OverviewsDep, RowUploadsDep
+from ..http.bodies import BlobSource, RegisterDataset
 from ..http.preview import PreviewBody
-from ..security.access import USERS, USERS_FORM, CurrentCaller
+from ..security.access import USERS, USERS_FILE, USERS_FORM, CurrentCaller, GuardedRoute
 from .job_form import job_of, validated
-from .login import checked_form
+from .list_view import ago
+from .login import check_sent_file, checked_form, see_other
 from .preview_view import left_out, parts_of, sentences_of
-from .rendering import page
+from .rendering import HEADERS, page
 from .route import PageRoute, problem_of
 
 router = APIRouter(route_class=PageRoute, prefix="/data", include_in_schema=False)
+calls = APIRouter(route_class=GuardedRoute, prefix="/data", include_in_schema=False)
+
+_DATASETS, _ROWS = 50, 20
+"""Of a page."""
+_NAME = 512
+Search = Annotated[str, Query(max_length=200)]
+Dataset = Annotated[str, Query(max_length=_NAME)]
 
 
 @router.get("", dependencies=[USERS])
-async def data_page(
-    request: Request, registry: DatasetsDep, dataset: Annotated[str, Query(max_length=512)] = ""
+async def datasets_page(
+    request: Request,
+    overviews: OverviewsDep,
+    search: Search = "",
+    number: Annotated[int, Query(alias="page", ge=1, le=10**6)] = 1,
 ) -> Response:
-    """The form that asks for a preview."""
-    return page(request, "data.html", result=None, problem="", **await _form(registry, {"dataset": dataset}))
+    """The list of datasets, the newest ones first, and the form of an upload."""
+    found, matching = await asyncio.to_thread(overviews.listed, (number - 1) * _DATASETS, _DATASETS, search)
+    now = datetime.now(UTC)
+    return page(
+        request,
+        "datasets.html",
+        datasets=found,
+        ages={one.dataset_id: ago(one.registered_at, now) for one in found},
+        matching=matching,
+        search=search,
+        number=number,
+        pages=-(-matching // _DATASETS),
+        endings=ENDINGS,
+        link=_link,
+        address=lambda to: _address("/data", search=search, page=to if to > 1 else ""),
+    )
 
 
-@router.post("", dependencies=[USERS_FORM])
+@router.get("/rows", dependencies=[USERS])
+async def dataset_page(
+    request: Request,
+    overviews: OverviewsDep,
+    dataset: Dataset,
+    search: Search = "",
+    first: Annotated[int, Query(ge=0, le=10**9)] = 0,
+) -> Response:
+    """What a dataset has: its rows, their lengths, duplicates and sources."""
+    line = await asyncio.to_thread(overviews.line, dataset)
+    values: dict[str, Any] = {"found": None, "problem": ""}
+    status = 200
+    if line.size is not None or not line.uri:
+        try:
+            values["found"] = await overviews.of(dataset, search, first, _ROWS)
+        except Exception as error:
+            status, values["problem"] = await problem_of(request, error)
+    older, newer = max(0, first - _ROWS), first + _ROWS
+    return page(
+        request,
+        "dataset.html",
+        status,
+        dataset=line,
+        age=ago(line.registered_at, datetime.now(UTC)),
+        search=search,
+        first=first,
+        last=min(newer, values["found"]["matching"] if values["found"] else 0),
+        older=_link(dataset, search, older) if first else "",
+        newer=_link(dataset, search, newer) if values["found"] and newer < values["found"]["matching"] else "",
+        link=_link,
+        train=_address("/new", dataset=dataset, method=_method_of(line.shape)),
+        tokens=_address("/data/tokens", dataset=dataset, method=_method_of(line.shape)),
+        **values,
+    )
+
+
+@router.post("/delete", dependencies=[USERS_FORM])
+async def delete_dataset(request: Request, registry: DatasetsDep, caller: CurrentCaller) -> Response:
+    """Forget a dataset. Jobs that were queued with it keep their rows."""
+    fields = await checked_form(request, caller)
+    await asyncio.to_thread(registry.delete, fields.get("dataset", ""))
+    return see_other("/data")
+
+
+@calls.post("/upload", dependencies=[USERS_FILE])
+async def upload_rows(
+    request: Request,
+    registry: DatasetsDep,
+    uploads: RowUploadsDep,
+    caller: CurrentCaller,
+    dataset: Annotated[str, Query(max_length=_NAME)],
+    file: Annotated[str, Query(max_length=_NAME, description="Name of the file, whose ending names its format")],
+) -> Response:
+    """Register the rows of a file under a name."""
+    check_sent_file(request, caller)
+    ending = ending_of(file)
+    if ending not in ROW_READERS:
+        raise InvalidRequest("file", file, f"expected a file name that ends in {ENDINGS}")
+    # Before the rows are sent: the name may be one that no dataset can have.
+    validated(RegisterDataset, {"dataset_id": dataset, "source": {"type": "blob", "sha256": "0" * 64}})
+    announced = request.headers.get("content-length", "")
+    rows = await uploads.add_file(ending, request.stream(), int(announced) if announced.isdigit() else 0, caller.name)
+    body = RegisterDataset(dataset_id=dataset, source=BlobSource(type="blob", sha256=rows.sha256))
+    await registry.register(body, created_by=caller.name)
+    return JSONResponse(
+        {"dataset_id": dataset, "num_rows": rows.num_rows, "page": _link(dataset)}, status_code=201, headers=HEADERS
+    )
+
+
+@router.get("/tokens", dependencies=[USERS])
+async def tokens_page(
+    request: Request,
+    registry: DatasetsDep,
+    dataset: Dataset = "",
+    method: Annotated[str, Query(max_length=20)] = "",
+) -> Response:
+    """The form that asks for rows as they are trained."""
+    given = {"dataset": dataset, "method": method if method in ("sft", "dpo", "kto") else ""}
+    return page(request, "tokens.html", result=None, problem="", **await _form(registry, given))
+
+
+@router.post("/tokens", dependencies=[USERS_FORM])
 async def preview_page(
     request: Request, checks: JobChecksDep, registry: DatasetsDep, caller: CurrentCaller
 ) -> Response:
@@ -49,8 +161,26 @@ async def preview_page(
         values |= {"result": found, "shown": shown, "left_out": left_out(found.rows), "inference": inference}
     except Exception as error:
         status, values["problem"] = await problem_of(request, error)
-    return page(request, "data.html", status, **values, **await _form(registry, fields))
+    return page(request, "tokens.html", status, **values, **await _form(registry, fields))
 
 
 async def _form(registry: DatasetsDep, fields: dict[str, str]) -> dict[str, Any]:
     return {"fields": fields, "datasets": await asyncio.to_thread(registry.names)}
+
+
+def _link(dataset: str, search: str = "", first: int = 0) -> str:
+    """The address of a dataset's page."""
+    return _address("/data/rows", dataset=dataset, search=search, first=first or "")
+
+
+def _address(path: str, **query: Any) -> str:
+    pairs = [(name, value) for name, value in query.items() if value]
+    return f"{path}?{urlencode(pairs)}" if pairs else path
+
+
+def _method_of(shape: str) -> str:
+    """The method that rows of a shape are meant for; empty: none more than another."""
+    columns = {*shape.split(" + ")}
+    if columns & {"chosen", "preferred_output"}:
+        return "dpo"
+    return "kto" if "label" in columns else ""

@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from fastapi.exceptions import RequestValidationError
@@ -16,6 +16,8 @@ from pydantic import BaseModel, ValidationError
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.specs.methods import METHODS
 from llama_stack_provider_trl.system.texts import parse_json
+
+from ..http.received import TOO_DEEP, is_too_deep
 
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 """With the MLP all linear layers of a Llama-like block, as `trl-remote train` takes them."""
@@ -47,8 +49,13 @@ _OPTIONS = (
     *(("max_seq_length", "max_seq_length", int), ("nproc_per_node", "nproc_per_node", int)),
     *(("truncation_side", "truncation_side", str), ("priority", "priority", str)),
 )
-MOST_OPTIONS = 1 << 16
-"""Characters of further options, and of further fields of the request."""
+MOST_OPTIONS = 1 << 20
+"""Characters of further options, and of further fields of the request: as many as a request has bytes."""
+_MOST_VALUES = 20_000
+"""JSON values of them, as of a request."""
+LONGEST_SHOWN = 64 << 10
+"""Characters of a request, as JSON, that a page repeats for other clients: YAML of 256 KiB takes half a second of a
+core."""
 MOST_NAME = 128
 _SFT_OPTIONS = (("train_on", "train_on", str), ("reasoning", "reasoning", str))
 _MODULES: dict[str, Any] = {"lora_attn_modules": [*LORA_MODULES], "apply_lora_to_mlp": True}
@@ -108,7 +115,9 @@ def fields_of(body: Mapping[str, Any], is_sft: bool) -> dict[str, str]:
     data = _without_null(_part(training, ("data_config",)))
     left["training_config"], training["data_config"] = training, data
     optimizer = _part(training, ("optimizer_config",))
-    if "lr" in optimizer and "learning_rate" not in training:
+    # A search names the field by its path, which the trials are made with.
+    is_searched = any(_OPTIMIZER in path for path in _part(left, ("hyperparam_search_config", "parameters")))
+    if "lr" in optimizer and "learning_rate" not in training and not is_searched:
         training["learning_rate"] = optimizer.pop("lr")
         if not optimizer:
             del training["optimizer_config"]
@@ -137,9 +146,18 @@ def fields_of(body: Mapping[str, Any], is_sft: bool) -> dict[str, str]:
         del training["data_config"]
     if not training:
         del left["training_config"]
-    fields["options"] = json.dumps(options, indent=2, ensure_ascii=False) if options else ""
-    fields["request"] = json.dumps(left, indent=2, ensure_ascii=False) if left else ""
+    fields["options"] = _text(options) if options else ""
+    fields["request"] = _text(left) if left else ""
     return fields
+
+
+_OPTIMIZER = "optimizer_config"
+
+
+def _text(value: Mapping[str, Any]) -> str:
+    """JSON as a field has it: on one line where it is too long with its indentation."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    return text if len(text) <= MOST_OPTIONS else json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 def rates_of(method: str | None) -> str:
@@ -243,9 +261,15 @@ def _object(text: str, field: str, example: str) -> dict[str, Any]:
     if len(text) > MOST_OPTIONS:
         hint = f"it has {len(text)} characters, at most {MOST_OPTIONS} are read here: send the job to the API"
         raise InvalidRequest(field, text[:200], hint)
+    if sum(map(text.count, ",[{")) > _MOST_VALUES:
+        raise InvalidRequest(field, text[:200], f"it has more than {_MOST_VALUES} values: leave some of them out")
     try:
         found = parse_json(text)
+        if is_too_deep(found):
+            raise InvalidRequest(field, text[:200], TOO_DEEP.replace("the body", "it"))
     except (ValueError, RecursionError) as error:
+        if isinstance(error, InvalidRequest):
+            raise
         hint = f"it is no JSON ({error}): write an object, such as {example}"
         raise InvalidRequest(field, text[:200], hint) from error
     if not isinstance(found, dict):
@@ -280,6 +304,60 @@ def same_job(body: Mapping[str, Any], url: str, call: str | None = None) -> dict
 
 
 TRAINING_CALLS = ("supervised-fine-tune", "preference-optimize")
+
+
+class Preset(NamedTuple):
+    text: str
+    fields: dict[str, str]
+
+
+PRESETS = {
+    "lora": Preset("LoRA", {"method": "sft", "tuning": "lora", "lora_rank": str(LORA_RANK)}),
+    "qlora": Preset("QLoRA", {"method": "sft", "tuning": "qlora", "lora_rank": str(LORA_RANK)}),
+    "dpo": Preset("DPO with LoRA", {"method": "dpo", "tuning": "lora", "lora_rank": str(LORA_RANK)}),
+    "full": Preset("Full fine-tuning", {"method": "sft", "tuning": "full", "lora_rank": ""}),
+}
+"""What an empty form may begin with: the first is its own choice."""
+
+
+class FormKind(NamedTuple):
+    """A kind of job of the form."""
+
+    text: str
+    needs: tuple[str, ...]
+    """Fields of the form that its request has: `model`, `dataset`, `output`, `to`."""
+    example: str
+    """Of its further fields, as JSON."""
+
+
+KINDS = {
+    "train": FormKind("Train", (), ""),
+    "evaluate": FormKind("Evaluate", ("model", "dataset"), '{"checks": [{"type": "exact", "column": "answer"}]}'),
+    "generate": FormKind("Generate", ("model", "dataset", "output"), '{"max_new_tokens": 256, "temperature": 0}'),
+    "merge": FormKind("Merge", (), '{"models": [{"model": "job:one"}, {"model": "job:other"}], "method": "linear"}'),
+    "export": FormKind("Export", ("model", "to"), '{"gguf_type": "q8_0"}'),
+}
+"""Value of the field `kind` -> the kind, by the names of `trl-remote run`'s files; the first one trains."""
+
+
+def work_of(fields: Mapping[str, str]) -> dict[str, Any]:
+    """The body of a job of another kind than `train`. Empty fields are left out.
+
+    Raises:
+        InvalidRequest: one of the JSON fields has no object, or a field that another one has.
+    """
+    needs = KINDS[fields["kind"]].needs
+    names = (("job", "job_uuid"), ("model", "model"), ("dataset", "dataset_id"), ("to", "to"))
+    body: dict[str, Any] = {
+        to: fields[name].strip() for name, to in names if name in ("job", *needs) and fields.get(name, "").strip()
+    }
+    if "output" in needs and fields.get("output", "").strip():
+        body["output"] = {"dataset_id": fields["output"].strip()}
+    options = _object(fields.get("options", ""), "provider_options", '{"priority": "low"}')
+    if fields.get("priority"):
+        options = _merged({"priority": fields["priority"]}, options, "provider_options.")
+    made = {**body, **({"provider_options": options} if options else {})}
+    return _merged(made, _object(fields.get("request", ""), "request", KINDS[fields["kind"]].example), "")
 
 
 def validated[Body: BaseModel](kind: type[Body], body: Mapping[str, Any]) -> Body:

@@ -23,6 +23,8 @@ from .route import PageRoute
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
 _MOST_FIELDS = 30
+_SHORT = 64 << 10
+"""Characters of a form that is read at once; others take longer than the event loop may."""
 _OWN_PATH = re.compile(r"/(?![/\\])[!-\[\]-~]*")
 """A path of this service: no address of another one, no character that a header or a browser reads otherwise."""
 
@@ -75,9 +77,15 @@ async def form_fields(request: Request) -> dict[str, str]:
     """The fields of a form; of a name that is given twice, the last one. Raises HTTPException: too many."""
     text = (await request.body()).decode("utf-8", "replace")
     try:
-        return dict(parse_qsl(text, keep_blank_values=True, max_num_fields=_MOST_FIELDS))
+        if len(text) <= _SHORT:
+            return _parsed(text)
+        return await asyncio.to_thread(_parsed, text)
     except ValueError:
         raise HTTPException(400, f"the form has more than {_MOST_FIELDS} fields: send one of the dashboard") from None
+
+
+def _parsed(text: str) -> dict[str, str]:
+    return dict(parse_qsl(text, keep_blank_values=True, max_num_fields=_MOST_FIELDS))
 
 
 async def checked_form(request: Request, caller: Caller) -> dict[str, str]:
@@ -87,10 +95,23 @@ async def checked_form(request: Request, caller: Caller) -> dict[str, str]:
         Refused: 403, its form token is missing or another session's.
     """
     fields = await form_fields(request)
-    expected = request.app.state.sessions.form_token(caller.session)
-    if not hmac.compare_digest(fields.get("form_token", "").encode(), expected.encode()):
-        raise Refused(403, "this form is not of your login: reload the page it is on, and send it again")
+    _require_form_token(request, caller, fields.get("form_token", ""))
     return fields
+
+
+FORM_TOKEN_HEADER = "X-Form-Token"
+"""Of a file, whose body has no place for the token."""
+
+
+def check_sent_file(request: Request, caller: Caller) -> None:
+    """Return if a page of this caller's session sends this file. Raises Refused: 403, as `checked_form`."""
+    _require_form_token(request, caller, request.headers.get(FORM_TOKEN_HEADER, ""))
+
+
+def _require_form_token(request: Request, caller: Caller, given: str) -> None:
+    expected = request.app.state.sessions.form_token(caller.session)
+    if not hmac.compare_digest(given.encode(), expected.encode()):
+        raise Refused(403, "this form is not of your login: reload the page it is on, and send it again")
 
 
 def see_other(path: str) -> Response:

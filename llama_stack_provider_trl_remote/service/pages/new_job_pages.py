@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 from collections.abc import Mapping
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, get_args
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request, Response
 
@@ -12,13 +16,28 @@ from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.store.reader import read_request
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.specs.custom import custom_names
+from llama_stack_provider_trl.specs.exports import ExportTarget
+from llama_stack_provider_trl.system.hub_cache import cached_models
+from llama_stack_provider_trl.system.offload import in_work_thread
 
 from ..dependencies import DatasetsDep, JobChecksDep, StoreDep, SubmissionsDep
-from ..http.bodies import PreferenceOptimizeBody, PreflightBody, SupervisedFineTuneBody
-from ..security.access import USERS, USERS_FORM, CurrentCaller
+from ..http.bodies import (
+    EvaluateBody,
+    ExportBody,
+    GenerateBody,
+    MergeBody,
+    PreferenceOptimizeBody,
+    PreflightBody,
+    SupervisedFineTuneBody,
+)
+from ..jobs.submissions import JobBody
+from ..security.access import USERS, USERS_JOB_FORM, CurrentCaller
 from .job_form import (
     FORM_METHODS,
+    KINDS,
+    LONGEST_SHOWN,
     LORA_RANK,
+    PRESETS,
     TRAINING_CALLS,
     TUNINGS,
     fields_of,
@@ -27,6 +46,7 @@ from .job_form import (
     rates_of,
     same_job,
     validated,
+    work_of,
 )
 from .job_view import path_of
 from .login import checked_form, see_other
@@ -35,6 +55,12 @@ from .route import PageRoute, problem_of
 
 _MODELS = 100
 """Jobs whose models are suggested."""
+_BODIES: dict[str, type[EvaluateBody | GenerateBody | MergeBody | ExportBody]] = {
+    "evaluate": EvaluateBody,
+    "generate": GenerateBody,
+    "merge": MergeBody,
+    "export": ExportBody,
+}
 router = APIRouter(route_class=PageRoute, prefix="/new", include_in_schema=False)
 
 
@@ -48,12 +74,14 @@ async def new_job_page(
     method: Annotated[str, Query(max_length=20)] = "",
     options: Annotated[str, Query(max_length=4096)] = "",
     source: Annotated[str, Query(alias="from", max_length=128)] = "",
+    preset: Annotated[str, Query(max_length=20)] = "",
+    kind: Annotated[str, Query(max_length=20)] = "",
 ) -> Response:
     """The form: empty, or with the request of a job under a new name; and with what the address names."""
-    given = {"dataset": dataset, "model": model, "method": method, "options": options}
+    given = {"kind": kind, "dataset": dataset, "model": model, "method": method, "options": options}
     if options:  # such as adapter: continue, beside which another adapter is refused
         given["tuning"] = "request"
-    fields, problem = {"tuning": next(iter(TUNINGS)), "lora_rank": str(LORA_RANK)}, ""
+    fields, problem = {**PRESETS.get(preset, next(iter(PRESETS.values()))).fields}, ""
     if source:
         fields, problem = await asyncio.to_thread(_again, store, source)
     fields |= {name: value for name, value in given.items() if value}
@@ -75,16 +103,19 @@ def _again(store: Store, source: str) -> tuple[dict[str, str], str]:
     return {**fields_of(requested.body, requested.call == TRAINING_CALLS[0]), "job": name}, ""
 
 
-@router.post("/check", dependencies=[USERS_FORM])
+@router.post("/check", dependencies=[USERS_JOB_FORM])
 async def check_job(
     request: Request, checks: JobChecksDep, registry: DatasetsDep, store: StoreDep, caller: CurrentCaller
 ) -> Response:
     """The form with the preflight's answer; without a model or a dataset there is none yet."""
     fields = await checked_form(request, caller)
+    if _kind(fields) != "train":
+        return await _check_work(request, registry, store, fields)
     if not fields.get("model", "").strip() or not fields.get("dataset", "").strip():
         return await _page(request, registry, store, fields)
     try:
-        body = {**job_of(fields), "algorithm": "sft" if await _method(fields) == "sft" else "dpo"}
+        algorithm = "sft" if await _method(fields) == "sft" else "dpo"
+        body = {**await in_work_thread(job_of, fields), "algorithm": algorithm}
         found = await checks.preflight(validated(PreflightBody, body))
     except Exception as error:
         status, problem = await problem_of(request, error)
@@ -92,23 +123,46 @@ async def check_job(
     return await _page(request, registry, store, fields, found=found)
 
 
-@router.post("", dependencies=[USERS_FORM])
+@router.post("", dependencies=[USERS_JOB_FORM])
 async def submit_job(
     request: Request, submissions: SubmissionsDep, registry: DatasetsDep, store: StoreDep, caller: CurrentCaller
 ) -> Response:
     """Queue the job, and lead to its page. The same form again is the same job."""
     fields = await checked_form(request, caller)
     try:
-        body: PreferenceOptimizeBody | SupervisedFineTuneBody
-        if await _method(fields) != "sft":
-            body = validated(PreferenceOptimizeBody, job_of(fields))
-        else:
-            body = validated(SupervisedFineTuneBody, job_of(fields))
+        body = await _body(fields)
         await submissions.submit(body, caller)
     except Exception as error:
         status, problem = await problem_of(request, error)
         return await _page(request, registry, store, fields, status, problem=problem)
     return see_other(path_of(body.job_uuid))
+
+
+async def _check_work(request: Request, registry: DatasetsDep, store: Store, fields: dict[str, str]) -> Response:
+    """The form of a job of another kind, with what is wrong with its fields."""
+    try:
+        await _body(fields)
+    except Exception as error:
+        status, problem = await problem_of(request, error)
+        return await _page(request, registry, store, fields, status, problem=problem)
+    return await _page(request, registry, store, fields)
+
+
+async def _body(fields: Mapping[str, str]) -> JobBody:
+    """The request of a form. Raises InvalidRequest, RequestValidationError."""
+    if (kind := _kind(fields)) != "train":
+        return validated(_BODIES[kind], await in_work_thread(work_of, fields))
+    if await _method(fields) != "sft":
+        return validated(PreferenceOptimizeBody, await in_work_thread(job_of, fields))
+    return validated(SupervisedFineTuneBody, await in_work_thread(job_of, fields))
+
+
+def _kind(fields: Mapping[str, str]) -> str:
+    """The kind of a form's job. Raises InvalidRequest: there is no such kind."""
+    kind = fields.get("kind") or "train"
+    if kind not in KINDS:
+        raise InvalidRequest("kind", kind, f"expected one of {', '.join(KINDS)}")
+    return kind
 
 
 async def _method(fields: Mapping[str, str]) -> str:
@@ -131,18 +185,27 @@ async def _page(
     problem: str = "",
     source: str = "",
 ) -> Response:
+    kind = fields.get("kind") if fields.get("kind") in KINDS else "train"
+    fields = {**fields, "kind": str(kind)}
     datasets = await asyncio.to_thread(registry.names)
-    jobs, _ = await asyncio.to_thread(store.queue_page, None, None, _MODELS)
+    installed = await asyncio.to_thread(custom_names)
     # In a thread: it writes YAML, which takes half a second of a core where the form has much.
-    same = await asyncio.to_thread(lambda: same_job(_shown(fields), str(request.base_url).rstrip("/")))
+    same = await asyncio.to_thread(_same, fields, str(request.base_url).rstrip("/"))
+    kept = {name: fields.get(name, "") for name in ("model", "dataset")}
     return page(
         request,
         "new.html",
         code,
         fields=fields,
         datasets=datasets,
-        models=[*dict.fromkeys(job.model for job in jobs if job.model)],
-        methods=[*FORM_METHODS.items()],
+        models=await asyncio.to_thread(_known_models, store),
+        methods=[*FORM_METHODS.items(), *((name, f"{name} (installed)") for name in installed)],
+        kind=kind,
+        kinds=KINDS,
+        needs=KINDS[str(kind)].needs,
+        targets=[(target, target) for target in get_args(ExportTarget)],
+        presets=PRESETS,
+        address=partial(_address, kept),
         tunings=[*TUNINGS.items()],
         rank=LORA_RANK,
         rates=rates_of(fields.get("method")),
@@ -153,9 +216,30 @@ async def _page(
     )
 
 
+def _known_models(store: Store) -> list[str]:
+    """Models that the form suggests: those of earlier jobs, then those in this machine's cache."""
+    jobs, _ = store.queue_page(None, None, _MODELS)
+    return [*dict.fromkeys([*(job.model for job in jobs if job.model), *cached_models(os.environ)])][: 2 * _MODELS]
+
+
+def _address(kept: Mapping[str, str], **more: str) -> str:
+    """The address of an empty form with some fields."""
+    pairs = [(name, value) for name, value in {**kept, **more}.items() if value and value != "train"]
+    return f"/new?{urlencode(pairs)}" if pairs else "/new"
+
+
+def _same(fields: Mapping[str, str], url: str) -> dict[str, str] | None:
+    """The job of the form for other clients; None: it is too long."""
+    body, kind = _shown(fields), fields["kind"]
+    if len(json.dumps(body)) > LONGEST_SHOWN:
+        return None
+    return same_job(body, url, None if kind == "train" else kind)
+
+
 def _shown(fields: Mapping[str, str]) -> dict[str, Any]:
     """The body of the form, without what it refuses."""
+    made = job_of if fields["kind"] == "train" else work_of
     try:
-        return job_of(fields)
+        return made(fields)
     except InvalidRequest:
-        return job_of({**fields, "options": "", "request": "", "tuning": ""})
+        return made({**fields, "options": "", "request": "", "tuning": ""})

@@ -163,7 +163,8 @@ class Access:
 
     Args:
         roles: of the callers; empty: anyone, without a token.
-        body: `json`: nothing or a JSON document; `bytes`: anything; `form`: the fields of a form of our own pages.
+        body: `json`: nothing or a JSON document; `bytes`: anything; `form`: the fields of a form of our own pages;
+            `file`: a file that a script of our own pages sends, with the form token in a header.
         limit: bytes of the body, or the name of the setting that holds its MiB.
         own_node: of the callers with the role node, only the node that the path parameter `name` names.
         join_token: of the callers with the role node, only those with the token of agents, and no node.
@@ -174,7 +175,7 @@ class Access:
     """
 
     roles: frozenset[Role]
-    body: Literal["json", "bytes", "form"] = "json"
+    body: Literal["json", "bytes", "form", "file"] = "json"
     limit: int | str = SMALL
     own_node: bool = False
     join_token: bool = False
@@ -214,6 +215,8 @@ class Access:
         _check_encoding(headers)
         if self.body == "form":
             _check_form(scope["method"], headers)
+        elif self.body == "file":
+            _check_file(headers)
         elif caller.session and scope["method"] not in _READS:
             raise Refused(403, "the session of a browser only reads here: send `Authorization: Bearer TOKEN`")
         elif self.body == "json":
@@ -351,6 +354,10 @@ ADMINS = _access(frozenset({"admin"}))
 LOGIN_FORM = _access(frozenset(), body="form", record=False)
 """Needs no session: it opens one. The handler records it."""
 USERS_FORM = _access(_USERS, body="form")
+USERS_JOB_FORM = _access(_USERS, body="form", limit=4 * MIB)
+"""A job's request of 1 MiB, whose quotes and line breaks a form writes as three characters each."""
+USERS_FILE = _access(_USERS, body="file", limit="max_upload_mb")
+"""Rows that a page sends as the file that a reader has dropped on it."""
 USERS_CHAT_FORM = _access(_USERS, body="form", limit=MIB)
 """A chat, or a vote, in a field of a form."""
 ADMINS_FORM = _access(frozenset({"admin"}), body="form")
@@ -416,5 +423,24 @@ def _check_form(method: str, headers: Mapping[str, str]) -> None:
             f"the Content-Type is {kind[:100] or 'missing'!r}, expected application/x-www-form-urlencoded: this call "
             "is for the forms of the dashboard, programs send JSON to the calls below /v1",
         )
+    _require_origin(headers, "form")
+
+
+def _check_file(headers: Mapping[str, str]) -> None:
+    """Require a file that a script of a page of this service sent: no form of any site can send this type, and a script
+    of another one needs an answer to its preflight request first, which it does not get."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/octet-stream":
+        raise Refused(
+            400,
+            f"the Content-Type is {kind[:100] or 'missing'!r}, expected application/octet-stream: this call is for the "
+            "page of datasets, programs send rows with PUT /v1/blobs/SHA256",
+        )
+    _require_origin(headers, "file")
+
+
+def _require_origin(headers: Mapping[str, str], what: str) -> None:
     if "origin" not in headers:  # `auth.Gate` has compared one that is there
-        raise Refused(403, "the Origin header is missing, expected that of this service: send the form from its page")
+        raise Refused(
+            403, f"the Origin header is missing, expected that of this service: send the {what} from its page"
+        )

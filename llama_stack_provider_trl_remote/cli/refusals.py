@@ -1,0 +1,113 @@
+"""Errors of commands in the words of the command line: commands in place of HTTP calls, and the name that was meant."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from argparse import Namespace
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from llama_stack_provider_trl.errors import JobNotFound, ServiceRefusal, ServiceUnreachable
+
+if TYPE_CHECKING:
+    from ..client import ServiceClient
+
+_NEAR = 0.6
+"""Likeness from which on a name may be the one that was meant."""
+_MOST_NAMES = 1000
+_CALLS = tuple(
+    (re.compile(call), command)
+    for call, command in (
+        (r"GET /v1/post-training/(?:jobs|queue) lists the jobs of this provider", "trl-remote jobs list shows them"),
+        (r"GET /v1/post-training/(?:jobs|queue)", "trl-remote jobs list"),
+        (r"DELETE /v1/post-training/jobs/", "trl-remote jobs delete "),
+        (r"POST /v1/post-training/(generate|evaluate|merge|export)", r"the kind \1"),
+        (r"POST /v1/post-training/(supervised-fine-tune|preference-optimize)", r"\1"),
+        (r"GET /v1/datasets", "trl-remote datasets list"),
+        (r"DELETE /v1/datasets/", "trl-remote datasets delete "),
+        (r"POST /v1/datasets", "trl-remote datasets add"),
+        (
+            r"(?:upload rows|send them) with PUT /v1/blobs/\w+(?: and register that)?",
+            "use trl-remote datasets add FILE",
+        ),
+        (r"GET /v1/nodes", "trl-remote nodes list"),
+        (r"DELETE /v1/nodes/", "trl-remote nodes remove "),
+        (r"join first \(POST /v1/nodes\)", "trl-remote agent joins it"),
+        (r"GET /v1/tokens", "trl-remote tokens list"),
+        (r"DELETE /v1/tokens/", "trl-remote tokens revoke "),
+        (r"send `Authorization: Bearer TOKEN` with the token", "set TRL_SERVICE_TOKEN to the token"),
+        (r" answered \d{3}: ", " refuses this: "),
+        (r" has not answered (?:GET|HEAD|POST|PUT|DELETE) \S+ within", " has not answered within"),
+        (r" broke off (?:GET|HEAD|POST|PUT|DELETE) \S+ \(", " broke off the connection ("),
+        (r" is something else: /?\S+ gives \d{3}", " is something else"),
+        (r" is something else: (?:GET )?\S+ gives ", " is something else: it answers "),
+    )
+)
+"""What messages have for programs -> the same for a shell."""
+
+
+def in_a_shell(text: str) -> str:
+    """A message of the service, or of its client, without words of HTTP."""
+    for call, command in _CALLS:
+        text = call.sub(command, text)
+    return text
+
+
+async def with_the_name_meant(
+    command: Callable[[ServiceClient, Namespace], Coroutine[Any, Any, int]], client: ServiceClient, options: Namespace
+) -> int:
+    """Run a command. Where the service does not know a name of its words, the error names the one that is most like it.
+
+    Raises:
+        What the command raises.
+    """
+    try:
+        return await command(client, options)
+    except (ServiceRefusal, JobNotFound) as error:
+        if isinstance(error, ServiceRefusal) and error.status != 404:
+            raise
+        near = await _nearest(client, options, str(error))
+        if near is None:
+            raise
+        raise ServiceRefusal(client.url, 404, f"{error}; was {near} meant?") from error
+
+
+async def _nearest(client: ServiceClient, options: Namespace, detail: str) -> str | None:
+    """The known name that is most like the one which the service does not know; None: there is none like it."""
+    for field, fetch in _KNOWN.items():
+        given = getattr(options, field, None)
+        for name in given if isinstance(given, list) else [given]:
+            if isinstance(name, str) and repr(name) in detail:
+                try:
+                    names = await fetch(client)
+                except (ServiceRefusal, ServiceUnreachable):
+                    return None
+                return next(iter(difflib.get_close_matches(name, names, 1, _NEAR)), None)
+    return None
+
+
+async def _jobs(client: ServiceClient) -> list[str]:
+    found = await client.get("/v1/post-training/queue", limit=_MOST_NAMES)
+    return [one["job_uuid"] for one in found["data"]]
+
+
+async def _datasets(client: ServiceClient) -> list[str]:
+    return [one["identifier"] for one in (await client.get_all("/v1/datasets"))["data"]]
+
+
+async def _nodes(client: ServiceClient) -> list[str]:
+    return [one["node"] for one in (await client.get_all("/v1/nodes"))["data"]]
+
+
+async def _tokens(client: ServiceClient) -> list[str]:
+    return [one["name"] for one in (await client.get_all("/v1/tokens"))["data"]]
+
+
+_KNOWN = {
+    **dict.fromkeys(("job_uuid", "job_uuids"), _jobs),
+    "dataset_id": _datasets,
+    "node": _nodes,
+    "name": _tokens,
+}
+"""Option of a command that names something -> the names that the service knows."""

@@ -1,0 +1,134 @@
+"""What registered datasets have: their rows, lengths, duplicates and sources, and the lines of their list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from llama_stack_provider_trl.errors import InvalidRequest, InvalidRows, StoreError
+from llama_stack_provider_trl.specs.row_files import parse_line
+from llama_stack_provider_trl.specs.row_overview import Overview, overview_within
+from llama_stack_provider_trl.specs.rows import ROW_SHAPES
+from llama_stack_provider_trl.system.limited import Limited
+from llama_stack_provider_trl.system.offload import in_work_thread
+
+from ..http.bodies import UriSource
+from ..http.errors import NotFound
+from .blobs import Blobs
+from .registry import DatasetRegistry, Entry
+
+_SECONDS = 20
+"""CPU time that reading the beginning of a file may take: 64 MiB of short rows take 4 s."""
+_FIRST_LINE = 256 << 10
+"""Bytes of a file whose first row has its shape."""
+
+
+class ListedDataset(NamedTuple):
+    """A line of the list of datasets."""
+
+    dataset_id: str
+    num_rows: int | None
+    """None: a uri that no job has needed yet."""
+    size: int | None
+    """Bytes; None: its rows are not stored here."""
+    shape: str
+    """Columns by which its first row is read; empty: not known."""
+    uri: str
+    """Empty: its rows were uploaded."""
+    created_by: str
+    registered_at: datetime
+    job_uuid: str
+    """The job that has made it; empty: none has."""
+
+
+class Overviews:
+    """Reads datasets for pages.
+
+    Args:
+        memory_mb: MiB that reading a file may take.
+    """
+
+    def __init__(self, registry: DatasetRegistry, blobs: Blobs, memory_mb: int) -> None:
+        self._registry, self._blobs = registry, blobs
+        self._limits = Limited(_SECONDS, memory_mb << 20)
+
+    def listed(self, first: int, count: int, search: str = "") -> tuple[list[ListedDataset], int]:
+        """A part of the datasets, the newest ones first, and how many there are. Raises StoreError.
+
+        Args:
+            search: only those with this text in their names, in any case; empty: all.
+        """
+        wanted = search.casefold()
+        places = [one for one in reversed(self._registry.places("")) if wanted in one.name.casefold()]
+        found = []
+        for place in places[first : first + count]:
+            try:
+                found.append(self.line(place.name))
+            except NotFound:  # deleted meanwhile
+                continue
+        return found, len(places)
+
+    def line(self, dataset_id: str) -> ListedDataset:
+        """The line of a dataset. Raises NotFound, StoreError."""
+        return self._line(self._registry.entry(dataset_id))
+
+    def _line(self, entry: Entry) -> ListedDataset:
+        size, shape = None, ""
+        if entry.sha256 is not None:
+            try:
+                path = self._blobs.path(entry.sha256)
+                size = path.stat().st_size
+                with open(path, "rb") as file:
+                    shape = shape_of(file.readline(_FIRST_LINE))
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                raise StoreError(f"the rows of dataset {entry.dataset.identifier!r} cannot be read: {error}") from error
+        source = entry.dataset.source
+        return ListedDataset(
+            entry.dataset.identifier,
+            entry.num_rows,
+            size,
+            shape,
+            source.uri if isinstance(source, UriSource) else "",
+            entry.created_by,
+            datetime.fromtimestamp(entry.registered_at, UTC),
+            str(entry.dataset.metadata.get("job_uuid") or ""),
+        )
+
+    async def of(self, dataset_id: str, search: str, first: int, count: int) -> Overview:
+        """What a dataset has: see `overview_within`.
+
+        Raises:
+            InvalidRequest: there is no such dataset, or it cannot be read any more.
+            InvalidRows, LimitReached, OSError: see `overview_within`.
+        """
+        sha256 = await self._registry.rows_of(dataset_id, "dataset", is_current=False)
+        try:
+            return await in_work_thread(overview_within, self._limits, self._blobs.path(sha256), search, first, count)
+        except FileNotFoundError as error:
+            raise InvalidRequest("dataset", dataset_id, "its rows are gone: register it again") from error
+        except InvalidRows as error:
+            raise InvalidRows(f"dataset {dataset_id!r}, {error}") from error
+
+
+def shape_of(line: bytes) -> str:
+    """The columns by which a row is read, such as `prompt + chosen + rejected`; of another row all of its columns.
+    Empty: it is very long, or no row."""
+    try:
+        row = parse_line(line.decode())
+    except (ValueError, RecursionError):
+        return ""
+    if not isinstance(row, dict):
+        return ""
+    columns = {name for name, value in row.items() if value is not None}
+    return _shape(sorted(columns))
+
+
+def _shape(columns: Sequence[str]) -> str:
+    # Pairs first: they have columns that shapes of single answers have, too.
+    uses = ("dpo", "kto", "sft", "prompts")
+    shapes = sorted(ROW_SHAPES, key=lambda shape: uses.index(shape.use) if shape.use in uses else len(uses))
+    fitting = next((shape for shape in shapes if {*shape.columns} <= {*columns}), None)
+    return fitting.name if fitting is not None else ", ".join(columns)[:200]
