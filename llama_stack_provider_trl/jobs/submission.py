@@ -33,7 +33,7 @@ from ..specs.methods import MethodSpec
 from ..specs.rewards import checks_of
 from ..specs.row_verdicts import check_within
 from ..specs.rows import UNREAD
-from ..specs.work import TRAINS, CheckedAnswering, Kind, Work
+from ..specs.work import TRAINS, Kind, Work
 from ..system.data_dir import DataDir
 from ..system.files import put_lines, put_rows
 from ..system.limited import Limited
@@ -294,8 +294,8 @@ async def resolved(
         refs, warnings = await _rows_of_all(datasets, resolution, use, data_format)
     else:
         refs, warnings = [await in_work_thread(no_rows, DataDir(settings.data_dir).datasets)], []
-    if isinstance(answering, CheckedAnswering):
-        await in_work_thread(refuse_unchecked_rows, refs[0], answering.checks)
+    if kind.checks:
+        await in_work_thread(refuse_unchecked_rows, refs[0], kind.checks)
         warnings = [message for message in warnings if not message.startswith(UNREAD)]  # which checks may read
     if answering is not None:
         refuse_too_many_answers(answering, refs[0].num_rows)
@@ -390,8 +390,7 @@ def _resolution(
         resolution = resolve(request, options, settings, named)
     else:
         assert work is not None
-        if isinstance(work.answering, CheckedAnswering):
-            refuse_python_graders(((f"checks.{n}", one) for n, one in enumerate(work.answering.checks)), settings)
+        refuse_python_graders(((f"checks.{n}", one) for n, one in enumerate(work.checks)), settings)
         work = with_task_files(with_engine(work, settings), settings)
         makers = [job.job_uuid for job in jobs_of(work, models)]
         resolution = resolve_work(request, work, options, settings, named, makers)

@@ -7,27 +7,27 @@ from datetime import datetime
 from ...errors import InvalidRequest, JobFailure, JobNotFound
 from ...requests.promotion import Evaluation, Find, Model, checked, refuse_unusable, unmet
 from ...requests.settings import Settings
-from ...requests.work import ExportRequest
+from ...requests.work import WorkRequest
 from ...specs.events import Reason
 from ...specs.job import JobSpec
 from ...specs.model_source import ModelSource
-from ...specs.work import ExportWork
 from ..store.store import Store
 from .bases import find_read
 
 
-def refuse_unusable_conditions(request: ExportRequest, settings: Settings, store: Store) -> None:
+def refuse_unusable_conditions(request: WorkRequest, settings: Settings, store: Store) -> None:
     """Refuse conditions that say nothing about what is exported.
 
     Raises:
         InvalidRequest: names the field of a condition, or the model.
     """
-    if not request.promote_if:
+    conditions = request.conditions()
+    if not conditions:
         return
     base = find_read(request.reads().model, settings, store)
     exported = base.adapter or base.source
     model, submitted = Model(exported.model, exported.revision), _submitted(exported, store)
-    refuse_unusable(request.promote_if, model, _evaluations(store), submitted=submitted)
+    refuse_unusable(conditions, model, _evaluations(store), submitted=submitted)
 
 
 def with_found_measures(spec: JobSpec, store: Store) -> JobSpec:
@@ -36,19 +36,19 @@ def with_found_measures(spec: JobSpec, store: Store) -> JobSpec:
     Raises:
         JobFailure: not_promoted, with a sentence about each condition that does not hold.
     """
-    work = spec.work
-    if not isinstance(work, ExportWork) or not work.promote_if:
+    conditions = spec.does.conditions
+    if not conditions:
         return spec
     find, exported = _evaluations(store), spec.adapter or spec.source
     model, submitted = Model(exported.model, exported.revision), _submitted(exported, store)
     try:
-        refuse_unusable(work.promote_if, model, find, submitted=submitted, completed=True)
+        refuse_unusable(conditions, model, find, submitted=submitted, completed=True)
     except InvalidRequest as error:
         raise JobFailure(Reason.not_promoted, f"{error}. Nothing was written.") from error
-    found = checked(work.promote_if, find)
+    found = checked(conditions, find)
     if failed := unmet(found):
         raise JobFailure(Reason.not_promoted, f"{failed} Nothing was written.")
-    return spec.changed(work=work.model_copy(update={"gates": found}))
+    return spec.changed(work=spec.does.model_copy(update={"gates": found}))
 
 
 def _evaluations(store: Store) -> Find:

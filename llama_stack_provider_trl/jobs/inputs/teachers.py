@@ -33,7 +33,7 @@ def with_teacher(fields: dict[str, Any], settings: Settings, store: Store | None
         teacher = _of_job(teacher.model, fields["job_uuid"], settings, store)
         fields = {**fields, "method": method.with_reference(source=teacher)}
     if method.other_vocabulary is None:
-        refuse_other_vocabularies(named, [own, teacher], hint=OTHER_VOCABULARY)
+        refuse_other_vocabularies(named, [own, teacher], OTHER_VOCABULARY)
     return fields
 
 

@@ -101,14 +101,6 @@ def statements(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "note_failed", {"event": event.model_dump_json()}
 
 
-def failed_event(text: str) -> Failed:
-    """A stored `failed` event."""
-    try:
-        return Failed.model_validate_json(text)
-    except ValueError as error:  # stored by a release whose events had no bounds
-        return Failed(reason=Reason.internal, message=f"its `failed` event cannot be read: {error}")
-
-
 def metrics_of(event: Progress | Evaluated) -> tuple[Literal["train", "validation"], dict[str, float]]:
     """The kind of the point that an event stands for, and its metrics by the names that curves have."""
     if isinstance(event, Progress):
