@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -80,8 +80,8 @@ class WorkBody(WorkRequest):
 def _body_of(kind: type[WorkRequest]) -> type[WorkBody]:
     options: Any = (_GivenOptions, Field(None, description=f"{', '.join(kind.options)}."))
     bases: Any = (WorkBody, kind)
-    body: type[WorkBody] = create_model(f"{kind.kind.capitalize()}Body", __base__=bases, provider_options=options)
-    return body
+    made: Any = create_model(f"{kind.kind.capitalize()}Body", __base__=bases, provider_options=options)
+    return cast(type[WorkBody], made)
 
 
 WORK_BODIES = {name: _body_of(kind) for name, kind in KINDS.items()}
