@@ -41,16 +41,14 @@ from ..system.offload import caller_name, in_work_thread
 from ..system.ownership import refuse_foreign
 from .inputs.bases import find_base
 from .inputs.damaged_models import refuse_damaged
-from .inputs.grading_models import with_grading_models
 from .inputs.harness import with_task_files
 from .inputs.made_rows import refuse_split, refuse_unknown_rows, shard_of
 from .inputs.merges import bases_of, jobs_of, no_rows
+from .inputs.of_methods.models import with_models
 from .inputs.resume_from import copy_checkpoint, discard_checkpoint
-from .inputs.reward_models import with_reward_models
 from .inputs.row_parts import UNLIMITED, Allowance, NewRows, PlannedParts, Put, split_parts
-from .inputs.teachers import with_teacher
 from .store.reader import digest_conflict
-from .store.searches import NewTrial
+from .store.related.searches import NewTrial
 from .store.store import NewJob, Store
 
 _ROW_CHECKS = Limited(seconds=120, memory=1 << 30)
@@ -396,9 +394,7 @@ def _resolution(
         resolution = resolve_work(request, work, options, settings, named, makers)
     own = models[0] if work and work.merging else Base(resolution.fields["source"], resolution.fields["adapter"])
     refuse_damaged(model.field, model.value, own)
-    fields = with_reward_models(resolution.fields, options, settings, store)
-    fields = with_grading_models(fields, settings, store)
-    resolution = replace(resolution, fields=with_teacher(fields, settings, store))
+    resolution = replace(resolution, fields=with_models(resolution.fields, options, settings, store))
     refuse_foreign(settings.data_dir, resolution.fields["checkpoint_dir"])
     return resolution
 

@@ -65,7 +65,7 @@ CHILD = "the answer of a child process"
 BODY = "the body of a request, whose size, values and levels are bounded by `http.received`"
 BOUNDED = "a file of at most 1 MiB"
 JSON = {
-    "jobs.store.cancels._order": OURS,
+    "jobs.store.related.cancels._order": OURS,
     "specs.grading.asking._json_of": "a reply of a model, of as many tokens as it may have",
     "specs.grading.grading._comparisons": LIMITED,
     "specs.grading.grading._json_of": "an answer: of a request at most 1 MiB, else of a model",
@@ -80,7 +80,7 @@ JSON = {
     "jobs.store.row_mapping.listed_job": OURS,
     "jobs.store.row_mapping.point_record": OURS,
     "jobs.store.row_mapping.samples_record": OURS,
-    "jobs.store.searches._trial": OURS,
+    "jobs.store.related.searches._trial": OURS,
     "jobs.store.tokens._record": OURS,
     "jobs.store.monitoring.totals.Totals.all": OURS,
     "jobs.inputs.damaged_models._problems_of_weights": "at most 1 MiB (`SMALL`)",

@@ -39,7 +39,7 @@ from ..decisions.pools import Pooled
 from ..decisions.states import ACTIVE, TERMINAL, JobState
 from ..store.database import private_data_dir
 from ..store.records import JobRecord
-from ..store.searches import Proposing
+from ..store.related.searches import Proposing
 from ..store.store import Store
 from .attempts import Attempts
 from .housekeeping import INTERVAL, remove_unused_rows

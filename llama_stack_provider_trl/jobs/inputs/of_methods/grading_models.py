@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import InvalidRequest, JobNotFound
-from ...requests.bases import Base, resolve_served, served_job_of
-from ...requests.settings import Settings
-from ...specs.grading.graders import asking_of, field_of
-from ...specs.rewards import RewardSource
-from ...specs.work import FurtherModel
-from ..store.store import Store
-from .bases import named_job
+from ....errors import InvalidRequest, JobNotFound
+from ....requests.bases import Base, resolve_served, served_job_of
+from ....requests.settings import Settings
+from ....specs.grading.graders import asking_of, field_of
+from ....specs.rewards import RewardSource
+from ....specs.work import FurtherModel
+from ...store.store import Store
+from ..bases import named_job
 from .reward_models import FIELD
 
 
