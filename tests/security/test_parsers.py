@@ -75,7 +75,7 @@ JSON = {
     "jobs.store.reader.read_request": "a request of at most 256 KiB (`LONGEST_REQUEST`)",
     "jobs.store.reader.read_watched.points": OURS,
     "jobs.store.row_mapping._progress": OURS,
-    "jobs.store.row_mapping.export_record": OURS,
+    "jobs.store.row_mapping": OURS,
     "jobs.store.row_mapping.job_record": OURS,
     "jobs.store.row_mapping.listed_job": OURS,
     "jobs.store.row_mapping.point_record": OURS,
