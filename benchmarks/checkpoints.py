@@ -136,7 +136,7 @@ def figures(root: Path) -> dict[str, Any]:
     """Step times from one job's events. A step's time is from the metric point before to its own."""
     sys.path.insert(0, str(REPOSITORY))
     from llama_stack_provider_trl.specs.events import CheckpointSaved, Progress, iter_events
-    from llama_stack_provider_trl.system.files import RunDir, tree_bytes
+    from llama_stack_provider_trl.system.files import RunDir
 
     events = list(iter_events(RunDir(root).events))
     points = [event for event in events if isinstance(event, Progress)]
@@ -150,7 +150,7 @@ def figures(root: Path) -> dict[str, Any]:
     stalls = [sum(took[step] - usual for step in steps) for steps in beside.values()]
     first = saved[0].step
     return {
-        "checkpoint_mb": round(tree_bytes(saved[-1].path) / 1e6),
+        "checkpoint_mb": round(sum(path.stat().st_size for path in saved[-1].path.rglob("*") if path.is_file()) / 1e6),
         "checkpoints": len(saved),
         "step_s": round(usual, 3),
         "step_beside_a_checkpoint_s": round(statistics.median(took[step] for step in in_the_way), 3),

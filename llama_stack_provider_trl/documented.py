@@ -30,7 +30,11 @@ class Documented(BaseModel):
 
 @cache
 def _strings_below_fields(model: type) -> dict[str, str]:
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
+    try:
+        source = inspect.getsource(model)
+    except OSError:  # made by `create_model`, which is given the descriptions
+        return {}
+    (definition,) = ast.parse(textwrap.dedent(source)).body
     assert isinstance(definition, ast.ClassDef)
     found = {}
     for field, below in zip(definition.body, definition.body[1:], strict=False):

@@ -20,8 +20,9 @@ import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal
 
 from llama_stack_provider_trl.specs.row_files import stem_of
 
@@ -291,6 +292,30 @@ class AsyncTrlClient:
         return write_plot(curves_of(points, metrics, x, smoothing), target, x)
 
 
+def _done[**Arguments, Value](
+    method: Callable[Concatenate[AsyncTrlClient, Arguments], Coroutine[Any, Any, Value]],
+) -> Callable[Concatenate[TrlClient, Arguments], Value]:
+    """A method of `AsyncTrlClient` as one that returns when it is done."""
+
+    @wraps(method)
+    def call(self: TrlClient, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
+        return _run(method(self._client, *args, **kwargs))
+
+    return call
+
+
+def _yielded[**Arguments, Value](
+    method: Callable[Concatenate[AsyncTrlClient, Arguments], AsyncGenerator[Value, None]],
+) -> Callable[Concatenate[TrlClient, Arguments], Iterator[Value]]:
+    """A generator of `AsyncTrlClient` as one for programs without an event loop."""
+
+    @wraps(method)
+    def call(self: TrlClient, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Iterator[Value]:
+        return _iterated(method(self._client, *args, **kwargs))
+
+    return call
+
+
 class TrlClient:
     """`AsyncTrlClient` for programs without an event loop, and for notebooks: its methods return when they are done.
 
@@ -305,111 +330,28 @@ class TrlClient:
         """Address of the service."""
         return self._client.url
 
-    def upload(self, rows: str | Path | Iterable[Json], dataset_id: str | None = None) -> UploadedRows:
-        """As `AsyncTrlClient.upload`."""
-        return _run(self._client.upload(rows, dataset_id))
-
-    def submit(self, job: Mapping[str, Any], algorithm: Algorithm | None = None) -> str:
-        """As `AsyncTrlClient.submit`."""
-        return _run(self._client.submit(job, algorithm))
-
-    def generate(self, job: Mapping[str, Any]) -> str:
-        """As `AsyncTrlClient.generate`."""
-        return _run(self._client.generate(job))
-
-    def evaluate(self, job: Mapping[str, Any]) -> str:
-        """As `AsyncTrlClient.evaluate`."""
-        return _run(self._client.evaluate(job))
-
-    def merge(self, job: Mapping[str, Any]) -> str:
-        """As `AsyncTrlClient.merge`."""
-        return _run(self._client.merge(job))
-
-    def export(self, job: Mapping[str, Any]) -> str:
-        """As `AsyncTrlClient.export`."""
-        return _run(self._client.export(job))
-
-    def run(self, pipeline: Mapping[str, Any]) -> dict[str, str]:
-        """As `AsyncTrlClient.run`."""
-        return _run(self._client.run(pipeline))
-
-    def teacher_student(
-        self, section: Mapping[str, Any], jobs: Mapping[str, Mapping[str, Any]] | None = None
-    ) -> dict[str, str]:
-        """As `AsyncTrlClient.teacher_student`."""
-        return _run(self._client.teacher_student(section, jobs))
-
-    def preflight(self, job: Mapping[str, Any], algorithm: Algorithm | None = None) -> Json:
-        """As `AsyncTrlClient.preflight`."""
-        return _run(self._client.preflight(job, algorithm))
-
-    def preview(
-        self, job: Mapping[str, Any], algorithm: Algorithm | None = None, *, first_row: int = 0, rows: int = 10
-    ) -> Json:
-        """As `AsyncTrlClient.preview`."""
-        return _run(self._client.preview(job, algorithm, first_row=first_row, rows=rows))
-
-    def status(self, job_uuid: str) -> Json:
-        """As `AsyncTrlClient.status`."""
-        return _run(self._client.status(job_uuid))
-
-    def jobs(self, status: str | None = None) -> list[Json]:
-        """As `AsyncTrlClient.jobs`."""
-        return _run(self._client.jobs(status))
-
-    def wait(
-        self,
-        job_uuid: str,
-        timeout: float | None = None,
-        interval: float = 1.0,
-        on_status: Callable[[Json], None] | None = None,
-        note: Note | None = None,
-    ) -> Json:
-        """As `AsyncTrlClient.wait`."""
-        return _run(self._client.wait(job_uuid, timeout, interval, on_status, note))
-
-    def events(self, job_uuid: str, after: str = "", *, follow: bool = True) -> Iterator[JobEvent]:
-        """As `AsyncTrlClient.events`."""
-        return _iterated(self._client.events(job_uuid, after, follow=follow))
-
-    def metrics(self, job_uuid: str, after: int = -1) -> list[Json]:
-        """As `AsyncTrlClient.metrics`."""
-        return _run(self._client.metrics(job_uuid, after))
-
-    def samples(self, job_uuid: str) -> Json:
-        """As `AsyncTrlClient.samples`."""
-        return _run(self._client.samples(job_uuid))
-
-    def answers(self, job_uuid: str) -> Iterator[Json]:
-        """As `AsyncTrlClient.answers`."""
-        return _iterated(self._client.answers(job_uuid))
-
-    def pull(self, job_uuid: str, directory: str | Path, checkpoint: str = "final", note: Note | None = None) -> str:
-        """As `AsyncTrlClient.pull`."""
-        return _run(self._client.pull(job_uuid, directory, checkpoint, note))
-
-    def cancel(self, job_uuid: str) -> None:
-        """As `AsyncTrlClient.cancel`."""
-        _run(self._client.cancel(job_uuid))
-
-    def pause(self, job_uuid: str) -> Json:
-        """As `AsyncTrlClient.pause`."""
-        return _run(self._client.pause(job_uuid))
-
-    def resume(self, job_uuid: str) -> Json:
-        """As `AsyncTrlClient.resume`."""
-        return _run(self._client.resume(job_uuid))
-
-    def plot(
-        self,
-        *job_uuids: str,
-        output: str | Path,
-        metrics: Sequence[str] = (LOSS,),
-        x: Axis = "step",
-        smoothing: float = SMOOTHING,
-    ) -> Path:
-        """As `AsyncTrlClient.plot`."""
-        return _run(self._client.plot(*job_uuids, output=output, metrics=metrics, x=x, smoothing=smoothing))
+    upload = _done(AsyncTrlClient.upload)
+    submit = _done(AsyncTrlClient.submit)
+    generate = _done(AsyncTrlClient.generate)
+    evaluate = _done(AsyncTrlClient.evaluate)
+    merge = _done(AsyncTrlClient.merge)
+    export = _done(AsyncTrlClient.export)
+    run = _done(AsyncTrlClient.run)
+    teacher_student = _done(AsyncTrlClient.teacher_student)
+    preflight = _done(AsyncTrlClient.preflight)
+    preview = _done(AsyncTrlClient.preview)
+    status = _done(AsyncTrlClient.status)
+    jobs = _done(AsyncTrlClient.jobs)
+    wait = _done(AsyncTrlClient.wait)
+    events = _yielded(AsyncTrlClient.events)
+    metrics = _done(AsyncTrlClient.metrics)
+    samples = _done(AsyncTrlClient.samples)
+    answers = _yielded(AsyncTrlClient.answers)
+    pull = _done(AsyncTrlClient.pull)
+    cancel = _done(AsyncTrlClient.cancel)
+    pause = _done(AsyncTrlClient.pause)
+    resume = _done(AsyncTrlClient.resume)
+    plot = _done(AsyncTrlClient.plot)
 
 
 async def preflight_request(service: ServiceClient, job: Mapping[str, Any], algorithm: str | None = None) -> Json:

@@ -33,7 +33,7 @@ from ..specs.methods import MethodSpec
 from ..specs.rewards import checks_of
 from ..specs.row_verdicts import check_within
 from ..specs.rows import UNREAD
-from ..specs.work import TRAINS, CheckedAnswering, Kind, Work
+from ..specs.work import TRAINS, Kind, Work
 from ..system.data_dir import DataDir
 from ..system.files import put_lines, put_rows
 from ..system.limited import Limited
@@ -41,16 +41,14 @@ from ..system.offload import caller_name, in_work_thread
 from ..system.ownership import refuse_foreign
 from .inputs.bases import find_base
 from .inputs.damaged_models import refuse_damaged
-from .inputs.grading_models import with_grading_models
 from .inputs.harness import with_task_files
 from .inputs.made_rows import refuse_split, refuse_unknown_rows, shard_of
 from .inputs.merges import bases_of, jobs_of, no_rows
+from .inputs.of_methods.models import with_models
 from .inputs.resume_from import copy_checkpoint, discard_checkpoint
-from .inputs.reward_models import with_reward_models
 from .inputs.row_parts import UNLIMITED, Allowance, NewRows, PlannedParts, Put, split_parts
-from .inputs.teachers import with_teacher
 from .store.reader import digest_conflict
-from .store.searches import NewTrial
+from .store.related.searches import NewTrial
 from .store.store import NewJob, Store
 
 _ROW_CHECKS = Limited(seconds=120, memory=1 << 30)
@@ -294,8 +292,8 @@ async def resolved(
         refs, warnings = await _rows_of_all(datasets, resolution, use, data_format)
     else:
         refs, warnings = [await in_work_thread(no_rows, DataDir(settings.data_dir).datasets)], []
-    if isinstance(answering, CheckedAnswering):
-        await in_work_thread(refuse_unchecked_rows, refs[0], answering.checks)
+    if kind.checks:
+        await in_work_thread(refuse_unchecked_rows, refs[0], kind.checks)
         warnings = [message for message in warnings if not message.startswith(UNREAD)]  # which checks may read
     if answering is not None:
         refuse_too_many_answers(answering, refs[0].num_rows)
@@ -390,16 +388,13 @@ def _resolution(
         resolution = resolve(request, options, settings, named)
     else:
         assert work is not None
-        if isinstance(work.answering, CheckedAnswering):
-            refuse_python_graders(((f"checks.{n}", one) for n, one in enumerate(work.answering.checks)), settings)
+        refuse_python_graders(((f"checks.{n}", one) for n, one in enumerate(work.checks)), settings)
         work = with_task_files(with_engine(work, settings), settings)
         makers = [job.job_uuid for job in jobs_of(work, models)]
         resolution = resolve_work(request, work, options, settings, named, makers)
     own = models[0] if work and work.merging else Base(resolution.fields["source"], resolution.fields["adapter"])
     refuse_damaged(model.field, model.value, own)
-    fields = with_reward_models(resolution.fields, options, settings, store)
-    fields = with_grading_models(fields, settings, store)
-    resolution = replace(resolution, fields=with_teacher(fields, settings, store))
+    resolution = replace(resolution, fields=with_models(resolution.fields, options, settings, store))
     refuse_foreign(settings.data_dir, resolution.fields["checkpoint_dir"])
     return resolution
 

@@ -88,7 +88,11 @@ class RowReader:
 
     def _of_dataset(self, dataset: DatasetRef, first: int, most: int | None) -> Iterator[list[list[MaskedRow]]]:
         """The examples of each row of a dataset, a chunk at a time. Of a mixture, failures name the dataset."""
-        read = enumerate(read_examples(dataset.path, self.spec.algorithm, self.spec.data.data_format, dataset.names))
+        read = enumerate(
+            read_examples(
+                dataset.path, self.spec.algorithm, data_format=self.spec.data.data_format, names=dataset.names
+            )
+        )
         try:
             for chunk in batched(islice(read, first, None if most is None else first + most), _CHUNK):
                 yield [*self._of_chunk(chunk)]

@@ -14,13 +14,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ..specs.events import EventWriter, NullEventWriter
-from ..specs.harness import HarnessSpec
 from ..specs.job import AttemptSpec, JobSpec
-from ..specs.work import CheckedAnswering, EvaluateSpec, ExportWork, GenerateSpec, MergeWork
 from ..system import fork
 from ..system.files import RunDir
 from ..system.process import die_with_parent
@@ -73,38 +72,9 @@ def join_ranks(run_dir: RunDir, environ: Mapping[str, str]) -> None:
 
 def _import_task(attempt: AttemptSpec) -> Callable[[AttemptSpec, EventWriter], None]:
     """What the attempt runs. Imports torch."""
-    if attempt.preflight:
-        from .preflight import preflight_attempt
-
-        return preflight_attempt
-    match attempt.job.work:
-        case GenerateSpec():
-            from .answers.generate import generate_attempt
-
-            return generate_attempt
-        case EvaluateSpec(answers=CheckedAnswering()):
-            from .answers.checked import check_attempt
-
-            return check_attempt
-        case EvaluateSpec(harness=HarnessSpec()):
-            from .evaluation.harness import measure_attempt
-
-            return measure_attempt
-        case EvaluateSpec():
-            from .evaluation.evaluate import evaluate_attempt
-
-            return evaluate_attempt
-        case MergeWork():
-            from .merge import merge_attempt
-
-            return merge_attempt
-        case ExportWork():
-            from .exports.attempt import export_attempt
-
-            return export_attempt
-    from .session import train_attempt
-
-    return train_attempt
+    module, function = ("preflight", "preflight_attempt") if attempt.preflight else attempt.job.does.recipe
+    task: Callable[[AttemptSpec, EventWriter], None] = getattr(import_module(f".{module}", __package__), function)
+    return task
 
 
 def _report(error: BaseException, attempt: AttemptSpec, run_dir: RunDir, events: EventWriter) -> None:

@@ -16,7 +16,6 @@ from ..errors import InvalidRequest
 from ..specs.bases import MERGED_BASE, BaseJob
 from ..specs.job import JobSpec, LoraSpec
 from ..specs.model_source import AdapterSpec, AdapterUse, ModelSource
-from ..specs.work import MergeWork
 from .bodies import SupervisedFineTuneRequest
 from .names import JOB_UUID_PATTERN
 from .options import ProviderOptions
@@ -217,7 +216,7 @@ def _source_of(name: str, value: str | None, settings: Settings) -> ModelSource:
 
 def _of_job(name: str, value: str, named: NamedJob, use: AdapterUse | None, settings: Settings) -> Base:
     job = named.spec
-    if isinstance(job.work, MergeWork):
+    if job.does.merging is not None:
         return _of_merge(name, value, job, use, settings)
     if why := job.does.why_no_model:
         raise InvalidRequest(name, value, f"job {job.job_uuid!r} {why}")
@@ -256,10 +255,11 @@ def made_source(directory: Path, job: BaseJob, settings: Settings) -> ModelSourc
 
 def _of_merge(name: str, value: str, job: JobSpec, use: AdapterUse | None, settings: Settings) -> Base:
     """The result of a merge."""
-    assert isinstance(job.work, MergeWork)
     given, path = value.removeprefix(PREFIX).partition("/")[2].removeprefix(f"{job.output_name}-"), "final"
-    if job.work.of_adapters or given not in ("", path) or use is not None:
-        what = "an adapter: name its directory, once it is complete" if job.work.of_adapters else "a model, and `final`"
+    if job.does.makes_adapter or given not in ("", path) or use is not None:
+        what = (
+            "an adapter: name its directory, once it is complete" if job.does.makes_adapter else "a model, and `final`"
+        )
         raise InvalidRequest(name, value, f"job {job.job_uuid!r} merges, and its result is {what}")
     base_job = BaseJob(job_uuid=job.job_uuid, checkpoint=path)
     return Base(made_source(job.checkpoint_dir / path, base_job, settings))

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 from ..errors import InvalidRequest
 from ..specs.methods import MethodSpec, VllmCorrection, VllmSpec
-from ..specs.work import EvaluateSpec, GenerateSpec, Work
+from ..specs.work import Work
 from .bodies import GRPOConfig
 from .choices import nearest_choice
 from .options import ProviderOptions
@@ -47,8 +47,7 @@ def with_engine(work: Work, settings: Settings) -> Work:
     if 0 < answering.temperature < _LEAST_TEMPERATURE:
         hint = f"vLLM has no temperature below {_LEAST_TEMPERATURE} but 0: send one of these, or leave engine out"
         raise InvalidRequest("temperature", answering.temperature, hint)
-    found = answering.model_copy(update={"vllm_python": python})
-    return work.model_copy(update={"answers": found}) if isinstance(work, EvaluateSpec) else cast(GenerateSpec, found)
+    return work.answered_by(python)
 
 
 def resolve_vllm(config: GRPOConfig, options: ProviderOptions, where: str) -> VllmSpec | None:

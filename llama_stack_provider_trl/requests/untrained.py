@@ -11,7 +11,7 @@ from ..errors import InvalidRequest
 from ..specs.exports import allows, destination_of
 from ..specs.job import DpoSpec, OptimizerSpec, ReferenceSpec
 from ..specs.methods import METHODS, MethodSpec, SftSpec
-from ..specs.work import OF_JOB, Answering, EvaluateSpec, ExportWork, Work
+from ..specs.work import OF_JOB, Answering, Work
 from ..system.data_dir import DataDir
 from .bases import Base, NamedJob, resolve_read
 from .choices import no_such_field, problem_of
@@ -26,33 +26,16 @@ from .resolve import Resolution
 from .settings import Settings
 from .trackers import resolve_trackers
 from .training import device_of, resolve_dtype
-from .work import EvaluateRequest, ExportRequest, MergeRequest, Reads, WorkRequest
+from .work import RANKS, RESOURCES, EvaluateRequest, Reads, WorkRequest
 
-OPTIONS = ("after", "cancel_with", "device", "max_duration", "priority", "retries")
-"""Provider options of all jobs that do not train."""
-_RANKS, _RESOURCES = "nproc_per_node", "resources"
-"""Options of those that compute with a model."""
 EVALUATE = "provider_options.evaluate"
 _MOST_ANSWERS = 10**6
 
 
-type Kind = type[WorkRequest]
-
-
-def options_of(kind: Kind) -> list[str]:
-    """The provider options of a kind of jobs, sorted. A merge is one process, and so is an export, here."""
-    if issubclass(kind, ExportRequest):
-        return sorted(OPTIONS)
-    if issubclass(kind, MergeRequest):
-        return sorted([*OPTIONS, _RESOURCES])
-    return sorted([*OPTIONS, _RANKS, _RESOURCES])
-
-
-def check_options(options: ProviderOptions, kind: Kind) -> None:
+def check_options(options: ProviderOptions, kind: type[WorkRequest]) -> None:
     """Refuse the options of training. Raises InvalidRequest."""
-    known = options_of(kind)
-    if others := sorted(options.model_fields_set - set(known)):
-        hint = f"it is an option of training; a job of this kind has {', '.join(known)}"
+    if others := sorted(options.model_fields_set - set(kind.options)):
+        hint = f"it is an option of training; a job of this kind has {', '.join(kind.options)}"
         raise InvalidRequest(f"provider_options.{others[0]}", getattr(options, others[0]), hint)
 
 
@@ -117,7 +100,7 @@ def resolve_work(
         "batch_size": reads.batch_size,
         "max_seq_length": reads.max_seq_length or settings.max_seq_length,
         "max_seq_length_is_default": reads.max_seq_length is None,
-        "token_cache": DataDir(settings.data_dir).tokens if _measures_rows(work) else None,
+        "token_cache": DataDir(settings.data_dir).tokens if work.measures_rows else None,
         "dtype": resolve_dtype("dtype", reads.dtype, device, hint),
         # No step is taken: the rows are read once.
         "n_epochs": 1,
@@ -128,8 +111,7 @@ def resolve_work(
         **resolve_after(body.job_uuid, reads.dataset_id, options, base, makers),
         **resolve_single_node(options, settings, base, reads.dtype, warnings if has_choice else None),
     }
-    if isinstance(work, ExportWork):
-        fields["after"] = tuple(dict.fromkeys([*work.evaluations, *fields["after"]]))
+    fields["after"] = tuple(dict.fromkeys([*work.evaluations, *fields["after"]]))
     datasets = (NamedDataset(reads.dataset_id),)
     return Resolution(datasets, None, fields, warnings, trackers, rows_field="dataset_id")
 
@@ -141,16 +123,16 @@ def _check_place(work: Work, options: ProviderOptions, settings: Settings) -> No
     given = None if options.resources is None else options.resources.model_dump(exclude_unset=True)
     if given is not None and is_answered_by_vllm(work):
         hint = "vLLM answers on the service's machine only: leave it out, or leave engine out"
-        raise InvalidRequest(f"provider_options.{_RESOURCES}", given, hint)
+        raise InvalidRequest(f"provider_options.{RESOURCES}", given, hint)
     if given is not None and work.tasks:
         hint = "the tasks of a harness are on the service's machine only: leave it out"
-        raise InvalidRequest(f"provider_options.{_RESOURCES}", given, hint)
+        raise InvalidRequest(f"provider_options.{RESOURCES}", given, hint)
     if options.resources is not None and options.resources.nodes not in (None, 1):
         hint = "a job that does not train runs on one node: use 1"
-        raise InvalidRequest(f"provider_options.{_RESOURCES}.nodes", options.resources.nodes, hint)
+        raise InvalidRequest(f"provider_options.{RESOURCES}.nodes", options.resources.nodes, hint)
     if work.tasks is not None and options.nproc_per_node not in (None, 1):
         hint = "the tasks of a harness are measured by one process: leave it out, or send several jobs"
-        raise InvalidRequest(f"provider_options.{_RANKS}", options.nproc_per_node, hint)
+        raise InvalidRequest(f"provider_options.{RANKS}", options.nproc_per_node, hint)
 
 
 def refuse_destination(place: str | None, allowed: Sequence[str]) -> None:
@@ -187,11 +169,6 @@ def _model(work: Work, base: Base) -> dict[str, Any]:
     if work.answering is not None or base.lora is None:
         return base.fields
     return {**base.fields, "lora": base.lora.model_copy(update={"dropout": 0.0})}
-
-
-def _measures_rows(work: Work) -> bool:
-    """Whether the rows of a dataset are measured as they are: their tokens are kept for other jobs."""
-    return isinstance(work, EvaluateSpec) and work.answers is None and work.harness is None
 
 
 def refuse_too_many_answers(answering: Answering, num_rows: int) -> None:

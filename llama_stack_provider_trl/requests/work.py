@@ -1,5 +1,6 @@
-"""Requests for jobs that do not train: their bodies, and what each does as a job.
+"""Requests for jobs that do not train: a class for each kind of them, in the table `KINDS`.
 
+A class is all that others know of a kind: the calls and their bodies, pipelines, submissions and the client read it.
 `untrained` resolves them, with the base models, options, devices and limits that trainings have. What training alone
 has is refused by name.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field
 
@@ -34,6 +35,7 @@ from ..specs.work import (
     FurtherModel,
     GenerateSpec,
     MergeWork,
+    Work,
 )
 from .bases import Base, NamedModel
 from .bodies import COUNT
@@ -69,6 +71,61 @@ class _Kind(Documented, CheckedNames):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
+COMMON_OPTIONS = ("after", "cancel_with", "device", "max_duration", "priority", "retries")
+"""Provider options of all jobs that do not train."""
+RESOURCES, RANKS = "resources", "nproc_per_node"
+"""Of those that may run on other machines; that compute with a model, in several processes."""
+
+
+class WorkRequest(_Kind):
+    """A job that does not train."""
+
+    kind: ClassVar[str]
+    """The name of its kind: of its call, below /v1/post-training, and in pipelines."""
+    options: ClassVar[tuple[str, ...]] = tuple(sorted((*COMMON_OPTIONS, RESOURCES, RANKS)))
+    """Its provider options."""
+
+    job_uuid: str
+    """Name of the job: letters, digits, `.`, `_`, `-`, at most 128."""
+    if TYPE_CHECKING:  # each kind has the field, behind its own and with a text of its own
+        checkpoint_dir: str | None
+
+    def reads(self) -> Reads:
+        """What the job reads. Raises InvalidRequest: it is not said, or contradicts itself."""
+        raise NotImplementedError
+
+    def named(self) -> list[tuple[str, str]]:
+        """The fields that name models beside the job's own, or several in its place, with their values.
+
+        Raises:
+            InvalidRequest: no model is named, or several that exclude one another.
+        """
+        return []
+
+    def one_tokenizer(self, found: Sequence[Base]) -> str | None:
+        """What to do where the models of `named` have different tokenizers; None: they may.
+
+        Args:
+            found: what each of them is.
+        """
+        return None
+
+    def work(self, found: Sequence[Base] = ()) -> Work:
+        """What the job does.
+
+        Args:
+            found: what each of the models of `named` is.
+
+        Raises:
+            InvalidRequest: a field is missing or would be ignored, or a value is not supported.
+        """
+        raise NotImplementedError
+
+    def conditions(self) -> Sequence[PromotionCondition]:
+        """What evaluations must have found before the job writes anything."""
+        return ()
+
+
 class GenerateOutput(_Kind):
     """What becomes of the answers."""
 
@@ -76,11 +133,11 @@ class GenerateOutput(_Kind):
     """Name under which they are registered as a dataset; no registered one has it."""
 
 
-class GenerateRequest(_Kind):
+class GenerateRequest(WorkRequest):
     """A job that answers the prompts of a dataset."""
 
-    job_uuid: str
-    """Name of the job: letters, digits, `.`, `_`, `-`, at most 128."""
+    kind = "generate"
+
     model: str
     """Who answers: a model id, a directory of a model or an adapter, or `job:NAME`, `job:NAME/CHECKPOINT`."""
     dataset_id: str = Field(max_length=512)
@@ -106,8 +163,7 @@ class GenerateRequest(_Kind):
     checkpoint_dir: str | None = None
     """Where the answers are written: relative to the data directory, or absolute inside an allowed root."""
 
-    def work(self) -> GenerateSpec:
-        """What the job does. Raises InvalidRequest: a value that would be ignored, or that is not supported."""
+    def work(self, found: Sequence[Base] = ()) -> GenerateSpec:
         if self.output.dataset_id.startswith(OF_JOB):
             hint = f"{OF_JOB}NAME means the rows that the job NAME makes: choose another name"
             raise InvalidRequest("output.dataset_id", self.output.dataset_id, hint)
@@ -123,7 +179,6 @@ class GenerateRequest(_Kind):
         )
 
     def reads(self) -> Reads:
-        """What the job reads."""
         model = NamedModel("model", self.model, self.job_uuid)
         return Reads(model, self.dataset_id, self.batch_size, self.dtype)
 
@@ -137,11 +192,11 @@ class EnsembleModel(_Kind):
     """Its share in the mean of the probabilities, which is divided by the sum of all weights."""
 
 
-class EvaluateRequest(_Kind):
-    """A job that evaluates a model, or an ensemble, on the rows of a dataset."""
+class EvaluateRequest(WorkRequest):
+    """A job that evaluates a model, or an ensemble, on a dataset's rows."""
 
-    job_uuid: str
-    """Name of the job: letters, digits, `.`, `_`, `-`, at most 128."""
+    kind = "evaluate"
+
     model: str | None = None
     """What is evaluated: a model id, a directory of a model or an adapter, or `job:NAME`, `job:NAME/CHECKPOINT`."""
     models: list[EnsembleModel] | None = Field(None, min_length=1, max_length=64)
@@ -179,14 +234,6 @@ class EvaluateRequest(_Kind):
     """In place of a dataset: tasks of lm-evaluation-harness, {tasks, num_fewshot, limit ...}."""
 
     def work(self, found: Sequence[Base] = ()) -> EvaluateSpec:
-        """What the job does.
-
-        Args:
-            found: what each of the models that `named` gives is.
-
-        Raises:
-            InvalidRequest: the model or the reference is missing, a field would be ignored, or a check cannot be made.
-        """
         named = self.named()
         if self.harness is not None:
             return EvaluateSpec(harness=self._tasks(self.harness))
@@ -208,12 +255,8 @@ class EvaluateRequest(_Kind):
         return self._ensemble(found) if named else EvaluateSpec()
 
     def named(self) -> list[tuple[str, str]]:
-        """The fields that name the models of an ensemble, or of judges, with their values; empty: one model is
-        evaluated, and reads no answers of another one.
-
-        Raises:
-            InvalidRequest: neither a model nor an ensemble is named, or both, or one that cannot be measured so.
-        """
+        """The models of an ensemble, or the judges of one model's answers. Raises InvalidRequest: neither a model nor
+        an ensemble is named, or both, or one that cannot be measured so."""
         if self.models is None:
             if self.model is None:
                 hint = "name what is evaluated, or in `models` several, whose probabilities are averaged"
@@ -234,6 +277,9 @@ class EvaluateRequest(_Kind):
         else:
             return [(f"models.{number}.model", name) for number, name in enumerate(names)]
         raise InvalidRequest("models", names, hint)
+
+    def one_tokenizer(self, found: Sequence[Base]) -> str | None:
+        return None if self.models is None else "name models with the same tokenizer"
 
     def _ensemble(self, found: Sequence[Base]) -> EvaluateSpec:
         """The evaluation of an ensemble whose models are `found`."""
@@ -263,7 +309,6 @@ class EvaluateRequest(_Kind):
         return CheckedAnswering(**sampling, samples_per_prompt=1, checks=tuple(checks), judges=tuple(models))
 
     def reads(self) -> Reads:
-        """What the job reads. Raises InvalidRequest, as `named`."""
         field, model = self.named()[0] if self.model is None else ("model", self.model)
         return Reads(
             NamedModel(field, model, self.job_uuid),
@@ -284,11 +329,12 @@ class MergedModel(_Kind):
     """Its weight."""
 
 
-class MergeRequest(_Kind):
+class MergeRequest(WorkRequest):
     """A job that merges models, or adapters, into one."""
 
-    job_uuid: str
-    """Name of the job: letters, digits, `.`, `_`, `-`, at most 128."""
+    kind = "merge"
+    options = tuple(sorted((*COMMON_OPTIONS, RESOURCES)))  # it is one process
+
     models: list[MergedModel] = Field(min_length=1, max_length=64)
     """What is merged: [{model, weight}]."""
     method: MergeMethod = "linear"
@@ -305,18 +351,12 @@ class MergeRequest(_Kind):
     """Where the result is written: relative to the data directory, or absolute inside an allowed root."""
 
     def reads(self) -> Reads:
-        """What the job reads."""
         return Reads(NamedModel(*self.named()[0], self.job_uuid))
 
-    def work(self, found: list[Base]) -> MergeWork:
-        """What the job does.
+    def one_tokenizer(self, found: Sequence[Base]) -> str | None:
+        return None if any(one.adapter for one in found) else "merge models with the same tokenizer"
 
-        Args:
-            found: what each of `models`, and `base`, is.
-
-        Raises:
-            InvalidRequest: models and adapters together; a base, or a density, that is missing or would be ignored.
-        """
+    def work(self, found: Sequence[Base] = ()) -> MergeWork:
         adapters = [one.adapter for one in found]
         if len({one is None for one in adapters}) > 1:
             name = self.named()[next(number for number, one in enumerate(adapters) if one is not None)][1]
@@ -349,16 +389,16 @@ class MergeRequest(_Kind):
         )
 
     def named(self) -> list[tuple[str, str]]:
-        """The fields that name models, with their values."""
         found = [(f"models.{number}.model", one.model) for number, one in enumerate(self.models)]
         return [*found, *([("base", self.base)] if self.base is not None else [])]
 
 
-class ExportRequest(_Kind):
-    """A job that exports a model to files that other programs read, and proves that they answer as it does."""
+class ExportRequest(WorkRequest):
+    """A job that exports a model, and proves that the export answers as it does."""
 
-    job_uuid: str
-    """Name of the job: letters, digits, `.`, `_`, `-`, at most 128."""
+    kind = "export"
+    options = COMMON_OPTIONS  # it is one process, here
+
     model: str
     """What is exported: `job:NAME`, `job:NAME/CHECKPOINT`, a directory of a model or an adapter, or a model id."""
     to: ExportTarget
@@ -376,11 +416,12 @@ class ExportRequest(_Kind):
     """Where the export is written: relative to the data directory, or absolute inside an allowed root."""
 
     def reads(self) -> Reads:
-        """What the job reads."""
         return Reads(NamedModel("model", self.model, self.job_uuid))
 
-    def work(self) -> ExportWork:
-        """What the job does. Raises InvalidRequest: a field would be ignored."""
+    def conditions(self) -> Sequence[PromotionCondition]:
+        return self.promote_if or ()
+
+    def work(self, found: Sequence[Base] = ()) -> ExportWork:
         if self.gguf_type == "q8_0" and self.to == "lora-gguf":
             hint = "the pairs of an adapter are too narrow for its blocks of 32 weights: use f32, f16 or bf16"
             raise InvalidRequest("gguf_type", self.gguf_type, hint)
@@ -393,10 +434,14 @@ class ExportRequest(_Kind):
             except ValueError as error:
                 raise InvalidRequest("upload_to", self.upload_to, str(error)) from error
         spec = ExportSpec(target=self.to, gguf_type=self.gguf_type, upload_to=self.upload_to)
-        return ExportWork(export=spec, promote_if=tuple(self.promote_if or ()))
+        return ExportWork(export=spec, promote_if=tuple(self.conditions()))
 
 
-WorkRequest = GenerateRequest | EvaluateRequest | MergeRequest | ExportRequest
+KINDS: dict[str, type[WorkRequest]] = {
+    one.kind: one for one in (GenerateRequest, EvaluateRequest, MergeRequest, ExportRequest)
+}
+"""Kind -> its requests."""
+NO_SUCH_KIND = f"a job that trains has no kind; others are: {', '.join(KINDS)}"
 
 
 def _further(base: Base) -> dict[str, Any]:

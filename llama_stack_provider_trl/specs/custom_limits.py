@@ -54,12 +54,13 @@ def refuse_custom_rows(
         InvalidRows, MethodUnavailable: as there.
         LimitReached: too many requests are checked.
     """
-    if not isinstance(method, CustomSpec):
+    custom = None if method is None else method.installed
+    if custom is None:
         return
-    found = find_method(method.type)
+    found = find_method(custom.type)
     if found.method.check_row is None:
         return
-    checked = method, dataset, use, data_format
+    checked = custom, dataset, use, data_format
     what = f"checked the rows of dataset {dataset.dataset_id!r}"
     for kind, sentence in within_limits(found, what, ROWS, _problem, found.package, found.version, *checked):
         raise InvalidRows(sentence) if kind == "rows" else MethodUnavailable(sentence)

@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -477,6 +477,14 @@ class Failed(_Event):
     message: Message
     traceback: Annotated[str, cut(MAX_TEXT, end=True)] = ""
     """The last lines of the traceback; empty where the reason is sufficient."""
+
+    @classmethod
+    def stored(cls, found: str | Mapping[str, Any]) -> Self:
+        """One that was stored, as JSON or as its fields. One that cannot be read is a failure that says so."""
+        try:
+            return cls.model_validate_json(found) if isinstance(found, str) else cls.model_validate(found)
+        except ValueError as error:
+            return cls(reason=Reason.internal, message=f"its `failed` event cannot be read: {error}")
 
 
 Event = Annotated[

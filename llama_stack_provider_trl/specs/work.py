@@ -1,9 +1,10 @@
-"""What a job does in place of training: a kind is a spec here, a check at POST (`requests.work`) and a recipe."""
+"""What a job does in place of training. A kind of jobs is a spec here, a request in `requests.work`, and a recipe.
+Others read the properties of `Kind`, and know no kind by its name."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field
 
@@ -84,10 +85,43 @@ class Kind(Frozen):
     """What the engine asks of what a job does. Of itself one that trains, and does nothing else; the other kinds
     override what differs."""
 
+    leaves_model: ClassVar[bool] = True
+    """Whether its result is a model, or an adapter, as transformers and peft read them."""
+    copies: ClassVar[int] = 0
+    """The disk that a job takes which does not train: copies of its model's weights in fp32."""
+
+    @property
+    def recipe(self) -> tuple[str, str]:
+        """What runs an attempt of it: a module of `recipes`, and the function there."""
+        return "session", "train_attempt"
+
     @property
     def answering(self) -> Answering | None:
         """How it answers the prompts that its rows are; None: they are read for something else."""
         return None
+
+    def answered_by(self, python: Path) -> Self:
+        """The same, whose answers vLLM computes.
+
+        Args:
+            python: the interpreter that has it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} answers no prompts")
+
+    @property
+    def checks(self) -> tuple[AnswerCheck, ...]:
+        """What its answers are checked for."""
+        return ()
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether it reads the rows of a dataset."""
+        return True
+
+    @property
+    def measures_rows(self) -> bool:
+        """Whether it measures the rows of a dataset as they are: their tokens are kept for other jobs."""
+        return False
 
     @property
     def made_dataset(self) -> str | None:
@@ -123,6 +157,22 @@ class Kind(Frozen):
         return None
 
     @property
+    def makes_adapter(self) -> bool:
+        """Whether what it merges are adapters, and so is the result."""
+        return False
+
+    @property
+    def conditions(self) -> tuple[PromotionCondition, ...]:
+        """What evaluations must have found before it writes anything."""
+        return ()
+
+    @property
+    def evaluations(self) -> tuple[str, ...]:
+        """The jobs whose measures its conditions read, each once."""
+        named = (name for one in self.conditions for name in (one.evaluation, one.against) if name is not None)
+        return tuple(dict.fromkeys(named))
+
+    @property
     def exporting(self) -> ExportSpec | None:
         """How it exports its model; None: it does not."""
         return None
@@ -140,13 +190,21 @@ TRAINS = Kind()
 class GenerateSpec(Answering, Kind):
     """Answers the prompts of the job's dataset."""
 
+    leaves_model = False
     kind: Literal["generate"] = "generate"
     output_dataset_id: str
     """The dataset that the answers become."""
 
     @property
+    def recipe(self) -> tuple[str, str]:
+        return "answers.generate", "generate_attempt"
+
+    @property
     def answering(self) -> Answering:
         return self
+
+    def answered_by(self, python: Path) -> Self:
+        return self.model_copy(update={"vllm_python": python})
 
     @property
     def made_dataset(self) -> str:
@@ -161,6 +219,7 @@ class EvaluateSpec(Kind):
     """Evaluates the job's model on its dataset: SFT's measures, or DPO's against the reference, or its answers. Or on
     tasks that have rows of their own: then the job's dataset has none."""
 
+    leaves_model = False
     kind: Literal["evaluate"] = "evaluate"
     answers: CheckedAnswering | None = None
     """Not None: the measures are those of answers to the dataset's prompts."""
@@ -171,8 +230,32 @@ class EvaluateSpec(Kind):
     members'. The job's own model is the first of them."""
 
     @property
+    def recipe(self) -> tuple[str, str]:
+        if self.answers is not None:
+            return "answers.checked", "check_attempt"
+        return (
+            ("evaluation.harness", "measure_attempt") if self.harness else ("evaluation.evaluate", "evaluate_attempt")
+        )
+
+    @property
     def answering(self) -> Answering | None:
         return self.answers
+
+    def answered_by(self, python: Path) -> Self:
+        assert self.answers is not None
+        return self.model_copy(update={"answers": self.answers.model_copy(update={"vllm_python": python})})
+
+    @property
+    def checks(self) -> tuple[AnswerCheck, ...]:
+        return () if self.answers is None else self.answers.checks
+
+    @property
+    def reads_rows(self) -> bool:
+        return self.harness is None
+
+    @property
+    def measures_rows(self) -> bool:
+        return self.answers is None and self.harness is None
 
     @property
     def ensemble(self) -> tuple[EnsembleMember, ...]:
@@ -194,20 +277,35 @@ class EvaluateSpec(Kind):
 class MergeWork(Kind):
     """Merges models, or adapters, into the job's checkpoint `final`. The job's dataset has no rows."""
 
+    copies = 1
     kind: Literal["merge"] = "merge"
     merge: MergeSpec
     of_adapters: bool
     """Whether the inputs are adapters, and so is the result."""
 
     @property
+    def recipe(self) -> tuple[str, str]:
+        return "merge", "merge_attempt"
+
+    @property
+    def reads_rows(self) -> bool:
+        return False
+
+    @property
     def merging(self) -> MergeSpec:
         return self.merge
+
+    @property
+    def makes_adapter(self) -> bool:
+        return self.of_adapters
 
 
 class ExportWork(Kind):
     """Exports the job's model, with its adapter merged in, into the job's checkpoint `final`, and compares the export
     with the model. The job's dataset has no rows."""
 
+    leaves_model = False
+    copies = 2  # merged weights, and a GGUF file that is made of them
     kind: Literal["export"] = "export"
     export: ExportSpec
     promote_if: tuple[PromotionCondition, ...] = ()
@@ -216,10 +314,16 @@ class ExportWork(Kind):
     """Of an attempt: these conditions, which hold, with what was found."""
 
     @property
-    def evaluations(self) -> tuple[str, ...]:
-        """The jobs whose measures its conditions read, each once."""
-        named = (name for one in self.promote_if for name in (one.evaluation, one.against) if name is not None)
-        return tuple(dict.fromkeys(named))
+    def recipe(self) -> tuple[str, str]:
+        return "exports.attempt", "export_attempt"
+
+    @property
+    def reads_rows(self) -> bool:
+        return False
+
+    @property
+    def conditions(self) -> tuple[PromotionCondition, ...]:
+        return self.promote_if
 
     @property
     def exporting(self) -> ExportSpec:
@@ -231,3 +335,5 @@ class ExportWork(Kind):
 
 
 Work = GenerateSpec | EvaluateSpec | MergeWork | ExportWork
+WORKS: dict[str, type[Kind]] = {one.model_fields["kind"].default: one for one in get_args(Work)}
+"""Kind -> what a job of it does."""

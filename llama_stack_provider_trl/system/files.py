@@ -419,10 +419,6 @@ def try_to_write(directory: Path) -> None:
         _flush(file)
 
 
-def tree_bytes(directory: Path) -> int:
-    return sum(path.stat().st_size for path in _files(directory))
-
-
 def set_aside(path: Path) -> Path | None:
     """Rename what has this name, a link itself included, to `<name>.stale-<n>`; returns its new name, None: there is
     nothing."""

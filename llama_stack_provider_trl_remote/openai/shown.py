@@ -25,7 +25,6 @@ from llama_stack_provider_trl.specs.events import (
     Started,
     Warned,
 )
-from llama_stack_provider_trl.specs.methods import GrpoSpec
 from llama_stack_provider_trl.specs.rewards import checks_of
 
 from ..service.http.errors import OpenAIRefused
@@ -95,9 +94,9 @@ def job_object(job: JobRecord, called: Called) -> Json:
 
 def _method(job: JobRecord, called: Called) -> Json:
     method = called.method
-    if method["type"] != "reinforcement" or not isinstance(job.spec.method, GrpoSpec):
+    if method["type"] != "reinforcement" or not job.spec.method.rewards_of_answers:
         return method
-    (check,) = checks_of(job.spec.method.rewards)
+    (check,) = checks_of(job.spec.method.rewards_of_answers)
     assert check.grader is not None
     grader = with_named_models(check.grader.model_dump(mode="json"), called.grading)
     below = grader.get("graders", {})

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from llama_stack_provider_trl import __version__, faults
 from llama_stack_provider_trl.errors import StoreError
+from llama_stack_provider_trl.jobs.store.monitoring.webhooks import Delivery
 from llama_stack_provider_trl.jobs.store.store import Store
-from llama_stack_provider_trl.jobs.store.webhooks import Delivery
 
 from ..nodes.identity import NodeError
 from ..nodes.token_file import read_token

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from llama_stack_provider_trl.errors import StoreError
 from llama_stack_provider_trl.jobs.store.reader import Unfinished
+from llama_stack_provider_trl.specs.work import WORKS
 from llama_stack_provider_trl.system.files import disk_of, free_bytes, is_read_only
 from llama_stack_provider_trl.system.model_directory import find_model
 
@@ -213,14 +214,11 @@ class Space:
 
     def _size_of(self, job: Unfinished) -> int:
         """The approximate bytes of a job's next step checkpoint and of its exports."""
-        if job.work not in (None, "merge", "export"):
-            return 0
+        if job.work is not None:
+            copies = WORKS[job.work].copies
+            return copies * _TRAINED * self._weights(job.model, job.revision) if copies else 0
         weights = self._weights(job.model, job.revision)
         export = _TRAINED if job.dtype == "fp32" else 2
-        if job.work == "merge":
-            return weights * _TRAINED
-        if job.work == "export":  # merged weights, and a GGUF file that is made of them
-            return weights * _TRAINED * 2
         if not job.is_adapter:
             return weights * (_TRAINED + _MOMENTS + export)
         return int(weights * _OF_ADAPTER) * (2 * _TRAINED + _MOMENTS) + weights * export * job.merges

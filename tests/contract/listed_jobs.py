@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_stack_provider_trl.jobs.decisions.states import JobState
-from llama_stack_provider_trl.jobs.store.searches import NewTrial
+from llama_stack_provider_trl.jobs.store.related.searches import NewTrial
 from llama_stack_provider_trl.jobs.store.store import NewJob, Store
 from llama_stack_provider_trl.specs.events import Evaluated, Event, Prepared, Progress, Reason, Started
 from llama_stack_provider_trl.specs.search import SearchSpec

@@ -23,7 +23,7 @@ from openai.types.webhooks import (
 )
 
 from llama_stack_provider_trl.jobs.decisions.states import JobState
-from llama_stack_provider_trl.jobs.store.webhooks import Delivery
+from llama_stack_provider_trl.jobs.store.monitoring.webhooks import Delivery
 from llama_stack_provider_trl.system.process import child_environment
 from llama_stack_provider_trl_remote.openai import outgoing
 from llama_stack_provider_trl_remote.openai.outgoing import PATIENCE, Undelivered, WebhookAddress, post

@@ -420,11 +420,11 @@ def test_a_tokenizer_that_would_take_much_memory_is_left_to_the_evaluation(
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 1}}}')
     before = resident_memory()
-    refuse_other_vocabularies([("models.0.model", "small"), ("models.1.model", "large")], found)
+    refuse_other_vocabularies([("models.0.model", "small"), ("models.1.model", "large")], found, "name others")
     assert resident_memory() - before < 64 << 20
     found[1] = ModelSource(model=str(tmp_path / "other"))
     with pytest.raises(InvalidRequest, match="has another number for the token 'a'"):
-        refuse_other_vocabularies([("models.0.model", "small"), ("models.1.model", "other")], found)
+        refuse_other_vocabularies([("models.0.model", "small"), ("models.1.model", "other")], found, "name others")
 
 
 def test_a_row_whose_pattern_would_take_all_memory_is_refused_by_number(tmp_path: Path) -> None:

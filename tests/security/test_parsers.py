@@ -67,7 +67,7 @@ BODY = "the body of a request, whose size, values and levels are bounded by `htt
 BOUNDED = "a file of at most 1 MiB"
 JSON = {
     "remote.service.views.answer_rows._Answers._read": "8 MiB of the answers of jobs, a line of 1 MiB at a time",
-    "jobs.store.cancels._order": OURS,
+    "jobs.store.related.cancels._order": OURS,
     "specs.grading.asking._json_of": "a reply of a model, of as many tokens as it may have",
     "specs.grading.grading._comparisons": LIMITED,
     "specs.grading.grading._json_of": "an answer: of a request at most 1 MiB, else of a model",
@@ -77,12 +77,12 @@ JSON = {
     "jobs.store.reader.read_request": "a request of at most 256 KiB (`LONGEST_REQUEST`)",
     "jobs.store.reader.read_watched.points": OURS,
     "jobs.store.row_mapping._progress": OURS,
-    "jobs.store.row_mapping.export_record": OURS,
+    "jobs.store.row_mapping": OURS,
     "jobs.store.row_mapping.job_record": OURS,
     "jobs.store.row_mapping.listed_job": OURS,
     "jobs.store.row_mapping.point_record": OURS,
     "jobs.store.row_mapping.samples_record": OURS,
-    "jobs.store.searches._trial": OURS,
+    "jobs.store.related.searches._trial": OURS,
     "jobs.store.tokens._record": OURS,
     "jobs.store.monitoring.totals.Totals.all": OURS,
     "jobs.inputs.damaged_models._problems_of_weights": "at most 1 MiB (`SMALL`)",

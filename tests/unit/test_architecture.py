@@ -130,3 +130,10 @@ def test_files_of_tests_have_names_of_their_own() -> None:
     """pytest imports them by their names: of two that are alike it runs one only, where both are collected."""
     names = Counter(path.name for path in (REPOSITORY / "tests").rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_directory_of_the_jobs_package_has_more_than_twelve_entries() -> None:
+    jobs = REPOSITORY / PACKAGE / "jobs"
+    for directory in (jobs, *(path for path in jobs.rglob("*") if path.is_dir() and path.name != "__pycache__")):
+        entries = [path.name for path in directory.iterdir() if not path.name.startswith("__")]
+        assert len(entries) <= 12, f"{directory.name}: {sorted(entries)}"

@@ -12,8 +12,8 @@ import pytest
 
 from llama_stack_provider_trl.errors import StoreError, shortage_of
 from llama_stack_provider_trl.jobs.decisions.states import JobState
-from llama_stack_provider_trl.jobs.store.cancels import CancelOrder, CancelOrders
 from llama_stack_provider_trl.jobs.store.database import Database
+from llama_stack_provider_trl.jobs.store.related.cancels import CancelOrder, CancelOrders
 from llama_stack_provider_trl.jobs.store.store import Store
 from tests.fakes import FakeClock, job_spec
 

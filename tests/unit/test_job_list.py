@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llama_stack_provider_trl.jobs.decisions.states import JobState
-from llama_stack_provider_trl.jobs.store.searches import NewTrial
+from llama_stack_provider_trl.jobs.store.related.searches import NewTrial
 from llama_stack_provider_trl.jobs.store.store import NewJob, Store
 from llama_stack_provider_trl.specs.events import Evaluated, Prepared, Progress, Started
 from llama_stack_provider_trl.specs.search import SearchSpec

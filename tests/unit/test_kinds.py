@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import tracemalloc
@@ -16,15 +17,23 @@ from llama_stack_provider_trl.requests.data import rows_job_of
 from llama_stack_provider_trl.requests.engines import with_engine
 from llama_stack_provider_trl.requests.options import ProviderOptions, Resources
 from llama_stack_provider_trl.requests.settings import Settings
-from llama_stack_provider_trl.requests.untrained import check_options, options_of, resolve_work
-from llama_stack_provider_trl.requests.work import EvaluateRequest, ExportRequest, GenerateRequest, MergeRequest
+from llama_stack_provider_trl.requests.untrained import check_options, resolve_work
+from llama_stack_provider_trl.requests.work import (
+    KINDS,
+    EvaluateRequest,
+    ExportRequest,
+    GenerateRequest,
+    MergeRequest,
+)
 from llama_stack_provider_trl.specs.answer_checks import AnswerCheck
 from llama_stack_provider_trl.specs.answer_rows import CheckedRow, RowsOnDemand, read_checked_rows
+from llama_stack_provider_trl.specs.harness import HarnessSpec
 from llama_stack_provider_trl.specs.job import DatasetRef, JobSpec, ResourcesSpec, ShardingSpec
 from llama_stack_provider_trl.specs.model_source import ModelSource
 from llama_stack_provider_trl.specs.rows import PromptExample, check_rows, parse_row
+from llama_stack_provider_trl.specs.work import TRAINS, WORKS, CheckedAnswering, EvaluateSpec
 from llama_stack_provider_trl.system.files import put_rows
-from llama_stack_provider_trl_remote.service.http.bodies import EvaluateBody, ExportBody, GenerateBody, MergeBody
+from llama_stack_provider_trl_remote.service.http.bodies import WORK_BODIES
 from llama_stack_provider_trl_remote.service.jobs.pipeline_steps import resolved, steps_of
 from tests.tiny import REPOSITORY
 
@@ -171,7 +180,7 @@ def test_the_documented_fields_of_a_check_are_its_own() -> None:
 
 
 def test_options_of_training_are_refused_by_name() -> None:
-    for kind in (GenerateRequest, EvaluateRequest, MergeRequest, ExportRequest):
+    for kind in KINDS.values():
         check_options(ProviderOptions(after=["sft"], priority="high"), kind)
         with pytest.raises(InvalidRequest, match=r"provider_options\.seed.*option of training"):
             check_options(ProviderOptions(seed=3), kind)
@@ -374,13 +383,9 @@ def test_a_pipeline_merges_the_results_of_its_jobs() -> None:
         steps_of({"jobs": {"soup": merge, "a": tune}})
 
 
-@pytest.mark.parametrize(
-    ("name", "body"),
-    [("generate", GenerateBody), ("evaluate", EvaluateBody), ("merge", MergeBody), ("export", ExportBody)],
-)
-def test_the_documented_fields_are_those_of_the_request(
-    name: str, body: type[GenerateBody | EvaluateBody | MergeBody | ExportBody]
-) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_the_documented_fields_are_those_of_the_request(name: str) -> None:
+    body = WORK_BODIES[name]
     text = (REPOSITORY / "docs" / "how-to" / f"{name}.md").read_text()
     table = text.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*?) *\|", table, re.MULTILINE))
@@ -388,4 +393,17 @@ def test_the_documented_fields_are_those_of_the_request(
     for field_name, field in body.model_fields.items():
         if field.default is not None and not field.is_required():
             assert rows[field_name] == str(field.default)
-    assert f"| {', '.join(f'`{name}`' for name in options_of(body))} |" in table
+    assert f"| {', '.join(f'`{name}`' for name in body.options)} |" in table
+
+
+def test_every_kind_that_is_requested_is_run_by_a_recipe() -> None:
+    assert KINDS.keys() == WORKS.keys()
+    answers = CheckedAnswering(max_new_tokens=1, temperature=0, top_p=1, seed=1, samples_per_prompt=1, checks=())
+    evaluations = (EvaluateSpec(answers=answers), EvaluateSpec(harness=HarnessSpec(tasks=("arc",))))
+    recipes = [one.recipe for one in (TRAINS, *(kind.model_construct() for kind in WORKS.values()), *evaluations)]
+    assert len({*recipes}) == len(recipes)
+    for module, function in recipes:
+        source = REPOSITORY / "llama_stack_provider_trl" / "recipes" / f"{module.replace('.', '/')}.py"
+        assert function in {
+            node.name for node in ast.parse(source.read_text()).body if isinstance(node, ast.FunctionDef)
+        }

@@ -52,7 +52,7 @@ def test_the_wheel_has_the_modules_of_this_process_and_a_record_of_each_file() -
         assert b"Provides-Extra: train" in archive.read(f"{information}/METADATA")
         assert b"trl-remote" in archive.read(f"{information}/entry_points.txt")
     typed = {"llama_stack_provider_trl/py.typed", "llama_stack_provider_trl_remote/py.typed"}
-    assert {*typed, "llama_stack_provider_trl/jobs/store/schema.sql"} <= set(names)
+    assert {*typed, "llama_stack_provider_trl/jobs/store/sql/schema.sql"} <= set(names)
     assert not [name for name in names if "__pycache__" in name]
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -7,8 +8,8 @@ import pytest
 
 from llama_stack_provider_trl.jobs.decisions import placement
 from llama_stack_provider_trl.jobs.decisions.demands import Demand, Queued, demand
-from llama_stack_provider_trl.jobs.decisions.placement import PATIENCE, Node, choose, place, suitable
-from llama_stack_provider_trl.jobs.decisions.waits import why_waiting, why_waits
+from llama_stack_provider_trl.jobs.decisions.placement import PATIENCE, Node, Placed, place, suitable
+from llama_stack_provider_trl.jobs.decisions.waits import why_waits
 from llama_stack_provider_trl.specs.job import ResourcesSpec
 from tests.fakes import job_spec
 from tests.unit.placed_nodes import FOUR, GIB, GPUS, HEAD, four_gpus, node, wants
@@ -17,6 +18,15 @@ from tests.unit.placed_nodes import FOUR, GIB, GPUS, HEAD, four_gpus, node, want
 def queue(*wanted: str) -> list[Queued]:
     """Jobs a, b, c ... in order of age."""
     return [Queued(chr(ord("a") + age), device, age) for age, device in enumerate(wanted)]
+
+
+def choose(queued: Iterable[Queued], running: Iterable[str], devices: Sequence[str], now: float = 0.0) -> Placed:
+    """`place` on the head's own machine alone."""
+    return place(queued, [Node("", tuple(devices), head=True)], running, now)
+
+
+def why_waiting(job: Queued, holders: dict[str, str], devices: Sequence[str]) -> str:
+    return why_waits(job, holders, [Node("", tuple(devices), head=True)])
 
 
 def test_the_oldest_job_gets_the_only_device() -> None:

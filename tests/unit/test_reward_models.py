@@ -11,7 +11,7 @@ import pytest
 from llama_stack_provider_trl.errors import InvalidRequest, JobConflict
 from llama_stack_provider_trl.jobs.decisions.demands import Demand
 from llama_stack_provider_trl.jobs.inputs.bases import check_checkpoints
-from llama_stack_provider_trl.jobs.inputs.reward_models import with_reward_models
+from llama_stack_provider_trl.jobs.inputs.of_methods.reward_models import with_reward_models
 from llama_stack_provider_trl.jobs.store.store import Store
 from llama_stack_provider_trl.launch.isolation import spec_paths
 from llama_stack_provider_trl.requests.options import ProviderOptions

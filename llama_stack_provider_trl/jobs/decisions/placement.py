@@ -109,11 +109,6 @@ def wish_of(job: Queued, refuse: Iterable[Node]) -> _Kind:
     return job.device, job.ranks, job.demand, job.tried, refused
 
 
-def choose(queued: Iterable[Queued], running: Iterable[str], devices: Sequence[str], now: float = 0.0) -> Placed:
-    """`place` on a service's own machine alone."""
-    return place(queued, [Node("", tuple(devices), head=True)], running, now)
-
-
 def place(
     queued: Iterable[Queued],
     nodes: Sequence[Node],
@@ -250,13 +245,13 @@ def devices_needed(job: Queued, devices: Sequence[str]) -> int:
     return _needed(job, suitable(job.device, devices))
 
 
-def suitable(wanted: str, devices: Sequence[str], auto: str | None = None) -> list[str]:
+def suitable(wanted: str, devices: Sequence[str]) -> list[str]:
     """The node's devices that serve a request, best first.
 
-    `auto` means this kind of device, or the kind of the node's first: a job never falls back from a busy GPU to the
-    CPU. `cuda` means any of the node's cuda devices.
+    `auto` means the kind of the node's first device: a job never falls back from a busy GPU to the CPU. `cuda` means
+    any of the node's cuda devices.
     """
-    return list(_suitable(wanted, tuple(devices), auto))
+    return list(_suitable(wanted, tuple(devices), None))
 
 
 def places_for(job: Queued, nodes: Sequence[Node], obtainable: Sequence[Obtainable] = ()) -> list[str]:

@@ -23,11 +23,6 @@ from .placement import (
 )
 
 
-def why_waiting(job: Queued, holders: Mapping[str, str], devices: Sequence[str]) -> str:
-    """`why_waits` for a service's own machine alone."""
-    return why_waits(job, holders, [Node("", tuple(devices), head=True)])
-
-
 def why_waits(
     job: Queued, holders: Mapping[str, str], nodes: Sequence[Node], obtainable: Sequence[Obtainable] = ()
 ) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from ...errors import StoreError
 from ...requests.bases import Base, NamedModel
 from ...requests.settings import Settings
-from ...requests.work import NO_ROWS, EvaluateRequest, MergeRequest
+from ...requests.work import NO_ROWS, WorkRequest
 from ...specs.bases import BaseJob
 from ...specs.job import DatasetRef
 from ...specs.work import Work
@@ -17,19 +17,16 @@ from .bases import find_read
 from .vocabularies import refuse_other_vocabularies
 
 
-def bases_of(request: MergeRequest | EvaluateRequest, settings: Settings, store: Store) -> list[Base]:
-    """What each model of a request is, beside the one that an evaluation measures; empty: there is no other.
+def bases_of(request: WorkRequest, settings: Settings, store: Store) -> list[Base]:
+    """What each model is that a request names beside its own (`WorkRequest.named`); empty: there is no other.
 
     Raises:
         InvalidRequest: one of them cannot be used; names its field.
     """
     names = request.named()
     found = [find_read(NamedModel(*name, request.job_uuid), settings, store) for name in names]
-    if isinstance(request, MergeRequest):
-        if not any(one.adapter for one in found):
-            refuse_other_vocabularies(names, [one.source for one in found], hint="merge models with the same tokenizer")
-    elif request.models is not None:
-        refuse_other_vocabularies(names, [one.source for one in found])
+    if (hint := request.one_tokenizer(found)) is not None:
+        refuse_other_vocabularies(names, [one.source for one in found], hint)
     return found
 
 

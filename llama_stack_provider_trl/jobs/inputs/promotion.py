@@ -5,27 +5,27 @@ from __future__ import annotations
 from ...errors import InvalidRequest, JobFailure, JobNotFound
 from ...requests.promotion import Evaluation, Find, Model, checked, refuse_unusable, unmet
 from ...requests.settings import Settings
-from ...requests.work import ExportRequest
+from ...requests.work import WorkRequest
 from ...specs.events import Reason
 from ...specs.job import JobSpec
 from ...specs.model_source import ModelSource
-from ...specs.work import ExportWork
 from ..store.store import Store
 from .bases import find_read
 
 
-def refuse_unusable_conditions(request: ExportRequest, settings: Settings, store: Store) -> None:
+def refuse_unusable_conditions(request: WorkRequest, settings: Settings, store: Store) -> None:
     """Refuse conditions that say nothing about what is exported.
 
     Raises:
         InvalidRequest: names the field of a condition, or the model.
     """
-    if not request.promote_if:
+    conditions = request.conditions()
+    if not conditions:
         return
     base = find_read(request.reads().model, settings, store)
     exported = base.adapter or base.source
     model, age = Model(exported.model, exported.revision), _age(exported, store)
-    refuse_unusable(request.promote_if, model, _evaluations(store), age=age)
+    refuse_unusable(conditions, model, _evaluations(store), age=age)
 
 
 def with_found_measures(spec: JobSpec, store: Store) -> JobSpec:
@@ -34,19 +34,19 @@ def with_found_measures(spec: JobSpec, store: Store) -> JobSpec:
     Raises:
         JobFailure: not_promoted, with a sentence about each condition that does not hold.
     """
-    work = spec.work
-    if not isinstance(work, ExportWork) or not work.promote_if:
+    conditions = spec.does.conditions
+    if not conditions:
         return spec
     find, exported = _evaluations(store), spec.adapter or spec.source
     model, age = Model(exported.model, exported.revision), _age(exported, store)
     try:
-        refuse_unusable(work.promote_if, model, find, age=age, completed=True)
+        refuse_unusable(conditions, model, find, age=age, completed=True)
     except InvalidRequest as error:
         raise JobFailure(Reason.not_promoted, f"{error}. Nothing was written.") from error
-    found = checked(work.promote_if, find)
+    found = checked(conditions, find)
     if failed := unmet(found):
         raise JobFailure(Reason.not_promoted, f"{failed} Nothing was written.")
-    return spec.changed(work=work.model_copy(update={"gates": found}))
+    return spec.changed(work=spec.does.model_copy(update={"gates": found}))
 
 
 def _evaluations(store: Store) -> Find:

@@ -33,7 +33,7 @@ _LIMITS = Limited(seconds=20, memory=1 << 30)
 def refuse_other_vocabularies(
     named: Sequence[tuple[str, str]],
     found: Sequence[ModelSource],
-    hint: str = "name models with the same tokenizer",
+    hint: str,
 ) -> None:
     """Refuse models that give a token another number than the first one does, or lack it, or have further ones.
 

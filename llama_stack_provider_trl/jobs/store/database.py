@@ -350,4 +350,4 @@ def _in_one_transaction(names: Iterable[str]) -> str:
 
 
 def _sql(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text()
+    return resources.files(__package__).joinpath("sql", name).read_text()

@@ -13,7 +13,7 @@ from ..decisions.states import JobState
 from .database import Execute
 from .reader import digest_conflict
 from .records import UNSTORED, CheckpointRecord, JobRecord
-from .searches import NewTrial
+from .related.searches import NewTrial
 from .store import NewJob, Store
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ...errors import DamagedRecord, JobConflict, JobNotFound
 from ...requests.options import RESERVED
-from ...specs.events import RolledOut
+from ...specs.events import Failed, RolledOut
 from ...specs.job import JobSpec
 from ..decisions.demands import AGING, CRITICAL, Queued
 from ..decisions.prediction import RunningJob, WaitingJob
@@ -38,7 +38,6 @@ from .records import (
 from .row_mapping import (
     attempt_record,
     checkpoint_record,
-    failed_event,
     job_record,
     job_summary,
     listed_job,
@@ -349,7 +348,7 @@ class JobReader:
     def outcome(self, job_uuid: str, attempt: int) -> Outcome:
         """What the events of an attempt report about its end, and the cursor."""
         (row,) = self.database.select("select_outcome", {"job_uuid": job_uuid, "attempt": attempt})
-        failed = None if row["failed"] is None else failed_event(row["failed"])
+        failed = None if row["failed"] is None else Failed.stored(row["failed"])
         return Outcome(row["event_offset"], bool(row["finished"]), failed, row["paused_at_step"])
 
     def event_files(self, job_uuid: str, first: int = 0) -> tuple[JobState, Sequence[EventFile]]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,14 +107,6 @@ def statements(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "note_failed", {"event": event.model_dump_json()}
 
 
-def failed_event(text: str) -> Failed:
-    """A stored `failed` event."""
-    try:
-        return Failed.model_validate_json(text)
-    except ValueError as error:  # stored by a release whose events had no bounds
-        return Failed(reason=Reason.internal, message=f"its `failed` event cannot be read: {error}")
-
-
 def metrics_of(event: Progress | Evaluated) -> tuple[Literal["train", "validation"], dict[str, float]]:
     """The kind of the point that an event stands for, and its metrics by the names that curves have."""
     if isinstance(event, Progress):
@@ -127,59 +121,34 @@ def _point(event: Progress | Evaluated) -> dict[str, Any]:
 
 def job_record(row: sqlite3.Row) -> JobRecord:
     prepared = None if row["prepared"] is None else json.loads(row["prepared"])
-    return JobRecord(
+    return _record(
+        JobRecord,
+        row,
         spec=JobSpec.model_validate_json(row["spec"]),
-        state=JobState(row["state"]),
-        attempt=row["attempt"],
-        retries_used=row["retries_used"],
-        scheduled_at=_utc(row["scheduled_at"]),
-        started_at=_utc_or_none(row["started_at"]),
-        completed_at=_utc_or_none(row["completed_at"]),
-        device=row["device"],
-        run_dir=None if row["run_dir"] is None else Path(row["run_dir"]),
-        detail=row["detail"],
-        reason=None if row["reason"] is None else Reason(row["reason"]),
-        message=row["message"],
         progress=_progress(row),
         effective=prepared and {name: prepared[name] for name in prepared if name not in ("type", "time")},
         warnings=tuple(json.loads(row["warnings"])),
-        created_by=row["created_by"],
-        age=row["age"],
     )
 
 
 def job_summary(row: sqlite3.Row) -> JobSummary:
-    return JobSummary(
-        job_uuid=row["job_uuid"],
-        state=JobState(row["state"]),
-        algorithm=row["algorithm"],
-        model=row["model"],
-        priority=row["priority"],
-        progress=JobProgress(step=row["step"] or 0, total_steps=row["total_steps"]),
-        detail=row["detail"],
-        message=row["message"],
-        scheduled_at=_utc(row["scheduled_at"]),
-        started_at=_utc_or_none(row["started_at"]),
-        completed_at=_utc_or_none(row["completed_at"]),
-        created_by=row["created_by"],
-    )
+    return _record(JobSummary, row, progress=_position(row))
 
 
 def listed_job(row: sqlite3.Row) -> ListedJob:
-    summary = job_summary(row)
     eta = None if row["step"] is None else _eta(row)
     metadata = json.loads(row["metadata"] or "{}")
-    return ListedJob(
-        **{**vars(summary), "progress": summary.progress.model_copy(update={"loss": row["loss"], "eta_seconds": eta})},
-        reason=None if row["reason"] is None else Reason(row["reason"]),
-        eval_loss=row["eval_loss"],
+    return _record(
+        ListedJob,
+        row,
+        progress=_position(row).model_copy(update={"loss": row["loss"], "eta_seconds": eta}),
         metadata={name: value for name, value in metadata.items() if name != RESERVED},
         members=tuple(map(JobState, row["members"].split(","))) if row["members"] else (),
-        root=row["root"],
-        search=row["search"],
-        best_loss=row["best_loss"],
-        best_eval_loss=row["best_eval_loss"],
     )
+
+
+def _position(row: sqlite3.Row) -> JobProgress:
+    return JobProgress(step=row["step"] or 0, total_steps=row["total_steps"])
 
 
 def _progress(row: sqlite3.Row) -> JobProgress:
@@ -215,53 +184,26 @@ def running_job(row: sqlite3.Row) -> RunningJob:
 
 
 def checkpoint_record(row: sqlite3.Row) -> CheckpointRecord:
-    return CheckpointRecord(**{**dict(row), "path": Path(row["path"]), "created_at": _utc(row["created_at"])})
+    return _record(CheckpointRecord, row)
 
 
 def attempt_record(row: sqlite3.Row) -> AttemptRecord:
-    return AttemptRecord(
-        attempt=row["attempt"],
-        run_dir=Path(row["run_dir"]),
-        device=row["device"],
-        launched_at=_utc(row["launched_at"]),
-        started_at=_utc_or_none(row["started_at"]),
-        ended_at=_utc_or_none(row["ended_at"]),
-        resume_from=None if row["resume_from"] is None else Path(row["resume_from"]),
-        start_step=row["start_step"],
-        step=row["step"],
-        reason=None if row["reason"] is None else Reason(row["reason"]),
-        message=row["message"],
-    )
+    return _record(AttemptRecord, row)
 
 
 def node_record(row: sqlite3.Row) -> NodeRecord:
-    return NodeRecord(**{**dict(row), "joined_at": _utc(row["joined_at"]), "seen_at": _utc(row["seen_at"])})
+    return _record(NodeRecord, row)
 
 
 def task_record(row: sqlite3.Row) -> NodeTaskRecord:
-    values = dict(row)
-    run_dir = values.get("run_dir")
-    return NodeTaskRecord(
-        task_id=values["task_id"],
-        node=values["node"],
-        job_uuid=values["job_uuid"],
-        attempt=values["attempt"],
-        node_rank=values["node_rank"],
-        places=tuple(values["places"].split(",")),
-        stage=values["stage"],
-        order=values["task_order"],
-        report=values["report"],
-        ending=values["ending"],
-        gone=bool(values["gone"]),
-        run_dir=None if run_dir is None else Path(run_dir),
+    run_dir = Path(row["run_dir"]) if "run_dir" in row.keys() else None  # noqa: SIM118, a row has no `in` for its columns
+    return _record(
+        NodeTaskRecord, row, places=tuple(row["places"].split(",")), order=row["task_order"], run_dir=run_dir
     )
 
 
 def export_record(row: sqlite3.Row) -> ExportRecord:
-    decoded = {"position": json.loads(row["position"]), "finished": bool(row["finished"])}
-    return ExportRecord(
-        **{**dict(row), **decoded, "state": JobState(row["state"]), "scheduled_at": _utc(row["scheduled_at"])}
-    )
+    return _record(ExportRecord, row)
 
 
 def point_record(row: sqlite3.Row) -> PointRecord:
@@ -282,5 +224,28 @@ def _utc(seconds: float) -> datetime:
     return datetime.fromtimestamp(min(max(seconds, 0.0), LAST_TIME), UTC)
 
 
-def _utc_or_none(seconds: float | None) -> datetime | None:
-    return None if seconds is None else _utc(seconds)
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "state": JobState,
+    "reason": Reason,
+    "position": json.loads,
+    **dict.fromkeys(("finished", "gone"), bool),
+    **dict.fromkeys(("run_dir", "path", "resume_from"), Path),
+    **dict.fromkeys(("scheduled_at", "created_at", "launched_at", "started_at", "completed_at", "ended_at"), _utc),
+    **dict.fromkeys(("joined_at", "seen_at"), _utc),
+}
+"""Column -> what makes a record's value of its own, which is not NULL; the value of every other column is its own."""
+
+
+def _record[Record](kind: type[Record], row: sqlite3.Row, **given: Any) -> Record:
+    """A record whose fields are the columns of a row of their names, but for those that are given."""
+    for name, decode in _columns(kind):  # type: ignore[arg-type]  # mypy takes a type for unhashable
+        if name not in given:
+            value = row[name]
+            given[name] = value if decode is None or value is None else decode(value)
+    return kind(**given)
+
+
+@cache
+def _columns(kind: Any) -> tuple[tuple[str, Callable[[Any], Any] | None], ...]:
+    """The names of a record's fields, with their decoders."""
+    return tuple((field.name, _DECODERS.get(field.name)) for field in fields(kind))

@@ -22,8 +22,6 @@ from ...system.data_dir import DataDir
 from ..decisions.demands import Demand, Queued
 from ..decisions.placement import kind_of
 from ..decisions.states import ACTIVE, TERMINAL, TRANSITIONS, JobState
-from .cancels import CancelOrders, record_kept, request_cancel
-from .chains import Chains, insert_predecessors
 from .database import Database, Execute
 from .datasets import RowOwners, count_rows, refuse_promised_name, use_rows
 from .machines.allocations import Allocations
@@ -31,11 +29,13 @@ from .machines.nodes import Nodes
 from .machines.tasks import NodeTasks
 from .monitoring.exports import Exports
 from .monitoring.totals import WAIT, Totals, observed
+from .monitoring.webhooks import Webhooks
 from .reader import JobReader, QueueAhead, digest_conflict, mentioned_digests
 from .records import CheckpointRecord, JobRecord
+from .related.cancels import CancelOrders, record_kept, request_cancel
+from .related.chains import Chains, insert_predecessors
+from .related.searches import NewTrial, Searches, insert_trial, refuse_names_to_come
 from .row_mapping import statements
-from .searches import NewTrial, Searches, insert_trial, refuse_names_to_come
-from .webhooks import Webhooks
 
 _DELETE = (
     "delete_tasks",

@@ -35,12 +35,10 @@ from ...system.ownership import refuse_foreign
 from ..decisions.search import Ending, Generation, Trial, best_trial
 from ..decisions.states import JobState
 from ..inputs.bases import find_base
-from ..inputs.grading_models import with_grading_models
-from ..inputs.reward_models import with_reward_models
-from ..inputs.teachers import with_teacher
-from ..store.chains import AFTER
+from ..inputs.of_methods.models import with_models
 from ..store.records import JobRecord
-from ..store.searches import NewTrial
+from ..store.related.chains import AFTER
+from ..store.related.searches import NewTrial
 from ..store.store import NewJob, Store
 from .proposer_process import Proposer, ProposerProcess
 
@@ -278,9 +276,7 @@ class Proposals:
         own, new = resolving.search.spec, []
         for trial, resolution in resolving.trials.result():
             try:
-                fields = with_reward_models(resolution.fields, trial.options, self._settings, self._store)
-                fields = with_grading_models(fields, self._settings, self._store)
-                fields = with_teacher(fields, self._settings, self._store)
+                fields = with_models(resolution.fields, trial.options, self._settings, self._store)
             except InvalidRequest as error:
                 raise in_trial(trial, error) from error
             others = [(one.dataset, one.validation) for one in own.data.mixed_with]

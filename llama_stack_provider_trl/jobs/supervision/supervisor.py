@@ -20,7 +20,6 @@ from pathlib import Path
 from ... import faults
 from ...errors import (
     InvalidRequest,
-    InvalidRows,
     JobConflict,
     JobFailure,
     JobNotFound,
@@ -40,14 +39,14 @@ from ..decisions.pools import Pooled
 from ..decisions.states import ACTIVE, TERMINAL, JobState
 from ..store.database import private_data_dir
 from ..store.records import JobRecord
-from ..store.searches import Proposing
+from ..store.related.searches import Proposing
 from ..store.store import Store
 from .attempts import Attempts
 from .housekeeping import INTERVAL, remove_unused_rows
 from .placing import Placing
 from .retries import LONGEST_BACKOFF, Retries
 from .step_checkpoints import accepted, delete_superfluous
-from .verdict import Verdict, is_at_rung, verdict
+from .verdict import failed, is_at_rung, unstarted, verdict
 
 log = logging.getLogger(__name__)
 
@@ -332,7 +331,7 @@ class Supervisor:
                 self._set_detail(job, f"{message}; it is being ended")
                 return
         if job.state not in TERMINAL:
-            self._move(job, JobState.failed, reason, message)
+            self._move(job, *failed(reason, message))
         del self._given_up[job.job_uuid]
         self._failed_passes.pop(job.job_uuid, None)
 
@@ -413,7 +412,7 @@ class Supervisor:
             try:
                 self._completing(job)
             except (InvalidRequest, JobConflict) as error:
-                decided = Verdict(JobState.failed, Reason.invalid_request, str(error))
+                decided = failed(Reason.invalid_request, str(error))
             faults.reach("supervisor-result-kept")
         if not self._retries.after(job, decided):
             self._move(job, *decided)
@@ -456,21 +455,15 @@ class Supervisor:
     def _launch(self, job: JobRecord, task: TaskSpec) -> None:
         try:
             self._attempts.start(job, task)
-        except JobConflict as error:
-            self._move(job, JobState.failed, Reason.invalid_request, str(error))
-        except InvalidRows as error:
-            self._move(job, JobState.failed, Reason.invalid_dataset, str(error))
-        except InvalidRequest as error:
-            self._move(job, JobState.failed, Reason.invalid_model, str(error))
-        except JobFailure as error:
-            self._move(job, JobState.failed, Reason(error.reason), error.message)
+        except (JobConflict, InvalidRequest, JobFailure) as error:
+            self._move(job, *unstarted(error))
         except OSError as error:
             if is_exhausted(error):
                 raise  # nothing was started; the next pass starts it
             reason = Reason.disk_full if error.errno in (errno.ENOSPC, errno.EDQUOT) else Reason.launch_failed
             message = f"the training process could not be started: {error}"
             if not self._retries.same(job, reason, message):
-                self._move(job, JobState.failed, reason, message)
+                self._move(job, *failed(reason, message))
         else:
             faults.reach("supervisor-task-started")
 

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ...errors import InvalidRequest, InvalidRows, JobConflict, JobFailure
 from ...launch.base import Ended, Observation
 from ...specs.events import Failed, Reason
 from ...specs.job import JobSpec
@@ -22,6 +23,23 @@ class Verdict(NamedTuple):
     state: JobState
     reason: Reason | None = None
     message: str = ""
+
+
+def failed(reason: Reason, message: str) -> Verdict:
+    """The end of a job that cannot go on."""
+    return Verdict(JobState.failed, reason, message)
+
+
+def unstarted(error: JobConflict | InvalidRequest | JobFailure) -> Verdict:
+    """The end of a job whose attempt cannot start, since what it reads or writes is not as it was at POST."""
+    match error:
+        case JobFailure():
+            return failed(Reason(error.reason), error.message)
+        case JobConflict():
+            return failed(Reason.invalid_request, str(error))
+        case InvalidRows():
+            return failed(Reason.invalid_dataset, str(error))
+    return failed(Reason.invalid_model, str(error))
 
 
 def verdict(
@@ -84,27 +102,27 @@ def shrunk_settings(spec: JobSpec, smaller: JobSpec) -> tuple[str, ...]:
 
 def _failure(outcome: Outcome, seen: Observation, log_tail: str, node: str, log_file: str) -> Verdict:
     if outcome.failed is not None:
-        return Verdict(JobState.failed, outcome.failed.reason, _reported(outcome.failed, node))
+        return failed(outcome.failed.reason, _reported(outcome.failed, node))
     if seen.ended is Ended.timed_out:
         saved = f" at step {outcome.paused_at_step}" if outcome.paused_at_step is not None else ""
-        return Verdict(JobState.failed, Reason.timed_out, f"max_duration was reached{saved}.")
+        return failed(Reason.timed_out, f"max_duration was reached{saved}.")
     if seen.ended is Ended.hung:
         stacks = _with_lines("no progress for hang_timeout seconds.", "What its ranks were doing", seen.stacks)
-        return Verdict(JobState.failed, Reason.hung, _with_lines(stacks, "Last lines of its log", log_tail))
+        return failed(Reason.hung, _with_lines(stacks, "Last lines of its log", log_tail))
     if seen.ended is Ended.out_of_memory:
-        return Verdict(JobState.failed, Reason.out_of_memory, f"the training was ended: {seen.detail}.")
+        return failed(Reason.out_of_memory, f"the training was ended: {seen.detail}.")
     if seen.ended is Ended.too_many_processes:
-        return Verdict(JobState.failed, Reason.rank_failed, f"the training was ended: {seen.detail}.")
+        return failed(Reason.rank_failed, f"the training was ended: {seen.detail}.")
     if outcome.paused_at_step is not None:
         return Verdict(JobState.paused)
     if seen.launch_error:
-        return Verdict(JobState.failed, Reason.launch_failed, seen.launch_error)
+        return failed(Reason.launch_failed, seen.launch_error)
     reason, message = _unexplained(seen)
     if reason is Reason.node_lost:
         lines = "\n".join(log_tail.splitlines()[-_LOST_LINES:])
         title = f"Last lines of its log ({log_file})" if log_file else "Last lines of its log"
-        return Verdict(JobState.failed, reason, _with_lines(message, title, lines))
-    return Verdict(JobState.failed, reason, _with_lines(message, "Last lines of its log", log_tail))
+        return failed(reason, _with_lines(message, title, lines))
+    return failed(reason, _with_lines(message, "Last lines of its log", log_tail))
 
 
 def _reported(event: Failed, node: str) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import batched, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, overload
 
 import pyarrow as pa
 from datasets import Dataset, concatenate_datasets
@@ -100,71 +100,32 @@ class RowRange:
     """Of the first one in the file, in bytes."""
 
 
-@overload
-def read_examples(
-    path: Path,
-    use: Literal["sft"],
-    data_format: DataFormat | None = None,
-    names: RowNames | None = None,
-    rows: RowRange | None = None,
-) -> Iterator[SftExample]: ...
+class Reading(TypedDict, total=False):
+    """How rows are read."""
+
+    data_format: DataFormat | None
+    names: RowNames | None
+    rows: RowRange | None
+    """Those that are read; None: all."""
 
 
 @overload
-def read_examples(
-    path: Path,
-    use: Literal["dpo"],
-    data_format: DataFormat | None = None,
-    names: RowNames | None = None,
-    rows: RowRange | None = None,
-) -> Iterator[PreferenceExample]: ...
-
-
+def read_examples(path: Path, use: Literal["sft"], **how: Unpack[Reading]) -> Iterator[SftExample]: ...
 @overload
-def read_examples(
-    path: Path,
-    use: Literal["kto"],
-    data_format: DataFormat | None = None,
-    names: RowNames | None = None,
-    rows: RowRange | None = None,
-) -> Iterator[LabelledExample]: ...
-
-
+def read_examples(path: Path, use: Literal["dpo"], **how: Unpack[Reading]) -> Iterator[PreferenceExample]: ...
 @overload
-def read_examples(
-    path: Path,
-    use: Literal["prompts"],
-    data_format: DataFormat | None = None,
-    names: RowNames | None = None,
-    rows: RowRange | None = None,
-) -> Iterator[PromptExample]: ...
-
-
+def read_examples(path: Path, use: Literal["kto"], **how: Unpack[Reading]) -> Iterator[LabelledExample]: ...
 @overload
-def read_examples(
-    path: Path,
-    use: RowUse,
-    data_format: DataFormat | None = None,
-    names: RowNames | None = None,
-    rows: RowRange | None = None,
-) -> Iterator[Example]: ...
-
-
-def read_examples(
-    path: Path,
-    use: RowUse,
-    data_format: DataFormat | None = None,
-    names: RowNames | None = None,
-    rows: RowRange | None = None,
-) -> Iterator[Example]:
+def read_examples(path: Path, use: Literal["prompts"], **how: Unpack[Reading]) -> Iterator[PromptExample]: ...
+@overload
+def read_examples(path: Path, use: RowUse, **how: Unpack[Reading]) -> Iterator[Example]: ...
+def read_examples(path: Path, use: RowUse, **how: Unpack[Reading]) -> Iterator[Example]:
     """The examples of an NDJSON file, one at a time.
-
-    Args:
-        rows: those that are read; None: all.
 
     Raises:
         InvalidRows: a line is not JSON, or its row fits no shape.
     """
+    rows = how.get("rows")
     first, count, offset = (rows.first, rows.count, rows.offset) if rows else (0, None, 0)
     with open(path, "rb") as source:
         source.seek(offset)
@@ -174,7 +135,7 @@ def read_examples(
                 row = parse_line(line)
             except json.JSONDecodeError as error:
                 raise InvalidRows(f"not JSON ({error.msg} at character {error.pos})", row=index) from error
-            yield parse_row(row, index, use, data_format, names)
+            yield parse_row(row, index, use, how.get("data_format"), how.get("names"))
 
 
 @dataclass(frozen=True)
@@ -238,7 +199,7 @@ def tokenize(
         return tokenize_dpo(pairs, tokenizer, most, side, first, margins=margins, images=images)
     if METHODS[spec.algorithm].rows == "kto":
         return tokenize_kto(read_examples(path, "kto", names=names, rows=rows), tokenizer, most, side, first)
-    examples = read_examples(path, "sft", spec.data.data_format, names, rows)
+    examples = read_examples(path, "sft", data_format=spec.data.data_format, names=names, rows=rows)
     data = spec.data
     if data.has_images:
         encoder = SftEncoder(Chat(tokenizer, Images(spec.source, tokenizer)), data.trained, data.reasoning)

@@ -13,9 +13,6 @@ from .mdns import DiscoveryError, browse, own_networks
 from .probe import addresses_of, neighbours, probe
 from .sightings import Sighting, machine_hash
 
-LONGEST = 30.0
-"""Seconds of a search."""
-
 
 @dataclass(frozen=True)
 class Search:

@@ -27,7 +27,6 @@ from ...nodes.pools.ray_rows import JSON, PARQUET, RowsOrder, is_beneath
 from ..http.errors import Conflict, NotFound
 
 log = logging.getLogger(__name__)
-RAY = "ray"
 UPLOADS = "/v1/readings"
 """Path of the uploads, followed by the id of a reading."""
 FORM = "ray:///DIRECTORY/FILE, or ray://POOL/DIRECTORY/FILE with the name of a pool"

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from llama_stack_provider_trl.jobs.store.records import NodeTaskRecord
 from llama_stack_provider_trl.launch.base import Observation, TaskState
-from llama_stack_provider_trl.specs.events import Failed, Reason
+from llama_stack_provider_trl.specs.events import Failed
 
 from ...wire import Stage, StageProgress, TaskOrder, TaskReport
 
@@ -50,14 +50,8 @@ class ReportedPart:
 
     @property
     def failed_event(self) -> Failed | None:
-        """The `failed` event of a rank on a node without rank 0. An event that was stored before events had bounds may
-        be unreadable."""
-        if self.report is None or self.report.failed is None:
-            return None
-        try:
-            return Failed.model_validate(self.report.failed)
-        except ValueError as error:
-            return Failed(reason=Reason.internal, message=f"its `failed` event cannot be read: {error}")
+        """The `failed` event of a rank on a node without rank 0."""
+        return None if self.report is None or self.report.failed is None else Failed.stored(self.report.failed)
 
 
 def observation(values: Mapping[str, Any]) -> Observation:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, create_model
 
 from llama_stack_provider_trl.documented import Documented
 from llama_stack_provider_trl.jobs.store.tokens import Role
@@ -17,13 +17,16 @@ from llama_stack_provider_trl.requests.bodies import (
     TrainingConfig,
 )
 from llama_stack_provider_trl.requests.options import Priority, ProviderOptions
-from llama_stack_provider_trl.requests.work import EvaluateRequest, ExportRequest, GenerateRequest, MergeRequest
+from llama_stack_provider_trl.requests.work import KINDS, WorkRequest
 from llama_stack_provider_trl.specs.methods import Call
 from llama_stack_provider_trl.specs.names import CheckedElsewhere, CheckedNames
 from llama_stack_provider_trl.stack.responses import Checkpoint
 
 from ...wire import NAME
 from .dataset_bodies import RequestBody, Sha256
+
+
+_GivenOptions = Annotated[ProviderOptions | None, SkipValidation, CheckedElsewhere()]
 
 
 class DataConfigBody(DataConfig):
@@ -39,7 +42,7 @@ class TrainingConfigBody(TrainingConfig):
 class SupervisedFineTuneBody(SupervisedFineTuneRequest):
     training_config: TrainingConfigBody
     """How to train."""
-    provider_options: Annotated[ProviderOptions | None, SkipValidation, CheckedElsewhere()] = None
+    provider_options: _GivenOptions = None
     """Options that Llama Stack's schema has no field for; through Llama Stack, the key `trl` of
     X-LlamaStack-Provider-Data."""
     dataset_digests: Annotated[dict[str, Sha256], Field(max_length=65)] | None = None
@@ -49,40 +52,39 @@ class SupervisedFineTuneBody(SupervisedFineTuneRequest):
 class PreferenceOptimizeBody(PreferenceOptimizeRequest):
     training_config: TrainingConfigBody
     """How to train."""
-    provider_options: Annotated[ProviderOptions | None, SkipValidation, CheckedElsewhere()] = None
+    provider_options: _GivenOptions = None
     """Options that Llama Stack's schema has no field for; through Llama Stack, the key `trl` of
     X-LlamaStack-Provider-Data."""
     dataset_digests: Annotated[dict[str, Sha256], Field(max_length=65)] | None = None
     """Digest of the uploaded blob that each dataset_id means; other ids are looked up among the registered datasets."""
 
 
-class GenerateBody(GenerateRequest):
-    provider_options: Annotated[ProviderOptions | None, SkipValidation, CheckedElsewhere()] = None
-    """after, cancel_with, device, max_duration, nproc_per_node, priority, resources, retries."""
+class WorkBody(WorkRequest):
+    """What the bodies of all jobs have that do not train."""
+
+    provider_options: _GivenOptions = None
 
 
-class EvaluateBody(EvaluateRequest):
-    provider_options: Annotated[ProviderOptions | None, SkipValidation, CheckedElsewhere()] = None
-    """after, cancel_with, device, max_duration, nproc_per_node, priority, resources, retries."""
+def _body_of(kind: type[WorkRequest]) -> type[WorkBody]:
+    options: Any = (_GivenOptions, Field(None, description=f"{', '.join(kind.options)}."))
+    bases: Any = (WorkBody, kind)
+    made: Any = create_model(f"{kind.kind.capitalize()}Body", __base__=bases, provider_options=options)
+    return cast(type[WorkBody], made)
 
 
-class MergeBody(MergeRequest):
-    provider_options: Annotated[ProviderOptions | None, SkipValidation, CheckedElsewhere()] = None
-    """after, cancel_with, device, max_duration, priority, retries."""
-
-
-class ExportBody(ExportRequest):
-    provider_options: Annotated[ProviderOptions | None, SkipValidation, CheckedElsewhere()] = None
-    """after, cancel_with, device, max_duration, priority, retries."""
+WORK_BODIES = {name: _body_of(kind) for name, kind in KINDS.items()}
+"""Kind of jobs that do not train -> the body of its call."""
 
 
 class PipelineBody(Documented, CheckedNames):
     """Jobs that may name one another. Each is checked as the body of its own call."""
 
     model_config = ConfigDict(extra="forbid")
-    jobs: Annotated[dict[str, Any] | None, CheckedElsewhere()] = None
-    """Name -> body of a job, without `job_uuid`, and with `kind` (generate, evaluate, merge, export) where it does not
-    train. `after` and `job:NAME` name jobs of the pipeline."""
+    jobs: Annotated[dict[str, Any] | None, CheckedElsewhere()] = Field(
+        None,
+        description=f"Name -> body of a job, without `job_uuid`, and with `kind` ({', '.join(KINDS)}) where it does "
+        "not train. `after` and `job:NAME` name jobs of the pipeline.",
+    )
     teacher_student: Annotated[dict[str, Any] | None, CheckedElsewhere()] = None
     """A distillation, which stands for several jobs."""
 

@@ -13,12 +13,13 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.decisions.graph import cycle
+from llama_stack_provider_trl.requests.work import KINDS
 
 from .teacher_student import SECTION, expanded
 
@@ -112,7 +113,7 @@ def resolved(step: PipelineJob, job_uuid: str, names: Mapping[str, str]) -> Json
         return f"{_PREFIX}{names[named]}{value.removeprefix(_PREFIX + named)}"
 
     _replace_names(request, as_on_service)
-    if request.get("kind") == "generate":
+    if "output" in _known_fields(request):
         request.setdefault("output", {"dataset_id": job_uuid})
     options = request.get("provider_options") or {}
     if options.get("after"):
@@ -165,8 +166,8 @@ def _after(where: str, request: Mapping[str, Any], names: Any) -> list[str]:
 
 
 def _evaluations(request: Json) -> list[_Field]:
-    """The fields of an export's conditions that name evaluations. None of a form that the service refuses."""
-    conditions = request.get("promote_if") if request.get("kind") == "export" else None
+    """The fields of conditions that name evaluations. None of a form that the service refuses."""
+    conditions = request.get("promote_if") if "promote_if" in _known_fields(request) else None
     return [
         (f"promote_if.{number}.{key}", condition, key)
         for number, condition in enumerate(conditions if isinstance(conditions, list) else ())
@@ -174,6 +175,12 @@ def _evaluations(request: Json) -> list[_Field]:
         for key in ("evaluation", "against")
         if isinstance(condition.get(key), str)
     ]
+
+
+def _known_fields(request: Json) -> Container[str]:
+    """The fields that a job of a request's kind has; empty: it trains, or there is no such kind."""
+    kind = request.get("kind")
+    return KINDS[kind].model_fields if isinstance(kind, str) and kind in KINDS else ()
 
 
 def _named(value: str) -> str:
@@ -195,16 +202,15 @@ def _replace_names(request: Json, change: Callable[[str, str], str]) -> None:
 
 def _fields(request: Json) -> list[_Field]:
     """The fields that may name a job. None of a part of another form than expected, which the service refuses."""
-    kind, data, then = request.get("kind"), _data_of(request), evaluation_of(request)
+    known, data, then = _known_fields(request), _data_of(request), evaluation_of(request)
     # Beside a `model`, `finetuned_model` names the result.
     single = [("model", request, "finetuned_model" if request.get("model") is None else "model")]
     single += [(name, data, name) for name in (_ROWS, _OTHER_ROWS)]
-    single += [("base", request, "base")] if kind == "merge" else []
+    single += [("base", request, "base")] if "base" in known else []
     single += [("algorithm_config.teacher", _method(request), "teacher")]
     single += [(f"provider_options.evaluate.{_ROWS}", then, _ROWS)]
     lists = {
-        "models": request.get("models") if kind in ("merge", "evaluate") else None,
-        "checks": request.get("checks") if kind == "evaluate" else None,
+        **{name: request.get(name) for name in ("models", "checks") if name in known},
         "algorithm_config.rewards": _method(request).get("rewards"),
         "provider_options.evaluate.checks": then.get("checks"),
     }

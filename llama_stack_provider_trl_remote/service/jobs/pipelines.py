@@ -12,15 +12,13 @@ from llama_stack_provider_trl.errors import InvalidRequest, JobNotFound
 from llama_stack_provider_trl.requests.bodies import algorithm_of
 from llama_stack_provider_trl.requests.choices import problem_of
 from llama_stack_provider_trl.requests.lifecycle import evaluation_name
+from llama_stack_provider_trl.requests.work import NO_SUCH_KIND
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse
 from llama_stack_provider_trl.system.offload import in_work_thread
 
 from ..datasets.registry import DatasetRegistry
 from ..http.bodies import (
-    EvaluateBody,
-    ExportBody,
-    GenerateBody,
-    MergeBody,
+    WORK_BODIES,
     PipelineBody,
     PipelineJobRow,
     PipelineResponse,
@@ -31,18 +29,12 @@ from ..http.errors import NotFound
 from ..security.access import Caller
 from .pipeline_steps import JOBS, Json, PipelineJob, digest_of, evaluation_of, resolved, steps_of
 from .stored_jobs import StoredJobs
-from .submissions import JobBody, Submissions, WorkBody
+from .submissions import JobBody, Submissions
 
 _DIGITS = 12
 """Of a digest in a name."""
 _TRIES = 100
 """Jobs of one name that may have failed or been cancelled."""
-_KINDS: dict[str, type[WorkBody]] = {
-    "generate": GenerateBody,
-    "evaluate": EvaluateBody,
-    "merge": MergeBody,
-    "export": ExportBody,
-}
 
 
 class Pipelines:
@@ -154,10 +146,9 @@ def _body(name: str, request: Json) -> JobBody:
     given = dict(request)
     if "kind" in given:
         chosen = given.pop("kind")
-        if not isinstance(chosen, str) or chosen not in _KINDS:
-            hint = f"a job that trains has no kind; others are: {', '.join(_KINDS)}"
-            raise InvalidRequest(f"{JOBS}.{name}.kind", chosen, hint)
-        kind = _KINDS[chosen]
+        if not isinstance(chosen, str) or chosen not in WORK_BODIES:
+            raise InvalidRequest(f"{JOBS}.{name}.kind", chosen, NO_SUCH_KIND)
+        kind = WORK_BODIES[chosen]
     else:
         kind = PreferenceOptimizeBody if algorithm_of(given) == "dpo" else SupervisedFineTuneBody
     try:

@@ -26,7 +26,7 @@ from llama_stack_provider_trl.system.offload import in_work_thread
 
 from ..datasets.quotas import JobAllowance, Quotas
 from ..datasets.registry import DatasetRegistry
-from ..http.bodies import EvaluateBody, ExportBody, GenerateBody, MergeBody, PreferenceOptimizeBody
+from ..http.bodies import PreferenceOptimizeBody, WorkBody
 from ..security.access import Caller
 from ..settings import ServiceSettings
 from ..space import Space
@@ -34,9 +34,7 @@ from .rows import RowSources
 from .training_requests import OURS, TrainingBody, digest_of, training_request
 
 log = logging.getLogger(__name__)
-type WorkBody = GenerateBody | EvaluateBody | MergeBody | ExportBody
 type JobBody = TrainingBody | WorkBody
-_KINDS = {GenerateBody: "generate", EvaluateBody: "evaluate", MergeBody: "merge", ExportBody: "export"}
 
 
 class Submissions:
@@ -114,7 +112,7 @@ class Submissions:
 
     def _queued(self, bodies: Iterable[JobBody]) -> None:
         for body in bodies:
-            log.info("job %s: queued%s", body.job_uuid, f" ({_KINDS[type(body)]})" if type(body) in _KINDS else "")
+            log.info("job %s: queued%s", body.job_uuid, f" ({body.kind})" if isinstance(body, WorkBody) else "")
         self._wake()
 
     async def _add(
@@ -125,7 +123,7 @@ class Submissions:
         if mark is not None:  # behind the check, which refuses the name in a request
             options = options.model_copy(update={"metadata": {**options.metadata, RESERVED: mark}})
         owner = Submitter(caller.name, caller.limits.max_queued_jobs, allowance)
-        if isinstance(body, GenerateBody | EvaluateBody | MergeBody | ExportBody):
+        if isinstance(body, WorkBody):
             return await self._add_work(body, options, store, owner)
         request, digest = training_request(body, self._settings), digest_of(body, options)
         return await submit(
@@ -137,14 +135,10 @@ class Submissions:
         digest = request_digest(type(body), body.model_dump(exclude_unset=True, exclude=set(OURS)), options)
         if store.holds(body.job_uuid, digest):
             return False
-        rows, models = self._rows.none if isinstance(body, MergeBody | ExportBody) else self._rows.of({}, store), None
-        if isinstance(body, GenerateBody | ExportBody):
-            work: Work = body.work()
-            if isinstance(body, ExportBody):
-                await in_work_thread(refuse_unusable_conditions, body, self._for_jobs, store)
-        else:
-            models = await in_work_thread(bases_of, body, self._for_jobs, store)
-            work = await in_work_thread(body.work, models)
+        models = await in_work_thread(bases_of, body, self._for_jobs, store)
+        work = await in_work_thread(body.work, models)
+        await in_work_thread(refuse_unusable_conditions, body, self._for_jobs, store)
+        rows = self._rows.of({}, store) if work.reads_rows else self._rows.none
         admit = partial(self._check_output, work)
         admit()
         return await submit(body, options, digest, self._for_jobs, store, rows, owner, work, models, admit)
@@ -177,9 +171,10 @@ def _requested(body: JobBody) -> SentRequest:
     options: Any = body.provider_options  # as they came: nothing has read them here
     if isinstance(options, ProviderOptions):
         options = options.model_dump(mode="json", exclude_unset=True)
-    call = _KINDS.get(type(body)) or (
-        "preference-optimize" if isinstance(body, PreferenceOptimizeBody) else "supervised-fine-tune"
-    )
+    if isinstance(body, WorkBody):
+        call = body.kind
+    else:
+        call = "preference-optimize" if isinstance(body, PreferenceOptimizeBody) else "supervised-fine-tune"
     return SentRequest(call, {**given, **({"provider_options": options} if options else {})})
 
 

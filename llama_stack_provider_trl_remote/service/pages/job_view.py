@@ -14,6 +14,7 @@ from llama_stack_provider_trl.jobs.decisions.states import ACTIVE, TERMINAL, Job
 from llama_stack_provider_trl.jobs.store.reader import SentRequest
 from llama_stack_provider_trl.jobs.store.tokens import Role
 from llama_stack_provider_trl.specs.methods import METHODS, Algorithm
+from llama_stack_provider_trl.specs.work import WORKS
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse
 
 from ..views.exports import ExportedFile, ListedExport
@@ -187,8 +188,9 @@ def step_seconds_of(progress: Mapping[str, Any], state: JobState, attempts: Sequ
 
 def _writes_text(config: Mapping[str, Any]) -> bool:
     """Whether the checkpoints of a job are models that answer."""
-    work, method = config.get("work") or {"kind": "train"}, METHODS.get(config["algorithm"])
-    return work["kind"] in ("train", "merge") and not (method is not None and method.trains_reward)
+    work, method = config.get("work"), METHODS.get(config["algorithm"])
+    leaves_model = not work or WORKS[work["kind"]].leaves_model
+    return leaves_model and not (method is not None and method.trains_reward)
 
 
 def result_of(result: Mapping[str, Any], above: str = "") -> list[tuple[str, str]]:

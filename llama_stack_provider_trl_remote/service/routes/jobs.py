@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from llama_stack_provider_trl.errors import InvalidRequest
 from llama_stack_provider_trl.jobs.decisions.states import JobState
 from llama_stack_provider_trl.jobs.store.store import Store
+from llama_stack_provider_trl.requests.work import KINDS, WorkRequest
 from llama_stack_provider_trl.stack.responses import (
     PostTrainingJob,
     PostTrainingJobArtifactsResponse,
@@ -20,13 +21,10 @@ from llama_stack_provider_trl.stack.responses import (
 
 from ..dependencies import JobChecksDep, PipelinesDep, StoreDep, StoredJobsDep, SubmissionsDep
 from ..http.bodies import (
-    EvaluateBody,
-    ExportBody,
-    GenerateBody,
+    WORK_BODIES,
     JobName,
     JobRow,
     ListJobsResponse,
-    MergeBody,
     PipelineBody,
     PipelineResponse,
     PreferenceOptimizeBody,
@@ -34,6 +32,7 @@ from ..http.bodies import (
     PreflightResponse,
     QueueResponse,
     SupervisedFineTuneBody,
+    WorkBody,
 )
 from ..http.errors import declared
 from ..http.preview import PreviewBody, PreviewResponse
@@ -76,33 +75,24 @@ async def preference_optimize(
     return PostTrainingJob(job_uuid=body.job_uuid)
 
 
-@router.post("/generate", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507))
-async def generate(submissions: SubmissionsDep, body: GenerateBody, caller: CurrentCaller) -> PostTrainingJob:
-    """Queue a job that answers the prompts of a dataset. The same body again is the same job."""
-    await submissions.submit(body, caller)
-    return PostTrainingJob(job_uuid=body.job_uuid)
+def _add_call_of(kind: type[WorkRequest]) -> None:
+    """Add the call that queues the jobs of a kind."""
+
+    async def call(submissions: SubmissionsDep, body: WorkBody, caller: CurrentCaller) -> PostTrainingJob:
+        await submissions.submit(body, caller)
+        return PostTrainingJob(job_uuid=body.job_uuid)
+
+    call.__annotations__["body"] = WORK_BODIES[kind.kind]
+    call.__name__ = kind.kind
+    what = (kind.__doc__ or "").removeprefix("A ")
+    call.__doc__ = f"Queue a {what} The same body again is the same job."
+    router.post(
+        f"/{kind.kind}", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507)
+    )(call)
 
 
-@router.post("/evaluate", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507))
-async def evaluate(submissions: SubmissionsDep, body: EvaluateBody, caller: CurrentCaller) -> PostTrainingJob:
-    """Queue a job that evaluates a model, or an ensemble, on a dataset's rows. The same body again is the same job."""
-    await submissions.submit(body, caller)
-    return PostTrainingJob(job_uuid=body.job_uuid)
-
-
-@router.post("/merge", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507))
-async def merge(submissions: SubmissionsDep, body: MergeBody, caller: CurrentCaller) -> PostTrainingJob:
-    """Queue a job that merges models, or adapters, into one. The same body again is the same job."""
-    await submissions.submit(body, caller)
-    return PostTrainingJob(job_uuid=body.job_uuid)
-
-
-@router.post("/export", dependencies=[USERS_JOB], response_model=PostTrainingJob, responses=declared(409, 507))
-async def export(submissions: SubmissionsDep, body: ExportBody, caller: CurrentCaller) -> PostTrainingJob:
-    """Queue a job that exports a model, and proves that the export answers as it does. The same body again is the same
-    job."""
-    await submissions.submit(body, caller)
-    return PostTrainingJob(job_uuid=body.job_uuid)
+for _kind in KINDS.values():
+    _add_call_of(_kind)
 
 
 @router.post("/pipelines", dependencies=[USERS_JOB], response_model=PipelineResponse, responses=declared(409, 507))

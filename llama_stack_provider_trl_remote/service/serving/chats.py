@@ -26,6 +26,7 @@ from llama_stack_provider_trl.specs.serving import (
     AnswerRefused,
     ServeRequest,
 )
+from llama_stack_provider_trl.specs.work import WORKS
 from llama_stack_provider_trl.system.data_dir import DataDir
 
 from ..http.chat_bodies import ChatBody, CompletionBody, ResponseFormat, refuse_unknown_keys
@@ -45,7 +46,7 @@ _BASE = "base"
 _MOST_MODELS = 1000
 """Results of jobs in a list of models, the newest ones."""
 _REWARDS = (name for name, made in METHODS.items() if made.trains_reward)
-_WITHOUT_MODEL = frozenset({"generate", "evaluate", "export", *_REWARDS})
+_WITHOUT_MODEL = frozenset({*(name for name, kind in WORKS.items() if not kind.leaves_model), *_REWARDS})
 """What jobs do that leave no model that writes text."""
 
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from llama_stack_provider_trl.errors import TrlError
 from llama_stack_provider_trl.jobs.store.store import Store
-from llama_stack_provider_trl.specs.work import ExportWork
 from llama_stack_provider_trl.stack.responses import PostTrainingJobStatusResponse
 from llama_stack_provider_trl.system.files import file_names
 
@@ -33,10 +32,9 @@ def exports_of(store: Store, status: PostTrainingJobStatusResponse) -> list[List
     for one in status.resources_allocated.get("before") or ():
         with suppress(TrlError):  # it was deleted, or another release wrote it: the page has the rest
             job = store.get(one["job_uuid"])
-            if isinstance(job.spec.work, ExportWork):
-                target = job.spec.work.export.target
+            if (export := job.spec.does.exporting) is not None:
                 read = [base.checkpoint for base in job.spec.bases if base.job_uuid == status.job_uuid]
-                found += [ListedExport(job.job_uuid, target, name, job.state.value) for name in read]
+                found += [ListedExport(job.job_uuid, export.target, name, job.state.value) for name in read]
     return found
 
 

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from ... import faults
-from ...errors import JobConflict
-from ...specs.job import JobSpec
-from ...specs.search import BETWEEN, SearchSpec
-from ..decisions.search import (
+from .... import faults
+from ....errors import JobConflict
+from ....specs.job import JobSpec
+from ....specs.search import BETWEEN, SearchSpec
+from ...decisions.search import (
     NOT_SEARCHED,
     Ending,
     Generation,
@@ -22,9 +22,9 @@ from ..decisions.search import (
     decide,
     waits_at,
 )
-from ..decisions.states import JobState
-from .database import Database, Execute
-from .records import JobRecord
+from ...decisions.states import JobState
+from ..database import Database, Execute
+from ..records import JobRecord
 
 log = logging.getLogger(__name__)
 

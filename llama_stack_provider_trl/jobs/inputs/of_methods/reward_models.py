@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import InvalidRequest, JobNotFound
-from ...requests.bases import PREFIX, NamedJob, checkpoint_of
-from ...requests.options import ProviderOptions
-from ...requests.settings import Settings
-from ...specs.bases import BaseJob
-from ...specs.methods import MethodSpec
-from ...specs.model_source import ModelName, ModelSource
-from ...specs.rewards import RewardModel, RewardSource
-from ..decisions.states import JobState
-from ..store.store import Store
+from ....errors import InvalidRequest, JobNotFound
+from ....requests.bases import PREFIX, NamedJob, checkpoint_of
+from ....requests.options import ProviderOptions
+from ....requests.settings import Settings
+from ....specs.bases import BaseJob
+from ....specs.methods import MethodSpec
+from ....specs.model_source import ModelName, ModelSource
+from ....specs.rewards import RewardModel, RewardSource
+from ...decisions.states import JobState
+from ...store.store import Store
 
 FIELD = "algorithm_config.rewards"
 

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
-from ... import faults
-from ...errors import InvalidRequest
-from ...specs.events import Reason
-from ...specs.job import JobSpec
-from ...specs.work import ROWS
-from ..decisions.graph import Blocked, Decisions, Predecessor, decide
-from ..decisions.states import TERMINAL, JobState
-from .database import Database, Execute
-from .records import Chain, ChainedJob
+from .... import faults
+from ....errors import InvalidRequest
+from ....specs.events import Reason
+from ....specs.job import JobSpec
+from ....specs.work import ROWS
+from ...decisions.graph import Blocked, Decisions, Predecessor, decide
+from ...decisions.states import TERMINAL, JobState
+from ..database import Database, Execute
+from ..records import Chain, ChainedJob
 
 log = logging.getLogger(__name__)
 AFTER = "provider_options.after"

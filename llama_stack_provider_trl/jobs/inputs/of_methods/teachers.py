@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import InvalidRequest
-from ...requests.bases import PREFIX, NamedModel, is_adapter, resolve_base
-from ...requests.distillation import TEACHER
-from ...requests.settings import Settings
-from ...specs.methods import OTHER_VOCABULARY, MethodSpec
-from ...specs.model_source import ModelSource
-from ..store.store import Store
-from .bases import find_base
-from .vocabularies import refuse_other_vocabularies
+from ....errors import InvalidRequest
+from ....requests.bases import PREFIX, NamedModel, is_adapter, resolve_base
+from ....requests.distillation import TEACHER
+from ....requests.settings import Settings
+from ....specs.methods import OTHER_VOCABULARY, MethodSpec
+from ....specs.model_source import ModelSource
+from ...store.store import Store
+from ..bases import find_base
+from ..vocabularies import refuse_other_vocabularies
 
 
 def with_teacher(fields: dict[str, Any], settings: Settings, store: Store | None) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def with_teacher(fields: dict[str, Any], settings: Settings, store: Store | None
         teacher = _of_job(teacher.model, fields["job_uuid"], settings, store)
         fields = {**fields, "method": method.with_reference(source=teacher)}
     if method.other_vocabulary is None:
-        refuse_other_vocabularies(named, [own, teacher], hint=OTHER_VOCABULARY)
+        refuse_other_vocabularies(named, [own, teacher], OTHER_VOCABULARY)
     return fields
 
 

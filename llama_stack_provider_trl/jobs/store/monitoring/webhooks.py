@@ -10,9 +10,9 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
-from ..decisions.states import JobState
-from .database import Database, Execute
-from .monitoring.totals import WEBHOOKS
+from ...decisions.states import JobState
+from ..database import Database, Execute
+from .totals import WEBHOOKS
 
 
 class Delivery(NamedTuple):

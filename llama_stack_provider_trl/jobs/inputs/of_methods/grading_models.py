@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import InvalidRequest, JobNotFound
-from ...requests.bases import Base, resolve_served, served_job_of
-from ...requests.settings import Settings
-from ...specs.grading.graders import asking_of, field_of
-from ...specs.methods import GrpoSpec
-from ...specs.rewards import RewardSource
-from ...specs.work import FurtherModel
-from ..store.store import Store
-from .bases import named_job
+from ....errors import InvalidRequest, JobNotFound
+from ....requests.bases import Base, resolve_served, served_job_of
+from ....requests.settings import Settings
+from ....specs.grading.graders import asking_of, field_of
+from ....specs.rewards import RewardSource
+from ....specs.work import FurtherModel
+from ...store.store import Store
+from ..bases import named_job
 from .reward_models import FIELD
 
 
@@ -26,13 +25,9 @@ def with_grading_models(fields: dict[str, Any], settings: Settings, store: Store
         InvalidRequest: one of them cannot be used.
     """
     method = fields["method"]
-    if not isinstance(method, GrpoSpec):
-        return fields
-    rewards = tuple(
-        _with_models(number, source, fields["job_uuid"], settings, store)
-        for number, source in enumerate(method.rewards)
-    )
-    return {**fields, "method": method.model_copy(update={"rewards": rewards})} if rewards != method.rewards else fields
+    given = method.rewards_of_answers
+    rewards = tuple(_with_models(n, source, fields["job_uuid"], settings, store) for n, source in enumerate(given))
+    return {**fields, "method": method.model_copy(update={"rewards": rewards})} if rewards != given else fields
 
 
 def _with_models(

@@ -18,10 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from ...errors import DamagedRecord, JobConflict, JobNotFound, StoreError, shortage_of
-from ...specs.events import Reason
-from ..decisions.states import ACTIVE, TERMINAL, JobState
-from .records import JobRecord
+from ....errors import DamagedRecord, JobConflict, JobNotFound, StoreError, shortage_of
+from ....specs.events import Reason
+from ...decisions.states import ACTIVE, TERMINAL, JobState
+from ..records import JobRecord
 
 
 class CancellableJobs(Protocol):

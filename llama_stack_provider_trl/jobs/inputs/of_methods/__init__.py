@@ -1,0 +1,1 @@
+"""The models that a training method reads beside its own."""
